@@ -23,11 +23,12 @@ KNOWS = {
     # The packer reads the nodes and merges their tokens by the trees' own rule.
     "cache": {"gracekv.allocate", "gracekv.prefill", "gracekv.tree.base", "gracekv.tree.merge"}
     | {"gracekv.distributed", "gracekv.files", "gracekv.value.column_sums"},
-    "fit": {"gracekv.cache.base", "gracekv.prefill", "gracekv.value"},
+    "fit": {"gracekv.cache.base", "gracekv.cache.batches", "gracekv.prefill", "gracekv.value"},
     "decode": {"gracekv.allocate", "gracekv.cache.base", "gracekv.fit"},
     "precision": {
         "gracekv.allocate",
         "gracekv.cache.base",
+        "gracekv.cache.batches",
         "gracekv.cache.coded",
         "gracekv.cache.entries",
         "gracekv.cache.quantised",

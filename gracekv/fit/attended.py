@@ -1,20 +1,23 @@
-"""What reference queries get from all tokens of a layer, and from the entries that were kept.
+"""Attention of reference queries over all tokens of a layer, and over the entries that were kept.
 
-The first is noted while the layer is whole, a few numbers a query; the second needs no dropped
-token.
+The first is recorded while the layer is whole, a few numbers for each query; the second needs no
+dropped token.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.queries import QuerySet
-from gracekv.kernels.linalg import batched_linear, linear
+from gracekv.kernels import ragged
+from gracekv.kernels.linalg import batched_linear
 from gracekv.kernels.logits import capped
 from gracekv.prefill import LayerCapture, Region
 
@@ -26,22 +29,24 @@ _COLUMNS = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """One layer's reference queries, and what they get from all tokens that they see.
+    """The reference queries of a layer, and their attention over all tokens that they see.
 
-    G KV heads, M = n*Q rows (query heads of a KV head times reference queries).
+    There are G KV heads and M = n*Q rows: query heads of a KV head times reference queries.
 
     Attributes:
         asked: float32 [G, M, d], the queries at the positions they are asked from, times the
             attention scale.
-        sees: int64 [M], the last position that each row sees.
+        sees: int64 [B], the last position that each of the last B queries of a query head sees;
+            the others see all tokens.
         top: float32 [G, M], the largest logit, the sink's included.
         total: float32 [G, M], the sum of exp(logit - top) over all visible tokens, and the sink.
         sink: float32 [G, M], exp(sink logit - top); 0 where the model has none.
         output: float32 [G, M, d], attention output.
-        weights: float32 [M] of the rows, of sum 1.
+        weights: float32 [G, M] of the rows, with sum 1 in each head.
         last: float32 [2, G, d], key and value of the last prompt token, which decoding feeds again.
         length: T, prompt tokens.
-        softcap: of the logits; None: none.
+        group: n.
+        softcap: logit softcap, or None.
     """
 
     asked: Tensor
@@ -53,52 +58,71 @@ class Reference:
     weights: Tensor
     last: Tensor
     length: int
+    group: int
     softcap: float | None
 
     @classmethod
     def of(cls, capture: LayerCapture, queries: QuerySet) -> Self:
-        """Meet the queries with the keys of `layer` that count for them.
+        """The attention of `queries` over the keys of a layer that count for them.
 
         Raises `MissingCaptureError` if a query was not captured.
         """
         keys, values = capture.keys.float(), capture.values.float()
         device, heads, length = keys.device, capture.kv_heads, capture.spans.length
         asked = queries.rotated(capture)
-        sees = queries.asked_at.to(device).repeat(capture.group)
         rows = asked.shape[1]
+        sees = queries.sees.repeat(capture.group)
         top, total = (torch.empty(heads, rows, device=device) for _ in range(2))
         output = torch.empty(heads, rows, capture.head_dim, device=device)
         sink, sinks = torch.zeros_like(total), None
         if capture.sinks is not None and queries.within is None:
-            # One of each query head, and rows are those of a KV head's query heads in turn.
+            # One for each query head, and rows are those of a KV head's query heads in turn.
             own_sinks = capture.sinks.to(device).view(heads, -1)
             sinks = own_sinks.repeat_interleave(rows // capture.group, dim=1)
-        limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
-        block = max(1, limit // (4 * length))
         inside = queries.within or Region(0, length)
-        place = torch.arange(inside.start, inside.end, device=device)
-        # Head by head, since products want a copy of the values the other way round.
-        for g, own in enumerate(values):
-            across = own[inside.start : inside.end].T.contiguous()
-            own_keys = keys[g, inside.start : inside.end]
+        # All queries see the keys before this position.
+        all_see = min(queries.asked_at.tolist(), default=length) + 1
+        place = torch.arange(inside.start, inside.end, device=device)[
+            max(0, all_see - inside.start) :
+        ]
+        # Head by head on the CPU, since products want a copy of the values the other way round.
+        limit, at_once = (_CPU_BLOCK, 1) if device.type == "cpu" else (_GPU_BLOCK, heads)
+        block = max(1, limit // (4 * length * at_once))
+        for head in range(0, heads, at_once):
+            own = slice(head, head + at_once)
+            across = values[own, inside.start : inside.end].mT.contiguous()
+            own_keys = keys[own, inside.start : inside.end]
             for first in range(0, rows, block):
-                part = slice(first, first + block)
-                # Only rows that are asked before the end have keys that they do not see.
-                early = (sees[part] < length - 1).nonzero()[:, 0]
-                logits = capped(linear(asked[g, part], own_keys), capture.softcap)
-                hidden = place > sees[part][early, None]
-                logits[early] = logits[early].masked_fill_(hidden, -torch.inf)
-                top[g, part] = logits.amax(dim=-1)
+                part = own, slice(first, first + block)
+                logits = capped(batched_linear(asked[part], own_keys), capture.softcap)
+                if len(place):
+                    unseen = place > sees[part[1], None]
+                    logits[..., -len(place) :].masked_fill_(unseen, -torch.inf)
+                top[part] = logits.amax(dim=-1)
                 if sinks is not None:
-                    top[g, part] = torch.maximum(top[g, part], sinks[g, part])
-                    sink[g, part] = (sinks[g, part] - top[g, part]).exp()
-                chance = logits.sub_(top[g, part, None]).exp_()
-                total[g, part] = chance.sum(dim=-1) + sink[g, part]
-                output[g, part] = linear(chance, across) / total[g, part, None]
-        weights = queries.weights.to(device).repeat(capture.group) / capture.group
+                    top[part] = torch.maximum(top[part], sinks[part])
+                    sink[part] = (sinks[part] - top[part]).exp()
+                chance = logits.sub_(top[part][..., None]).exp_()
+                total[part] = chance.sum(dim=-1) + sink[part]
+                output[part] = batched_linear(chance, across) / total[part][..., None]
+        weights = queries.weights.to(device).repeat(heads, capture.group) / capture.group
         last = torch.stack([keys[:, -1], values[:, -1]])
-        sizes = (length, capture.softcap)
-        return cls(asked, sees, top, total, sink, output, weights, last, *sizes)
+        seeing_all = int((queries.asked_at == length - 1).long().cumprod(0).sum())
+        blind = queries.sees[seeing_all:]
+        sizes = (length, capture.group, capture.softcap)
+        return cls(asked, blind, top, total, sink, output, weights, last, *sizes)
+
+    @classmethod
+    def stack(cls, layers: Sequence[Self]) -> Self:
+        """Layers whose queries see the same positions as one, with the heads of all of them."""
+        if len(layers) == 1:
+            return layers[0]
+        names = ("asked", "top", "total", "sink", "output", "weights")
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(x, name) for x in layers]) for name in names
+        }
+        joined["last"] = torch.cat([x.last for x in layers], dim=1)
+        return dataclasses.replace(layers[0], **joined)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +137,7 @@ class KeptMass:
             entry and where the query does not see it.
         total: float32 [G, M], as in `Reference`.
         sink: float32 [G, M], as there.
-        weights: float32 [M], as there.
+        weights: float32 [M] or [G, M], as there.
     """
 
     free: Tensor
@@ -130,63 +154,58 @@ class KeptMass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerAttention(KeptMass):
-    """The same where the entries are packed, with their values and what the queries had.
+    """The same over packed entries, with their values and the output over all tokens.
 
     The columns of a head are its packed entries and the last prompt token; heads with fewer are
-    padded to W columns. Free are entries of the compressible region.
+    padded to W columns. The entries of the compressible region are free.
 
     Attributes:
-        columns: int64 [G, W] rows of the layer's packed tensors; of the last token and of padding
-            any row.
+        place: int64 [E], head * W + column of each packed entry.
+        columns: int64 [G, W], the packed entry of each column; any for the last token and padding.
         values: float32 [G, W, d] of the entries and the last token.
         output: float32 [G, M, d], as in `Reference`.
     """
 
+    place: Tensor
     columns: Tensor
     values: Tensor
     output: Tensor
 
 
 def attended(reference: Reference, packed: RaggedEntries, region: Region) -> LayerAttention:
-    """Meet the reference queries with the kept entries of their layer."""
+    """The attention of the reference queries over the kept entries of their layer."""
     device = reference.asked.device
-    columns, positions, used = _columns(packed, reference.length, device)
-    last = torch.arange(len(columns), device=device), used.sum(1) - 1
-    keys, values = packed.keys.float()[columns], packed.values.float()[columns]
+    counts = packed.lengths
+    width = -(-(int(counts.max()) + 1) // _COLUMNS) * _COLUMNS
+    row, column = ragged.rows_and_steps(counts)
+    # One upload for all of them.
+    host = torch.cat([row * width + column, packed.offsets[:-1], counts])
+    place, first, counts = host.to(device).split([len(row), len(counts), len(counts)])
+    step = torch.arange(width, device=device)
+    # The last prompt token is no packed entry.
+    last = torch.arange(len(counts), device=device), counts
+    is_entry = step < counts[:, None]
+    columns = (first[:, None] + step).clamp_(max=max(0, packed.entries - 1))
+    keys, values = packed.keys[columns].float(), packed.values[columns].float()
     keys[last], values[last] = reference.last
-    entry_mass = packed.log_multiplicity[columns].exp().masked_fill_(~used, 0.0)
-    # The last token is no packed entry, and counts once.
+    positions = packed.positions[columns]
+    positions[last] = reference.length - 1
+    # The last token counts once.
+    entry_mass = packed.log_multiplicity[columns].exp().mul_(is_entry)
     entry_mass[last] = 1.0
     mass = capped(batched_linear(reference.asked, keys), reference.softcap)
     mass.sub_(reference.top[..., None])
-    early = (reference.sees < reference.length - 1).nonzero()[:, 0]
-    unseen = positions[:, None] > reference.sees[early, None]
-    mass[:, early] = mass[:, early].masked_fill_(unseen, -torch.inf)
+    if blind := len(reference.sees):
+        unseen = positions[:, None, None] > reference.sees[:, None]
+        mass.unflatten(1, (reference.group, -1))[:, :, -blind:].masked_fill_(unseen, -torch.inf)
     # A merged key can exceed every token's logit; beyond e^20 its mass says nothing more.
     mass.clamp_(max=20.0).exp_().mul_(entry_mass[:, None])
-    free = used & (positions >= region.start) & (positions < region.end)
-    free[last] = False
+    free = is_entry & (positions >= region.start) & (positions < region.end)
     kept = (free, mass, reference.total, reference.sink, reference.weights)
-    return LayerAttention(*kept, columns, values, reference.output)
-
-
-def _columns(
-    packed: RaggedEntries, length: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of the packed tensors [G, W], positions [G, W], and which columns are used [G, W]."""
-    counts = packed.lengths.to(device)
-    width = -(-(int(counts.max()) + 1) // _COLUMNS) * _COLUMNS
-    step = torch.arange(width, device=device)
-    used = step <= counts[:, None]
-    first = packed.offsets[:-1].to(device)[:, None]
-    columns = (first + step).clamp_(max=max(0, packed.entries - 1))
-    positions = packed.positions.long()[columns]
-    positions[torch.arange(len(counts)), counts] = length - 1
-    return columns, positions, used
+    return LayerAttention(*kept, place, columns, values, reference.output)
 
 
 def scattered(packed: Tensor, attention: LayerAttention, changed: Tensor) -> Tensor:
     """`packed` [E, ...] with `changed` [G, W, ...] in the free columns, in packed's dtype."""
-    result = packed.clone()
-    result[attention.columns[attention.free]] = changed[attention.free].to(packed.dtype)
-    return result
+    free = attention.free.flatten()[attention.place].view(-1, *[1] * (packed.ndim - 1))
+    return torch.where(free, changed.flatten(0, 1)[attention.place].to(packed.dtype), packed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ class Fitter(PrefillReader, Strategy, abc.ABC):
     def layer(self, packed: RaggedEntries, reference: Any, region: Region) -> RaggedEntries:
         """The entries of one layer, those of `region` fitted."""
 
+    def layers(self, cache: RaggedCache, references: list[Any], region: Region) -> RaggedCache:
+        """All layers fitted; takes their `references` out of the list, which frees them."""
+        layers = tuple(self.layer(own, references.pop(0), region) for own in cache.layers)
+        return dataclasses.replace(cache, layers=layers)
+
 
 FITTERS = Registry("fit", "how kept entries make up for dropped ones", Fitter)
 
@@ -51,9 +57,10 @@ def value_change(packed: RaggedCache, fitted: RaggedCache) -> Tensor:
 
     255 stands for 2.55 and more.
     """
-    home, parts = packed.layers[0].device, []
-    for one, other in zip(packed.layers, fitted.layers, strict=True):
-        before, after = one.values.float(), other.values.float()
-        change = (after - before).norm(dim=-1) / before.norm(dim=-1).clamp_min(1e-12)
-        parts.append((100 * change).round().clamp(max=255).to(home, torch.uint8))
-    return torch.cat(parts).cpu()
+    home, moved, norms = packed.layers[0].device, [], []
+    for old, new in zip(packed.layers, fitted.layers, strict=True):
+        moved.append((new.values.float() - old.values).norm(dim=-1).to(home))
+        norm = torch.linalg.vector_norm(old.values, dim=-1, dtype=torch.float32)
+        norms.append(norm.to(home))
+    change = torch.cat(moved) / torch.cat(norms).clamp_min_(1e-12)
+    return change.mul_(100).round_().clamp_(max=255).to("cpu", torch.uint8)

@@ -22,14 +22,16 @@ class QuerySet:
         positions: int64 [Q] on the CPU, the prompt positions that they come from.
         asked_at: int64 [Q] on the CPU, the position that each is asked from: it sees the keys up
             to there.
-        weights: float32 [Q] on the CPU, of sum 1.
-        repeated: [H, R, d], queries of a second reading at its own places, which come first; None:
-            there are none, and R is 0. Of Q queries the last Q - R have `positions`.
-        within: the keys that count, and no sink; None: all.
+        sees: int64 [Q], `asked_at` on the device of the layer.
+        weights: float32 [Q], with sum 1.
+        repeated: [H, R, d], queries of a second reading at their own places, which come before the
+            Q - R queries that have `positions`; None if R is 0.
+        within: the keys that count, without the sink, or None for all keys.
     """
 
     positions: Tensor
     asked_at: Tensor
+    sees: Tensor
     weights: Tensor
     repeated: Tensor | None = None
     within: Region | None = None
@@ -42,7 +44,7 @@ class QuerySet:
         queries = capture.queries_at(self.positions).float() * capture.scale
         rope = capture.rope
         plain = rope.unrotate(queries, self.positions)
-        asked = rope.rotate(plain, self.asked_at[len(self.asked_at) - len(self.positions) :])
+        asked = rope.rotate(plain, self.sees[len(self.sees) - len(self.positions) :])
         if self.repeated is not None:
             repeated = self.repeated.to(asked.device).float() * capture.scale
             asked = torch.cat([repeated, asked], dim=1)
@@ -58,9 +60,10 @@ class ReferenceQueries(Configurable):
 
     Attributes:
         replay: which context queries are asked again, and how much each counts.
-        tail: last prompt positions, whose queries are asked at their own places.
-        tail_share: share of all weight that the tail has, each of its queries alike.
-        repeat: queries of a second pass over the context, evenly spaced; 0: one pass.
+        tail: how many of the prompt's last queries are asked at their own places.
+        tail_share: share of the total weight that the tail has, spread evenly.
+        repeat: how many queries of a second pass over the context are used, evenly spaced; 0 for
+            no second pass.
     """
 
     replay: Replay = field(default_factory=lambda: Replay(max_queries=64))
@@ -92,9 +95,15 @@ class ReferenceQueries(Configurable):
             asked = torch.full_like(replayed, length - 1)
         tail = torch.arange(capture.spans.last(self.tail).start, length)
         share = self.tail_share if len(tail) else 0.0
+        asked, device = torch.cat([asked.cpu(), tail]), capture.keys.device
+        # The same for all layers, so uploaded once.
+        known = ("asked at", self, len(asked), device)
+        if known not in memory:
+            memory[known] = asked.to(device)
         return QuerySet(
             torch.cat([replayed, tail]),
-            torch.cat([asked, tail]),
+            asked,
+            memory[known],
             torch.cat([weights * (1 - share), torch.full((len(tail),), share / max(1, len(tail)))]),
             repeated,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +49,9 @@ class Regression(QueryFitter):
         guard: share of a head's entries that stay as they are (0.1).
     """
 
+    # What a layer keeps is chosen for all its heads.
+    by_head: ClassVar[bool] = False
+
     queries: ReferenceQueries = field(
         default_factory=lambda: ReferenceQueries(Replay(uniform_weight=1.0, max_queries=32), 0)
     )
@@ -82,7 +86,7 @@ class Regression(QueryFitter):
 
     def _free(self, attention: LayerAttention) -> Tensor:
         """float32 [G, W]: 1 for entries that may change, else 0."""
-        read = (attention.shares() * attention.weights[:, None]).sum(dim=1)
+        read = (attention.shares() * attention.weights[..., None]).sum(dim=1)
         ranks = read.masked_fill_(~attention.free, -1.0).argsort(dim=1, descending=True).argsort()
         kept = (attention.free.sum(dim=1, keepdim=True) * self.guard).long()
         return (attention.free & (ranks >= kept)).float()
@@ -90,7 +94,7 @@ class Regression(QueryFitter):
 
 def key_change(seen: LayerAttention, reference: Reference, free: Tensor, penalty: float) -> Tensor:
     """The ridge solution for keys, float32 [G, W, d], by conjugate gradients on its dual."""
-    shares, asked, root = seen.shares(), reference.asked, seen.weights.sqrt()[:, None]
+    shares, asked, root = seen.shares(), reference.asked, seen.weights.sqrt()[..., None]
     output, moving = shares @ seen.values, shares * free[:, None]
 
     def forward(change: Tensor) -> Tensor:

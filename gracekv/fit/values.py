@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedEntries
+from gracekv.cache.base import RaggedCache, RaggedEntries
+from gracekv.cache.batches import apart, batches
 from gracekv.fit.attended import KeptMass, LayerAttention, Reference, attended, scattered
 from gracekv.fit.base import FITTERS, Fitter
 from gracekv.fit.queries import ReferenceQueries
@@ -18,16 +20,25 @@ from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.registry import bounded
 from gracekv.value import Memory
 
+# Bytes of logits of the layers that are fitted together on a GPU.
+_BATCH = 512 * 2**20
+
+
+def _logit_bytes(rows: int, layer: RaggedEntries) -> int:
+    return 4 * rows * len(layer.lengths) * int(layer.lengths.max())
+
 
 @dataclass(frozen=True)
 class QueryFitter(Fitter):
-    """Fits to what reference queries get from all tokens of a layer.
+    """Fits to the attention of reference queries over all tokens of a layer.
 
     Attributes:
         queries: reference queries and their weights.
+        by_head: whether heads are fitted one by one, so that several layers may be fitted together.
     """
 
     works_sharded: ClassVar[bool] = True
+    by_head: ClassVar[bool] = True
 
     queries: ReferenceQueries = field(default_factory=ReferenceQueries)
 
@@ -44,6 +55,17 @@ class QueryFitter(Fitter):
 
     def reference(self, capture: LayerCapture, region: Region, memory: Memory) -> Reference:
         return Reference.of(capture, self.queries(capture, region, memory))
+
+    def layers(self, cache: RaggedCache, references: list[Any], region: Region) -> RaggedCache:
+        if not self.by_head:
+            return super().layers(cache, references, region)
+        rows, fitted = references[0].asked.shape[1], []
+        for some in batches(cache.layers, partial(_logit_bytes, rows), _BATCH):
+            count = some.stop - some.start
+            reference = Reference.stack([references.pop(0) for _ in range(count)])
+            together = self.layer(RaggedEntries.stack(cache.layers[some]), reference, region)
+            fitted += apart(together, count)
+        return dataclasses.replace(cache, layers=tuple(fitted))
 
 
 @dataclass(frozen=True)
@@ -125,7 +147,7 @@ def inverse_penalty(shares: Tensor, attention: KeptMass, trust: float, trust_rea
         trust: times the mean diagonal of the head's normal matrix, over free entries.
         trust_read: times the entry's own diagonal.
     """
-    own = torch.linalg.vecdot(shares, shares * attention.weights[:, None], dim=1)
+    own = torch.linalg.vecdot(shares, shares * attention.weights[..., None], dim=1)
     own.masked_fill_(~attention.free, 0.0)
     mean = own.sum(dim=1, keepdim=True) / attention.free.sum(dim=1, keepdim=True).clamp_min(1)
     # Without any attention there is nothing to fit, and any penalty leaves the values.
@@ -148,10 +170,10 @@ def ridge(shares: Tensor, target: Tensor, weights: Tensor, inverse_penalty: Tens
     Args:
         shares: A float32 [G, M, W].
         target: b float32 [G, M, d].
-        weights: w float32 [M], non-negative.
+        weights: w float32 [M] or [G, M], non-negative.
         inverse_penalty: 1 / lambda float32 [G, W], at least 0.
     """
-    root = weights.sqrt()[None, :, None]
+    root = weights.sqrt()[..., None]
     rows = root * target
     if shares.shape[2] <= shares.shape[1]:
         scale = inverse_penalty.sqrt()
@@ -165,7 +187,13 @@ def ridge(shares: Tensor, target: Tensor, weights: Tensor, inverse_penalty: Tens
 
 
 def _solved(gram: Tensor, right: Tensor) -> Tensor:
-    """(gram + I)^-1 right in float64, for positive semidefinite gram [G, n, n]; as float32."""
+    """(gram + I)^-1 right in float64, for positive semidefinite gram [G, n, n]; as float32.
+
+    0 for a head whose matrix is not finite, so that it changes nothing.
+    """
     matrix = gram.double()
     matrix.diagonal(dim1=1, dim2=2).add_(1.0)
-    return torch.cholesky_solve(right.double(), torch.linalg.cholesky(matrix)).float()
+    # Unchecked, since a check waits for the GPU.
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    solution = torch.cholesky_solve(right.double(), factor).float()
+    return solution.masked_fill_(failed[:, None, None] != 0, 0.0)

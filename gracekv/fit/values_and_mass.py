@@ -7,7 +7,7 @@ import dataclasses
 from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
-from gracekv.fit.attended import KeptMass, Reference, attended, scattered
+from gracekv.fit.attended import KeptMass, Reference, attended
 from gracekv.fit.base import FITTERS
 from gracekv.fit.values import RidgeFitter, inverse_penalty, ridge, with_values
 from gracekv.prefill import Region
@@ -43,7 +43,8 @@ class ValuesAndMass(RidgeFitter):
         shares = attention.shares(factor)
         fitted = with_values(packed, attention, shares, self.trust, self.trust_read)
         old = packed.log_multiplicity
-        new = scattered(old, attention, old[attention.columns] + factor.log())
+        # The factor of entries that are not free is 1.
+        new = old + factor.flatten()[attention.place].log_()
         return dataclasses.replace(fitted, log_multiplicity=new)
 
 

@@ -33,4 +33,6 @@ def batched_linear(x: Tensor, weight: Tensor) -> Tensor:
     """
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return x @ weight.mT
+    if len(x) == 1:
+        return linear(x[0], weight[0])[None]
     return torch.stack([linear(own, rows) for own, rows in zip(x, weight, strict=True)])

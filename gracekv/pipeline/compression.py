@@ -358,9 +358,7 @@ class Compression:
 
     def _fitted(self, cache: RaggedCache) -> RaggedCache:
         """`cache` with fitted values. What was noted of a layer is freed once it is fitted."""
-        fit, region = self._pipeline.fit, self._region(self._info)
-        layers = [fit.layer(packed, self._references.pop(0), region) for packed in cache.layers]
-        return replace(cache, layers=tuple(layers))
+        return self._pipeline.fit.layers(cache, self._references, self._region(self._info))
 
     def _stored_whole(self) -> CompressedCache:
         """Every token of every layer, as the precision stores them."""

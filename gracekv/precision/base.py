@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from gracekv.allocate import BudgetPlan
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.cache.base import RaggedCache, RaggedEntries
+from gracekv.cache.batches import apart, batches
 from gracekv.cache.coded import Coding
 from gracekv.cache.entries import CompressedCache
 from gracekv.cache.quantised import QuantisedEntries
@@ -25,10 +26,7 @@ EXACT = 16
 """The width of entries that stay as they are, in the model's dtype, whatever that is."""
 
 
-Entries = TypeVar("Entries", RaggedEntries, QuantisedEntries)
-
-# Bytes of keys that are quantised at once on a GPU. On the CPU each layer is a batch, so that its
-# numbers stay in the processor's cache.
+# Bytes of keys that are quantised at once on a GPU.
 _BATCH = 256 * 2**20
 
 
@@ -94,7 +92,7 @@ class Precision(Strategy, abc.ABC):
                 read = (zero + scale * codes).flatten(0, 2)
                 keys[:, :dim].index_copy_(0, at.flatten(), read)
                 scales.append(scale)
-            layers += _apart(dataclasses.replace(batch, keys=keys), number)
+            layers += apart(dataclasses.replace(batch, keys=keys), number)
         check_finite(scales, cache.layers[0].dtype)
         return dataclasses.replace(cache, layers=tuple(layers))
 
@@ -118,7 +116,7 @@ class Precision(Strategy, abc.ABC):
             )
             scales += [codes.scale for x in coded_entries for codes in (x.keys, x.values)]
             made = QuantisedEntries(batch.take(exact.entry, exact.offsets), coded_entries)
-            layers += _apart(made, number)
+            layers += apart(made, number)
         check_finite(scales, cache.layers[0].dtype)
         return CompressedCache(tuple(layers), cache.length, cache.padding)
 
@@ -126,12 +124,10 @@ class Precision(Strategy, abc.ABC):
         self, cache: RaggedCache, widths: Sequence[Tensor]
     ) -> Iterator[tuple[RaggedEntries, int, list[_Part]]]:
         """Layers in one, how many they are, and their entries of `EXACT` and of each coding."""
-        first, kinds = 0, [(EXACT, 1), *((x.bits, x.group) for x in self.codings)]
-        for number in _batch_sizes(cache.layers):
-            batch = RaggedEntries.stack(cache.layers[first : first + number])
-            own = torch.cat(list(widths[first : first + number])).cpu()
-            first += number
-            parts = []
+        kinds = [(EXACT, 1), *((x.bits, x.group) for x in self.codings)]
+        for some in batches(cache.layers, lambda layer: layer.keys.nbytes, _BATCH):
+            batch = RaggedEntries.stack(cache.layers[some])
+            own, parts = torch.cat(list(widths[some])).cpu(), []
             for bits, group in kinds:
                 mask = own == bits
                 offsets = ragged.offsets(mask.long())[batch.offsets]
@@ -143,7 +139,7 @@ class Precision(Strategy, abc.ABC):
                 flat = torch.cat([x.flatten() for part in parts for x in part[:2]])
                 there = iter(flat.to(batch.device).split(sizes))
                 parts = [_Part(next(there), next(there).view(x.blocks.shape), x[2]) for x in parts]
-            yield batch, number, parts
+            yield batch, some.stop - some.start, parts
 
 
 class _Part(NamedTuple):
@@ -158,35 +154,6 @@ class _Part(NamedTuple):
     entry: Tensor
     blocks: Tensor
     offsets: Tensor
-
-
-def _batch_sizes(layers: Sequence[RaggedEntries]) -> list[int]:
-    """How many consecutive layers each batch holds."""
-    sizes: list[int] = []
-    room = 0
-    for number, layer in enumerate(layers):
-        room -= layer.keys.nbytes
-        alone = layer.device.type == "cpu" or layer.device != layers[number - 1].device
-        if alone or room < 0:
-            sizes.append(0)
-            room = _BATCH - layer.keys.nbytes
-        sizes[-1] += 1
-    return sizes
-
-
-def _apart(batch: Entries, layers: int) -> list[Entries]:
-    """The layers of a batch, each one a sequence of it, in memory of their own."""
-    if layers == 1:
-        return [batch]
-    views = [batch.sequence(number) for number in range(layers)]
-    tensors = [x for view in views for x in view.tensors().values()]
-    copies = list(map(torch.empty_like, tensors))
-    for dtype in {x.dtype for x in tensors}:
-        same = [n for n, x in enumerate(tensors) if x.dtype == dtype]
-        # One kernel for many tensors.
-        torch._foreach_copy_([copies[n] for n in same], [tensors[n] for n in same])
-    made = iter(copies)
-    return [view.mapped(lambda _: next(made)) for view in views]
 
 
 PRECISIONS = Registry("precision", "how many bits the numbers of an entry take", Precision)

@@ -1,0 +1,99 @@
+"""Layers that are fitted or quantised together are what they are one by one."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from gracekv.allocate import Budget
+from gracekv.cache.base import RaggedEntries
+from gracekv.cache.batches import apart, batches
+from gracekv.fit import values as fitting
+from gracekv.pipeline import Pipeline
+from gracekv.precision import base as precision
+from gracekv.testing import synthetic_prefill
+
+
+def entries(count, heads=2):
+    states = torch.randn(heads, count, 4, generator=torch.Generator().manual_seed(count))
+    return RaggedEntries.dense(states, states + 1)
+
+
+class Elsewhere:
+    """A layer on another device, as far as `batches` looks."""
+
+    def __init__(self, size, device="meta"):
+        self.size, self.device = size, torch.device(device)
+
+
+def sizes(layers, limit):
+    cuts = list(batches(layers, lambda layer: layer.size, limit))
+    assert [n for cut in cuts for n in range(cut.start, cut.stop)] == list(range(len(layers)))
+    return [cut.stop - cut.start for cut in cuts]
+
+
+def test_batches_count_the_largest_layer_for_all_of_theirs():
+    layers = [Elsewhere(size) for size in (3, 3, 3, 10, 1, 1, 1)]
+    assert sizes(layers, 1000) == [7]
+    assert sizes(layers, 10) == [3, 1, 3]
+    assert sizes(layers, 30) == [3, 3, 1]
+    assert sizes(layers, 0) == [1] * 7
+
+
+def test_a_batch_lies_on_one_device_and_layers_on_the_cpu_are_alone():
+    assert sizes([Elsewhere(1, f"cuda:{n // 3}") for n in range(5)], 100) == [3, 2]
+    assert sizes([Elsewhere(1, "cpu") for _ in range(3)], 100) == [1, 1, 1]
+
+
+def test_layers_come_apart_in_memory_of_their_own():
+    layers = [entries(count) for count in (5, 1, 9)]
+    made = apart(RaggedEntries.stack(layers), 3)
+    for layer, own in zip(layers, made, strict=True):
+        for name, tensor in layer.tensors().items():
+            assert torch.equal(own.tensors()[name], tensor)
+            assert own.tensors()[name].untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_are_quantised_together_as_alone(monkeypatch, dtype):
+    prefill = synthetic_prefill(context=300, layers=4, dim=16, dtype=dtype, group=2, seed=3)
+    recipe = {"precision": {"name": "allocated", "group": 8}, "fit": "none"}
+    pipeline = Pipeline.from_dict(recipe, base="gracekv-plus")
+    alone, calls = pipeline.run(prefill, Budget.ratio(3)).cache.layers, []
+
+    def all_together(layers, size, limit):
+        calls.append(sum(map(size, layers)))
+        yield slice(0, len(layers))
+
+    monkeypatch.setattr(precision, "batches", all_together)
+    together = pipeline.run(prefill, Budget.ratio(3)).cache.layers
+    assert len(calls) == 2, "the keys as read, and all codes"
+    for one, other in zip(alone, together, strict=True):
+        assert one.codings == other.codings
+        for name, tensor in one.tensors().items():
+            assert torch.equal(other.tensors()[name], tensor), name
+
+
+@pytest.mark.parametrize("fit", ["values", "values_and_mass", "least_squares"])
+def test_a_stack_of_layers_is_fitted_as_each_of_them(monkeypatch, fit):
+    prefill = synthetic_prefill(context=120, layers=3, dim=8, group=2, seed=1)
+    pipeline = Pipeline.from_dict({"fit": fit}, base="gracekv-plus")
+    plain = dataclasses.replace(pipeline, fit=Pipeline.named("gracekv").fit)
+    run = plain.run(prefill, Budget.ratio(3))
+    region, memory = prefill.spans.region(run.plan.recent), {}
+    asked = prefill.with_queries(pipeline.fit.asks(prefill, region, memory))
+
+    def fitted():
+        references = [pipeline.fit.reference(asked.layer(n), region, memory) for n in range(3)]
+        made = pipeline.fit.layers(run.cache, references, region).layers
+        assert not references
+        return made
+
+    alone = fitted()
+    monkeypatch.setattr(fitting, "batches", lambda layers, *_: [slice(0, 2), slice(2, 3)])
+    for one, other in zip(alone, fitted(), strict=True):
+        assert torch.equal(one.positions, other.positions)
+        torch.testing.assert_close(one.values, other.values, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            one.log_multiplicity, other.log_multiplicity, rtol=1e-3, atol=1e-4
+        )
