@@ -1,13 +1,8 @@
 """The comparisons of choices: near ties pass, everything else fails."""
 
-import itertools
-
 import pytest
 import torch
 
-from gracekv.tree import Prototype
-from gracekv.tree.engines.reference import ReferenceDistortion
-from gracekv.tree.reference import refine_interval
 from support.margins import (
     assert_same_choice,
     assert_same_order,
@@ -15,8 +10,6 @@ from support.margins import (
     assert_same_tokens,
     indicator,
 )
-from support.splits import assert_same_tree, assert_splits_tie
-from support.trees import tree_context
 
 SCORES = torch.tensor([[0.5, 0.3, 0.3000001, 0.1]])
 
@@ -68,18 +61,3 @@ def test_logits_are_compared_up_to_where_answers_part():
     assert_same_steps(other, logits + torch.tensor([[0.0], [3.0]]), want, logits)
     with pytest.raises(AssertionError):
         assert_same_steps(want, logits + torch.tensor([[0.0], [3.0]]), want, logits)
-
-
-def test_trees_may_part_at_a_tie_only():
-    context = tree_context(0)
-    a, b = max(
-        itertools.pairwise(context.partition.bounds.tolist()), key=lambda slot: slot[1] - slot[0]
-    )
-    best = refine_interval(ReferenceDistortion(context, 0, 0, Prototype()), a, b)
-    assert_splits_tie(context, 0, (a, b), best, best, 0.05)
-    other = [(a, a + 3), (a + 3, b)]
-    assert best != other
-    with pytest.raises(AssertionError, match="no tie"):
-        assert_splits_tie(context, 0, (a, b), best, other, 0.05)
-    with pytest.raises(AssertionError, match="split in one tree only"):
-        assert_same_tree(context, 0, {(a, b): best}, {}, (a, b), 0.05)

@@ -65,23 +65,6 @@ class Made:
         self.version, self.requires = version, requires
 
 
-def test_what_a_package_asks_for_is_followed_through_extras(monkeypatch):
-    own = Made("1", "a>=2", "b[fast]; extra == 'cli'", "never; extra == 'other'")
-    others = {
-        "a": Made("2.1", "never; python_version < '3'"),
-        "b": Made("1", "c-c; extra == 'fast'", "never; extra == 'slow'"),
-        "c-c": Made("1", "a"),
-        "unused": Made("1"),
-    }
-    monkeypatch.setattr(link_requirements, "distribution", lambda name: own)
-    assert set(link_requirements.needed("own", others)) == {"a"}
-    assert set(link_requirements.needed("own[cli]", others)) == {"a", "b", "c-c"}
-    for version in ("1.9", None):
-        broken = others | {"a": Made(version)} if version else {}
-        with pytest.raises(SystemExit, match="a>=2"):
-            link_requirements.needed("own", broken)
-
-
 def test_what_is_installed_here_meets_what_is_asked_for():
     others = {
         link_requirements.canonicalize_name(made.metadata["Name"]): made for made in distributions()

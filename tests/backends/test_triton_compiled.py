@@ -95,6 +95,13 @@ def codes(dim, dtype, arch, bits, size):
     )
 
 
+def check_fits(binary, folder, arch, stack=0):
+    used = resources(binary, folder)
+    assert used["LOCAL"] == 0
+    assert used["STACK"] <= stack, "registers spill"
+    assert binary.metadata.shared <= SHARED_KIB[arch] * 1024
+
+
 CODED = [
     (64, BF16, 80, 8), (128, BF16, 80, 4), (128, BF16, 90, 8), (256, BF16, 90, 4),
     (128, F16, 120, 4), (64, F32, 120, 8), (128, F32, 90, 4), (80, BF16, 89, 8),
@@ -105,9 +112,7 @@ CODED = [
 @pytest.mark.parametrize(("dim", "dtype", "arch", "bits"), covering(CODED))
 def test_split_of_codes_fits(tmp_path, dim, dtype, arch, bits):
     binary = codes(dim, dtype, arch, bits, 16 if dim == 80 else 32)
-    used = resources(binary, tmp_path)
-    assert used["STACK"] == used["LOCAL"] == 0, "registers spill"
-    assert binary.metadata.shared <= SHARED_KIB[arch] * 1024
+    check_fits(binary, tmp_path, arch)
 
 
 DECODING = [
@@ -129,28 +134,20 @@ LARGER += [(128, F32, 32, arch) for arch in (89, 90)]
 )
 def test_split_fits(tmp_path, dim, dtype, queries, arch):
     binary = split(dim, dtype, queries, arch)
-    used = resources(binary, tmp_path)
-    assert used["STACK"] == used["LOCAL"] == 0, "registers spill"
-    assert binary.metadata.shared <= SHARED_KIB[arch] * 1024
+    check_fits(binary, tmp_path, arch)
 
 
 @pytest.mark.parametrize("kind", [triton_split_kernel.BOOLEAN, triton_split_kernel.ADDITIVE])
 @pytest.mark.parametrize("arch", [89, 90])
 def test_split_with_a_mask_fits(tmp_path, kind, arch):
     binary = split(128, BF16, 1, arch, kind)
-    used = resources(binary, tmp_path)
-    assert used["LOCAL"] == 0
-    assert used["STACK"] <= TWO_REGISTERS, "registers spill"
-    assert binary.metadata.shared <= SHARED_KIB[arch] * 1024
+    check_fits(binary, tmp_path, arch, TWO_REGISTERS)
 
 
 @pytest.mark.parametrize(("dim", "arch"), [(128, 80), (256, 90), (64, 120)])
 def test_split_of_capped_logits_fits(tmp_path, dim, arch):
     binary = split(dim, BF16, 1, arch, capped=True)
-    used = resources(binary, tmp_path)
-    assert used["LOCAL"] == 0
-    assert used["STACK"] <= TWO_REGISTERS, "registers spill"
-    assert binary.metadata.shared <= SHARED_KIB[arch] * 1024
+    check_fits(binary, tmp_path, arch, TWO_REGISTERS)
 
 
 @pytest.mark.parametrize("arch", SHARED_KIB)

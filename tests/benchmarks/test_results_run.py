@@ -4,8 +4,6 @@ import importlib
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,39 +85,6 @@ def test_one_that_fails_is_shown_and_the_others_go_on(made):
     assert "it wrote no b.md" in (run.results / "b.md").read_text()
 
 
-def test_one_that_failed_is_tried_again(made):
-    run = made(("a", f"{COUNT}\nif len((rows.parent / 'runs.txt').read_text()) > 2:\n    {WRITE}"))
-    assert run.all().parts["a"].state == "failed"
-    assert run.all().parts["a"].state == "done"
-    assert "Failed" not in (run.results / "a.md").read_text()
-
-
-def test_an_interrupted_run_goes_on_with_its_rows(made, modules, monkeypatch):
-    keep = "(rows / 'row').open('a').write('x')"
-    whole = f"{keep}\n{COUNT}\npage.write_text((rows / 'row').read_text())"
-    run = made(("a", f"{COUNT}\n{WRITE}"), ("b", whole, {"resumes": True}), ("c", whole))
-
-    def interrupted(self, part, *rest):
-        if part.name == "b":
-            for name in "bc":
-                (run.rows / name).mkdir(parents=True, exist_ok=True)
-                (run.rows / name / "row").write_text("before, ")
-            raise KeyboardInterrupt
-        return together(self, part, *rest)
-
-    together = modules["results_run"].Run._together
-    with monkeypatch.context() as patch:
-        patch.setattr(modules["results_run"].Run, "_together", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run.all()
-    assert set(json.loads(run.state_file.read_text())["parts"]) == {"a"}
-    run.all()
-    assert runs(run) == ["a", "b", "c"]
-    assert (run.results / "b.md").read_text() == "before, x"
-    # One that cannot go on begins anew.
-    assert (run.results / "c.md").read_text() == "x"
-
-
 def test_another_commit_begins_anew(made, modules, monkeypatch):
     run = made(("a", f"{COUNT}\n{WRITE}"), ("b", f"{COUNT}\nsys.exit(1)"))
     run.all()
@@ -136,53 +101,6 @@ def test_another_commit_begins_anew(made, modules, monkeypatch):
     assert runs(run) == ["a", "b"]
 
 
-BEATS = """import time
-while True:
-    open({path!r}, 'a').write('x')
-    time.sleep(0.02)
-"""
-
-
-def test_one_that_takes_too_long_is_stopped_with_what_it_started(made, tmp_path):
-    beats = tmp_path / "beats"
-    (tmp_path / "beats.py").write_text(BEATS.format(path=str(beats)))
-    start = f"import subprocess\nsubprocess.Popen([sys.executable, {str(tmp_path / 'beats.py')!r}])"
-    wait = f"while not pathlib.Path({str(beats)!r}).exists():\n    time.sleep(0.02)"
-    short = {"minutes": 1 / 20}
-    balanced = {**short, "balanced": True, "pages": (f"python {tmp_path / 'page.py'}",)}
-    run = made(
-        ("page", "(page.parent / 'b.md').write_text('some')"),
-        ("a", f"{start}\n{wait}\ntime.sleep(60)", short),
-        ("b", "time.sleep(60)", balanced),
-    )
-    state = run.all()
-    assert state.parts["a"].state == "failed"
-    assert "stopped after" in (run.results / "a.md").read_text()
-    size = beats.stat().st_size
-    # Samples that count whole are published.
-    assert state.parts["b"].state == "done"
-    assert "fewer samples" in state.parts["b"].why
-    assert (run.results / "b.md").read_text() == "some"
-    assert beats.stat().st_size == size
-
-
-def test_commands_side_by_side_have_a_thread_each(made):
-    say = "(rows / sys.argv[1]).write_text(os.environ['OMP_NUM_THREADS'])\n" + WRITE
-    run = made(("a", say))
-    part = replace(run.parts[0], resumes=True)
-    one, two, three = (f"{part.commands[0]} {number}" for number in "123")
-    run.one(replace(part, commands=(one, two)))
-    run.one(replace(part, commands=(three,)))
-    assert [(run.rows / "a" / number).read_text() for number in "123"] == ["1", "1", "2"]
-
-
-def test_a_missing_program_is_a_failure(made, tmp_path):
-    run = made(("a", WRITE))
-    part = replace(run.parts[0], commands=("vllm-python x.py",))
-    state = replace(run, parts=(part,), vllm=tmp_path / "nothing").all()
-    assert state.parts["a"].why == "FileNotFoundError: No such file or directory"
-
-
 def test_a_dirty_tree_is_refused_by_name(modules, monkeypatch, tmp_path):
     check = modules["results"].check
     (tmp_path / "longbench").mkdir()
@@ -192,52 +110,6 @@ def test_a_dirty_tree_is_refused_by_name(modules, monkeypatch, tmp_path):
     monkeypatch.setattr(modules["results"].machine, "changed", lambda: ["gracekv/fit/base.py"])
     with pytest.raises(SystemExit, match=r"not as they were committed: gracekv/fit/base.py"):
         check(str(tmp_path), known)
-
-
-def test_results_that_no_part_makes_and_missing_data_are_refused(modules, tmp_path):
-    check = modules["results"].check
-    known = tmp_path / "results"
-    known.mkdir()
-    for data in (None, str(tmp_path)):
-        with pytest.raises(SystemExit, match="GRACEKV_EVAL_DATA"):
-            check(data, known)
-    (tmp_path / "longbench").mkdir()
-    (known / "rivals.md").touch()
-    with pytest.raises(SystemExit, match=r"No part makes rivals.md"):
-        check(str(tmp_path), known)
-
-
-def test_changes_of_results_and_pages_are_no_changes_of_code(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    spec = importlib.util.spec_from_file_location("machine_of_test", BENCHMARKS / "machine.py")
-    machine = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(machine)
-
-    def git(*words):
-        command = ["git", "-c", "user.name=a", "-c", "user.email=b@c", *words]
-        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
-
-    def commit(name):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{name}\n")
-        git("add", ".")
-        git("commit", "-qm", name)
-        return git("rev-parse", "--short=7", "HEAD").stdout.strip()
-
-    git("init", "-q")
-    monkeypatch.setattr(machine, "__file__", str(tmp_path / "benchmarks" / "machine.py"))
-    code = commit("gracekv/code.py")
-    commit("benchmarks/results/a.md")
-    commit("docs/results.md")
-    commit("README.md")
-    (tmp_path / "docs" / "results.md").write_text("new")
-    assert machine.commit() == code
-    assert not machine.changed()
-    (tmp_path / "benchmarks" / "new.py").touch()
-    (tmp_path / "gracekv" / "code.py").write_text("new")
-    assert sorted(machine.changed()) == ["benchmarks/new.py", "gracekv/code.py"]
-    assert machine.commit() == f"{code}-dirty"
 
 
 def test_the_plan_takes_two_and_a_half_hours_and_its_commands_exist(modules):
@@ -278,11 +150,3 @@ def test_after_a_run_all_files_are_of_its_commit(modules):
         for name in part.outputs if part.name in state.parts else ():
             page = (BENCHMARKS / "results" / f"{name}.md").read_text(encoding="utf-8")
             assert re.findall(r"^- commit: (\S+)", page, re.MULTILINE) == [state.commit], name
-
-
-def test_the_plan_is_shown(modules, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["results.py", "--plan"])
-    modules["results"].main()
-    shown = capsys.readouterr().out
-    assert "of 150 minutes" in shown
-    assert all(part.name in shown for part in modules["results_plan"].PARTS)

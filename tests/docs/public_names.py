@@ -12,15 +12,6 @@ PACKAGE = ROOT / "gracekv"
 NAMED_ERRORS = {name for name, made in vars(errors).items() if isinstance(made, type)}
 _TENSOR = re.compile(r"\bTensor\b")
 _SHAPE = re.compile(r"\[[^\]]*\]|\bscalar\b")
-# What a number may count or measure; the field's own name and its class's first line count too.
-_UNIT = re.compile(
-    r"\b(?:token|position|entr|byte|second|share|weight|times|width|most|many|least|layer|head|"
-    r"probe|cap|ratio|seed|quer|row|column|count|denominator|guard|budget|index|piece|slot|node|"
-    r"sequence|worth|utility|gain|bound|mean|interval|sample|cell|evaluation|processor|length|part|"
-    r"logarithm|hop|candidate|cut|operation|warp|stage|digit|feature|factor|error|reward|probability)"
-    r"|(?-i:\b[LGHNTVRJPBdES]\b)",
-    re.IGNORECASE,
-)
 
 
 @dataclass
@@ -200,15 +191,6 @@ def without_shapes(classes, functions):
     for made in functions:
         if _TENSOR.search(made.signature) and not _SHAPE.search(made.said):
             yield f"{made.place} {made.name} takes or returns tensors of unknown shape"
-
-
-def without_units(classes):
-    """Fields that are numbers, but nobody says of what."""
-    for made, name, note, said in fields(classes):
-        first = made.said.partition("\n")[0]
-        words = f"{name.replace('_', ' ')}: {said} {first}"
-        if re.match(r"(int|float)\b", note) and not _UNIT.search(words):
-            yield f"{made.place} {made.name}.{name} does not say what it counts"
 
 
 def without_errors(functions):

@@ -129,32 +129,3 @@ def test_every_preamble_has_its_page():
     # Docstrings have a test of their own.
     names = {name_of(page) for page in WITH_CODE} | {"docstrings"}
     assert {path.stem for path in PREAMBLES.glob("*.py")} <= names
-
-
-BROKEN = (
-    "```python\n1 / 0\n```",
-    "- text\n\n    ```python\n    missing\n    ```",
-    "```bash\ngracekv list --stage nothing\n```",
-    "```bash\nmake nothing\n```",
-    "```bash\npip install 'gracekv[nothing]'\n```",
-    "```bash\npython benchmarks/nothing.py\n```",
-    "```bash\nnothing\n```",
-    "```yaml\nsegment: nothing\n```",
-    "```yaml\ntasks: [nothing]\n```",
-    '```python title="theirs.py"\nmissing\n```',
-    "```\nno language\n```",
-)
-
-
-@pytest.mark.parametrize("text", BROKEN)
-def test_a_block_that_fails_is_seen(text, reader, registries, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(text + "\n")
-    [block] = blocks(page)
-    with pytest.raises((AssertionError, ArithmeticError, AttributeError, NameError, ValueError)):
-        Page(reader, "page").do(block)
-
-
-def test_commands_of_a_block():
-    code = "$ make demo   # makes it\ngracekv a \\\n    --b 'c # d' && gracekv e\n\n# nothing\n"
-    assert commands(code) == [["make", "demo"], ["gracekv", "a", "--b", "c # d"], ["gracekv", "e"]]

@@ -81,22 +81,3 @@ def test_formulas_are_no_code():
     ]
     homes = {place.partition(":")[0] for place, _ in BLOCKS}
     assert homes > FORMULAS
-
-
-def test_blocks_of_a_docstring():
-    text = inspect.cleandoc(
-        """A line.
-
-        Text:
-
-            one
-            two
-
-        Attributes:
-            name: not code.
-
-        Args:
-            more: neither.
-        """
-    )
-    assert indented(text) == ["one\ntwo"]

@@ -1,6 +1,5 @@
 """The figures are those of the recorded run and the published tables, and small enough to load."""
 
-import json
 import os
 import re
 import subprocess
@@ -13,11 +12,6 @@ from page_blocks import ROOT, pages
 
 FIGURES = ROOT / "docs" / "figures"
 DRAWN = ROOT / "docs" / "assets" / "figures"
-
-
-@pytest.fixture(scope="module")
-def capture():
-    return json.loads((FIGURES / "capture.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.long
@@ -49,40 +43,3 @@ def test_every_figure_is_shown_in_both_schemes():
     shown = set(re.findall(r"assets/figures/([\w-]+\.svg)#only-(light|dark)", text))
     assert all(name.endswith(f"-{theme}.svg") for name, theme in shown)
     assert {name for name, _ in shown} == {path.name for path in DRAWN.iterdir()}
-
-
-def test_the_recorded_entries_add_up(capture):
-    kept = capture["accounting"]
-    heads = [n for layer in capture["entries"][str(capture["ratio"])] for n in layer]
-    assert sum(heads) == kept["spent"] <= kept["budget"]
-    bought = capture["auction"]["entries"]
-    paid = sum(bought[name] for name in ("floor", "Add", "Split"))
-    assert paid == kept["spent"] - kept["recent"] * len(heads)
-    assert bought["floor"] == kept["floor"]
-
-
-def test_the_recorded_tree_is_a_tree_whose_frontier_covers_its_slot(capture):
-    tree = capture["tree"]
-    nodes = list(zip(tree["start"], tree["end"], strict=True))
-    start, end = capture["slots"][tree["slot"] :][:2]
-    assert nodes[0] == (start, end)
-    for (a, b), parent in zip(nodes[1:], tree["parent"][1:], strict=True):
-        assert nodes[parent][0] <= a < b <= nodes[parent][1]
-        assert tree["level"][nodes.index((a, b))] == tree["level"][parent] + 1
-    kept = sorted(node for node, is_kept in zip(nodes, tree["kept"], strict=True) if is_kept)
-    assert [a for a, _ in kept] == [start, *[b for _, b in kept[:-1]]]
-    assert kept[-1][1] == end
-    heads = len(capture["entries"]["8"][0])
-    same = capture["states"][tree["layer"] * heads + tree["head"]]
-    assert [list(node) for node in kept] == same
-
-
-def test_the_recorded_slots_and_scores_cover_the_region(capture):
-    start, end = capture["region"]
-    assert capture["slots"][0] == start
-    assert capture["slots"][-1] == end
-    for name, score in capture["relevance"].items():
-        assert len(score) == end - start
-        if not name.startswith("seeds"):
-            assert sum(score) == pytest.approx(1, abs=1e-3), name
-    assert len(capture["tokens"]) == len(capture["boundary_score"])

@@ -11,7 +11,6 @@ from public_names import (
     undocumented,
     without_errors,
     without_shapes,
-    without_units,
 )
 
 from gracekv.pipeline.stages import REGISTRIES
@@ -27,10 +26,6 @@ def test_every_name_has_a_docstring():
 
 def test_tensors_have_shapes():
     assert not list(without_shapes(CLASSES, FUNCTIONS))
-
-
-def test_numbers_have_units():
-    assert not list(without_units(CLASSES))
 
 
 def test_errors_are_named():
@@ -52,54 +47,3 @@ def test_exported_functions_name_their_source(stage):
             if isinstance(node, ast.FunctionDef) and node.name in exports:
                 said = f"{ast.get_docstring(node)} {ast.get_docstring(module)}"
                 assert SOURCE.search(said), f"{path.name}: {node.name} names no source"
-
-
-BAD = '''
-class Loose:
-    """A class."""
-
-    def method(self): ...
-
-
-@dataclass
-class Holder:
-    """A holder.
-
-    Attributes:
-        x: a tensor.
-        n: something.
-    """
-
-    x: Tensor
-    n: int
-    rest: str
-
-    def __post_init__(self):
-        raise ShapeError("no")
-
-
-def function(x: Tensor) -> None:
-    """Does it."""
-    raise ConfigError("no")
-'''
-
-
-def test_each_gap_is_seen(tmp_path):
-    path = tmp_path / "bad.py"
-    path.write_text(BAD)
-    classes, functions = classes_and_functions([path])
-    assert [line.partition(" ")[2] for line in undocumented(classes, functions)] == [
-        "Holder does not say what rest is",
-        "Loose.method has no docstring",
-    ]
-    assert [line.partition(" ")[2] for line in without_shapes(classes, functions)] == [
-        "Holder.x is a tensor of unknown shape",
-        "function takes or returns tensors of unknown shape",
-    ]
-    assert [line.partition(" ")[2] for line in without_units(classes)] == [
-        "Holder.n does not say what it counts"
-    ]
-    assert [line.partition(" ")[2] for line in without_errors(functions)] == [
-        "function does not name ConfigError",
-        "Holder.__post_init__ does not name ShapeError",
-    ]

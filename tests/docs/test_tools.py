@@ -37,21 +37,6 @@ def test_an_equation_that_was_not_understood_is_refused(latex):
         mathml(latex)
 
 
-def test_limits_stand_below_in_a_displayed_equation_only():
-    assert "<munder>" in mathml(r"\max_{x} f")
-    assert "<munder>" in mathml(r"\mathop{\mathrm{mean}}_{q} f")
-    assert "<munderover>" in mathml(r"\sum_{i=1}^{n} f")
-    assert "<munder>" not in mathml(r"\max_{x} f", block=False)
-
-
-def test_upright_letters_become_one_word():
-    assert ">drop<" in mathml(r"D^{\mathrm{drop}}")
-
-
-def test_aligned_equations_are_a_table():
-    assert mathml(r"\begin{aligned} a &= b \\ c &= d \end{aligned}").count("<mtr>") == 2
-
-
 def test_every_strategy_is_in_its_table_and_described_below_it():
     for stage, registry in REGISTRIES.items():
         shown = tables.expand(f"# A page\n\n<!-- strategies: {stage} -->\n")
@@ -86,23 +71,3 @@ def test_a_strategy_without_source_or_cost_is_refused(missing):
 
     with pytest.raises(tables.TableError, match=f"'{missing}:'"):
         tables.describe(Silent)
-
-
-def test_a_docstring_is_told_apart():
-    @dataclass(frozen=True)
-    class Loud(Strategy):
-        """Does it.
-
-        Source: Author (2024), arXiv:2401.00001. Ours: the ties,
-        and more.
-
-        Cost: none.
-
-        Needs: patience.
-        """
-
-    about = tables.describe(Loud)
-    assert about.summary == "Does it."
-    assert about.source == "Author (2024), arXiv:2401.00001."
-    assert about.departures == "the ties, and more."
-    assert (about.cost, about.needs) == ("none.", "patience")

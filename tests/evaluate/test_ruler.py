@@ -1,7 +1,6 @@
 """RULER's tasks: what they demand of a sample holds for every seed, length and index."""
 
 import functools
-import random
 import re
 from collections import Counter
 
@@ -197,26 +196,3 @@ def test_noise_fills_up_with_part_of_a_line():
 def test_largest_finds_the_border(most, limit):
     expected = min(most, limit)
     assert largest(lambda size: size <= limit, 0, most) == expected
-
-
-def test_largest_says_if_nothing_fits():
-    assert largest(lambda size: False, 3) is None
-
-
-def test_drawing_leaves_the_global_stream_alone(make):
-    random.seed(3)
-    before = random.getstate()
-    make("niah_multikey_2")
-    assert random.getstate() == before
-
-
-def test_real_essays_and_questions(real_data, tokenizer):
-    sources = Sources(real_data)
-
-    def tokens(sample):
-        return len(chat_prompt(sample, tokenizer).ids)
-
-    for name in ("niah_multikey_1", "qa_1", "qa_2"):
-        sample = ruler.generate(name, 4096, 42, 1, sources, tokens)
-        assert 0.98 * 4096 <= tokens(sample) + cap(name) <= 4096
-    assert sources.digest("essay").startswith("PaulGrahamEssays.json ")

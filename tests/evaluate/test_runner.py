@@ -116,12 +116,6 @@ def test_a_failure_is_a_row_and_the_run_goes_on(experiment, tiny, tmp_path):
     assert run(broken, tmp_path, retry_failed=True, **tiny).written == 8
 
 
-def test_a_sample_that_cannot_be_made_fails_in_all_its_cells(experiment, tiny, tmp_path):
-    panel = replace(experiment.panels[0], tasks=("ruler:cwe",), lengths=(256,), samples=1)
-    done = run(replace(experiment, panels=(panel,)), tmp_path, **tiny)
-    assert (done.written, done.failed) == (5, 5)
-
-
 def test_missing_data_are_found_before_anything_runs(experiment, tiny, tmp_path):
     panel = replace(experiment.panels[0], tasks=("ruler:qa_1",))
     with pytest.raises(TaskError, match="need qa/squad"):

@@ -9,48 +9,33 @@ triton = pytest.importorskip("triton")
 if interpreted():
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
 from gracekv.kernels import softmax_sums_triton  # noqa: E402
 from support.covering import covering  # noqa: E402
-from support.cubin import resources  # noqa: E402
+from support.cubin import SHARED_KIB, compiled, resources  # noqa: E402
 
-# Shared memory that one block may use, in KiB (CUDA programming guide, compute capabilities).
-SHARED_KIB = {80: 163, 90: 227, 120: 99}
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 TYPES = {F32: "*fp32", F16: "*fp16", BF16: "*bf16"}
 KERNELS = [softmax_sums_triton.row_logsumexp, softmax_sums_triton.reduce_columns]
 
 
-def compiled(kernel, dim, dtype, arch):
+def compiled_columns(kernel, dim, dtype, arch):
     sizes = softmax_sums_triton.block_sizes(dim, dtype)
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
-    options["enable_fp_fusion"] = True
     constants = {"GROUP": 7, "D": dim, "PARTS": 1 if dtype == F32 else 2, "UPCAST": False}
     constants |= {"MAXIMUM": False} | sizes
     pointers = {"queries": TYPES[dtype], "keys": TYPES[dtype], "seen": "*i64"}
     pointers |= dict.fromkeys(("lse", "weights", "sinks", "output"), "*fp32")
-    signature, values, attributes = {}, {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], values[(index,)] = "constexpr", constants[name]
-            continue
-        signature[name] = pointers.get(name, "fp32" if name == "power" else "i32")
-        if name in pointers:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return compiled(kernel, pointers, {"power"}, constants, arch, **options)
 
 
-ALL = [(128, dtype, arch) for dtype in (BF16, F32) for arch in SHARED_KIB]
+ALL = [(128, dtype, arch) for dtype in (BF16, F32) for arch in (80, 90, 120)]
 ALL += [(64, BF16, 120), (80, F16, 90), (96, BF16, 80), (256, BF16, 120), (256, F32, 90)]
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 @pytest.mark.parametrize(("dim", "dtype", "arch"), covering(ALL))
 def test_fits(tmp_path, kernel, dim, dtype, arch):
-    binary = compiled(kernel, dim, dtype, arch)
+    binary = compiled_columns(kernel, dim, dtype, arch)
     used = resources(binary, tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0, "registers spill"
     assert binary.metadata.shared <= SHARED_KIB[arch] * 1024

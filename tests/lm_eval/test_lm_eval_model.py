@@ -131,24 +131,6 @@ def test_a_task_of_longbench_s_shape_scores_whole_answers(harness, folder, own):
         assert sample["score"] == len(text) / 3
 
 
-def test_longbench_s_own_task_runs_on_local_records(harness, folder, own):
-    pytest.importorskip("fuzzywuzzy", reason="needs pip install lm-eval[longbench]")
-    tasks = files("lm_eval") / "tasks" / "longbench"
-    data = folder / "qasper.jsonl"
-    rows = ({**row, "answers": row["choices"]} for row in documents())
-    data.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    local = f"""include: {tasks}/qasper.yaml
-task: local_qasper
-dataset_path: json
-dataset_name: null
-dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {folder}/cache}}
-"""
-    (folder / "qasper.yaml").write_text(local, encoding="utf-8")
-    for sample in samples(harness, folder, own, "local_qasper"):
-        assert sample["arguments"][0][0].startswith("You are given a scientific article")
-        assert 0 <= sample["qa_f1_score"] <= 1
-
-
 def test_rows_of_a_batch_have_their_own_contexts(folder, own):
     texts = [f"{row['context']}\n\n{row['question']}" for row in documents()]
     context, mask = own.tok_batch_encode(texts)
