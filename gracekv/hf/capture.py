@@ -1,6 +1,6 @@
 """`capture`: one standard forward pass, and everything that compression reads from it.
 
-`prefilled_run` compresses as well, without the full cache between them where that can be.
+`prefilled_run` also compresses, without holding the full cache where the pipeline allows it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _TRIM = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ending:
-    """What is known of a capture once its last layer was read.
+    """The rest of a capture, known once its last layer was read.
 
     Attributes:
         other_layers: states of the layers that are not compressed.
@@ -80,10 +80,10 @@ EVERYTHING = (
     | Needs.observed(Surprisal())
     | OutputProjection().needs()
 )
-"""What `capture` keeps unless told less: all that the strategies with default fields read of one
-pass, but for sums over all queries, which are made from queries when they are read. What runs the
-model again (`Reconstruction`, `Draft`), or multiplies all values (`WrittenNorms`), is made only
-when asked for."""
+"""The default of `capture`: all that strategies with default fields read from one pass. Sums over
+all queries are left out; they are computed from queries when they are read. Observers that run the
+model again (`Reconstruction`, `Draft`) or multiply all values (`WrittenNorms`) have to be asked
+for."""
 
 
 def capture(
@@ -95,16 +95,15 @@ def capture(
     """Run the model once over the prompt and keep what compression reads.
 
     A prompt of at most 2,048 tokens runs in one stock pass: its keys, values and last logits are
-    those of `model(ids)`. A longer one runs in chunks, which attend to the keys and values of the
-    chunks before, so that what the model's layers hold meanwhile does not grow with the prompt;
-    the result is the same up to rounding. Temporary attention function and hooks are removed
-    afterwards, or if the pass fails or is interrupted. While it runs, no other thread may use
-    the model.
+    those of `model(ids)`. A longer prompt runs in chunks that attend to the keys and values of
+    earlier chunks, so that activations do not grow with the prompt; the result is the same up to
+    rounding. The temporary attention function and hooks are removed afterwards, also if the pass
+    fails or is interrupted.
 
-    Queries are the large part of what can be captured, H/(2G) times keys and values together. Those
-    of known positions (direct probes, observation windows, evenly spaced samples) are held. Where
-    positions known only later are needed, too, all queries are held if they take at most
-    `memory_limit` bytes; else `Prefill.with_queries` runs the tokens of those positions once more.
+    Captured queries would take H/(2G) times the memory of keys and values. Queries at known
+    positions (direct probes, observation windows, evenly spaced samples) are held. If a strategy
+    also reads positions that are known only later, all queries are held if they take at most
+    `memory_limit` bytes; otherwise `Prefill.with_queries` runs the tokens of those positions again.
 
     Args:
         model: a transformers causal language model of a tested family, in evaluation mode, with
@@ -117,8 +116,9 @@ def capture(
         UnsupportedModelError: the model breaks an assumption, has a sliding window that does not
             cover the prompt, or is in training mode.
         PromptError: `prompt` is not a `Prompt`, has ids outside the vocabulary, is longer than
-            what the model was made for, or has a length at which transformers drops the cache.
-        ObserverError: an observer reads what this model cannot give; before it runs.
+            the model supports, or has a length at which transformers drops the cache.
+        ObserverError: an observer reads something that this model cannot give; raised before the
+            model runs.
         CaptureMemoryError: memory ran out; the model is as before.
         NonFiniteError: keys, values or queries hold NaN or infinity.
 
@@ -142,12 +142,12 @@ def check_prompt(prompt: object, takes: str) -> None:
 def run_capture(
     model: Any, prompt: Prompt, past: Past | None, needs: Needs, options: CaptureOptions
 ) -> Prefill:
-    """As `capture`, or with `past` of a passage that follows what was compressed before.
+    """As `capture`; with `past`, captures a passage that follows packed entries.
 
-    A passage is read once, over the entries that are there, at its true positions: `prompt` has
-    `past.places` ids that are not read, then the passage's. In the prefill, positions count places:
-    first those of `past`, then the passage's tokens. Its `rope` has their rotations, its keys and
-    queries the coordinates of `Past`.
+    The passage is read over those entries, at its true positions: `prompt` has `past.places` ids
+    that are not read, then those of the passage. Positions of the prefill count places: first those
+    of `past`, then the tokens of the passage. Its `rope` has their rotations; its keys and queries
+    have the additional coordinates of `Past`.
 
     Raises `PromptError`, `CaptureMemoryError` and what else `capture` raises; for a passage
     `ObserverError` if `needs` run the model again.
@@ -184,9 +184,9 @@ def _read(
     read: Callable[[Reading, Tensor], _Result],
     stays: float | None = None,
 ) -> _Result:
-    """Check the prompt, let `read` drive the model over it, and name what happens if memory ends.
+    """Check the prompt and call `read` with a `Reading` and the positions of held queries.
 
-    `read` is given a `Reading`, and the positions whose queries are held.
+    Raises `CaptureMemoryError`, which says what would fit, if memory runs out.
     """
     if past is None:
         prompt = prompt.without_tail()
@@ -256,9 +256,9 @@ def _whole(reading: Reading, held: Tensor) -> Prefill:
 def _by_layers(
     reading: Reading, held: Tensor, *, each: Callable[[LayerCapture], None], trims: bool
 ) -> Ending:
-    """Read one layer after the other; with `trims`, freed memory goes back to a CPU meanwhile.
+    """Read one layer after the other; `trims` returns freed CPU memory to the system meanwhile.
 
-    What is kept of a layer lies between what was freed, so the heap would grow with every layer.
+    Without it the heap would grow with every layer, since kept entries lie between freed blocks.
     """
     record, count = reading.record, len(reading.layers)
     identity = fingerprint(reading.model, reading.prompt.tokenizer)

@@ -1,9 +1,9 @@
-"""`Reading`: a prompt on its way through a model, in chunks of tokens.
+"""`Reading`: runs a prompt through a model, in chunks of tokens.
 
-Chunk by chunk, each goes through all layers before the next, so all keys and values are held in the
-end. Layer by layer, all chunks go through one layer before the first goes on to the next, so those
-of one layer are held at a time, and the residual stream. The model is the stock one in both: layer
-by layer, each chunk's forward is a coroutine that pauses before every decoder layer.
+`by_chunks` runs each chunk through all layers before the next chunk, and holds the keys and values
+of all layers at the end. `by_layers` runs all chunks through a layer before the next layer, and
+holds the residual stream and the keys and values of one layer. Both use the stock model: in
+`by_layers` the forward of each chunk is a coroutine that pauses before every decoder layer.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from gracekv.undo import hooked, undone
 
 
 class Reading:
-    """One prompt and the model that reads it; use `by_chunks` or `by_layers`, once.
+    """Runs one prompt through a model; call `by_chunks` or `by_layers`, once.
 
     Args:
         model: as for `gracekv.capture`.
-        prompt: what is read.
-        past: what it follows, or None.
-        needs: what is captured.
-        held: int64 [n] ascending: positions whose queries are held.
-        size: most tokens of a chunk.
-        progress: called with tokens done and tokens in all; layer by layer, a token counts once
-            all layers have read it, in parts before.
+        prompt: the prompt to read.
+        past: the packed entries that it follows, or None.
+        needs: what to capture.
+        held: int64 [n] ascending, the positions whose queries are held.
+        size: maximum tokens of a chunk.
+        progress: called with the tokens done and the total; in `by_layers` a token counts once all
+            layers have read it, and in parts before.
 
     Attributes:
-        record: keys, values and queries.
-        observations: what observers see.
-        others: layers that are not compressed.
+        record: the captured keys, values and queries.
+        observations: the observers and their results.
+        others: the layers that are not compressed.
         shard: which KV heads this process holds.
-        seconds: of the model's forward, without the observers'.
+        seconds: model forward time so far, excluding observers.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Reading:
 
     @property
     def seconds(self) -> float:
-        """Of the model's forward so far, without the observers'."""
+        """Model forward time so far, excluding observers."""
         return self._clock.seconds()["prefill"] - self.observations.running_seconds
 
     def by_chunks(self) -> Tensor:
-        """Fill `record` with everything; the last logits [V]."""
+        """Capture all layers in `record`; returns the last logits [V]."""
         output: Any = None
         with self._patched():
             for chunk in self._chunks:
@@ -106,11 +106,11 @@ class Reading:
         return logits
 
     def by_layers(self, each: Callable[[int], None]) -> Tensor:
-        """Let all chunks through a layer, then the next; the last logits [V].
+        """Run all chunks through a layer, then through the next; returns the last logits [V].
 
         Args:
-            each: called with the number of a compressed layer, 0-based, when `record` holds all of
-                it, and drops it.
+            each: called with the number of each compressed layer, 0-based, once `record` holds all
+                of it. It drops the layer from `record`.
 
         Raises `LayerOrderError` if the model does not call its layers one after the other.
         """
@@ -178,7 +178,7 @@ class Reading:
             return run()
 
     def _begin(self, chunk: Region) -> None:
-        """What the attention function does next is of `chunk`."""
+        """Route the next attention calls to `chunk`."""
         attend = None
         if self._in_parts:
             positions = torch.arange(chunk.start, chunk.end)
@@ -205,7 +205,7 @@ class Reading:
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        """The model records what it computes; afterwards it is as it was."""
+        """Inside, the model records keys, values and queries; it is restored afterwards."""
         model, past, start = self.model, self._past, self.prompt.spans.past
         with ExitStack() as undo:
             undo.enter_context(patched_attention(model, self.record.attend))

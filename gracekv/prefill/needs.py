@@ -1,4 +1,4 @@
-"""`Needs`: what strategies read from a prefill beyond keys and values, and what is held of it."""
+"""`Needs`: data that strategies read from a prefill beyond keys and values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gracekv.prefill.prompt import PromptSpans, Region
 _WINDOW = 32
 
 QUERY_BYTES = 256 * 2**20
-"""Bytes of queries that a capture may always hold; a quarter of keys and values, if that is more.
+"""Bytes of queries that a capture may always hold, or a quarter of keys and values if that is more.
 Source: ours."""
 
 
@@ -33,18 +33,18 @@ class Needs:
     """What a strategy reads from a prefill beyond keys and values; `Pipeline.needs` is the union.
 
     Attributes:
-        question_queries: queries of this many last positions of the question, at every layer.
-        last_queries: queries of this many last positions of the prompt, and as many of the
-            context (observation windows); at least 32 are kept.
-        prompt_samples: queries of this many evenly spaced positions of the prompt
-            (`prompt_samples`).
-        context_samples: queries of evenly spaced positions of the context without its recent
-            window, for each of these counts (`region_samples`).
-        recent: the size of that window, in tokens.
-        later_queries: queries of positions that are known only after the pass (multi-hop seeds,
-            evidence probes, likely words). They are held where that is cheap, else computed again
-            when they are asked for: see `gracekv.capture`.
-        observers: everything else.
+        question_queries: number of last question positions whose queries are read, at every layer.
+        last_queries: number of last positions of the prompt, and of the context, whose queries are
+            read (observation windows); at least 32 are kept.
+        prompt_samples: number of evenly spaced prompt positions whose queries are read, see
+            `prompt_samples`.
+        context_samples: numbers of evenly spaced positions of the context, without its recent
+            window, whose queries are read, see `region_samples`.
+        recent: size of that window, in tokens.
+        later_queries: whether queries are read whose positions are known only after the pass
+            (multi-hop seeds, evidence probes, likely words). They are held if that is cheap, and
+            otherwise computed again on request, see `gracekv.capture`.
+        observers: whatever else is captured.
     """
 
     question_queries: int = 32
@@ -57,11 +57,11 @@ class Needs:
 
     @classmethod
     def observed(cls, *observers: Observer) -> Needs:
-        """What these observe, and no queries beyond those that every capture keeps."""
+        """The observations of `observers`, and no queries but those that every capture keeps."""
         return cls(observers=frozenset(observers))
 
     def __or__(self, other: Needs) -> Needs:
-        """What both need; of numbers the larger."""
+        """The union of both; of two numbers the larger."""
         both = {x.name: (getattr(self, x.name), getattr(other, x.name)) for x in fields(self)}
         joined = {
             name: one | two if isinstance(one, frozenset) else max(one, two)
@@ -70,7 +70,7 @@ class Needs:
         return Needs(**joined)
 
     def window_positions(self, spans: PromptSpans) -> Tensor:
-        """int64 [n] ascending: direct probes and observation windows, which every capture keeps."""
+        """int64 [n] ascending: direct probes and observation windows, kept by every capture."""
         width = max(_WINDOW, self.last_queries)
         windows = (
             range(max(spans.past, end - width), end) for end in (spans.length, spans.context_end)
@@ -79,7 +79,7 @@ class Needs:
         return torch.tensor(sorted({*probes, *itertools.chain(*windows)}))
 
     def known_positions(self, spans: PromptSpans) -> Tensor:
-        """int64 [n] ascending: all whose queries are read and that are known before the pass."""
+        """int64 [n] ascending: all positions known before the pass whose queries are read."""
         region = spans.region(self.recent)
         known: Tensor = torch.cat(
             [
@@ -96,12 +96,12 @@ class CaptureSizes:
     """Bytes of one token in all layers, from a model's config.
 
     Attributes:
-        kv: keys and values.
-        queries: queries; layer by layer those of one layer.
+        kv: bytes of keys and values.
+        queries: bytes of queries; of one layer, if layers are read one by one.
         again: whether queries can be computed again later.
-        at_once: share of keys and values that is held while the prompt is read: 1, or layer by
-            layer that of one layer and of what stays.
-        stream: the residual stream and the embeddings, where all of them are held.
+        at_once: share of keys and values that is held while the prompt is read: 1, or that of one
+            layer and of the kept entries, if layers are read one by one.
+        stream: bytes of residual stream and embeddings, if those of all tokens are held.
         activations: one layer's activations of a token that runs: three rows of the MLP and three
             of the residual stream.
     """
@@ -123,8 +123,8 @@ class CaptureSizes:
 
         Args:
             model: as for `capture`.
-            stays: layer by layer, the share of keys and values that is kept; None: all layers are
-                held.
+            stays: share of keys and values that is kept, if layers are read one by one; None if
+                all layers are held.
         """
         heads, groups, dim = head_sizes(model)
         layers, size = len(compressed_layers(model)), model.dtype.itemsize
@@ -150,9 +150,9 @@ def held_positions(
 ) -> Tensor:
     """Positions whose queries the capture holds: int64 [n] ascending.
 
-    All positions if some are known only later, else those known before the pass, if their queries
-    take at most `memory_limit` bytes; failing both, direct probes and observation windows. What is
-    missing then is computed again when it is asked for. Where that cannot be, all that is needed.
+    All positions if some are known only later, otherwise those known before the pass, provided that
+    their queries take at most `memory_limit` bytes; failing both, direct probes and observation
+    windows, and the rest is computed again on request. If that is impossible, all that are needed.
     """
     everything, known = torch.arange(spans.past, spans.length), needs.known_positions(spans)
     if not sizes.again:
@@ -164,10 +164,10 @@ def held_positions(
 
 
 class PrefillReader:
-    """A strategy that reads a prefill: it says what the capture must keep for it."""
+    """A strategy that reads a prefill and declares what the capture must keep for it."""
 
     def needs(self) -> Needs:
-        """What it reads beyond keys, values and the direct probes' queries: nothing by default."""
+        """The data read beyond keys, values and the queries of direct probes; by default none."""
         return Needs()
 
 

@@ -1,13 +1,13 @@
-"""`Observer`: what a prefill captures beyond keys, values and chosen queries, as a value.
+"""`Observer`: captures more of a prefill than keys, values and chosen queries.
 
-An observer is a frozen dataclass; its fields are hyperparameters, so that it is a key of
-`Prefill.observed`. A driver (`gracekv.capture`, or whatever else runs a model over a prompt) shows
-it the run of the tokens, and gets a tensor at the end. There are three kinds: `LayerObserver` sees
-the attention of each layer, `FinalObserver` the decoder's output, and `PassObserver` lets further
-tokens run over the captured keys and values once the prompt is read.
+An observer is a frozen dataclass whose fields are hyperparameters; it is a key of
+`Prefill.observed`. A driver (`gracekv.capture`, or anything else that runs a model over a prompt)
+shows it the tokens run by run and gets a tensor at the end. There are three kinds: `LayerObserver`
+sees the attention of each layer, `FinalObserver` sees the decoder's output, and `PassObserver` runs
+further tokens over the captured keys and values once the prompt is read.
 
-None of them knows the library that runs the model. What they may assume is written at `TokenRun`,
-`FinalRun` and `Passes`; `gracekv.testing.check_observer` holds an observer to it.
+Observers do not depend on the library that runs the model. `TokenRun`, `FinalRun` and `Passes`
+state what they may assume; `gracekv.testing.check_observer` checks an observer against that.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from gracekv.prefill.projection import Projection as Projection
 from gracekv.prefill.prompt import PromptSpans, Region
 
 Source = Literal["hidden", "outputs", "projection", "final", "passes"]
-"""What a driver may give beyond queries, keys and values of each run.
+"""Data that a driver may give beyond queries, keys and values of each run.
 
-- "hidden": the block's input, a row a token.
+- "hidden": the block's input, one row per token.
 - "outputs": attention outputs before the output projection.
 - "projection": the layer's output projection.
 - "final": the decoder's output, and the head that makes logits of it.
@@ -36,31 +36,31 @@ Source = Literal["hidden", "outputs", "projection", "final", "passes"]
 """
 
 Part = Literal["prefill", "surprisal", "projections", "query_sums", "reconstruction", "draft"]
-"""The field of `gracekv.cache.Timings` that an observer's seconds count for."""
+"""The field of `gracekv.cache.Timings` that an observer's seconds are added to."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRun:
     """The attention of one layer for a run of C tokens, as a driver shows it.
 
-    Of one layer the runs ascend, follow one another without a gap and together hold every token
-    of [past, T) once; how long each is, is the driver's choice, and so is the order of the layers:
-    each run may go through all layers before the next, or one layer finish before the next begins.
-    Keys and values are whole up to the run's end, the rest is of the run alone. The tensors are
-    lent: what is kept must be copied, since they may be overwritten when `add` returns.
+    The runs of a layer ascend without gaps and together cover every token of [past, T) once. The
+    driver chooses their lengths and the order of layers: each run may go through all layers before
+    the next run, or one layer may finish before the next layer begins. Keys and values cover all
+    tokens up to the end of the run; the other tensors cover the run. Tensors are lent: copy what
+    you keep, since they may be overwritten when `add` returns.
 
     Attributes:
         start: absolute position of the first token.
         queries: [H, C, d], post-RoPE, in the model's dtype.
-        keys: [G, at least start + C, d], post-RoPE; what lies after the run means nothing.
+        keys: [G, at least start + C, d], post-RoPE; rows after the run are undefined.
         values: [G, at least start + C, d], as `keys`.
         rope: the layer's rotations of positions 0 to at least start + C - 1.
         scale: factor of q . k before the softmax.
-        softcap: c of the logits c tanh(s q.k / c); None: they are s q.k.
-        sinks: [H], a logit of each query head that joins the softmax without a value; None: none.
-        hidden: [C, D] the block's input; None unless read.
-        outputs: [H, C, d] attention outputs before the projection; None unless read.
-        projection: of the layer; None unless read.
+        softcap: c of the logits c tanh(s q.k / c), or None.
+        sinks: [H], sink logits, which join the softmax without a value, or None.
+        hidden: [C, D], the block's input, or None unless it is read.
+        outputs: [H, C, d], attention outputs before the projection, or None unless they are read.
+        projection: the layer's output projection, or None unless it is read.
     """
 
     start: int
@@ -88,18 +88,18 @@ class TokenRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinalRun:
-    """The decoder's output for a run of n tokens that another token follows.
+    """The decoder's output for a run of n tokens, each of which has a next token.
 
-    The runs ascend, follow one another and hold every token of [past, T - 1) once. The tensors are
-    lent, as those of a `TokenRun`.
+    The runs ascend without gaps and cover every token of [past, T - 1) once. Tensors are lent, as
+    in `TokenRun`.
 
     Attributes:
         start: absolute position of the first token.
-        states: [n, D] after the decoder's last norm, times what multiplies the model's logits.
-        following: int64 [n], the token after each, on the CPU.
-        head: the torch module that makes logits of states.
+        states: [n, D] after the decoder's last norm, times the model's logit factor.
+        following: int64 [n], the next token of each, on the CPU.
+        head: the torch module that computes logits from states.
         vocabulary: number of logits that count.
-        softcap: c of the final logits c tanh(x / c); None: they are the head's.
+        softcap: c of the final logits c tanh(x / c), or None.
     """
 
     start: int
@@ -111,45 +111,45 @@ class FinalRun:
 
 
 class Accumulator(Protocol):
-    """What one observer holds of one layer while the prompt is read."""
+    """The state of one observer for one layer while the prompt is read."""
 
     def add(self, run: TokenRun) -> None:
         """Count a run."""
 
     def result(self) -> Tensor:
-        """What was observed, [...]; the same for any split into runs, up to rounding.
+        """The observation, [...]; the same for any split into runs, up to rounding.
 
         Called once.
         """
 
 
 class FinalAccumulator(Protocol):
-    """What one observer holds of the decoder's output while the prompt is read."""
+    """The state of one observer of the decoder's output while the prompt is read."""
 
     def add(self, run: FinalRun) -> None:
         """Count a run."""
 
     def result(self) -> Tensor:
-        """What was observed, [...]; the same for any split into runs, up to rounding.
+        """The observation, [...]; the same for any split into runs, up to rounding.
 
         Called once.
         """
 
 
 class Continuation(Protocol):
-    """Tokens that run one after another over the first keys and values of a prefill."""
+    """A sequence of tokens that continues from the first keys and values of a prefill."""
 
     def run(self, ids: Tensor, observe: Callable[[int, TokenRun], None]) -> Tensor:
         """The decoder's output [D] for the last of `ids`, int64 [n], which follow those before.
 
-        `observe` is called once for each layer, with its 0-based number, a run of these n tokens
-        and the keys of all that they see: those of the prefill, then those of the continuation. Its
-        rotations are those of the prompt's positions.
+        `observe` is called once for each layer, with its 0-based number and a run of the n tokens.
+        Its keys are those of the prefill, then those of the continuation; its rotations are those
+        of the prompt's positions.
         """
 
 
 class Passes(Protocol):
-    """A model that runs once more over what a prefill captured.
+    """A model that runs again over a captured prefill.
 
     Attributes:
         spans: of the prompt, T tokens.
@@ -166,7 +166,7 @@ class Passes(Protocol):
     def after(self, end: int, count: int) -> Continuation:
         """A continuation of up to `count` tokens over the keys and values before `end`.
 
-        Raises `UnsupportedModelError` where so many pass a bound of the model.
+        Raises `UnsupportedModelError` if they exceed a limit of the model.
         """
 
     def likeliest(self, state: Tensor) -> int:
@@ -178,12 +178,12 @@ class Passes(Protocol):
 
 @dataclass(frozen=True)
 class Observer(abc.ABC):
-    """What all observers have. Subclasses are frozen dataclasses.
+    """Base class of observers. Subclasses are frozen dataclasses.
 
     Attributes:
-        reads: what it needs of the driver beyond queries, keys and values. A driver that cannot
-            give it refuses the observer before the model runs.
-        part: which stage of `Timings` its seconds count for.
+        reads: data that it needs from the driver beyond queries, keys and values. A driver that
+            cannot give them refuses the observer before the model runs.
+        part: the field of `Timings` that its seconds are added to.
     """
 
     reads: ClassVar[frozenset[Source]] = frozenset()
@@ -191,10 +191,10 @@ class Observer(abc.ABC):
 
     @abc.abstractmethod
     def shape(self, prefill: Any) -> tuple[int | None, ...]:
-        """The shape that the result must have; None where any length does.
+        """The shape of the result; None where any length is valid.
 
         Args:
-            prefill: the `Prefill` that is to hold it, for its sizes.
+            prefill: the `Prefill` or `CaptureInfo` that gives the sizes.
         """
 
 
@@ -203,16 +203,16 @@ class LayerObserver(Observer):
 
     @abc.abstractmethod
     def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator | None:
-        """A new accumulator for `layer` of `layers` compressed ones; None: it is not looked at."""
+        """A new accumulator for `layer` of `layers` compressed ones, or None to skip the layer."""
 
     def seen(self, spans: PromptSpans) -> Region:
-        """The tokens whose queries count; by default all."""
+        """The tokens whose queries count, by default all."""
         return Region(0, spans.length)
 
     def combine(self, by_layer: Mapping[int, Tensor]) -> Tensor:
-        """The result [L, ...], from what the layers' accumulators gave, [...] each, ascending.
+        """The result [L, ...] from the results of all layers, [...] each, ascending.
 
-        By default stacked, on the device of the first.
+        By default they are stacked on the device of the first.
         """
         tensors = list(by_layer.values())
         return torch.stack([x.to(tensors[0].device) for x in tensors])
@@ -229,17 +229,17 @@ class FinalObserver(Observer):
 
 
 class PassObserver(Observer):
-    """Lets further tokens run over the captured keys and values once the prompt is read."""
+    """Runs further tokens over the captured keys and values once the prompt is read."""
 
     reads: ClassVar[frozenset[Source]] = frozenset({"passes"})
 
     def reach(self, spans: PromptSpans) -> int:
-        """How many positions its passes take at least, the prompt's own by default."""
+        """The least number of positions that its passes take, by default the prompt's length."""
         return spans.length
 
     @abc.abstractmethod
     def observe(self, passes: Passes) -> Tensor:
-        """What was observed, [...]. All captured keys and values are held meanwhile."""
+        """The observation, [...]. All captured keys and values are held meanwhile."""
 
 
 __getattr__ = renamed_in(__name__, {"Reading": "Source"})
