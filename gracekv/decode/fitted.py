@@ -10,7 +10,7 @@ from torch import Tensor
 from gracekv.cache.base import RaggedEntries
 from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 from gracekv.fit.attended import KeptMass
-from gracekv.fit.values import value_change
+from gracekv.fit.values import ridge_change
 from gracekv.fit.values_and_mass import multiplicities
 from gracekv.registry import bounded
 
@@ -76,7 +76,7 @@ class Fitted(Decoder):
         factor = multiplicities(attention, self.mass_trust, self.trust_read)
         shares = attention.shares(factor)
         error = chance.div_(total[..., None]).sub_(shares) @ held.values.float()
-        change = value_change(attention, shares, error, self.trust, self.trust_read)
+        change = ridge_change(attention, shares, error, self.trust, self.trust_read)
         return dataclasses.replace(
             packed,
             values=(packed.values + change[kept]).to(packed.dtype),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.queries import QuerySet
-from gracekv.fit.values_and_mass import LEAST, MOST
+from gracekv.fit.values_and_mass import LEAST, MASS_SHARE, MOST, STEPS
 from gracekv.kernels.logits import capped
 from gracekv.prefill import LayerCapture, Region
 
@@ -26,50 +29,101 @@ def fitted_head(
 
     Multiplicities are fitted if `mass_trust` is a number. Source: ours, `gracekv.fit.values`.
     """
+    own_values, log_m = (x.double() for x in packed.head(head)[1::2])
+    seen = _attended(capture, head, packed, queries)
+    weight = queries.weights.double().repeat(capture.group) / capture.group
+    positions = packed.head(head)[2]
+    columns = ((positions >= region.start) & (positions < region.end)).nonzero()[:, 0]
+    factor, change = torch.ones_like(log_m), torch.zeros_like(own_values)
+    if len(columns):
+        plain = seen.kept[:, columns]
+        if mass_trust is not None:
+            missing = 1 - seen.sink - seen.kept.sum(dim=1, keepdim=True)
+            found = _least_squares(plain, missing, weight, mass_trust, trust_read)
+            factor[columns] = (1 + found[:, 0]).clamp(LEAST, MOST)
+        shares = seen.shares(factor)
+        error = seen.targets - shares @ torch.cat([own_values, capture.values[head, -1:].double()])
+        change[columns] = _least_squares(shares[:, columns], error, weight, trust, trust_read)
+    return own_values + change, log_m + factor.log()
+
+
+def agreed_share(
+    capture: LayerCapture,
+    head: int,
+    packed: RaggedEntries,
+    region: Region,
+    queries: QuerySet,
+    trust: tuple[float, float, float],
+    folds: int,
+) -> list[float]:
+    """The held-out error of each share of a head's change, as `ValuesAndMass.agreed` adds them up.
+
+    `trust` holds those of values, of entries that are read, and of masses.
+    """
+    before, log_m = (x.double() for x in packed.head(head)[1::2])
+    seen, last = _attended(capture, head, packed, queries), capture.values[head, -1:].double()
+    part = torch.arange(len(queries.weights)) % folds
+    errors = [0.0] * (STEPS + 1)
+    for number in range(folds):
+        tested = torch.where(part == number, queries.weights, 0.0).double()
+        fitted_to = dataclasses.replace(queries, weights=(queries.weights - tested).double())
+        fitted_to.weights.div_(fitted_to.weights.sum())
+        after, log_after = fitted_head(capture, head, packed, region, fitted_to, *trust)
+        weight = (tested / tested.sum()).repeat(capture.group) / capture.group
+        for step in range(STEPS + 1):
+            share = step / STEPS
+            factor = (share * (log_after - log_m)).exp()
+            output = seen.shares(factor) @ torch.cat([before + share * (after - before), last])
+            lost, size = (
+                float(weight @ x.square().sum(dim=1)) for x in (output - seen.targets, seen.targets)
+            )
+            mass = (seen.kept * torch.cat([factor, torch.ones(1)])).sum(dim=1) + seen.sink[:, 0]
+            errors[step] += lost / size + MASS_SHARE * float(weight @ (mass - 1).square())
+    return errors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """What M rows of queries of a head see, each in shares of what they see of all tokens.
+
+    Attributes:
+        kept: float64 [M, E + 1], attention to the kept entries and the last prompt token.
+        sink: float64 [M, 1].
+        targets: float64 [M, d], attention output over all tokens.
+    """
+
+    kept: Tensor
+    sink: Tensor
+    targets: Tensor
+
+    def shares(self, factor: Tensor) -> Tensor:
+        """float64 [M, E + 1]: attention over kept entries whose multiplicities change [E]."""
+        rows = self.kept * torch.cat([factor, torch.ones(1)])
+        return rows / (rows.sum(dim=1, keepdim=True) + self.sink)
+
+
+def _attended(capture: LayerCapture, head: int, packed: RaggedEntries, queries: QuerySet) -> _Seen:
     keys, values = (x[head].double() for x in (capture.keys, capture.values))
-    own_keys, own_values, positions, log_m = packed.head(head)
-    own_keys, own_values, log_m = own_keys.double(), own_values.double(), log_m.double()
-    free = (positions >= region.start) & (positions < region.end)
-    outputs: list[Tensor] = []
-    attended: list[Tensor] = []
-    weights: list[float] = []
-    on_tokens: list[Tensor] = []
-    on_sink: list[Tensor] = []
+    own_keys, _, positions, log_m = packed.head(head)
+    kept, sinks, targets = [], [], []
     for number in range(capture.group):
         for q, asked in enumerate(queries.asked_at.tolist()):
             query = _query(capture, head * capture.group + number, q, queries)
-            sink = torch.zeros(()).double()
+            sink = torch.zeros(1).double()
             if capture.sinks is not None:
-                sink = capture.sinks[head * capture.group + number].double().exp()
+                sink = capture.sinks[head * capture.group + number].double().exp()[None]
             logits, own_logits = (
                 capped(capture.scale * x @ query, capture.softcap)
-                for x in (keys[: asked + 1], own_keys)
+                for x in (keys[: asked + 1], own_keys.double())
             )
             full = torch.exp(logits)
-            kept = torch.exp(own_logits + log_m) * (positions <= asked)
+            own = torch.exp(own_logits + log_m.double()) * (positions <= asked)
             total = full.sum() + sink
-            on_tokens.append(full.sum() / total)
-            on_sink.append(sink / total)
-            again = full[-1] if asked == capture.spans.length - 1 else torch.zeros(()).double()
-            attended.append(torch.cat([kept, again[None]]) / total)
-            outputs.append((full @ values[: asked + 1]) / total)
-            weights.append(float(queries.weights[q]) / capture.group)
-    plain, targets = torch.stack(attended), torch.stack(outputs)
-    missing = torch.stack(on_tokens)[:, None] - plain.sum(dim=1, keepdim=True)
-    weight = torch.tensor(weights, dtype=torch.float64)
-    everything = torch.cat([own_values, values[-1:]])
-    columns = free.nonzero()[:, 0]
-    factor = torch.ones(len(plain.T), dtype=torch.float64)
-    if mass_trust is not None and len(columns):
-        change = _least_squares(plain[:, columns], missing, weight, mass_trust, trust_read)
-        factor[columns] = (1 + change[:, 0]).clamp(LEAST, MOST)
-    rows = plain * factor
-    rows = rows / (rows.sum(dim=1, keepdim=True) + torch.stack(on_sink)[:, None])
-    result = own_values.clone()
-    if len(columns):
-        error = targets - rows @ everything
-        result[columns] += _least_squares(rows[:, columns], error, weight, trust, trust_read)
-    return result, log_m + factor[:-1].log()
+            again = full[-1:] if asked == capture.spans.length - 1 else torch.zeros(1).double()
+            kept.append(torch.cat([own, again]) / total)
+            sinks.append(sink / total)
+            targets.append((full @ values[: asked + 1]) / total)
+    return _Seen(*(torch.stack(x) for x in (kept, sinks, targets)))
 
 
 def _query(capture: LayerCapture, head: int, q: int, queries: QuerySet) -> Tensor:

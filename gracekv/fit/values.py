@@ -102,37 +102,30 @@ class Values(RidgeFitter):
 
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
         attention = attended(reference, packed, region)
-        return with_values(packed, attention, attention.shares(), self.trust, self.trust_read)
-
-
-def with_values(
-    packed: RaggedEntries,
-    attention: LayerAttention,
-    shares: Tensor,
-    trust: float,
-    trust_read: float,
-) -> RaggedEntries:
-    """`packed`, one layer of one sequence, with fitted values.
-
-    The others, `shares` float32 [G, M, W] among them, are those of `value_change`.
-    """
-    error = attention.output - batched_linear(shares, attention.values.mT.contiguous())
-    change = value_change(attention, shares, error, trust, trust_read)
-    values = scattered(packed.values, attention, attention.values + change)
-    return dataclasses.replace(packed, values=values)
+        change = value_change(attention, attention.shares(), self.trust, self.trust_read)
+        values = scattered(packed.values, attention, attention.values + change)
+        return dataclasses.replace(packed, values=values)
 
 
 def value_change(
+    attention: LayerAttention, shares: Tensor, trust: float, trust_read: float
+) -> Tensor:
+    """float32 [G, W, d]: what is added to the values; the other arguments as in `ridge_change`."""
+    error = attention.output - batched_linear(shares, attention.values.mT.contiguous())
+    return ridge_change(attention, shares, error, trust, trust_read)
+
+
+def ridge_change(
     attention: KeptMass, shares: Tensor, error: Tensor, trust: float, trust_read: float
 ) -> Tensor:
-    """float32 [G, W, d]: what is added to the values.
+    """float32 [G, W, d]: what is added to the values so that outputs change by `error`.
 
     Args:
         attention: the reference queries' attention in this layer.
         shares: p float32 [G, M, W], attention over the kept entries.
         error: float32 [G, M, d], what the queries' outputs lack with the values as they are.
         trust: prior of all entries, as in `Values`.
-        trust_read: prior for being read.
+        trust_read: prior of an entry for being read.
     """
     inverse = inverse_penalty(shares, attention, trust, trust_read)
     return ridge(shares, error, attention.weights, inverse).nan_to_num_(0.0, 0.0, 0.0)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gracekv.allocate import Budget
 from gracekv.errors import ConfigError
 from gracekv.fit import FITTERS, ReferenceQueries, Values, ValuesAndMass, reference
+from gracekv.fit.attended import attended
 from gracekv.fit.values import ridge
 from gracekv.pipeline import Pipeline
 from gracekv.testing import synthetic_prefill
@@ -104,8 +105,6 @@ def test_nothing_is_fitted_at_ratio_one(name):
 
 def test_fitted_values_bring_the_outputs_nearer():
     prefill, region, cache = compressed(seed=5, ratio=4, context=80)
-    from gracekv.fit.attended import attended
-
     fitter, memory = Values(QUERIES, 0.05), {}
     references = [fitter.reference(prefill.layer(x), region, memory) for x in range(prefill.layers)]
     fitted = fitted_cache(fitter, prefill, region, cache)
@@ -153,3 +152,53 @@ def test_both_forms_of_the_ridge_problem_agree(rows, columns, seed):
 def test_bad_input_is_refused_by_name(name, field):
     with pytest.raises(ConfigError, match=rf"{field} takes a number > 0; got 0"):
         FITTERS.build(name, **{field: 0.0})
+
+
+@settings(max_examples=10)
+@given(
+    seed=st.integers(0, 2**16),
+    group=st.integers(1, 3),
+    folds=st.sampled_from([2, 3]),
+    softcap=st.sampled_from([None, 2.0]),
+    sinks=st.booleans(),
+)
+def test_each_head_takes_the_share_that_held_out_queries_agree_with(
+    seed, group, folds, softcap, sinks
+):
+    prefill, region, cache = compressed(seed=seed, group=group, softcap=softcap, sinks=sinks)
+    fitter, memory = ValuesAndMass(QUERIES, folds=folds), {}
+    trust = fitter.trust, fitter.trust_read, fitter.mass_trust
+    whole = dataclasses.replace(fitter, folds=0)
+    for capture, packed in zip(prefill, cache.layers, strict=True):
+        chosen = QUERIES(capture, region, memory)
+        seen = attended(fitter.reference(capture, region, memory), packed, region)
+        shares = fitter.agreed(seen, prefill.group)
+        noted = fitter.reference(capture, region, memory), region
+        got, every = fitter.layer(packed, *noted), whole.layer(packed, *noted)
+        for head, share in enumerate(shares.tolist()):
+            errors = reference.agreed_share(capture, head, packed, region, chosen, trust, folds)
+            # Shares of nearly equal errors are both right.
+            assert errors[round(share * (len(errors) - 1))] <= min(errors) * (1 + 1e-3) + 1e-6
+            own, full, old = (x.head(head) for x in (got, every, packed))
+            torch.testing.assert_close(own[1], old[1] + share * (full[1] - old[1]))
+            torch.testing.assert_close(own[3], old[3] + share * (full[3] - old[3]))
+            if share == 0:
+                assert torch.equal(own[1], old[1])
+                assert torch.equal(own[3], old[3])
+
+
+def test_heads_whose_queries_ask_for_unrelated_outputs_are_left_alone():
+    prefill, region, cache = compressed(seed=4, context=80, ratio=4)
+    fitter, packed = ValuesAndMass(QUERIES, trust=1e-3, trust_read=0.0, folds=2), cache.layers[0]
+    known = fitter.reference(prefill.layer(0), region, {})
+    rng = torch.Generator().manual_seed(0)
+    noise = torch.randn(known.output.shape, generator=rng) * known.output.norm() / 10
+    random = dataclasses.replace(known, output=known.output + noise)
+    shares = [fitter.agreed(attended(x, packed, region), prefill.group) for x in (known, random)]
+    assert float(shares[1].mean()) < float(shares[0].mean())
+    assert bool((shares[1] < 1).all())
+
+
+def test_one_part_cannot_be_held_out():
+    with pytest.raises(ConfigError, match="takes 0, or at least 2; got 1"):
+        ValuesAndMass(folds=1)
