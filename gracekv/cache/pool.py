@@ -1,9 +1,8 @@
 """`EntryPool`: the best entries of the layers so far, in tensors of a fixed size.
 
-Where a global top-k chooses among single tokens, a token that is not among the best B of the layers
-so far is not among the best B of all. So a layer's tokens compete with the entries in the pool;
-those that win overwrite the keys and values of those that lose. Nothing is read back from the
-device until all layers have come. Source: ours.
+A token that is not among the B best of the layers so far is not among the B best of all layers. So
+the tokens of each layer compete with the entries in the pool, and winners overwrite the keys and
+values of losers. Nothing is read from the device until all layers have come. Source: ours.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _LARGEST = torch.finfo(torch.float64).max
 class EntryPool:
     """Keys and values of the `budget` best tokens of a region, and of all tokens outside it.
 
-    Ties go to the earlier layer, head and token. Beside keys and values an entry takes 24 bytes:
-    its gain, its place (layer, head and token as one number) and the slot of its key and value.
-    Entries are held in ascending order of places, slots in none.
+    Ties go to the earlier layer, head and token. Besides key and value an entry takes 24 bytes: its
+    gain, its place (layer, head and token as one number) and its slot, the row of its key and
+    value. Entries ascend by place; slots are in no order.
 
     Args:
-        info: of the sequence; T tokens, L layers, G heads.
-        region: positions that compete.
+        info: facts of the sequence; T tokens, L layers, G heads.
+        region: the positions that compete.
         budget: most entries of the region in all heads, those of other processes included.
     """
 
@@ -51,12 +50,12 @@ class EntryPool:
         self._selection: Selection | None = None
 
     def add(self, capture: LayerCapture, gains: Tensor, allowed: Tensor) -> None:
-        """Let the tokens of the next layer compete.
+        """Add the tokens of the next layer, and drop the entries that are no longer the best.
 
         Args:
             capture: the layer.
-            gains: float64 [G, N], of the region's tokens, at least 0.
-            allowed: bool [G, N], which of them may be kept.
+            gains: float64 [G, N], gains of the region's tokens, at least 0.
+            allowed: bool [G, N], whether each of them may be kept.
         """
         info, device = self._info, self._info.device
         self._devices.append(capture.keys.device)
@@ -92,9 +91,9 @@ class EntryPool:
         self._slot = torch.cat([self._slot, target])[kept]
 
     def _count(self, gain: Tensor, place: Tensor, known: int) -> tuple[int, Tensor]:
-        """How many rows stay, and the gains [n], `_OUT` where other processes' entries are better.
+        """The number of rows that stay, and the gains [n], `_OUT` where other processes win.
 
-        There are as many rows as slots; those of gain `_OUT` are empty.
+        There are as many rows as slots; rows of gain `_OUT` are empty.
         """
         shard, layers = self._info.shard, len(self._devices)
         limit = self._budget + layers * self._fixed * shard.ranks

@@ -1,7 +1,8 @@
 """`Compression`: one run of a pipeline, over the layers of a sequence as they come.
 
-Every layer is scored, noted and cut when it comes. What compares layers (hops, quotas over all
-scores, trees with one auction) runs before the first layer, over a prefill that holds all of them.
+The loop scores each layer, notes what later stages need of it, and keeps its best entries. Stages
+that compare layers (hops, quotas over all scores, trees with one auction) run before the loop, over
+a prefill that holds all layers.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def holds_all(pipeline: Composition, plan: BudgetPlan, entry_bytes: int) -> str 
     """The reason why `pipeline` needs all layers at once, or None if it does not.
 
     Args:
-        pipeline: what compresses.
+        pipeline: the pipeline that compresses.
         plan: its budget in entries.
-        entry_bytes: of a K/V pair in the model's dtype.
+        entry_bytes: bytes of a K/V pair in the model's dtype.
     """
     stages = ("value", "sensitivity", "quota", "fit")
     parts = [(getattr(pipeline, stage), stage) for stage in stages]
@@ -68,13 +69,13 @@ def holds_all(pipeline: Composition, plan: BudgetPlan, entry_bytes: int) -> str 
 
 
 class Compression:
-    """One run of `pipeline`: `layer` for each layer in ascending order, then `finish`.
+    """One run of a pipeline: call `layer` for each layer in ascending order, then `finish`.
 
-    `run` does both for a prefill, and is the only way for pipelines that need all layers at once
-    (see `holds_all`).
+    `run` does both for a prefill. Pipelines that need all layers at once (see `holds_all`) can only
+    be run that way.
 
     Args:
-        pipeline: what compresses.
+        pipeline: the pipeline that compresses.
         plan: its budget in entries.
     """
 
@@ -98,7 +99,7 @@ class Compression:
         self._quota: Tensor | None = None
 
     def run(self, prefill: Prefill) -> Run:
-        """Compress a prefill, of which all layers are held.
+        """Compress a prefill, which holds all layers.
 
         Raises `MissingCaptureError` if it was captured for another pipeline.
         """
@@ -160,12 +161,12 @@ class Compression:
         seconds: Mapping[str, float],
         prefill: Prefill | None = None,
     ) -> Run:
-        """Choose and store the entries, once all layers have come.
+        """Choose and store the entries, after the last layer.
 
         Args:
             others: states of the layers that are not compressed.
-            seconds: of the capture, by stage of `Timings`.
-            prefill: all layers, where they are held.
+            seconds: seconds of the capture, by stage of `Timings`.
+            prefill: all layers, if they are held.
         """
         pipe, info, plan = self._pipeline, self._info, self._plan
         costs = pipe.precision.entry_bytes(info.entry_dim, info.dtype.itemsize, info.spans)
@@ -229,7 +230,7 @@ class Compression:
 
     @property
     def _pools(self) -> bool:
-        """Whether layers are cut as they come: a top-k of single tokens, of which none merge."""
+        """Whether a pool of entries serves: a top-k of single tokens, none of which merge."""
         pipe, partition = self._pipeline, self._partition
         by_bytes = self._plan.bytes is not None and not pipe.quota.monotone
         tokens = partition is None or self._selects_tokens(partition)
@@ -241,12 +242,15 @@ class Compression:
 
     @contextmanager
     def _stage(self, name: str, device: torch.device) -> Iterator[None]:
-        """Run a stage in full float32, and count its seconds."""
+        """Run a stage with full float32 products, and count its seconds."""
         with self._clock.time(name, device), full_float32():
             yield
 
     def _compare(self, prefill: Prefill) -> Prefill:
-        """Segment, score and grow trees over all layers; the prefill without what this read."""
+        """Run the stages that compare layers: segment, score, grow trees.
+
+        Returns the prefill without the hidden states, which only this reads.
+        """
         pipe, info = self._pipeline, prefill.info
         region, stage = self._region(info), partial(self._stage, device=info.device)
         with stage("segment"):
@@ -295,13 +299,13 @@ class Compression:
         return None if caps is None else self._info.shard.own_heads(caps, 0)
 
     def _stacked(self) -> Relevance:
-        """Scores and sensitivity of all layers, which came one by one."""
+        """The relevance of all layers from that of each."""
         scored = TokenScores.from_scores(torch.stack(self._scores), self._info.shard)
         self._scores.clear()
         return Relevance(scored.scores, scored.seed_scores, torch.stack(self._omega))
 
     def _bought(self, auction: Auction, costs: Any) -> AuctionResult:
-        """The entries that the budget buys, and their widths where bits are allocated."""
+        """The entries that the budget buys, and their widths if bits are allocated."""
         plan, pool = self._plan, self._pool
         by_bytes = plan.bytes is not None and costs is not None
         if pool is not None and (self._allocates or not by_bytes):
@@ -329,8 +333,8 @@ class Compression:
     def _packed(
         self, bought: AuctionResult, prefill: Prefill | None
     ) -> Iterator[tuple[RaggedEntries, Tensor, Tensor]]:
-        """For each layer its packed entries, the first position [E] that each stands for, and
-        which of the selection's entries [E] it is, -1 outside the region.
+        """Yield for each layer its packed entries, the first position [E] of each, and its index
+        [E] in the selection, which is -1 outside the region.
         """
         if self._pool is not None:
             for packed, chosen in self._pool.pop(bought.selection):
@@ -348,7 +352,7 @@ class Compression:
     def _widths(
         self, starts: Sequence[Tensor], chosen: Sequence[Tensor], bought: AuctionResult
     ) -> list[Tensor]:
-        """For each layer uint8 [E], the widths of its packed entries, as `_packed` gives them."""
+        """For each layer uint8 [E], the widths of its packed entries; see `_packed`."""
         if bought.widths is None:
             region, precision = self._region(self._info), self._pipeline.precision
             return [precision.widths(start, region) for start in starts]
@@ -361,7 +365,7 @@ class Compression:
         return self._pipeline.fit.layers(cache, self._references, self._region(self._info))
 
     def _stored_whole(self) -> CompressedCache:
-        """Every token of every layer, as the precision stores them."""
+        """Every token of every layer, stored by the precision."""
         pipe, plan, region = self._pipeline, self._plan, self._region(self._info)
         if not pipe.keep_all and plan.bytes is not None and plan.holds(self._info.entry_bytes):
             region = Region(region.start, region.start)

@@ -24,10 +24,10 @@ from gracekv.value import Relevance
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """What each stage of one pipeline run computed.
+    """The results of all stages of one pipeline run.
 
-    FullKV skips all stages but packing, and selections of single tokens need no trees; what was
-    skipped is None.
+    Results of skipped stages are None: FullKV only packs, and selections of single tokens need no
+    trees.
 
     Attributes:
         plan: the budget in entries.
