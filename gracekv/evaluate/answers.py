@@ -66,10 +66,10 @@ def _now(device: torch.device) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnswerOutputs:
-    """What the model made of the answer's tokens over one cache.
+    """The model's outputs for the answer's tokens over one cache.
 
     Attributes:
-        log_probs: float32 [A, vocabulary], of what follows; row a predicts answer token a.
+        log_probs: float32 [A, vocabulary], of the next token; row a predicts answer token a.
         outputs: attention block outputs [A, D] of each layer, at the positions that predict.
     """
 
@@ -77,7 +77,7 @@ class AnswerOutputs:
     outputs: tuple[Tensor, ...]
 
     def part(self, tokens: slice) -> AnswerOutputs:
-        """The same of some of the answer's tokens."""
+        """The outputs for some of the answer's tokens."""
         return AnswerOutputs(self.log_probs[tokens], tuple(x[tokens] for x in self.outputs))
 
 

@@ -1,4 +1,4 @@
-"""`Experiment`: everything that decides what is run, as plain data."""
+"""`Experiment`: the full description of a run, as plain data."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Cell:
     """One method at one budget: a cell of a table.
 
     Attributes:
-        method: what tables call it: the text that named it.
-        pipeline: what runs.
-        budget: of the context; None for a method that keeps everything.
+        method: its name in tables: the text that named it.
+        pipeline: the parsed method.
+        budget: for the context, or None if the method keeps everything.
     """
 
     method: str
@@ -44,7 +44,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Panel(Configurable):
-    """Tasks and methods that are run against each other.
+    """Tasks, and the methods that are compared on them.
 
     Attributes:
         tasks: names of tasks and suites.
@@ -53,21 +53,21 @@ class Panel(Configurable):
         entries: budgets as entries per head.
         lengths: total tokens of RULER's samples.
         samples: of each task and length.
-        first: number of the first of them: given texts are told apart by it, as others by the seed.
+        first: number of the first sample; it keeps given texts apart as the seed does others.
         seed: of the samples that are made here.
         protocol: "query_aware" prefills the whole prompt before compressing, as the paper does;
             "query_agnostic" compresses before the question is seen, except for the one token
             after the context, so that several questions can be asked of one cache. They rank
             methods differently and never share a table.
-        recent_share: most of the budget that the recent window may take, in every method; None
-            leaves each method's own.
+        recent_share: largest share of the budget for the recent window, in every method, or None
+            for each method's own.
         generate: whether answers are generated and scored.
         max_new_tokens: a lower cap than the tasks' own, or None. The cap is part of set recall,
             which has no other brake.
         fidelity: whether the reference answer is fed over every cache, to compare with FullKV.
         answer_words: most words of the reference answer that are fed.
-        max_prompt: most prompt tokens; None: what the model's positions allow.
-        truncate: what happens to longer prompts: "middle", "start", "error" or "skip".
+        max_prompt: most prompt tokens, or None for the model's positions.
+        truncate: how longer prompts are handled: "middle", "start", "error" or "skip".
 
     Raises:
         ConfigError: a field lies outside what it takes.
@@ -156,7 +156,7 @@ class Experiment(Configurable):
 
     Attributes:
         model: "smollm2", a transformers name, or a folder.
-        panels: what to run.
+        panels: tasks and methods to run.
         dtype: of the weights: "float32", "bfloat16" or "float16".
         data: folder of essays, questions and LongBench files; see `Sources`.
         imports: modules that are imported first; they register strategies or recipes.

@@ -114,7 +114,7 @@ def difference(delta: Interval, digits: int) -> str:
 
 
 def footer(rows: Sequence[Row]) -> str:
-    """What the rows were made with, and which cells failed, as markdown."""
+    """Versions and data behind the rows, and the cells that failed, as markdown."""
     chosen = list(latest(list(rows)).values())
     made = sorted({", ".join(f"{k} {v}" for k, v in row["versions"].items()) for row in chosen})
     sources = sorted({row["source"] for row in chosen if "source" in row})

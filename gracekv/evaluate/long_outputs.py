@@ -32,7 +32,7 @@ _WORDS = ("amber", "basin", "cedar", "delta", "ember", "fjord", "grove", "haven"
 
 
 def forms() -> dict[str, dict[str, Any]]:
-    """What is fixed of each task."""
+    """The fixed facts of each task."""
     form = {"group": "long_output", "max_new_tokens": 1024}
     return {x: form | {"part": asks and f"longproc:{x}"} for x, asks in TASKS.items()}
 

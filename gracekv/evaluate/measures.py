@@ -1,4 +1,4 @@
-"""What a table can show of a row: the score, fidelity to FullKV, memory and time."""
+"""The measures of a row that a table can show: score, fidelity to FullKV, memory and time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gracekv.registry import suggestion
 # A method that equals FullKV has KL 0; its logarithm is cut here (ours; float32 rounding alone
 # makes about 1e-6).
 _LEAST_KL = 1e-4
-# What is larger is no measurement, and its square would be infinite.
+# A larger number is not a measurement, and its square would be infinite.
 _LARGEST = 1e100
 
 

@@ -62,10 +62,10 @@ def render(
     """Prompt and reference answer.
 
     Args:
-        sample: what to ask.
+        sample: the question and its texts.
         tokenizer: a Hugging Face tokenizer.
         limit: most tokens of the prompt.
-        truncate: what happens to a longer one. "middle" keeps the context's first and last halves
+        truncate: how a longer one is handled. "middle" keeps the context's first and last halves
             of the room, "start" its first tokens, in token space; instruction and question stay
             whole. "error" refuses, as the paper's protocol does, and so does "skip": what is
             too long was to be left out before.

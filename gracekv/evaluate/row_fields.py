@@ -121,6 +121,6 @@ def error_fields(error: Exception) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what can change a result."""
+    """Versions of the packages that can change a result."""
     own = {"gracekv": gracekv.__version__, "python": platform.python_version()}
     return own | {package: version(package) for package in _PACKAGES}

@@ -20,7 +20,7 @@ from gracekv.errors import ConfigError, OutputError
 
 Row = dict[str, Any]
 
-# What a row must hold, and what it may; nothing else is read without a look at its type.
+# Required and optional fields of a row; their types are checked when it is read.
 _FIELDS: dict[str, Any] = {
     "key": str, "sample": str, "model": str, "dtype": str, "task": str, "group": str,
     "method": str, "column": str, "length": int | None, "seed": int, "index": int,
@@ -124,10 +124,10 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def note_marks(row: Mapping[str, Any], known: dict[tuple[str, str], Any]) -> None:
-    """Remember in `known` of which weights and tokenizer the rows of a model's name are.
+    """Record in `known` the weights and tokenizer behind the model's name in a row.
 
-    Raises `ConfigError` if this row is of others: both would be averaged in one table. Rows without
-    `marks`, of samples that could not be made, are of any.
+    Raises `ConfigError` if an earlier row had others: a table would average both. Rows without
+    `marks`, of samples that could not be made, fit any.
     """
     if "marks" not in row:
         return

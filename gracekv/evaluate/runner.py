@@ -19,7 +19,7 @@ from gracekv.evaluate.worker import Worker
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run did.
+    """The outcome of a run.
 
     Attributes:
         written: rows that this run added, failures included.
@@ -44,11 +44,11 @@ def run(
     model: Any = None,
     tokenizer: Any = None,
 ) -> Summary:
-    """Run what is missing; every row is on the disk as soon as it exists.
+    """Run the cells that have no row yet; each row is written to disk as soon as it exists.
 
-    A run that was killed goes on where it stopped. Rows of other weights or of another tokenizer
-    under the same names are never gone on from: the model is loaded, also where nothing is left to
-    run, and compared with the rows. Several processes may write to one folder, each its own shard.
+    A run that was killed resumes where it stopped. It never adds to rows of other weights or of
+    another tokenizer under the same names: the model is loaded, even if nothing is left to run,
+    and compared with the rows. Several processes may write to one folder, each its own shard.
     A failed cell is recorded and does not end the run.
 
     Args:

@@ -12,7 +12,7 @@ class FurtherQuestion(NamedTuple):
     """Another question about the text of a sample.
 
     Attributes:
-        question: what stands after the text.
+        question: the text after the context.
         answer_prefix: the given start of the answer.
         answers: the references.
     """
@@ -32,9 +32,9 @@ class Sample:
     Attributes:
         task: such as "ruler:niah_multikey_1".
         index: number of the sample inside its task.
-        instruction: what stands before the long text.
+        instruction: the text before the context.
         context: the long text.
-        question: what stands after it.
+        question: the text after it.
         answer_prefix: the given start of the answer.
         answers: the references, at least one and none empty.
         metric: the name of the primary metric, see `gracekv.evaluate.metrics`.

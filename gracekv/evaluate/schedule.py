@@ -1,4 +1,4 @@
-"""The schedule of a run: samples with the cells that have no row yet, and whose part they are."""
+"""The schedule of a run: samples with the cells that have no row yet, and their shards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What a run has to do.
+    """The work of a run.
 
     Attributes:
         samples: to run, in order.
@@ -60,7 +60,7 @@ def make_schedule(
     owns: Callable[[int], bool] = lambda number: True,
     retry_failed: bool = False,
 ) -> Schedule:
-    """Everything that the experiment names and `rows` do not hold.
+    """Schedule every cell of the experiment that `rows` lack.
 
     Args:
         experiment: what is run.

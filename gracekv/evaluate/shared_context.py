@@ -20,14 +20,14 @@ from gracekv.evaluate.texts import Family, Texts, distinct, largest, random_stre
 
 
 class Kind(NamedTuple):
-    """What is fixed of a task.
+    """The fixed facts of a task.
 
     Attributes:
         group: the row of the tables.
         metric: how an answer is scored.
         max_new_tokens: most tokens of one answer.
         in_turns: whether the questions are turns of one conversation.
-        part: what of the sources its samples are made of; None: nothing.
+        part: of the sources, that its samples are made of, or None.
     """
 
     group: str

@@ -20,7 +20,7 @@ from gracekv.errors import TaskError, required
 
 BUILT_IN = "alice_chapter_1.txt"
 _LONGBENCH = "THUDM/LongBench"
-# Where the folder holds a part; of "longbench:NAME" what its first word says.
+# The files of a part in the folder; "longbench:NAME" is found by its first word.
 _FILES = {
     "essay": "essays/PaulGrahamEssays.json",
     "squad": "qa/squad*.json",
@@ -139,7 +139,7 @@ class Sources:
         return self._digests[part]
 
     def _read(self, part: str) -> tuple[str, bytes]:
-        """Name and bytes of the part's first file, or of what stands in for it."""
+        """Name and bytes of the part's first file, or of its substitute."""
         kind, _, name = part.partition(":")
         pattern = _FILES[kind].replace("NAME", name)
         found = sorted(self.folder.glob(pattern)) if self.folder else []

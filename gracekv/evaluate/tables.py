@@ -14,19 +14,19 @@ from gracekv.evaluate.row_files import Row, latest, note_marks
 from gracekv.evaluate.statistics import Comparison, Interval, Values, compare, holm, interval
 
 FULL = "full"
-# What tells the cells of one protocol apart.
+# The fields that tell cells of one protocol apart.
 _PLACE = ("model", "task", "length", "seed", "index", "method", "column")
 
 
 @dataclass(frozen=True, slots=True)
 class Title:
-    """What all rows of a table have in common; scores on different scales never meet.
+    """The fields that all rows of a table share; scores on different scales never meet.
 
     Attributes:
         model: name and dtype.
         protocol: "query_aware" or "query_agnostic".
         group: a suite or a task.
-        metric: what the numbers are.
+        metric: of the scores.
         length: total tokens of RULER's samples; None for given texts.
     """
 
@@ -47,8 +47,8 @@ class Table:
     """The table of one group of tasks.
 
     Attributes:
-        title: what it is about.
-        tasks: that are averaged, unweighted.
+        title: the fields that its rows share.
+        tasks: averaged without weights.
         methods: in order of their first row.
         columns: budgets, generous ones first.
         cells: (method, column) to mean and interval; nothing where a method has no values.
@@ -83,7 +83,7 @@ def make_tables(rows: Sequence[Row], measure: Measure, against: str | None = Non
     """All tables that `rows` hold values for.
 
     Raises `ConfigError` if rows of one sample and method were made under different settings, if
-    rows of one model's name are of different weights, or if `against` names no method.
+    rows of one model's name come from different weights, or if `against` names no method.
     """
     found: dict[Title, dict[tuple[str, str], dict[tuple[str, int, int], float]]] = {}
     for row in _trusted(rows):

@@ -26,8 +26,8 @@ FORMS: dict[str, Mapping[str, Any]] = {
     **{f"shared_context:{name}": kind._asdict() for name, kind in shared_context.TASKS.items()},
     **{f"long_output:{name}": form for name, form in long_outputs.forms().items()},
 }
-"""What is fixed of each task, among it its `group` (the row of the tables), `max_new_tokens`, and
-the `part` of the sources that it is made of: None for nothing, LongBench's by their tasks' names.
+"""The fixed facts of each task: among them `group` (the row of the tables), `max_new_tokens`, and
+the `part` of the sources that it uses, or None; LongBench's parts have their tasks' names.
 """
 
 SUITES: dict[str, tuple[str, ...]] = {
@@ -95,7 +95,7 @@ class Task:
         return part
 
     def source(self, sources: Sources) -> str:
-        """What the samples are made of: file names and hashes, or "generated"."""
+        """The data behind the samples: file names and hashes, or "generated"."""
         return "generated" if self._part is None else sources.digest(self._part)
 
     def sample(self, index: int, sources: Sources, tokenizer: Any) -> Sample:
@@ -174,5 +174,4 @@ def record_sample(name: str, index: int, sources: Sources) -> Sample:
 
 
 GIVEN = {"longbench": record_sample, "long_output": long_outputs.record_sample}
-"""Benchmarks whose texts are given, of no length that could be asked for, by what makes a sample.
-"""
+"""The function that makes a sample, for benchmarks whose texts and lengths are given."""

@@ -1,4 +1,4 @@
-"""Texts that are made here, at any size: what RULER and tasks of several questions have in common.
+"""Generated texts of any size, for RULER and for tasks of several questions.
 
 A family draws texts of a size from a random stream; `largest` finds the size that fits.
 """
@@ -22,7 +22,7 @@ class Texts(NamedTuple):
     """The texts of one sample.
 
     Attributes:
-        instruction: what stands before the long text.
+        instruction: the text before the context.
         context: the long text.
         asked: the questions about it, at least one.
     """
@@ -121,19 +121,21 @@ def distinct(kind: str, count: int, rng: Random, taken: set[str]) -> list[str]:
             return str(rng.randint(1_000_000, 9_999_999))
         return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
-    drawn: dict[str, None] = {}
-    while len(drawn) < count:
-        if (one := draw()) not in taken:
-            drawn[one] = None
-            taken.add(one)
-    return list(drawn)
+    return _drawn(draw, count, taken)
 
 
 def letters(
     length: int, count: int, rng: Random, alphabet: str = string.ascii_lowercase
 ) -> list[str]:
     """`count` distinct strings of `length` random letters."""
-    drawn: dict[str, None] = {}
+    return _drawn(lambda: "".join(rng.choices(alphabet, k=length)), count, set())
+
+
+def _drawn(draw: Callable[[], str], count: int, taken: set[str]) -> list[str]:
+    """`count` distinct draws that are not in `taken`, to which they are added."""
+    drawn: list[str] = []
     while len(drawn) < count:
-        drawn["".join(rng.choices(alphabet, k=length))] = None
-    return list(drawn)
+        if (one := draw()) not in taken:
+            drawn.append(one)
+            taken.add(one)
+    return drawn

@@ -38,7 +38,7 @@ from gracekv.prefill.prompt import Prompt
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Question:
-    """One question of a sample, and what FullKV makes of its reference answer."""
+    """One question of a sample, and FullKV's outputs for its reference answer."""
 
     sample: Sample
     rendered: Rendered
@@ -47,9 +47,9 @@ class _Question:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """What all cells of one sample have in common.
+    """The data that all cells of one sample share.
 
-    `compressed` is what was prefilled: the whole prompt, or the part before the question.
+    `compressed` is the prefilled prompt: the whole one, or the part before the question.
     """
 
     questions: tuple[_Question, ...]
@@ -62,8 +62,8 @@ class Worker:
     """A loaded model that turns samples into rows.
 
     Args:
-        name: what the experiment calls the model.
-        dtype: what the experiment calls its dtype.
+        name: the experiment's name for the model.
+        dtype: the experiment's name for its dtype.
         model: a transformers causal language model of a tested family, in evaluation mode.
         tokenizer: the model's.
         sources: where texts come from.
@@ -73,11 +73,11 @@ class Worker:
         self.model, self.tokenizer = model, tokenizer
         self.sources = sources
         marks = {k: v for k, v in fingerprint(model, tokenizer).items() if k != "model_name"}
-        # What every row says of the model.
+        # The fields of every row about the model.
         self.named: dict[str, Any] = {"model": name, "dtype": dtype, "marks": marks}
 
     def longest_prompt(self, panel: Panel, task: Task) -> int:
-        """Most prompt tokens of a sample: the panel's, or what the answer leaves of the model's."""
+        """Most prompt tokens of a sample: the panel's, or the model's positions less the answer."""
         if panel.max_prompt is not None:
             return panel.max_prompt
         positions = int(getattr(self.model.config, "max_position_embeddings", 1 << 30))
@@ -213,8 +213,8 @@ class Worker:
 def _within(budget: Budget, prepared: _Prepared, pipeline: Pipeline) -> tuple[Budget, Limit]:
     """The context's budget and the limit of prompt and answer, where `budget` counts both.
 
-    Context and answer share alike, whatever the strategy, what the rest of the prompt and the last
-    tokens leave of the limit; ours.
+    The rest of the prompt and the last tokens come first; context and answer share the remaining
+    limit equally, whatever the strategy (ours).
     """
     rendered, window = prepared.questions[0].rendered, 16
     prompt, context = len(rendered.prompt.ids), rendered.prompt.spans.context_length

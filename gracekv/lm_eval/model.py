@@ -28,7 +28,7 @@ _Request = tuple[tuple[str, str] | None, list[int], list[int]]
 
 @dataclass(frozen=True)
 class Parts(Configurable):
-    """What of a prompt is not the context, in tokens.
+    """The parts of a prompt beside the context, in tokens.
 
     Attributes:
         question_tokens: how many of a prompt's last tokens are the question, which stays whole.
@@ -133,7 +133,7 @@ class GraceLM(HFLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Of each continuation: its log-probability (nats), and whether greedy decoding says it.
+        """The log-probability (nats) of each continuation, and whether greedy decoding gives it.
 
         One compression for all requests with the same context, one forward pass for each.
         """

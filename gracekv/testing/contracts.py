@@ -1,4 +1,4 @@
-"""What every strategy of a stage promises, as checks for our own tests and for plugins'.
+"""Checks of the promises that every strategy of a stage makes, for our tests and for plugins'.
 
     from gracekv.testing import contracts
     from gracekv.value import WindowAttention  # or a strategy of your own
@@ -185,7 +185,7 @@ def check_floor(floor: Floor, forest: Any, plan: BudgetPlan, tokens: Tensor) -> 
     """A frontier that stays within B_base; returns it, or raises `AssertionError`.
 
     Args:
-        floor: what is checked.
+        floor: to check.
         forest: a `Forest`.
         plan: the budget in entries.
         tokens: R^tok [L, G, N].

@@ -11,7 +11,7 @@ import torch
 SLIDING = ("cohere2", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "ministral", "olmo3")
 """Families of which every other layer slides here."""
 
-# What comes before each layer with full attention.
+# The layers that come before each one with full attention.
 _OTHER_LAYERS = {
     **dict.fromkeys(SLIDING, ("sliding_attention",)),
     "granitemoehybrid": ("linear_attention",),

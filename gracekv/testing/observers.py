@@ -1,4 +1,4 @@
-"""What every observer promises, as a check for ours and for those of plugins."""
+"""A check of the promises that every observer makes, for ours and for those of plugins."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ _HIDDEN, _VOCABULARY = 24, 40
 def check_observer(
     observer: Observer, seed: int = 0, *, rtol: float = 1e-3, atol: float = 1e-4
 ) -> Tensor:
-    """What `observer` saw of a random prompt, [...]; `AssertionError` if it breaks a promise.
+    """Check `observer` on a random prompt and return its result, [...].
 
-    It is a hashable value; what it sees has the shape that it says, is finite, and is the same
-    (within `rtol` and `atol`) however the tokens are split into runs, whichever layer comes first,
-    whatever lies behind a run, and although all tensors are overwritten after each run. The prompt
-    follows packed entries where `seed` is odd and nothing runs after it.
+    Raises `AssertionError` unless it is a hashable value, and its result has the declared shape, is
+    finite, and is the same (within `rtol` and `atol`) however the tokens are split into runs,
+    whichever layer comes first, whatever lies behind a run, and although all tensors are
+    overwritten after each run. The prompt follows packed entries where `seed` is odd and nothing
+    runs after it.
     """
     name = repr(observer)
     assert dataclasses.is_dataclass(observer), f"{name} is no dataclass."
     again = dataclasses.replace(observer)
     assert again == observer, f"{name} is not equal to a copy of itself."
     assert hash(again) == hash(observer), f"{name} has another hash than a copy of itself."
-    assert observer.reads <= set(get_args(Source)), f"{name} reads what no driver gives."
+    assert observer.reads <= set(get_args(Source)), f"{name} reads a source that no driver gives."
     prefill = synthetic_prefill(context=90, prefix=6, question=9, layers=3, seed=seed)
     if seed % 2 and not isinstance(observer, PassObserver):
         prefill = dataclasses.replace(
@@ -60,7 +61,7 @@ def check_observer(
 
 
 def with_observed(prefill: Prefill, observers: Iterable[Observer], seed: int = 0) -> Prefill:
-    """`prefill` with what `observers` see of it; what only a model has is random."""
+    """`prefill` with the results of `observers`; inputs that only a model has are random."""
     drive, edges = _Driver(prefill, seed), [prefill.spans.past, prefill.spans.length]
     seen = {observer: drive(observer, edges) for observer in observers}
     return dataclasses.replace(prefill, observed={**prefill.observed, **seen})

@@ -1,4 +1,4 @@
-"""What partitions and compressed caches must hold, as checks for tests and plugins."""
+"""Checks of partitions and compressed caches, for tests and plugins."""
 
 from __future__ import annotations
 
