@@ -37,13 +37,6 @@ class LayerLayout:
     offsets: Tensor
     origin: int
 
-    def of_selected(self, values: Tensor, otherwise: int) -> Tensor:
-        """[E]: what was found for the selection's entries, `otherwise` for all others."""
-        if not len(values):
-            return values.new_full(self.selected.shape, otherwise)
-        picked = values.to(self.selected.device)[self.selected.clamp(min=0)]
-        return torch.where(self.selected < 0, otherwise, picked).to(values.dtype)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
@@ -169,6 +162,18 @@ class Selection:
                 offsets=edges - edges[0],
                 origin=origin,
             )
+
+    def _merged(self, unit: Tensor, length: Tensor) -> tuple[Tensor, list[list[int]]]:
+        """The packed entries of several tokens, int64 [M], and their number and tokens by layer.
+
+        `unit` int64 [E] is layer * G + head of each packed entry, `length` int64 [E] its tokens.
+        """
+        if self.end is None:
+            return unit[:0], [[0, 0]] * self.layers
+        merged = torch.nonzero(length > 1).flatten()
+        counts = unit.new_zeros(self.layers, 2)
+        own = torch.stack([torch.ones_like(merged), length[merged]], dim=1)
+        return merged, counts.index_add_(0, unit[merged] // self.heads, own).tolist()
 
     def _merged(self, unit: Tensor, length: Tensor) -> tuple[Tensor, list[list[int]]]:
         """The packed entries of several tokens, int64 [M], and their number and tokens by layer.

@@ -59,9 +59,6 @@ DISTORTIONS = Registry("distortion", "what merging or dropping tokens costs", Di
 # Grids of fewer numbers are not divided by length: another call costs more than padding.
 _SMALL_GRID = {"cpu": 1 << 17, "cuda": 1 << 22}
 
-# Indices of nodes of similar length (or all of them), and their costs.
-_Group = tuple[Tensor | slice, IntervalCosts]
-
 
 class TableSplitter(Splitter):
     """Compute the costs of all prefixes and suffixes, and let the refiner choose.
@@ -77,85 +74,48 @@ class TableSplitter(Splitter):
         self._longest: int | None = None
 
     def roots(self, nodes: Nodes) -> RootCosts:
-        groups = self._evaluated(nodes)
-        distortion = torch.empty(len(nodes), dtype=torch.float64, device=nodes.tree.device)
-        drop = torch.empty_like(distortion)
-        for index, intervals in groups:
-            distortion[index] = intervals.suffix[:, 0].double()
-            drop[index] = intervals.drop.double()
+        intervals = self._evaluated(nodes)
+        distortion = intervals.suffix[:, 0].double()
 
         def split(chosen: Tensor, forced: Tensor) -> Split:
-            own = _selected(groups, chosen, len(nodes))
-            return self._refined(nodes[chosen], distortion[chosen], forced, own)
+            return self._split(nodes[chosen], distortion[chosen], forced, intervals[chosen])
 
-        return RootCosts(distortion, drop, split)
+        return RootCosts(distortion, intervals.drop.double(), split)
 
     def __call__(self, nodes: Nodes, distortion: Tensor, forced: Tensor) -> Split:
-        return self._refined(nodes, distortion, forced, self._evaluated(nodes))
+        return self._split(nodes, distortion, forced, self._evaluated(nodes))
 
-    def _evaluated(self, nodes: Nodes) -> list[_Group]:
-        groups = [
-            (index, self._evaluator(nodes[index])) for index in _by_length(nodes, self._longest)
-        ]
-        # Children are no longer than their parents, which saves looking.
-        self._longest = max(intervals.mass.shape[1] for _, intervals in groups)
-        return groups
-
-    def _refined(
-        self, nodes: Nodes, distortion: Tensor, forced: Tensor, groups: list[_Group]
+    def _split(
+        self, nodes: Nodes, distortion: Tensor, forced: Tensor, intervals: IntervalCosts
     ) -> Split:
-        """The refiner's children of nodes whose costs were computed in groups."""
-        parts = []
-        for index, intervals in groups:
-            table = CostTable(
-                nodes[index], self._batch, intervals, distortion[index], forced[index]
-            )
-            parts.append(self._children(table))
-        if len(parts) == 1 and isinstance(groups[0][0], slice):
-            return parts[0]
-        # Back to the order of the nodes; places without a child lie at a node's end.
-        places = max(part.start.shape[1] for part in parts)
-        start = nodes.end[:, None].repeat(1, places)
-        whole = Split(start, start.clone(), distortion.new_zeros(start.shape))
-        for (index, _), part in zip(groups, parts, strict=True):
-            own = part.start.shape[1]
-            for field in ("start", "end", "distortion"):
-                getattr(whole, field)[index, :own] = getattr(part, field)
-        return whole
-
-    def _children(self, table: CostTable) -> Split:
+        table = CostTable(nodes, self._batch, intervals, distortion, forced)
         rule = self._refiner.rule()
         if rule is None:
-            return table.split(self._refiner(table.nodes, table))
+            return table.split(self._refiner(nodes, table))
         low, high = rule(table)
-        return Split.of_cuts(table.nodes, low, high, table.outer_costs(low, high))
+        return Split.of_cuts(nodes, low, high, table.outer_costs(low, high))
 
+    def _evaluated(self, nodes: Nodes) -> IntervalCosts:
+        """The costs of the nodes, of which those of similar length are evaluated together.
 
-def _by_length(nodes: Nodes, longest: int | None) -> list[Tensor] | list[slice]:
-    """Indices of nodes of similar length, ascending, a group per power of two.
-
-    Grids are as wide as the longest node; one long node must not widen many rows. Few nodes are
-    one group. No node has more tokens than `longest`; None: unknown.
-    """
-    most = int(nodes.length.max()) if longest is None else longest
-    if len(nodes) * most < _SMALL_GRID.get(nodes.tree.device.type, 1 << 17):
-        return [slice(None)]
-    length = nodes.length
-    power = torch.ceil(torch.log2(length.float())).long()
-    counts = torch.bincount(power)
-    return list(power.argsort(stable=True).split(counts[counts > 0].tolist()))
-
-
-def _selected(groups: list[_Group], chosen: Tensor, nodes: int) -> list[_Group]:
-    """The groups with only the nodes at `chosen`, of so many `nodes`, which are numbered anew."""
-    if isinstance(groups[0][0], slice):
-        return [(groups[0][0], groups[0][1][chosen])]
-    place = torch.full((nodes,), -1, device=chosen.device)
-    place[chosen] = torch.arange(len(chosen), device=chosen.device)
-    selected: list[_Group] = []
-    for index, intervals in groups:
-        own = place[index]
-        kept = torch.nonzero(own >= 0).flatten()
-        if len(kept):
-            selected.append((own[kept], intervals[kept]))
-    return selected
+        Grids are as wide as the longest node; one long node must not widen many rows.
+        """
+        # Children are no longer than their parents, so a GPU's host looks at the roots alone.
+        if self._longest is None:
+            self._longest = int(nodes.length.max())
+        device = nodes.tree.device
+        if len(nodes) * self._longest < _SMALL_GRID.get(device.type, 1 << 17):
+            whole = self._evaluator(nodes)
+            self._longest = whole.mass.shape[1]
+            return whole
+        power = torch.ceil(torch.log2(nodes.length.float())).long()
+        counts = torch.bincount(power)
+        groups = power.argsort(stable=True).split(counts[counts > 0].tolist())
+        parts = [self._evaluator(nodes[index]) for index in groups]
+        self._longest = width = max(part.mass.shape[1] for part in parts)
+        costs = torch.zeros(2, len(nodes), width, device=device)
+        mass, drop = torch.zeros_like(costs[0]), torch.empty_like(costs[0, :, 0])
+        for index, part in zip(groups, parts, strict=True):
+            own = part.mass.shape[1]
+            costs[:, index, :own], mass[index, :own], drop[index] = part.costs, part.mass, part.drop
+        return IntervalCosts(costs, mass, drop)

@@ -47,8 +47,8 @@ def test_it_holds_what_a_top_k_keeps(seed, levels, share, allowed, sizes):
     assert torch.equal(got.start, want.start)
     assert got.region == want.region
     assert pool.utility() == float(gains[kept].sum())
-    for capture, (packed, chosen) in zip(prefill, pool.pop(got), strict=True):
-        layout = got.layout(capture.number, prefill.spans.length, torch.device("cpu"))
+    layouts = got.layouts(prefill.spans.length, prefill.keys)
+    for capture, (packed, chosen), layout in zip(prefill, pool.pop(got), layouts, strict=True):
         assert torch.equal(packed.offsets, layout.offsets)
         assert torch.equal(packed.positions.long(), layout.start)
         assert torch.equal(chosen, layout.selected)
@@ -62,8 +62,8 @@ def test_fewer_entries_than_it_holds_can_be_taken():
     gains = torch.rand(2, prefill.kv_heads, region.length)
     pool = filled(prefill, region, 50, gains, torch.ones_like(gains, dtype=torch.bool))
     some = pool.selection().where(torch.arange(50) % 3 == 0)
-    for number, (packed, chosen) in enumerate(pool.pop(some)):
-        layout = some.layout(number, prefill.spans.length, torch.device("cpu"))
+    layouts = some.layouts(prefill.spans.length, prefill.keys)
+    for (packed, chosen), layout in zip(pool.pop(some), layouts, strict=True):
         assert torch.equal(packed.positions.long(), layout.start)
         assert torch.equal(chosen, layout.selected)
 
