@@ -17,7 +17,7 @@ from gracekv.registry import bounded
 
 @QUOTAS.register("adaptive_heads")
 class AdaptiveHeads(Quota):
-    """A layer's heads get what they win in its common top-k, mixed with equal parts (Ada-KV).
+    """Split a layer's budget by the heads' wins in its top-k, mixed with equal parts (Ada-KV).
 
     M is a layer's equal share without the recent windows, f_g the number of head g's tokens among
     the layer's M best (ties: the lower head, then the earlier token).
@@ -55,7 +55,7 @@ class AdaptiveHeads(Quota):
         )
 
     def _guarded(self, scores: Tensor, pool: int, plan: BudgetPlan) -> Tensor:
-        """Scores [G, N] whose guaranteed tokens outrank everything."""
+        """`scores` [G, N] with the guaranteed tokens raised above all others."""
         held = pool // plan.heads + plan.recent
         guaranteed = math.floor(Fraction(str(self.floor)) * held)
         if self.floor > 0:

@@ -1,4 +1,4 @@
-"""`Frontier`: which nodes of trees stay; and the interfaces that choose them."""
+"""`Frontier`, the tree nodes that stay, and the interfaces that choose them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gracekv.tree.base import Forest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frontier:
-    """Which operations were bought, and thus which nodes stay.
+    """The operations that were bought, and thus the nodes that stay.
 
     Attributes:
         forest: the forest that the masks index.
-        added: bool [R], Add(r) was executed.
-        split: bool [V], Split(v) was executed.
+        added: bool [R], whether Add(r) was executed.
+        split: bool [V], whether Split(v) was executed.
         budget: entries that the auction and the floor could spend together (B_base).
         floor_spent: B_floor, entries bought by the floor stage.
         bound: certified upper bound of the attainable utility, if the allocator computed one.
@@ -40,7 +40,7 @@ class Frontier:
 
     @classmethod
     def empty(cls, forest: Forest, budget: int) -> Frontier:
-        """Nothing bought yet."""
+        """A frontier on which nothing is bought yet."""
         device = forest.start.device
         return cls(
             forest,
@@ -83,19 +83,19 @@ class Frontier:
 
 
 class Floor(Strategy, abc.ABC):
-    """Exact singletons that are protected before the auction.
+    """Choose exact singletons that are protected before the auction.
 
-    Two steps: the trees need the candidates (they extract them early), and buying them needs the
-    trees.
+    This takes two steps, because the trees extract the candidates early, and the candidates are
+    bought in the trees.
     """
 
     @abc.abstractmethod
     def candidates(
         self, scores: Tensor, plan: BudgetPlan, shard: HeadShard = WHOLE
     ) -> Tensor | None:
-        """Score f of each candidate token, -inf elsewhere: [L, G, N] float64; None: no floor.
+        """Floor scores f float64 [L, G, N], -inf for tokens that are no candidates.
 
-        `scores` is R^tok [L, G, N], of the heads that `shard` says.
+        None if there is no floor. `scores` is R^tok [L, G, N] of the heads of `shard`.
         """
 
     @abc.abstractmethod
@@ -113,13 +113,14 @@ class Floor(Strategy, abc.ABC):
 
 
 class Quota(Strategy, abc.ABC):
-    """Most entries that each (layer, KV head) may hold on top of its recent window.
+    """Cap the entries that each (layer, KV head) may hold on top of its recent window.
 
     Attributes:
-        uses_column_sums: in place of scores it reads the attention that each prompt position
-            received in all, float32 [L, H, T], of each query head.
-        compares_layers: a layer's caps depend on the scores of others; if not, `layer` gives them.
-        monotone: no cap falls as the budget grows.
+        uses_column_sums: whether it reads, in place of scores, the attention that each prompt
+            position received from each query head, float32 [L, H, T].
+        compares_layers: whether a layer's caps depend on the scores of other layers; if not,
+            `layer` computes them.
+        monotone: whether no cap falls as the budget grows.
     """
 
     uses_column_sums: ClassVar[bool] = False
@@ -128,7 +129,7 @@ class Quota(Strategy, abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
-        """int64 [L, G] caps; None: no cap but the budget.
+        """Caps int64 [L, G], or None if only the budget limits.
 
         Args:
             scores: R^tok [L, G, N], or what `uses_column_sums` says.
@@ -136,7 +137,7 @@ class Quota(Strategy, abc.ABC):
         """
 
     def layer(self, scores: Tensor, layer: int, plan: BudgetPlan) -> Tensor | None:
-        """int64 [G]: the caps of one layer from its scores [G, N]; None: no cap but the budget."""
+        """Caps int64 [G] of one layer by its scores [G, N], or None if only the budget limits."""
         caps = self(scores.expand(plan.layers, -1, -1), plan)
         return None if caps is None else caps[layer]
 
@@ -152,15 +153,15 @@ class Allocator(Strategy, abc.ABC):
     budget is left. Elastic: stops before operations of gain <= 0.
 
     Attributes:
-        prunable: the result is that of the greedy auction, so nodes that the auction cannot reach
-            need not be grown.
+        prunable: whether it buys exactly what the greedy auction buys, so that nodes beyond the
+            auction's reach need not be grown.
     """
 
     prunable: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
-        """`start` and what the rest of its budget buys.
+        """Return `start` with everything that the rest of its budget buys.
 
         Args:
             start: what the floor bought.

@@ -74,7 +74,7 @@ class RecentWindow(Configurable):
             )
 
     def tokens(self, size: int, heads: int, each: int = 1) -> int:
-        """r in each of `heads` heads of a budget of `size`, of which an entry takes `each`."""
+        """The window r of each of `heads` heads, for a budget of `size`; an entry takes `each`."""
         if self.rule == "half":
             return max(1, size // heads // 2 // each)
         share = math.floor(Fraction(str(self.share)) * size / heads / each)
@@ -129,7 +129,7 @@ class Budget:
     def ratio(cls, ratio: Number) -> Budget:
         """x >= 1: the context keeps floor(L G N_ctx / x) entries (paper, Eq. (A1)).
 
-        Raises `BudgetError` for a smaller one, or what is no number.
+        Raises `BudgetError` for a smaller ratio, and for anything but a number.
         """
         amount = _rational(ratio, "ratio")
         if amount < 1:
@@ -150,7 +150,7 @@ class Budget:
         """The share of the context's entries to remove, from 0 up to 1: kvpress's measure.
 
         0.875 removes seven of eight entries, so it equals `Budget.ratio(8)`. Raises `BudgetError`
-        for a share outside [0, 1), or what is no number.
+        for a share outside [0, 1), and for anything but a number.
         """
         amount = _rational(removed, "compression_ratio")
         if not 0 <= amount < 1:
@@ -201,7 +201,7 @@ class Budget:
         window: RecentWindow | None = None,
         costs: EntryBytes | None = None,
     ) -> BudgetPlan:
-        """The entries that this budget comes to; needs the model's shape, but no prefill.
+        """Convert the budget to entries; takes the model's shape, but no prefill.
 
         Args:
             layers: L.
@@ -209,8 +209,8 @@ class Budget:
             context: N_ctx, tokens.
             entry_bytes: bytes of one K/V pair.
             window: the recent window's rule.
-            costs: of entries some of which are quantised. Ratios then count bytes against a full
-                cache of 16-bit numbers. None: all entries are as they are.
+            costs: bytes of entries where some are quantised; ratios then compare bytes with a full
+                cache of 16-bit numbers. None: no entry is quantised.
 
         Raises `BudgetError` if not even the shortest recent window fits; it names the largest
         ratio that works.

@@ -25,14 +25,14 @@ class Density(Quota):
     Source: Wan et al. (2024), D2O, arXiv:2406.13035, in the form of its code (without the
     normalisation over heads the softmax hands most of the budget to one layer). Ours: a layer gets
     at least one entry a head on top of its recent windows (where the budget is that large) and at
-    most all of its context, what that changes is redistributed in proportion, rounding is by
+    most all of its context, the difference is redistributed in proportion, rounding is by
     largest remainder to exactly B, and no layer is exempt.
 
     Cost: the attention that each position received in all: another attention pass, a third of a
     prefill at 4,096 tokens on a CPU, unless the scorer has computed it.
 
     Attributes:
-        epsilon: in the denominator of the normalisation (the code's 1e-6).
+        epsilon: added to the denominator of the normalisation (1e-6 as in the code).
     """
 
     uses_column_sums: ClassVar[bool] = True

@@ -17,12 +17,12 @@ from gracekv.registry import bounded
 
 @ALLOCATORS.register("exact_dp")
 class ExactDP(Allocator):
-    """The optimum by a tree knapsack over all budgets (small forests; a check on the others).
+    """Find the optimum by a tree knapsack over all budgets (for small forests, as a check).
 
     With the operations in pre-order, the best value of the operations from i on within b entries
     is the better of skipping i with its whole subtree and of taking it. Under quotas each head
-    has such a table of its own, and a second table divides the budget among the heads. What
-    budget is left, the greedy auction spends (on operations without gain).
+    has such a table of its own, and a second table divides the budget among the heads. The
+    greedy auction spends what is left, on operations without gain.
 
     Source: Eq. (A8). Ours: the algorithm.
 
@@ -30,7 +30,7 @@ class ExactDP(Allocator):
 
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0 (ours).
-        max_operations: largest number of operations that is attempted (ours).
+        max_operations: most operations that it takes on (ours).
         max_cells: largest table, operations times budget (ours; 8 bytes each).
 
     Raises:
@@ -51,7 +51,7 @@ class ExactDP(Allocator):
         if cells > self.max_cells:
             raise ConfigError(
                 f"ExactDP needs a table of {cells} cells for this budget; max_cells is "
-                f"{self.max_cells}. Raise it if the memory is there, or use 'greedy' or "
+                f"{self.max_cells}. Raise it if there is enough memory, or use 'greedy' or "
                 f"'lagrangian', whose bound tells how far from optimal they are."
             )
         bought = executed.clone()
@@ -66,7 +66,7 @@ class _Problem:
     """The n operations that may still be bought, in pre-order, head after head.
 
     Attributes:
-        index: int64 [n], which operations they are.
+        index: int64 [n], their indices among all operations.
         parent: int64 [n], place of the parent among them; -1 if it is executed or there is none.
         gain: float64 [n], clipped at 0.
         cost: int64 [n].
@@ -140,7 +140,7 @@ def _solve(problem: _Problem, budget: int, caps: Tensor | None) -> np.ndarray:
 
 
 def _subtree_ends(problem: _Problem, part: slice) -> list[int]:
-    """For each operation of `part`, counted from its begin: where its subtree ends."""
+    """Where the subtree of each operation of `part` ends, counted from the first of the part."""
     count = part.stop - part.start
     ends = list(range(1, count + 1))
     for i in range(count - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""`greedy`: the paper's auction, from sorts in place of a priority queue."""
+"""`greedy`: the paper's auction by sorting, in place of a priority queue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNLIMITED = torch.iinfo(torch.int64).max
 
 @ALLOCATORS.register("greedy", works_sharded=True)
 class Greedy(Allocator):
-    """Best utility per entry first: the paper's auction, all at once.
+    """Buy the highest utility per entry first: the paper's auction, in a few sorts.
 
     Buys exactly what the paper's priority queue buys (`gracekv.allocate.reference.greedy_heap`):
     of the available operations the one of highest unit utility; one that does not fit is discarded
@@ -71,8 +71,8 @@ class Greedy(Allocator):
 def auction(ops: Operations, executed: Tensor, left: RemainingBudget, *, elastic: bool) -> Tensor:
     """bool [M]: `executed` and everything that the greedy auction adds to it within `left`.
 
-    Where heads are spread over processes, the cut is found among the operations of all, and the
-    queues of all go on as one.
+    Where heads are spread over processes, the cut is found over the operations of all of them, and
+    their queues go on as one.
     """
     if left.total == 0:
         return executed
@@ -105,11 +105,11 @@ def _tree_among_all(ops: Operations, index: Tensor, shard: HeadShard) -> Tensor:
 
 
 def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor:
-    """bool [M]: of `wanted`, all before the first (key, tree) that exceeds its group's limit.
+    """bool [M]: the part of `wanted` before the first (key, tree) above its group's limit.
 
     `limits` is int64 [S]: the trees fall into S groups of equal size (all, or one per head).
     """
-    # What is not wanted sorts last (utilities are >= 0) and costs nothing.
+    # Other operations sort last (utilities are >= 0) and cost nothing.
     key, cost = torch.where(wanted, key, -1.0), torch.where(wanted, ops.cost, 0)
     tree, groups = ops.tree, len(limits)
     group = None if groups == 1 else tree // (ops.forest.trees // groups)
@@ -157,12 +157,12 @@ def _finish(
 class PurchaseQueue:
     """A priority queue over a shortlist: the highest unit utility first, then the tie order.
 
-    What was discarded earlier may be offered again: it did not fit then and fits even less now.
+    An operation that was discarded before may be offered again; it fits even less now.
 
     Args:
         ops: all operations.
-        executed: bool [M], what is bought already.
-        left: what is left to spend.
+        executed: bool [M], the operations bought so far.
+        left: the remaining budget.
         elastic: whether operations of gain <= 0 are never bought.
         shard: numbers the trees of all processes.
     """
@@ -208,7 +208,7 @@ class PurchaseQueue:
     def first(self, total: int) -> tuple[float, int, int] | None:
         """Unit utility, tree and cost of the first operation that `total` entries can pay for.
 
-        What cannot be paid for is discarded, and its descendants with it. None: nothing is left.
+        Operations that cost more are discarded with their descendants. None if nothing is left.
         """
         while self._queue:
             negative, tree, _, i = self._queue[0]
@@ -231,7 +231,7 @@ class PurchaseQueue:
             self._push(child)
 
     def executed(self) -> Tensor:
-        """bool [M]: what was bought before and from this queue."""
+        """bool [M]: all operations bought, before and from this queue."""
         result = self._executed.clone()
         chosen = torch.tensor(self._chosen, dtype=torch.int64, device=self._local.device)
         result[self._local[chosen]] = True

@@ -20,7 +20,7 @@ _ITERATIONS = 60
 
 @ALLOCATORS.register("lagrangian")
 class Lagrangian(Allocator):
-    """Best subtrees at one price per entry, filled up greedily; certifies how good it is.
+    """Buy the best subtrees at one price per entry, fill up greedily, and certify the result.
 
     At the price lam, a tree's best subtree (operations with all their ancestors) under
     gain - lam cost is a bottom-up sum of positive parts. The dual function
@@ -42,7 +42,7 @@ class Lagrangian(Allocator):
 
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0.
-        iterations: most evaluations of the dual function per bracket; it stops once that is tight.
+        iterations: most evaluations of the dual function per bracket; fewer once it is tight.
     """
 
     elastic: bool = False
@@ -70,13 +70,13 @@ class Lagrangian(Allocator):
 
 
 def upper_bound(start: Frontier, quota: Tensor | None = None, *, elastic: bool = False) -> float:
-    """Most utility (`Frontier.utility`) that any allocation from `start` can reach, or more.
+    """An upper bound of the utility (`Frontier.utility`) of any allocation from `start`.
 
     The Lagrangian dual, exact up to rounding of the sums (relative 1e-12); what `start` holds is
     included. Any allocator's result can be divided by it. Source: ours; departures 9.
 
     Args:
-        start: what is bought already (the floor); its `budget` is the limit.
+        start: the operations bought already (the floor); its `budget` is the limit.
         quota: int64 [L, G] entries per head, or None.
         elastic: bound only the allocations that buy no operation of gain <= 0.
     """
@@ -169,7 +169,7 @@ class _Dual:
 
 
 def _first_trees(ops: Operations, wanted: Tensor, left: RemainingBudget) -> Tensor:
-    """bool [M]: `wanted` in the first trees that fit, within each head and then in all."""
+    """bool [M]: the part of `wanted` in the first trees that fit, in each head, then in all."""
     cost = torch.zeros(ops.forest.trees, dtype=torch.int64, device=wanted.device)
     cost.index_add_(0, ops.tree, torch.where(wanted, ops.cost, 0))
     if left.per_head is not None:

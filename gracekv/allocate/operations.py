@@ -17,7 +17,7 @@ from gracekv.tree.base import Forest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operations:
-    """M operations: first Add of each of the R roots, then Split of each inner node.
+    """M operations: the Adds of the R roots, then the Splits of the inner nodes.
 
     Splits keep the nodes' order. So levels are contiguous (Adds are level 0, Splits of the nodes
     of level k are level k+1), `parent` never decreases, and the children of an operation are a
@@ -146,13 +146,13 @@ class Operations:
         return (self.tree[index] * (last - first) + forest.start[node] - first) * levels + level
 
     def head(self, index: Tensor | None = None) -> Tensor:
-        """int64 [n]: layer * G + head of the operations at `index` [n]; None: of all."""
+        """int64 [n]: layer * G + head of the operations at `index` [n], or of all operations."""
         return (self.tree if index is None else self.tree[index]) // self.forest.slots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemainingBudget:
-    """What is left to spend.
+    """The budget that is left.
 
     Attributes:
         total: entries left in all heads together, those of other processes included.
@@ -164,7 +164,7 @@ class RemainingBudget:
 
     @classmethod
     def of(cls, ops: Operations, start: Frontier, quota: Tensor | None) -> RemainingBudget:
-        """What `start` leaves of its budget and of `quota` ([L, G]).
+        """The budget and the `quota` ([L, G]) less what `start` holds.
 
         Raises `BudgetError` if `start` already holds more than it may, `ShapeError` if the quota
         is not [L, G].
@@ -181,7 +181,7 @@ class RemainingBudget:
         return left
 
     def after(self, ops: Operations, bought: Tensor) -> RemainingBudget:
-        """What is left after the operations `bought` (bool [M]) of each process."""
+        """The budget left after the operations `bought` (bool [M]) of each process."""
         paid = torch.where(bought, ops.cost, 0)
         total = self.total - ops.forest.shard.total(int(paid.sum()))
         if self.per_head is None:
@@ -190,7 +190,7 @@ class RemainingBudget:
 
 
 def check_quota(quota: Tensor | None, layers: int, heads: int) -> Tensor | None:
-    """`quota` as it is; raises `ShapeError` unless it is None or [L, G]."""
+    """Return `quota`; raises `ShapeError` unless it is None or [L, G]."""
     if quota is not None and tuple(quota.shape) != (layers, heads):
         raise ShapeError(
             f"A quota is [L, G] = [{layers}, {heads}] entries; got {list(quota.shape)}."

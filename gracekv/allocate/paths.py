@@ -14,7 +14,7 @@ from gracekv.distributed.sharding import HeadShard
 def buy_paths(
     last: Any, parent: Any, cost: Any, head: Any, budget: int, caps: Any, done: Any, prices: Any
 ) -> None:
-    """Mark in `done` the operations of all paths that fit; of lists, or compiled, of arrays.
+    """Mark the operations of all paths that fit; takes lists, or arrays when compiled.
 
     Args:
         last: int [n], the lowest operation of each path, in order of purchase.
@@ -22,9 +22,9 @@ def buy_paths(
         cost: int [m].
         head: int [m].
         budget: most entries in all.
-        caps: int [L * G], most entries of each head; changed.
-        done: bool [m]; changed.
-        prices: int [n] zeros; filled with what each path costs that is bought.
+        caps: int [L * G], most entries of each head; reduced in place.
+        done: bool [m]; the operations that are bought are set to True.
+        prices: int [n] zeros; set to the price of each path that is bought.
     """
     for path in range(len(last)):
         price, op = 0, last[path]
@@ -55,21 +55,21 @@ def buy_together(
     caps: list[int],
     shard: HeadShard,
 ) -> list[bool]:
-    """Which operations are bought when each path of all processes is bought whole or not.
+    """Which operations are bought where the paths of all processes compete for one budget.
 
-    As `buy_paths`, whose arguments are of this process, path by path in one order over all. One
-    process walks once. Of several each decides alone while the budget suffices; where that ends is
-    found by one cut. After it they go on together, one purchase a round.
+    Buys as `buy_paths` does, in one order over all processes; the arguments are those of this one.
+    A single process walks once. Several first decide alone; one cut finds where the budget ends,
+    and from there they go on together, one purchase a round.
 
     Args:
         last: the lowest operation of each of n paths.
-        parent: of each operation.
-        cost: of each.
-        head: of each.
+        parent: the parent of each operation, -1 for the topmost.
+        cost: entries that each operation adds.
+        head: the head of each operation.
         score: float64 [n], at least 0; paths are bought by falling score.
         ties: int64 [n], their order among equal scores, in all processes.
         budget: most entries in all processes.
-        caps: of the heads of this process.
+        caps: most entries of each head of this process.
         shard: reaches the other processes.
     """
     limit = budget if shard.ranks == 1 else sum(cost)

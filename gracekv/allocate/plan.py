@@ -1,4 +1,4 @@
-"""`BudgetPlan`: a budget in entries, and whole shares."""
+"""`BudgetPlan`, a budget in entries, and shares in whole entries."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class BudgetPlan:
         context: N_ctx, tokens.
         total: B_total, entries that the context may hold in all heads together.
         recent: r, tokens of the recent window (their L*G*r entries are part of `total`).
-        bytes: what the context's keys and values may take, where some are quantised and the budget
-            is no number of entries; `total` is then the most that could fit. Else None.
+        bytes: bytes that the context's keys and values may take, if some are quantised and the
+            budget is not a number of entries; `total` is then the most that could fit. Else None.
     """
 
     layers: int
@@ -35,7 +35,7 @@ class BudgetPlan:
 
     @property
     def base(self) -> int:
-        """B_base = B_total - L G r, what floor and auction spend."""
+        """B_base = B_total - L G r, the entries that floor and auction spend."""
         return self.total - self.layers * self.heads * self.recent
 
     @property
@@ -45,7 +45,7 @@ class BudgetPlan:
 
     @property
     def keeps_all(self) -> bool:
-        """Nothing need be removed: the result is FullKV."""
+        """Whether nothing need be removed, so that the result is FullKV."""
         return self.compressible <= 0 or self.total >= self.layers * self.heads * self.context
 
     def holds(self, entry_bytes: int) -> bool:

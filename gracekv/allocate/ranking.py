@@ -1,13 +1,13 @@
-"""Which values come first: in one process, and over the candidates of several.
+"""Rank values and buy in order until a limit, in one process or over several.
 
 Sorts and searches run at the speed of the device; numpy is faster than torch on CPUs.
 
 Over several processes a cut is found without moving the candidates. Each process adds up the
 weights of its own by 4 bits of their keys, the sums of all processes are added, and the 16 bins say
 which value of these bits the cut has; then the next 4 bits, among the candidates that share those.
-So the cut is exact after at most 16 rounds of 128 bytes, however many candidates there are. Where
-some candidates free what others need, cuts are made one after the other, each with what the last
-one left.
+So the cut is exact after at most 16 rounds of 128 bytes, however many candidates there are. If
+some candidates free budget that others need, cuts follow one another, each with what the last one
+left.
 
 Source: ours (radix selection, all-reduced).
 """
@@ -53,7 +53,7 @@ def weighted_cut(
 ) -> tuple[int, int] | None:
     """The largest key t for which all candidates of key >= t weigh more than `limit`.
 
-    The candidates above t are the most that fit, taken by falling key.
+    The candidates above t are those that fit if they are taken by falling key.
 
     Args:
         keys: int64 [n] of this process's candidates, at least 0.
@@ -62,7 +62,7 @@ def weighted_cut(
         shard: reaches the other processes.
 
     Returns:
-        t, and what the candidates of larger keys weigh in all processes; None if everything
+        t, and the weight of all candidates of larger keys in all processes; None if everything
         together weighs at most `limit`.
     """
     largest = keys.max() if len(keys) else keys.new_zeros(())
@@ -88,7 +88,7 @@ def weighted_cut(
 def first_fitting(
     keys: Tensor, ties: Tensor, weights: Tensor, limit: int, shard: HeadShard
 ) -> Tensor:
-    """bool [n]: the candidates before the first that exceeds `limit`, in one order over processes.
+    """bool [n]: the candidates before the first that exceeds `limit`, over all processes.
 
     Candidates of one key and tie stand or fall together.
 
@@ -131,7 +131,7 @@ def affordable(
         shard: reaches the other processes.
 
     Returns:
-        The number, and what all processes' candidates before that one leave of `limit`.
+        The number, and the part of `limit` that the candidates before that one leave over.
     """
     if shard.ranks == 1:
         over = (costs.cumsum(0) > limit).nonzero()

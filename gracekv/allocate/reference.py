@@ -1,7 +1,7 @@
 """Floor, quotas and allocators straight from the equations: loops, float64, exact fractions.
 
 `greedy_heap` is the reference of `greedy`; `integer_program` is that of `exact_dp`, by another
-algorithm. Both are for tests and benchmarks: they give what the strategies give, more slowly.
+algorithm. Both are for tests and benchmarks: they return the same as the strategies, more slowly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gracekv.tree.base import Forest
 
 
 def greedy_heap(start: Frontier, quota: Tensor | None, *, elastic: bool = False) -> Frontier:
-    """What `Greedy` returns, by the paper's priority queue, one operation at a time.
+    """The result of `Greedy` by the paper's priority queue, one operation at a time.
 
     Pops the available operation of the highest unit utility; ties go to the earlier layer, head,
     slot and start. One that does not fit the budget or its head's quota is discarded with its
@@ -108,7 +108,7 @@ def integer_program(start: Frontier, quota: Tensor | None, *, elastic: bool = Fa
 
 
 def floor_candidates(floor: Singleton, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
-    """What `Singleton.candidates` returns: f [L, G, N] float64 of candidates, -inf elsewhere.
+    """The result of `Singleton.candidates`: f [L, G, N] float64, -inf for other tokens.
 
     Source: Eqs. (A2), (A3).
     """
@@ -155,7 +155,7 @@ def realize_floor(
     plan: BudgetPlan,
     quota: Tensor | None,
 ) -> Frontier:
-    """What `Singleton.realize` returns, of candidates and quota of the same shapes [L, G, ...].
+    """The result of `Singleton.realize`; candidates and quota are [L, G, ...] as there.
 
     Source: Eq. (A4).
     """
@@ -203,7 +203,7 @@ def _exact_node(forest: Forest, layer: int, head: int, position: int) -> int | N
 
 
 def adaptive_heads(quota: AdaptiveHeads, scores: Tensor, plan: BudgetPlan) -> list[list[int]]:
-    """What `AdaptiveHeads` returns, [L][G]."""
+    """The shares that `AdaptiveHeads` returns, as lists [L][G]."""
     floor, units = Fraction(str(quota.floor)), plan.layers * plan.heads
     result = []
     for layer in range(plan.layers):

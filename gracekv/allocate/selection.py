@@ -1,4 +1,4 @@
-"""`Selection`: which entries stay; and `LayerLayout`, where they lie in a packed layer."""
+"""`Selection`, the entries that stay, and `LayerLayout`, their order in a packed layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LayerLayout:
         head: int64 [E], KV head of each entry.
         start: int64 [E], the first absolute position of its interval.
         end: int64 [E], exclusive; end - start > 1 only for merged nodes.
-        selected: int64 [E], which of the selection's entries it is; -1 outside the region.
+        selected: int64 [E], index among the selection's entries; -1 outside the region.
         merged: int64 [M], the entries of several tokens, ascending.
         merged_tokens: how many tokens they hold in all.
         offsets: int64 [G+1] on the CPU.
@@ -53,7 +53,7 @@ class Selection:
         start: int32 [E] absolute positions.
         end: int32 [E], exclusive; None: every entry is a single token.
         level: int16 [E] level of the entry's node in its tree; None: all are 0.
-        from_floor: bool [E], bought by the floor; None: none is.
+        from_floor: bool [E], entries that the floor bought; None: no entry.
     """
 
     layers: int
@@ -79,7 +79,7 @@ class Selection:
     def of_frontier(cls, frontier: Frontier, floor: Frontier | None = None) -> Selection:
         """The kept nodes of `frontier`; those that stay as original tokens are an entry a token.
 
-        `floor` is what the floor had bought.
+        `floor` holds what the floor had bought.
         """
         forest = frontier.forest
         node = torch.nonzero(frontier.kept).flatten()
@@ -175,23 +175,6 @@ class Selection:
         own = torch.stack([torch.ones_like(merged), length[merged]], dim=1)
         return merged, counts.index_add_(0, unit[merged] // self.heads, own).tolist()
 
-    def _merged(self, unit: Tensor, length: Tensor) -> tuple[Tensor, list[list[int]]]:
-        """The packed entries of several tokens, int64 [M], and their number and tokens by layer.
-
-        `unit` int64 [E] is layer * G + head of each packed entry, `length` int64 [E] its tokens.
-        """
-        if self.end is None:
-            return unit[:0], [[0, 0]] * self.layers
-        merged = torch.nonzero(length > 1).flatten()
-        counts = unit.new_zeros(self.layers, 2)
-        own = torch.stack([torch.ones_like(merged), length[merged]], dim=1)
-        return merged, counts.index_add_(0, unit[merged] // self.heads, own).tolist()
-
-    def layout(self, layer: int, length: int, device: torch.device) -> LayerLayout:
-        """The layout of one layer, on `device`; see `layouts`."""
-        like = torch.empty(0, device=device)
-        return list(self.layouts(length, [like] * self.layers))[layer]
-
     def where(self, mask: Tensor) -> Selection:
         """The entries where `mask` (bool [E]) holds."""
         inside = offsets(mask.cpu().long())
@@ -199,11 +182,11 @@ class Selection:
         return replace(self, offsets=inside[self.offsets], **self._each(lambda x: x[mask]))
 
     def cpu(self) -> Selection:
-        """The same on the CPU."""
+        """This selection on the CPU."""
         return replace(self, **self._each(Tensor.cpu))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """What `change` makes of each tensor [E] that there is, by name."""
+        """`change` applied to each tensor [E] that is not None, by name."""
         names = ("start", "end", "level", "from_floor")
         held = {name: getattr(self, name) for name in names}
         return {name: change(x) for name, x in held.items() if x is not None}

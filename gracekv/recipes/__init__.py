@@ -1,4 +1,4 @@
-"""Named pipelines as plain data: what each changes from the paper's method.
+"""Named pipelines as plain data, each by its differences from the paper's method.
 
 A recipe is a name, a line, a source and the fields in which its pipeline differs from `PAPER`. No
 recipe has code of its own. Plugins add theirs with `register`.
@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 DEFAULT = "gracekv-plus"
-"""What `gracekv.compress` and the command line use for a known question where entries are counted;
-`default` says what else. "gracekv" is the paper's method."""
+"""The default of `gracekv.compress` and the command line for a known question and a budget in
+entries; see `default` for the others. "gracekv" is the paper's method."""
 
 DEFAULT_WITHOUT_QUESTION = "gracekv-agnostic"
 """The same for a prompt without a question, whose cache is asked later."""
@@ -37,7 +37,7 @@ RECIPES: dict[str, Recipe] = {**OWN, **RIVALS}
 
 
 def default(*, question: bool = True, per_byte: bool = False) -> str:
-    """What `compress` uses unless told, for a prompt with or without a question.
+    """The recipe that `compress` uses by default, for a prompt with or without a question.
 
     With `per_byte` entries take 4, 8 or 16 bits a number, by what each byte brings.
     """

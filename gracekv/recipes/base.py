@@ -28,7 +28,7 @@ TOKENS: Mapping[str, Any] = {
     "floor": "none",
     "pack": "evict",
 }
-"""What all selections of single tokens share: each token is a slot that stays or goes."""
+"""The fields that all selections of single tokens share: each token is a slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Recipe:
     """One named pipeline.
 
     Attributes:
-        summary: what it is, in a line.
-        source: where it comes from.
+        summary: a description in one line.
+        source: where it was published, or "ours".
         pipeline: fields for `Pipeline.from_dict`.
     """
 

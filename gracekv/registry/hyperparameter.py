@@ -33,7 +33,7 @@ class Bounds:
         below: upper bound that values must stay under.
         odd: whole numbers must be odd.
         distinct: items of a tuple must differ.
-        hint: a sentence at the end of the error: what the number means, and how to mend it.
+        hint: a last sentence of the error that explains the number or names a good one.
     """
 
     at_least: float | None = None

@@ -1,4 +1,4 @@
-"""Strategies and recipes of other packages: entry points, and modules that are named.
+"""Load strategies and recipes of other packages, by entry point or by module name.
 
 A package declares its modules in the entry-point group `gracekv.strategies`; importing a module
 registers its strategies and recipes. They are loaded the first time a registry is read, not by
@@ -34,9 +34,9 @@ _tried: dict[tuple[str, str], str] = {}
 def load_plugins() -> None:
     """Import the modules of all installed plugins, once, ordered by name.
 
-    A plugin that cannot be imported, or that ends the program while it is, is skipped with a
+    A plugin that cannot be imported, or that exits while it is imported, is skipped with a
     `PluginWarning`; the others load. An interrupt by the user passes through, and the next call
-    goes on where it came.
+    goes on from there.
     """
     global _loading, _loaded
     with _lock:
@@ -63,7 +63,7 @@ def load_plugins() -> None:
 
 
 def _failure(action: Callable[[], object]) -> BaseException | None:
-    """What `action` raised, SystemExit included; interrupts pass through."""
+    """The exception that `action` raised, SystemExit included; interrupts pass through."""
     try:
         action()
     except KeyboardInterrupt:
@@ -80,7 +80,7 @@ def _described(error: BaseException | None) -> str:
 def import_modules(names: Iterable[str]) -> None:
     """Import modules that register strategies or recipes; also from the current folder.
 
-    Raises `PluginError` if one cannot be imported, or ends the program while it is.
+    Raises `PluginError` if one cannot be imported, or exits while it is imported.
     """
     for name in names:
         here = os.getcwd()
@@ -88,7 +88,7 @@ def import_modules(names: Iterable[str]) -> None:
             sys.path.append(here)
         if error := _failure(functools.partial(importlib.import_module, name)):
             raise PluginError(
-                f"The module {name!r}, named as one that registers strategies, cannot be imported: "
+                f"The module {name!r}, which should register strategies, cannot be imported: "
                 f"{_described(error)}. Install its package, or run where "
                 f"{name.partition('.')[0]}.py lies."
             ) from error
@@ -102,18 +102,18 @@ def module_list(value: object, where: str) -> tuple[str, ...]:
 
 
 def missing_hint() -> str:
-    """What an error about an unknown name adds: how to make it known, and which plugins broke."""
+    """The end of an error about an unknown name: how to register it, and which plugins broke."""
     broken = "".join(
         f" The plugin {name!r} is broken: {why}." for (name, _), why in _tried.items() if why
     )
     return (
-        f"One of another package is known once the package is installed (entry-point group "
+        f"A strategy of another package is known once the package is installed (entry-point group "
         f"{GROUP!r}) or its module imported (on the command line: --import MODULE).{broken}"
     )
 
 
 def foreign_modules(value: Any) -> dict[str, str]:
-    """Modules outside gracekv whose classes `value`, a dataclass with dataclasses in it, holds.
+    """Modules outside gracekv that define classes in `value`, a nested dataclass.
 
     Returns module to the name and version of the distribution that it belongs to; "" if none is
     known.
@@ -129,7 +129,7 @@ def foreign_modules(value: Any) -> dict[str, str]:
 
 
 def missing_modules(modules: object) -> str:
-    """A sentence on those of `modules`, from `foreign_modules`, that are not imported; or ""."""
+    """A sentence that names the `modules` of `foreign_modules` not yet imported; or ""."""
     named = modules if isinstance(modules, Mapping) else {}
     missing = {module: owner for module, owner in named.items() if module not in sys.modules}
     if not missing:

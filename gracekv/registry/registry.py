@@ -35,7 +35,7 @@ class Configurable:
         self.check()
 
     def check(self) -> None:
-        """Raise `ConfigError` if fields that are fine one by one do not fit together."""
+        """Raise `ConfigError` if fields that are valid by themselves do not fit together."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain data (lists for tuples), ready for JSON, YAML or TOML."""
@@ -73,8 +73,8 @@ class Strategy(Configurable):
     """One way to do one stage; registered under `name` in its stage's `Registry`.
 
     Attributes:
-        works_sharded: whether its result is the same where each process holds some of the KV heads
-            (`Prefill.shard`); others are refused on such models. Said when it is registered.
+        works_sharded: whether its result is the same if each process holds some of the KV heads
+            (`Prefill.shard`); other strategies are refused there. Given to `Registry.register`.
     """
 
     name: ClassVar[str]
@@ -106,9 +106,9 @@ class Registry(Generic[S]):
     """Names to strategy classes, for one stage.
 
     Args:
-        stage: its name.
-        summary: what it decides.
-        interface: of its strategies; fields of this type are read from plain data.
+        stage: the name of the stage.
+        summary: the decision that the stage makes.
+        interface: base class of its strategies; fields of this type are read from plain data.
     """
 
     def __init__(self, stage: str, summary: str, interface: type[S] | None = None) -> None:
@@ -121,7 +121,7 @@ class Registry(Generic[S]):
     def register(self, name: str, *, works_sharded: bool = False) -> Callable[[type[C]], type[C]]:
         """Class decorator: make a strategy available under `name`, a frozen final dataclass.
 
-        `works_sharded` is as in `Strategy`; a base class may have said so already. A class that is
+        `works_sharded` is as in `Strategy`; a base class may have set it already. A class that is
         defined again (a notebook's cell that runs twice) takes its own place. Raises `ConfigError`
         if another class has the name.
         """
@@ -218,9 +218,9 @@ def _full_name(cls: type) -> str:
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    """What plain data cannot spell as the annotated type: tuples, strategies, 1 -> 1.0.
+    """`value` as the annotated type where plain data cannot spell it: tuples, strategies, 1.0.
 
-    Whatever does not fit is returned as it is; `check_fields` then refuses it.
+    A value that does not fit is returned unchanged; `check_fields` then refuses it.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):

@@ -18,8 +18,8 @@ class Partition:
 
     Attributes:
         bounds: int64 [J+1] absolute positions on the CPU; slot j is [bounds[j], bounds[j+1]).
-        curvature: kappa, float [T] over the whole sequence, if the segmenter computed it; the
-            trees cut at its peaks (and compute it themselves where it is None).
+        curvature: kappa, float [T] over the whole sequence, if the segmenter computed it. Trees
+            cut at its peaks, and compute it themselves if it is None.
 
     Raises:
         ShapeError: the bounds do not strictly increase.

@@ -67,7 +67,7 @@ def band_products(x: Tensor, width: int, before: int = 0, after: int = 0) -> Ten
 
 
 def rows_per_chunk(row_values: int, overlap: int) -> int:
-    """How many rows of `row_values` float64 numbers to hold at once; never fewer than `overlap`."""
+    """The number of rows of `row_values` float64 numbers to hold at once, at least `overlap`."""
     return max(_CHUNK_BYTES // (8 * row_values), overlap, 1)
 
 
@@ -75,7 +75,7 @@ def rows_per_chunk(row_values: int, overlap: int) -> int:
 class BlockInput(LayerObserver):
     """The residual stream [T, D] before one block, in the model's dtype.
 
-    Of a passage that follows packed entries, what was read before is taken to be like the passage.
+    In a passage that follows packed entries, earlier positions mirror those of the passage.
 
     Attributes:
         depth: rho; the layer is min(floor(rho L), L - 1).
@@ -197,7 +197,7 @@ class Curvature(Configurable):
         return torch.where(complete, 1 - inner / (norms[0] * norms[1]), 0.0)
 
     def _quadratic_forms(self, reach: int) -> Tensor:
-        """What |delta_-|^2, |delta_+|^2 and <delta_-, delta_+> take from the products around i.
+        """Weights of the products around i in |delta_-|^2, |delta_+|^2 and <delta_-, delta_+>.
 
         float64 [(2 reach + 1)^2, 3 W]; row (j, p) weighs the product of the steps i - reach + p
         and i - reach + p + j.

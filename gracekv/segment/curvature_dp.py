@@ -115,7 +115,7 @@ class CurvatureDP(Segmenter):
         return score
 
     def slot_profits(self, boundary: Tensor, states: list[Tensor]) -> Tensor:
-        """What each candidate slot adds to the objective: float64 [N, n_max].
+        """The profit of each candidate slot in the objective: float64 [N, n_max].
 
         `boundary` [N] and the sampled layers' `states` [N, D] cover the compressible region. Entry
         (a, n-1) belongs to the n tokens from a on. Starting at a > 0 earns the score of the token

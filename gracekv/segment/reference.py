@@ -96,7 +96,7 @@ def boundary_score(kappa: Sequence[float], surprisal: Sequence[float], rule: Cur
 def slot_profit(
     boundary: Floats, states: Sequence[Tensor], start: int, end: int, rule: CurvatureDP
 ) -> float:
-    """What the slot [start, end) adds to the objective; boundary [N] and states [N, D].
+    """The profit of the slot [start, end) in the objective; boundary [N] and states [N, D].
 
     Source: Eqs. (S10) and (S11).
     """

@@ -27,7 +27,7 @@ _GPU_BLOCK = 1 << 26
 class Surprisal(FinalObserver):
     """-log p(x_i | x_<i) of every position, float32 [T]; position 0 gets 0.
 
-    Of a passage that follows packed entries, what was read before is taken to be like the passage.
+    In a passage that follows packed entries, earlier positions mirror those of the passage.
 
     Source: Eq. (S6); the blocks: ours.
     """

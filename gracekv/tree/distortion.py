@@ -1,4 +1,4 @@
-"""The interface of distortions (what merging or dropping costs), and the splitter for all."""
+"""The interface of distortions, which say what merging or dropping tokens costs."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ class DistortionEvaluator(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, nodes: Nodes) -> IntervalCosts:
-        """The costs of V >= 1 nodes, best of similar length: the longest sets the grid's width."""
+        """The costs of V >= 1 nodes. The longest sets the grid's width: give similar lengths."""
 
     def splitter(self, refiner: Refiner) -> Splitter | None:
-        """A splitter that computes costs and splits in one pass; None: there is none."""
+        """A splitter that computes costs and splits in one pass, or None."""
         return None
 
 
 class Distortion(PrefillReader, Strategy, abc.ABC):
-    """How much is lost when an interval is stored as one entry, or not at all.
+    """Measure the loss when an interval is stored as one entry, or not at all.
 
     Deterministic, float32 or better. D of a single token is exactly 0.
     """
 
     @abc.abstractmethod
     def evaluator(self, batch: TreeBatch, workspace: Workspace) -> DistortionEvaluator:
-        """Return the evaluator for the trees of some layers, which are on one device.
+        """Return the evaluator for the trees of some layers on one device.
 
         Args:
             batch: these trees.
-            workspace: scratch memory for one call of the evaluator at a time, and memory for what
-                the evaluator keeps: the next evaluator with that workspace overwrites it.
+            workspace: scratch memory for one call at a time, and memory that the evaluator keeps
+                until the next evaluator with that workspace overwrites it.
         """
 
     def probes(self, context: TreeContext) -> Tensor | None:
-        """Positions whose queries the evaluators read, int64 [P] ascending; None: none."""
+        """Positions whose queries the evaluators read, int64 [P] ascending, or None."""
         return None
 
 

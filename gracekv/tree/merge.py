@@ -1,4 +1,4 @@
-r"""What a node looks like in the cache: the prototype of an interval of tokens.
+r"""The prototype of an interval of tokens: the entry that a node becomes in the cache.
 
     k~ = R(p) mean_t k_t^o            p = round(mean_t t), on absolute positions, half to even
     v~ = sum_t w_t v_t / sum_t w_t    w_t = R_t + beta, beta = uniform_base * mean_t R_t
@@ -22,7 +22,7 @@ from gracekv.registry import Configurable, bounded
 
 @dataclass(frozen=True, slots=True)
 class PrototypeRule(Configurable):
-    """How tokens are merged; distortion and packing must agree on it.
+    """How tokens are merged, for distortion and packing alike.
 
     Attributes:
         uniform_base: share of uniform weight in the value prototype (beta_v; the paper's 0.1).

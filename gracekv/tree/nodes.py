@@ -1,4 +1,4 @@
-"""Nodes of trees, their children, the distortion of intervals inside them, and who splits them."""
+"""Nodes of trees, their children, and the distortion of intervals inside them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RootCosts:
-    """The costs of the roots, computed before it is decided which of them split.
+    """The costs of the roots, before it is known which of them split.
 
     Attributes:
         distortion: D float64 [B].
@@ -140,7 +140,7 @@ class RootCosts:
 
 
 class Splitter(abc.ABC):
-    """Splits the nodes of some layers; deterministic, and each node on its own."""
+    """Split the nodes of some layers, deterministically and each on its own."""
 
     @abc.abstractmethod
     def roots(self, nodes: Nodes) -> RootCosts:

@@ -1,4 +1,4 @@
-"""Which nodes the greedy auction cannot reach, known before they are refined.
+"""Find nodes that the greedy auction cannot reach, before they are refined.
 
 The key of an operation is the least unit utility over itself and its ancestors. The auction buys in
 descending key until the budget is spent, at some threshold. With only part of all trees known, the

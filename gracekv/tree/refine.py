@@ -1,4 +1,4 @@
-"""The interface of refiners: into which children a node splits."""
+"""`Refiner`, the interface that chooses the children of a node."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gracekv.tree.split_rule import SplitRule
 
 
 class Refiner(Strategy, abc.ABC):
-    """Choose the children of every node; deterministic, and each node on its own.
+    """Choose the children of every node, deterministically and each on its own.
 
     Every child is a single token, or begins or ends where its node does: distortion is computed
     only for these intervals.
 
     Attributes:
-        exact_roots: roots are kept as their original tokens, an entry a token, not as a prototype.
-        max_cost: most entries that one of its splits adds.
+        exact_roots: whether roots stay as their original tokens, an entry each, not as a prototype.
+        max_cost: the most entries that one split adds.
     """
 
     works_sharded: ClassVar[bool] = True
@@ -28,13 +28,13 @@ class Refiner(Strategy, abc.ABC):
 
     @property
     def uses_curvature(self) -> bool:
-        """Whether nodes are cut where curvature peaks, so that `table` must hold kappa."""
+        """Whether nodes are cut where curvature peaks, so that the table must hold kappa."""
         return False
 
     def rule(self) -> SplitRule | None:
-        """The refiner as a `SplitRule`, for engines that compute costs and split in one pass.
+        """This refiner as a `SplitRule`, by which engines compute costs and split in one pass.
 
-        None: the refiner is called with a table of all costs.
+        None if it has to be called with a table of all costs.
         """
         return None
 

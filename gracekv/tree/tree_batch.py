@@ -29,8 +29,8 @@ class TreeContext:
         sensitivity: omega [L, G] float32.
         rule: how tokens merge.
         forced: floor score [L, G, N] float64 of tokens that must be extracted first, -inf
-            elsewhere; None: no floor.
-        curvature: kappa [T], or None if no strategy needs it.
+            elsewhere; None without a floor.
+        curvature: kappa [T], or None if no strategy reads it.
     """
 
     prefill: Prefill
@@ -43,11 +43,10 @@ class TreeContext:
     curvature: Tensor | None = None
 
     def layer_groups(self, limit: int) -> list[list[int]]:
-        """Layers of one device whose gathered tokens take about `limit` bytes, a list a group.
+        """Groups of layers on one device whose gathered tokens take about `limit` bytes.
 
-        Those with RoPE and those without are in groups of their own.
-
-        A group takes every k-th layer of its device, so that all groups resemble one another.
+        Layers with and without RoPE are in separate groups. A group takes every k-th layer of its
+        device, so that all groups resemble one another.
         """
         prefill = self.prefill
         # Per token of a head: key, value, about 64 probes' exponentials, and 8 other numbers.
@@ -73,7 +72,7 @@ class TreeBatch:
 
     Attributes:
         context: the inputs of the forest.
-        layers: whose trees.
+        layers: the layers, ascending.
         tree_id: int64 [B], index of each tree in the forest.
         slot_start: int64 [B], absolute first position of each tree's slot.
         slot_row: int64 [B], row of that position in the flat [U*N] tokens of all heads.

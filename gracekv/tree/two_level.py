@@ -15,10 +15,10 @@ from gracekv.tree.refine import REFINERS, Refiner
 class TwoLevel(Refiner):
     """A root splits into all its singletons at once (the paper's ablation w/o MR).
 
-    Source: the paper's ablation without multi-resolution. Ours: what its trees are, which the paper
-    does not say (departures 5).
+    Source: the paper's ablation without multi-resolution. Ours: the shape of its trees, on
+    which the paper is silent (departures 5).
 
-    Cost: none; n single tokens have no distortion.
+    Cost: none; single tokens have no distortion.
     """
 
     max_cost: ClassVar[float] = math.inf

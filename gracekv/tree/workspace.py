@@ -15,7 +15,7 @@ class Workspace:
     """One float32 buffer on one device; each batch takes its tensors from it and overwrites it.
 
     Args:
-        device: of the buffer.
+        device: where the buffer lies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,8 +57,8 @@ _MAX_GPU_BYTES = 2**30
 def scratch_bytes(device: torch.device) -> int:
     """A default limit of working memory: 48 MiB on a CPU; on a GPU an eighth of what is free.
 
-    More helps a CPU little, whose cache is small; a GPU wants large batches, 1 GiB at most. Free is
-    also what torch's allocator has reserved and does not use. Source: ours.
+    More does not help a CPU, whose cache is small; a GPU wants large batches, of 1 GiB at most.
+    Memory that torch's allocator has reserved and does not use counts as free. Source: ours.
     """
     if device.type != "cuda":
         return _CPU_BYTES

@@ -1,4 +1,4 @@
-"""What every engine computes the prototype's distortion from, and which engine does."""
+"""The inputs of the engines that compute the prototype's distortion, and their choice."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class EngineInputs:
     """The inputs of an engine, for the heads of some layers.
 
     Attributes:
-        weights: of the distortion.
-        attention: of the probes to these heads.
+        weights: the weights of the distortion.
+        attention: the probes' attention to these heads.
         batch: the trees of these heads.
         rope: the rotations of all positions, in halves.
     """
@@ -66,7 +66,7 @@ class EngineInputs:
     rope: Rope
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name what kernels read of `attention`, shapes as there, and cos and sin [T, d_rot]."""
+        """The tensors of `attention` that kernels read, by name; and cos and sin [T, d_rot]."""
         held = self.attention
         rotations = {"cos": self.rope.cos, "sin": self.rope.sin}
         kept = {name: getattr(held, name) for name in _READ}
@@ -74,7 +74,7 @@ class EngineInputs:
         return kept | {name: x.to(held.values.device) for name, x in rotations.items()}
 
     def numbers(self) -> dict[str, Any]:
-        """What kernels read of the region, the distortion and the rule, by name."""
+        """The numbers that kernels read of region, distortion and rule, by name."""
         rule = self.batch.context.rule
         return {
             **{name: float(x) for name, x in dataclasses.asdict(self.weights).items()},
@@ -102,7 +102,7 @@ def select_engine(engine: Engine, values: Tensor, softcap: float | None = None) 
 
 
 def _obstacle(engine: Engine, values: Tensor, softcap: float | None) -> str | None:
-    """Why a compiled engine cannot run, and what to do about it; None if it can."""
+    """The reason why a compiled engine cannot run, and a remedy; None if it can."""
     dim, kind = values.shape[-1], type(values)
     if softcap is not None:
         return f"It does not cap logits, as this model does at {softcap:g}. Use engine 'torch'."

@@ -22,7 +22,7 @@ class NumbaEvaluator(DistortionEvaluator):
     """D of nodes in the heads of some layers, on as many threads as torch uses.
 
     Args:
-        inputs: on a CPU.
+        inputs: the inputs, on a CPU.
     """
 
     def __init__(self, inputs: EngineInputs) -> None:
@@ -70,7 +70,7 @@ class NumbaEvaluator(DistortionEvaluator):
         """Run the kernel on V >= 1 nodes.
 
         Args:
-            nodes: which.
+            nodes: the nodes.
             mode: `EVALUATE`, `SPLIT` or `SPLIT_ROOTS` of `gracekv.tree.engines.numba_kernel`.
             tensors: contiguous fields of its `DistortionArgs` for that mode, [V, ...].
             numbers: its other fields.
@@ -100,7 +100,7 @@ class NumbaSplitter(Splitter):
     """Computes only the costs that the split rule compares, and splits in the same pass.
 
     Args:
-        evaluator: of the nodes' heads.
+        evaluator: computes the costs in these heads.
         batch: the nodes' trees.
         rule: how nodes split.
 

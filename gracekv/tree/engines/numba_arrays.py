@@ -39,12 +39,12 @@ class HeadArrays(
         cos: [T, d_rot], of absolute positions.
         sin: [T, d_rot].
         region_start: absolute position of the region's first token.
-        lambda_z: of the distortion.
-        lambda_m: of the distortion.
-        epsilon: of the distortion.
-        uniform_base: of `gracekv.tree.merge.PrototypeRule`.
-        rule_epsilon: epsilon of the same.
-        multiplicity: of the same.
+        lambda_z: weight of the partition error.
+        lambda_m: weight of the value-aggregate error.
+        epsilon: guards both denominators.
+        uniform_base: that field of `gracekv.tree.merge.PrototypeRule`.
+        rule_epsilon: the rule's field `epsilon`.
+        multiplicity: the rule's field of that name.
     """
 
 

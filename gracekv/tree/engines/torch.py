@@ -27,7 +27,7 @@ class TorchEvaluator(DistortionEvaluator):
     """D of nodes in the heads of some layers.
 
     Attributes:
-        inputs: of the engine.
+        inputs: the inputs of the engine.
         workspace: scratch memory.
         memory_limit: bytes of working tensors per batch of nodes; None: 32 MiB on a CPU, 1 GiB on a
             GPU.

@@ -29,7 +29,7 @@ class TritonEvaluator(DistortionEvaluator):
     else 32.
 
     Args:
-        inputs: on a GPU (or, interpreted, on a CPU).
+        inputs: the inputs, on a GPU (or, interpreted, on a CPU).
     """
 
     def __init__(self, inputs: EngineInputs) -> None:
