@@ -182,25 +182,27 @@ def _launch_with(interpret: Any) -> Any:
     return launch
 
 
-def _log2_weights(queries: Any, keys: Any, seen: Any) -> torch.Tensor:
-    """The logits [H, Q, T] that the kernels of softmax sums take, in powers of 2."""
-    queries = queries.float().sum(0)
+def _log2_weights(queries: Any, keys: Any, seen: Any, scale: float) -> torch.Tensor:
+    """The logits [H, Q, T] of the kernels of softmax sums, in powers of 2."""
+    queries = queries[0].float() * scale
     grouped = queries.unflatten(0, (len(keys), -1)) @ keys.float().mT[:, None]
     hidden = torch.arange(keys.shape[1]) >= seen[:, None]
     return grouped.flatten(0, 1).masked_fill_(hidden, -torch.inf)
 
 
-def _row_logsumexp(*, queries: Any, keys: Any, seen: Any, sinks: Any, lse: Any, **_: Any) -> int:
-    logits = torch.cat([_log2_weights(queries, keys, seen), sinks[..., None]], dim=-1)
-    lse.copy_(torch.logsumexp(logits * _LN_2, dim=-1) / _LN_2)
+def _row_logsumexp(
+    *, queries: Any, keys: Any, seen: Any, sinks: Any, lse: Any, scale: float, **_: Any
+) -> int:
+    logits = _log2_weights(queries, keys, seen, scale) * _LN_2
+    lse.copy_(torch.logsumexp(torch.cat([logits, sinks[..., None]], dim=-1), dim=-1) / _LN_2)
     return 2 * len(queries) * queries.shape[1] * int(seen.sum()) * queries.shape[-1]
 
 
 def _reduce_columns(
     *, queries: Any, keys: Any, seen: Any, lse: Any, weights: Any, output: Any, chunk: int,
-    power: float, MAXIMUM: bool, **_: Any,
+    power: float, scale: float, MAXIMUM: bool, **_: Any,
 ) -> int:  # fmt: skip
-    shares = (power * (_log2_weights(queries, keys, seen) - lse[..., None])).exp2_()
+    shares = (power * (_log2_weights(queries, keys, seen, scale) - lse[..., None])).exp2_()
     shares *= weights[:, None]
     for part, rows in zip(output, shares.split(chunk, dim=1), strict=True):
         part.copy_(rows.amax(1) if MAXIMUM else rows.sum(1))

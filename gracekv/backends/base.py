@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -204,6 +205,10 @@ class AttentionBackend(Backend):
 
         `layer` is a `RaggedEntries`, or a `QuantisedEntries` of a coding without `obstacle`.
         """
+
+    def prepare_all(self, layers: Sequence[Any]) -> list[Any]:
+        """`prepare` of several layers that lie on one device."""
+        return [self.prepare(layer) for layer in layers]
 
     @abc.abstractmethod
     def held_bytes(self, prepared: Any) -> int:

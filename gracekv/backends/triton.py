@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,11 +14,10 @@ from gracekv.backends.base import (
     AttentionStep,
     check_rows,
 )
-from gracekv.backends.triton_splits import SplitTables, split_tables
+from gracekv.backends.triton_splits import SplitTables, split_tables, uploaded
 from gracekv.backends.triton_tiles import tiles
-from gracekv.cache.base import RaggedEntries
 from gracekv.cache.coded import CodedEntries
-from gracekv.cache.quantised import QuantisedEntries
+from gracekv.cache.entries import LayerEntries
 from gracekv.errors import BackendUnavailableError, ShapeError
 from gracekv.kernels import device as gpu
 from gracekv.registry import bounded
@@ -84,29 +84,22 @@ class Triton(AttentionBackend):
                 reason = str(error)
         return reason
 
-    def prepare(self, layer: RaggedEntries | QuantisedEntries) -> TritonEntries:
-        exact, device = layer.exact, layer.device
+    def prepare(self, layer: LayerEntries) -> TritonEntries:
+        return self.prepare_all([layer])[0]
+
+    def prepare_all(self, layers: Sequence[LayerEntries]) -> list[TritonEntries]:
+        device = layers[0].device
         self.require(AttentionSpec(device))
-        capability = gpu.capability(device)
-        block = tiles(exact.dim, exact.keys.dtype, capability).keys
-        keys, values = (
-            x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
-            for x in (exact.keys, exact.values)
-        )
-        processors = self.processors or gpu.processors(device)
-        pairs = ((keys, exact.keys), (values, exact.values))
-        return TritonEntries(
-            keys=keys,
-            values=values,
-            bias=exact.log_multiplicity.float().contiguous(),
-            heads=layer.heads,
-            sequences=layer.sequences,
-            tables=split_tables(layer, block, processors, self.splits_per_processor),
-            capability=capability,
-            programs=self.splits_per_processor * processors,
-            coded=layer.coded,
-            copied=sum(new.nbytes for new, old in pairs if new is not old),
-        )
+        capability, processors = gpu.capability(device), self.processors or gpu.processors(device)
+        made = []
+        for layer in layers:
+            block = tiles(layer.dim, layer.dtype, capability).keys
+            made.append(split_tables(layer, block, processors, self.splits_per_processor))
+        programs = self.splits_per_processor * processors
+        return [
+            _entries(layer, tables, capability, programs)
+            for layer, tables in zip(layers, uploaded(made, device), strict=True)
+        ]
 
     def held_bytes(self, prepared: TritonEntries) -> int:
         return prepared.tables.bytes + prepared.copied
@@ -161,6 +154,29 @@ class Triton(AttentionBackend):
 
 
 _OTHERWISE = "backend 'sdpa'"
+
+
+def _entries(
+    layer: LayerEntries, tables: SplitTables, capability: tuple[int, int], programs: int
+) -> TritonEntries:
+    exact = layer.exact
+    keys, values = (
+        x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
+        for x in (exact.keys, exact.values)
+    )
+    pairs = ((keys, exact.keys), (values, exact.values))
+    return TritonEntries(
+        keys=keys,
+        values=values,
+        bias=exact.log_multiplicity.float().contiguous(),
+        heads=layer.heads,
+        sequences=layer.sequences,
+        tables=tables,
+        capability=capability,
+        programs=programs,
+        coded=layer.coded,
+        copied=sum(new.nbytes for new, old in pairs if new is not old),
+    )
 
 
 def _check(step: AttentionStep) -> None:

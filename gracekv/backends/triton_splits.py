@@ -7,10 +7,12 @@ from its length, and long splits start first.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gracekv.cache.coded import CodedEntries
 from gracekv.cache.entries import LayerEntries
@@ -40,6 +42,10 @@ class PartSplits:
     items: Tensor
     item_first: Tensor
     most: int
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> PartSplits:
+        """The same splits with each tensor replaced by `change` of it."""
+        return PartSplits(change(self.items), change(self.item_first), self.most)
 
     def arguments(self, entries: CodedEntries) -> tuple[list[Tensor], list[int]]:
         """`codes` and `codings` of `ragged_attention` for a coded part: 9 tensors and 3 numbers.
@@ -73,6 +79,11 @@ class SplitTable:
     row_first: Tensor
     slots: int
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> SplitTable:
+        """The same table with each tensor replaced by `change` of it."""
+        parts = tuple(part.map(change) for part in self.parts)
+        return SplitTable(parts, change(self.row_first), self.slots)
+
     @property
     def bytes(self) -> int:
         """Bytes of all tensors."""
@@ -95,6 +106,10 @@ class SplitTables:
         """Bytes of all tables."""
         return sum(table.bytes for table in self.tables)
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> SplitTables:
+        """The same tables with each tensor replaced by `change` of it."""
+        return SplitTables(tuple(table.map(change) for table in self.tables))
+
     def for_readers(self, readers: int) -> SplitTable:
         """The table for `readers` query tiles on each packed row."""
         level = sum(readers >= least for least in _READERS[1:])
@@ -105,7 +120,7 @@ class SplitTables:
 def split_tables(
     layer: LayerEntries, block: int, processors: int, per_processor: int
 ) -> SplitTables:
-    """The tables of a packed layer, on its device.
+    """The tables of a packed layer, on the CPU.
 
     Args:
         layer: S sequences.
@@ -116,6 +131,21 @@ def split_tables(
     total = int(layer.lengths.sum())
     sizes = [split_size(total * least, block, processors, per_processor) for least in _READERS]
     return SplitTables(tuple(split_table(layer, size, block) for size in (*sizes, max(total, 1))))
+
+
+def uploaded(tables: Sequence[SplitTables], device: torch.device) -> list[SplitTables]:
+    """The tables of several layers on `device`, copied at once: the host waits for each copy."""
+    found: list[Tensor] = []
+
+    def collect(x: Tensor) -> Tensor:
+        # Triton compiles a kernel once more for addresses that are not multiples of 16 bytes.
+        found.append(functional.pad(x.flatten(), (0, x.numel() % 2)))
+        return x
+
+    for table in tables:
+        table.map(collect)
+    parts = iter(torch.cat(found).to(device).split([len(x) for x in found]))
+    return [table.map(lambda x: next(parts)[: x.numel()].view(x.shape)) for table in tables]
 
 
 def split_size(entries: int, block: int, processors: int, per_processor: int) -> int:
@@ -140,7 +170,7 @@ def split_table(layer: LayerEntries, size: int, block: int) -> SplitTable:
         size: entries of a split.
         block: entries of a kernel step.
     """
-    coded, sequences, device = layer.coded, layer.sequences, layer.device
+    coded, sequences = layer.coded, layer.sequences
     stored = [layer.exact.offsets, *(part.offsets for part in coded)]
     sizes = [_even_sizes(part.diff(), size, block) for part in stored]
     counts = torch.stack(
@@ -168,12 +198,12 @@ def split_table(layer: LayerEntries, size: int, block: int) -> SplitTable:
         first = ragged.offsets(torch.bincount(sequence, minlength=sequences))
         items = torch.stack(columns, dim=1)[order]
         most = int(first.diff().max())
-        made.append(PartSplits(items.to(device), first.to(device), most))
+        made.append(PartSplits(items, first, most))
     inside = [
         slots[s * heads * parts : (s + 1) * heads * parts + 1 : parts] - starts[s]
         for s in range(sequences)
     ]
-    return SplitTable(tuple(made), torch.stack(inside).to(device), int(starts.diff().max()))
+    return SplitTable(tuple(made), torch.stack(inside), int(starts.diff().max()))
 
 
 def _even_sizes(lengths: Tensor, size: int, block: int) -> Tensor:

@@ -54,7 +54,7 @@ class GraceCache(Cache):  # type: ignore[misc]
     def __init__(self, packed: CompressedCache, backend: Backend | None = None) -> None:
         backend = backend or Auto()
         self.padding, self._other_layers = packed.padding, packed.other_layers
-        layers = [GraceLayer(PackedLayer.of(x, backend, packed.length)) for x in packed.layers]
+        layers = [GraceLayer(x) for x in PackedLayer.all_of(packed.layers, backend, packed.length)]
         super().__init__(layers=[])
         self._place(layers, packed.length)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +29,25 @@ class PackedLayer:
     length: int
 
     @classmethod
-    def of(cls, entries: LayerEntries, backend: Backend, length: int) -> PackedLayer:
-        """The layer with `backend` resolved for it.
+    def all_of(
+        cls, layers: Sequence[LayerEntries], backend: Backend, length: int
+    ) -> list[PackedLayer]:
+        """The layers with `backend` resolved for each.
 
         Raises `BackendUnavailableError` if the backend cannot read such a layer.
         """
-        spec = AttentionSpec.of(entries)
-        reader = backend.resolve(spec)
-        reader.require(spec)
-        return cls(entries, reader.prepare(entries), reader, length)
+        readers = []
+        for entries in layers:
+            spec = AttentionSpec.of(entries)
+            readers.append(backend.resolve(spec))
+            readers[-1].require(spec)
+        made: list[PackedLayer] = []
+        pairs = zip(readers, layers, strict=True)
+        for (reader, _), group in itertools.groupby(pairs, lambda pair: (pair[0], pair[1].device)):
+            alike = [entries for _, entries in group]
+            prepared = reader.prepare_all(alike)
+            made += [cls(x, y, reader, length) for x, y in zip(alike, prepared, strict=True)]
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayer:
         # `copy.deepcopy(cache)` is how users fork a conversation: only the tail need be copied.

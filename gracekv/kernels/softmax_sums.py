@@ -19,6 +19,7 @@ from gracekv.kernels import device as triton_device
 from gracekv.kernels.columns import Columns
 from gracekv.kernels.linalg import linear
 from gracekv.kernels.logits import capped, softmax
+from gracekv.kernels.small_tensors import filled, on_device
 
 Engine = Literal["auto", "torch", "numba", "triton"]
 
@@ -30,9 +31,10 @@ _CPU_BLOCK, _GPU_BLOCK, _LEAST_ROWS = 4 * 2**20, 256 * 2**20, 16
 def softmax_columns(
     queries: Tensor,
     keys: Tensor,
-    seen: Tensor,
+    seen: Tensor | int,
     weights: Tensor | None = None,
     *,
+    scale: float = 1.0,
     power: float = 1.0,
     maximum: bool = False,
     softcap: float | None = None,
@@ -41,50 +43,52 @@ def softmax_columns(
 ) -> Tensor:
     """sum_q w_q p_{q,t}^power for every key t, or the maximum over q: float32 [H, T].
 
-    p_q is the softmax of a query's logits over the first `seen` keys, and 0 after them.
+    p_q is the softmax of a query's logits over the first `seen` keys, and 0 after them. Logits are
+    computed in float32.
 
     Args:
-        queries: [H, Q, d], times the attention scale; H a multiple of G. Read as float32.
+        queries: [H, Q, d]; H a multiple of G.
         keys: [G, T, d] of any floating dtype.
-        seen: int64 [Q], number of keys that each query sees, from 1 to T, in any order; ascending
-            is fastest.
-        weights: w [Q]; None: all 1.
+        seen: int64 [Q], the number of keys that each query sees, from 1 to T, in any order
+            (ascending is fastest), or one number for all queries.
+        weights: w [Q], or None for equal weights of 1.
+        scale: factor of q . k.
         power: exponent, at least 1.
-        maximum: maximum of w_q p^power instead of the sum.
-        softcap: of the logits; None: none.
-        sinks: [H] or [H, Q], a logit more of a query head or of each query, which takes its share
-            and says nothing; None: none.
-        engine: "auto" takes the fastest for these tensors; torch alone knows caps.
+        maximum: reduce w_q p^power over queries by the maximum, not the sum.
+        softcap: logit softcap, or None.
+        sinks: [H] or [H, Q], the logit of a sink for each query head or each query, which takes a
+            share of the softmax; or None.
+        engine: "auto" takes the fastest for these tensors; only "torch" supports a softcap.
 
-    Raises `BackendUnavailableError` for another engine with a cap.
+    Raises `BackendUnavailableError` for another engine with a softcap.
     """
-    queries = queries.float()
-    seen = seen.to(keys.device, torch.int64)
+    count, device = queries.shape[1], keys.device
+    if not count:
+        return queries.new_zeros(queries.shape[0], keys.shape[1], dtype=torch.float32)
+    if isinstance(seen, int):
+        seen = filled(count, seen, torch.int64, device)
     if weights is None:
-        weights = torch.ones(len(seen), device=keys.device)
-    weights = weights.to(keys.device, torch.float32)
-    if not len(seen):
-        return queries.new_zeros(queries.shape[0], keys.shape[1])
+        weights = filled(count, 1.0, torch.float32, device)
     if sinks is not None:
         each = sinks[:, None] if sinks.ndim == 1 else sinks
-        sinks = each.to(keys.device, torch.float32).expand(len(queries), len(seen))
+        sinks = each.to(device, torch.float32).expand(len(queries), count)
     if engine == "auto":
         engine = _fastest(queries, keys) if softcap is None else "torch"
-    asked = Columns(queries, keys, seen, weights, power, maximum)
+    seen = on_device(seen.long(), device)
+    weights = on_device(weights.float(), device)
+    asked = Columns(queries, keys, seen, weights, scale, power, maximum, sinks)
     if engine == "torch":
-        return _torch_columns(asked, softcap, sinks)
+        return _torch_columns(asked, softcap)
     if softcap is not None:
         raise BackendUnavailableError(
-            f"Engine {engine!r} does not know capped logits. Use engine 'torch'."
+            f"Engine {engine!r} does not support a logit softcap. Use engine 'torch'."
         )
-    if sinks is None:
-        sinks = queries.new_full((1, 1), -torch.inf).expand(len(queries), len(seen))
     compute: Any
     if engine == "numba":
         from gracekv.kernels.softmax_sums_numba import softmax_columns as compute
     else:
         from gracekv.kernels.softmax_sums_triton import softmax_columns as compute
-    columns: Tensor = compute(asked, sinks)
+    columns: Tensor = compute(asked)
     return columns
 
 
@@ -103,19 +107,21 @@ def _fastest(queries: Tensor, keys: Tensor) -> Engine:
     return "torch"
 
 
-def _torch_columns(asked: Columns, softcap: float | None, sinks: Tensor | None) -> Tensor:
-    """In blocks of queries: a block reads the keys up to the last that one of its queries sees."""
-    queries, keys, seen, weights, power, maximum = asked
+def _torch_columns(asked: Columns, softcap: float | None) -> Tensor:
+    """Work in blocks of queries; a block reads the keys up to the last that one of them sees."""
+    queries, keys, seen, sinks = asked.scaled, asked.keys, asked.seen, asked.sinks
     heads, count, dim = queries.shape
     groups, length, _ = keys.shape
-    shared, wide = queries.view(groups, heads // groups, count, dim), keys.float()
+    shared, wide = queries.unflatten(0, (groups, -1)), keys.float()
     total = queries.new_zeros(groups, heads // groups, length)
     own = None if sinks is None else sinks.reshape(groups, heads // groups, count, 1)
     block = block_rows(keys.device, heads // groups, length)
     for first in range(0, count, block):
         rows = slice(first, first + block)
         visible = seen[rows]
-        before, stop = int(visible.min()), int(visible.max())
+        before, stop = 0, length
+        if keys.device.type == "cpu":  # a GPU's host would wait for them
+            before, stop = int(visible.min()), int(visible.max())
         hidden = torch.arange(before, stop, device=keys.device) >= visible[:, None]
         # One head at a time, so that its logits are still in the CPU's cache when they are read.
         for head in range(groups):
@@ -124,17 +130,17 @@ def _torch_columns(asked: Columns, softcap: float | None, sinks: Tensor | None) 
             logits = capped(logits, softcap)
             logits[..., before:].masked_fill_(hidden, -torch.inf)
             shares = softmax(logits, None if own is None else own[head, :, rows])
-            if power != 1.0:
-                shares.pow_(power)
+            if asked.power != 1.0:
+                shares.pow_(asked.power)
             here = total[head, :, :stop]
-            if maximum:
-                torch.maximum(here, (shares * weights[rows, None]).amax(dim=1), out=here)
+            if asked.maximum:
+                torch.maximum(here, (shares * asked.weights[rows, None]).amax(dim=1), out=here)
             else:
-                here += weights[rows] @ shares
+                here += asked.weights[rows] @ shares
     return total.flatten(0, 1)
 
 
 def block_rows(device: torch.device, heads: int, length: int) -> int:
-    """Number of queries whose logits in `heads` query heads over `length` keys fill a block."""
+    """The number of queries whose logits in `heads` query heads over `length` keys fill a block."""
     limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
     return max(_LEAST_ROWS, limit // (4 * heads * length))

@@ -205,21 +205,24 @@ def takes(queries: Tensor, keys: Tensor) -> bool:
     return plain and keys.device.type == "cpu" and keys.dtype in NUMBERS
 
 
-def softmax_columns(asked: Columns, sinks: Tensor) -> Tensor:
-    """float32 [H, T]; as in `gracekv.kernels.softmax_sums`, on the CPU, with `sinks` [H, Q]."""
-    queries, keys, seen, weights, power, maximum = asked
+def softmax_columns(asked: Columns) -> Tensor:
+    """float32 [H, T]; as in `gracekv.kernels.softmax_sums`, on the CPU."""
+    queries, keys = asked.scaled, asked.keys
     heads, count, dim = queries.shape
     kv_heads, length, _ = keys.shape
     items = -(-count // _QUERIES)
     total = torch.zeros(heads, items, length)
+    sinks = asked.sinks
+    if sinks is None:
+        sinks = torch.full((heads, count), -torch.inf)
     counter = ctypes.c_int64(0)
     # The kernel reads addresses, so the tensors must live until it returns.
     tensors = {
         "keys": keys.contiguous(),
         "panels": torch.empty(kv_heads, -(-length // _PANEL), dim, _PANEL),
         "queries": queries.contiguous(),
-        "seen": seen.contiguous(),
-        "weights": weights.contiguous(),
+        "seen": asked.seen.contiguous(),
+        "weights": asked.weights.contiguous(),
         "sinks": sinks.contiguous(),
         "total": total,
     }
@@ -232,11 +235,11 @@ def softmax_columns(asked: Columns, sinks: Tensor) -> Tensor:
         length=length,
         dim=dim,
         items=items,
-        maximum=int(maximum),
-        power=power,
+        maximum=int(asked.maximum),
+        power=asked.power,
     )
     with torch.profiler.record_function("softmax_columns (numba)"):
         omp_threads.run(pack_keys(keys.dtype), ctypes.addressof(args))
         counter.value = 0
         omp_threads.run(reduce_columns(), ctypes.addressof(args))
-    return total.amax(dim=1) if maximum else total.sum(dim=1)
+    return total.amax(dim=1) if asked.maximum else total.sum(dim=1)

@@ -2,9 +2,9 @@
 
 Two kernels compute the logits: the first keeps a log-sum-exp per query, the second reduces
 probabilities over queries for a block of keys. Half-precision keys are multiplied on tensor cores
-with float32 sums; queries, which are float32, are split into two parts of the keys' dtype. Float32
-keys are multiplied in full float32. There are no atomic operations: results are the same to the bit
-from run to run.
+with float32 sums; float32 queries are split into two parts of the keys' dtype for it. Float32 keys
+are multiplied in full float32. There are no atomic operations: results are the same to the bit from
+run to run.
 
 Source: ours; the two passes are those of flash attention's backward pass (arXiv:2205.14135).
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gracekv.kernels.columns import Columns
 from gracekv.kernels.device import interpreted
+from gracekv.kernels.small_tensors import filled
 
 LARGEST_DIM = 256
 # Queries of one program of the second kernel.
@@ -27,10 +28,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def block_sizes(dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Constants and launch options of both kernels: 64 x 64 logits, features in blocks."""
+    """Constants and launch options of both kernels; blocks of 64 features would spill registers."""
     if dtype == torch.float32:
         return {"BLOCK_Q": 32, "BLOCK_K": 64, "BLOCK_D": 32, "num_warps": 4, "num_stages": 1}
-    features = min(64, max(16, 1 << (dim - 1).bit_length()))
+    features = min(32, max(16, 1 << (dim - 1).bit_length()))
     return {"BLOCK_Q": 64, "BLOCK_K": 64, "BLOCK_D": features, "num_warps": 4, "num_stages": 2}
 
 
@@ -40,124 +41,145 @@ def takes(queries: Tensor, keys: Tensor) -> bool:
     return plain and keys.dtype in _DTYPES and keys.shape[-1] <= LARGEST_DIM
 
 
-def split(queries: Tensor, dtype: torch.dtype) -> Tensor:
-    """[PARTS, ...] in `dtype` whose parts add up to float32 `queries`, two if it is a half."""
-    if dtype == torch.float32:
-        return queries[None]
-    high = queries.to(dtype)
-    return torch.stack([high, (queries - high.float()).to(dtype)])
-
-
-def softmax_columns(asked: Columns, sinks: Tensor) -> Tensor:
-    """float32 [H, T]; as in `gracekv.kernels.softmax_sums`, on a GPU, with `sinks` [H, Q]."""
-    queries, keys, seen, weights, power, maximum = asked
+def softmax_columns(asked: Columns) -> Tensor:
+    """float32 [H, T]; as in `gracekv.kernels.softmax_sums`, on a GPU."""
+    queries, keys, sinks = asked.queries, asked.keys, asked.sinks
+    if queries.dtype not in (keys.dtype, torch.float32):
+        queries = queries.float()
+    # Only features must follow one another: slices of prompts are read where they lie.
+    queries, keys = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys))
     heads, count, dim = queries.shape
     groups, length, _ = keys.shape
-    parts = split(queries * _LOG2_E, keys.dtype).contiguous()
-    keys, seen, weights = keys.contiguous(), seen.contiguous(), weights.contiguous()
-    sinks = (sinks * _LOG2_E).contiguous()
-    lse = torch.empty(heads, count, device=keys.device)
+    if sinks is None:
+        sinks = filled(1, -torch.inf, torch.float32, keys.device).expand(heads, count)
     chunks = -(-count // _QUERIES)
+    lse = torch.empty(heads, count, device=keys.device)
     output = torch.empty(chunks, heads, length, device=keys.device)
     sizes = block_sizes(dim, keys.dtype)
-    constants = {"GROUP": heads // groups, "D": dim, "PARTS": len(parts), "UPCAST": interpreted()}
-    numbers = {"count": count, "length": length, "features": dim}
+    numbers = {
+        "count": count, "length": length, "features": dim, "scale": asked.scale * _LOG2_E,
+        "query_head_stride": queries.stride(0), "query_row_stride": queries.stride(1),
+        "key_head_stride": keys.stride(0), "key_row_stride": keys.stride(1),
+    }  # fmt: skip
+    # The interpreter computes with bfloat16's bits as if they were integers.
+    upcast = interpreted() and torch.bfloat16 in (queries.dtype, keys.dtype)
+    constants = {"GROUP": heads // groups, "D": dim, "UPCAST": upcast}
+    one = queries[None]
     with torch.cuda.device_of(keys):
         row_logsumexp[(-(-count // sizes["BLOCK_Q"]), heads)](
-            parts, keys, seen, sinks, lse, **numbers, **constants, **sizes, enable_fp_fusion=True
-        )
-        reduce_columns[(-(-length // sizes["BLOCK_K"]), heads, chunks)](
-            parts,
+            one,
             keys,
-            seen,
+            asked.seen,
+            sinks,
             lse,
-            weights,
-            output,
+            sink_head_stride=sinks.stride(0),
+            sink_row_stride=sinks.stride(1),
             **numbers,
-            chunk=_QUERIES,
-            power=float(power),
-            MAXIMUM=maximum,
             **constants,
             **sizes,
             enable_fp_fusion=True,
         )
-    return output.amax(dim=0) if maximum else output.sum(dim=0)
+        reduce_columns[(-(-length // sizes["BLOCK_K"]), heads, chunks)](
+            one,
+            keys,
+            asked.seen,
+            lse,
+            asked.weights.contiguous(),
+            output,
+            **numbers,
+            chunk=_QUERIES,
+            power=float(asked.power),
+            MAXIMUM=asked.maximum,
+            **constants,
+            **sizes,
+            enable_fp_fusion=True,
+        )
+    if chunks == 1:
+        return output[0]
+    return output.amax(dim=0) if asked.maximum else output.sum(dim=0)
 
 
 @triton.jit
 def _logits(
-    queries,  # [PARTS, H, Q, D]; here the first part of the head's first query
-    keys,  # [T, D], of the head
+    queries,  # [Q, D] of the head
+    keys,  # [T, D] of the head
     q,  # [BLOCK_Q]
     known,
     k,  # [BLOCK_K]
     inside,
-    part_stride,
+    query_row_stride,
+    key_row_stride,
+    scale,
     features,  # D
     D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PARTS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """[BLOCK_Q, BLOCK_K] float32."""
+    """[BLOCK_Q, BLOCK_K] float32, in powers of 2."""
     logits = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     for i in range(0, features, BLOCK_D):
         feature = i + tl.arange(0, BLOCK_D)
         used = feature < D
         key = tl.load(
-            keys + k[None, :].to(tl.int64) * D + feature[:, None],
+            keys + k[None, :].to(tl.int64) * key_row_stride + feature[:, None],
             mask=inside[None, :] & used[:, None],
             other=0.0,
         )
+        query = tl.load(
+            queries + q[:, None].to(tl.int64) * query_row_stride + feature[None, :],
+            mask=known[:, None] & used[None, :],
+            other=0.0,
+        )
         if UPCAST:
-            key = key.to(tl.float32)
-        for part in tl.static_range(PARTS):
-            query = tl.load(
-                queries + part * part_stride + q[:, None].to(tl.int64) * D + feature[None, :],
-                mask=known[:, None] & used[None, :],
-                other=0.0,
-            )
-            if UPCAST:
-                query = query.to(tl.float32)
-            logits = tl.dot(query, key, logits, input_precision="ieee")
-    return logits
+            key, query = key.to(tl.float32), query.to(tl.float32)
+        high = query.to(key.dtype)
+        logits = tl.dot(high, key, logits, input_precision="ieee")
+        if query.dtype != key.dtype:
+            low = (query - high.to(tl.float32)).to(key.dtype)
+            logits = tl.dot(low, key, logits, input_precision="ieee")
+    return logits * scale
 
 
-@triton.jit(do_not_specialize=["count", "length", "features"])
+@triton.jit(do_not_specialize=["count", "length", "features", "scale"])
 def row_logsumexp(
-    queries,  # [PARTS, H, Q, D], times the attention scale and log2(e)
+    queries,  # [1, H, Q, D]
     keys,  # [G, T, D]
     seen,  # [Q]
-    sinks,  # [H, Q], a logit more of each query, times log2(e); -inf: none
+    sinks,  # [H, Q], the logit of each query's sink, or -inf
     lse,  # [H, Q], log2 of the sums of powers of 2
     count,  # Q
     length,  # T
     features,
+    scale,  # of the logits, times log2(e)
+    query_head_stride,
+    query_row_stride,
+    key_head_stride,
+    key_row_stride,
+    sink_head_stride,
+    sink_row_stride,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PARTS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Program (block of queries, query head)."""
     head = tl.program_id(1).to(tl.int64)
-    part_stride = tl.num_programs(1).to(tl.int64) * count * D
     q = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     known = q < count
     visible = tl.load(seen + q, mask=known, other=1).to(tl.int32)
-    queries += head * count * D
-    keys += head // GROUP * length * D
+    queries += head * query_head_stride
+    keys += head // GROUP * key_head_stride
     top = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     for start in range(0, tl.max(visible, 0), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         logits = _logits(
-            queries, keys, q, known, k, k < length, part_stride, features, D, BLOCK_Q, BLOCK_K,
-            BLOCK_D, PARTS, UPCAST,
+            queries, keys, q, known, k, k < length, query_row_stride, key_row_stride, scale, features, D,
+            BLOCK_Q, BLOCK_K, BLOCK_D, UPCAST,
         )  # fmt: skip
         logits = tl.where(k[None, :] < visible[:, None], logits, -float("inf"))
         # Every query sees key 0, so the first block makes `peak` finite.
@@ -165,14 +187,16 @@ def row_logsumexp(
         total = total * tl.exp2(top - peak) + tl.sum(tl.exp2(logits - peak[:, None]), 1)
         top = peak
     keyed = top + tl.log2(total)
-    sink = tl.load(sinks + head * count + q, mask=known, other=-float("inf"))
+    at = head * sink_head_stride + q.to(tl.int64) * sink_row_stride
+    sink = tl.load(sinks + at, mask=known, other=-float("inf"))
+    sink *= 1.4426950408889634  # log2(e)
     # Without a sink the second logarithm is 0.
     peak = tl.maximum(keyed, sink)
     both = peak + tl.log2(tl.exp2(keyed - peak) + tl.exp2(sink - peak))
     tl.store(lse + head * count + q, both, mask=known)
 
 
-@triton.jit(do_not_specialize=["count", "length", "features", "chunk", "power"])
+@triton.jit(do_not_specialize=["count", "length", "features", "chunk", "power", "scale"])
 def reduce_columns(
     queries,
     keys,
@@ -185,23 +209,26 @@ def reduce_columns(
     features,
     chunk,  # queries of a program
     power,
+    scale,
+    query_head_stride,
+    query_row_stride,
+    key_head_stride,
+    key_row_stride,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PARTS: tl.constexpr,
     UPCAST: tl.constexpr,
     MAXIMUM: tl.constexpr,
 ):
     """Program (block of keys, query head, chunk of queries)."""
     head, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    part_stride = tl.num_programs(1).to(tl.int64) * count * D
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = k < length
     first = tl.program_id(0) * BLOCK_K
-    queries += head * count * D
-    keys += head // GROUP * length * D
+    queries += head * query_head_stride
+    keys += head // GROUP * key_head_stride
     total = tl.zeros([BLOCK_K], tl.float32)
     for start in range(part * chunk, tl.minimum((part + 1) * chunk, count), BLOCK_Q):
         q = start + tl.arange(0, BLOCK_Q)
@@ -209,8 +236,8 @@ def reduce_columns(
         visible = tl.load(seen + q, mask=known, other=0).to(tl.int32)
         if tl.max(visible, 0) > first:
             logits = _logits(
-                queries, keys, q, known, k, inside, part_stride, features, D, BLOCK_Q, BLOCK_K,
-                BLOCK_D, PARTS, UPCAST,
+                queries, keys, q, known, k, inside, query_row_stride, key_row_stride, scale, features, D,
+                BLOCK_Q, BLOCK_K, BLOCK_D, UPCAST,
             )  # fmt: skip
             norm = tl.load(lse + head * count + q, mask=known, other=0.0)
             weight = tl.load(weights + q, mask=known, other=0.0)

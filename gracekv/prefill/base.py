@@ -180,7 +180,9 @@ class Prefill:
         return found
 
     def queries_at(self, layer: int, positions: Sequence[int] | Tensor) -> Tensor:
-        """[H, P, d] queries of `layer` at absolute `positions`.
+        """[H, P, d] queries of `layer` at absolute `positions`; not to be written to.
+
+        Positions on a GPU are copied to the host, unless all queries are held.
 
         Raises `MissingCaptureError` if one of them was not captured.
         """

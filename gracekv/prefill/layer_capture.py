@@ -195,13 +195,7 @@ class LayerCapture:
 
         Raises `MissingCaptureError` if a query was not captured.
         """
-        positions = self.info.query_positions
-        first = int(torch.searchsorted(positions, region.start))
-        held = positions[first : first + region.length]
-        if len(held) == region.length and int(held[-1]) == region.end - 1:
-            queries = self.queries[:, first : first + region.length]
-        else:
-            queries = self.queries_at(range(region.start, region.end))
+        queries = self.queries_at(range(region.start, region.end))
         return TokenRun(
             region.start, queries, self.keys, self.values, self.rope, self.scale, **self.logits
         )

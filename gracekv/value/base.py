@@ -93,12 +93,12 @@ def attention_sums(
     Raises `MissingCaptureError` if a probe's query was not captured.
     """
     at = torch.as_tensor(probes, dtype=torch.int64, device="cpu")
-    queries = capture.queries_at(at).float() * capture.scale
     columns = softmax_columns(
-        queries,
+        capture.queries_at(at),
         capture.keys,
         at + 1,
         weights,
+        scale=capture.scale,
         power=power,
         maximum=maximum,
         **capture.logits,

@@ -31,10 +31,10 @@ class ReceivedAttention(LayerObserver):
 
 class _Columns(TokenColumns):
     def add(self, run: TokenRun) -> None:
-        seen = torch.arange(run.start + 1, run.end + 1)
         keys = run.keys[:, : run.end]
+        seen = torch.arange(run.start + 1, run.end + 1, device=keys.device)
         self.columns(run.queries)[:, : run.end] += softmax_columns(
-            run.queries.float() * run.scale, keys, seen, **run.logits
+            run.queries, keys, seen, scale=run.scale, **run.logits
         )
 
 

@@ -89,9 +89,10 @@ class RepeatedAttention(Scorer):
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """[G, N], not normalised. Raises `MissingCaptureError` without the second pass."""
-        keys = capture.keys[:, region.start : region.end].contiguous()
-        queries = capture.observation(RepeatedQueries(self.count)).to(keys.device)
-        seen = torch.full((queries.shape[1],), region.length)
-        asked, softcap = queries.float() * capture.scale, capture.softcap
-        squares = softmax_columns(asked, keys, seen, power=2.0, softcap=softcap) / len(seen)
+        keys = capture.keys[:, region.start : region.end]
+        asked = capture.observation(RepeatedQueries(self.count)).to(keys.device)
+        squares = softmax_columns(
+            asked, keys, region.length, scale=capture.scale, power=2.0, softcap=capture.softcap
+        )
+        squares = squares / asked.shape[1]
         return reduce(squares, "(g n) t -> g t", "mean", g=len(keys)).sqrt()

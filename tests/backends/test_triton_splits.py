@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracekv.backends import AttentionSpec, Auto, Triton
-from gracekv.backends.triton_splits import split_size, split_table, split_tables, tail_splits
+from gracekv.backends.triton_splits import (
+    split_size,
+    split_table,
+    split_tables,
+    tail_splits,
+    uploaded,
+)
 from gracekv.backends.triton_tiles import padded_dim, tiles
 from gracekv.cache.base import RaggedEntries
 from gracekv.errors import BackendUnavailableError, ConfigError
@@ -199,3 +205,18 @@ def test_hyperparameters_out_of_range_are_refused():
         Triton(splits_per_processor=0)
     with pytest.raises(ConfigError, match=r"processors takes a whole number >= 1; got 0\. None"):
         Triton(processors=0)
+
+
+def test_tables_of_all_layers_are_uploaded_together():
+    made = [
+        split_tables(layer_of(2, [70, 3, 0, 900]), 16, 8, 2),
+        split_tables(layer_of(1, [5]), 16, 8, 2),
+    ]
+    for table, there in zip(made, uploaded(made, torch.device("cpu")), strict=True):
+        tensors: list[list[torch.Tensor]] = [[], []]
+        for found, one in zip(tensors, (table, there), strict=True):
+            one.map(lambda x, found=found: found.append(x) or x)
+        for x, y in zip(*tensors, strict=True):
+            assert torch.equal(x, y)
+            assert y.data_ptr() % 16 == 0
+        assert repr(table.map(lambda x: 0)) == repr(there.map(lambda x: 0))

@@ -15,17 +15,19 @@ from support.cubin import SHARED_KIB, compiled, resources  # noqa: E402
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 TYPES = {F32: "*fp32", F16: "*fp16", BF16: "*bf16"}
+# Sinks are views of one number, or rows of any length.
+UNALIGNED = ("sink_head_stride", "sink_row_stride")
 KERNELS = [softmax_sums_triton.row_logsumexp, softmax_sums_triton.reduce_columns]
 
 
-def compiled_columns(kernel, dim, dtype, arch):
+def compiled_columns(kernel, dim, dtype, arch, queries):
     sizes = softmax_sums_triton.block_sizes(dim, dtype)
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
-    constants = {"GROUP": 7, "D": dim, "PARTS": 1 if dtype == F32 else 2, "UPCAST": False}
+    constants = {"GROUP": 7, "D": dim, "UPCAST": False}
     constants |= {"MAXIMUM": False} | sizes
-    pointers = {"queries": TYPES[dtype], "keys": TYPES[dtype], "seen": "*i64"}
+    pointers = {"queries": TYPES[queries], "keys": TYPES[dtype], "seen": "*i64"}
     pointers |= dict.fromkeys(("lse", "weights", "sinks", "output"), "*fp32")
-    return compiled(kernel, pointers, {"power"}, constants, arch, **options)
+    return compiled(kernel, pointers, {"power", "scale"}, constants, arch, UNALIGNED, **options)
 
 
 ALL = [(128, dtype, arch) for dtype in (BF16, F32) for arch in (80, 90, 120)]
@@ -34,8 +36,10 @@ ALL += [(64, BF16, 120), (80, F16, 90), (96, BF16, 80), (256, BF16, 120), (256, 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 @pytest.mark.parametrize(("dim", "dtype", "arch"), covering(ALL))
-def test_fits(tmp_path, kernel, dim, dtype, arch):
-    binary = compiled_columns(kernel, dim, dtype, arch)
+@pytest.mark.parametrize("rotated", [True, False])
+def test_fits(tmp_path, kernel, dim, dtype, arch, rotated):
+    # Rotated queries come in float32 and are split, others in the model's dtype.
+    binary = compiled_columns(kernel, dim, dtype, arch, F32 if rotated else dtype)
     used = resources(binary, tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0, "registers spill"
     assert binary.metadata.shared <= SHARED_KIB[arch] * 1024

@@ -119,11 +119,11 @@ def test_auto_takes_a_backend_that_reads_codes():
     spec = AttentionSpec.of(layer)
     assert Auto().resolve(spec) == Numba()
     assert Auto().resolve(dataclasses.replace(spec, dtype=torch.float64)) == Sdpa()
-    assert PackedLayer.of(layer, Auto(), 9).backend == Numba()
+    assert PackedLayer.all_of([layer], Auto(), 9)[0].backend == Numba()
 
 
 def test_a_backend_that_cannot_read_codes_says_so(monkeypatch):
     monkeypatch.setattr(Eager, "obstacle", lambda *_: "It does not read codes.")
     layer = quantised(torch.Generator().manual_seed(4), [9], 16, torch.float32, 1)
     with pytest.raises(BackendUnavailableError, match=r"'eager' cannot run\. It does not read"):
-        PackedLayer.of(layer, Eager(), 9)
+        PackedLayer.all_of([layer], Eager(), 9)

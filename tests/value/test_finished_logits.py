@@ -54,5 +54,5 @@ def test_scores_equal_their_references(case):
 
 def test_engines_without_caps_say_so():
     queries, keys, seen = torch.randn(2, 3, 8), torch.randn(1, 5, 8), torch.tensor([3, 4, 5])
-    with pytest.raises(BackendUnavailableError, match="does not know capped logits"):
+    with pytest.raises(BackendUnavailableError, match="does not support a logit softcap"):
         softmax_columns(queries, keys, seen, engine="numba", softcap=2.0)

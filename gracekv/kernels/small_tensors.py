@@ -1,0 +1,47 @@
+"""Small tensors that many layers read, put on a GPU once: each upload would make the host wait.
+
+The tensors are shared. Never write to them.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor [...] on `device`; what was put on a GPU lately is not copied again."""
+    if device.type != "cuda" or values.device.type != "cpu":
+        return values.to(device)
+    data = values.contiguous().numpy().tobytes()
+    return _uploaded(data, values.dtype, tuple(values.shape), device, _stream(device))
+
+
+def filled(size: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor [size] of one value; on a GPU it is made once for all callers."""
+    if device.type != "cuda":
+        return torch.full((size,), value, dtype=dtype, device=device)
+    return _filled(size, value, dtype, device, _stream(device))
+
+
+def _stream(device: torch.device) -> int:
+    # Work on another stream would not wait until the tensor is written.
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.lru_cache(maxsize=64)
+def _uploaded(
+    data: bytes, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device, stream: int
+) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape).to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _filled(
+    size: int, value: float, dtype: torch.dtype, device: torch.device, stream: int
+) -> Tensor:
+    return torch.full((size,), value, dtype=dtype, device=device)
