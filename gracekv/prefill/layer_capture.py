@@ -12,6 +12,7 @@ from torch import Tensor
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import MissingCaptureError
 from gracekv.kernels.rope import Rope
+from gracekv.kernels.small_tensors import on_device
 from gracekv.prefill.observer import Observer, TokenRun
 from gracekv.prefill.past import ADDED
 from gracekv.prefill.prompt import PromptSpans, Region
@@ -54,7 +55,6 @@ class CaptureInfo:
     token_ids: Tensor | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     shard: HeadShard = WHOLE
-    _moved: dict[Any, Tensor] = field(default_factory=dict, init=False)
 
     @property
     def entry_dim(self) -> int:
@@ -69,15 +69,6 @@ class CaptureInfo:
     def entry_bytes(self) -> int:
         """Bytes of one K/V pair as it is stored."""
         return 2 * self.entry_dim * self.dtype.itemsize
-
-    def on_device(self, index: Tensor, device: torch.device) -> Tensor:
-        """`index` (int64 [n], CPU) on `device`, uploaded once for all layers."""
-        if device.type == "cpu":
-            return index
-        key = (device, index.numpy().tobytes())
-        if key not in self._moved:
-            self._moved[key] = index.to(device)
-        return self._moved[key]
 
     def query_rows(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Index of each of `wanted` (int64 [P], CPU) in `query_positions`, and whether it is there.
@@ -188,7 +179,7 @@ class LayerCapture:
             )
         if bool((at.diff() == 1).all()) and len(at):
             return self.queries[:, int(at[0]) : int(at[-1]) + 1]
-        return self.queries[:, self.info.on_device(at, self.queries.device)]
+        return self.queries[:, on_device(at, self.queries.device)]
 
     def run_of(self, region: Region) -> TokenRun:
         """The queries of `region` and the keys that they attend to, as observers see tokens.

@@ -1,24 +1,10 @@
-"""Small tensors are made once for a GPU, and rows are views where they can be."""
+"""Small tensors are made once for a GPU."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gracekv.kernels import small_tensors
-from gracekv.kernels.small_tensors import filled, on_device, rows_at
-
-
-@given(
-    at=st.lists(st.integers(0, 9), max_size=10), run=st.tuples(st.integers(0, 9), st.integers(0, 9))
-)
-def test_rows(at, run):
-    tensor = torch.arange(60.0).view(2, 10, 3)
-    for chosen in (at, list(range(*run))):
-        at_chosen = torch.tensor(chosen, dtype=torch.int64)
-        assert torch.equal(rows_at(tensor, at_chosen), tensor[:, at_chosen])
-    if run[0] < run[1]:
-        assert rows_at(tensor, torch.arange(*run)).data_ptr() == tensor[:, run[0]].data_ptr()
+from gracekv.kernels.small_tensors import filled, on_device
 
 
 @pytest.fixture
