@@ -178,8 +178,8 @@ def row_logsumexp(
     for start in range(0, tl.max(visible, 0), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         logits = _logits(
-            queries, keys, q, known, k, k < length, query_row_stride, key_row_stride, scale, features, D,
-            BLOCK_Q, BLOCK_K, BLOCK_D, UPCAST,
+            queries, keys, q, known, k, k < length, query_row_stride, key_row_stride, scale,
+            features, D, BLOCK_Q, BLOCK_K, BLOCK_D, UPCAST,
         )  # fmt: skip
         logits = tl.where(k[None, :] < visible[:, None], logits, -float("inf"))
         # Every query sees key 0, so the first block makes `peak` finite.
@@ -236,8 +236,8 @@ def reduce_columns(
         visible = tl.load(seen + q, mask=known, other=0).to(tl.int32)
         if tl.max(visible, 0) > first:
             logits = _logits(
-                queries, keys, q, known, k, inside, query_row_stride, key_row_stride, scale, features, D,
-                BLOCK_Q, BLOCK_K, BLOCK_D, UPCAST,
+                queries, keys, q, known, k, inside, query_row_stride, key_row_stride, scale,
+                features, D, BLOCK_Q, BLOCK_K, BLOCK_D, UPCAST,
             )  # fmt: skip
             norm = tl.load(lse + head * count + q, mask=known, other=0.0)
             weight = tl.load(weights + q, mask=known, other=0.0)
