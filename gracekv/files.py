@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gracekv.errors import ConfigError, OutputError
@@ -23,7 +23,10 @@ def read_text(path: Path) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Raise `OutputError` if `replacing` could not write to `path`; for use before long work."""
+    """Make the folder of `path`; raise `OutputError` if `replacing` could not write to `path`.
+
+    For use before long work.
+    """
     try:
         target = Path(os.path.realpath(path))
         there = target.exists()
@@ -34,7 +37,11 @@ def check_output(path: Path) -> None:
         kind = "a folder" if target.is_dir() else "no regular file"
         raise OutputError(f"Cannot write to {path}: it is {kind}. Name a file.")
     folder = next(x for x in target.parents if x.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+    # Permissions alone do not tell: /proc, for one, takes no folder, not even root's.
+    with suppress(OSError):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = target.parent
+    if folder != target.parent or not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError(
             f"Cannot write to {path}: {folder} is no folder that this process may write to. Name "
             f"a file elsewhere."
@@ -62,7 +69,6 @@ def replacing(path: Path) -> Iterator[Path]:
     # A name may have 255 bytes, a character four.
     scratch = target.with_name(f".{target.name[:50]}-{os.urandom(6).hex()}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
         # Never wider than the file that it will replace, not even while it is written.
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY

@@ -1,1 +1,1 @@
-"""The `gracekv` console command, one module for each group of subcommands."""
+"""The `gracekv` console command, one module per group of subcommands."""

@@ -1,4 +1,4 @@
-"""The subcommands of `gracekv`. Whatever is slow to import is imported inside them."""
+"""The subcommands of `gracekv`. They import slow modules only when they run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gracekv.files import check_output, read_text, write_atomically
 if TYPE_CHECKING:
     from gracekv import CompressionResult, Pipeline, Prompt
 
-# Fields of `Accounting` that --json writes under their own names.
+# Fields of `Accounting` that --json writes by their own names.
 _ACCOUNTING = (
     "budget", "spent", "floor_spent", "recent", "metadata_bytes", "full_bytes", "utility", "bound",
 )  # fmt: skip
@@ -29,9 +29,9 @@ app = typer.Typer(
     help="Compress a language model's KV cache once after prefill.",
     no_args_is_help=True,
     add_completion=False,
-    # Rich's tables cut option names on terminals of 80 columns.
+    # Rich's tables truncate option names on terminals of 80 columns.
     rich_markup_mode=None,
-    # A user of the command is served by the message; a developer by the plain traceback.
+    # Users need the message, developers the plain traceback.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -51,10 +51,10 @@ Imports = Annotated[
         metavar="MODULE",
         callback=_import,
         is_eager=True,
-        help="Import this module first: it registers strategies or recipes; may be repeated.",
+        help="Import a module that registers strategies or recipes; may be repeated.",
     ),
 ]
-"""Acts when the option is read, so that commands take it and need not use it."""
+"""The callback imports the modules, so commands need not use the value."""
 
 
 def _version(shown: bool) -> None:
@@ -75,10 +75,10 @@ def _root(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the plot.")] = Path("demo-out"),
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 32,
+    out: Annotated[Path, typer.Option(help="Folder for plot and report.")] = Path("demo-out"),
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each answer.")] = 32,
 ) -> None:
-    """Ask a 135M model about a chapter, by full cache, 4x, 8x and 16x."""
+    """Ask a 135M model about a chapter, with the full cache and at 4x, 8x and 16x."""
     from gracekv.cli.demo import run_demo
 
     run_demo(out, max_new_tokens=max_new_tokens)
@@ -88,73 +88,73 @@ def demo(
 def compress(
     context: Annotated[Path, typer.Option(help="UTF-8 text file with the long context.")],
     question: Annotated[
-        str, typer.Option(help="What to ask about it; leave it out to ask the saved cache later.")
+        str, typer.Option(help="The question; leave it out to ask the saved cache later.")
     ] = "",
     model: Annotated[
         str, typer.Option(help="'smollm2' (embedded), or a transformers name or folder.")
     ] = "smollm2",
     ratio: Annotated[
-        str | None, typer.Option(help="Keep this many times less of the cache (8 if no budget).")
+        str | None, typer.Option(help="Shrink the cache this many times (default 8).")
     ] = None,
     compression_ratio: Annotated[
-        str | None, typer.Option(help="Remove this fraction of the cache, as kvpress counts.")
+        str | None, typer.Option(help="Remove this fraction of the cache, as in kvpress.")
     ] = None,
     entries_per_head: Annotated[
-        int | None, typer.Option(help="Budget as entries per KV head and layer, on average.")
+        int | None, typer.Option(help="Keep this many entries per KV head and layer, on average.")
     ] = None,
     kv_bytes: Annotated[
-        str | None, typer.Option(help="Budget as bytes of keys and values, such as 64MiB.")
+        str | None, typer.Option(help="Keep this many bytes of keys and values, such as 64MiB.")
     ] = None,
     instruction: Annotated[
-        str, typer.Option(help="Stands before the context; never compressed.")
+        str, typer.Option(help="Text before the context; never compressed.")
     ] = "",
     pipeline: Annotated[
         str | None,
         typer.Option(
             help=f"A recipe's name, or a .yaml, .toml or .json file; default: {recipes.DEFAULT}, "
-            f"without a question {recipes.DEFAULT_WITHOUT_QUESTION}; for a budget in bytes and in "
-            f"16 bits the same with -allocated."
+            f"without a question {recipes.DEFAULT_WITHOUT_QUESTION}, with -allocated for budgets "
+            f"in bytes and for 16-bit models."
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     json_out: Annotated[
-        Path | None, typer.Option("--json", help="Also write everything to this file.")
+        Path | None, typer.Option("--json", help="Also write answer and figures to this file.")
     ] = None,
     save: Annotated[
         Path | None,
-        typer.Option(help="Also write the compressed cache, for gracekv ask, chat and generate."),
+        typer.Option(help="Also save the compressed cache, for gracekv ask, chat and generate."),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Also write an HTML page of what was kept where.")
+        Path | None, typer.Option(help="Also write an HTML page that shows what was kept.")
     ] = None,
     beyond_positions: Annotated[
-        bool, typer.Option(help="Also read a prompt longer than what the model was made for.")
+        bool, typer.Option(help="Accept a prompt longer than the model was trained for.")
     ] = False,
     compare: Annotated[
         list[str] | None,
-        typer.Option(help="Show this recipe or file next to it in the report; may be repeated."),
+        typer.Option(help="Recipe or file to compare in the report; may be repeated."),
     ] = None,
     imports: Imports = None,
 ) -> None:
     """Compress one prompt's cache, then ask a question or save it."""
+    text = read_text(context)
+    if not question and save is None and report is None:
+        raise ConfigError(
+            "There is nothing to do with the cache: add --question, --save to ask it later, or "
+            "--report."
+        )
+    if compare and report is None:
+        raise ConfigError("--compare writes to a report: add --report page.html.")
+    for out in filter(None, (save, report, json_out)):
+        check_output(out)
+    # Imported here, since they take seconds, which a mistyped path should not cost.
     from gracekv.allocate import Budget
     from gracekv.hf import loading
     from gracekv.hf.compress import per_byte
 
-    text = read_text(context)
-    if not question and save is None and report is None:
-        raise ConfigError(
-            "There is nothing to do with the cache: add --question, or --save to ask it later, or "
-            "--report."
-        )
-    if compare and report is None:
-        raise ConfigError("--compare needs a page to show it on: add --report page.html.")
-    for out in (save, report, json_out):
-        if out is not None:
-            check_output(out)
     named = [*([] if pipeline is None else [pipeline]), *(compare or [])]
-    _pipelines(named)  # what cannot be read is refused before the model is loaded
+    _pipelines(named)  # refuses what cannot be read before the model is loaded
     budget: dict[str, Any] = {
         "ratio": ratio,
         "compression_ratio": compression_ratio,
@@ -176,11 +176,9 @@ def compress(
     result = results[name]
     if save is not None:
         result.save(save)
-    answers = {}
+    asked = results if question else {}
+    answers = {recipe: one.generate(max_new_tokens) for recipe, one in asked.items()}
     if question:
-        answers = {
-            recipe: one.generate(max_new_tokens=max_new_tokens) for recipe, one in results.items()
-        }
         typer.echo(answers[name])
     if report is not None and compare:
         gracekv.report.compare(results, report, answers=answers)
@@ -207,7 +205,7 @@ def compress(
 
 
 def _pipelines(names: list[str]) -> dict[str, Pipeline]:
-    """The pipelines of these names or files, by name; raises `ConfigError` if one is twice."""
+    """Load pipelines by recipe name or file; raises `ConfigError` for duplicates."""
     from gracekv.pipeline.config import load_pipeline
 
     pipelines = {one: load_pipeline(one) for one in names}
@@ -226,26 +224,23 @@ def _compressed(
     budget: dict[str, Any],
     beyond_positions: bool,
 ) -> dict[str, CompressionResult]:
-    """The prompt compressed by each of `pipelines`; several share one prefill."""
+    """Compress the prompt by each of `pipelines`; several share one prefill."""
     with _progress() as progress:
         options = gracekv.CaptureOptions(progress=progress, beyond_positions=beyond_positions)
-        if len(pipelines) == 1:
-            # Without a prefill that is held, stages can free what later ones do not read.
-            return {
-                name: gracekv.compress(model, prompt, **budget, pipeline=pipe, capture=options)
-                for name, pipe in pipelines.items()
-            }
-        needs = reduce(or_, (pipe.needs() for pipe in pipelines.values()))
-        prefill = gracekv.capture(model, prompt, needs, options)
+        shared: dict[str, Any] = {"capture": options}
+        # A single pipeline needs no shared prefill, so it compresses layer by layer.
+        if len(pipelines) > 1:
+            needs = reduce(or_, (pipe.needs() for pipe in pipelines.values()))
+            shared["prefill"] = gracekv.capture(model, prompt, needs, options)
         return {
-            name: gracekv.compress(model, prompt, prefill=prefill, **budget, pipeline=pipe)
+            name: gracekv.compress(model, prompt, **budget, pipeline=pipe, **shared)
             for name, pipe in pipelines.items()
         }
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A callback that draws a bar on the terminal while a prompt of several chunks is read."""
+    """A callback that draws a progress bar while a prompt of several chunks is read."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -254,7 +249,7 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
         task = bar.add_task("Reading the context", visible=False)
 
         def progress(done: int, total: int) -> None:
-            # A prompt of one chunk is done at its first call.
+            # A prompt of one chunk is done at the first call.
             bar.update(task, completed=done, total=total, visible=done < total)
 
         yield progress
@@ -262,11 +257,11 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 @app.command("list")
 def list_(
-    stage: Annotated[str | None, typer.Option(help="Only this stage.")] = None,
-    recipes: Annotated[bool, typer.Option("--recipes", help="Only the recipes.")] = False,
+    stage: Annotated[str | None, typer.Option(help="Show only this stage.")] = None,
+    recipes: Annotated[bool, typer.Option("--recipes", help="Show only the recipes.")] = False,
     imports: Imports = None,
 ) -> None:
-    """Show the strategies of each stage, and the recipes of them."""
+    """List the strategies of each stage, and the recipes."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -280,30 +275,26 @@ def list_(
             f"Unknown stage {stage!r}.{suggestion(stage, list(stages))} Stages: "
             f"{', '.join(stages)}."
         )
+    shown: dict[str, list[tuple[str, ...]]] = {}
+    if not recipes:
+        shown = {x: list(rows.items()) for x, rows in stages.items() if stage in (None, x)}
+    if recipes or stage is None:
+        found = {name: named.find(name) for name in named.names()}
+        # Sources have a column of their own.
+        shown["recipes"] = [(name, x.summary, x.source) for name, x in found.items()]
     console = Console()
-
-    def show(title: str, rows: list[tuple[str, ...]]) -> None:
+    for title, lines in shown.items():
         table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        for row in rows:
-            table.add_row(*row)
+        for line in lines:
+            table.add_row(*line)
         console.print(table)
-
-    if not recipes:
-        for title, rows in stages.items():
-            if stage in (None, title):
-                show(title, list(rows.items()))
-    if recipes or stage is None:
-        # Their sources in a column of their own.
-        lines = [(name, named.find(name)) for name in named.names()]
-        show("recipes", [(name, recipe.summary, recipe.source) for name, recipe in lines])
 
 
 def _facts(result: CompressionResult) -> dict[str, Any]:
     """Accounting and timings as plain data."""
-    kept = result.accounting
-    context = result.prompt.spans.context_length
+    kept, context = result.accounting, result.prompt.spans.context_length
     return {
         **{name: getattr(kept, name) for name in _ACCOUNTING},
         "full_entries": kept.entries.numel() * context,

@@ -18,6 +18,7 @@ from rich.table import Table
 
 import gracekv
 from gracekv import recipes
+from gracekv.errors import required
 from gracekv.files import check_output, write_atomically
 from gracekv.hf.smollm2 import load_smollm2
 from gracekv.report import compare, plot_entries
@@ -28,17 +29,17 @@ if TYPE_CHECKING:
 DOCUMENT = "alice_chapter_1.txt"
 INSTRUCTION = "Read the story and answer the question."
 QUESTION = "What are the words on the paper label of the little bottle? Quote them."
-# The answer counts as right if it holds these words, which the text spells in the same capitals.
+# An answer with these words counts as right.
 EXPECTED = "DRINK ME"
 RATIOS = (4, 8, 16)
-# What the default recipe is compared with: recipe and ratio.
+# Recipes and ratios that the default recipe is compared with.
 OTHERS = (("gracekv", 8), ("snapkv", 8))
 _TIMED_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """One row of the demo's tables.
+    """One compressed prompt of the demo and its answer.
 
     Attributes:
         label: the recipe's name and the ratio: "fullkv", "gracekv-plus 8x".
@@ -54,16 +55,18 @@ class Trial:
 
 
 def run_demo(out: Path, max_new_tokens: int = 32) -> None:
-    """Load the embedded model, run every ratio, print the tables, write a plot and a report.
+    """Load the embedded model, run every ratio, print tables, and write a plot and a report.
 
-    They are `out`/entries.png and `out`/report.html, which shows what became of every token.
-    Uses at most one torch thread per physical core while it runs.
+    Writes `out`/entries.png and `out`/report.html, which shows what became of every token. Uses at
+    most one torch thread per physical core.
     """
     path, page = out / "entries.png", out / "report.html"
     check_output(path)
     console = Console()
     threads = torch.get_num_threads()
-    torch.set_num_threads(min(threads, physical_cores()))
+    torch.set_num_threads(
+        min(threads, required("psutil", "hf").cpu_count(logical=False) or threads)
+    )
     try:
         trials = _trials(console, max_new_tokens)
     finally:
@@ -71,34 +74,23 @@ def run_demo(out: Path, max_new_tokens: int = 32) -> None:
     prompt = trials[0].result.prompt
     console.print(
         f"\n[bold]{QUESTION}[/bold]\n{len(prompt.ids):,} prompt tokens, of which "
-        f"{prompt.spans.context_length:,} are the chapter. An answer is marked right if it says "
-        f"“{EXPECTED}”; it is the model's greedy continuation, unedited."
+        f"{prompt.spans.context_length:,} are the chapter. Answers are decoded greedily and shown "
+        f"unedited; one is right if it contains “{EXPECTED}”."
     )
-    console.print(_answers(trials))
-    console.print(_memory(trials))
-    console.print(_seconds(trials))
+    for table in (_answers, _memory, _seconds):
+        console.print(table(trials))
     write_atomically(path, entries_plot([(t.label, t.result) for t in trials[1:]]))
     console.print(f"Entries kept per layer and head: [bold]{path.resolve()}[/bold]")
     _, light, shown_first, hard, *others = trials
     shown = [shown_first, *others, light, hard]
     compare({t.label: t.result for t in shown}, page, answers={t.label: t.answer for t in shown})
-    console.print(
-        f"What became of every token, method beside method: [bold]{page.resolve()}[/bold]"
-    )
-
-
-def physical_cores() -> int:
-    """Cores without hyper-threads, as far as Linux tells; else what the process may use."""
-    places = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
-    cores = {place.read_text().strip() for place in places}
-    return max(1, len(cores) or torch.get_num_threads())
+    console.print(f"What became of every token, method by method: [bold]{page.resolve()}[/bold]")
 
 
 def entries_plot(results: Sequence[tuple[str, CompressionResult]]) -> bytes:
     """PNG of `gracekv.report.plot_entries`."""
-    figure = plot_entries(dict(results))
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=130)
+    plot_entries(dict(results)).savefig(file, format="png", dpi=130)
     return file.getvalue()
 
 
@@ -111,21 +103,21 @@ def _trials(console: Console, max_new_tokens: int) -> list[Trial]:
         )
         model, tokenizer = load_smollm2()
         document = (files("gracekv") / "data" / DOCUMENT).read_text(encoding="utf-8")
-        prompt = gracekv.Prompt.from_chat(
-            tokenizer, context=document, question=QUESTION, instruction=INSTRUCTION
+        prompt, opening = (
+            gracekv.Prompt.from_chat(
+                tokenizer, context=text, question=QUESTION, instruction=INSTRUCTION
+            )
+            for text in (document, document[:2000])
         )
-        # So that the seconds below are those of a second use.
+        # The seconds below are then those of a second use.
         progress.update(bar, description="Compiling kernels (once a machine, half a minute)")
-        opening = gracekv.Prompt.from_chat(
-            tokenizer, context=document[:2000], question=QUESTION, instruction=INSTRUCTION
-        )
         gracekv.compress(model, opening, ratio=2, pipeline="gracekv")
         for recipe, ratio in (("fullkv", 1), *((recipes.DEFAULT, x) for x in RATIOS), *OTHERS):
             label = recipe if ratio == 1 else f"{recipe} {ratio}x"
             progress.update(bar, advance=1, description=f"{label}: prefill and compression")
             result = gracekv.compress(model, prompt, ratio=ratio, pipeline=recipe)
             progress.update(bar, description=f"{label}: decoding")
-            # The answer comes first: it warms up, so that the timed run measures decoding alone.
+            # The answer also warms up, so that the timed run measures decoding alone.
             answer = result.generate(max_new_tokens=max_new_tokens)
             start = time.perf_counter()
             result.generate(max_new_tokens=_TIMED_TOKENS, min_new_tokens=_TIMED_TOKENS)
@@ -165,7 +157,7 @@ def _seconds(trials: Sequence[Trial]) -> Table:
     rows = {
         stage: [f"{t.as_dict()[stage]:.2f}" for t in timings]
         for stage in timings[0].as_dict()
-        # Stages that no pipeline of the demo has are left out.
+        # Leaves out stages that no pipeline of the demo has.
         if any(t.as_dict()[stage] for t in timings)
     }
     rows["all but prefill"] = [f"{t.construction:.2f}" for t in timings]
@@ -174,7 +166,7 @@ def _seconds(trials: Sequence[Trial]) -> Table:
 
 
 def _by_cache(title: str, trials: Sequence[Trial], rows: Mapping[str, Sequence[str]]) -> Table:
-    """A column per cache: rows are many, and six caches fit a terminal of 80 columns whole."""
+    """A table with a column per cache, which fits a terminal of 80 columns for six caches."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("", no_wrap=True)
     for trial in trials:

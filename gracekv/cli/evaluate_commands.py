@@ -19,34 +19,38 @@ if TYPE_CHECKING:
     from gracekv.evaluate.experiment import Experiment
     from gracekv.evaluate.row_files import Row
 
-# Fields of a panel that options name and spell as the panel does.
+# Options that are named and spelled like the fields of a panel.
 _PANEL = (
-    "samples", "seed", "recent_share", "protocol", "max_new_tokens", "generate", "fidelity",
-    "truncate", "max_prompt",
+    "model", "dtype", "samples", "seed", "recent_share", "protocol", "max_new_tokens", "generate",
+    "fidelity", "truncate", "max_prompt",
 )  # fmt: skip
-MeasureNames = Annotated[str, Option("--metric", help="What to show, such as score,kl.")]
+MeasureNames = Annotated[str, Option("--metric", help="Metrics to show, such as score,kl.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What `evaluate` and `ablate` run, and where: each field is an option of both commands."""
+    """The options that `evaluate` and `ablate` share, one per field."""
 
-    out: Annotated[Path, Option(help="Folder of rows; a run in it is continued.")]
+    out: Annotated[Path, Option(help="Folder for the rows; an interrupted run continues.")]
     model: Annotated[str | None, Option(help="'smollm2', or a transformers name or folder.")] = None
     tasks: Annotated[str | None, Option(help="Tasks and suites, separated by commas.")] = None
     ratios: Annotated[str, Option(help="Budgets as ratios, such as 4,8,16.")] = ""
     entries: Annotated[str, Option(help="Budgets as entries per head, such as 512,1024.")] = ""
     samples: Annotated[int, Option(min=1, help="Samples of each task and length.")] = 50
-    length: Annotated[str, Option(help="Tokens of RULER's samples, such as 4096,8192.")] = "4096"
+    length: Annotated[str, Option(help="Lengths of RULER's samples, such as 4096,8192.")] = "4096"
     dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32"
     data: Annotated[Path | None, Option(help="Folder with essays/, qa/ and longbench/.")] = None
     seed: Annotated[int, Option(help="Seed of RULER's samples.")] = 42
-    recent_share: Annotated[float | None, Option(help="Cap on the recent window's share.")] = None
-    protocol: Annotated[str, Option(help="The paper's, or query_agnostic.")] = "query_aware"
+    recent_share: Annotated[
+        float | None, Option(help="Most of the budget for the recent window.")
+    ] = None
+    protocol: Annotated[str, Option(help="query_aware or query_agnostic.")] = "query_aware"
     max_new_tokens: Annotated[int | None, Option(min=1, help="Most tokens of an answer.")] = None
-    generate: Annotated[bool, Option(help="Generate answers and score them.")] = True
-    fidelity: Annotated[bool, Option(help="Feed the reference answer, compare with FullKV.")] = True
-    truncate: Annotated[str, Option(help="Long prompts: middle, start, error, skip.")] = "middle"
+    generate: Annotated[bool, Option(help="Generate and score answers.")] = True
+    fidelity: Annotated[bool, Option(help="Compare with FullKV on the reference answer.")] = True
+    truncate: Annotated[str, Option(help="Cut long prompts: middle, start, error, skip.")] = (
+        "middle"
+    )
     max_prompt: Annotated[int | None, Option(min=1, help="Most prompt tokens.")] = None
     shard: Annotated[str | None, Option(help="i/n; default: RANK and WORLD_SIZE.")] = None
     retry_failed: Annotated[bool, Option("--retry-failed", help="Run failed cells again.")] = False
@@ -60,8 +64,6 @@ class RunOptions:
             raise ConfigError("Give --model and --tasks, or everything in a file with --config.")
         return Experiment.from_dict(
             {
-                "model": self.model,
-                "dtype": self.dtype,
                 "data": None if self.data is None else str(self.data),
                 "tasks": _list(self.tasks),
                 "methods": list(methods),
@@ -73,7 +75,7 @@ class RunOptions:
         )
 
     def run(self, experiment: Experiment) -> int:
-        """Run what is missing and say how much it was; returns how many cells have failed."""
+        """Run the missing cells and print their number; returns the number of failed cells."""
         from gracekv.evaluate.runner import run
         from gracekv.evaluate.schedule import parse_shard
 
@@ -106,7 +108,7 @@ def evaluate(
         str, Option(help="Recipes, files, or recipe[stage.field=value].")
     ] = "fullkv,gracekv",
 ) -> None:
-    """Run methods on benchmark tasks, resumably. One row a sample, method and budget."""
+    """Run methods on benchmark tasks; writes a row per sample, method and budget. Resumable."""
     from gracekv.evaluate.experiment import Experiment
     from gracekv.evaluate.methods import split_methods
 
@@ -127,27 +129,23 @@ def table(
     format: Annotated[str, Option(help="markdown, latex or csv.")] = "markdown",
     metric: MeasureNames = "score",
     against: Annotated[
-        str | None, Option(help="Wins, ties and losses against this method.")
+        str | None, Option(help="Count wins, ties and losses against this method.")
     ] = None,
-    plot: Annotated[
-        Path | None, Option(help="Also draw the first metric against the ratio.")
-    ] = None,
-    out: Annotated[Path | None, Option(help="Write here instead of to the screen.")] = None,
+    plot: Annotated[Path | None, Option(help="Also plot the first metric over the ratio.")] = None,
+    out: Annotated[Path | None, Option(help="Write to this file instead of the screen.")] = None,
 ) -> None:
     """Show means with 95 % bootstrap intervals on paired samples."""
     from gracekv.evaluate.formats import FORMATS, footer
     from gracekv.evaluate.measures import measure
     from gracekv.evaluate.plots import plot as drawn
-    from gracekv.evaluate.row_files import read_rows
     from gracekv.evaluate.tables import make_tables
 
     if format not in FORMATS:
         raise ConfigError(f"--format takes one of {', '.join(FORMATS)}; got {format!r}.")
     measures = [measure(name) for name in _list(metric)]
-    for path in (out, plot):
-        if path is not None:
-            check_output(path)
-    rows = _some(read_rows(runs), runs)
+    for path in filter(None, (out, plot)):
+        check_output(path)
+    rows = _rows(runs)
     texts = []
     for shown in measures:
         tables = make_tables(rows, shown, against)
@@ -156,26 +154,28 @@ def table(
             write_atomically(plot, drawn(tables, shown, plot.suffix))
     if format == "markdown":
         texts.append(footer(rows))
-    _show("\n".join(texts), out)
+    if out is None:
+        typer.echo("\n".join(texts))
+    else:
+        write_atomically(out, "\n".join(texts).encode())
 
 
 def ablate(
     options: RunOptions,
-    base: Annotated[str, Option(help="The method that is varied.")] = "gracekv",
+    base: Annotated[str, Option(help="The method to vary.")] = "gracekv",
     set_: Annotated[
         list[str] | None,
-        Option("--set", help="stage.field=v1,v2: one method a value; may be repeated."),
+        Option("--set", help="stage.field=v1,v2: one method per value; may be repeated."),
     ] = None,
     ablations: Annotated[
-        bool | None, Option(help="The base's ablation recipes; default: if no --set.")
+        bool | None, Option(help="Also run the base's ablation recipes; default: if no --set.")
     ] = None,
     metric: MeasureNames = "score",
 ) -> None:
-    """Run a method and its variants; show paired differences. At 8x if no budget is given."""
+    """Run a method and its variants, at 8x by default, and show paired differences."""
     from gracekv.evaluate.formats import deltas, footer
     from gracekv.evaluate.measures import measure
     from gracekv.evaluate.methods import variants
-    from gracekv.evaluate.row_files import read_rows
 
     measures = [measure(name) for name in _list(metric)]
     settings = set_ or []
@@ -184,8 +184,8 @@ def ablate(
         if not options.ratios and not options.entries:
             options = replace(options, ratios="8")
         options.run(options.experiment(methods))
-    rows = [row for row in _some(read_rows(options.out), options.out) if row["method"] in methods]
-    _show("\n".join([*(deltas(rows, base, shown) for shown in measures), footer(rows)]), None)
+    rows = [row for row in _rows(options.out) if row["method"] in methods]
+    typer.echo("\n".join([*(deltas(rows, base, shown) for shown in measures), footer(rows)]))
     if any(row["error"] is not None for row in rows):
         raise typer.Exit(1)
 
@@ -201,14 +201,10 @@ def _numbers(text: str, option: str, kind: type[float] | type[int]) -> list[Any]
         raise ConfigError(f"{option} takes numbers separated by commas; got {text!r}.") from error
 
 
-def _some(rows: list[Row], folder: Path) -> list[Row]:
+def _rows(folder: Path) -> list[Row]:
+    from gracekv.evaluate.row_files import read_rows
+
+    rows = read_rows(folder)
     if not rows:
         raise ConfigError(f"There are no rows under {folder} yet. Run gracekv evaluate first.")
     return rows
-
-
-def _show(text: str, out: Path | None) -> None:
-    if out is None:
-        typer.echo(text)
-    else:
-        write_atomically(out, text.encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.util import find_spec
 
@@ -25,6 +26,13 @@ def main() -> None:
         app(prog_name="gracekv")
     except GracekvError as error:
         _fail(f"{type(error).__name__}: {error}")
+    except OSError as error:
+        # A file that cannot be opened has a name; a failed write to stdout has none.
+        if error.errno is None or error.filename is not None:
+            raise
+        # Python flushes stdout again when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _fail(f"The output cannot be written: {error.strerror}.")
 
 
 def _fail(message: str) -> None:

@@ -1,12 +1,11 @@
-"""The subcommands over a saved cache: `generate`, `ask`, `chat` and `export`."""
+"""The subcommands that read a saved cache: `generate`, `ask`, `chat` and `export`."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,23 +19,17 @@ if TYPE_CHECKING:
     from gracekv import BatchResult, CompressionResult
 
 
-class Engine(StrEnum):
-    """Who serves a context."""
-
-    vllm = "vllm"
-
-
-Tokens = Annotated[int, typer.Option(min=1, help="Length of an answer.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A saved cache and the model that reads it: each field is an argument of all four commands."""
+    """A saved cache and its model: the arguments that all four commands share."""
 
-    cache: Annotated[Path, typer.Argument(help="What gracekv compress --save wrote.")]
+    cache: Annotated[Path, typer.Argument(help="A file that gracekv compress --save wrote.")]
     model: Annotated[
         str | None,
-        typer.Option(help="'smollm2', or a name or folder; default: the file's, if it is here."),
+        typer.Option(help="'smollm2', or a name or folder; default: the file's, if it is local."),
     ] = None
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; default: the file's.")
@@ -44,11 +37,11 @@ class Saved:
     imports: Imports = None
 
     def load(self) -> CompressionResult | BatchResult:
-        """The result in the file, with its model."""
+        """Load the model and the result in the file."""
         from gracekv.cache.serialization import read_header
         from gracekv.hf import loading
 
-        # Reading it first refuses a file that is no cache before a model is loaded.
+        # Refuses a file that is not a cache before the model is loaded.
         saved = read_header(self.cache).get("model")
         facts = saved if isinstance(saved, dict) else {}
         name = self.model or loading.name_of(facts.get("model_name"))
@@ -56,39 +49,38 @@ class Saved:
         return gracekv.load(self.cache, loaded, tokenizer=tokenizer)
 
     def load_one(self) -> CompressionResult:
-        """A result of one context; raises `PromptError` for a batch."""
+        """Load a result of one context; raises `PromptError` for a batch."""
         result = self.load()
         if isinstance(result, gracekv.BatchResult):
             raise PromptError(
-                f"{self.cache} holds {len(result.prompts)} contexts, so it is not clear which one "
-                f"is asked. Save each by itself; gracekv generate answers the prompts' own "
-                f"questions."
+                f"{self.cache} holds {len(result.prompts)} contexts, and only one can be asked. "
+                f"Save each by itself; gracekv generate answers the prompts' own questions."
             )
         return result
 
 
 def generate(saved: Saved, max_new_tokens: Tokens = 64) -> None:
-    """Answer a saved prompt's own question; its context is not read."""
+    """Answer a saved prompt's own question, without reading its context."""
     answer = saved.load().generate(max_new_tokens=max_new_tokens)
     typer.echo(answer if isinstance(answer, str) else "\n\n".join(answer))
 
 
 def ask(
     saved: Saved,
-    questions: Annotated[list[str], typer.Argument(help="What to ask; may be repeated.")],
+    questions: Annotated[list[str], typer.Argument(help="Question; may be repeated.")],
     max_new_tokens: Tokens = 64,
 ) -> None:
-    """Ask a context saved without a question; it is not read again."""
+    """Ask a context that was saved without a question, without reading it again."""
     answers = saved.load_one().ask(questions, max_new_tokens)
     if len(questions) == 1:
         typer.echo(answers[0])
-        return
-    for question, answer in zip(questions, answers, strict=True):
-        typer.echo(f"> {question}\n{answer}\n")
+    else:
+        for question, answer in zip(questions, answers, strict=True):
+            typer.echo(f"> {question}\n{answer}\n")
 
 
 def chat(saved: Saved, max_new_tokens: Tokens = 256) -> None:
-    """Talk about a context that was saved without a question.
+    """Chat about a context that was saved without a question.
 
     Ctrl-C stops an answer; at the prompt, Ctrl-C or Ctrl-D ends the conversation.
     """
@@ -108,25 +100,25 @@ def chat(saved: Saved, max_new_tokens: Tokens = 256) -> None:
                 typer.echo("\n")
             except KeyboardInterrupt:
                 typer.echo("\n(stopped; this question and its answer are forgotten)", err=True)
-            # The conversation goes on without a question that does not fit.
+            # A question that does not fit is left out, and the conversation goes on.
             except (CacheError, PromptError) as error:
                 typer.echo(f"{error}", err=True)
 
 
 def export(
     saved: Saved,
-    store: Annotated[Path, typer.Option(help="Folder of contexts that the engine reads.")],
+    store: Annotated[Path, typer.Option(help="Folder where the engine looks for contexts.")],
     name: Annotated[
-        str | None, typer.Option(help="The context's name there; default: the file's.")
+        str | None, typer.Option(help="The name of the context; default: the file's.")
     ] = None,
-    engine: Annotated[Engine, typer.Option(help="What will serve it.")] = Engine.vllm,
+    engine: Annotated[Literal["vllm"], typer.Option(help="Engine that will serve it.")] = "vllm",
 ) -> None:
     """Put a saved cache where an inference engine finds it by name."""
     import gracekv.vllm
     from gracekv.vllm.header import HEADER, check_name
 
-    check_output(store / HEADER)  # no folder to write to is refused before the model is loaded
     path = store / check_name(name or saved.cache.stem)
+    check_output(store / HEADER)  # refused before the model is loaded
     made = gracekv.vllm.export(saved.load(), path)
     for folder in made if isinstance(made, list) else [made]:
         typer.echo(f"{folder}")

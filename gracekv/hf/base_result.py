@@ -1,4 +1,4 @@
-"""`BaseResult`: what the results of one prompt and of a batch have in common."""
+"""`BaseResult`: the common base of the results of one prompt and of a batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gracekv.cache.serialization import write_cache
 from gracekv.cache.sharding import gathered_cache
 from gracekv.decode import Limit
 from gracekv.distributed.agreement import in_step
-from gracekv.errors import ConfigError
+from gracekv.errors import CacheError, ConfigError
 from gracekv.files import VERSION
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache, held_memory
@@ -36,12 +36,12 @@ from gracekv.registry.plugins import foreign_modules
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class BaseResult(ABC):
-    """Compressed prompts, ready to be continued any number of times.
+    """Compressed prompts that can be continued any number of times.
 
     Attributes:
         model: the model that the cache belongs to.
-        prompts: what was compressed, in order.
-        pipeline: what made it, with the backend that reads it.
+        prompts: the compressed prompts, in order.
+        pipeline: the pipeline that compressed them, and the backend that reads the cache.
         keep_run: whether `details` are kept.
     """
 
@@ -66,15 +66,15 @@ class BaseResult(ABC):
         packed: CompressedCache | None = None,
         keep_run: bool = False,
     ) -> Self:
-        """Make what `Pipeline.run` returned ready to generate; the model is attached.
+        """Build a result from pipeline runs, and attach the model.
 
         Args:
             model: the model that made the prefills.
             prompts: one per run.
-            runs: what the pipeline made of each prompt.
+            runs: the pipeline's run of each prompt.
             pipeline: the pipeline; its backend reads the cache.
-            packed: the caches of `runs` as one, or this process's heads of them, if known.
-            keep_run: keep what the stages made, for `details`.
+            packed: the caches of `runs` as one, or this process's heads of them, if there is one.
+            keep_run: keep the results of the stages for `details`.
         """
         attach(model)
         if packed is None:
@@ -93,21 +93,21 @@ class BaseResult(ABC):
         return cls(model, tuple(prompts), pipeline, keep_run, tuple(runs), cache)
 
     def new_cache(self, limit: Limit | None = None) -> GraceCache:
-        """A new cache with an empty tail, over the one packed part that all of them share.
+        """A new cache with an empty tail, over the packed entries that all of them share.
 
-        Every call makes another one: keep it in a variable to continue a conversation on it.
+        Every call makes another cache: keep it in a variable to continue a conversation on it.
 
         With `limit` it is a `LimitedCache`, which is cut while it grows. It holds entries in the
-        model's dtype, of its own where these are quantised. Raises `BudgetError` if the limit is
-        below what must stay, `CacheError` if heads are spread over processes, `ConfigError` if it
-        is no limit.
+        model's dtype, and a copy of them if the result is quantised. Raises `BudgetError` if the
+        limit is too small for the entries that must stay, `CacheError` if heads are spread over
+        processes, `ConfigError` if `limit` is not a `Limit`.
         """
         if limit is None:
             return self._cache.with_empty_tail()
         if not isinstance(limit, Limit):
             raise ConfigError(
-                f"A limit is a gracekv.Limit; got {limit!r}. Use Limit(entries_per_head=512), for "
-                f"instance."
+                f"limit takes a gracekv.Limit; got {limit!r}. Use Limit(entries_per_head=512), for "
+                f"example."
             )
         each = [run.entry_scores() for run in self._runs]
         known = [own for own in each if own is not None]
@@ -122,12 +122,12 @@ class BaseResult(ABC):
 
     @property
     def packed(self) -> CompressedCache:
-        """The compressed entries; immutable, one sequence per prompt."""
+        """The compressed entries, one sequence per prompt; immutable."""
         return self._cache.packed
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """What `model.generate` takes with the cache: the whole prompts, padded on the left.
+        """Inputs of `model.generate` beside the cache: the whole prompts, padded on the left.
 
         "input_ids" and "attention_mask", int64 [S, T of the longest], on the model's device.
         """
@@ -135,12 +135,12 @@ class BaseResult(ABC):
 
     @property
     def tokenizer(self) -> Any:
-        """What made the prompts' ids, or None."""
+        """The prompts' tokenizer, or None."""
         return self.prompts[0].tokenizer
 
     @property
     def fingerprint(self) -> Mapping[str, str]:
-        """What identifies the model and tokenizer that made the entries, as they were then."""
+        """Identifies the model and tokenizer that made the entries, as they were then."""
         return self._runs[0].fingerprint
 
     @property
@@ -149,36 +149,36 @@ class BaseResult(ABC):
 
     @property
     def accounting(self) -> Accounting:
-        """Entries and bytes of all prompts together: [S*L, G] entries, prompt after prompt."""
+        """Entries and bytes of all prompts together; `entries` are [S*L, G], prompt by prompt."""
         total = Accounting.total(self.accountings, backend_bytes=self._cache.held_bytes)
         held = held_memory(self._cache, self._runs, self._rows)
         return dataclasses.replace(total, held_bytes=held)
 
     @property
     def accountings(self) -> tuple[Accounting, ...]:
-        """Entries and bytes of each prompt; the backend's copies are in `accounting` only."""
+        """Entries and bytes of each prompt; only `accounting` counts the backend's copies."""
         return tuple(run.accounting for run in self._runs)
 
     @property
     def timings(self) -> Timings:
-        """Wall seconds of the captures and of each stage, summed over the prompts."""
+        """Wall seconds of the capture and of each stage, summed over the prompts."""
         parts = [run.timings.as_dict() for run in self._runs]
         return Timings(**{stage: sum(part[stage] for part in parts) for stage in parts[0]})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the compressed prompts to one safetensors file, for `gracekv.load(path, model)`.
 
-        The file holds the entries, token ids and spans, the pipeline, the accounting, and what
-        identifies model and tokenizer; not the prompts' text, and not what the stages made on the
-        way. It is written completely or not at all. Where the model's heads are spread over
-        processes, all of them call this, and process 0 writes the one file of all heads.
+        The file holds entries, token ids, spans, pipeline, accounting, and a fingerprint of model
+        and tokenizer, but neither the prompts' text nor the results of the stages. It is written
+        completely or not at all. If the model's heads are spread over processes, all processes call
+        this, and process 0 writes one file with all heads.
         """
         with in_step(self.model) as shard:
             runs = zip(self.prompts, self._runs, strict=True)
             header = {
                 "gracekv_version": VERSION,
                 "batch": self.is_batch,
-                # A prefill that was built from tensors says nothing of its model.
+                # A prefill that was built from tensors has no fingerprint.
                 "model": {**fingerprint(self.model, self.tokenizer), **self.fingerprint},
                 "pipeline": self.pipeline.to_dict(),
                 "modules": foreign_modules(self.pipeline),
@@ -189,18 +189,26 @@ class BaseResult(ABC):
             packed = gathered_cache(self.packed, shard) if shard.ranks > 1 else self.packed
             if shard.rank == 0:
                 write_cache(Path(path), packed, header, ids)
-            # Until the file is there, or process 0 has failed.
+            # Wait until the file is there, or process 0 has failed.
             shard.total(1)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Raises `CacheError`: a pickle would hold the whole model."""
+        raise CacheError(
+            f"A {type(self).__name__} cannot be pickled or copied, since it holds its model. Write "
+            f"it with result.save(path), and read it with gracekv.load(path, model)."
+        )
 
     def generate_ids(
         self, max_new_tokens: int = 64, *, limit: Limit | None = None, **kwargs: Any
     ) -> Tensor:
-        """int64 [rows, new tokens]: ids after the prompts, as `model.generate` returns them.
+        """int64 [rows, new tokens]: the ids that `model.generate` adds to the prompts.
 
-        A row per prompt unless `num_return_sequences` asks for more; rows that end early are
-        filled with the padding id. Greedy unless `kwargs`, which go to `model.generate`, say
-        otherwise. With `limit` the cache stays within it: see `new_cache`. Raises `CacheError` if
-        so many tokens would outgrow what the model's RoPE or sliding window lets a cache cover.
+        There is a row per prompt unless `num_return_sequences` asks for more; rows that end early
+        are filled with the padding id. Decoding is greedy unless `kwargs`, which are passed to
+        `model.generate`, say otherwise. With `limit` the cache stays within it: see `new_cache`.
+        Raises `CacheError` if so many tokens exceed the positions that the model's RoPE or sliding
+        window allows.
         """
         cache = self.new_cache(limit)
         return continue_ids(self.model, self._rows, cache, self.tokenizer, max_new_tokens, kwargs)

@@ -58,11 +58,13 @@ def before_forward(
             kwargs["attention_mask"] = mask = None
         if positions is not None and positions.shape[-1] > new:
             kwargs["position_ids"] = positions = positions[..., -new:]
+    if flat is not None:
+        check_positions(flat.shape[1], cached + new)
+    elif mask is None and positions is not None and not any(cache.padding):
+        # `generate` drops a mask of ones, so only positions tell a used cache from a fresh one.
+        check_positions(int(positions.max()) + 1, cached + new)
     cache.make_room(kwargs[name], mask)
     if not any(cache.padding):
-        if mask is None and positions is not None:
-            # `generate` drops a mask of ones, so only positions tell a used cache from a fresh one.
-            check_positions(int(positions.max()) + 1, cached + new)
         if flat is not None:
             _check_hidden(flat, flat.new_ones(1, cache.packed_length, dtype=torch.bool))
             if positions is not None and new == 1 and flat.shape[1] == cached + 1:

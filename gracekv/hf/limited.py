@@ -1,4 +1,4 @@
-"""`LimitedCache`: a cache that never outgrows its limit while generating."""
+"""`LimitedCache`: a cache that stays within a limit while generating."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from gracekv.undo import full_float32
 
 
 class LimitedCache(GraceCache):
-    """A `GraceCache` that is cut before a step that would pass its limit.
+    """A `GraceCache` that is cut before a step that would exceed its limit.
 
-    What is packed is shared until a cut, which copies what stays: each row then has entries of its
-    own. Positions go on: they count what was read, not what is kept.
+    The packed entries are shared until the first cut, which copies the entries that stay, so that
+    each row has its own. Positions continue to count all tokens that were read.
 
     Args:
         source: a cache with an empty tail, whose entries are not quantised.
-        model: the model that it is of.
-        limit: what it may hold.
-        strategy: what stays.
-        scores: L tensors float32 [E] of the packed entries; inf for entries outside what was
-            compressed, which stay in a cut before the first query. None: not known.
+        model: the model that the cache belongs to.
+        limit: the most that it may hold.
+        strategy: chooses the entries that stay.
+        scores: L tensors float32 [E], the scores of the packed entries; inf for entries outside
+            the compressed region, which stay in a cut before the first query. None if unknown.
 
     Attributes:
-        cuts: how many there were.
+        cuts: number of cuts so far.
 
     Raises:
-        BudgetError: the limit is below what must stay.
+        BudgetError: the limit is too small for the entries that must stay.
         CacheError: the model's heads are spread over processes.
     """
 
@@ -62,7 +62,7 @@ class LimitedCache(GraceCache):
         self.__dict__.update(source.__dict__)
         self.limit, self._strategy, self._start, self._scores = limit, strategy, source, scores
 
-        # A copy of the cache shares a function, and so the model.
+        # A deep copy of the cache shares a function, and so the model.
         def rotations(now: int) -> list[Rope]:
             return rotations_up_to(model, now)
 
@@ -79,7 +79,7 @@ class LimitedCache(GraceCache):
         self._check_size()
 
     def reset(self) -> None:
-        """Forget everything after the packed prompts."""
+        """Drop everything after the packed prompts."""
         start, queries = self._start, self._strategy.queries
         self.padding, self._carried = start.padding, self._scores
         self._seen: Tensor | None = None
@@ -96,21 +96,21 @@ class LimitedCache(GraceCache):
         return twin
 
     def with_static_tail(self, capacity: int, *, rows: int | None = None) -> GraceCache:
-        """Raises `CacheError`: compiled steps cannot be cut."""
+        """Raises `CacheError`: a cache for compiled steps cannot be cut."""
         raise CacheError(
-            "A cache with a limit is cut while it grows, and a static tail has one size. Use "
+            "A cache with a limit is cut while it grows, but a static tail has a fixed size. Use "
             "result.new_cache() without a limit for compiled steps and CUDA graphs."
         )
 
     def activate_past_recording(self) -> None:
-        """Raises `CacheError`: assisted decoding goes back behind cuts."""
+        """Raises `CacheError`: assisted decoding would go back behind cuts."""
         raise CacheError(
-            "Assisted decoding and prompt lookup take tokens back, and a cache with a limit cannot "
-            "go back behind a cut. Generate without an assistant, or without a limit."
+            "Assisted decoding and prompt lookup remove tokens again, and a cache with a limit "
+            "cannot go back behind a cut. Generate without an assistant, or without a limit."
         )
 
     def mark(self) -> Callable[[], None]:
-        """As `GraceCache.mark`; after a cut, what is returned goes back to the packed prompts."""
+        """As `GraceCache.mark`; after a cut, it goes back to the packed prompts."""
         cuts, back = self.cuts, super().mark()
         return lambda: back() if self.cuts == cuts else self.reset()
 
@@ -122,14 +122,14 @@ class LimitedCache(GraceCache):
 
     @property
     def accounting(self) -> Occupancy:
-        """Entries and bytes, now and at most."""
+        """Entries and bytes, current and at the peak."""
         now = super().accounting
         most = max(now.entries, self._most)
         return Occupancy(now.entries, now.bytes, most, most * self._entry_bytes, self.cuts)
 
     @property
     def history(self) -> CutHistory:
-        """What was read since the prompt, and what the cuts left; of one row."""
+        """The tokens read since the prompt, and what the cuts left of them; for a single row."""
         if not self.limit.history or self.grace_layers[0].batch > 1:
             return super().history
         read = torch.tensor(self._read, dtype=torch.long)
@@ -137,7 +137,7 @@ class LimitedCache(GraceCache):
         return CutHistory(first, read, (*self._left,), keys)
 
     def _count(self) -> None:
-        """Packed entries in all layers and heads, and those of the largest sequence."""
+        """Count packed entries in all layers and heads, and those of the largest sequence."""
         counts = torch.stack([x.packed.entries.lengths for x in self.grace_layers])
         each = counts.view(len(counts), len(self.padding), -1).sum((0, 2))
         self._packed_entries, self._largest = int(each.sum()), int(each.max())
@@ -146,18 +146,18 @@ class LimitedCache(GraceCache):
         return self.limit.target(length, self._units, self._entry_bytes)
 
     def _check_size(self) -> None:
-        """Raise `BudgetError` unless what must stay fits."""
+        """Raise `BudgetError` unless the entries that must stay fit."""
         units, target = self._units, self._target(self.packed_length + 1)
         stays, why = self._largest, "the strategy keeps the prompt"
         if self._scores is None and not self._strategy.keep_prompt:
-            why = "what is packed has no scores by which it could be cut"
+            why = "the packed entries have no scores by which they could be cut"
         elif not self._strategy.keep_prompt:
             stays = sum(int(own.isinf().sum()) for own in self._scores or ())
-            why = "what was not compressed of the prompt stays"
+            why = "the part of the prompt that was not compressed stays"
         each = -(-stays // units) + self.limit.window
         if self._strategy.name != "none" and target < units * each:
             length, every = self.packed_length + 1, self.limit.every
-            # Rounded down, so that the ratio that is named works.
+            # Rounded down, so that this ratio works.
             most = f"a ratio of at most {length * 100 // each / 100:.2f}"
             most = most if each <= length else "no ratio"
             raise BudgetError(
@@ -169,13 +169,13 @@ class LimitedCache(GraceCache):
             )
 
     def make_room(self, tokens: Tensor, mask: Any) -> None:
-        """Cut if `tokens` would pass the limit.
+        """Cut if `tokens` would exceed the limit.
 
         Args:
-            tokens: of the coming step, ids [B, n] or embeddings [B, n, D].
-            mask: as it was given to the model: [B, length], or None.
+            tokens: of the next step, ids [B, n] or embeddings [B, n, D].
+            mask: the model's attention mask [B, length], or None.
 
-        Raises `CacheError` for more tokens than an interval, and for a mask of another form.
+        Raises `CacheError` for more tokens than an interval, and for a mask of another shape.
         """
         first, new = self.grace_layers[0], tokens.shape[1]
         used = first.tail_length
@@ -185,7 +185,7 @@ class LimitedCache(GraceCache):
             used, room = 0, self._room(new)
         if used + new > room:
             raise CacheError(
-                f"A step of {new} tokens passes the limit, which has room for {room} after a cut. "
+                f"A step of {new} tokens exceeds the limit, which has room for {room} after a cut. "
                 f"Feed at most {self.limit.every} tokens a step: model.generate(..., "
                 f"prefill_chunk_size={self.limit.every})."
             )
@@ -194,12 +194,12 @@ class LimitedCache(GraceCache):
         tail = self._units * first.batch * (used + new)
         self._most = max(self._most, self._packed_entries + tail)
         if self.limit.history:
-            # Tokens that were taken back are read again.
+            # Tokens that were removed are read again.
             del self._read[self.packed_length + used - self._start.packed_length :]
             self._read += tokens[0].tolist() if tokens.ndim == 2 else [-1] * new
 
     def _room(self, tail: int) -> int:
-        """Tokens that the tail may hold, where `tail` are in it."""
+        """The number of tokens that the tail may hold, if it holds `tail`."""
         if self._strategy.name == "none":
             return tail
         most = self._target(self.packed_length + tail) + self._units * self.limit.every
@@ -207,7 +207,7 @@ class LimitedCache(GraceCache):
 
     @torch.no_grad()
     def _cut(self, mask: Any) -> None:
-        """Every row by itself; then each has a packed part of its own."""
+        """Cut every row by itself, and give each its own packed part."""
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             raise CacheError(
                 "A cut has to know which tokens are padding. Pass a 2D attention_mask [B, length], "
@@ -244,9 +244,9 @@ class LimitedCache(GraceCache):
             self._left.append(torch.cat(positions).bincount(minlength=length).int())
 
     def _held(self, row: int, seen: Tensor, ropes: Sequence[Rope], number: int) -> HeldLayer:
-        """Layer `number` of one row, whose tokens are `seen` bool [length] unless they are padding.
+        """Layer `number` of one row; `seen` bool [length] is False for padding.
 
-        The tail's positions are those of the tokens that are seen.
+        Positions in the tail count the tokens that are seen.
         """
         layer, packed, now = self.grace_layers[number], self.packed_length, int(seen.sum())
         known = None if self._carried is None else self._carried[number]
@@ -261,7 +261,7 @@ class LimitedCache(GraceCache):
         turned = ropes[number].moved(place[packed + at[shown]], now)
         moved = turned.rotate(asked, torch.arange(asked.shape[2]))
         if len(at):
-            # What had no score stays only while nothing else is known, either.
+            # Entries without a score stay only until there are queries.
             carried.nan_to_num_(posinf=0.0)
         return HeldLayer(
             number, keys, values, mass, positions, asked, moved, carried,

@@ -28,7 +28,7 @@ REFUSED = [
     ({"kv_bytes": 4000}, BudgetError, "kv_bytes of at least"),
     ({"entries_per_head": 50, "strategy": "random"}, BudgetError, "keeps the prompt"),
     ({"entries_per_head": 50}, BudgetError, "keeps the prompt"),
-    ({"entries_per_head": 50, "strategy": "attention"}, BudgetError, "has no scores"),
+    ({"entries_per_head": 50, "strategy": "attention"}, BudgetError, "have no scores"),
 ]
 
 
@@ -83,6 +83,20 @@ def test_a_step_longer_than_an_interval_names_the_chunk_size(model, result):
     cache = result.new_cache(Limit(**SMALL))
     with torch.no_grad(), pytest.raises(CacheError, match="prefill_chunk_size=16"):
         model(input_ids=torch.zeros(1, 300, dtype=torch.long), past_key_values=cache)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_used_cache_is_refused_as_such(model, result, batch):
+    if batch:
+        shorter = gracekv.Prompt.from_ids(PROMPT.ids[:50], (4, 45))
+        result = gracekv.compress(model, [PROMPT, shorter], ratio=4)
+    cache = result.new_cache(Limit(**SMALL))
+    options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+    for _ in range(2):
+        model.generate(**result.inputs, past_key_values=cache, **options)
+        with pytest.raises(CacheError, match=r"a fresh cache \(result.new_cache\(\)\)"):
+            model.generate(**result.inputs, past_key_values=cache, **options)
+        cache = cache.with_empty_tail()
 
 
 def test_no_ratio_is_advised_where_none_works(model):

@@ -1,8 +1,10 @@
 """Saved caches: identical in a new process, refused where they are damaged or another model's."""
 
+import copy
 import hashlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 import gracekv
 from gracekv.backends import Eager
 from gracekv.cache import serialization
-from gracekv.errors import OutputError, SavedCacheError
+from gracekv.errors import CacheError, OutputError, SavedCacheError
 from gracekv.hf import BatchResult, CompressionResult, detach
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.testing.models import tiny_llama
@@ -93,6 +95,12 @@ def test_everything_comes_back_bit_for_bit(model, result, saved):
         assert again.new_cache().padding == result.packed.padding == (60, 0)
     assert torch.equal(again.inputs["input_ids"], result.inputs["input_ids"])
     assert torch.equal(again.generate_ids(9), result.generate_ids(9))
+
+
+def test_a_pickle_is_refused_and_names_what_works(result):
+    for refused in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(CacheError, match=r"result\.save\(path\).*gracekv\.load"):
+            refused(result)
 
 
 @settings(max_examples=8)

@@ -101,7 +101,7 @@ def test_the_page_holds_the_texts_and_the_counts(book, tmp_path):
     other = gracekv.compress(
         book.model, gracekv.Prompt.from_chat(book.tokenizer, context=TEXT[:100]), ratio=2
     )
-    with pytest.raises(ReportError, match="goes on from"):
+    with pytest.raises(ReportError, match="belongs to another result"):
         other.report(tmp_path / "other.html", cache=cache)
 
 
@@ -114,7 +114,7 @@ def test_a_cache_of_another_result_of_the_same_length_is_refused(book, tmp_path,
     assert second.packed.length == book.packed.length
     cache, _ = written(second, Limit(**SMALL, history=True))
     second.report(tmp_path / "own.html", cache=cache)
-    with pytest.raises(ReportError, match="of another result"):
+    with pytest.raises(ReportError, match="belongs to another result"):
         book.report(tmp_path / "other.html", cache=cache)
 
 

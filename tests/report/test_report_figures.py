@@ -76,7 +76,7 @@ def test_auction(pair, tmp_path):
 
 
 def test_what_has_no_figure(make):
-    with pytest.raises(ReportError, match="'custom' held no auction"):
+    with pytest.raises(ReportError, match="no auction to draw for 'custom'"):
         plot_auction(make("fullkv", 1))
     with pytest.raises(ReportError, match="at least one result"):
         plot_entries({})
