@@ -26,7 +26,7 @@ class AuctionCurve:
         entries: int64 [P] ascending from 0, entries spent so far (recent window not counted).
         utility: float64 [P], sum of gains so far; the last is `accounting.utility`.
         floor_entries: entries that the floor spent.
-        bound_entries: int64 [Q] budgets, () without a certificate.
+        bound_entries: int64 [Q] budgets of `bound`; empty without a certificate.
         bound: float64 [Q], upper bound of any allocation of that many entries over the same trees.
     """
 
@@ -90,7 +90,7 @@ def auction_curve(
 
 
 def _subsampled(spent: Tensor, floor: int) -> Tensor:
-    """int64: about `_POINTS` places of `spent`, even in entries; the floor's end and the last."""
+    """int64: about `_POINTS` evenly spaced points of `spent`, the floor's end and the last too."""
     if len(spent) <= _POINTS:
         return torch.arange(len(spent))
     marks = torch.linspace(0, int(spent[-1]), _POINTS).long()

@@ -1,4 +1,4 @@
-"""Entries, bytes and seconds of a compression; entries and bytes of what grows on it."""
+"""Entries, bytes and seconds of a compression, and the occupancy of a cache that grows."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from gracekv.cache.entries import CompressedCache
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import renamed
 
-# Bits that a number may take.
+# Possible bits per number.
 _WIDTHS = range(1, 65)
 
 
 @dataclass(frozen=True, slots=True)
 class WidthShare:
-    """Entries whose numbers take the same bits.
+    """The entries that are stored with the same number of bits.
 
     Attributes:
-        bits: of a number: 32 or 16 in the model's dtype, fewer where it is quantised.
-        entries: how many, prefix and suffix included.
-        bytes: of their keys and values, scales and zero points included.
+        bits: bits per number: 32 or 16 in the model's dtype, fewer if quantised.
+        entries: number of entries, prefix and suffix included.
+        bytes: bytes of their keys and values, scales and zero points included.
     """
 
     bits: int
@@ -34,7 +34,7 @@ class WidthShare:
 
     @classmethod
     def of(cls, cache: CompressedCache, shard: HeadShard = WHOLE) -> tuple[WidthShare, ...]:
-        """The shares of all widths in `cache`, in all processes, the widest first."""
+        """The shares of all widths in `cache`, over all processes, widest first."""
         own = torch.zeros(len(_WIDTHS), 2, dtype=torch.int64)
         for layer in cache.layers:
             for bits, share in layer.widths().items():
@@ -44,7 +44,7 @@ class WidthShare:
 
     @classmethod
     def summed(cls, shares: Iterable[WidthShare]) -> tuple[WidthShare, ...]:
-        """The shares added up by width, the widest first; widths without entries are left out."""
+        """Sum the shares by width, widest first, leaving out widths without entries."""
         entries: Counter[int] = Counter()
         size: Counter[int] = Counter()
         for share in shares:
@@ -56,33 +56,33 @@ class WidthShare:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accounting:
-    """Entries and bytes of one compressed cache, as the compression left it.
+    """Entries and bytes of one compressed cache after compression.
 
-    What is held while an answer is written on it, `cache.accounting` says: an `Occupancy`.
+    `cache.accounting` reports memory held during generation (`Occupancy`).
 
     Attributes:
-        budget: B_total, context entries allowed, over all heads.
+        budget: B_total, context entries allowed in all heads.
         spent: context entries kept, recent window included; prefix and suffix are not counted.
         floor_spent: B_floor, the part of `spent` that the floor stage bought.
         recent: r, tokens of the recent window in each head.
         entries: int64 [L, G] context entries kept per head, recent window included.
-        bytes: physical bytes of packed keys and values, prefix and suffix included; of quantised
-            entries also those of scales and zero points.
+        bytes: physical bytes of packed keys and values, prefix and suffix included, with scales and
+            zero points of quantised entries.
         metadata_bytes: bytes of positions, multiplicities and offsets.
-        full_bytes: bytes of FullKV's keys and values for the same tokens; for quantised pipelines
-            in 16-bit numbers, whatever the model's dtype.
-        utility: summed gains of the bought operations, each clipped at 0.
-        bound: certified upper bound of `utility` at this budget, if the allocator computed one.
-        backend_bytes: bytes that the attention backend holds on top of the packed tensors (indices,
-            copies), once it is prepared.
-        other_bytes: bytes of the model's layers that are not compressed, by their kind; no other
-            number here counts them.
-        held_bytes: all bytes that a result keeps alive, by device: the entries, their metadata,
-            what the backend and the report need, and the prompt's ids. Empty for a run.
-        widths: entries and bytes by the bits of a number, the widest first.
-        budget_bytes: bytes that the context's keys and values may take, where the budget counts
-            bytes and some entries are quantised; else None.
-        spent_bytes: bytes that they take; None where `budget_bytes` is.
+        full_bytes: bytes of a full cache's keys and values for the same tokens; for pipelines that
+            quantise, in 16-bit numbers whatever the model's dtype.
+        utility: sum of the gains of all bought operations, each clipped at 0.
+        bound: certified upper bound of `utility` at this budget; None if not computed.
+        backend_bytes: bytes that the prepared attention backend holds besides the packed tensors
+            (indices, copies).
+        other_bytes: bytes of the layers that are not compressed, by kind; no other number here
+            includes them.
+        held_bytes: all bytes that a result keeps alive, by device: entries, metadata, the backend's
+            copies, scores, and the prompt's ids. Empty for a run.
+        widths: entries and bytes by bits per number, widest first.
+        budget_bytes: bytes allowed for the context's keys and values, if the budget counts bytes
+            and some entries are quantised; otherwise None.
+        spent_bytes: bytes that they take; None if `budget_bytes` is.
     """
 
     budget: int
@@ -106,10 +106,10 @@ class Accounting:
 
     @classmethod
     def total(cls, parts: Sequence[Accounting], backend_bytes: int = 0) -> Accounting:
-        """The sums over several prompts of one model; `entries` are stacked to [S*L, G].
+        """Sum over several prompts of one model; `entries` are stacked to [S*L, G].
 
-        `recent` is the largest. The bound is the sum if every part has one. `backend_bytes` is
-        that of all of them together.
+        `recent` is the largest. The bound is the sum if every part has one. `backend_bytes` counts
+        all prompts together.
         """
         sums: dict[str, Any] = {}
         for name in (
@@ -130,7 +130,7 @@ class Accounting:
 
     @property
     def certified_ratio(self) -> float | None:
-        """utility / bound: at least this share of the optimum was reached; None without a bound."""
+        """utility / bound, a lower bound on the share of the optimum reached; None without one."""
         if self.bound is None:
             return None
         return self.utility / self.bound if self.bound > 0 else 1.0
@@ -138,14 +138,14 @@ class Accounting:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Entries and bytes of a cache that is continued, in all layers, heads and rows.
+    """Entries and bytes of a cache during generation, in all layers, heads and rows.
 
     Attributes:
-        entries: now, those of the packed prompts and those written since.
-        bytes: of their keys and values.
-        most_entries: at the most so far; more than now only after a cut.
-        most_bytes: of their keys and values.
-        cuts: how often a limit cut it.
+        entries: current entries, of the packed prompts and of tokens since.
+        bytes: bytes of their keys and values.
+        most_entries: peak so far; more than `entries` only after a cut.
+        most_bytes: bytes of the keys and values at the peak.
+        cuts: how often the cache was cut.
     """
 
     entries: int
@@ -161,18 +161,18 @@ class Timings:
 
     Attributes:
         prefill: the standard forward pass.
-        surprisal: of the capture, the logits of all positions.
-        projections: of the capture, the projections for head sensitivity.
-        query_sums: what the capture adds for sums over all queries.
+        surprisal: logits of all positions during the capture.
+        projections: projections for head sensitivity during the capture.
+        query_sums: sums over all queries during the capture.
         reconstruction: a second pass over the context, if the scorer needs one.
-        draft: decoding the answer's first tokens, if the scorer needs them.
-        segment: the pipeline's stage, as are those below.
+        draft: decoding of the answer's first tokens, if the scorer needs them.
+        segment: pipeline stage, as are those below.
         value: token scores and head sensitivity.
-        tree: quotas and candidates included.
+        tree: trees, quotas and candidates.
         allocate: floor and auction.
-        pack: the physical cache.
-        fit: values and multiplicities of what is kept.
-        precision: quantising it.
+        pack: packing of the physical cache.
+        fit: fit of values and multiplicities.
+        precision: quantisation.
     """
 
     prefill: float = 0.0

@@ -1,4 +1,4 @@
-"""Stage while generating: which entries stay when the cache has grown to its limit."""
+"""Stage `decode`: which entries stay when the cache reaches its limit while generating."""
 
 from gracekv.decode.attention import Attention as Attention
 from gracekv.decode.base import DECODERS as DECODERS

@@ -1,4 +1,4 @@
-"""`attention`: what the last interval's queries looked at."""
+"""`attention`: the attention of the last interval's queries."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from gracekv.registry import bounded
 
 @DECODERS.register("attention")
 class Attention(Decoder):
-    """What the queries of the last interval looked at, on average.
+    """Keep the entries with the most attention from the last interval's queries, on average.
 
     Source: the score of SnapKV, arXiv:2404.14469, with a decoder's own queries. Ours: queries are
-    turned to the present position, and one auction goes over all layers and heads.
+    rotated to the current position, and one auction goes over all layers and heads.
 
     Cost: attention of the recorded queries over all entries, at each cut.
 
     Attributes:
-        queries: how many of the last queries are asked.
+        queries: how many of the last queries score the entries.
         keep_prompt: whether the prompt's entries stay.
     """
 

@@ -1,4 +1,4 @@
-"""What one layer holds at a cut, and the interface of strategies that say what stays."""
+"""`HeldLayer`, the entries of a layer at a cut, and `Decoder`, which chooses those that stay."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from gracekv.registry import Registry, Strategy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldLayer:
-    """The entries of one layer of one sequence at a cut, its heads padded to N places.
+    """The entries of one layer of one sequence at a cut; heads are padded to N places.
 
-    First come the packed entries, then the tokens since the last cut, both by position.
+    The packed entries come first, then the tokens since the last cut, both by position.
 
     Attributes:
-        number: of the layer among those that are compressed.
+        number: the layer's number among the compressed layers.
         keys: [G, N, d] in the model's dtype.
         values: [G, N, d].
         log_multiplicity: float32 [G, N]; -inf where there is no entry.
         positions: int64 [G, N].
-        asked: float32 [G, n, Q, d], the last Q queries of each query head, times the scale.
-        moved: float32 [G, n, Q, d], the same turned to position `now`.
-        carried: float32 [G, N], what earlier cuts, or the prompt's compression, made of an entry;
-            0 where nothing is known.
-        prompt: positions below it are the prompt's.
-        now: the position of the token that comes next.
+        asked: float32 [G, n, Q, d], the last Q queries of each query head, scaled.
+        moved: float32 [G, n, Q, d], the same queries rotated to position `now`.
+        carried: float32 [G, N], the score of an entry at an earlier cut or at the prompt's
+            compression; 0 where there was none.
+        prompt: positions below it belong to the prompt.
+        now: position of the next token.
         softcap: as in `AttentionStep`.
         sink_logits: [H], as in `AttentionStep`.
     """
@@ -56,7 +56,7 @@ class HeldLayer:
         return self.log_multiplicity > -torch.inf
 
     def logits(self) -> Tensor:
-        """float32 [G, n*Q, N]: of the queries moved to now, with log m; -inf in padding."""
+        """float32 [G, n*Q, N]: logits of the moved queries, log m included; -inf in padding."""
         products = batched_linear(self.moved.flatten(1, 2), self.keys.float())
         return capped(products, self.softcap).add_(self.log_multiplicity[:, None])
 
@@ -68,7 +68,7 @@ class HeldLayer:
         return self.sink_logits.float().view(heads, group).repeat_interleave(count, dim=1)
 
     def attention(self) -> Tensor:
-        """float32 [G, n*Q, N]: what each query moved to now gives to each entry."""
+        """float32 [G, n*Q, N]: attention weights of the moved queries."""
         logits = self.logits()
         if self.sink_logits is None:
             return logits.softmax(-1)
@@ -77,15 +77,16 @@ class HeldLayer:
 
 
 class Decoder(Strategy, abc.ABC):
-    """Which entries stay when a cache is cut to its limit while generating.
+    """Chooses the entries that stay when a cache is cut to its limit while generating.
 
-    Deterministic: the same entries give the same cut, and the draws of `random` depend on its seed
-    alone. Writes into nothing that it is given.
+    Deterministic: the same entries give the same cut, and `random` depends on its seed alone. Does
+    not modify its arguments.
 
     Attributes:
-        per_head: whether every head keeps equally many entries; else one auction goes over all
-            layers and heads.
-        queries: how many of the last queries are recorded for it.
+        per_head: whether all heads keep the same number of entries; otherwise all layers and heads
+            compete in one auction.
+        queries: how many of the last queries are recorded.
+        keep_prompt: whether all entries of the prompt stay.
     """
 
     per_head: ClassVar[bool] = False
@@ -94,18 +95,18 @@ class Decoder(Strategy, abc.ABC):
 
     @abc.abstractmethod
     def scores(self, held: HeldLayer) -> Tensor:
-        """float [G, N]: entries of higher score stay; any finite number, also in padding."""
+        """float [G, N]: entries with higher scores stay. Scores are finite, in padding too."""
 
     def guarded(self, held: HeldLayer, most: int) -> Tensor:
         """bool [G, N]: entries that stay whatever their score, at most `most` in all heads.
 
-        The prompt's, if it is kept, are not counted by `most`.
+        Entries of a prompt that is kept do not count towards `most`.
         """
         return held.used & (held.positions < held.prompt) & self.keep_prompt
 
     def fit(self, held: HeldLayer, kept: Tensor, packed: RaggedEntries) -> RaggedEntries:
-        """`packed`, the entries kept bool [G, N] of `held`; values and masses may change."""
+        """Return `packed`, the entries `kept` bool [G, N] of `held`, with new values or masses."""
         return packed
 
 
-DECODERS = Registry("decode", "what stays while generating under a limit", Decoder)
+DECODERS = Registry("decode", "which entries stay while generating under a limit", Decoder)

@@ -1,7 +1,7 @@
-"""A cut: one auction over all layers and heads of one sequence, and what stays, packed.
+"""A cut: one auction over all layers and heads of a sequence, and the entries that stay, packed.
 
-Who calls whom: `gracekv.hf.limited` sees before a step that the cache is full, shows this module
-one layer after the other as `HeldLayer`, and places what comes back.
+`gracekv.hf.limited` calls this module when the next step would exceed the limit: it passes one
+layer after the other as `HeldLayer`, and replaces its layers with the packed entries.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from gracekv.kernels import ragged
 def kept_entries(
     layers: int, held: Callable[[int], HeldLayer], strategy: Decoder, budget: int, window: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Which entries stay, bool [G, N] by layer, and their scores [G, N]; N differs by layer.
+    """The entries that stay, bool [G, N] by layer, and all scores [G, N]; N differs by layer.
 
-    Before the first query was asked, strategies that read queries leave it to what is carried. The
-    last `window` positions and what the strategy guards stay in any case. Ties go to the
-    earlier layer, head and entry.
+    Strategies that read queries use the carried scores until there is a query. The last `window`
+    positions and the entries that the strategy guards always stay. Ties go to the earlier layer,
+    head and entry.
 
     Args:
         layers: L.
-        held: makes what a layer holds; each is asked for once, in order.
-        strategy: scores.
+        held: makes the `HeldLayer` of a layer; called once per layer, in order.
+        strategy: scores the entries.
         budget: most entries in all layers and heads.
-        window: last tokens that stay.
+        window: how many of the last tokens stay.
     """
     scores, gains = list[Tensor](), list[Tensor]()
     heads = 1
@@ -54,7 +54,7 @@ def kept_entries(
     )
     finite = every[every.isfinite()]
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
-    # From 1 to 2 by score, 3 for what stays in any case; 0 is out.
+    # Scores map to 1 to 2, entries that must stay to 3; 0 is out.
     scaled = 1 + (every - low) / max(float(high - low), 1e-300)
     scaled = scaled.clamp(max=3.0).nan_to_num_(nan=0.0)
     quota = None
@@ -66,7 +66,7 @@ def kept_entries(
 
 
 def packed_entries(held: HeldLayer, kept: Tensor, strategy: Decoder) -> RaggedEntries:
-    """The entries `kept` bool [G, N] of one layer, fitted by `strategy`."""
+    """Pack the entries `kept` bool [G, N] of one layer, fitted by `strategy`."""
     at = where_true(kept.flatten())
     entries = RaggedEntries(
         held.keys.flatten(0, 1).index_select(0, at),

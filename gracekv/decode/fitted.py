@@ -17,26 +17,26 @@ from gracekv.registry import bounded
 
 @DECODERS.register("fitted")
 class Fitted(Decoder):
-    """What the last queries read, and before them; values and masses then make up for the rest.
+    """Keep the entries that the last queries read, and fit them to make up for the others.
 
-    An entry's score is the attention that it got, times the norm of its value, or what it was at an
-    earlier cut times `memory`, whichever is more. Values and multiplicities of what stays are then
-    fitted as `gracekv.fit` does, with the recorded queries as reference: what they got from all
-    entries they get from those that stay.
+    An entry's score is the attention that it got times the norm of its value, or its score at an
+    earlier cut times `memory`, whichever is higher. Values and multiplicities of the entries that
+    stay are then fitted as in `gracekv.fit`, with the recorded queries as reference, so that these
+    queries read from them what they read from all entries.
 
     Source: ours.
 
-    Cost: attention of the recorded queries over all entries, that of the references once more, and
-    for each head a system of as many unknowns as it has references, at each cut.
+    Cost: at each cut, attention of the recorded queries over all entries, that of the references
+    once more, and one linear system per head with as many unknowns as references.
 
     Attributes:
-        queries: how many of the last queries are asked.
-        references: how many of them, evenly spread, are fitted to.
-        memory: what an older score counts, a cut later.
-        norm: power of the value's norm in the score.
-        trust: prior of values, as in `gracekv.fit.Values`.
-        mass_trust: prior of multiplicities.
-        trust_read: prior of both for being read.
+        queries: how many of the last queries score the entries.
+        references: how many of them, evenly spread, the fit uses.
+        memory: factor of an older score at the next cut.
+        norm: exponent of the value's norm in the score.
+        trust: prior of the values of all entries, as in `gracekv.fit.Values`.
+        mass_trust: the same for multiplicities.
+        trust_read: prior of an entry for being read by the references, for both.
         keep_prompt: whether the prompt's entries stay.
     """
 
@@ -51,15 +51,15 @@ class Fitted(Decoder):
 
     def scores(self, held: HeldLayer) -> Tensor:
         read = held.attention().mean(dim=1) * held.values.float().norm(dim=-1) ** self.norm
-        # Older scores count at the level that their entries have now.
+        # Older scores are rescaled to the level that their entries have now.
         before = held.carried * (held.carried > 0)
         level = (read * (before > 0)).sum(1) / before.sum(1).clamp_min(1e-30)
         return torch.maximum(read, self.memory * level[:, None] * before)
 
     def fit(self, held: HeldLayer, kept: Tensor, packed: RaggedEntries) -> RaggedEntries:
-        """`packed` with values and masses that give the references what all of `held` gave.
+        """Refit `packed` so that the references read from it what they read from all of `held`.
 
-        `kept` is bool [G, N], the entries of `packed`.
+        `kept` is bool [G, N], the entries in `packed`.
         """
         step = max(1, held.moved.shape[2] // self.references)
         held = dataclasses.replace(held, moved=held.moved[:, :, ::step])
@@ -71,7 +71,7 @@ class Fitted(Decoder):
         sink = (sink - top).exp()
         total = chance.sum(dim=-1) + sink
         weights = total.new_full((total.shape[1],), 1 / total.shape[1])
-        # Every column, those that are dropped without mass: hardly any are, and nothing is copied.
+        # All columns, with no mass in dropped ones: few are dropped, and this copies nothing.
         attention = KeptMass(kept, chance * kept[:, None], total, sink, weights)
         factor = multiplicities(attention, self.mass_trust, self.trust_read)
         shares = attention.shares(factor)

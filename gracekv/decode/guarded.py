@@ -1,4 +1,4 @@
-"""`guarded`: values of huge norm stay."""
+"""`guarded`: entries with values of large norm stay."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gracekv.registry import bounded
 
 @DECODERS.register("guarded")
 class Guarded(Decoder):
-    """Another strategy whose cuts never drop the values of largest norm.
+    """Wrap another strategy, and never drop the entries with the values of largest norm.
 
-    Source: the guard of VaSE, arXiv:2606.03928; what it guards is chosen here.
+    Source: the guard of VaSE, arXiv:2606.03928; ours is which entries it guards.
 
     Cost: that of the strategy.
 
     Attributes:
-        strategy: what scores and fits.
-        share: of what a layer may keep, for the values of largest norm in each head.
+        strategy: scores and fits the entries.
+        share: share of a layer's budget for the values of largest norm in its heads.
     """
 
     strategy: Decoder = field(default_factory=Attention)
@@ -31,7 +31,7 @@ class Guarded(Decoder):
 
     @property  # type: ignore[misc]
     def queries(self) -> int:
-        """Those of the strategy."""
+        """How many queries the strategy reads."""
         return self.strategy.queries
 
     def scores(self, held: HeldLayer) -> Tensor:

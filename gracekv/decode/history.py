@@ -1,4 +1,4 @@
-"""`CutHistory`: what became of the tokens that were written under a limit, cut by cut."""
+"""`CutHistory`: which tokens were read under a limit, and which of them each cut left."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 class CutHistory:
     """What a cache with a limit read after its packed prompt, and what its cuts left.
 
-    On the CPU, but for `keys`.
+    All tensors but `keys` are on the CPU.
 
     Attributes:
         first: position of the first token of `ids`, which is the prompt's last one, fed again.
         ids: int64 [n] tokens that were read since; -1 for those given as embeddings.
         held: for each cut int32 [tokens so far], in how many heads of all layers a token has an
             entry of its own.
-        keys: [E, d] of the last layer's entries that it began with, which depend on all of the
-            prompt, and so tell whose history it is; None if that is not known.
+        keys: [E, d] of the last layer's entries at the start. They depend on the whole prompt, and
+            so identify the result; None if unknown.
     """
 
     first: int

@@ -1,4 +1,4 @@
-"""`Limit`: how much a cache may hold while generating."""
+"""`Limit`: the most that a cache may hold while generating."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from gracekv.registry import Configurable, bounded
 
 @dataclass(frozen=True, kw_only=True)
 class Limit(Configurable):
-    """How much of the cache stays while generating: exactly one of the three sizes is given.
+    """The most that a cache may hold while generating; give exactly one of three sizes.
 
         result.generate(max_new_tokens=4096, limit=gracekv.Limit(entries_per_head=512))
 
-    Each row of a batch has the limit for itself.
+    The limit holds for each row of a batch by itself.
 
     Attributes:
-        entries_per_head: entries per KV head and layer, on average, that a cut leaves; up to
-            `every` more come before the next one.
-        ratio: how many times fewer entries a cut leaves than tokens were read and written.
-        kv_bytes: bytes of keys and values that are never exceeded, the interval included; a number
-            or text such as "64MiB".
+        entries_per_head: entries that a cut leaves per KV head and layer, on average; up to `every`
+            more are added before the next cut.
+        ratio: a cut leaves this many times fewer entries than tokens were read and written.
+        kv_bytes: most bytes of keys and values at any time; a number or text such as "64MiB".
         every: tokens between two cuts.
-        window: last tokens that every head keeps.
-        strategy: what stays, a strategy of the stage `decode` or its name; None: the pipeline's, or
-            "fitted" where that is "none".
-        history: whether the cache notes what was read and what each cut left, 4 bytes a token and
-            cut, for `result.report(cache=cache)`; of one row.
+        window: how many of the last tokens every head keeps.
+        strategy: chooses the entries that stay, a strategy of the stage `decode` or its name; None:
+            the pipeline's, or "fitted" if that is "none".
+        history: whether the cache records the tokens and what each cut left of them, for
+            `result.report(cache=cache)`; 4 bytes per token and cut, for a single row.
     """
 
     entries_per_head: int | Integral | None = None
@@ -50,7 +49,7 @@ class Limit(Configurable):
 
     @property
     def budget(self) -> Budget:
-        """The size; raises `BudgetError` unless exactly one is given."""
+        """The size as a `Budget`; raises `BudgetError` unless exactly one is given."""
         names = ("entries_per_head", "ratio", "kv_bytes")
         sizes = {name: size for name in names if (size := getattr(self, name)) is not None}
         if len(sizes) != 1:
@@ -60,13 +59,13 @@ class Limit(Configurable):
         return Budget.of(sizes)
 
     def decoder(self, default: Decoder) -> Decoder:
-        """The strategy, where `default` is the pipeline's."""
+        """The strategy to use; `default` is the pipeline's."""
         chosen = default if self.strategy is None else DECODERS.parse(self.strategy)
         named = self.strategy is not None or chosen.name != "none"
         return chosen if named else DECODERS.build("fitted")
 
     def target(self, length: int, units: int, entry_bytes: int) -> int:
-        """Entries in all heads that a cut leaves after `length` tokens.
+        """The number of entries that a cut leaves in all heads after `length` tokens.
 
         Args:
             length: tokens read and written.

@@ -1,4 +1,4 @@
-"""`none`: nothing is cut."""
+"""`none`: no cuts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 
 @DECODERS.register("none", works_sharded=True)
 class NoCut(Decoder):
-    """Nothing is cut: the cache grows by every token.
+    """Never cut: the cache grows with every token.
 
     Source: the paper.
 

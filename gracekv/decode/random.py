@@ -1,4 +1,4 @@
-"""`random`: the prompt, and tokens drawn at random."""
+"""`random`: the prompt, and a random sample of the other entries."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 
 @DECODERS.register("random")
 class Random(Decoder):
-    """The prompt's entries and, of the others, as many as fit, drawn at random.
+    """Keep the prompt's entries, and a random sample of the others.
 
-    Source: Random Attention, arXiv:2609.03430. Ours: draws are new at each cut, and every entry of
-    every head has its own.
+    Source: Random Attention, arXiv:2609.03430. Ours: each cut draws again, independently for
+    every entry of every head.
 
     Cost: none.
 
     Attributes:
-        seed: of the draws; they depend on it, the layer and the position alone.
+        seed: the draws depend only on it, the layer and the position.
         keep_prompt: whether the prompt's entries stay.
     """
 

@@ -1,4 +1,4 @@
-"""`recent`: the prompt, then a window."""
+"""`recent`: the prompt and a window of the last tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 
 @DECODERS.register("recent")
 class Recent(Decoder):
-    """The prompt's entries and the last tokens.
+    """Keep the prompt's entries and the last tokens.
 
-    Source: StreamingLLM, arXiv:2309.17453. Ours: all of the prompt stays, not four tokens.
+    Source: StreamingLLM, arXiv:2309.17453. Ours: the whole prompt stays, not four tokens.
 
     Cost: none.
 

@@ -11,7 +11,7 @@ from gracekv.decode.base import HeldLayer
 
 
 def attention(held: HeldLayer) -> Tensor:
-    """float64 [G, N]: mean attention that each entry gets from the queries moved to now."""
+    """float64 [G, N]: mean attention that each entry gets from the moved queries."""
     heads, group, count, _ = held.moved.shape
     received = torch.zeros(held.positions.shape, dtype=torch.float64)
     for g in range(heads):
@@ -34,14 +34,14 @@ def attention(held: HeldLayer) -> Tensor:
 def kept(
     scores: list[Tensor], stays: list[Tensor], used: list[Tensor], budget: int, *, per_head: bool
 ) -> list[Tensor]:
-    """bool [G, N] by layer: what stays of `scores` [G, N], by one sorted list or one for each head.
+    """bool [G, N] by layer: the entries that stay, from one sorted list or one per head.
 
     Args:
-        scores: by layer.
-        stays: bool [G, N] by layer, in any case.
+        scores: [G, N] by layer.
+        stays: bool [G, N] by layer, entries that always stay.
         used: bool [G, N] by layer, where there is an entry.
         budget: most entries in all layers and heads.
-        per_head: whether each head has an equal share, the first heads one more.
+        per_head: whether all heads have equal shares, up to one entry more in the first heads.
     """
     result = [torch.zeros_like(own) for own in used]
     units = [(layer, g) for layer, own in enumerate(scores) for g in range(len(own))]

@@ -1,4 +1,4 @@
-"""`rkv`: R-KV, attention less redundancy."""
+"""`rkv`: R-KV, attention minus redundancy."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from gracekv.registry import bounded
 
 @DECODERS.register("rkv")
 class RKV(Decoder):
-    """Attention of the last few queries less the similarity of keys, head by head.
+    """Score entries by attention of the last few queries minus key similarity, head by head.
 
     Source: R-KV, arXiv:2505.24133, and its public code (Zefan-Cai/R-KV, rkv/compression/r1_kv.py):
     the logits' maximum over the query heads of a KV head, a softmax over all but the window, the
     mean over queries, max-pooling; a key's redundancy is a softmax of its mean similarity to all
-    keys of the head, the window's included, and of the keys that are alike each forgets the last.
-    Ours: all is computed in float32, whatever the model's dtype; multiplicities, caps of logits and
-    sinks, which the authors' models have not, are left out. A cut keeps the last `window` tokens of
-    its limit, theirs the `queries` last ones: Limit(every=128, window=8) is what they run.
+    keys of the head, the window's included, which leaves out the last of the keys that are alike.
+    Ours: everything is computed in float32, whatever the model's dtype; multiplicities, logit
+    softcaps and sinks are ignored, since the authors' models have none. A cut keeps the last
+    `window` tokens of its limit, theirs the last `queries`: they run Limit(every=128, window=8).
 
     Cost: the similarity of all pairs of keys of a head, at each cut.
 
     Attributes:
         queries: the last queries, whose tokens are the window.
-        share: of attention in the score; the rest is redundancy.
-        kernel: of the max-pooling over neighbours.
-        threshold: from which on two keys are alike.
+        share: weight of attention in the score; the rest is redundancy.
+        kernel: size of the max-pooling over neighbours.
+        threshold: cosine similarity above which two keys count as alike.
         keep_prompt: whether the prompt's entries stay; the authors let them compete.
     """
 

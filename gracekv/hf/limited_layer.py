@@ -1,4 +1,4 @@
-"""`LimitedLayer`: a cache layer that remembers the last queries, for the next cut."""
+"""`LimitedLayer`: a cache layer that records the last queries for the next cut."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from gracekv.backends import AttentionStep
 from gracekv.hf.layer import GraceLayer
 from gracekv.hf.packed_layer import PackedLayer, repeats
 
-# Entries of a padded head are a multiple of it.
+# Heads are padded to a multiple of this many entries.
 _PLACES = 128
 
 
 class LimitedLayer(GraceLayer):
-    """A `GraceLayer` whose tail has room for what fits its cache's limit, and is then cut.
+    """A `GraceLayer` whose tail grows up to the limit of its cache and is then cut.
 
     Args:
         packed: the compressed part.
-        queries: Q, how many of the last queries it remembers.
+        queries: Q, how many of the last queries it records.
 
     Attributes:
-        places: most tokens of the tail.
+        places: most tokens in the tail.
         how: scale, softcap and sink logits of the last step, as in `AttentionStep`.
     """
 
@@ -52,10 +52,10 @@ class LimitedLayer(GraceLayer):
         self._last = max(self._last, self._used)
 
     def asked(self, row: int) -> tuple[Tensor, Tensor]:
-        """The queries [H, Q, d] that are remembered of a row, and their places in the tail [Q]."""
+        """The recorded queries [H, Q, d] of a row, and their places in the tail [Q]."""
         entries: Any = self.packed.entries
         keys = entries.keys
-        # Of what was taken back, the ring holds more than its size.
+        # After tokens were removed, the ring still holds later ones.
         oldest = min(max(0, self._last - self._queries), self._used)
         places = torch.arange(oldest, self._used, device=keys.device)
         if not self._asked.numel():
@@ -63,10 +63,10 @@ class LimitedLayer(GraceLayer):
         return self._asked[row][:, places % self._queries], places
 
     def held(self, row: int, carried: Tensor | None) -> tuple[Tensor, ...]:
-        """Keys, values [G, N, d], positions, log m and what is `carried` [G, N] of a row's entries.
+        """Keys, values [G, N, d], positions, log m and carried scores [G, N] of a row's entries.
 
-        First those of the packed part, padded by entries of log m = -inf, then the tail's, whose
-        numbers are 0. Of the packed part `carried` is float32 [E]; None: 0.
+        The packed part comes first, padded with log m = -inf, then the tail with log m, positions
+        and scores of 0. `carried` is float32 [E] for the packed part; None stands for 0.
         """
         packed: Any = self.packed.entries
         heads, used = packed.heads, self._used
@@ -74,7 +74,7 @@ class LimitedLayer(GraceLayer):
         at = heads * (row // each if of_row is None else int(of_row[row]))
         starts = packed.offsets[at : at + heads + 1].tolist()
         counts = [end - start for start, end in itertools.pairwise(starts)]
-        # Products of one width for many cuts: oneDNN compiles one for each shape.
+        # oneDNN compiles a kernel per shape, so many cuts share one width.
         width = -(-(max(counts) + used) // _PLACES) * _PLACES - used
 
         def padded(rows: Tensor, tail: Any, nothing: float = 0.0) -> Tensor:
@@ -96,7 +96,7 @@ class LimitedLayer(GraceLayer):
         )
 
     def place(self, packed: PackedLayer) -> None:
-        """Begin again after a cut, with an empty tail."""
+        """Take the packed part after a cut, and empty the tail."""
         self.packed = packed
         self.reset()
 

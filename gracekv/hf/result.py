@@ -1,4 +1,4 @@
-"""`CompressionResult` and `BatchResult`: compressed prompts, continued any number of times."""
+"""`CompressionResult` and `BatchResult`: compressed prompts that can be continued repeatedly."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from gracekv.prefill.prompt import Prompt
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CompressionResult(BaseResult):
-    """What `compress` returns. The prefill is not kept: its memory is what compression frees.
+    """The result of `compress` for one prompt. It does not hold the prefill.
 
     Attributes:
         model: the model that the cache belongs to.
-        prompts: the one prompt that was compressed.
-        pipeline: what made it, with the backend that reads it.
+        prompts: the compressed prompt, alone.
+        pipeline: the pipeline that compressed it, and the backend that reads the cache.
         keep_run: whether `details` are kept.
     """
 
@@ -44,7 +44,7 @@ class CompressionResult(BaseResult):
 
     @property
     def prompt(self) -> Prompt:
-        """What was compressed."""
+        """The compressed prompt."""
         return self.prompts[0]
 
     @property
@@ -53,7 +53,7 @@ class CompressionResult(BaseResult):
 
     @property
     def details(self) -> Run | None:
-        """Partition, relevance, forest and frontier, if `keep_run=True` was asked for."""
+        """Partition, relevance, forest and frontier, if compressed with `keep_run=True`."""
         return self._runs[0] if self.keep_run else None
 
     def report(
@@ -64,20 +64,20 @@ class CompressionResult(BaseResult):
         answer: str | None = None,
         cache: GraceCache | None = None,
     ) -> None:
-        """Write one HTML page that shows what was kept where; see `gracekv.report`.
+        """Write an HTML page that shows what was kept where; see `gracekv.report`.
 
-        The page needs no network and no other file; it holds the prompt's text. Several results
-        side by side: `gracekv.report.compare`.
+        The page needs neither network nor other files; it contains the prompt's text. To compare
+        several results, use `gracekv.report.compare`.
 
         Args:
             path: the file; its folder is made.
-            label: the result's name on the page; default: how many times fewer entries it keeps.
-            answer: what the model said, shown with the accounting.
-            cache: what it was said on, made by `new_cache(Limit(..., history=True))`; the page then
-                shows what became of the answer's tokens, cut by cut.
+            label: the result's name on the page; default: the recipe's name and the ratio.
+            answer: the model's answer, shown with the accounting.
+            cache: the cache that the answer was written on, made by
+                `new_cache(Limit(..., history=True))`; the page then shows what each cut left of it.
 
-        Raises `ReportError` if the result was loaded from a file and holds merged entries: what
-        they stand for is not in the file; or if the cache is of another result. `CacheError` if the
+        Raises `ReportError` if the result was loaded from a file and holds merged entries, whose
+        tokens are not in the file, or if the cache belongs to another result; `CacheError` if the
         cache has no history.
         """
         from gracekv.report import write
@@ -90,7 +90,7 @@ class CompressionResult(BaseResult):
     ) -> str:
         """The model's answer as text, greedy unless `kwargs` say otherwise.
 
-        `kwargs` go to `model.generate`, `limit` to `new_cache`. Every call starts from the
+        `kwargs` are passed to `model.generate`, `limit` to `new_cache`. Every call starts from the
         compressed prompt, so calls can be repeated. Raises `PromptError` if the prompt has no
         tokenizer, `ConfigError` if more than one sequence comes back.
         """
@@ -123,24 +123,24 @@ class CompressionResult(BaseResult):
             book = gracekv.compress(model, prompt, ratio=4)
             print(book.ask("Who is Dinah?"))
 
-        Only the question's own tokens are read. Every call starts after the context; `chat` goes
-        on from one question to the next.
+        Only the question's own tokens are read. Every call starts after the context; use `chat` for
+        questions that build on each other.
 
         Args:
-            question: a text, or a list of texts of any lengths, which are answered together over
-                the one packed part.
+            question: a text, or a list of texts of any lengths, which are answered as one batch
+                over the shared context.
             max_new_tokens: most tokens of each answer.
-            stream: return an iterator over the answer's text instead, for one question.
-            limit: what each answer's cache may hold; see `new_cache`.
-            kwargs: go to `model.generate`; greedy unless they say otherwise.
+            stream: return an iterator over the answer's text instead; for one question.
+            limit: the most that each answer's cache may hold; see `new_cache`.
+            kwargs: passed to `model.generate`; decoding is greedy unless they say otherwise.
 
         Returns:
-            The answer's text; a list for a list.
+            The answer's text, or a list of them for a list.
 
         Raises:
             PromptError: the prompt has a question already or no tokenizer; a question is empty, or
-                does not fit the positions that are left.
-            ConfigError: several answers to one question, or a stream of several questions.
+                does not fit into the remaining positions.
+            ConfigError: several answers to a question, or a stream for several questions.
         """
         _check_one_answer(self.model, kwargs)
         questions = [question] if isinstance(question, str) else question
@@ -149,7 +149,9 @@ class CompressionResult(BaseResult):
             answers = decode_rows(self.tokenizer, rows)
             return answers[0] if isinstance(question, str) else answers
         if not isinstance(question, str):
-            raise ConfigError("stream=True takes one question, a text. Ask one after the other.")
+            raise ConfigError(
+                "stream=True takes a single question as text. Ask one after the other."
+            )
         return self.chat(limit).ask(question, max_new_tokens, stream=True, **kwargs)
 
     def extend(
@@ -159,28 +161,27 @@ class CompressionResult(BaseResult):
         capture: CaptureOptions = DEFAULTS,
         **budget: Unpack[BudgetOptions],
     ) -> CompressionResult:
-        """A result whose context goes on with `passage`, compressed by the same pipeline.
+        """Extend the context by `passage`, compressed by the same pipeline.
 
             book = book.extend(text, ratio=4)
 
-        The passage alone is read, over the entries that are packed; they stay as they are, codes
-        of fewer bits included, and this result stays usable. Exactly one of the five budgets is
-        given, for the passage alone. While it runs, packed entries are held once more in the
-        model's dtype, each layer's heads padded to the longest head, and no other thread may use
-        the model.
+        Only the passage is read, over the packed entries, which stay as they are, quantised or not;
+        this result remains usable. Give exactly one of the five budgets, for the passage alone.
+        Meanwhile a copy of the packed entries is held in the model's dtype, each layer's heads
+        padded to the longest head, and no other thread may use the model.
 
         Args:
-            passage: text, which is added as it is, separators included; or token ids [n].
+            passage: text, added as it is, so it brings its own separator; or token ids [n].
             capture: how the passage is read: chunks, memory, progress.
-            budget: that of the passage alone, as in `gracekv.compress`.
+            budget: the budget of the passage, as in `gracekv.compress`.
 
         Raises:
             PromptError: the prompt has a question, or the passage is empty or cannot be encoded.
             BudgetError: not exactly one budget is given, or it is too small for the passage.
-            CacheError: the passage does not fit the positions of the model, or the model caps its
-                attention logits.
+            CacheError: the passage exceeds the positions of the model, or its attention logits are
+                capped.
             ConfigError: the pipeline runs the model a second time, which needs the whole context.
-            MissingCaptureError: the passage is shorter than the pipeline looks back.
+            MissingCaptureError: the passage is shorter than the pipeline's observation window.
             CaptureMemoryError: memory ran out.
             NonFiniteError: as `gracekv.capture` does.
             RankError: as for `gracekv.compress`, on a model whose heads are spread over processes.
@@ -193,22 +194,22 @@ class CompressionResult(BaseResult):
         return result
 
     def chat(self, limit: Limit | None = None) -> Conversation:
-        """A conversation about a context that was compressed without a question.
+        """Start a conversation about a context that was compressed without a question.
 
-        With `limit` its cache stays within it, however long the conversation gets. Raises
-        `PromptError` if the prompt has a question already, or no tokenizer; what `new_cache` does.
+        With `limit` the cache stays within it, however long the conversation gets. Raises
+        `PromptError` if the prompt has a question already or no tokenizer, and as `new_cache` does.
         """
         return Conversation(self, limit)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class BatchResult(BaseResult):
-    """What `compress` returns for a list of prompts; each has its own partition and budget.
+    """The result of `compress` for a list of prompts, each with its own budget.
 
     Attributes:
         model: the model that the cache belongs to.
-        prompts: what was compressed, in order.
-        pipeline: what made it, with the backend that reads it.
+        prompts: the compressed prompts, in order.
+        pipeline: the pipeline that compressed them, and the backend that reads the cache.
         keep_run: whether `details` are kept.
     """
 
@@ -216,15 +217,15 @@ class BatchResult(BaseResult):
 
     @property
     def details(self) -> tuple[Run, ...] | None:
-        """What the stages made of each prompt, if `keep_run=True` was asked for."""
+        """The pipeline run of each prompt, if compressed with `keep_run=True`."""
         return self._runs if self.keep_run else None
 
     def report(
         self, path: str | os.PathLike[str], *, answers: Sequence[str] | None = None
     ) -> tuple[Path, ...]:
-        """Write a page for each prompt, page-1.html, page-2.html, ... for the path page.html.
+        """Write a page per prompt: page-1.html, page-2.html, ... for the path page.html.
 
-        Returns their paths. `answers` are what the model said, prompt by prompt. Raises
+        Returns their paths. `answers` are the model's answers, one per prompt. Raises
         `ReportError` as `CompressionResult.report` does.
         """
         from gracekv.report import write_all
@@ -237,9 +238,9 @@ class BatchResult(BaseResult):
     ) -> list[str]:
         """The model's answer to each prompt as text, greedy unless `kwargs` say otherwise.
 
-        `kwargs` go to `model.generate`, `limit` to `new_cache`; with num_return_sequences=n there
-        are n answers to the first prompt, then n to the second. Raises `PromptError` if a prompt
-        has no tokenizer.
+        `kwargs` are passed to `model.generate`, `limit` to `new_cache`. With num_return_sequences=n
+        the list holds n answers to the first prompt, then n to the second. Raises `PromptError` if
+        a prompt has no tokenizer.
         """
         ids = self.generate_ids(max_new_tokens, limit=limit, **kwargs)
         return decode_rows(self.tokenizer, ids)
@@ -259,10 +260,10 @@ def ask_ids(
     options: dict[str, Any],
     limit: Limit | None = None,
 ) -> Tensor:
-    """int64 [rows, new tokens]: the answers to `questions`, all over the one packed part.
+    """int64 [rows, new tokens]: the answers to `questions`, over the shared context.
 
     Raises `PromptError` if the context has a question already or no tokenizer, or if a question is
-    empty or does not fit the positions that are left.
+    empty or does not fit into the remaining positions.
     """
     model, prompt, tokenizer = result.model, result.prompt, result.tokenizer
     check_context(prompt)
@@ -278,7 +279,7 @@ def ask_ids(
         check_room(model, prompt, len(rows[-1]), max_new_tokens)
     asked = [rows]
     if result.packed.other_layers and len({len(row) for row in rows}) > 1:
-        # Padding between context and question would take places in sliding windows.
+        # Padding between context and question would take up sliding windows.
         asked = [[row] for row in rows]
     answers = [
         continue_ids(model, some, result.new_cache(limit), tokenizer, max_new_tokens, options)

@@ -1,4 +1,4 @@
-"""Whether a capture fits into memory, what its errors say, and how freed memory goes back."""
+"""Checks that a capture fits into memory, its error messages, and the return of freed memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from gracekv.errors import CaptureMemoryError, required
 from gracekv.prefill.needs import CaptureSizes
 
-# The chunk that errors suggest.
+# The chunk that error messages suggest.
 _LEAST_CHUNK = 128
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on whatever device."""
+    """Whether `error` is a failed allocation, on any device."""
     text = str(error)
     return (
         isinstance(error, MemoryError | torch.OutOfMemoryError)
@@ -42,9 +42,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def chunk_room(length: int, held: int, sizes: CaptureSizes, free: int) -> int:
-    """Tokens whose activations fit into `free` bytes beside what is held; arguments as below.
+    """The number of tokens whose activations fit into `free` bytes; arguments as below.
 
-    At most half of what is left is used: allocators keep blocks, and scores need memory too.
+    Uses at most half of the bytes that held tensors leave: allocators keep blocks, and scores need
+    memory too.
     """
     return max(0, free - sizes.held(length, held)) // (2 * max(1, sizes.activations))
 
@@ -59,14 +60,14 @@ def check_memory(length: int, chunk: int, held: int, sizes: CaptureSizes, free: 
 def out_of_memory_message(
     length: int, chunk: int, held: int, sizes: CaptureSizes, free: int
 ) -> str:
-    """Says what did not fit, and what would.
+    """The message of an error: what did not fit, and what would.
 
     Args:
         length: T, tokens.
         chunk: tokens of one pass.
         held: positions whose queries were held.
-        sizes: of a token.
-        free: bytes after the failed capture was let go.
+        sizes: sizes of one token.
+        free: free bytes after the failed capture was released.
     """
     opening = f"Capturing {length} tokens ran out of memory"
     return _advice(opening, length, chunk, held, sizes, free)
@@ -79,7 +80,7 @@ def _advice(
     kv = sizes.kv * sizes.at_once
     text = (
         f"{opening}: keys and values "
-        f"{'of one layer and what stays of all ' if by_layer else ''}take "
+        f"{'of one layer and of all kept entries ' if by_layer else ''}take "
         f"{length * kv / mib:,.0f} MiB, held queries {held * sizes.queries / mib:,.0f} MiB, and "
         f"{min(chunk, length)} tokens run at once. The model is as it was before."
     )
@@ -90,18 +91,18 @@ def _advice(
         options.append("memory_limit=0")
     if options:
         text += f" Try {' and '.join(options)}."
-    # A fifth is left to what is not counted here: one chunk's activations, and the allocator.
+    # A fifth is left for one chunk's activations and the allocator, which are not counted.
     fits = int(0.8 * free / (kv + sizes.stream))
     enough = f"a prompt of about {fits:,} tokens" if fits < length else "this prompt"
     return f"{text} {free / mib:,.0f} MiB are free, which is enough for {enough}."
 
 
 def trim_memory() -> None:
-    """Return freed heap memory to the system, where there is a way to do so.
+    """Return freed heap memory to the system, on Linux with glibc; otherwise do nothing.
 
-    glibc keeps what was freed for later allocations: after a compression several times what the
-    compressed cache takes. Costs milliseconds. Only Linux with glibc has it; memory of GPUs belongs
-    to torch's own allocator and is not touched.
+    glibc keeps freed memory for later allocations: after a compression, several times the size of
+    the compressed cache. Takes milliseconds. GPU memory belongs to torch's allocator and is not
+    touched.
     """
     trim = _malloc_trim()
     if trim is not None:

@@ -1,4 +1,4 @@
-"""Prompts and turns as text in the tokenizer's chat format, and as token ids."""
+"""Renders prompts and turns in the tokenizer's chat format, and encodes them as token ids."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gracekv.errors import PromptError
 
-# What `continued` reads a text behind, in this order. A word becomes one token with a letter before
-# it, rarely with a line end or a full stop; the rest serve texts that begin with one of those.
+# The leads that `continued` encodes before a text, in order. A word merges with a letter before
+# it, rarely with a line end or a full stop; the rest serve texts that start with one of those.
 _LEADS = ("a", "\n", ".", "0", "|", "\u4e2d")
 
 
@@ -23,11 +23,11 @@ def has_chat_template(tokenizer: Any) -> bool:
 def render(
     tokenizer: Any, instruction: str, question: str, separator: str, chat: bool
 ) -> tuple[str, str]:
-    """The rendered prompt's text before and after the context.
+    """The rendered text before and after the context.
 
-    The template runs once, with a mark in the context's place, so headers, default system
-    prompts and stripped blanks are the template's own. Raises `PromptError` if it does not show the
-    mark once and unchanged.
+    The template runs once, with a placeholder for the context, so that headers, default system
+    prompts and stripped blanks are the template's own. Raises `PromptError` if the placeholder does
+    not appear exactly once and unchanged.
     """
     number = 0
     while (mark := f"[[context {number}]]") in instruction + question:
@@ -47,7 +47,7 @@ def render(
 
 
 def check_text(name: str, text: object) -> None:
-    """Raise `PromptError`, naming the text, unless it is text that a tokenizer can read."""
+    """Raise `PromptError` unless `text`, called `name`, is text that a tokenizer can read."""
     if not isinstance(text, str):
         raise PromptError(
             f"{name} must be text; got {type(text).__name__}. Pass one prompt at a time; for token "
@@ -56,7 +56,7 @@ def check_text(name: str, text: object) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        # Python reads bytes that are not UTF-8, of a command line for one, as lone surrogates.
+        # Python decodes bytes that are not UTF-8, such as arguments, to lone surrogates.
         raise PromptError(
             f"{name} must be valid Unicode; got a lone surrogate, {text[error.start]!r}, at "
             f"position {error.start}. Decode it as UTF-8, or with errors='replace' if it is not."
@@ -64,14 +64,14 @@ def check_text(name: str, text: object) -> None:
 
 
 def check_question(question: object) -> None:
-    """Raise `PromptError` unless it is a text that is not empty and that can be read."""
+    """Raise `PromptError` unless `question` is readable text that is not blank."""
     if not isinstance(question, str) or not question.strip():
         raise PromptError(f"A question is a text that is not empty; got {question!r}.")
     check_text("question", question)
 
 
 def question_end(after: str, question: str) -> int:
-    """Characters of `after` up to the question's last one; `PromptError` if it is not there."""
+    """The offset in `after` at which the question ends; `PromptError` if it is not there."""
     wanted = question.strip()
     if not wanted:
         return 0
@@ -87,16 +87,16 @@ def question_end(after: str, question: str) -> int:
 def encode(
     tokenizer: Any, parts: tuple[str, str, str, str], *, special: bool
 ) -> tuple[list[int], list[int]]:
-    """Ids of the four parts of a prompt, and where context, suffix and tail start, in tokens.
+    """Ids of the four parts of a prompt, and the tokens where context, suffix and tail start.
 
-    `special` adds the tokens that the tokenizer puts around a text.
+    `special`: add the tokenizer's special tokens.
     """
     fast = getattr(tokenizer, "is_fast", False)
     return (_encode_whole if fast else _encode_parts)(tokenizer, parts, special)
 
 
 def first_turn(tokenizer: Any, question: str, separator: str, template: bool) -> list[int]:
-    """Ids of what follows a context that has been read: the question, to the answer's start.
+    """Ids of the first question after a context, up to the start of the answer.
 
     Raises `PromptError` if the chat template changes the texts.
     """
@@ -107,10 +107,10 @@ def first_turn(tokenizer: Any, question: str, separator: str, template: bool) ->
 def next_turn(
     tokenizer: Any, question: str, separator: str, template: bool, answer_prefix: str = ""
 ) -> list[int]:
-    """Ids of what follows an answer: the end of its turn, and the question, to the answer's start.
+    """Ids of a question after an answer, from the end of its turn to the start of the next answer.
 
-    The turns before are not rendered again, so their tokens stay as they are, and so does what a
-    template would remove from old answers. `answer_prefix` is a given start of the next answer.
+    Earlier turns are not rendered again, so their tokens stay as they are, even those that a
+    template would remove from old answers. `answer_prefix` is the given start of the next answer.
     Raises `PromptError` if the chat template changes the texts.
     """
     if not (template and has_chat_template(tokenizer)):
@@ -138,11 +138,11 @@ def next_turn(
 
 
 def continued(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text that follows others: a tokenizer may treat the start of a text differently.
+    """Ids of a text that continues another text.
 
-    Some put a blank before the first word, so the text is encoded behind a short lead whose ids are
-    then taken off. A lead counts only if its own ids come first: otherwise a token holds parts of
-    both. If none counts, the text is encoded alone, which loses nothing but may add that blank.
+    Some tokenizers put a blank before the first word of a text, so it is encoded after a short lead
+    whose ids are then removed. A lead works only if its own ids come first: otherwise a token spans
+    both. If none works, the text is encoded alone, which loses nothing but may add that blank.
     """
 
     def plain(text: str) -> list[int]:
@@ -158,7 +158,7 @@ def continued(tokenizer: Any, text: str) -> list[int]:
 def _encode_whole(
     tokenizer: Any, parts: tuple[str, str, str, str], special: bool
 ) -> tuple[list[int], list[int]]:
-    """Ids of the complete text, and the token where context, suffix and tail start."""
+    """Ids of the whole text, and the tokens where context, suffix and tail start."""
     encoded = tokenizer(
         "".join(parts), add_special_tokens=special, return_offsets_mapping=True, truncation=False
     )
@@ -168,8 +168,8 @@ def _encode_whole(
     prefix, context, question, _ = (len(part) for part in parts)
     borders = [prefix, prefix + context, prefix + context + question]
 
-    # A token across a border goes to the side that holds most of it; on a tie the context takes
-    # it rather than the template, and the question rather than the tail.
+    # A token across a border belongs to the side with most of its characters; on a tie, to the
+    # context rather than the template, and to the question rather than the tail.
     starts, first = list[int](), 0
     for border, least in zip(borders, (1, 0, 0), strict=True):
         while first < len(ids):
@@ -184,9 +184,9 @@ def _encode_whole(
 def _encode_parts(
     tokenizer: Any, parts: tuple[str, str, str, str], special: bool
 ) -> tuple[list[int], list[int]]:
-    """Ids of the four parts one after the other, and the token where each of the last starts."""
+    """Ids of the four parts one after the other, and the tokens where the last three start."""
     before, context, question, tail = parts
-    # A blank alone at the end of the prefix would cost the next word its leading-blank token.
+    # A trailing blank in the prefix would split off the leading blank of the next word's token.
     kept = before.rstrip(" \t")
     pieces = [kept, before[len(kept) :] + context, question, tail]
     ids: list[int] = []
@@ -201,7 +201,7 @@ def _encode_parts(
 
 
 def _without_eos(tokenizer: Any, ids: list[int], special: bool) -> list[int]:
-    """`ids` without the end-of-sequence token that some tokenizers add to every text."""
+    """Remove the end-of-sequence token that some tokenizers add to every text."""
     eos = getattr(tokenizer, "eos_token_id", None)
     bos = getattr(tokenizer, "bos_token_id", None)
     if special and eos is not None and ids and ids[-1] == eos and (len(ids) > 1 or eos != bos):
@@ -210,9 +210,9 @@ def _without_eos(tokenizer: Any, ids: list[int], special: bool) -> list[int]:
 
 
 def checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
-    """int64 [T] of ids [T] or [1, T], on the CPU.
+    """Convert ids [T] or [1, T] to int64 [T] on the CPU.
 
-    Raises `PromptError` unless they can be the ids of one sequence.
+    Raises `PromptError` unless they are ids of one sequence.
     """
     try:
         tensor = torch.as_tensor(ids)

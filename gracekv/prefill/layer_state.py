@@ -13,7 +13,7 @@ from torch.nn import functional
 from gracekv.errors import ShapeError
 
 WITH_STATES = frozenset({"linear_attention", "conv", "hybrid"})
-"""Kinds of layers, as transformers names them, that hold states of fixed size."""
+"""Kinds of layers, by transformers' names, that hold states of fixed size."""
 
 WITHOUT_CACHE = frozenset({"mlp", "moe"})
 """Kinds of layers that hold nothing."""
@@ -24,13 +24,13 @@ class LayerState:
     """The state of one decoder layer after some tokens, of S sequences.
 
     Attributes:
-        number: 0-based, in the model.
-        kind: as transformers names it, such as "sliding_attention".
-        window: of a sliding layer, in tokens; None for others.
-        tensors: of a sliding layer "keys" and "values" [S, G, n, d] of the last n tokens, n at most
-            window - 1; of one with states "conv" [S, C, k], the last inputs of its convolution,
-            "recurrent" [S, heads, d_k, d_v], [S, C, d_v] or [S, C], or both; of one without cache
-            none.
+        number: 0-based number of the layer in the model.
+        kind: transformers' name of its kind, such as "sliding_attention".
+        window: size of a sliding window, in tokens; None for other layers.
+        tensors: "keys" and "values" [S, G, n, d] of the last n <= window - 1 tokens for a sliding
+            layer; "conv" [S, C, k], the last inputs of its convolution, or "recurrent"
+            [S, heads, d_k, d_v], [S, C, d_v] or [S, C], or both, for a layer with states; empty
+            for a layer without cache.
 
     Raises:
         ShapeError: the tensors do not fit one another.
@@ -54,27 +54,27 @@ class LayerState:
             fits = fits and all(len(shape) in axes[name] for name, shape in shapes.items())
         if not fits or len({len(x) for x in self.tensors.values()}) > 1:
             raise ShapeError(
-                f"LayerState takes states of as many sequences, of a sliding layer keys and values "
-                f"[S, G, n, d], of one with states conv [S, C, k] or recurrent [S, heads, d_k, "
-                f"d_v], [S, C, d_v] or [S, C]; layer {self.number}, {self.kind}, has {shapes}."
+                f"LayerState takes tensors of equally many sequences: keys and values [S, G, n, d] "
+                f"for a sliding layer, conv [S, C, k] or recurrent [S, heads, d_k, d_v], [S, C, "
+                f"d_v] or [S, C] for others; layer {self.number}, {self.kind}, has {shapes}."
             )
 
     @property
     def beside_entries(self) -> bool:
-        """Whether the layer has keys and values as well, which are compressed."""
+        """Whether the layer also has keys and values, which are compressed."""
         return self.kind == "hybrid"
 
     @property
     def bytes(self) -> int:
-        """Of all its tensors."""
+        """Bytes of all its tensors."""
         return sum(x.numel() * x.element_size() for x in self.tensors.values())
 
     def to(self, device: torch.device) -> Self:
-        """The same on `device`."""
+        """A copy on `device`."""
         return replace(self, tensors={name: x.to(device) for name, x in self.tensors.items()})
 
     def sequence(self, s: int, length: int) -> Self:
-        """Views of sequence s alone, which covers `length` tokens."""
+        """Views of sequence s, which covers `length` tokens."""
         own = {name: x[s : s + 1] for name, x in self.tensors.items()}
         if self.window is not None:
             # Shorter sequences are padded on their left.
@@ -84,14 +84,14 @@ class LayerState:
 
     @classmethod
     def stack(cls, layers: Sequence[Self]) -> Self:
-        """The sequences of all `layers`, of one model layer, in one; padded on their left.
+        """Stack the sequences of several states of one model layer, padded on the left.
 
-        Raises `ShapeError` if they are of several model layers.
+        Raises `ShapeError` if they belong to different model layers.
         """
         first = layers[0]
         names = first.tensors.keys()
         if len({(x.number, x.kind, x.window) for x in layers}) != 1:
-            raise ShapeError("Only states of one model layer can be stacked.")
+            raise ShapeError("Only states of the same model layer can be stacked.")
         columns = {name: [x.tensors[name] for x in layers] for name in names}
         if first.window is not None:
             width = max(x.shape[2] for x in columns["keys"])
@@ -103,7 +103,7 @@ class LayerState:
 
 
 def bytes_by_kind(layers: Sequence[LayerState]) -> dict[str, int]:
-    """Bytes of those `layers` that hold something, such as {"sliding_attention": ...}."""
+    """Bytes of `layers` by kind, such as {"sliding_attention": ...}, without empty ones."""
     total: dict[str, int] = {}
     for layer in layers:
         if layer.tensors:

@@ -1,4 +1,4 @@
-"""`CaptureOptions`: how a prefill runs, whatever is captured from it."""
+"""`CaptureOptions`: how a prefill runs."""
 
 from __future__ import annotations
 
@@ -19,36 +19,35 @@ _GPU_LEAST, _GPU_MOST = 512, 2**14
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions(Configurable):
-    """How a prefill runs. None of it changes what is captured, beyond rounding.
+    """How a prefill runs. The options change what is captured only by rounding.
 
     Attributes:
         chunk: tokens that run at once; None: 512, on a GPU as many as its free memory holds, 512 to
             16,384. Where everything is read first, a prompt of at most 2,048 tokens runs in one
             pass.
-        memory_limit: most bytes of queries that are held; None: 256 MiB, or a quarter of keys and
-            values if that is more. 0 holds only probes and windows and computes all others again
-            when they are read. A model whose layers are not all compressed cannot compute queries
-            again, and all that are needed are held.
-        progress: called with the tokens done and the tokens in all after each chunk.
-        beyond_positions: also read prompts longer than what the model was trained or stretched for,
-            with a `LengthWarning`; they are refused otherwise.
-        stream: read and compress layer by layer, so that the full cache is never held; what is kept
-            is the same. None: wherever recipe and model allow it. True: refuse others. False: read
-            all first. `capture` itself, whose result is all of the cache, does not stream.
-        trim: on a CPU, return freed memory to the system, every few layers and in the end, which
-            takes milliseconds and works on Linux with glibc; else the process keeps its peak for
-            later allocations. `capture` itself, whose result is held, frees nothing.
+        memory_limit: most bytes of held queries; None: 256 MiB, or a quarter of keys and values if
+            that is more. 0 holds only probes and windows, and recomputes all others when they are
+            read. A model with layers that are not compressed cannot recompute queries, so it holds
+            all that are needed.
+        progress: called after each chunk with the number of tokens done and in total.
+        beyond_positions: accept prompts longer than the model was trained or extended for, with a
+            `LengthWarning`; they are refused otherwise.
+        stream: read and compress layer by layer, so that the full cache is never held; the same
+            entries are kept. None: if recipe and model allow it. True: required. False: read
+            everything first. `capture` itself returns the full cache, so it does not stream.
+        trim: on a CPU, return freed memory to the system every few layers and at the end, which
+            takes milliseconds and works on Linux with glibc; otherwise the process keeps its peak
+            for later allocations. `capture` itself frees nothing.
 
     Raises:
-        ConfigError: `chunk` or `memory_limit` is no whole number of at least 1 and 0, or an option
-            is of another type.
+        ConfigError: an option has a wrong type, `chunk` is below 1 or `memory_limit` below 0.
     """
 
     chunk: int | None = bounded(
         None, at_least=1, hint=f"In tokens; leave it out for {_CHUNK}, more on GPUs."
     )
     memory_limit: int | None = bounded(
-        None, at_least=0, hint="In bytes of queries; 0 computes all but the windows' again."
+        None, at_least=0, hint="In bytes of queries; 0 recomputes all but those of windows."
     )
     progress: Callable[[int, int], None] | None = None
     beyond_positions: bool = False
@@ -58,12 +57,12 @@ class CaptureOptions(Configurable):
     def chunk_of(
         self, length: int, *, splits: bool, by_layers: bool, room: int | None = None
     ) -> int:
-        """The number of tokens of a prompt of `length` that run at once.
+        """The number of tokens of a prompt that run at once.
 
         Args:
-            length: tokens.
+            length: tokens of the prompt.
             splits: whether the model can run in parts.
-            by_layers: whether all of them go through one layer before the next.
+            by_layers: whether all chunks go through one layer before the next.
             room: tokens whose activations a GPU has memory for, or None on a CPU.
         """
         default = _CHUNK if room is None else max(_GPU_LEAST, min(room, _GPU_MOST))
@@ -73,4 +72,4 @@ class CaptureOptions(Configurable):
 
 
 DEFAULTS = CaptureOptions()
-"""What `capture` and `compress` do unless told otherwise."""
+"""The defaults of `capture` and `compress`."""

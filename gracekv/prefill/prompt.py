@@ -1,4 +1,4 @@
-"""`Prompt`: token ids, and `PromptSpans`: where prefix, context, question and tail lie."""
+"""`Prompt`, the token ids, and `PromptSpans`, the places of prefix, context, question and tail."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class PromptSpans:
     Attributes:
         context_start: c_s, absolute token position.
         context_end: c_e, absolute token position, exclusive.
-        question_end: q_e; what lies in [q_e, T) is the chat template's tail and answer prefix.
+        question_end: q_e; [q_e, T) holds the chat template's tail and the answer prefix.
         length: T, in tokens.
-        past: of the prefix, places of what was compressed before this sequence was read; they have
-            keys and values, but no queries.
+        past: leading places of the prefix that were compressed before this sequence was read; they
+            have keys and values, but no queries.
 
     Raises `PromptError` if the spans are empty, out of order or out of range.
     """
@@ -74,7 +74,7 @@ class PromptSpans:
             )
         if not 0 <= self.past <= self.context_start:
             raise PromptError(
-                f"What was compressed before lies in the prefix: 0 <= past <= "
+                f"The part that was compressed before lies in the prefix: 0 <= past <= "
                 f"{self.context_start}; got {self.past}."
             )
         if not self.context_end <= self.question_end <= self.length:
@@ -90,19 +90,19 @@ class PromptSpans:
         return self.context_end - self.context_start
 
     def region(self, recent: int) -> Region:
-        """C = [c_s, c_e - r): what may be compressed without a recent window of `recent` tokens."""
+        """C = [c_s, c_e - r), the context without a recent window of `recent` tokens."""
         return Region(self.context_start, max(self.context_start, self.context_end - recent))
 
     def last(self, count: int) -> range:
-        """The last `count` positions of the prompt, fewer where it was not read that far back."""
+        """The last `count` positions of the prompt, or fewer if fewer were read."""
         return range(max(self.past, self.length - count), self.length)
 
     def direct_probes(self, question: int = 32, tail: int = 16) -> list[int]:
         """U: the last `question` question positions and the last `tail` positions, ascending.
 
-        Raises `PromptError` if there is none.
+        Raises `PromptError` if there are none.
 
-        Source: the paper, "Direct relevance"; union as a set: departures 3.
+        Source: the paper, "Direct relevance"; the union is a set, see departure 3.
         """
         last_question = range(
             max(self.context_end, self.question_end - question), self.question_end
@@ -110,8 +110,8 @@ class PromptSpans:
         probes = sorted({*last_question, *self.last(tail)})
         if not probes:
             raise PromptError(
-                f"The prompt has no position among its last {question} question and {tail} tail "
-                f"positions. Give tail_probes >= 1, or mark the question's span in the prompt."
+                f"There are no probes among the last {question} question and {tail} tail positions "
+                f"of the prompt. Set tail_probes >= 1, or mark the question's span in the prompt."
             )
         return probes
 
@@ -124,19 +124,19 @@ class PromptSpans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """One sequence, ready for prefill. Build it by `from_chat` or `from_ids`.
+    """One sequence, ready for prefill. Build it with `from_chat` or `from_ids`.
 
     Attributes:
         ids: int64 [T] on the CPU.
         spans: prefix, context, question and tail, in tokens.
-        parts: the text of prefix, context, question and tail, which add up to the rendered
-            prompt; None if the prompt was made from ids.
-        tokenizer: made the ids, for decoding; None if the prompt was made without one.
+        parts: the texts of prefix, context, question and tail, which join to the rendered prompt;
+            None if the prompt was made from ids.
+        tokenizer: the tokenizer that made the ids, for decoding; or None.
         separator: text between the context and a question that is asked later.
         template: whether the tokenizer's chat format is used, if it has one.
 
     Raises:
-        PromptError: the ids are not one sequence of the length that the spans say.
+        PromptError: the ids are not one sequence of `spans.length` tokens.
     """
 
     ids: Tensor
@@ -161,14 +161,14 @@ class Prompt:
         question_end: int | None = None,
         tokenizer: Any = None,
     ) -> Prompt:
-        """A prompt from token ids.
+        """Make a prompt from token ids.
 
         Args:
-            ids: [T] or, as transformers' tokenizers return them, [1, T] whole numbers: one
-                sequence without padding.
+            ids: [T] whole numbers, or [1, T] as transformers' tokenizers return them; one sequence
+                without padding.
             context: (start, end) of the compressible context, absolute, end exclusive.
-            question_end: where the question ends and the template's tail starts; default T.
-            tokenizer: kept for decoding.
+            question_end: end of the question, where the template's tail starts; default T.
+            tokenizer: for decoding.
 
         Raises `PromptError` if ids or spans cannot be used.
         """
@@ -199,22 +199,21 @@ class Prompt:
         separator: str = "\n\n",
         template: bool = True,
     ) -> Prompt:
-        """A prompt from texts, in the tokenizer's chat format if it has one.
+        """Make a prompt from texts, in the tokenizer's chat format if it has one.
 
         The user's message is instruction, context and question, joined by `separator`; the
-        assistant's turn opens with `answer_prefix`. Without a chat template the same text is used
-        as it is. A fast tokenizer encodes the complete text at once, so the ids are those of the
-        unsplit prompt; a slow one, which gives no offsets, encodes the four parts one by one
-        (ours).
+        assistant's turn starts with `answer_prefix`. Without a chat template the same text is used
+        as it is. A fast tokenizer encodes the whole text at once, so the ids do not depend on the
+        split; a slow one, which returns no offsets, encodes the four parts one by one (ours).
 
         Args:
             tokenizer: a Hugging Face tokenizer.
-            context: the long text, the only part that may be compressed.
-            question: "" if there is none; blanks alone are refused.
-            instruction: stands before the context and is never compressed.
-            answer_prefix: what the model's answer starts with, already given.
-            separator: stands between the texts that are not empty; "" if they bring their own.
-            template: False leaves the chat format out, as benchmarks of base models ask.
+            context: the long text, the only part that is compressed.
+            question: "" if there is none; a blank one is refused.
+            instruction: text before the context; never compressed.
+            answer_prefix: given start of the model's answer.
+            separator: inserted between texts that are not empty; "" if they bring their own.
+            template: False leaves out the chat format, as benchmarks of base models require.
 
         Raises `PromptError` if the context is empty, the question blank, a text not valid Unicode,
         or if the chat template changes the texts.
@@ -233,7 +232,7 @@ class Prompt:
         if not context.strip():
             raise PromptError(
                 "The context is empty: there is nothing to compress. Pass the long text as "
-                "context=, and what to do with it as instruction= or question=."
+                "context=, and the task as instruction= or question=."
             )
         chat = template and has_chat_template(tokenizer)
         before, after = render(tokenizer, instruction, question, separator, chat)
@@ -248,28 +247,28 @@ class Prompt:
 
     @property
     def has_question(self) -> bool:
-        """Whether anything but the chat template's tail follows the context."""
+        """Whether the context is followed by more than the chat template's tail."""
         return self.spans.question_end > self.spans.context_end
 
     def extended(self, passage: str | Tensor | Sequence[int]) -> Prompt:
-        """The prompt whose context goes on with `passage`; what followed the context follows it.
+        """Insert `passage` at the end of the context.
 
         Args:
-            passage: text, which is encoded as text that follows other text and added as it is; or
-                token ids, [n] or [1, n].
+            passage: text, which is encoded as a continuation and added as it is; or token ids, [n]
+                or [1, n].
 
         Raises `PromptError` if the passage is empty or cannot be encoded, or if the prompt has a
         question.
         """
         if self.has_question:
             raise PromptError(
-                "This prompt has a question of its own, so its context cannot go on. Compress a "
+                "This prompt has a question, so its context cannot be extended. Compress a "
                 "prompt without one: Prompt.from_chat(tokenizer, context=text)."
             )
         if isinstance(passage, str) and self.tokenizer is None:
             raise PromptError(
-                "A passage of text needs a tokenizer, and this prompt has none. Give token ids, or "
-                "a tokenizer to Prompt.from_ids or gracekv.load."
+                "A passage of text needs a tokenizer, and this prompt has none. Pass token ids, or "
+                "pass a tokenizer to Prompt.from_ids or gracekv.load."
             )
         if isinstance(passage, str):
             check_text("passage", passage)
@@ -284,11 +283,11 @@ class Prompt:
         return replace(self, ids=ids, spans=PromptSpans(spans.context_start, *moved), parts=None)
 
     def without_tail(self) -> Prompt:
-        """What a prefill reads: without a question, no further than the token after the context.
+        """The part that a prefill reads: without a question, up to one token after the context.
 
-        A question that is asked later stands in the place of the template's tail. One token after
-        the context stays, since the last token of a prompt has no entry. With a question, or if
-        the prompt ends with the context, it is the prompt itself.
+        A later question takes the place of the template's tail. One token after the context stays,
+        since the last token of a prompt has no entry. With a question, or if the prompt ends with
+        the context, this is the prompt itself.
         """
         end = self.spans.context_end + 1
         if self.has_question or end >= self.spans.length:

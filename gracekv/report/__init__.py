@@ -1,7 +1,7 @@
-"""What was kept where: one HTML page for the eye, tables and figures for papers.
+"""Reports on compressed caches: an HTML page, tables, and figures for papers.
 
-`result.report("page.html")` writes a page of one result, `compare` of several results of one
-prompt; `token_statuses` tells which entry of each head stands for a token. Figures need
+`result.report("page.html")` writes a page for one result, `compare` a page for several results of
+one prompt. `token_statuses` lists the entry that holds a token in each head. Figures need
 matplotlib, which is imported when one is drawn.
 """
 

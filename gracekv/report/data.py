@@ -1,4 +1,4 @@
-"""`ReportData`: all that a page, a table or a figure shows, as plain tensors."""
+"""`ReportData`: everything that a page, a table or a figure shows, as plain tensors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from gracekv.prefill import PromptSpans
 from gracekv.report.entries import KeptEntries, Result, kept_entries
 from gracekv.value.coded import CodedRelevance
 
-# How decoders show bytes of an incomplete character.
+# The character that decoders put in place of incomplete bytes.
 _INCOMPLETE = "\ufffd"
 
 
-# What results that are shown side by side have in common.
+# Properties that results shown side by side must share.
 _SAME: dict[str, Callable[[Result], object]] = {
     "token ids": lambda result: result.prompt.ids.tolist(),
     "contexts": lambda result: result.prompt.spans,
@@ -35,16 +35,16 @@ _SAME: dict[str, Callable[[Result], object]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReportColumn:
-    """One result, as the page shows it in one column; what the result does not hold is None.
+    """One column of the page: one result. Fields that the result lacks are None.
 
     Attributes:
-        label: its heading, such as the recipe's name.
+        label: the heading, such as the recipe's name.
         pipeline: the strategies, as plain data.
-        represents: what an entry stands for, `Packer.represents`.
-        entries: what each context entry stands for.
-        slots: int32 [J+1] slot borders, absolute; None also where every token is its own slot.
-        relevance: of the tokens from the context's start, without the recent window.
-        curve: the auction.
+        represents: `Packer.represents`, what one entry stands for.
+        entries: the context entries and the tokens that each stands for.
+        slots: int32 [J+1] absolute slot borders; also None if every token is its own slot.
+        relevance: relevance of the context's tokens, without the recent window.
+        curve: the auction curve.
         accounting: entries and bytes.
         timings: seconds.
         answer: the model's answer.
@@ -62,9 +62,9 @@ class ReportColumn:
     answer: str | None = None
 
     def resolution(self) -> Tensor:
-        """int64 [n+1]: number of (head, token) pairs of the region in entries of 0..n tokens.
+        """int64 [n+1]: how many (head, token) pairs of the region lie in entries of 0..n tokens.
 
-        0 counts dropped tokens, 1 exact ones; n is the longest entry's length.
+        Index 0 counts dropped tokens, 1 exact ones; n is the length of the longest entry.
         """
         entries = self.entries
         counts = torch.bincount(entries.length, minlength=2) * torch.arange(
@@ -77,15 +77,15 @@ class ReportColumn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReportData:
-    """One prompt, and one or more columns.
+    """One prompt and its columns.
 
     Attributes:
-        model: its name.
+        model: the model's name.
         spans: prefix, context, question, tail.
-        tokens: T texts.
-        columns: at least one.
-        history: what became of the tokens written after the prompt, of one column; or None.
-        written: their texts.
+        tokens: the text of each of the T tokens.
+        columns: at least one column.
+        history: what the cuts left of the tokens written after the prompt; None without a limit.
+        written: the texts of those tokens.
     """
 
     model: str
@@ -101,10 +101,10 @@ class ReportData:
         results: Mapping[str, Result],
         answers: Mapping[str, str] | None = None,
     ) -> ReportData:
-        """The data of results of one prompt, by label.
+        """Collect results of one prompt, keyed by label.
 
-        Raises `ReportError` if there is no result, if prompts differ, if an answer belongs to no
-        result, or if a result does not hold what its entries stand for.
+        Raises `ReportError` if there is no result, if prompts differ, if an answer has no result,
+        or if a result does not know which tokens its entries stand for.
         """
         if not results:
             raise ReportError("A report needs at least one result; got none.")
@@ -127,7 +127,7 @@ class ReportData:
                     )
         tokenizer = next((x for r in results.values() if (x := r.prompt.tokenizer)), None)
         config = getattr(main.model, "config", None)
-        # Of a local folder only its name: pages are shared, paths are private.
+        # Only the name of a local folder: pages are shared, paths are private.
         name = str(getattr(config, "name_or_path", "")).rstrip("/\\")
         if os.path.isabs(name) or os.path.isdir(name):
             name = re.split(r"[/\\]", name)[-1]
@@ -142,20 +142,20 @@ class ReportData:
         )
 
     def with_history(self, result: Result, history: CutHistory) -> ReportData:
-        """These data with what was written on a cache of `result`.
+        """A copy that also shows what was written on a cache of `result`.
 
-        Raises `ReportError` if the cache is of another result.
+        Raises `ReportError` if the cache belongs to another result.
         """
         first, prompt = result._run.cache.length, result.prompt
-        # A cache with a limit holds codes of fewer bits as numbers of the model's dtype.
+        # A cache with a limit holds quantised entries in the model's dtype.
         own = dequantised(result._run.cache).layers[-1].keys
         keys = own if history.keys is None else history.keys.to(own)
         if history.first != first or not torch.equal(own, keys):
             raise ReportError(
-                f"The cache goes on from {history.first} prompt tokens of another result; this one "
-                f"has {first}. Give a cache that this result's new_cache(limit) made."
+                f"The cache belongs to another result: it continues {history.first} prompt tokens, "
+                f"this result has {first}. Pass a cache from this result's new_cache(limit)."
             )
-        # Blanks and letters depend on the tokens before.
+        # How a token is decoded depends on the tokens before it.
         lead = prompt.ids[max(0, first - 4) : first]
         tokenizer = None if (history.ids < 0).any() else prompt.tokenizer
         texts = token_texts(torch.cat([lead, history.ids]), tokenizer)[len(lead) :]
@@ -163,7 +163,7 @@ class ReportData:
 
 
 def report_column(label: str, result: Result, answer: str | None = None) -> ReportColumn:
-    """The column of one result. Raises `ReportError` as `kept_entries` does."""
+    """Make the column of one result. Raises `ReportError` as `kept_entries` does."""
     run, record = result._run, result._run.recorded()
     return ReportColumn(
         label=label,
@@ -180,7 +180,7 @@ def report_column(label: str, result: Result, answer: str | None = None) -> Repo
 
 
 def _apart(one: Any, other: Any) -> str:
-    """How two values differ, as an error says it: of lists the lengths and the first place."""
+    """Say how two values differ: for lists, their lengths and the first difference."""
     if not isinstance(one, list):
         return f"{one!r}, {other!r}"
     at = next(n for n, pair in enumerate(zip_longest(one, other)) if pair[0] != pair[1])
@@ -197,10 +197,10 @@ def _check(label: str, result: object) -> None:
 
 
 def token_texts(ids: Tensor, tokenizer: Any) -> list[str]:
-    """Texts of `ids` int64 [T], which add up to that of all; without a tokenizer the numbers.
+    """The text of each token of `ids` int64 [T]; without a tokenizer, its id.
 
-    Each is a token's text after the one before it, so that leading blanks are not lost. Of a
-    character that several tokens share, one token has all and the others have "".
+    The texts join to the text of all tokens. Each token is decoded after the one before it, so that
+    leading blanks are not lost. If tokens share a character, one has all of it and the others "".
     """
     if tokenizer is None:
         return [f"⟨{number}⟩ " for number in ids.tolist()]
@@ -209,7 +209,7 @@ def token_texts(ids: Tensor, tokenizer: Any) -> list[str]:
     for at in range(len(ids)):
         before = tokenizer.decode(ids[first:read], skip_special_tokens=False) if read else ""
         after = tokenizer.decode(ids[first : at + 1], skip_special_tokens=False)
-        # A character has at most four bytes, so a longer wait is for bytes that are no text.
+        # A character has at most four bytes; bytes that wait longer are not text.
         waits = after.endswith(_INCOMPLETE) and at - read < 3 and at + 1 < len(ids)
         texts.append("" if waits else after[len(before) :])
         if not waits:

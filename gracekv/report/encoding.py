@@ -1,8 +1,8 @@
 """Report data as bytes, which the page's script decodes (assets/codec.js).
 
-Everything that grows with the prompt goes into one block of bytes, which the page holds deflated; a
-table says where each part lies. Entries are arrays of numbers, one of each for an entry. Numbers
-are small where possible (gaps instead of positions), since deflate then makes them short.
+Everything that grows with the prompt goes into one block of bytes, which the page stores deflated;
+a table gives the offset of each part. Entries are stored as arrays with one number per entry. The
+numbers are small where possible, such as gaps instead of positions, so that they deflate well.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from gracekv.report.data import ReportColumn, ReportData
 from gracekv.report.entries import KeptEntries
 from gracekv.value.coded import CodedRelevance
 
-# Bytes that the relevance of all columns together may take before heads, then layers, are
-# averaged: with the entries, a page of 32K tokens stays below 15 MB. Source: ours.
+# Relevance that takes more bytes in all columns is averaged over heads, then over layers. A page of
+# 32K tokens then stays below 15 MB. Source: ours.
 _RELEVANCE_BYTES = 7 * 2**20
 
 
-# What the page shows of an `Accounting`, and of an `AuctionCurve`.
+# The fields of `Accounting` and `AuctionCurve` that the page shows.
 _ACCOUNTING = (
     "budget", "spent", "floor_spent", "recent", "bytes", "metadata_bytes", "full_bytes",
     "backend_bytes", "utility", "bound", "certified_ratio", "entries",
@@ -31,11 +31,11 @@ _CURVE = ("entries", "utility", "floor_entries", "bound_entries", "bound")
 
 
 def encode(data: ReportData) -> tuple[dict[str, Any], bytes]:
-    """A header of plain data, and the block of bytes."""
+    """Return a header of plain data and the block of bytes."""
     parts, history = dict[str, bytes](), data.history
     for name, texts in (("text", data.tokens), ("written", data.written)):
         parts[name] = "".join(texts).encode("utf-8", "replace")
-        # Scripts count text in units of UTF-16.
+        # JavaScript counts text in units of UTF-16.
         units = [len(text.encode("utf-16-le", "replace")) // 2 for text in texts]
         parts[f"{name}Lengths"] = _u32(torch.tensor(units))
     cuts = None
@@ -57,7 +57,7 @@ def encode(data: ReportData) -> tuple[dict[str, Any], bytes]:
     table, block = {}, bytearray()
     for name, part in parts.items():
         table[name] = [len(block), len(part)]
-        # Every part begins at a multiple of 4, as typed arrays want.
+        # Every part begins at a multiple of 4, as typed arrays require.
         block += part + b"\0" * (-len(part) % 4)
     return {**header, "parts": table}, bytes(block)
 
@@ -74,7 +74,7 @@ def _column(parts: dict[str, bytes], number: int, data: ReportData) -> dict[str,
         parts[f"origins.{number}"] = _u8(depth + floor)
     if entries.value_change is not None:
         parts[f"changes.{number}"] = _u8((entries.value_change * 100).round())
-        # An octave of multiplicities is 16 steps.
+        # 16 steps double the multiplicity.
         steps = (16 * entries.multiplicity.clamp_min(1e-6).log2()).round() + 128
         parts[f"masses.{number}"] = _u8(steps.clamp(0, 255))
     else:
@@ -121,13 +121,13 @@ def _relevance(
 
 
 def _plain(value: object, *names: str) -> dict[str, Any]:
-    """Those attributes as plain data."""
+    """The named attributes of `value` as plain data."""
     members = {name: getattr(value, name) for name in names}
     return {name: x.tolist() if isinstance(x, Tensor) else x for name, x in members.items()}
 
 
 def settings(column: ReportColumn) -> list[list[str]]:
-    """Pairs of stage and setting, as text."""
+    """Pairs of (stage, setting), as text."""
     lines = []
     for stage, setting in column.pipeline.items():
         if isinstance(setting, dict):

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class Result(Protocol):
-    """What a report reads of a `gracekv.CompressionResult`."""
+    """The part of `gracekv.CompressionResult` that a report reads."""
 
     @property
     def model(self) -> Any:
-        """The model of the cache."""
+        """The model that the cache belongs to."""
 
     @property
     def prompt(self) -> Prompt:
-        """What was compressed."""
+        """The compressed prompt."""
 
     @property
     def _run(self) -> Run:
-        """What each stage computed."""
+        """The pipeline run."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -44,25 +44,25 @@ class Result(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptEntries:
-    """The context's entries, head after head, by position; tensors on the CPU.
+    """The entries of the context, ordered by head and position; tensors on the CPU.
 
-    Prefix and suffix are not listed: every head holds them token by token.
+    Prefix and suffix are left out, since every head holds all of their tokens.
 
     Attributes:
         layers: L.
         heads: G.
-        region: (start, end) of the context as far as the cache covers it, absolute. It covers all
+        region: absolute (start, end) of the context, as far as the cache covers it. It covers all
             prompt tokens but the last, which decoding feeds again.
         offsets: int64 [L*G+1]; head layer * G + g holds entries [offsets[h], offsets[h+1]).
         start: int64 [E] first absolute position that the entry stands for.
         end: int64 [E] exclusive.
-        multiplicity: float32 [E], how many tokens the entry weighs as in attention; at most
-            end - start unless fitted.
+        multiplicity: float32 [E], the entry's weight in attention, in tokens; at most end - start
+            unless fitted.
         depth: int16 [E] level of its node in the slot's tree, -1 outside of trees (recent window,
             FullKV); None without trees.
-        floor: bool [E], bought by the floor, not by the auction; None without a floor.
-        value_change: float32 [E], how far the fit moved the entry's value, relative to its length,
-            in steps of 0.01 up to 2.55; None if nothing was fitted, or loaded from a file.
+        floor: bool [E], whether the floor bought it, not the auction; None without a floor.
+        value_change: float32 [E], how far the fit moved the value, relative to the value's norm, in
+            steps of 0.01 up to 2.55; None if nothing was fitted or the result is from a file.
     """
 
     layers: int
@@ -86,7 +86,7 @@ class KeptEntries:
         return rows(self.offsets.diff())
 
     def entry_of_token(self, position: int) -> Tensor:
-        """int64 [L*G]: the entry of each head that stands for the token, -1 where it is gone."""
+        """int64 [L*G]: the entry of each head that stands for the token, -1 where it is dropped."""
         stride = int(self.end.max()) + 1 if len(self.end) else 1
         stride = max(stride, position + 1)
         heads = torch.arange(len(self.offsets) - 1)
@@ -99,7 +99,7 @@ class KeptEntries:
         return torch.where(held, at, -1)
 
     def entry_lengths(self) -> Tensor:
-        """int64 [L*G, W] of the region: each token's entry's length, 0 where the token is gone."""
+        """int64 [L*G, W]: the length of each token's entry, 0 where the token is dropped."""
         first, last = self.region
         steps = torch.zeros(len(self.offsets) - 1, last - first + 1, dtype=torch.int64)
         head, length = self.head_of_entry(), self.length
@@ -111,10 +111,10 @@ class KeptEntries:
 
 
 def kept_entries(result: Result) -> KeptEntries:
-    """What the packed entries of one prompt's `result` stand for.
+    """The context entries of `result`, and the tokens that each stands for.
 
-    Raises `ReportError` if entries are merged and `result` does not say of what (it was loaded), or
-    if the packer did not pack the selected entries in order.
+    Raises `ReportError` if `result` was loaded from a file and holds merged entries, or if the
+    packer did not pack the selected entries in order.
     """
     run, spans, represents = result._run, result.prompt.spans, result.pipeline.pack.represents
     cache, record = run.cache, run.recorded()
@@ -125,7 +125,7 @@ def kept_entries(result: Result) -> KeptEntries:
     entries = KeptEntries(layers, heads, region, starts, position, position + 1, multiplicity)
     entries = replace(entries, value_change=change)
     if record is None:
-        # Without trees nothing was merged, unless what was merged is not known any more.
+        # A packer of nodes merges tokens, and a file does not say which, unless it holds them all.
         if represents == "node" and run.accounting.spent < run.accounting.entries.numel() * (
             spans.context_length
         ):
@@ -148,9 +148,9 @@ def kept_entries(result: Result) -> KeptEntries:
     start, end = start[packed], end[packed].clamp(max=cache.length)
     if len(here) != len(start) or bool(((here < start) | (here >= end)).any()):
         raise ReportError(
-            f"The cache holds {len(here)} entries of the trees, the selection {len(start)}, or "
-            f"they lie elsewhere: the packer did not keep the selected entries in order, so there "
-            f"is nothing to report. Packers must follow gracekv.cache.Packer."
+            f"The packer did not keep the selected entries in order, so there is nothing to "
+            f"report: the cache holds {len(here)} entries of the trees, the selection "
+            f"{len(start)}. Packers must follow gracekv.cache.Packer."
         )
     starts, ends = position.clone(), position + 1
     if represents == "node":
@@ -165,7 +165,7 @@ def kept_entries(result: Result) -> KeptEntries:
 def _context_entries(
     cache: CompressedCache, region: tuple[int, int], change: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of all entries in `region`: position, multiplicity, layer * G + head, change of the value."""
+    """Position, multiplicity, layer * G + head and value change of all entries in `region`."""
     parts, kept = [], []
     for number, layer in enumerate(cache.layers):
         row, position, log_multiplicity = layer.index()

@@ -16,7 +16,7 @@ from gracekv.report.page import default_label, labelled
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Longest merged entries of each bar but the last, which takes all longer ones. Source: ours.
+# Longest entry of each bar of merged entries; a last bar takes all longer ones. Source: ours.
 _BINS = (2, 4, 8, 16, 32, 64)
 # Columns of a map of the prompt. Source: ours.
 _COLUMNS = 600
@@ -26,7 +26,7 @@ _HATCHES = ("", "//", "..", "xx", "\\\\", "--")
 
 
 def plot_entries(results: Result | Mapping[str, Result]) -> Figure:
-    """One heat map [L, G] a result of the context entries kept in each head.
+    """Draw heat maps [L, G] of the context entries kept in each head, one per result.
 
     All maps share one logarithmic colour scale, so their colours can be compared. `results` is one
     result, or several by label. Raises `MissingDependencyError` without matplotlib.
@@ -55,7 +55,7 @@ def plot_entries(results: Result | Mapping[str, Result]) -> Figure:
 
 
 def plot_resolution(results: Result | Mapping[str, Result]) -> Figure:
-    """Bars: the share of tokens (over all heads) dropped, exact, and merged by entry length.
+    """Draw the shares of tokens, over all heads, that are dropped, exact or merged, by length.
 
     Raises `ReportError` as `result.report` does, `MissingDependencyError` without matplotlib.
     """
@@ -90,11 +90,12 @@ def plot_resolution(results: Result | Mapping[str, Result]) -> Figure:
 
 
 def plot_map(result: Result) -> Figure:
-    """A picture, heads by position: how finely each stretch of the context is kept.
+    """Draw heads by position, coloured by how finely each part of the context is kept.
 
-    Colour is the mean of 1 / tokens of the entry that holds a token, 0 for dropped ones; layer 0
-    is at the bottom. Raises `ReportError` as `result.report` does, `MissingDependencyError` without
-    matplotlib.
+    The colour is the mean of 1 / (tokens of the entry that holds the token), 0 for dropped tokens;
+    layer 0 is at the bottom.
+
+    Raises `ReportError` as `result.report` does, `MissingDependencyError` without matplotlib.
     """
     figure = _figure(8.0, 4.2)
     entries = kept_entries(result)
@@ -124,9 +125,9 @@ def plot_map(result: Result) -> Figure:
 
 
 def plot_auction(results: Result | Mapping[str, Result]) -> Figure:
-    """Utility over entries, one panel a result; dashed, the certified upper bound if there is one.
+    """Draw utility over entries, one panel per result, and the certified upper bound, dashed.
 
-    Raises `ReportError` if a result holds no forest (FullKV, or loaded from a file),
+    Raises `ReportError` if a result has no auction (FullKV, or loaded from a file),
     `MissingDependencyError` without matplotlib.
     """
     named = _named(results)
@@ -134,8 +135,8 @@ def plot_auction(results: Result | Mapping[str, Result]) -> Figure:
     curves = {label: None if r is None else r.curve for label, r in records.items()}
     if without := [label for label, curve in curves.items() if curve is None]:
         raise ReportError(
-            f"{', '.join(map(repr, without))} held no auction, or was loaded from a file, which "
-            f"does not keep it. Draw it from the result of compress."
+            f"There is no auction to draw for {', '.join(map(repr, without))}: everything was "
+            f"kept, or the result was loaded from a file. Draw the result of compress."
         )
     figure = _figure(4.6 * len(curves), 3.4)
     panels = figure.subplots(1, len(curves), squeeze=False)[0]
@@ -173,7 +174,7 @@ def _named(
 
 
 def _figure(width: float, height: float) -> Figure:
-    """A figure of that many inches."""
+    """An empty figure of `width` x `height` inches."""
     # The object interface draws without a display and leaves matplotlib's global state alone.
     shown = required("matplotlib.figure", "cli")
     figure: Figure = shown.Figure(figsize=(width, height), layout="constrained")

@@ -33,18 +33,18 @@ def write(
     answer: str | None = None,
     cache: Any = None,
 ) -> None:
-    """Write a page of one result; `result.report` calls this.
+    """Write the page of one result; `result.report` calls this.
 
     Args:
         path: the HTML file; its folder is made.
         result: what to show.
-        label: its name on the page; default: the recipe's name and the ratio.
+        label: the result's name on the page; default: the recipe's name and the ratio.
         answer: the model's answer, shown with the accounting.
-        cache: one of the result, with a limit, on which the answer was written: shows what became
-            of its tokens, cut by cut.
+        cache: the result's cache with a limit on which the answer was written; the page then shows
+            what each cut left of the answer.
 
-    Raises `ReportError` if the result does not hold what its entries stand for, or the cache is of
-    another one; `CacheError` if it has no history.
+    Raises `ReportError` if the result does not know which tokens its entries stand for, or if the
+    cache belongs to another result; `CacheError` if the cache has no history.
     """
     name = label or default_label(result)
     data = ReportData.of({name: result}, None if answer is None else {name: answer})
@@ -59,17 +59,17 @@ def compare(
     *,
     answers: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a page of several results of one prompt, any two of them side by side.
+    """Write a page that compares results of one prompt, two of them side by side.
 
         gracekv.report.compare([plus, snap], "page.html")
 
     Args:
-        results: labelled by their recipes' names, or by the keys of a mapping.
+        results: labelled by recipe and ratio, or by the keys of a mapping.
         path: the HTML file; its folder is made.
         answers: the model's answers, by label.
 
-    Raises `ReportError` if the results are of different prompts or models, or if one does not
-    hold what its entries stand for.
+    Raises `ReportError` if prompts or models differ, or if a result does not know which tokens its
+    entries stand for.
     """
     write_atomically(Path(path), render(ReportData.of(labelled(results), answers)).encode())
 
@@ -97,7 +97,7 @@ def write_all(
 
 
 def default_label(result: Result) -> str:
-    """Such as "snapkv 8x": the recipe's name, and how many times fewer entries are kept."""
+    """The recipe's name and how many times fewer entries are kept, such as "snapkv 8x"."""
     kept, name = result.accounting, recipes.label(result.pipeline)
     full = kept.entries.numel() * result.prompt.spans.context_length
     ratio = f"{full / max(1, kept.spent):.1f}".removesuffix(".0")
@@ -105,7 +105,7 @@ def default_label(result: Result) -> str:
 
 
 def labelled(results: Mapping[str, Result] | Sequence[Result]) -> Mapping[str, Result]:
-    """Results by label; those of a sequence by `default_label`, numbered where labels repeat."""
+    """Results keyed by label; a sequence gets default labels, numbered if they repeat."""
     if isinstance(results, Mapping):
         return results
     by_label: dict[str, Result] = {}
@@ -117,7 +117,7 @@ def labelled(results: Mapping[str, Result] | Sequence[Result]) -> Mapping[str, R
 
 
 def render(data: ReportData) -> str:
-    """The page as text. The prompt is never in it as markup: scripts set it as text."""
+    """The page as HTML. The prompt never becomes markup: scripts insert it as text."""
     header, block = encode(data)
     labels = ", ".join(column.label for column in data.columns)
     parts = {
@@ -127,12 +127,12 @@ def render(data: ReportData) -> str:
         "header": json_for_html({**header, "version": VERSION}),
         "block": base64.b64encode(zlib.compress(block, 6)).decode(),
     }
-    # One pass, so that inserted text is not searched for marks.
+    # One pass, so that inserted text is not searched for placeholders.
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _asset("page.html"))
 
 
 def json_for_html(data: Any) -> str:
-    """JSON that can stand inside a script element whatever texts it holds."""
+    """JSON that is safe inside a script element, whatever texts it holds."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False)
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")

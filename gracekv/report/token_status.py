@@ -16,17 +16,18 @@ class TokenStatus:
     """A token in one head.
 
     Attributes:
-        layer: of the head.
+        layer: layer number.
         head: KV head.
         state: "exact", "merged" or "dropped".
         start: first absolute position of the entry that holds it; -1 where it was dropped.
         end: exclusive.
-        multiplicity: how many tokens the entry weighs as in attention; 0.0 where dropped.
+        multiplicity: the entry's weight in attention, in tokens; 0.0 where dropped.
         depth: level of the entry's node in its tree; -1 outside of trees, or unknown.
-        floor: the floor bought the entry; None if that is not known.
-        relevance: of the token in this head, to about 3 %; None outside of the trees, or unknown.
-        value_change: how far the fit moved the entry's value, relative to its length; None where
-            nothing was fitted, or unknown.
+        floor: whether the floor bought the entry; None if unknown.
+        relevance: the token's relevance in this head, to about 3 %; None outside of the trees, or
+            if unknown.
+        value_change: how far the fit moved the entry's value, relative to its norm; None if nothing
+            was fitted, or if unknown.
     """
 
     layer: int
@@ -46,8 +47,8 @@ class TokenStatuses:
     """A token in all heads; iterate over its L*G rows, or print it as a table.
 
     Attributes:
-        position: of the token, absolute.
-        rows: by layer, then head.
+        position: the token's absolute position.
+        rows: one status per head, by layer, then head.
     """
 
     position: int
@@ -60,7 +61,7 @@ class TokenStatuses:
         return len(self.rows)
 
     def count(self, state: str) -> int:
-        """Heads in which the token is "exact", "merged" or "dropped"."""
+        """The number of heads in which the token is "exact", "merged" or "dropped"."""
         return sum(row.state == state for row in self.rows)
 
     def __str__(self) -> str:
@@ -87,7 +88,7 @@ class TokenStatuses:
 
 
 def token_statuses(result: Result, position: int) -> TokenStatuses:
-    """Which entry of each head stands for the prompt token at `position`.
+    """Look up the entry of each head that stands for the prompt token at `position`.
 
         print(gracekv.report.token_statuses(result, 203))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# What is below this share of the largest becomes 0. Source: ours.
+# Values below this share of the largest become 0. Source: ours.
 _SMALLEST_SHARE = 1e-7
 
 
@@ -17,9 +17,9 @@ class CodedRelevance:
     """Relevance in multiples of the head's mean, on a logarithmic scale; tensors on the CPU.
 
     Attributes:
-        codes: uint8 [L, G, N]; 0 stands for 0, and for what is below 1e-7 of the largest.
-        low: logarithm of what code 1 stands for.
-        high: of what code 255 stands for.
+        codes: uint8 [L, G, N]; 0 stands for 0 and for values below 1e-7 of the largest.
+        low: logarithm of the value of code 1.
+        high: logarithm of the value of code 255.
         mean: float32 [L, G], each head's mean.
     """
 
@@ -30,9 +30,9 @@ class CodedRelevance:
 
     @classmethod
     def of(cls, relevance: Tensor) -> CodedRelevance:
-        """The codes of relevance [L, G, N], which is at least 0; off by (high - low) / 508 at most.
+        """Encode relevance [L, G, N], which is not negative. Waits for a GPU twice.
 
-        The error is that of the logarithm: about 3 %. Waits for a GPU twice.
+        Logarithms are off by at most (high - low) / 508, so values by about 3 %.
         """
         scaled = relevance.to(torch.float64, copy=True)
         mean = scaled.mean(-1)
