@@ -78,7 +78,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for plot and report.")] = Path("demo-out"),
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each answer.")] = 32,
 ) -> None:
-    """Ask a 135M model about a chapter, with the full cache and at 4x, 8x and 16x."""
+    """Ask a 135M model about a chapter: full cache, 4x, 8x and 16x."""
     from gracekv.cli.demo import run_demo
 
     run_demo(out, max_new_tokens=max_new_tokens)

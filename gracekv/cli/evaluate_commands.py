@@ -108,7 +108,7 @@ def evaluate(
         str, Option(help="Recipes, files, or recipe[stage.field=value].")
     ] = "fullkv,gracekv",
 ) -> None:
-    """Run methods on benchmark tasks; writes a row per sample, method and budget. Resumable."""
+    """Run methods on benchmark tasks, resumably. Writes a row per sample, method and budget."""
     from gracekv.evaluate.experiment import Experiment
     from gracekv.evaluate.methods import split_methods
 
@@ -172,7 +172,7 @@ def ablate(
     ] = None,
     metric: MeasureNames = "score",
 ) -> None:
-    """Run a method and its variants, at 8x by default, and show paired differences."""
+    """Run a method and its variants; show paired differences. At 8x if no budget is given."""
     from gracekv.evaluate.formats import deltas, footer
     from gracekv.evaluate.measures import measure
     from gracekv.evaluate.methods import variants

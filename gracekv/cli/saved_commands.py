@@ -60,7 +60,7 @@ class Saved:
 
 
 def generate(saved: Saved, max_new_tokens: Tokens = 64) -> None:
-    """Answer a saved prompt's own question, without reading its context."""
+    """Answer a saved prompt's own question. Its context is not read."""
     answer = saved.load().generate(max_new_tokens=max_new_tokens)
     typer.echo(answer if isinstance(answer, str) else "\n\n".join(answer))
 
@@ -70,7 +70,7 @@ def ask(
     questions: Annotated[list[str], typer.Argument(help="Question; may be repeated.")],
     max_new_tokens: Tokens = 64,
 ) -> None:
-    """Ask a context that was saved without a question, without reading it again."""
+    """Ask a context that was saved without a question. It is not read again."""
     answers = saved.load_one().ask(questions, max_new_tokens)
     if len(questions) == 1:
         typer.echo(answers[0])

@@ -4,7 +4,7 @@ const FIGURES = [
   ["budget", "Budget, context entries", count],
   ["spent", "Kept context entries", count],
   ["floor_spent", "of them the floor's", count],
-  ["recent", "Recent window, tokens a head", count],
+  ["recent", "Recent window, tokens per head", count],
   ["bytes", "Keys and values, bytes", count],
   ["full_bytes", "Full cache, bytes", count],
   ["metadata_bytes", "Metadata, bytes", count],
@@ -21,7 +21,7 @@ function drawSummary(report) {
   byId("facts").textContent =
     `${report.model} · ${count(report.length)} prompt tokens, ${count(context)} of them context · ` +
     `${report.layers} layers × ${report.heads} KV heads`;
-  byId("footer").textContent = `Written by gracekv ${report.version}. One file, nothing is loaded from elsewhere.`;
+  byId("footer").textContent = `Written by gracekv ${report.version}. This file loads nothing from the network.`;
   for (const column of report.columns) {
     const kept = column.accounting;
     const bar = el("div", { class: "bar", "aria-hidden": "true" });
@@ -184,10 +184,10 @@ function drawAuction(report) {
   byId("auction").replaceChildren(...curved.map((column) => auctionFigure(column)));
   const bounded = curved.some((x) => x.curve.bound.length);
   byId("auctionHint").textContent =
-    "Utility gained as entries are spent: the floor's purchases, then operations from the best utility per entry down. " +
+    "Utility over entries spent: the floor's purchases first, then operations by falling utility per entry. " +
     (bounded
-      ? "The dashed line is an upper bound of what any allocation over the same trees could reach."
-      : "No upper bound was computed; a pipeline with certify computes one.") +
+      ? "The dashed line is an upper bound for any allocation over the same trees."
+      : "A pipeline with certify also computes an upper bound.") +
     (curved.length > 1 ? " Utilities of different pipelines are on different scales." : "");
 }
 

@@ -8,9 +8,9 @@ function drawCuts(report) {
   if (!cuts) return;
   const rows = cuts.lengths.length;
   byId("cutsHint").textContent = rows
-    ? `${count(rows)} cuts. A row is the cache after one of them, the first on top; a column is a token. ` +
-      "The brighter, the more heads hold the token as an entry of its own. Click a row, or move the slider, to read the text as that cut left it: the stronger a word's shade, the more heads hold it."
-    : "The limit was never reached: nothing was cut.";
+    ? `${count(rows)} cuts. Each row is the cache after a cut, the first on top; each column is a token. ` +
+      "Brighter means that more heads hold the token as an entry of its own. Click a row or move the slider to see the text as that cut left it: more heads hold a word with a stronger shade."
+    : "The limit was never reached, so nothing was cut.";
   byId("cuts").hidden = !rows;
   if (!rows) return;
   const line = Math.min(PROMPT_SHARE, cuts.first / cuts.length);

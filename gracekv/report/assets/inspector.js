@@ -74,7 +74,7 @@ function drawInspector(report, choose) {
   const position = view.cursor;
   if (position < 0) {
     panel.className = "";
-    panel.replaceChildren(el("p", { class: "hint" }, "No token is chosen yet. Click one, or search for the words of the answer: here you then see which entry absorbed them in every layer and head."));
+    panel.replaceChildren(el("p", { class: "hint" }, "No token is chosen yet. Click one, or search for the words of the answer: this panel then shows the entry that holds it in every layer and head."));
     return;
   }
   panel.className = "open";
