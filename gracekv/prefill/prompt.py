@@ -262,8 +262,8 @@ class Prompt:
         """
         if self.has_question:
             raise PromptError(
-                "This prompt has a question, so its context cannot be extended. Compress a "
-                "prompt without one: Prompt.from_chat(tokenizer, context=text)."
+                "This prompt has a question of its own, so its context cannot be extended. "
+                "Compress a prompt without one: Prompt.from_chat(tokenizer, context=text)."
             )
         if isinstance(passage, str) and self.tokenizer is None:
             raise PromptError(
