@@ -18,6 +18,9 @@ from gracekv.allocate.selection import Selection
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import NonFiniteError
 
+NEVER = -1.0
+"""The gain of a token that may not be kept; all others are at least 0."""
+
 
 def top_tokens(
     scores: Tensor,
@@ -55,7 +58,8 @@ def top_tokens(
     rough = torch.empty_like(scores, dtype=torch.float32)
     for layer in range(layers):
         caps = None if quota is None else quota[layer]
-        rough[layer], kept[layer] = candidates(scores[layer], omega[layer], caps, elastic)
+        rough[layer] = candidates(scores[layer], omega[layer], caps, elastic)
+        torch.ge(rough[layer], 0, out=kept[layer])
     wanted = int(torch.count_nonzero(kept))
     if shard.total(wanted) <= budget:
         return kept
@@ -82,10 +86,8 @@ def top_tokens(
     return kept
 
 
-def candidates(
-    scores: Tensor, sensitivity: Tensor, caps: Tensor | None, elastic: bool
-) -> tuple[Tensor, Tensor]:
-    """The gains float64 [G, N] of one layer's tokens, and which of them may be kept, bool [G, N].
+def candidates(scores: Tensor, sensitivity: Tensor, caps: Tensor | None, elastic: bool) -> Tensor:
+    """The gains float64 [G, N] of one layer's tokens; `NEVER` for those that may not be kept.
 
     Args:
         scores: R^tok [G, N].
@@ -94,16 +96,13 @@ def candidates(
         elastic: leave out tokens of gain <= 0.
     """
     gain = _gains(scores, sensitivity.to(scores.device).double()[:, None])
-    kept = torch.ones_like(gain, dtype=torch.bool)
     if caps is not None:
         # Ranks by a stable sort: ties go to the earlier token.
         order = gain.sort(dim=1, descending=True, stable=True).indices
-        kept.scatter_(
-            1,
-            order,
-            torch.arange(gain.shape[1], device=gain.device) < caps.to(gain.device)[:, None],
-        )
-    return gain, kept & (gain > 0) if elastic else kept
+        rank = torch.arange(gain.shape[1], device=gain.device)
+        beyond = (rank >= caps.to(gain.device)[:, None]).expand_as(gain)
+        gain = gain.masked_fill(torch.empty_like(beyond).scatter_(1, order, beyond), NEVER)
+    return gain.masked_fill(gain <= 0, NEVER) if elastic else gain
 
 
 def entry_gains(scores: Tensor, sensitivity: Tensor, selection: Selection) -> Tensor:

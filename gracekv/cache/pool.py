@@ -12,14 +12,12 @@ from torch import Tensor
 
 from gracekv.allocate.ranking import first_fitting
 from gracekv.allocate.selection import Selection
-from gracekv.allocate.top_tokens import largest
+from gracekv.allocate.top_tokens import NEVER, largest
 from gracekv.cache.base import RaggedEntries
 from gracekv.kernels.ragged import offsets
 from gracekv.prefill import CaptureInfo, LayerCapture, Region
 
-# Gain of a token that cannot be kept.
-_OUT = -1.0
-# Gain of a token in place of infinity, which only tokens outside the region have.
+# Gain of a token of the region in place of infinity.
 _LARGEST = torch.finfo(torch.float64).max
 
 
@@ -49,24 +47,20 @@ class EntryPool:
         self._devices: list[torch.device] = []
         self._selection: Selection | None = None
 
-    def add(self, capture: LayerCapture, gains: Tensor, allowed: Tensor) -> None:
+    def add(self, capture: LayerCapture, gains: Tensor) -> None:
         """Add the tokens of the next layer, and drop the entries that are no longer the best.
 
         Args:
             capture: the layer.
-            gains: float64 [G, N], gains of the region's tokens, at least 0.
-            allowed: bool [G, N], whether each of them may be kept.
+            gains: float64 [G, N], gains of the region's tokens, `NEVER` if they may not be kept.
         """
         info, device = self._info, self._info.device
         self._devices.append(capture.keys.device)
-        heads, length = info.kv_heads, info.spans.length
+        heads, length, known = info.kv_heads, info.spans.length, len(self._place)
         own = torch.full((heads, length), torch.inf, dtype=torch.float64, device=device)
-        own[:, self._covered :] = _OUT
-        gains = torch.where(allowed, gains, _OUT).nan_to_num(
-            0.0, posinf=torch.finfo(gains.dtype).max
-        )
-        own[:, self._region.start : self._region.end] = gains
-        known = len(self._place)
+        own[:, self._covered :] = NEVER
+        # Only tokens outside the region have infinite gains.
+        own[:, self._region.start : self._region.end] = gains.nan_to_num(0.0, posinf=_LARGEST)
         gain = torch.cat([self._gain, own.flatten()])
         first = capture.number * heads * length
         place = torch.arange(first, first + heads * length, device=device)
@@ -75,35 +69,37 @@ class EntryPool:
         self._reserve(count, own.numel(), capture)
 
         stays = largest(gain, count)
-        # Slots of losers, and those that are new, go to the winners in order.
-        every = torch.arange(len(gain) + 1, device=device)
-        leaves = torch.cat([~stays[:known], torch.ones_like(stays[: count - known])])
-        slots = torch.cat([self._slot, every[known:count]])
-        free = _compacted(slots, leaves, count)
-        wins = stays[known:]
-        rank = (wins.cumsum(0) - 1).clamp(min=0)
-        # Losers are written to one spare slot, so that nothing depends on how many win.
-        target = torch.where(wins, free[rank], len(self._keys) - 1)
+        reached = stays.cumsum(0)
+        before = reached[known - 1] if known else 0
+        # New slots, then those of losers, go to the winners in order. All other rows are written
+        # to one spare place, so that no size depends on how many win.
+        new = count - known
+        free = torch.empty(count + 1, dtype=torch.int64, device=device)
+        torch.arange(known, count, out=free[:new])
+        rank = torch.arange(new, count, device=device) - reached[:known]
+        free.scatter_(0, rank.masked_fill_(stays[:known], count), self._slot)
+        target = free[reached[known:] - (before + 1)]
+        target.masked_fill_(~stays[known:], len(self._keys) - 1)
         for pool, rows in ((self._keys, capture.keys), (self._values, capture.values)):
             pool.index_copy_(0, target, rows.to(device).flatten(0, 1))
-        kept = _compacted(every[:-1], stays, count)
+        kept = _compacted(torch.arange(len(gain), device=device), stays, count, reached)
         self._gain, self._place = gain[kept], place[kept]
         self._slot = torch.cat([self._slot, target])[kept]
 
     def _count(self, gain: Tensor, place: Tensor, known: int) -> tuple[int, Tensor]:
-        """The number of rows that stay, and the gains [n], `_OUT` where other processes win.
+        """The number of rows that stay, and the gains [n], `NEVER` where other processes win.
 
-        There are as many rows as slots; rows of gain `_OUT` are empty.
+        There are as many rows as slots; rows of gain `NEVER` are empty.
         """
         shard, layers = self._info.shard, len(self._devices)
         limit = self._budget + layers * self._fixed * shard.ranks
         if shard.ranks == 1:
             return min(limit, len(gain)), gain
-        at = (gain > _OUT).nonzero().flatten()
+        at = (gain > NEVER).nonzero().flatten()
         length, heads = self._info.spans.length, self._info.kv_heads
         ties = shard.among_all(place[at] // length, heads) * length + place[at] % length
         fits = first_fitting(gain[at], ties, torch.ones_like(at), limit, shard)
-        gain = torch.full_like(gain, _OUT).index_copy_(0, at, torch.where(fits, gain[at], _OUT))
+        gain = torch.full_like(gain, NEVER).index_copy_(0, at, torch.where(fits, gain[at], NEVER))
         return max(known, int(fits.sum())), gain
 
     def _reserve(self, count: int, new: int, capture: LayerCapture) -> None:
@@ -124,9 +120,9 @@ class EntryPool:
         """The entries of the region. The first call waits for the device, once."""
         if self._selection is None:
             info, length = self._info, self._info.spans.length
-            counts = self._per_head(self._gain > _OUT)
+            counts = self._per_head(self._gain > NEVER)
             total = int(counts.sum())
-            valid = self._gain > _OUT
+            valid = self._gain > NEVER
             self._gain, self._place, self._slot = (
                 _compacted(x, valid, total) for x in (self._gain, self._place, self._slot)
             )
@@ -196,7 +192,10 @@ class EntryPool:
         return layers
 
 
-def _compacted(values: Tensor, mask: Tensor, count: int) -> Tensor:
-    """The `count` of `values` [n] where `mask` (bool [n]) holds, without waiting for the device."""
-    place = torch.where(mask, mask.cumsum(0) - 1, count)
-    return values.new_empty(count + 1).scatter_(0, place, values)[:count]
+def _compacted(values: Tensor, mask: Tensor, count: int, reached: Tensor | None = None) -> Tensor:
+    """The `count` of `values` [n] where `mask` (bool [n]) holds, without waiting for the device.
+
+    `reached` is the running sum of `mask`, if it is known.
+    """
+    place = (mask.cumsum(0) if reached is None else reached) - 1
+    return values.new_empty(count + 1).scatter_(0, place.masked_fill_(~mask, count), values)[:count]

@@ -63,7 +63,8 @@ class QueryFitter(Fitter):
         for some in batches(cache.layers, partial(_logit_bytes, rows), _BATCH):
             count = some.stop - some.start
             reference = Reference.stack([references.pop(0) for _ in range(count)])
-            together = self.layer(RaggedEntries.stack(cache.layers[some]), reference, region)
+            packed = RaggedEntries.stack(cache.layers[some])
+            together = self.layer(packed, reference, region) if packed.entries else packed
             fitted += apart(together, count)
         return dataclasses.replace(cache, layers=tuple(fitted))
 

@@ -153,7 +153,7 @@ class Compression:
             if self._pool is None:
                 self._pool = EntryPool(info, region, self._plan.base)
             caps = self._caps(scores, capture.number)
-            self._pool.add(capture, *candidates(scores, omega, caps, pipe.elastic))
+            self._pool.add(capture, candidates(scores, omega, caps, pipe.elastic))
 
     def finish(
         self,

@@ -58,9 +58,7 @@ class Context:
 class Client:
     """A client of a vLLM server with gracekv's connector.
 
-        client.compress("book", text, ratio=4)
-        client.ask("book", "Who is Dinah?")
-
+    Call `client.compress("book", text, ratio=4)`, then `client.ask("book", "Who is Dinah?")`.
     A request that the server refuses (status 400 or 404) raises `StoreError` with its reason; other
     errors are those of OpenAI's client.
 

@@ -90,8 +90,7 @@ def request(
 ) -> Request:
     """A question about the context `name`, ready for vLLM.
 
-        asked = request("store", "book", "Who is Dinah?", tokenizer)
-        llm.generate(asked.prompt, asked.sampling_params(max_tokens=32))
+    `llm.generate(asked.prompt, asked.sampling_params(max_tokens=32))` asks it.
 
     Args:
         store: the folder or the store; None for a context that vLLM made from a `document`, whose

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.allocate import Selection
-from gracekv.allocate.top_tokens import top_tokens
+from gracekv.allocate.top_tokens import NEVER, top_tokens
 from gracekv.cache.pool import EntryPool
 from gracekv.testing import synthetic_prefill
 
@@ -16,7 +16,8 @@ from gracekv.testing import synthetic_prefill
 def filled(prefill, region, budget, gains, allowed):
     pool = EntryPool(prefill.info, region, budget)
     for capture in prefill:
-        pool.add(capture, gains[capture.number].double(), allowed[capture.number])
+        own = gains[capture.number].double()
+        pool.add(capture, own.masked_fill(~allowed[capture.number], NEVER))
     return pool
 
 
@@ -81,9 +82,9 @@ def test_layers_are_only_lent():
     prefill = synthetic_prefill(seed=3, layers=2, context=30)
     region = prefill.spans.region(2)
     gains = torch.rand(prefill.kv_heads, region.length).double()
-    pool, allowed = EntryPool(prefill.info, region, 40), torch.ones_like(gains, dtype=torch.bool)
+    pool = EntryPool(prefill.info, region, 40)
     for capture in prefill:
         keys = capture.keys.clone()
-        pool.add(dataclasses.replace(capture, keys=keys), gains, allowed)
+        pool.add(dataclasses.replace(capture, keys=keys), gains)
         keys.fill_(torch.nan)
     assert all(bool(packed.keys.isfinite().all()) for packed, _ in pool.pop(pool.selection()))

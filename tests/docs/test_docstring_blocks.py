@@ -16,7 +16,6 @@ FORMULAS = {
     "cache/d2o.py",
     "fit/values.py",
     "prefill/past.py",
-    "report/encoding.py",
     "kernels/rope.py",
     "segment/curvature.py",
     "tree/merge.py",

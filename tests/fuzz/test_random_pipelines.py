@@ -69,4 +69,4 @@ def test_random_pipelines_hold_the_invariants(tally):
             raise AssertionError(f"seed {seed}: {data}: {error}") from error
         tally.add("ran")
     # Most others are refused for budgets below the smallest.
-    assert tally.outcomes["ran"] > PIPELINES // 3
+    assert tally.outcomes["ran"] > PIPELINES // 4

@@ -40,11 +40,11 @@ def test_stages_compute_in_full_float32(precision, monkeypatch):
 
         return call
 
-    for stage in (pipeline.segment, pipeline.value, pipeline.pack):
-        monkeypatch.setattr(type(stage), "__call__", watched(type(stage).__call__))
+    for stage in (pipeline.value, pipeline.sensitivity, pipeline.quota, pipeline.fit):
+        monkeypatch.setattr(type(stage), "layer", watched(type(stage).layer))
     precision("high")
-    pipeline.run(synthetic_prefill(context=150), Budget.ratio(4))
-    assert seen == ["highest"] * 3
+    pipeline.run(synthetic_prefill(context=150, layers=2), Budget.ratio(4))
+    assert seen == ["highest"] * 8
     assert torch.get_float32_matmul_precision() == "high"
 
 

@@ -179,7 +179,7 @@ def every_check(model, folder, rank):
     )
     stock = gracekv.value.ValueNorm.layer
 
-    def broken(self, prefill, layer, region, memory):
+    def broken(self, capture, region, memory):
         raise NonFiniteError("broken on purpose")
 
     if rank == 2:
