@@ -1,4 +1,4 @@
-"""What a text loses that is compressed passage by passage: `benchmarks/results/extend.md`.
+"""The loss of a text that is compressed passage by passage: `benchmarks/results/extend.md`.
 
     OMP_NUM_THREADS=1 python benchmarks/extend.py
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import gracekv
 
-# float32 products on tensor cores are three tf32 ones; what they leave out is near 1e-6.
+# float32 products on tensor cores are three tf32 ones; their error is near 1e-6.
 FLOAT32_ON_GPU = 1e-5
 
 

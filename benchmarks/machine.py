@@ -24,7 +24,7 @@ def changed() -> list[str]:
 def commit() -> str:
     """The last commit that changed code, with "-dirty" if files differ; "" where there is no git.
 
-    Commits of results and pages alone do not count: what they publish is measured at their parent.
+    Commits of results and pages alone do not count: their figures are measured at their parent.
     """
     found = _git("log", "-1", "--abbrev=7", "--format=%h").strip()
     return f"{found}-dirty" if found and changed() else found

@@ -6,8 +6,8 @@ so that all code is loaded, and then measures one plain prefill or one recipe. H
 memory are over the loaded model: on a CPU resident memory (VmHWM after writing 5 to
 /proc/self/clear_refs, and VmRSS, Linux), on CUDA torch's allocated memory. glibc keeps much of what
 torch has freed; with `--allocator direct` it gives every block from 128 KiB on back at once, and
-resident memory is what torch holds. What was measured is appended to `--log` as it comes; what is
-there of this commit is not measured again.
+resident memory is what torch holds. Each measurement is appended to `--log` at once; those of this
+commit that are already there are not repeated.
 
     python benchmarks/memory.py                      # all rows that are missing
     python benchmarks/memory.py --allocator direct --rows prefill gracekv gracekv-plus
@@ -92,7 +92,7 @@ def run(model: Any, prompt: Prompt, row: str, ratio: str) -> Any:
 
 
 class Meter:
-    """Memory over what was in use when this was made."""
+    """Memory above the level when this was made."""
 
     def __init__(self, device: str) -> None:
         self._cuda = device == "cuda"

@@ -1,7 +1,7 @@
-"""Measure everything that is published, at one commit, on one machine: `make results`.
+"""Measure all published figures at one commit, on one machine: `make results`.
 
     python benchmarks/results.py --data FOLDER     # $GRACEKV_EVAL_DATA by default
-    python benchmarks/results.py --plan            # parts, minutes, and what became of them
+    python benchmarks/results.py --plan            # parts, minutes and outcomes
 
 **What.** `results_plan.PARTS`, in this order: quality with the question seen and not seen, answers,
 bits at equal bytes, 10x to 50x, ablations and the fit, long outputs, memory, construction,
@@ -10,14 +10,14 @@ few command lines of benchmarks, with sizes such that all take at most two and a
 cores; each is stopped after its minutes. Quality and memory run as two processes of one thread,
 timings one after the other with the machine for themselves.
 
-**How.** A tree with uncommitted code is refused by name before anything. The run is of the last
-commit that changed code; at another one it begins anew. What is done is not done again, what was
-interrupted goes on, what failed is shown as failed on the page, and the rest goes on
-(`results_run`). Rows are in runs/results, pages and the state in benchmarks/results. Every page
-says machine, commit, versions and settings.
+**How.** A tree with uncommitted code is refused by name. The run belongs to the last commit that
+changed code; at another commit it starts anew. Finished parts are not repeated, interrupted ones
+resume, failed ones are shown as failed on the page, and the others go on (`results_run`). Rows are
+in runs/results, pages and the state in benchmarks/results. Every page gives machine, commit,
+versions and settings.
 
-**After it.** `docs/results.md` and its figures are made anew. Commit benchmarks/results and docs,
-and nothing else: the pages then say the commit of the code, their parent.
+**After it.** `docs/results.md` and its figures are made anew. Commit only benchmarks/results and
+docs: the pages then name the commit of the code, their parent.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def check(data: str | None, results: Path = RESULTS) -> Path:
     """The folder of data; `SystemExit` where nothing can be measured, with the reason."""
     if changed := machine.changed():
         raise SystemExit(
-            "Results are of a commit, and these files are not as they were committed: "
+            "Results belong to a commit, and these files are not as they were committed: "
             f"{', '.join(changed)}. Commit them, or put them away with git stash -u."
         )
     if not machine.commit():
-        raise SystemExit("Results are of a commit; this is no checkout of git.")
+        raise SystemExit("Results belong to a commit; this is not a git checkout.")
     folder = Path(data).resolve() if data else None
     if folder is None or not (folder / "longbench").is_dir():
         raise SystemExit(
@@ -90,7 +90,7 @@ def main() -> None:
         print(plan(State.read(RESULTS / "run.json")))
         return
     data = check(args.data)
-    # So that what was started is stopped, too.
+    # So that started processes stop, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("Stopped; run it again to go on."))
     state = Run(PARTS, RESULTS, ROOT / "runs" / "results", data, args.vllm.absolute()).all()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

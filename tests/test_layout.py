@@ -3,13 +3,16 @@
 import dataclasses
 import importlib
 import inspect
+import math
 import pkgutil
 
 import pytest
 
 import gracekv
+from gracekv.errors import ConfigError
 from gracekv.pipeline.stages import REGISTRIES
 from gracekv.registry import Strategy
+from gracekv.registry.hyperparameter import bounds_of, parts_of
 
 EVERY = [(stage, name) for stage, registry in REGISTRIES.items() for name in registry]
 
@@ -72,3 +75,23 @@ def test_is_a_frozen_final_dataclass_with_a_line_for_users(stage, name):
     assert len(line) <= 100
     # A dataclass without a docstring shows its signature instead.
     assert not line.startswith(f"{cls.__name__}(")
+
+
+def outside(bounds):
+    """Numbers that a field of these bounds does not take."""
+    yield math.nan
+    yield from (x - 1 for x in (bounds.at_least,) if x is not None)
+    yield from (x + 1 for x in (bounds.at_most,) if x not in (None, math.inf))
+    yield from (x for x in (bounds.above, bounds.below) if x is not None)
+    yield from (2,) * bounds.odd
+
+
+@pytest.mark.parametrize(("stage", "name"), EVERY)
+def test_numbers_outside_their_bounds_are_refused_by_name(stage, name):
+    for part in parts_of(REGISTRIES[stage].build(name)):
+        for field in dataclasses.fields(part) if dataclasses.is_dataclass(part) else ():
+            bounds, default = bounds_of(field), getattr(part, field.name)
+            for bad in () if bounds is None else outside(bounds):
+                value = (bad,) if isinstance(default, tuple) else bad
+                with pytest.raises(ConfigError, match=f"{type(part).__name__}.{field.name} takes"):
+                    dataclasses.replace(part, **{field.name: value})

@@ -36,16 +36,16 @@ _INTRO = (
     f"What was measured, where, and by which command. `make results` measures all of it anew, at "
     f"one commit, in at most {MOST_MINUTES} minutes on two cores. Nothing here is typed by hand: "
     "`make results-page` writes this page from the files in `benchmarks/results/`, and a test "
-    "fails if it is out of date. What the figures mean for you is under "
+    "fails if it is out of date. The meaning of the figures is under "
     "[Keeping the answers](quality.md) and [Limits and failure cases](limits.md).\n\n"
     "A section shows means, standings and short tables. **All tables** leads to everything that "
     "was measured, task by task and with intervals in brackets: one CSV file a result, whose head "
     'says machine, commit and settings (`pandas.read_csv(path, comment="#")`).\n'
 )
 _OUTSIDE = (
-    "## Not of `make results` { #outside }\n\n"
-    "These need what the machine of the other results does not have, or are tests. Each is of the "
-    "commit that it names.\n"
+    "## Not made by `make results` { #outside }\n\n"
+    "These need hardware that the other results' machine lacks, or are tests. Each names its "
+    "own commit.\n"
 )
 
 

@@ -284,16 +284,3 @@ def test_bad_starts_and_forests_are_refused():
 def test_exact_allocators_refuse_large_forests(allocator):
     with pytest.raises(ConfigError, match="max_"):
         allocator(Frontier.empty(random_forest(0), 30), None)
-
-
-@pytest.mark.parametrize(
-    ("cls", "fields"),
-    [
-        (ExactDP, {"max_operations": 0}),
-        (ExactDP, {"max_cells": 0}),
-        (Lagrangian, {"iterations": 0}),
-    ],
-)
-def test_bad_fields_of_allocators_are_refused(cls, fields):
-    with pytest.raises(ConfigError, match=cls.__name__):
-        cls(**fields)

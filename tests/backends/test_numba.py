@@ -1,7 +1,6 @@
 """The compiled kernel for steps of one token: equal to float64, on any number of threads."""
 
 import math
-import threading
 
 import numpy as np
 import pytest
@@ -141,29 +140,6 @@ def test_a_continuation_does_not_depend_on_the_others():
         own, at = Numba().prepare(layer.sequence(int(rows[b]))), slice(b, b + 1)
         alone = Numba()(AttentionStep(query[at], own, keys[at], values[at], 0.125))
         assert torch.equal(alone, together[at])
-
-
-def test_callers_in_several_threads_do_not_meet():
-    rng = torch.Generator().manual_seed(5)
-    layer = ragged(rng, [400, 300, 20])
-    prepared = Numba().prepare(layer)
-    asked = [step(rng, layer, 3, 1, 30) for _ in range(4)]
-    alone = [Numba()(AttentionStep(q, prepared, k, v, 0.125)) for q, k, v in asked]
-    wrong = []
-
-    def work(number):
-        query, keys, values = asked[number]
-        for _ in range(200):
-            output = Numba()(AttentionStep(query, prepared, keys, values, 0.125))
-            if not torch.equal(output, alone[number]):
-                wrong.append(number)
-
-    callers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert not wrong
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

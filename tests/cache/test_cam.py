@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv import Budget, Pipeline
-from gracekv.cache import PACKERS, CamPacker
+from gracekv.cache import CamPacker
 from gracekv.cache.cam import reached, replayed
 from gracekv.cache.reference import cam_probability, cam_replay
-from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.errors import MissingCaptureError
 from gracekv.testing import synthetic_prefill
 from gracekv.value.column_sums import ReceivedAttention
 from support.token_pipelines import pipeline
@@ -196,16 +196,3 @@ def test_column_sums_must_be_given():
     assert ReceivedAttention() not in prefill.observed
     with pytest.raises(MissingCaptureError, match="ReceivedAttention"):
         CamPacker()(prefill, run.selection, run.relevance.scores, pipeline("cam").prototype)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"merge": 0}, "use the packer 'evict'"),
-        ({"denominator": "mean"}, "'mean_next', 'max_next', 'max_with_sinks'"),
-        ({"seed": -1}, ">= 0"),
-    ],
-)
-def test_bad_fields(fields, message):
-    with pytest.raises(ConfigError, match=message):
-        PACKERS.build("cam", **fields)

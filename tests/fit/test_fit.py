@@ -146,14 +146,6 @@ def test_both_forms_of_the_ridge_problem_agree(rows, columns, seed):
     torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "field"), [("values", "trust"), ("values_and_mass", "mass_trust")]
-)
-def test_bad_input_is_refused_by_name(name, field):
-    with pytest.raises(ConfigError, match=rf"{field} takes a number > 0; got 0"):
-        FITTERS.build(name, **{field: 0.0})
-
-
 @settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**16),

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.allocate import Budget
-from gracekv.errors import ConfigError
 from gracekv.fit import FITTERS, Regression
 from gracekv.fit.attended import attended
 from gracekv.fit.regression import bounded_move, key_change
@@ -120,8 +119,3 @@ def test_the_queries_outputs_never_get_worse(seed, ratio):
         assert errors[1] <= errors[0] * (1 + 1e-5)
         better += errors[1] < errors[0]
     assert better
-
-
-def test_bad_fields():
-    with pytest.raises(ConfigError, match="guard takes a number"):
-        Regression(guard=1.0)

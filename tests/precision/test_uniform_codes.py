@@ -189,7 +189,6 @@ def test_numbers_that_16_bits_cannot_hold_are_refused(bad):
     ("fields", "dim", "error", "message"),
     [
         ({"bits": 3}, 8, ConfigError, "bits takes one of 8, 4, 2; got 3"),
-        ({"group": 0}, 8, ConfigError, "group takes a whole number >= 1; got 0"),
         ({"keys": "token"}, 8, ConfigError, "keys takes one of 'channel'; got 'token'"),
         ({"group": 6}, 16, ShapeError, r"Groups of 6 channels do not fit a head dimension of 16"),
         ({"bits": 4, "group": 5}, 5, ShapeError, "do not fill whole bytes"),

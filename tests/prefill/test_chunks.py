@@ -5,23 +5,21 @@ import weakref
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-
-from gracekv import Budget, Pipeline  # noqa: E402
-from gracekv.errors import CaptureMemoryError, ConfigError  # noqa: E402
-from gracekv.hf.capture import EVERYTHING, capture  # noqa: E402
-from gracekv.pipeline.compression import Compression  # noqa: E402
-from gracekv.prefill import Needs, partial_attention  # noqa: E402
-from gracekv.prefill.options import CaptureOptions  # noqa: E402
-from gracekv.prefill.prompt import Prompt  # noqa: E402
-from gracekv.segment.curvature import BlockInput  # noqa: E402
-from gracekv.testing.models import tiny_llama, tiny_model  # noqa: E402
-from gracekv.value.block_replay import BlockReplaySums  # noqa: E402
-from gracekv.value.column_sums import ReceivedAttention  # noqa: E402
-from gracekv.value.critical import WrittenNorms  # noqa: E402
-from gracekv.value.expected_attention import QueryMoments  # noqa: E402
-from support.capture_state import state  # noqa: E402
-from support.observers import HeadOutputs  # noqa: E402
+from gracekv import Budget, Pipeline
+from gracekv.errors import CaptureMemoryError, ConfigError
+from gracekv.hf.capture import EVERYTHING, capture
+from gracekv.pipeline.compression import Compression
+from gracekv.prefill import Needs, partial_attention
+from gracekv.prefill.options import CaptureOptions
+from gracekv.prefill.prompt import Prompt
+from gracekv.segment.curvature import BlockInput
+from gracekv.testing.models import tiny_llama, tiny_model
+from gracekv.value.block_replay import BlockReplaySums
+from gracekv.value.column_sums import ReceivedAttention
+from gracekv.value.critical import WrittenNorms
+from gracekv.value.expected_attention import QueryMoments
+from support.capture_state import state
+from support.observers import HeadOutputs
 
 NEEDS = EVERYTHING | Needs.observed(
     BlockReplaySums(64, 3.0), QueryMoments(4), ReceivedAttention(), WrittenNorms(), HeadOutputs()

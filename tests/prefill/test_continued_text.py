@@ -6,9 +6,6 @@ from importlib.resources import files
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-
-pytest.importorskip("transformers")
-
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer, UnigramTrainer
 from transformers import PreTrainedTokenizerFast

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
 import gracekv  # noqa: E402

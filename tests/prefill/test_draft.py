@@ -3,15 +3,13 @@
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-
-from gracekv.errors import UnsupportedModelError  # noqa: E402
-from gracekv.hf.capture import capture  # noqa: E402
-from gracekv.prefill import Needs  # noqa: E402
-from gracekv.prefill.base import seconds_by_stage  # noqa: E402
-from gracekv.prefill.prompt import Prompt  # noqa: E402
-from gracekv.testing.models import tiny_llama  # noqa: E402
-from gracekv.value.draft_attention import Draft  # noqa: E402
+from gracekv.errors import UnsupportedModelError
+from gracekv.hf.capture import capture
+from gracekv.prefill import Needs
+from gracekv.prefill.base import seconds_by_stage
+from gracekv.prefill.prompt import Prompt
+from gracekv.testing.models import tiny_llama
+from gracekv.value.draft_attention import Draft
 
 
 def prompt_of(length=70, context=(5, 60), question_end=66):

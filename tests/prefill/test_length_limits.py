@@ -8,8 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("transformers")
-
 from gracekv.errors import CacheError, LengthWarning, PromptError, UnsupportedModelError
 from gracekv.hf.capture import capture
 from gracekv.prefill import supported

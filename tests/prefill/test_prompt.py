@@ -6,9 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("transformers")
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast

@@ -5,8 +5,6 @@ import copy
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import gracekv
 from gracekv.hf.capture import capture
 from gracekv.prefill.projection import Projection

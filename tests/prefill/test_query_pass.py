@@ -5,20 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-transformers = pytest.importorskip("transformers")
-
-from gracekv import Budget, Pipeline  # noqa: E402
-from gracekv.errors import MissingCaptureError  # noqa: E402
-from gracekv.hf.capture import capture  # noqa: E402
-from gracekv.prefill import Needs  # noqa: E402
-from gracekv.prefill.needs import CaptureSizes, held_positions  # noqa: E402
-from gracekv.prefill.options import CaptureOptions  # noqa: E402
-from gracekv.prefill.prompt import Prompt  # noqa: E402
-from gracekv.testing import synthetic_prefill  # noqa: E402
-from gracekv.testing.models import tiny_llama, tiny_model  # noqa: E402
-from gracekv.value.column_sums import ReceivedAttention  # noqa: E402
-from gracekv.value.expected_attention import QueryMoments  # noqa: E402
-from support.capture_state import state  # noqa: E402
+from gracekv import Budget, Pipeline
+from gracekv.errors import MissingCaptureError
+from gracekv.hf.capture import capture
+from gracekv.prefill import Needs
+from gracekv.prefill.needs import CaptureSizes, held_positions
+from gracekv.prefill.options import CaptureOptions
+from gracekv.prefill.prompt import Prompt
+from gracekv.testing import synthetic_prefill
+from gracekv.testing.models import tiny_llama, tiny_model
+from gracekv.value.column_sums import ReceivedAttention
+from gracekv.value.expected_attention import QueryMoments
+from support.capture_state import state
 
 LATER = Needs(later_queries=True)
 

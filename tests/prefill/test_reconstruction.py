@@ -5,19 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-transformers = pytest.importorskip("transformers")
-
-from gracekv.errors import UnsupportedModelError  # noqa: E402
-from gracekv.hf import attach, detach  # noqa: E402
-from gracekv.hf.capture import capture  # noqa: E402
-from gracekv.prefill import Needs, Region, partial_attention  # noqa: E402
-from gracekv.prefill.base import seconds_by_stage  # noqa: E402
-from gracekv.prefill.prompt import Prompt  # noqa: E402
-from gracekv.testing.models import tiny_llama  # noqa: E402
-from gracekv.value.kvzip_two_pass import Reconstruction, max_attention, repetitions  # noqa: E402
+from gracekv.errors import UnsupportedModelError
+from gracekv.hf import attach, detach
+from gracekv.hf.capture import capture
+from gracekv.prefill import Needs, Region, partial_attention
+from gracekv.prefill.base import seconds_by_stage
+from gracekv.prefill.prompt import Prompt
+from gracekv.testing.models import tiny_llama
+from gracekv.value.kvzip_two_pass import Reconstruction, max_attention, repetitions
 
 NEEDS = Needs.observed(Reconstruction())
 

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from gracekv.errors import UnsupportedModelError
 from gracekv.hf.capture import capture
 from gracekv.prefill import Needs

@@ -8,8 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("transformers")
-
 from gracekv.errors import LengthWarning
 from gracekv.hf.capture import capture
 from gracekv.prefill.options import CaptureOptions

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.errors import ConfigError, MissingCaptureError, NonFiniteError
+from gracekv.errors import MissingCaptureError, NonFiniteError
 from gracekv.prefill import Needs
 from gracekv.segment import Curvature, curvature, reference
 from gracekv.segment.curvature import BlockInput
@@ -107,22 +107,3 @@ def test_refuses_missing_and_broken_states():
         Curvature()(prefill)
     with pytest.raises(MissingCaptureError, match=r"BlockInput\(depth=0.33\)"):
         Curvature()(prefill.without(BlockInput))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"depths": ()}, "depths"),
-        ({"depths": (1.5,)}, "depths"),
-        ({"windows": ()}, "windows"),
-        ({"windows": (0,)}, "windows"),
-        ({"windows": (4, 4)}, "windows"),
-        ({"windows": (4.5,)}, "windows"),
-        ({"stability": -0.1}, "stability"),
-        ({"epsilon": 0.0}, "epsilon"),
-        ({"epsilon": float("nan")}, "epsilon"),
-    ],
-)
-def test_refuses_bad_fields(fields, message):
-    with pytest.raises(ConfigError, match=message):
-        Curvature(**fields)

@@ -20,10 +20,6 @@ def test_covers_the_region_and_repeats_itself(name, context, recent, seed):
     contracts.check_segmenter(SEGMENTERS.build(name), prefill, region)
 
 
-def test_the_papers_segmenter_and_its_ablations_are_registered():
-    assert set(SEGMENTERS) >= {"curvature_dp", "uniform", "tokens"}
-
-
 @pytest.mark.parametrize(
     ("bounds", "curvature", "message"),
     [

@@ -2,7 +2,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.errors import ConfigError
 from gracekv.prefill import Region
 from gracekv.segment import Uniform
 from gracekv.testing import synthetic_prefill
@@ -21,8 +20,3 @@ def test_lengths_differ_by_at_most_one_and_no_other_count_is_nearer(start, lengt
 @pytest.mark.parametrize(("length", "slots"), [(1, 1), (64, 1), (95, 1), (96, 2), (8192, 128)])
 def test_number_of_slots(length, slots):
     assert Uniform()(PREFILL, Region(3, 3 + length)).slots == slots
-
-
-def test_refuses_an_empty_target():
-    with pytest.raises(ConfigError, match="target_length"):
-        Uniform(0)

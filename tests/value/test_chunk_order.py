@@ -1,22 +1,17 @@
 """ChunkKV's order."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.errors import ConfigError, MissingCaptureError
-from gracekv.prefill import Needs
 from gracekv.testing import synthetic_prefill
 from gracekv.value import (
     ChunkOrder,
-    ColumnSums,
     Recency,
     Scorer,
     WindowAttention,
     reference,
 )
-from gracekv.value.column_sums import ReceivedAttention
 
 
 @given(
@@ -74,17 +69,3 @@ def test_layers_between_reuse_the_leaders_order():
     layers = [[[1.0, 2.0]], [[2.0, 1.0]], [[2.0, 1.0]], [[1.0, 2.0]]]
     assert ranking(layers, chunk_size=1) == [[[1, 0]], [[0, 1]], [[0, 1]], [[1, 0]]]
     assert ranking(layers, chunk_size=1, reuse_layers=2) == [[[1, 0]], [[1, 0]], [[0, 1]], [[0, 1]]]
-
-
-@pytest.mark.parametrize("fields", [{"chunk_size": 0}, {"reuse_layers": 0}])
-def test_refuses_a_bad_configuration(fields):
-    with pytest.raises(ConfigError, match="whole number >= 1; got 0"):
-        ChunkOrder(**fields)
-
-
-def test_needs_what_its_token_scores_need(without_context_queries):
-    assert ChunkOrder().needs() == Needs(last_queries=32)
-    assert ChunkOrder(ColumnSums()).needs() == Needs.observed(ReceivedAttention())
-    prefill = synthetic_prefill(context=60)
-    with pytest.raises(MissingCaptureError):
-        ChunkOrder()(without_context_queries(prefill), prefill.spans.region(4))

@@ -1,15 +1,12 @@
 """H2O's score."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.errors import MissingCaptureError
-from gracekv.prefill import Needs, Region
+from gracekv.prefill import Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import ColumnSums, reference
-from gracekv.value.column_sums import ReceivedAttention
 
 
 def small(seed=0, kv_heads=2, group=2, dtype=torch.float32):
@@ -39,10 +36,3 @@ def test_all_columns_together_hold_one_unit_per_query():
     prefill = small()
     tokens = ColumnSums()(prefill, Region(0, 26)).scores
     torch.testing.assert_close(tokens.sum(-1), torch.full((2, 2), 26.0))
-
-
-def test_needs_every_query(without_context_queries):
-    assert ColumnSums().needs() == Needs.observed(ReceivedAttention())
-    prefill = synthetic_prefill(context=60)
-    with pytest.raises(MissingCaptureError, match="not captured"):
-        ColumnSums()(without_context_queries(prefill), Region(4, 40))

@@ -7,11 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.kernels.rope import Rope
 from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
-from gracekv.value import SCORERS, ExpectedAttention, reference
+from gracekv.value import ExpectedAttention, reference
 from gracekv.value import expected_attention as module
 from gracekv.value.expected_attention import QueryMoments, mean_rotation
 from support.margins import assert_same_choice
@@ -145,16 +144,3 @@ def test_sinks_in_the_region_outrank_everything():
     assert bool((tokens[..., :3] > tokens[..., 3:].amax()).all())
     without = ExpectedAttention(sinks=0)(prefill, prefill.spans.region(4)).scores
     assert not bool((without[..., :3] > without[..., 3:].amax()).all())
-
-
-def test_needs_every_query(without_context_queries):
-    assert ExpectedAttention().needs() == Needs.observed(QueryMoments(4))
-    prefill = synthetic_prefill(context=60)
-    with pytest.raises(MissingCaptureError, match="not captured"):
-        ExpectedAttention()(without_context_queries(prefill), Region(4, 40))
-
-
-@pytest.mark.parametrize("fields", [{"future_positions": 0}, {"sinks": -1}, {"epsilon": -0.1}])
-def test_bad_fields(fields):
-    with pytest.raises(ConfigError, match="The published"):
-        SCORERS.build("expected_attention", **fields)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.errors import MissingCaptureError
 from gracekv.testing import synthetic_prefill
-from gracekv.value import SCORERS, KVzipTwoPass
+from gracekv.value import KVzipTwoPass
 from gracekv.value.kvzip_two_pass import Reconstruction
 
 
@@ -30,8 +30,3 @@ def test_needs_the_second_pass_and_says_so():
     prefill = synthetic_prefill().without(Reconstruction)
     with pytest.raises(MissingCaptureError, match="Reconstruction"):
         KVzipTwoPass()(prefill, prefill.spans.region(4))
-
-
-def test_bad_fields():
-    with pytest.raises(ConfigError, match=">= 0"):
-        SCORERS.build("kvzip_two_pass", sinks=-1)

@@ -61,16 +61,7 @@ def test_needs_what_its_scorers_need():
     assert ValueNorm(both).needs() == both.needs()
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"scorers": ()},
-        {"weights": (1.0,)},
-        {"weights": (1.0, 0.0)},
-        {"weights": (1.0, float("inf"))},
-        {"rule": "median"},
-    ],
-)
+@pytest.mark.parametrize("fields", [{"scorers": ()}, {"weights": (1.0,)}, {"weights": (1.0, 0.0)}])
 def test_refuses(fields):
     with pytest.raises(ConfigError, match="Mixture"):
         Mixture(**fields)
@@ -97,11 +88,6 @@ def test_relative_norms_are_those_of_their_layer(relative, power):
     if relative == 1.0:  # The layer's scale is gone.
         same = ValueNorm(relative=1.0, power=power)(small(), REGION).scores
         torch.testing.assert_close(same, got)
-
-
-def test_value_norms_refuse_more_than_relative():
-    with pytest.raises(ConfigError, match="relative takes"):
-        ValueNorm(relative=1.5)
 
 
 def test_mean_attention_is_column_sums_over_the_prompt_length():

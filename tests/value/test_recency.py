@@ -1,11 +1,9 @@
 """StreamingLLM's score."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.errors import ConfigError
 from gracekv.testing import synthetic_prefill
 from gracekv.value import Recency
 
@@ -45,8 +43,3 @@ def test_scores_stay_distinct_and_sum_to_one_over_a_long_context():
     assert bool((row[4:].diff() > 0).all())
     torch.testing.assert_close(row.sum(), torch.tensor(1.0))
     torch.testing.assert_close(scores.seed_scores, row)
-
-
-def test_refuses_a_bad_configuration():
-    with pytest.raises(ConfigError, match="sinks"):
-        Recency(sinks=-1)

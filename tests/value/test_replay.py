@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.errors import ConfigError, MissingCaptureError
-from gracekv.prefill import Needs, Region
+from gracekv.prefill import Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import ReadAhead, Replay, reference
 from gracekv.value.replay import replayed_powers
@@ -96,19 +95,3 @@ def test_a_query_finds_what_came_after_it():
     prefill.queries[0][:, 8] = 50 * prefill.rope.rotate(plain, torch.tensor([8]))[:, 0]
     squares = replayed_powers(prefill.layer(0), torch.tensor([8]), torch.ones(1), Region(2, 20))
     assert int(squares[0].argmax()) + 2 == later
-
-
-def test_needs_every_query_of_the_context(without_context_queries):
-    samples = frozenset({512})
-    needed = Needs(last_queries=16, later_queries=True, context_samples=samples)
-    assert Replay().needs() == needed
-    with pytest.raises(MissingCaptureError, match="not captured"):
-        Replay()(without_context_queries(small(context=60)), Region(2, 40))
-
-
-@pytest.mark.parametrize(
-    "fields", [{"power": 0.0}, {"mean_power": 0.5}, {"uniform_weight": 1.5}, {"max_queries": 1}]
-)
-def test_refuses(fields):
-    with pytest.raises(ConfigError, match="Replay"):
-        Replay(**fields)

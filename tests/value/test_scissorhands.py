@@ -2,16 +2,12 @@
 
 import itertools
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.errors import ConfigError, MissingCaptureError
-from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
-from gracekv.value import SCORERS, Scissorhands, reference
-from gracekv.value.column_sums import ReceivedAttention
+from gracekv.value import Scissorhands, reference
 from support.margins import SCORES
 
 
@@ -46,16 +42,3 @@ def test_equals_plain_loops(seed, kv_heads, group, history):
                     # Equal counts go by their sums.
                     assert sums[layer, g, one] >= sums[layer, g, two] * (1 - SCORES)
     torch.testing.assert_close(tokens.sum(-1), torch.ones(prefill.layers, kv_heads))
-
-
-def test_needs_every_query(without_context_queries):
-    assert Scissorhands().needs() == Needs(
-        last_queries=400, observers=frozenset({ReceivedAttention()})
-    )
-    with pytest.raises(MissingCaptureError, match="not captured"):
-        Scissorhands()(without_context_queries(synthetic_prefill(context=60)), Region(4, 40))
-
-
-def test_bad_fields():
-    with pytest.raises(ConfigError, match="400"):
-        SCORERS.build("scissorhands", history=0)

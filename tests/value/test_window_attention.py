@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.errors import ConfigError, MissingCaptureError
-from gracekv.prefill import Needs, Region
+from gracekv.prefill import Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import WindowAttention, reference
 from gracekv.value.scissorhands import attention_probabilities
@@ -84,25 +83,3 @@ def test_average_pooling_counts_its_padding():
 )
 def test_observers(scorer, expected):
     assert scorer.observers(small().spans) == expected
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"window": 0}, "window"),
-        ({"observation": "question"}, "'prompt_tail', 'context_tail'"),
-        ({"pooling": "mean"}, "'max', 'avg', 'none'"),
-        ({"kernel": 4}, "odd"),
-        ({"kernel": -1}, "odd"),
-    ],
-)
-def test_refuses_a_bad_configuration(fields, message):
-    with pytest.raises(ConfigError, match=message):
-        WindowAttention(**fields)
-
-
-def test_needs_the_observers_queries(without_context_queries):
-    assert WindowAttention().needs() == Needs(last_queries=32)
-    assert WindowAttention(64, "context_tail").needs() == Needs(last_queries=64)
-    with pytest.raises(MissingCaptureError, match="not captured"):
-        WindowAttention()(without_context_queries(small(context=60)), Region(3, 40))
