@@ -168,14 +168,17 @@ class Curvature(Configurable):
         Source: Eqs. (S3) to (S5).
         """
         device = states[0].device
-        views = torch.cat([self._of_layer(hidden).to(device) for hidden in states])
+        # Once for all layers, since a GPU's host waits for each.
+        forms = self._quadratic_forms().to(device)
+        windows = torch.tensor(self.windows, device=device)[:, None]
+        views = torch.cat([self._of_layer(x, forms, windows).to(device) for x in states])
         return views.mean(dim=0) - self.stability * views.std(dim=0, correction=0)
 
-    def _of_layer(self, hidden: Tensor) -> Tensor:
-        """kappa^(l,w) of one layer [T, D]: float64 [W, T]."""
+    def _of_layer(self, hidden: Tensor, forms: Tensor, windows: Tensor) -> Tensor:
+        """kappa^(l,w) of one layer [T, D]: float64 [W, T]; `windows` are int64 [W, 1]."""
         length, dim = hidden.shape
         reach = max(self.windows) - 1
-        forms = self._quadratic_forms(reach).to(hidden.device)
+        forms, windows = forms.to(hidden.device), windows.to(hidden.device)
         rows = rows_per_chunk(max(dim, forms.shape[0]), 2 * reach)
         chunks = []
         for start in range(0, length, rows):
@@ -192,16 +195,16 @@ class Curvature(Configurable):
             square.clamp(min=0).sqrt().clamp(min=self.epsilon) for square in (incoming, outgoing)
         ]
         position = torch.arange(length, device=hidden.device)
-        window = torch.tensor(self.windows, device=hidden.device)[:, None]
-        complete = (window <= position) & (position < length - window)
+        complete = (windows <= position) & (position < length - windows)
         return torch.where(complete, 1 - inner / (norms[0] * norms[1]), 0.0)
 
-    def _quadratic_forms(self, reach: int) -> Tensor:
+    def _quadratic_forms(self) -> Tensor:
         """Weights of the products around i in |delta_-|^2, |delta_+|^2 and <delta_-, delta_+>.
 
         float64 [(2 reach + 1)^2, 3 W]; row (j, p) weighs the product of the steps i - reach + p
         and i - reach + p + j.
         """
+        reach = max(self.windows) - 1
         size = 2 * reach + 1
         columns = []
         for window in self.windows:
