@@ -8,6 +8,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from gracekv.kernels.small_tensors import filled, on_device
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.registry import Configurable, bounded
 from gracekv.value import Memory, Replay
@@ -19,11 +20,11 @@ class QuerySet:
     """Q reference queries.
 
     Attributes:
-        positions: int64 [Q] on the CPU, the prompt positions that they come from.
+        positions: int64 [Q], the prompt positions that they come from.
         asked_at: int64 [Q] on the CPU, the position that each is asked from: it sees the keys up
             to there.
         sees: int64 [Q], `asked_at` on the device of the layer.
-        weights: float32 [Q], with sum 1.
+        weights: float32 [Q] on the device of `positions`, with sum 1.
         repeated: [H, R, d], queries of a second reading at their own places, which come before the
             Q - R queries that have `positions`; None if R is 0.
         within: the keys that count, without the sink, or None for all keys.
@@ -92,18 +93,21 @@ class ReferenceQueries(Configurable):
             replayed, weights = asked[:0], torch.full((len(asked),), 1 / len(asked))
         else:
             replayed, weights = self.replay.select_queries(capture, region, memory)
-            asked = torch.full_like(replayed, length - 1)
+            asked = torch.full((len(replayed),), length - 1)
         tail = torch.arange(capture.spans.last(self.tail).start, length)
         share = self.tail_share if len(tail) else 0.0
-        asked, device = torch.cat([asked.cpu(), tail]), capture.keys.device
+        each = share / max(1, len(tail))
+        asked, device = torch.cat([asked, tail]), capture.keys.device
         # The same for all layers, so uploaded once.
         known = ("asked at", self, len(asked), device)
         if known not in memory:
             memory[known] = asked.to(device)
         return QuerySet(
-            torch.cat([replayed, tail]),
+            torch.cat([replayed, on_device(tail, replayed.device)]),
             asked,
             memory[known],
-            torch.cat([weights * (1 - share), torch.full((len(tail),), share / max(1, len(tail)))]),
+            torch.cat(
+                [weights * (1 - share), filled(len(tail), each, weights.dtype, weights.device)]
+            ),
             repeated,
         )

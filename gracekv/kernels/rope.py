@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ShapeError
+from gracekv.kernels.small_tensors import on_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,10 +65,11 @@ class Rope:
         sin = torch.zeros(length, 2, device=device)
         return cls(torch.ones_like(sin), sin)
 
-    def rotate(self, x: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
+    def rotate(self, x: Tensor, positions: Tensor | None, out: Tensor | None = None) -> Tensor:
         """R(t) x for x [..., n, d] and positions [n] (or broadcastable to x's [..., n]).
 
-        The result is written to `out` [..., n, d] if given; it must not overlap x.
+        None stands for the positions 0..n-1 of the table, all of it. The result is written to `out`
+        [..., n, d] if given; it must not overlap x.
         """
         return _apply(x, *self._at(positions, x), out, self.interleaved)
 
@@ -77,9 +79,11 @@ class Rope:
         norm = cos * cos + sin * sin
         return _apply(x, cos / norm, -sin / norm, out, self.interleaved)
 
-    def moved(self, positions: Tensor, to: int) -> Rope:
-        """R(to) R(t)^-1 for each position t of int64 [n], as a table with one row each."""
-        cos, sin = self.cos[positions.to(self.cos.device)], self.sin[positions.to(self.cos.device)]
+    def moved(self, positions: Tensor | slice, to: int) -> Rope:
+        """R(to) R(t)^-1 for each position t of int64 [n] or a slice: a table of n rows."""
+        if isinstance(positions, Tensor):
+            positions = on_device(positions, self.cos.device)
+        cos, sin = self.cos[positions], self.sin[positions]
         norm = cos.square() + sin.square()
         last_cos, last_sin = self.cos[to], self.sin[to]
         return Rope(
@@ -105,11 +109,13 @@ class Rope:
         order[:rotary] = order[:rotary].view(-1, 2).T.flatten()
         return Rope(self.cos, self.sin), order
 
-    def _at(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _at(self, positions: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of the table, on x's device and in its dtype."""
-        # A sharded model has one table, and layers on several devices.
-        positions = positions.to(self.cos.device)
-        cos, sin = self.cos[positions], self.sin[positions]
+        cos, sin = self.cos, self.sin
+        if positions is not None:
+            # A sharded model has one table, and layers on several devices.
+            positions = on_device(positions, cos.device)
+            cos, sin = cos[positions], sin[positions]
         return cos.to(x.device, x.dtype), sin.to(x.device, x.dtype)
 
 
@@ -126,5 +132,6 @@ def _apply(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None, interleaved:
     out[..., low].addcmul_(x[..., high], sin, value=-1.0)
     torch.mul(x[..., high], cos, out=out[..., high])
     out[..., high].addcmul_(x[..., low], sin)
-    out[..., rotary:] = x[..., rotary:]
+    if rotary < x.shape[-1]:
+        out[..., rotary:] = x[..., rotary:]
     return out

@@ -16,19 +16,19 @@ def on_device(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or values.device.type != "cpu":
         return values.to(device)
     data = values.contiguous().numpy().tobytes()
-    return _uploaded(data, values.dtype, tuple(values.shape), device, _stream(device))
+    return _uploaded(data, values.dtype, tuple(values.shape), device, stream_of(device))
 
 
 def filled(size: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor [size] of one value; on a GPU it is made once for all callers."""
     if device.type != "cuda":
         return torch.full((size,), value, dtype=dtype, device=device)
-    return _filled(size, value, dtype, device, _stream(device))
+    return _filled(size, value, dtype, device, stream_of(device))
 
 
-def _stream(device: torch.device) -> int:
-    # Work on another stream would not wait until the tensor is written.
-    return int(torch.cuda.current_stream(device).cuda_stream)
+def stream_of(device: torch.device) -> int:
+    """A GPU's current stream, or 0: another stream would not wait until a tensor is written."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
 @functools.lru_cache(maxsize=64)

@@ -167,10 +167,12 @@ class LayerCapture:
         Raises `MissingCaptureError` if one of them was not captured.
         """
         known = self.info.query_positions
-        if isinstance(positions, Tensor) and positions.device.type != "cpu":
-            # Chosen on the device, of positions that follow one another: not looked at here.
-            return self.queries[:, positions - int(known[0])]
-        wanted = torch.as_tensor(positions, dtype=torch.int64)
+        if isinstance(positions, Tensor) and positions.device.type != "cpu" and len(known):
+            first, last = int(known[0]), int(known[-1])
+            # Where all positions of a range were captured, the host need not look.
+            if last - first + 1 == len(known) == self.queries.shape[1]:
+                return self.queries[:, positions.to(self.queries.device) - first]
+        wanted = torch.as_tensor(positions, dtype=torch.int64, device="cpu")
         at, held = self.info.query_rows(wanted)
         if not bool(held.all()) or self.queries.shape[1] != len(known):
             raise MissingCaptureError(

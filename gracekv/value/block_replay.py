@@ -1,4 +1,4 @@
-"""What a second reading of the context would look at, block by block, during the first.
+"""Estimates, block by block during the first reading, what a second reading would attend to.
 
 When a model repeats a text, its heads make nearly the queries of the first reading, and attend
 mostly to what followed. So the queries of each block of context tokens are moved to the block's
@@ -85,15 +85,13 @@ class BlockReplaySums(LayerObserver):
         if first:
             seen = torch.cat([keys[:, :SINKS], seen], dim=1)
         before = SINKS if first else 0
-        at = torch.arange(block.start, block.end)
         asked = queries.float() * run.scale
         if self.near:
             beside = near_logits(asked, keys[:, block.start : block.end], self.near, softcap)
             sinks = beside if sinks is None else torch.logaddexp(beside, sinks.to(beside)[:, None])
-        moved = rope.moved(at, block.end - 1).rotate(asked, torch.arange(len(at)))
-        whole = torch.full_like(at, seen.shape[1])
+        moved = rope.moved(slice(block.start, block.end), block.end - 1).rotate(asked, None)
         columns = softmax_columns(
-            moved, seen, whole, power=self.power, softcap=softcap, sinks=sinks
+            moved, seen, seen.shape[1], power=self.power, softcap=softcap, sinks=sinks
         )
         total[:, first : block.end] += reduce(
             columns[:, before:], "(g n) t -> g t", "mean", g=len(keys)
@@ -178,7 +176,7 @@ def near_logits(queries: Tensor, keys: Tensor, near: int, softcap: float | None 
         queries: float32 [H, n, d], times the scale; of n tokens in a row.
         keys: [G, n, d], of the same tokens, rotated alike.
         near: tokens; at the start there are fewer.
-        softcap: of the logits; None: none.
+        softcap: logit softcap, or None.
     """
     count, rows, back = queries.shape[1], max(near // 2, _ROWS), near - 1
     blocks = -(-count // rows)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ConfigError
+from gracekv.kernels.small_tensors import on_device
 from gracekv.prefill import LayerCapture, Region
 from gracekv.value.base import SCORERS, Memory, Scorer, part_scores
 from gracekv.value.mean_attention import MeanAttention
@@ -64,13 +65,13 @@ class Mixture(Scorer):
 
 
 def combine_scores(scores: list[Tensor], weights: tuple[float, ...], rule: Rule) -> Tensor:
-    """float32 [..., N], as the scores; arithmetic in float64, see `Mixture`."""
-    stacked = torch.stack([score.double() for score in scores])
-    share = torch.tensor(weights, dtype=torch.float64, device=stacked.device)
-    share = share.view(-1, *[1] * scores[0].ndim)
+    """Combine scores [..., N] as `Mixture` does: float32, computed in float64."""
+    stacked, share = torch.stack(scores).double(), torch.tensor(weights, dtype=torch.float64)
+    if rule != "max":
+        share = share / share.sum()
+    share = on_device(share, stacked.device).view(-1, *[1] * scores[0].ndim)
     if rule == "max":
         return (share * stacked).amax(dim=0).float()
-    share = share / share.sum()
     if rule == "sum":
         mixed = (share * stacked).sum(dim=0)
     elif rule == "rms":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
@@ -10,11 +11,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.errors import ConfigError
+from gracekv.kernels.small_tensors import stream_of
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums
 
 Kernel = Literal["geometric", "flat"]
+
+# Tokens of a block that one product sums.
+_BLOCK = 256
 
 
 @SCORERS.register("read_ahead", works_sharded=True)
@@ -76,15 +81,16 @@ class ReadAhead(Scorer):
         Raises `PromptError` if the prompt has no such probe.
         """
         heads, probes = capture.kv_heads, self._probes(capture.spans)
-        score = torch.zeros(())
         if self.max_weight < 1:
             sums = attention_sums(capture, probes, region, power=self.power)
             score = reduce(sums, "(g n) t -> g t", "mean", g=heads) / len(probes)
         if self.max_weight > 0:
             largest = attention_sums(capture, probes, region, power=self.power, maximum=True)
             largest = reduce(largest, "(g n) t -> g t", "max", g=heads)
-            score = torch.lerp(score.to(largest.device), largest, self.max_weight)
-        return spread_ahead(score, self.lookahead, self.kernel) ** (1.0 / self.power)
+            mixes = self.max_weight < 1
+            score = torch.lerp(score, largest, self.max_weight) if mixes else largest
+        spread = spread_ahead(score, self.lookahead, self.kernel)
+        return spread if self.power == 1 else spread ** (1.0 / self.power)
 
 
 def spread_ahead(score: Tensor, length: int, kernel: Kernel) -> Tensor:
@@ -100,16 +106,29 @@ def spread_ahead(score: Tensor, length: int, kernel: Kernel) -> Tensor:
     """
     if length == 1:
         return score
-    width, sums = score.shape[-1], score.double() / length
+    width = score.shape[-1]
     if kernel == "flat":
+        sums = score.double() / length
         sums = functional.pad(sums.cumsum(-1), (1, 0))
         stop = torch.arange(1, width + 1, device=score.device)
         # Differences of cumulative sums are not exactly 0 where all scores are.
         window = sums[..., stop] - sums[..., (stop - length).clamp(min=0)]
         return window.clamp(min=0).to(score.dtype)
-    # Sums over the last `reach` tokens, doubled until the remaining weight is below 1e-12.
-    reach, left = 1, 1.0 - 1.0 / length
-    while reach < width and left > 1e-12:
-        sums = sums + left * functional.pad(sums[..., :-reach], (reach, 0))
-        reach, left = 2 * reach, left * left
-    return sums.to(score.dtype)
+    # Blocks of tokens are summed by a product, then what each hands on to the next ones.
+    blocks = -(-width // _BLOCK)
+    step, where = 1.0 - 1.0 / length, (score.device, stream_of(score.device))
+    padded = functional.pad(score, (0, blocks * _BLOCK - width)).double()
+    inside = padded.unflatten(-1, (-1, _BLOCK)) @ _decay(_BLOCK, step, 1.0 / length, *where)
+    before = inside[..., -1] @ _decay(blocks, step**_BLOCK, 1.0, *where, first=1)
+    sums = torch.addcmul(inside, before[..., None], _decay(_BLOCK, step, step, *where)[0])
+    return sums.flatten(-2)[..., :width].to(score.dtype)
+
+
+@functools.lru_cache(maxsize=16)
+def _decay(
+    size: int, step: float, factor: float, device: torch.device, stream: int, *, first: int = 0
+) -> Tensor:
+    """float64 [size, size]: factor step^(j - i - first) where j - i is at least `first`, else 0."""
+    exponent = torch.arange(size, device=device) - torch.arange(size, device=device)[:, None]
+    exponent = exponent.double() - first
+    return torch.where(exponent < 0, 0.0, factor * step ** exponent.clamp(min=0))

@@ -14,6 +14,7 @@ import torch
 from einops import reduce
 from torch import Tensor
 
+from gracekv.kernels.small_tensors import on_device
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.prefill.needs import region_samples
@@ -92,25 +93,26 @@ class Replay(Scorer):
     def select_queries(
         self, capture: LayerCapture, region: Region, memory: Memory
     ) -> tuple[Tensor, Tensor]:
-        """Positions of the queries, int64 [Q] ascending on the CPU; weights float32 [Q], sum 1."""
+        """Positions of the queries, int64 [Q] ascending; their weights, float32 [Q] of sum 1.
+
+        Both lie on the CPU if the weight is uniform, else on the device where layers are compared.
+        """
         if self.uniform_weight == 1:
             at = region_samples(region, self.max_queries)
             return at, torch.full((len(at),), 1 / len(at))
         shard = capture.shard
-        likely = self._likely(capture, region, memory).double().cpu() ** self.power
+        likely = self._likely(capture, region, memory).double() ** self.power
         count = min(self.max_queries, region.length)
-        spaced = region_samples(region, self.max_queries // 2) - region.start
-        # Ties toward the earlier token, as everywhere: a stable sort.
-        order = likely.argsort(descending=True, stable=True)
-        chosen = torch.zeros(region.length, dtype=torch.bool)
-        chosen[spaced] = True
-        chosen[order[~chosen[order]][: count - int(chosen.sum())]] = True
-        uniform = torch.ones_like(likely) if count == region.length else torch.zeros_like(likely)
-        uniform[spaced] = 1.0
-        weights = (1 - self.uniform_weight) * _normalised(torch.where(chosen, likely, 0.0))
-        weights += self.uniform_weight * _normalised(uniform)
-        at = chosen.nonzero()[:, 0]
-        positions, weights = at + region.start, _normalised(weights[at]).float()
+        spaced = (region_samples(region, self.max_queries // 2) - region.start).unique()
+        # The spaced tokens come first, then the likeliest; a stable sort puts the earlier of two
+        # equal ones first, as everywhere.
+        first = likely.index_fill(0, on_device(spaced, likely.device), torch.inf)
+        ranked = first.argsort(descending=True, stable=True)[:count]
+        at, rank = ranked.sort()
+        alike = count if count == region.length else len(spaced)
+        weights = (1 - self.uniform_weight) * _normalised(likely[at])
+        weights += (rank < alike).double() * (self.uniform_weight * (1 / max(1, alike)))
+        positions, weights = at + region.start, _normalised(weights).float()
         # Processes run these tokens together, so the positions must not differ.
         return shard.from_first(positions), shard.from_first(weights)
 
@@ -157,10 +159,15 @@ def replayed_powers(
 
     Raises `MissingCaptureError` if a query was not captured.
     """
-    queries = capture.queries_at(at).float() * capture.scale
-    moved = capture.rope.moved(at, capture.spans.length - 1).rotate(queries, torch.arange(len(at)))
-    seen = torch.full_like(at, capture.spans.length)
-    logits = capture.logits
-    columns = softmax_columns(moved, capture.keys, seen, weights, power=power, **logits)
+    length, queries = capture.spans.length, capture.queries_at(at).float()
+    columns = softmax_columns(
+        capture.rope.moved(at, length - 1).rotate(queries, None),
+        capture.keys,
+        length,
+        weights,
+        scale=capture.scale,
+        power=power,
+        **capture.logits,
+    )
     inside = columns[:, region.start : region.end]
     return reduce(inside, "(g n) t -> g t", "mean", g=capture.kv_heads)
