@@ -15,6 +15,7 @@ from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionSpec, Att
 from gracekv.backends.sdpa import Layer, Sdpa
 from gracekv.backends.split_kv import SplitEntries, SplitKV
 from gracekv.kernels import omp_threads
+from gracekv.kernels.addresses import address
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -112,18 +113,21 @@ def _attend(step: AttentionStep, splits: SplitKV, layer: Layer) -> Tensor:
     tail_splits = -(-length // args.longest)
     folded = query.float().contiguous()
     output = torch.empty_like(folded)
-    partial = torch.empty(args.packed_slots + batch * heads * tail_splits, dim + 2)
+    slots = args.packed_slots + batch * heads * tail_splits
+    partial = torch.empty(slots, dim + 2, dtype=torch.float32)
     counters = (ctypes.c_int64 * (1 + args.rows))()
-    args.query, args.output = folded.data_ptr(), output.data_ptr()
+    args.query = address("query", folded, torch.float32, *query.shape)
+    args.output = address("output", output, torch.float32, *query.shape)
     args.tail_keys, args.tail_values = keys.data_ptr(), values.data_ptr()
-    args.mask = 0 if mask is None else mask.data_ptr()
-    args.partial, args.counters = partial.data_ptr(), ctypes.addressof(counters)
+    args.mask = 0 if mask is None else address("mask", mask, torch.float32, batch, 1, 1, length)
+    args.partial = address("partial", partial, torch.float32, slots, dim + 2)
+    args.counters = ctypes.addressof(counters)
     args.tail, args.tail_splits = length, tail_splits
     args.tail_batch, args.tail_head = (stride // dim for stride in keys.stride()[:2])
     args.scale, args.softcap = step.scale, step.softcap or 0.0
     if sinks is not None:
         sinks = sinks.detach().float().contiguous()
-        args.sink_logits = sinks.data_ptr()
+        args.sink_logits = address("sink_logits", sinks, torch.float32, heads)
     omp_threads.run(_kernel(layer), ctypes.addressof(args))
     return output if output.dtype == query.dtype else output.to(query.dtype)
 

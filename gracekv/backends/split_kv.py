@@ -14,6 +14,7 @@ from gracekv.backends.base import sequence_of_row
 from gracekv.backends.sdpa import Layer, Sdpa
 from gracekv.cache.coded import CodedEntries, Codes
 from gracekv.kernels import ragged
+from gracekv.kernels.addresses import address
 
 # Entries of a split: enough to outweigh its fixed cost, few enough to balance threads. Ours.
 _ENTRIES = 256
@@ -96,11 +97,12 @@ def _split(layer: Layer, batch: int, group: int, rows: tuple[int, ...] | None) -
         "sequence_of": of_row[continuations],
         "parts": torch.tensor(list(b"".join(described)), dtype=torch.uint8),
     }
+    kinds = {name: torch.uint8 if name == "parts" else torch.int64 for name in tables}
     args = AttentionArgs(
-        **{name: table.data_ptr() for name, table in tables.items()},
-        keys=exact.keys.data_ptr(),
-        values=exact.values.data_ptr(),
-        bias=exact.log_multiplicity.data_ptr(),
+        **{name: address(name, x, kinds[name], *x.shape) for name, x in tables.items()},
+        keys=address("keys", exact.keys, layer.dtype, exact.entries, exact.dim),
+        values=address("values", exact.values, layer.dtype, exact.entries, exact.dim),
+        bias=address("bias", exact.log_multiplicity, torch.float32, exact.entries),
         part_count=len(described),
         entries=exact.entries,
         dim=exact.dim,
@@ -131,9 +133,9 @@ def _described(coded: CodedEntries, blocks: Tensor) -> bytes:
     """`CodedArgs` of a part with the block offsets `blocks`."""
     coding = coded.coding
     args = CodedArgs(
-        bias=coded.log_multiplicity.data_ptr(),
-        offsets=coded.offsets.data_ptr(),
-        blocks=blocks.data_ptr(),
+        bias=address("bias", coded.log_multiplicity, torch.float32, coded.entries),
+        offsets=address("offsets", coded.offsets, torch.int64, len(coded.offsets)),
+        blocks=address("blocks", blocks, torch.int64, len(coded.offsets)),
         entries=coded.entries,
         block_count=int(blocks[-1]),
         columns=coded.dim // min(coding.group, coded.dim),

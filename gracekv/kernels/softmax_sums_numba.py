@@ -29,6 +29,7 @@ from gracekv.kernels import (
     omp_threads,
     row_vectors,
 )
+from gracekv.kernels.addresses import address
 from gracekv.kernels.columns import Columns
 from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, inner, pointer
 from gracekv.kernels.matmul import multiply
@@ -211,23 +212,24 @@ def softmax_columns(asked: Columns) -> Tensor:
     heads, count, dim = queries.shape
     kv_heads, length, _ = keys.shape
     items = -(-count // _QUERIES)
-    total = torch.zeros(heads, items, length)
+    single, blocks = torch.float32, -(-length // _PANEL)
+    total = torch.zeros(heads, items, length, dtype=single)
     sinks = asked.sinks
     if sinks is None:
-        sinks = torch.full((heads, count), -torch.inf)
+        sinks = torch.full((heads, count), -torch.inf, dtype=single)
     counter = ctypes.c_int64(0)
     # The kernel reads addresses, so the tensors must live until it returns.
-    tensors = {
-        "keys": keys.contiguous(),
-        "panels": torch.empty(kv_heads, -(-length // _PANEL), dim, _PANEL),
-        "queries": queries.contiguous(),
-        "seen": asked.seen.contiguous(),
-        "weights": asked.weights.contiguous(),
-        "sinks": sinks.contiguous(),
-        "total": total,
-    }
+    keys, queries, sinks = keys.contiguous(), queries.contiguous(), sinks.contiguous()
+    seen, weights = asked.seen.contiguous(), asked.weights.contiguous()
+    panels = torch.empty(kv_heads, blocks, dim, _PANEL, dtype=single)
     args = SoftmaxSumsArgs(
-        **{name: x.data_ptr() for name, x in tensors.items()},
+        keys=address("keys", keys, keys.dtype, kv_heads, length, dim),
+        panels=address("panels", panels, single, kv_heads, blocks, dim, _PANEL),
+        queries=address("queries", queries, single, heads, count, dim),
+        seen=address("seen", seen, torch.int64, count),
+        weights=address("weights", weights, single, count),
+        sinks=address("sinks", sinks, single, heads, count),
+        total=address("total", total, single, heads, items, length),
         counter=ctypes.addressof(counter),
         heads=heads,
         kv_heads=kv_heads,

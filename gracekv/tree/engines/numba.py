@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.kernels import omp_threads
+from gracekv.kernels.addresses import address
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import EngineInputs
 from gracekv.tree.nodes import IntervalCosts, Nodes, RootCosts, Split, Splitter
@@ -84,7 +85,7 @@ class NumbaEvaluator(DistortionEvaluator):
         tensors["first"] = self._batch.offset(nodes)
         tensors["length"] = length
         arguments = DistortionArgs(
-            **{name: x.data_ptr() for name, x in tensors.items()},
+            **{name: _address(name, x) for name, x in tensors.items()},
             **self._numbers,
             **numbers,
             counter=ctypes.addressof(counter),
@@ -145,3 +146,9 @@ class NumbaSplitter(Splitter):
         tensors = self._tensors | tensors | {"low": low, "high": high, "part_costs": part_costs}
         self._evaluator.run(nodes, mode, tensors, self._numbers)
         return low, high, part_costs
+
+
+def _address(name: str, field: Tensor) -> int:
+    """Floating-point fields are float32, whatever torch's default dtype is."""
+    dtype = torch.float32 if field.is_floating_point() else field.dtype
+    return address(name, field, dtype, *field.shape)
