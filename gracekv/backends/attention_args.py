@@ -1,4 +1,4 @@
-"""What the kernel of the `numba` backend is given."""
+"""Arguments of the `numba` backend's kernel."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class AttentionArgs(ctypes.Structure):
             continuation; output, maximum and sum of each.
         output: float32 [B, G, n, d].
         counters: int64 [1 + Z] zeros: splits taken, and splits finished of each row.
-        sink_logits: float32 [H]; 0 for none.
-        softcap: of the logits; 0 for none.
+        sink_logits: float32 [H], or 0.
+        softcap: logit softcap, or 0.
         longest: entries of a split of a tail; no packed split has more.
         most_queries: at least the queries of any row.
     """

@@ -18,13 +18,13 @@ from gracekv.registry import Registry, Strategy
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What one layer's attention asks of a backend, known before the first query.
+    """A layer's device, dtype, size and codings, which decide whether a backend can read it.
 
     Attributes:
         device: where queries, keys and values lie.
-        dtype: of the queries and of entries that are not quantised; None: any.
-        dim: d, the head dimension; None: any.
-        codings: how quantised entries are stored, a coding for each width; () if none are.
+        dtype: of the queries and of entries that are not quantised, or None for any.
+        dim: d, the head dimension, or None for any.
+        codings: the coding of each width of quantised entries.
     """
 
     device: torch.device
@@ -34,7 +34,7 @@ class AttentionSpec:
 
     @classmethod
     def of(cls, entries: LayerEntries) -> AttentionSpec:
-        """That of attention to `entries`."""
+        """The spec of a layer with these `entries`."""
         return cls(entries.device, entries.dtype, entries.dim, entries.codings)
 
 
@@ -54,15 +54,15 @@ class AttentionStep:
         values: [B, G, C, d].
         scale: factor of q . k.
         mask: bool (True: seen) or additive float [B or 1, 1, Tq, C], over the tail and added after
-            `softcap`; None: query i sees the first T - Tq + i + 1 of T tokens of the tail.
+            `softcap`. Without one, query i sees the first T - Tq + i + 1 of the tail's T tokens.
         length: int32 or int64 [B] on the query's device, T of each row; places from T on may hold
-            any finite numbers. Only without a mask. None: T = C.
-        rows: int64 [B] on the query's device, the sequence that each row continues; None: the
-            sequences in order, each by B // S consecutive rows.
+            any finite numbers. Only without a mask. By default T = C.
+        rows: int64 [B] on the query's device, the sequence that each row continues. By default
+            each sequence is continued by B // S consecutive rows, in order.
         softcap: c; logits x become c tanh(x / c) (Gemma 2). An entry stands for m tokens of the
-            same capped logit, so log m is added afterwards. None: no cap.
+            same capped logit, so log m is added afterwards. None if there is no cap.
         sink_logits: [H], of a token without a value that each query head sees besides all others
-            (GPT-OSS): part of the softmax's denominator alone. None: no such token.
+            (GPT-OSS): it only adds to the softmax's denominator. None if there is no such token.
     """
 
     query: Tensor
@@ -77,7 +77,7 @@ class AttentionStep:
     sink_logits: Tensor | None = None
 
     def tail_bias(self) -> Tensor | None:
-        """float32 [B or 1, 1, Tq, C] to add to the tail's logits; None: every query sees all."""
+        """float32 [B or 1, 1, Tq, C] to add to the tail's logits; None if every query sees all."""
         mask, tokens, places = self.mask, self.query.shape[2], self.keys.shape[2]
         if mask is None:
             if tokens == 1 and self.length is None:
@@ -92,7 +92,7 @@ class AttentionStep:
         return mask.float()
 
     def rows_of(self, sequences: int) -> list[slice | Tensor]:
-        """The rows of the batch that continue each of S `sequences`: a slice, or int64 [any].
+        """For each of S `sequences`, the rows that continue it: a slice, or int64 [any].
 
         Raises `ShapeError` if the rows do not fit the sequences.
         """
@@ -118,7 +118,7 @@ def sequence_of_row(
 
 
 def check_rows(rows: Tensor | None, batch: int, sequences: int) -> None:
-    """Raise `ShapeError` unless `rows` [B], or None, say what `batch` rows continue."""
+    """Raise `ShapeError` unless `rows` [B] or None fits a `batch` over these `sequences`."""
     if batch % sequences if rows is None else rows.shape != (batch,):
         raise ShapeError(
             f"A cache of {sequences} sequences takes a multiple of as many rows, or `rows` of "
@@ -163,12 +163,12 @@ def combine(first: Partial, second: Partial, sink_logits: Tensor | None = None) 
 
 
 def united(first: Partial, second: Partial) -> Partial:
-    """Attention over the union of two disjoint parts, itself a part."""
+    """Attention over the union of two disjoint parts, as a part."""
     return Partial(combine(first, second), torch.logaddexp(first.lse, second.lse))
 
 
 class Backend(Strategy, abc.ABC):
-    """What reads a compressed cache while decoding: a backend, or a rule that chooses one."""
+    """Reads a compressed cache while decoding, or chooses the backend that does."""
 
     # Heads are read one by one.
     works_sharded: ClassVar[bool] = True
@@ -190,7 +190,7 @@ class AttentionBackend(Backend):
         return self
 
     def obstacle(self, spec: AttentionSpec) -> str | None:
-        """Why a layer of `spec` cannot be read, and what to do about it; None if it can."""
+        """The reason why a layer of `spec` cannot be read, with a remedy, or None if it can."""
         return None
 
     def require(self, spec: AttentionSpec) -> None:
@@ -201,7 +201,7 @@ class AttentionBackend(Backend):
 
     @abc.abstractmethod
     def prepare(self, layer: Any) -> Any:
-        """What the backend holds for a layer, built once per compression.
+        """Build the state that the backend keeps for a layer, once per compression.
 
         `layer` is a `RaggedEntries`, or a `QuantisedEntries` of a coding without `obstacle`.
         """
@@ -215,7 +215,7 @@ class AttentionBackend(Backend):
         """Bytes that `prepared` holds beside the packed tensors (indices, copies)."""
 
     def warm_up(self, prepared: Any, query_heads: int) -> None:
-        """Build ahead what a step of one token for each sequence needs; nothing by default.
+        """Build what a step of one token per sequence needs ahead of it; nothing by default.
 
         `held_bytes` then says what decoding holds. `query_heads` is H.
         """

@@ -64,7 +64,7 @@ class Triton(AttentionBackend):
 
     Attributes:
         splits_per_processor: splits per streaming multiprocessor; two fit on each.
-        processors: how many to plan for; None: those of the cache's GPU. A fixed number gives the
+        processors: how many to plan for; by default those of the GPU. A fixed number gives the
             same bits on GPUs of different size.
 
     Needs: the extra `gracekv[triton]` and a GPU of compute capability 8.0 or newer. Reads float32,
@@ -75,7 +75,7 @@ class Triton(AttentionBackend):
     processors: int | None = bounded(None, at_least=1, hint="None takes the GPU's own number.")
 
     def obstacle(self, spec: AttentionSpec) -> str | None:
-        """Why this backend cannot read such a layer, and what to do about it; None if it can."""
+        """The reason why this backend cannot read a layer, with a remedy, or None if it can."""
         reason = gpu.obstacle(spec.device, _OTHERWISE)
         if reason is None and spec.dtype is not None and spec.dim is not None:
             try:

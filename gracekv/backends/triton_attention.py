@@ -60,7 +60,7 @@ def ragged_attention(
         rows: int64 [B], or None: sequences in order, each for B // S batch rows.
         tail_keys: [B, G, C, d].
         tail_values: [B, G, C, d].
-        tail_length: int [B], how many of the C places are used; None: all.
+        tail_length: int [B], how many of the C places are used, or None for all.
         mask: bool or additive float [B or 1, 1, Tq, C]; None is causal, aligned at the length.
         scale: factor of q . k.
         slots: see `SplitTable`.

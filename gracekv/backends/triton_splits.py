@@ -29,7 +29,7 @@ _FILLED = 0.9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartSplits:
-    """The splits of the entries that are as they are, or of a coded part.
+    """The splits of the unquantised entries, or of one coded part.
 
     Attributes:
         items: int64 [W, 4], sequence by sequence, longest first inside one: KV head, first entry,
@@ -69,7 +69,7 @@ class SplitTable:
     split's number in its sequence is the slot of its partial result.
 
     Attributes:
-        parts: the splits of the entries that are as they are, and of each coded part.
+        parts: the splits of the unquantised entries, and of each coded part.
         row_first: int64 [S, G+1]; head g of sequence s has slots
             [row_first[s, g], row_first[s, g+1]).
         slots: the most splits of any sequence, coded ones included.

@@ -32,7 +32,7 @@ def processors(device: torch.device) -> int:
 
 
 def obstacle(device: torch.device, otherwise: str) -> str | None:
-    """Why the kernels cannot run on `device` and what to do about it; None if they can.
+    """The reason why the kernels cannot run on `device`, with a remedy, or None if they can.
 
     Args:
         device: where the tensors lie.

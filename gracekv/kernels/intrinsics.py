@@ -1,4 +1,4 @@
-"""What compiled kernels share: pointers, atomic counters, prefetching, rows in half precision."""
+"""Parts that compiled kernels share: pointers, counters, prefetching, rows in half precision."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LINE = 64
 _HALF_SCALE = np.float32(2.0**112)
 
 NUMBERS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
-"""What rows of a dtype are to numba, which has no half-precision numbers (see `as_float32`)."""
+"""The numba type of rows of each dtype; numba has no half precision (see `as_float32`)."""
 
-# Without the wrappers that Python would call, which take a fifth of the time to compile. Variables
-# should begin with np.int64(0), not 0: numba would compile what they are passed to for 0, too.
+# Without the wrappers for calls from Python, which take a fifth of the time to compile. Start
+# variables with np.int64(0), not 0: numba would also compile the functions they go to for 0.
 inner: Callable[..., Callable[[Any], Any]] = functools.partial(
     njit, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
 )

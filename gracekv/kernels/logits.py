@@ -1,4 +1,4 @@
-"""Attention logits as models finish them: capped, and joined by a sink in the softmax."""
+"""Softcaps and sinks of attention logits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """c tanh(x / c) of scaled products x [..., T], in place; as they are without a cap."""
+    """Replace scaled products x [..., T] by c tanh(x / c) in place, if there is a softcap c."""
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
@@ -16,7 +16,7 @@ def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
 
     Args:
         logits: [..., T], capped already.
-        sinks: [..., 1], a logit more, which takes its share and says nothing; None: none.
+        sinks: [..., 1] sink logits, which take a share of the softmax, or None.
     """
     if sinks is None:
         return torch.softmax(logits, dim=-1, out=logits)

@@ -1,4 +1,4 @@
-"""Small matrix products whose sums stay in registers, for compiled kernels.
+"""Small matrix products for compiled kernels, with sums in registers.
 
 A compiler vectorises a loop, but keeps its sums in memory. Here a tile of a product is written in
 vectors: four rows at a time, and as many columns as fit the registers. Every number of a product is

@@ -17,7 +17,7 @@ import torch
 
 @functools.cache
 def _parallel() -> Any:
-    """OpenMP's call for a parallel region, of the library that torch is linked to; None if none."""
+    """The OpenMP function of torch's own library that starts a parallel region, or None."""
     entry = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
     if entry is not None:
         entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
@@ -26,7 +26,7 @@ def _parallel() -> Any:
 
 
 def obstacle() -> str | None:
-    """Why torch's threads cannot be used; None if they can, or there is one only."""
+    """The reason why torch's threads cannot be used; None if they can, or there is only one."""
     if torch.get_num_threads() == 1 or _parallel() is not None:
         return None
     return (
@@ -56,5 +56,5 @@ def run(function: Any, argument: int) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """The threads of this process, kept; a forked one has none of its parent's."""
+    """This process's thread pool; a forked process cannot use its parent's."""
     return ThreadPoolExecutor(threads, thread_name_prefix="gracekv")

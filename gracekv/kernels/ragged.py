@@ -1,4 +1,4 @@
-"""Rows of different lengths in one flat array: where each row starts, and which row an item is of.
+"""Rows of different lengths in one flat array: starts of rows, and each item's row.
 
 Counts 2 0 3 have offsets 0 2 2 5, rows 0 0 2 2 2 and steps 0 1 0 1 2.
 

@@ -1,4 +1,4 @@
-"""A model's attention function, replaced for the time of one forward pass."""
+"""Replaces a model's attention function during one forward pass."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ BASE_ATTENTION = ("sdpa", "eager")
 _numbers = itertools.count()
 
 attached_bases: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""What models that are attached (`gracekv.hf.attach`) used before."""
+"""The attention implementation of each attached model before `gracekv.hf.attach`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """What an attention module hands to its attention function.
+    """The arguments of one call of a model's attention function.
 
     Attributes:
         stock: the model's own function.
-        module: that calls it.
+        module: the attention module that calls it.
         query: [1, H, C, d].
         key: [1, G, S, d].
         value: [1, G, S, d].
@@ -60,11 +60,11 @@ class AttentionCall:
 
     @property
     def logits(self) -> dict[str, Any]:
-        """The logits' `softcap` and `sinks` [H], None where there are none."""
+        """The `softcap` of the logits and the `sinks` [H], or None for each."""
         return {"softcap": self.options.get("softcap"), "sinks": self.options.get("s_aux")}
 
     def output(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Any:
-        """What the stock function returns for these in place of the call's own.
+        """Call the stock function with these tensors in place of the call's own.
 
         `query` is [1, H, C, d], `key` and `value` are [1, G, S, d].
         """
@@ -133,7 +133,7 @@ def attention_function(model: Any, base: str) -> Any:
 
 
 def input_device(model: Any) -> torch.device:
-    """Where the model wants its token ids."""
+    """The device on which the model expects its token ids."""
     device: torch.device = model.get_input_embeddings().weight.device
     # Weights that accelerate offloads lie on "meta" between calls; its hooks move the ids.
     return torch.device("cpu") if device.type == "meta" else device

@@ -1,6 +1,6 @@
-"""What identifies the model and tokenizer that a prefill came from.
+"""Fingerprints of the model and tokenizer that a prefill came from.
 
-Of the weights a few elements are read, wherever they lie.
+A few elements of each weight are read, on whatever device it lies.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _INFORMATIVE = ("model_name",)
 
 
 def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
-    """What identifies a model and its tokenizer.
+    """The marks that identify a model and its tokenizer.
 
     Class, name, dtype, active adapters, a hash of the config, and one of a sample of the weights
     (see `weights_digest`); of a tokenizer `tokenizer_marks`. All processes of a sharded model call
     this together.
     """
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
-    # What saving a model adds to its config says nothing of what it computes.
+    # Saving a model adds these to its config; they do not change what it computes.
     for name in ("transformers_version", "architectures", "dtype", "name_or_path"):
         config.pop(name, None)
     marks = {
@@ -75,11 +75,11 @@ def check_same_model(made: Mapping[str, str], model: Any, what: str, fix: str) -
     """Raise `CacheError` if `model` is not the one that `what` was `made` by; `fix` ends it."""
     other = differences(made, fingerprint(model))
     if other:
-        raise CacheError(f"{what} is of another model: {', '.join(other)} differ. {fix}")
+        raise CacheError(f"{what} is from another model: {', '.join(other)} differ. {fix}")
 
 
 def tokenizer_marks(tokenizer: Any) -> dict[str, str]:
-    """Hashes of a tokenizer's vocabulary, if it tells it, and of its chat template."""
+    """Hashes of a tokenizer's chat template and, if it has `get_vocab`, of its vocabulary."""
     marks = {"chat_template": _digest(repr(getattr(tokenizer, "chat_template", None)))}
     if hasattr(tokenizer, "get_vocab"):
         marks["tokenizer"] = _digest(repr(sorted(tokenizer.get_vocab().items())))
@@ -135,9 +135,9 @@ def sampled_digest(
 
     Args:
         weights: [...] by name; their order counts.
-        dtype: compare elements as they are in this dtype; None: in the weight's own.
-        shard: gathers the elements of weights whose parts several processes hold; None: the
-            elements of such weights are not read.
+        dtype: convert elements to this dtype first; by default they keep the weight's own.
+        shard: gathers the elements of weights that are spread over processes; without it these
+            elements are not read.
     """
     digest = hashlib.sha256()
     marks, samples, apart = [], dict[str, Tensor](), []

@@ -70,7 +70,7 @@ class ModelPasses:
         return int(self.model.get_output_embeddings()(state[None, None]).argmax(dim=-1))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text in the middle of others; none without a tokenizer."""
+        """Token ids of a text inside a prompt; empty without a tokenizer."""
         if self._tokenizer is None:
             return []
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,4 +1,4 @@
-"""Keys and values of what was read and compressed before a passage.
+"""Keys and values of compressed entries that a new passage follows.
 
 Heads keep different numbers of entries, and merged entries have multiplicities, but a prefill holds
 one tensor [G, T, d] a layer. So heads are padded to the longest, and keys and queries get one more
@@ -32,7 +32,7 @@ _NOWHERE = -1e4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Past:
-    """The packed part that a passage follows, padded to P places a head.
+    """The compressed entries that a passage follows, padded to P places a head.
 
     Attributes:
         keys: L tensors [G, P, d + 8].
@@ -81,7 +81,7 @@ class Past:
 
 
 def widened(states: Tensor, dim: int, first: float = 0.0) -> Tensor:
-    """States [..., d] with coordinates added up to `dim`: `first`, then zeros; as they are if none.
+    """Extend states [..., d] to `dim` coordinates: `first`, then zeros.
 
     `first` is 1/s for queries, 0 for keys and values of a passage.
     """
@@ -95,7 +95,7 @@ def widened(states: Tensor, dim: int, first: float = 0.0) -> Tensor:
 
 
 def reflected(signal: Tensor, places: int) -> Tensor:
-    """A signal [T, ...] of which the first `places` rows are unknown, continued by reflection.
+    """Fill the first `places` rows of a signal [T, ...], which are unknown, by reflection.
 
     Segmenters compare a passage with the whole prompt; what was read before is taken to be like the
     passage. The known rows are left; written in place.

@@ -1,4 +1,4 @@
-"""Queries that a capture did not keep: their tokens run through the model once more.
+"""Computes queries that a capture did not keep, by running their tokens once more.
 
 The tokens attend to the captured keys and values, each up to its own position, so they pass through
 the same states as in the prefill and the rest of the prompt need not run. Their queries equal those

@@ -1,4 +1,4 @@
-"""What the attention function and the hooks of a capture write down, chunk by chunk."""
+"""`Recorder`: collects keys, values and queries from a running model, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Recorder:
         values: layer -> [G, T, d].
         queries: layer -> [H, n, d].
         final: [C, D] the decoder's output of the current chunk, if an observer reads it.
-        scale: of the logits.
-        softcap: of the logits; None: none.
-        sinks: layer -> [H] float32, sink logits; empty: none.
+        scale: factor of q . k.
+        softcap: logit softcap, or None.
+        sinks: layer -> [H] float32 sink logits; empty if the model has none.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Recorder:
         self._rotations.append(_table(rotation))
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Its keys [G, T, d], values [G, T, d] and queries [H, n, d]."""
+        """Keys [G, T, d], values [G, T, d] and queries [H, n, d] of a layer."""
         return self.keys[layer], self.values[layer], self.queries[layer]
 
     def drop(self, layer: int) -> None:
@@ -88,7 +88,7 @@ class Recorder:
         self._spare = [place.pop(layer) for place in (self.keys, self.values, self.queries)]
 
     def begin(self, chunk: Region, partial: PartialAttention | None) -> None:
-        """The tokens of `chunk` run next; without `partial` by the model's own attention."""
+        """Expect the tokens of `chunk`; without `partial` the model's own attention runs."""
         self._chunk, self._partial = chunk, partial
 
     def attend(self, call: AttentionCall) -> Any:
@@ -117,7 +117,7 @@ class Recorder:
         return output
 
     def _run(self, module: Any, layer: int, queries: Tensor, outputs: Tensor) -> TokenRun:
-        """What observers see of the chunk: `queries` [H, C, d], `outputs` [1, C, H, d]."""
+        """The chunk as observers see it, from `queries` [H, C, d] and `outputs` [1, C, H, d]."""
         reads = self._observations.reads
         width = outputs.shape[2] * outputs.shape[3]
         return TokenRun(
@@ -138,7 +138,7 @@ class Recorder:
 
     @contextmanager
     def hooks(self, model: Any) -> Iterator[None]:
-        """Record what the attention function does not see.
+        """Hook the model to record what its attention function does not see.
 
         Inside, a layer with several residual streams raises `UnsupportedModelError`.
         """
@@ -177,7 +177,7 @@ class Recorder:
             yield
 
     def rope(self) -> Rope:
-        """The table of the positions so far, as the model passed it to its first attention."""
+        """The rotations of all positions so far, as the model gave them to its first attention."""
         if self._rope is None or len(self._rope.cos) < sum(len(x) for x, _ in self._rotations):
             cos, sin = (torch.cat(parts) for parts in zip(*self._rotations, strict=True))
             self._rotations = [(cos, sin)]
@@ -214,7 +214,7 @@ class Recorder:
         return place[layer]
 
     def _keep(self, layer: int, rows: Tensor) -> None:
-        """Write those of the chunk's queries [H, C, d] that are held."""
+        """Store the chunk's queries [H, C, d] at the positions that are held."""
         positions = self._positions
         kept = self._at(self.queries, layer, rows, len(positions))
         edges = torch.tensor([self._chunk.start, self._chunk.end])

@@ -1,4 +1,4 @@
-"""The layers of a model that are not compressed, while a prompt is read."""
+"""Runs the layers that are not compressed while a prompt is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COUNT = "cumulative_length"
 
 
 class StockLayers:
-    """They run over a cache of transformers, as they would without a capture.
+    """The uncompressed layers of a model, which run over a stock cache as without a capture.
 
     Args:
         model: as for `capture`.
@@ -38,14 +38,14 @@ class StockLayers:
             self._cache = reading_cache(model_layers(model), self._layers, before, seen)
 
     def options(self) -> dict[str, Any]:
-        """What the model's forward is given."""
+        """Keyword arguments of the model's forward."""
         if self._cache is None:
             return {"use_cache": False}
         return {"use_cache": True, "past_key_values": self._cache}
 
     @contextmanager
     def beginning(self, tokens: int) -> Iterator[None]:
-        """Inside, each layer says that it has read `tokens` of this prompt, whether it has or not.
+        """Inside, each layer reports that it has read `tokens` of this prompt.
 
         A model makes its masks by that before the first layer runs.
         """
@@ -58,12 +58,12 @@ class StockLayers:
             setattr(layer, _COUNT, count)
 
     def edges(self, start: int, stop: int, size: int) -> list[int]:
-        """Where chunks of at most `size` of the tokens from `start` to `stop` begin and end."""
+        """Edges of chunks of at most `size` tokens from `start` to `stop`."""
         end = stop - 1 if self._last_alone else stop
         return [*range(start, end, size), *([end] if self._last_alone else []), stop]
 
     def read(self, left: int, number: int | None = None) -> None:
-        """A chunk has been read, `left` tokens follow; `number`: by that layer of the model alone.
+        """Note that all layers, or layer `number` alone, read a chunk; `left` tokens follow.
 
         At the end `states` are set.
         """

@@ -84,7 +84,7 @@ def attention_sums(
         capture: a layer of H query heads.
         probes: P absolute positions.
         region: the N tokens that are scored.
-        weights: w [P]; None: all 1.
+        weights: w [P], or None for equal weights of 1.
         power: exponent, at least 1.
         maximum: maximum over probes instead of the sum.
 

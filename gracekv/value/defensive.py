@@ -13,7 +13,7 @@ from gracekv.value.base import SCORERS, Memory, Scorer
 from gracekv.value.critical import WrittenNorms
 from gracekv.value.scissorhands import attention_probabilities
 
-# What ranks add to equal scores at most, as a share of them.
+# The most that ranks add to equal scores, as a share of them.
 _RANKS = 1e-2
 
 

@@ -67,7 +67,7 @@ class Reconstruction(PassObserver):
 
 
 def _attend(best: list[Tensor], part: Region, end: int, layer: int, run: TokenRun) -> None:
-    """Append what each token of `part` got in one layer; keys from `end` on are of this pass."""
+    """Append the attention that tokens of `part` got in one layer; this pass starts at `end`."""
     seen, own = run.keys[:, :end], run.keys[:, end:]
     best.append(max_attention(run.queries, seen, own, part, run.scale))
 
@@ -132,7 +132,7 @@ def max_attention(
         own: [G, Q, d] keys of the tokens of this pass.
         part: absolute positions of the n tokens.
         scale: of the logits.
-        block: queries at once; None: what `_LOGITS` bytes hold.
+        block: queries at once; by default as many as `_LOGITS` bytes hold.
     """
     groups, count, heads = len(seen), queries.shape[1], len(queries)
     sinks = min(_SINKS, part.start)

@@ -42,14 +42,14 @@ def result_of(model):
 
 def test_a_prefill_of_other_weights_is_refused(model):
     prefill = gracekv.capture(tiny_llama(seed=1), PROMPT)
-    with pytest.raises(CacheError, match=r"prefill is of another model: weights differ.*capture"):
+    with pytest.raises(CacheError, match=r"prefill is from another model: weights differ.*capture"):
         gracekv.compress(model, PROMPT, ratio=3, prefill=prefill)
 
 
 def test_a_passage_over_replaced_weights_is_refused(model):
     result = result_of(model)
     replace_weights(model)
-    with pytest.raises(CacheError, match=r"packed is of another model: weights differ. Compress"):
+    with pytest.raises(CacheError, match=r"packed is from another model: weights differ. Compress"):
         result.extend(IDS[:40], ratio=2)
 
 
@@ -58,7 +58,7 @@ def test_a_conversation_with_replaced_weights_is_refused(model):
     result = gracekv.compress(model, prompt, ratio=3, pipeline="gracekv-agnostic")
     result.chat().close()
     replace_weights(model)
-    with pytest.raises(CacheError, match="context is of another model: weights differ"):
+    with pytest.raises(CacheError, match="context is from another model: weights differ"):
         result.chat()
 
 
