@@ -18,6 +18,9 @@ from gracekv.tree.refine import Refiner
 from gracekv.tree.split_rule import SplitRule
 from gracekv.tree.tree_batch import TreeBatch
 
+# Fields of `DistortionArgs` that are float64; other floating-point fields are float32.
+_DOUBLE = ("kappa", "forced", "node_cost", "part_costs")
+
 
 class NumbaEvaluator(DistortionEvaluator):
     """D of nodes in the heads of some layers, on as many threads as torch uses.
@@ -149,6 +152,6 @@ class NumbaSplitter(Splitter):
 
 
 def _address(name: str, field: Tensor) -> int:
-    """Floating-point fields are float32, whatever torch's default dtype is."""
-    dtype = torch.float32 if field.is_floating_point() else field.dtype
-    return address(name, field, dtype, *field.shape)
+    """The address of a kernel argument whose floating dtype does not follow torch's default."""
+    dtype = torch.float64 if name in _DOUBLE else torch.float32
+    return address(name, field, dtype if field.is_floating_point() else field.dtype, *field.shape)
