@@ -180,6 +180,9 @@ def fused(
         scale: factor of q . k.
     """
     if bias is not None:
+        if rows.dtype == torch.float64:
+            # It reads a bias as numbers of the rows' size, unless they are 16 bits.
+            bias = bias.double()
         bias = bias.expand(-1, -1, rows.shape[2], -1)
     # It reads rows as if they were contiguous.
     keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
