@@ -1,12 +1,16 @@
-"""What is changed for a block alone is set back when it ends, also where Ctrl-C comes just then."""
+"""Changes that last for a `with` block, and are undone however it ends, Ctrl-C included."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+
+_Action = Callable[[], object]
 
 
 @contextmanager
@@ -32,14 +36,42 @@ def hooked() -> Iterator[list[Any]]:
         yield hooks
 
 
-@contextmanager
-def full_float32() -> Iterator[None]:
-    """Inside, float32 products have float32's precision on every device.
+class _ProcessSetting:
+    """A setting of the whole process that blocks in several threads change at once.
 
-    `torch.set_float32_matmul_precision("high")` and TF32 round factors to 10 bits, which would move
-    selections. What was set is set again afterwards. It is a setting of the process: other threads
-    compute at full precision meanwhile, too.
+    The first block changes it; the last one to end, in whichever thread, sets it back.
+
+    Args:
+        prepare: returns a function that makes the change and one that reverts it.
     """
+
+    def __init__(self, prepare: Callable[[], tuple[_Action, _Action]]) -> None:
+        self._prepare, self._lock = prepare, threading.Lock()
+        self._blocks: set[object] = set()
+        self._revert: _Action
+
+    @contextmanager
+    def changed(self) -> Iterator[None]:
+        """The setting is changed inside the `with` block."""
+        mine = object()
+
+        def undo() -> None:
+            with self._lock:
+                if self._blocks == {mine}:
+                    self._revert()
+                self._blocks.discard(mine)
+
+        with undone(undo):
+            with self._lock:
+                if not self._blocks:
+                    change, self._revert = self._prepare()
+                    self._blocks.add(mine)
+                    change()
+                self._blocks.add(mine)
+            yield
+
+
+def _highest_precision() -> tuple[_Action, _Action]:
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -48,15 +80,50 @@ def full_float32() -> Iterator[None]:
         backends.append(getattr(torch.backends.mkldnn, "matmul", backends[0]))
         set_before = [backend.fp32_precision for backend in backends]
 
-        def undo() -> None:
-            for backend, precision in zip(backends, set_before, strict=True):
+        def use(precisions: Sequence[str]) -> None:
+            for backend, precision in zip(backends, precisions, strict=True):
                 backend.fp32_precision = precision
 
-        with undone(undo):
-            for backend in backends:
-                backend.fp32_precision = "ieee"
-            yield
-        return
-    with undone(lambda: torch.set_float32_matmul_precision(before)):
-        torch.set_float32_matmul_precision("highest")
+        return partial(use, ["ieee", "ieee"]), partial(use, set_before)
+    use_all = torch.set_float32_matmul_precision
+    return partial(use_all, "highest"), partial(use_all, before)
+
+
+def _eager_stance() -> tuple[_Action, _Action]:
+    # Made, it is in force already.
+    with (stance := torch.compiler.set_stance("force_eager")):
+        pass
+    return stance.__enter__, partial(stance.__exit__, None, None, None)
+
+
+_precision, _stance = _ProcessSetting(_highest_precision), _ProcessSetting(_eager_stance)
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Inside, products of float32 numbers have float32's precision on every device.
+
+    `torch.set_float32_matmul_precision("high")`, TF32 and autocast round factors, which would move
+    selections. The matmul precision is a setting of the process: other threads compute at full
+    precision meanwhile, too.
+    """
+    with _precision.changed(), without_autocast():
         yield
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Inside, operations compute in the dtype of their inputs."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """Inside, what `torch.compile` made runs uncompiled, in every thread.
+
+    Dynamo would trace into the hooks and coroutines that read a model, and end the process.
+    """
+    return _stance.changed()

@@ -72,7 +72,9 @@ def auction_curve(
         floor_entries = int(ops.cost[before].sum())
     at = _subsampled(spent, floor_entries)
     if frontier is not None and frontier.bound is not None:
-        budgets = torch.linspace(0, frontier.budget, _BOUNDS + 1)[1:].long().unique()
+        budgets = (
+            torch.linspace(0, frontier.budget, _BOUNDS + 1, dtype=torch.float32)[1:].long().unique()
+        )
         budgets = budgets[budgets > 0]
         empty = Frontier.empty(frontier.forest, frontier.budget)
         offered = (replace(empty, budget=budget) for budget in budgets.tolist())
@@ -93,7 +95,7 @@ def _subsampled(spent: Tensor, floor: int) -> Tensor:
     """int64: about `_POINTS` evenly spaced points of `spent`, the floor's end and the last too."""
     if len(spent) <= _POINTS:
         return torch.arange(len(spent))
-    marks = torch.linspace(0, int(spent[-1]), _POINTS).long()
+    marks = torch.linspace(0, int(spent[-1]), _POINTS, dtype=torch.float32).long()
     marks = torch.cat([marks, torch.tensor([floor, int(spent[-1])])]).sort().values
     places: Tensor = torch.searchsorted(spent, marks).clamp(max=len(spent) - 1)
     kept: Tensor = torch.unique(places)

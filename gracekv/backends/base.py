@@ -88,7 +88,9 @@ class AttentionStep:
             seen = torch.arange(places, device=device) <= last[..., None]
             mask = seen.unsqueeze(-3) if self.length is not None else seen[None, None]
         if mask.dtype == torch.bool:
-            return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
+            return torch.zeros(mask.shape, device=mask.device, dtype=torch.float32).masked_fill(
+                ~mask, -torch.inf
+            )
         return mask.float()
 
     def rows_of(self, sequences: int) -> list[slice | Tensor]:

@@ -140,7 +140,7 @@ class RaggedEntries(LayerEntries):
             keys=rearrange(keys, "g t d -> (g t) d"),
             values=rearrange(values, "g t d -> (g t) d"),
             positions=torch.arange(length, dtype=torch.int32, device=keys.device).repeat(heads),
-            log_multiplicity=torch.zeros(heads * length, device=keys.device),
+            log_multiplicity=torch.zeros(heads * length, device=keys.device, dtype=torch.float32),
             offsets=torch.arange(heads + 1) * length,
         )
 

@@ -108,7 +108,7 @@ def best_matches(
     stays, goes = int(counts.max()), int((length - counts).max())
     if stays == 0 or goes == 0:
         none = torch.empty(0, dtype=torch.int64, device=keys.device)
-        return none, none, torch.empty(0, device=keys.device)
+        return none, none, torch.empty(0, device=keys.device, dtype=torch.float32)
     # Kept tokens of each head, then dropped ones, both by position; short heads are padded by the
     # start of the other part, which is masked below.
     order = (~kept).byte().sort(dim=1, stable=True).indices

@@ -58,7 +58,7 @@ def gathered(given: LayerToPack, positions: Tensor) -> RaggedEntries:
         keys=capture.keys.reshape(-1, capture.head_dim)[source],
         values=capture.values.reshape(-1, capture.head_dim)[source],
         positions=positions.to(torch.int32),
-        log_multiplicity=torch.zeros(len(source), device=source.device),
+        log_multiplicity=torch.zeros(len(source), device=source.device, dtype=torch.float32),
         offsets=layout.offsets,
     )
 

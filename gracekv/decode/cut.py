@@ -60,7 +60,7 @@ def kept_entries(
     quota = None
     if strategy.per_head:
         quota = equal_shares(BudgetPlan(layers, heads, width, budget, 0))
-    ones = torch.ones(layers, heads)
+    ones = torch.ones(layers, heads, dtype=torch.float32)
     kept = top_tokens(scaled, ones, budget, quota, elastic=True)
     return [own[:, : x.shape[1]] for own, x in zip(kept, gains, strict=True)], scores
 

@@ -72,8 +72,10 @@ class Reference:
         asked = queries.rotated(capture)
         rows = asked.shape[1]
         sees = queries.sees.repeat(capture.group)
-        top, total = (torch.empty(heads, rows, device=device) for _ in range(2))
-        output = torch.empty(heads, rows, capture.head_dim, device=device)
+        top, total = (
+            torch.empty(heads, rows, device=device, dtype=torch.float32) for _ in range(2)
+        )
+        output = torch.empty(heads, rows, capture.head_dim, device=device, dtype=torch.float32)
         sink, sinks = torch.zeros_like(total), None
         if capture.sinks is not None and queries.within is None:
             # One for each query head, and rows are those of a KV head's query heads in turn.

@@ -90,7 +90,10 @@ class ReferenceQueries(Configurable):
         if self.repeat:
             repeated = capture.observation(RepeatedQueries(self.repeat))
             asked = torch.full((repeated.shape[1],), capture.spans.context_end - 1)
-            replayed, weights = asked[:0], torch.full((len(asked),), 1 / len(asked))
+            replayed, weights = (
+                asked[:0],
+                torch.full((len(asked),), 1 / len(asked), dtype=torch.float32),
+            )
         else:
             replayed, weights = self.replay.select_queries(capture, region, memory)
             asked = torch.full((len(replayed),), length - 1)

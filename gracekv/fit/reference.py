@@ -77,7 +77,9 @@ def agreed_share(
             lost, size = (
                 float(weight @ x.square().sum(dim=1)) for x in (output - seen.targets, seen.targets)
             )
-            mass = (seen.kept * torch.cat([factor, torch.ones(1)])).sum(dim=1) + seen.sink[:, 0]
+            mass = (seen.kept * torch.cat([factor, torch.ones(1, dtype=torch.float32)])).sum(
+                dim=1
+            ) + seen.sink[:, 0]
             errors[step] += lost / size + MASS_SHARE * float(weight @ (mass - 1).square())
     return errors
 
@@ -98,7 +100,7 @@ class _Seen:
 
     def shares(self, factor: Tensor) -> Tensor:
         """float64 [M, E + 1]: attention over kept entries whose multiplicities change [E]."""
-        rows = self.kept * torch.cat([factor, torch.ones(1)])
+        rows = self.kept * torch.cat([factor, torch.ones(1, dtype=torch.float32)])
         return rows / (rows.sum(dim=1, keepdim=True) + self.sink)
 
 
@@ -109,7 +111,7 @@ def _attended(capture: LayerCapture, head: int, packed: RaggedEntries, queries: 
     for number in range(capture.group):
         for q, asked in enumerate(queries.asked_at.tolist()):
             query = _query(capture, head * capture.group + number, q, queries)
-            sink = torch.zeros(1).double()
+            sink = torch.zeros(1, dtype=torch.float32).double()
             if capture.sinks is not None:
                 sink = capture.sinks[head * capture.group + number].double().exp()[None]
             logits, own_logits = (
@@ -119,7 +121,11 @@ def _attended(capture: LayerCapture, head: int, packed: RaggedEntries, queries: 
             full = torch.exp(logits)
             own = torch.exp(own_logits + log_m.double()) * (positions <= asked)
             total = full.sum() + sink
-            again = full[-1:] if asked == capture.spans.length - 1 else torch.zeros(1).double()
+            again = (
+                full[-1:]
+                if asked == capture.spans.length - 1
+                else torch.zeros(1, dtype=torch.float32).double()
+            )
             kept.append(torch.cat([own, again]) / total)
             sinks.append(sink / total)
             targets.append((full @ values[: asked + 1]) / total)

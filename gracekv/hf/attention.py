@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -19,34 +20,34 @@ from gracekv.errors import CacheError
 from gracekv.hf.input_checks import before_forward, check_positions
 from gracekv.hf.layer import PackedStates
 from gracekv.hf.static_layer import tail_is_full
-from gracekv.prefill.attention_patch import attached_bases, base_attention
+from gracekv.prefill.attention_patch import ATTACHED, base_attention, model_lock
 from gracekv.prefill.partial_attention import additive
 from gracekv.prefill.supported import check_model
 from gracekv.undo import undone
 
-NAME = "gracekv"
+_attached: WeakSet[Any] = WeakSet()
+# The blocks of `attached` that run now, in any thread; the last one detaches the model.
+_blocks: WeakKeyDictionary[Any, set[object]] = WeakKeyDictionary()
 
 
 def attach(model: Any) -> None:
-    """Let the model read compressed caches; everything else it does stays with sdpa.
+    """Let the model read compressed caches; everything else it does stays as it is.
 
-    Registers gracekv's attention with transformers, makes it the model's implementation, and hooks
-    the decoder's forward to check what comes with a compressed cache (see
-    `gracekv.hf.input_checks`); a second call changes nothing. Undo with `detach`.
+    Makes gracekv's attention the model's implementation, and hooks the decoder's forward to check
+    what comes with a compressed cache (see `gracekv.hf.input_checks`); a second call changes
+    nothing. Undo with `detach`.
 
     Raises `UnsupportedModelError` if the model's family is not tested, it is in training mode, or
     its attention is neither "sdpa" nor "eager".
     """
     check_model(model)
-    base = base_attention(model)
-    if model.config._attn_implementation != NAME:
-        AttentionInterface.register(NAME, attention)
-        # An attention name without a mask of the same name would silently get no mask at all.
-        AttentionMaskInterface.register(NAME, tail_mask)
-        model.set_attn_implementation(NAME)
-    attached_bases[model] = base
-    if not _hooks(model):
-        model.get_decoder().register_forward_pre_hook(before_forward, with_kwargs=True)
+    with model_lock(model):
+        name = next(name for name, base in ATTACHED.items() if base == base_attention(model))
+        if model.config._attn_implementation != name:
+            model.set_attn_implementation(name)
+        _attached.add(model)
+        if not _hooks(model):
+            model.get_decoder().register_forward_pre_hook(before_forward, with_kwargs=True)
 
 
 def detach(model: Any) -> None:
@@ -55,18 +56,18 @@ def detach(model: Any) -> None:
     Where an attached model shares the config, both keep gracekv's attention, which does what sdpa
     does without a compressed cache.
     """
-    base = attached_bases.get(model, "sdpa")
     decoder = model.get_decoder()
-    # A deep copy of an attached model has copies of its hooks, too.
-    for key in _hooks(model):
-        del decoder._forward_pre_hooks[key]
-        decoder._forward_pre_hooks_with_kwargs.pop(key, None)
-    others = (other for other in attached_bases if other is not model)
-    shared = any(other.config is model.config for other in others)
-    if model.config._attn_implementation == NAME and not shared:
-        model.set_attn_implementation(base)
-    # Last: a call that was interrupted can be made again.
-    attached_bases.pop(model, None)
+    with model_lock(model):
+        # A deep copy of an attached model has copies of its hooks, too.
+        for key in _hooks(model):
+            del decoder._forward_pre_hooks[key]
+            decoder._forward_pre_hooks_with_kwargs.pop(key, None)
+        others = (other for other in _attached if other is not model)
+        shared = any(other.config is model.config for other in others)
+        if model.config._attn_implementation in ATTACHED and not shared:
+            model.set_attn_implementation(base_attention(model))
+        # Last: a call that was interrupted can be made again.
+        _attached.discard(model)
 
 
 def _hooks(model: Any) -> list[int]:
@@ -87,13 +88,28 @@ def attached(model: Any) -> Iterator[None]:
     """
     # What is no model cannot be detached either.
     check_model(model)
-    was_attached = model.config._attn_implementation == NAME and bool(_hooks(model))
-    with nullcontext() if was_attached else undone(partial(detach, model)):
-        attach(model)
+    mine = object()
+
+    def undo() -> None:
+        with model_lock(model):
+            blocks = _blocks.get(model, set())
+            blocks.discard(mine)
+            if not blocks:
+                detach(model)
+
+    with model_lock(model):
+        was_attached = model.config._attn_implementation in ATTACHED and bool(_hooks(model))
+        stays = was_attached and not _blocks.get(model)
+    with nullcontext() if stays else undone(undo):
+        with model_lock(model):
+            if not stays:
+                _blocks.setdefault(model, set()).add(mine)
+            attach(model)
         yield
 
 
 def attention(
+    base: str,
     module: Any,
     query: Tensor,
     key: Tensor | PackedStates,
@@ -102,16 +118,17 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """[B, Tq, H, d] attention over a compressed cache, or stock sdpa for plain tensors.
+) -> tuple[Tensor, Tensor | None]:
+    """[B, Tq, H, d] attention over a compressed cache; for plain tensors that of `base`.
 
     Raises `CacheError` if cache and inputs do not fit together.
     """
     if not isinstance(key, PackedStates):
-        if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-            return _eager(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
-        output: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        # sdpa does not cap logits and knows no sinks.
+        own = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
+        plain = _eager if own or base == "eager" else sdpa_attention_forward
+        output: tuple[Tensor, Tensor | None] = plain(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
         return output
     if dropout:
@@ -133,7 +150,8 @@ def attention(
             f"covers {attention_mask.shape[-1]}. Pass a 2D mask over all tokens, or none."
         )
     step = AttentionStep(
-        query,
+        # Under autocast a rotation leaves float32, values and entries are what products give.
+        query.to(key.keys.dtype),
         packed.prepared,
         key.keys,
         key.values,
@@ -145,7 +163,8 @@ def attention(
         sink_logits=kwargs.get("s_aux"),
     )
     layer.record(step)
-    mixed = packed.backend(step)
+    with torch.autocast(query.device.type, enabled=False):
+        mixed = packed.backend(step)
     return mixed.transpose(1, 2).contiguous(), None
 
 
@@ -155,11 +174,9 @@ def _eager(
     key: Tensor,
     value: Any,
     mask: Tensor | None,
-    scaling: float | None,
-    dropout: float,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The model's own eager attention, which alone caps logits and adds sinks; stock masks."""
+) -> tuple[Tensor, Tensor]:
+    """The model's own eager attention, with sdpa's masks."""
     count, length = query.shape[2], key.shape[2]
     if mask is None and count > 1:
         mask = torch.ones(count, length, dtype=torch.bool, device=query.device)
@@ -167,13 +184,12 @@ def _eager(
     if mask is not None and mask.dtype == torch.bool:
         mask = additive(~mask, query, "eager")
     own = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
-    output: Tensor = own(
-        module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
-    )[0]
-    return output, None
+    output: tuple[Tensor, Tensor] = own(module, query, key, value, mask, **kwargs)
+    return output
 
 
 def tail_mask(
+    base: str,
     *,
     q_length: int | Tensor = 0,
     kv_length: int,
@@ -195,6 +211,8 @@ def tail_mask(
     if kv_offset and attention_mask is None and q_length == 1:
         # transformers 5.17 would make a mask while a CUDA graph is recorded.
         return None
+    if base == "eager" and not kv_offset:
+        kwargs["allow_is_causal_skip"] = False
     mask: Tensor | None = sdpa_mask(
         q_length=q_length,
         kv_length=kv_length,
@@ -214,3 +232,9 @@ def _check_window(window: int | None, seen: int) -> None:
             f"{window}, so the compressed cache no longer fits. Generate fewer tokens, or use a "
             f"model with full attention in every layer."
         )
+
+
+for _name, _base in ATTACHED.items():
+    AttentionInterface.register(_name, partial(attention, _base))
+    # An attention name without a mask of the same name would silently get no mask at all.
+    AttentionMaskInterface.register(_name, partial(tail_mask, _base))

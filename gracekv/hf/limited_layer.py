@@ -32,7 +32,7 @@ class LimitedLayer(GraceLayer):
         super().__init__(packed)
         self.places = self._last = 0
         self.how: tuple[Any, ...] = (1.0, None, None)
-        self._queries, self._asked = queries, torch.zeros(1, 0, 0, 0)
+        self._queries, self._asked = queries, torch.zeros(1, 0, 0, 0, dtype=torch.float32)
 
     def _grow(self, batch: int, capacity: int) -> None:
         super()._grow(batch, min(capacity, max(self.places, self._used)))

@@ -21,7 +21,12 @@ from torch import Tensor
 from gracekv.distributed.sharding import head_shard
 from gracekv.errors import LayerOrderError
 from gracekv.kernels.clock import Clock
-from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
+from gracekv.prefill.attention_patch import (
+    base_attention,
+    input_device,
+    own_thread,
+    patched_attention,
+)
 from gracekv.prefill.model_layers import (
     compressed_layers,
     final_logits,
@@ -128,7 +133,8 @@ class Reading:
         with self._patched(), hooked() as hooks, undone(runs.clear):
             for number, block in enumerate(blocks):
                 # Before the recorder's hooks, which are of the chunk that goes on.
-                hooks.append(block.register_forward_pre_hook(partial(pause, number), prepend=True))
+                hook = own_thread(partial(pause, number))
+                hooks.append(block.register_forward_pre_hook(hook, prepend=True))
             runs += [greenlet(partial(self._forward, chunk)) for chunk in self._chunks]
             for chunk, run in zip(self._chunks, runs, strict=True):
                 run.gr_context = copy_context()

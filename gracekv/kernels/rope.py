@@ -62,7 +62,7 @@ class Rope:
     @classmethod
     def none(cls, length: int, device: torch.device | None = None) -> Rope:
         """No rotation, for the positions 0..length-1 of a layer without RoPE."""
-        sin = torch.zeros(length, 2, device=device)
+        sin = torch.zeros(length, 2, device=device, dtype=torch.float32)
         return cls(torch.ones_like(sin), sin)
 
     def rotate(self, x: Tensor, positions: Tensor | None, out: Tensor | None = None) -> Tensor:

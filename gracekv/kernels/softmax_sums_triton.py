@@ -53,8 +53,8 @@ def softmax_columns(asked: Columns) -> Tensor:
     if sinks is None:
         sinks = filled(1, -torch.inf, torch.float32, keys.device).expand(heads, count)
     chunks = -(-count // _QUERIES)
-    lse = torch.empty(heads, count, device=keys.device)
-    output = torch.empty(chunks, heads, length, device=keys.device)
+    lse = torch.empty(heads, count, device=keys.device, dtype=torch.float32)
+    output = torch.empty(chunks, heads, length, device=keys.device, dtype=torch.float32)
     sizes = block_sizes(dim, keys.dtype)
     numbers = {
         "count": count, "length": length, "features": dim, "scale": asked.scale * _LOG2_E,

@@ -192,7 +192,7 @@ def rotations_up_to(model: Any, last: int) -> list[Rope]:
         return [Rope.none(last + 1, device) for _ in layers]
     places = rotary_positions(model, torch.arange(last + 1, device=device)[None])
     made = model.get_decoder().rotary_emb(
-        torch.zeros((), device=device), places, *rotation_kind(model)
+        torch.zeros((), device=device, dtype=torch.float32), places, *rotation_kind(model)
     )
     cos, sin = (x[0].float() for x in made)
     return [rope_of_table(cos, sin, layer.rotation) for layer in layers]

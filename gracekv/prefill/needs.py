@@ -198,5 +198,5 @@ def region_samples(region: Region, count: int) -> Tensor:
         count: most positions; 0: none.
     """
     count = min(count, region.length)
-    spaced = torch.linspace(0, max(0, region.length - 1), count).round().long()
+    spaced = torch.linspace(0, max(0, region.length - 1), count, dtype=torch.float32).round().long()
     return spaced + region.start

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gracekv.errors import SlowAttentionWarning, UnsupportedModelError
 from gracekv.kernels.device import capability
-from gracekv.prefill.attention_patch import AttentionCall
+from gracekv.prefill.attention_patch import AttentionCall, own_thread
 from gracekv.undo import undone
 
 # Elements of the mask of a second pass, which every layer reads, and its least and most tokens.
@@ -244,5 +244,6 @@ def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> 
             del rotary.forward
 
     with undone(undo):
-        rotary.forward = forward
+        # Other threads that run the model rotate their own tokens.
+        rotary.forward = own_thread(forward, own)
         yield

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.kernels.rope import Rope
-from gracekv.prefill.attention_patch import AttentionCall
+from gracekv.prefill.attention_patch import AttentionCall, own_thread
 from gracekv.prefill.model_layers import (
     ModelLayer,
     attention_module,
@@ -169,11 +169,12 @@ class Recorder:
                     self._hidden[layer] = stream
 
                 block = decoder.layers[self._layers[layer].number]
-                hooks.append(block.register_forward_pre_hook(block_input, with_kwargs=True))
+                hook = own_thread(block_input)
+                hooks.append(block.register_forward_pre_hook(hook, with_kwargs=True))
             first = attention_module(decoder.layers[self._layers[0].number])
-            hooks.append(first.register_forward_pre_hook(rotation, with_kwargs=True))
+            hooks.append(first.register_forward_pre_hook(own_thread(rotation), with_kwargs=True))
             if reads("final"):
-                hooks.append(decoder.register_forward_hook(final))
+                hooks.append(decoder.register_forward_hook(own_thread(final)))
             yield
 
     def rope(self) -> Rope:

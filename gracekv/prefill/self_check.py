@@ -19,7 +19,12 @@ from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError, UntestedModelWarning
 from gracekv.kernels.logits import capped, softmax
-from gracekv.prefill.attention_patch import AttentionCall, input_device, patched_attention
+from gracekv.prefill.attention_patch import (
+    AttentionCall,
+    input_device,
+    own_thread,
+    patched_attention,
+)
 from gracekv.prefill.model_layers import (
     ROTATIONS,
     Rotation,
@@ -76,9 +81,9 @@ def self_check(model: Any) -> None:
     ids = torch.arange(1, _TOKENS + 1) * 7919 % model.get_input_embeddings().num_embeddings
     ids = ids[None].to(input_device(model))
     seen = _Seen()
-    with hooked() as hooks, patched_attention(model, seen.attend):
+    with patched_attention(model, seen.attend), hooked() as hooks:
         for number, attention in attending.items():
-            before = seen.before(number)
+            before = own_thread(seen.before(number))
             hooks.append(attention.register_forward_pre_hook(before, with_kwargs=True))
         stock = model(input_ids=ids, use_cache=False).logits[0, -1]
     missing = sorted(attending.keys() - seen.keys.keys())

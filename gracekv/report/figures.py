@@ -104,7 +104,7 @@ def plot_map(result: Result) -> Figure:
     first, last = entries.region
     columns = max(1, min(_COLUMNS, last - first))
     column = torch.arange(last - first) * columns // max(1, last - first)
-    sums = torch.zeros(len(share), columns).index_add_(1, column, share)
+    sums = torch.zeros(len(share), columns, dtype=torch.float32).index_add_(1, column, share)
     means = sums / torch.bincount(column, minlength=columns).clamp(min=1)
     axis = figure.subplots()
     image = axis.imshow(

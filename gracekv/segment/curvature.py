@@ -100,7 +100,7 @@ class BlockInput(LayerObserver):
 
 class _Rows:
     def __init__(self, spans: PromptSpans) -> None:
-        self._spans, self._rows = spans, torch.empty(0)
+        self._spans, self._rows = spans, torch.empty(0, dtype=torch.float32)
 
     def add(self, run: TokenRun) -> None:
         assert run.hidden is not None  # it is read

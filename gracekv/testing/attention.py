@@ -72,7 +72,7 @@ def attention_problem(
         whole = (*shape[:-2], shape[-2] + 5, shape[-1])
         buffer = torch.full(whole, math.nan, dtype=dtype, device=device)
         inside = buffer.narrow(-2, 2, shape[-2])
-        inside.copy_(torch.randn(shape, generator=rng).to(dtype))
+        inside.copy_(torch.randn(shape, generator=rng, dtype=torch.float32).to(dtype))
         return inside
 
     entries, heads = sum(lengths), len(lengths) // sequences
@@ -80,19 +80,21 @@ def attention_problem(
         keys=poisoned(entries, dim),
         values=poisoned(entries, dim),
         positions=torch.arange(entries, dtype=torch.int32, device=device),
-        log_multiplicity=(torch.rand(entries, generator=rng) * 4).to(device),
+        log_multiplicity=(torch.rand(entries, generator=rng, dtype=torch.float32) * 4).to(device),
         offsets=torch.tensor([0, *lengths]).cumsum(0),
         sequences=sequences,
     )
     seen: Tensor | None = None
     if mask == "bool":
-        seen = torch.rand(batch, 1, tokens, tail, generator=rng) < 0.6
+        seen = torch.rand(batch, 1, tokens, tail, generator=rng, dtype=torch.float32) < 0.6
         seen[0, :, 0] = False
     elif mask == "float":
-        seen = torch.randn(batch, 1, tokens, tail, generator=rng)
+        seen = torch.randn(batch, 1, tokens, tail, generator=rng, dtype=torch.float32)
     rows = torch.randint(sequences, (batch,), generator=rng) if shuffled else None
     return AttentionStep(
-        query=torch.randn(batch, heads * group, tokens, dim, generator=rng).to(device, dtype),
+        query=torch.randn(batch, heads * group, tokens, dim, generator=rng, dtype=torch.float32).to(
+            device, dtype
+        ),
         packed=layer,
         keys=poisoned(batch, heads, tail, dim),
         values=poisoned(batch, heads, tail, dim),
@@ -100,7 +102,9 @@ def attention_problem(
         mask=None if seen is None else seen.to(device),
         rows=None if rows is None else rows.to(device),
         softcap=softcap,
-        sink_logits=torch.randn(heads * group, generator=rng).to(device, dtype) if sinks else None,
+        sink_logits=torch.randn(heads * group, generator=rng, dtype=torch.float32).to(device, dtype)
+        if sinks
+        else None,
     )
 
 

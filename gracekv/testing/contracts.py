@@ -171,7 +171,9 @@ def check_quota(quota: Quota, prefill: Prefill) -> None:
     shape = heads, context
     if quota.uses_column_sums:
         shape = prefill.query_heads, prefill.spans.length
-    read = torch.rand(layers, *shape, generator=torch.Generator().manual_seed(context))
+    read = torch.rand(
+        layers, *shape, generator=torch.Generator().manual_seed(context), dtype=torch.float32
+    )
     caps, again = quota(read, plan), quota(read, plan)
     if caps is None or again is None:
         hold(caps is again, "caps are there in one call and not in the other")
@@ -223,7 +225,7 @@ def check_decoder(decoder: Decoder, prefill: Prefill) -> None:
     keys, queries = prefill.keys[0], prefill.queries[0].float()
     places = torch.arange(keys.shape[1]).expand(keys.shape[:2])
     asked = queries.unflatten(0, (len(keys), -1)) * prefill.scale
-    none = torch.zeros(places.shape)
+    none = torch.zeros(places.shape, dtype=torch.float32)
     held = HeldLayer(
         0, keys, prefill.values[0], none, places, asked, asked, none, 3, len(places[0])
     )
@@ -280,7 +282,7 @@ def _check_auctions(strategy: Strategy, seed: int) -> None:
     )
     count = int(forest.end.max() - forest.start.min())
     rng = torch.Generator().manual_seed(seed)
-    tokens = torch.rand(forest.layers, forest.heads, count, generator=rng) ** 4
+    tokens = torch.rand(forest.layers, forest.heads, count, generator=rng, dtype=torch.float32) ** 4
     plan = BudgetPlan(forest.layers, forest.heads, count, 25, recent=0)
     if isinstance(strategy, Floor):
         check_floor(strategy, forest, plan, tokens)

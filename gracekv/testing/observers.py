@@ -74,8 +74,12 @@ class _Driver:
         rng = torch.Generator().manual_seed(seed)
         self._prefill, length = prefill, prefill.spans.length
         heads, dim = prefill.query_heads, prefill.info.entry_dim
-        self._hidden = torch.randn(prefill.layers, length, _HIDDEN, generator=rng)
-        self._outputs = torch.randn(prefill.layers, heads, length, dim, generator=rng)
+        self._hidden = torch.randn(
+            prefill.layers, length, _HIDDEN, generator=rng, dtype=torch.float32
+        )
+        self._outputs = torch.randn(
+            prefill.layers, heads, length, dim, generator=rng, dtype=torch.float32
+        )
         self._projection = _linear(heads * dim, _HIDDEN, rng)
         self._head = _linear(_HIDDEN, _VOCABULARY, rng)
         self._ids = torch.randint(_VOCABULARY, (length,), generator=rng)
@@ -131,8 +135,12 @@ class _Passes:
         self.prefill = prefill
         rng = torch.Generator().manual_seed(1)
         heads, groups, dim = prefill.query_heads, prefill.kv_heads, prefill.head_dim
-        self.queries = torch.randn(_VOCABULARY, prefill.layers, heads, dim, generator=rng)
-        self.keys = torch.randn(_VOCABULARY, prefill.layers, groups, dim, generator=rng)
+        self.queries = torch.randn(
+            _VOCABULARY, prefill.layers, heads, dim, generator=rng, dtype=torch.float32
+        )
+        self.keys = torch.randn(
+            _VOCABULARY, prefill.layers, groups, dim, generator=rng, dtype=torch.float32
+        )
 
     def after(self, end: int, count: int) -> _Continuation:
         return _Continuation(self, end, count)
@@ -171,5 +179,5 @@ def _known(states: Tensor, end: int) -> Tensor:
 
 def _linear(inputs: int, outputs: int, rng: torch.Generator) -> torch.nn.Linear:
     module = torch.nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
-    module.weight.copy_(torch.randn(outputs, inputs, generator=rng))
+    module.weight.copy_(torch.randn(outputs, inputs, generator=rng, dtype=torch.float32))
     return module

@@ -113,7 +113,7 @@ class TableSplitter(Splitter):
         groups = power.argsort(stable=True).split(counts[counts > 0].tolist())
         parts = [self._evaluator(nodes[index]) for index in groups]
         self._longest = width = max(part.mass.shape[1] for part in parts)
-        costs = torch.zeros(2, len(nodes), width, device=device)
+        costs = torch.zeros(2, len(nodes), width, device=device, dtype=torch.float32)
         mass, drop = torch.zeros_like(costs[0]), torch.empty_like(costs[0, :, 0])
         for index, part in zip(groups, parts, strict=True):
             own = part.mass.shape[1]

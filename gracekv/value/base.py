@@ -231,7 +231,7 @@ class TokenColumns:
     """
 
     def __init__(self, spans: PromptSpans) -> None:
-        self.spans, self._columns = spans, torch.empty(0)
+        self.spans, self._columns = spans, torch.empty(0, dtype=torch.float32)
 
     def columns(self, rows: Tensor) -> Tensor:
         """The numbers so far, float32 [n, T]; at first zeros, for n `rows`, on their device."""

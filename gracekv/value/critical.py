@@ -135,7 +135,7 @@ def written_norms(projection: Projection, values: Tensor, heads: int) -> Tensor:
     groups, weight = len(values), projection.weight(values).float()
     by_head = rearrange(weight, "o (g n d) -> g n d o", g=groups, n=heads // groups)
     rows = values[..., : by_head.shape[2]].float()
-    norms = torch.zeros(values.shape[:2], device=values.device)
+    norms = torch.zeros(values.shape[:2], device=values.device, dtype=torch.float32)
     for group, own in enumerate(by_head):
         for head in own:
             for part, place in zip(

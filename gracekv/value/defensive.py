@@ -61,6 +61,6 @@ class Defensive(Scorer):
         order = mean.sort(dim=-1, descending=True, stable=True)
         held = order.values.cumsum(dim=-1) / mean.sum(dim=-1, keepdim=True).clamp_min(1e-30)
         near = shares[..., -self.window :].sum(dim=-1).mean()
-        ranks = torch.linspace(_RANKS, 0, region.length, device=best.device)
+        ranks = torch.linspace(_RANKS, 0, region.length, device=best.device, dtype=torch.float32)
         first = torch.where(held < self.mass - near, scores.max() * (1 + ranks), 0.0)
         return torch.maximum(scores, torch.zeros_like(scores).scatter_(-1, order.indices, first))

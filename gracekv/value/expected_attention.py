@@ -59,7 +59,7 @@ class _QuerySums:
 
     def __init__(self, counted: Region) -> None:
         self._counted, self._count = counted, 0
-        self._pivot = self._total = self._square = torch.empty(0)
+        self._pivot = self._total = self._square = torch.empty(0, dtype=torch.float32)
 
     def add(self, run: TokenRun) -> None:
         first, last = max(self._counted.start, run.start), min(self._counted.end, run.end)

@@ -40,15 +40,19 @@ class LagRelative(Scorer):
         length = spans.context_end - first
         parts = length // self.lag
         ranked = (parts - 1) * self.lag if parts >= 2 else 0
-        whole = torch.full((capture.kv_heads, spans.context_end), 3.0, device=keys.device)
+        whole = torch.full(
+            (capture.kv_heads, spans.context_end), 3.0, device=keys.device, dtype=torch.float32
+        )
         # The later, the better.
-        whole[:, first:] = (1 + torch.arange(1, length + 1) / max(1, length)).to(keys.device)
+        whole[:, first:] = (1 + torch.arange(1, length + 1).float() / max(1, length)).to(
+            keys.device
+        )
         if ranked:
             used = slice(first, first + parts * self.lag)
             both = [_spread(states[:, used].float(), self.lag) for states in (keys, values)]
             order = (both[0] + both[1]).sort(dim=-1, descending=True, stable=True).indices
-            ranks = torch.arange(self.lag - 1, -1, -1, device=order.device) / self.lag
-            scores = torch.zeros(order.shape, device=order.device)
+            ranks = torch.arange(self.lag - 1, -1, -1, device=order.device).float() / self.lag
+            scores = torch.zeros(order.shape, device=order.device, dtype=torch.float32)
             scores.scatter_(-1, order, ranks.expand_as(order))
             whole[:, first : first + ranked] = scores.flatten(1)
         return whole[:, region.start : region.end]

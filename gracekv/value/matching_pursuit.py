@@ -56,7 +56,7 @@ class MatchingPursuit(Scorer):
         scores = (mass / mass.sum(dim=-1, keepdim=True)).square_().mean(dim=1).sqrt_()
         taken = pursued(mass, self.most, self.largest)
         # No root mean square is above 1.
-        ranks = torch.arange(taken.shape[1], 0, -1, device=keys.device) + 1.0
+        ranks = torch.arange(taken.shape[1], 0, -1, device=keys.device).float() + 1.0
         return scores.scatter_(1, taken, ranks.expand(taken.shape))
 
 

@@ -39,7 +39,7 @@ class ProjectionNorms(LayerObserver):
 class _Static:
     def __init__(self) -> None:
         self._projection: Projection | None = None
-        self._heads, self._like = 0, torch.empty(0)
+        self._heads, self._like = 0, torch.empty(0, dtype=torch.float32)
 
     def add(self, run: TokenRun) -> None:
         self._projection, self._heads = run.projection, len(run.queries)

@@ -99,7 +99,7 @@ class Replay(Scorer):
         """
         if self.uniform_weight == 1:
             at = region_samples(region, self.max_queries)
-            return at, torch.full((len(at),), 1 / len(at))
+            return at, torch.full((len(at),), 1 / len(at), dtype=torch.float32)
         shard = capture.shard
         likely = self._likely(capture, region, memory).double() ** self.power
         count = min(self.max_queries, region.length)

@@ -101,7 +101,7 @@ def attend(
     query_heads, dim = call.query.shape[1:]
     chosen = call.query[batch.places].float().contiguous()
     output = torch.empty_like(chosen)
-    partial = torch.empty(batch.slots * query_heads, dim + 2)
+    partial = torch.empty(batch.slots * query_heads, dim + 2, dtype=torch.float32)
     counters = (ctypes.c_int64 * 2)()
     args = PagedArgs(
         work=batch.units.data_ptr(),

@@ -171,6 +171,9 @@ def rotation_table(model: Any, last: int) -> tuple[Tensor, Tensor]:
     rotary = model.get_decoder().rotary_emb
     device = next(rotary.buffers()).device
     with torch.inference_mode():
-        tables = rotary(torch.zeros(1, device=device), torch.arange(last + 1, device=device)[None])
+        tables = rotary(
+            torch.zeros(1, device=device, dtype=torch.float32),
+            torch.arange(last + 1, device=device)[None],
+        )
     cos, sin = (x[0].float().cpu() for x in tables)
     return cos, sin

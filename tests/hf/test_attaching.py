@@ -6,15 +6,13 @@ import sys
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-
 import gracekv
 from gracekv.errors import CacheError, UnsupportedModelError
 from gracekv.hf import attach, detach
-from gracekv.testing.models import tiny_llama
+from gracekv.testing.models import tiny_llama, tiny_model
 
 
-def test_importing_hf_registers_the_task_and_touches_no_attention():
+def test_importing_hf_registers_the_task_and_the_attention_of_attached_models():
     script = """
 import sys
 import gracekv
@@ -22,12 +20,15 @@ assert "transformers" not in sys.modules
 import gracekv.pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 assert "gracekv-text-generation" not in PIPELINE_REGISTRY.supported_tasks
+from transformers import AttentionInterface, AttentionMaskInterface
+tables = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+before = [dict(table) for table in tables]
 import gracekv.hf
 from gracekv.hf import GraceCache, attach
-from transformers import AttentionInterface, AttentionMaskInterface
 assert "gracekv-text-generation" in PIPELINE_REGISTRY.supported_tasks
-assert "gracekv" not in AttentionInterface._global_mapping
-assert "gracekv" not in AttentionMaskInterface._global_mapping
+for table, known in zip(tables, before):
+    assert table.keys() - known.keys() == {"gracekv", "gracekv_eager"}
+    assert all(table[name] is known[name] for name in known)
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -36,11 +37,51 @@ def test_attaching_is_undone():
     model = tiny_llama(attention="eager")
     attach(model)
     attach(model)
-    assert model.config._attn_implementation == "gracekv"
-    assert "gracekv" in AttentionInterface() and "gracekv" in AttentionMaskInterface()  # noqa: PT018
+    assert model.config._attn_implementation == "gracekv_eager"
     detach(model)
     detach(model)
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_an_attached_model_with_eager_attention_gives_its_attention_weights(family):
+    model = tiny_model(family, attention="eager")
+    ids = torch.arange(2, 42).view(2, 20)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    inputs = [{"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}]
+    before = [model(**x, output_attentions=True) for x in inputs]
+    answer = model.generate(**inputs[1], max_new_tokens=4, do_sample=False)
+    attach(model)
+    for given, want in zip(inputs, before, strict=True):
+        got = model(**given, output_attentions=True)
+        assert torch.equal(got.logits, want.logits)
+        assert all(map(torch.equal, got.attentions, want.attentions))
+    assert model.generate(**inputs[1], max_new_tokens=4, do_sample=False).equal(answer)
+
+
+def test_an_attached_model_runs_in_another_process(tmp_path):
+    model = tiny_llama(attention="eager")
+    prompt = gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
+    result = gracekv.compress(model, prompt, ratio=2)
+    result.save(tmp_path / "cache")
+    torch.save(model, tmp_path / "model")
+    script = f"""
+import pickle, torch
+model = torch.load({str(tmp_path / "model")!r}, weights_only=False)
+print(model(torch.arange(60)[None]).logits[0, -1].argmax())
+import gracekv
+result = gracekv.load({str(tmp_path / "cache")!r}, model)
+print(result.generate_ids(4).tolist())
+prompt = gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
+print(gracekv.compress(model, prompt, ratio=2).generate_ids(4).tolist())
+gracekv.hf.detach(model)
+print(model.config._attn_implementation)
+"""
+    run = subprocess.run([sys.executable, "-c", script], check=True, text=True, capture_output=True)
+    answer = str(result.generate_ids(4).tolist())
+    likeliest = str(model(torch.arange(60)[None]).logits[0, -1].argmax())
+    assert run.stdout.split("\n") == [likeliest, answer, answer, "eager", ""]
 
 
 def two_of_one_config():

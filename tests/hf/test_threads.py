@@ -1,4 +1,4 @@
-"""Threads that generate at once: from one result, from two of one model, and from a batch."""
+"""Threads that compress and generate at once, with one model."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -9,11 +9,13 @@ import torch
 import gracekv
 from gracekv.hf import detach
 from gracekv.testing.models import tiny_llama
+from support.covering import LONG
 from support.margins import assert_same_tokens, logits_over
 
 IDS = torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(0))
 # Lengths of the answers differ, so the threads' tails do.
 COUNTS = (14, 9)
+LOOPS = 40 if LONG else 4
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +23,12 @@ def model():
     return tiny_llama(layers=3)
 
 
+def prompt_of(ids):
+    return gracekv.Prompt.from_ids(ids, (4, len(ids) - 12), question_end=len(ids) - 4)
+
+
 def result_of(model, ids=IDS, **options):
-    prompt = gracekv.Prompt.from_ids(ids, (4, len(ids) - 12), question_end=len(ids) - 4)
-    return gracekv.compress(model, prompt, **({"ratio": 3} | options))
+    return gracekv.compress(model, prompt_of(ids), **({"ratio": 3} | options))
 
 
 def at_once(*works):
@@ -72,3 +77,43 @@ def test_rows_and_beams_of_one_batch_result_at_once(model):
     # Exactly: the same computations, one beside the other.
     for got, want in zip(together, alone, strict=True):
         assert torch.equal(got, want)
+
+
+def test_a_model_is_compressed_while_it_generates_in_other_threads(model):
+    ids, plain = IDS[None], gracekv.capture(model, prompt_of(IDS))
+    result, other = result_of(model), result_of(model, IDS.flip(0))
+    wanted = model.generate(ids, max_new_tokens=12, do_sample=False), result.generate_ids(12)
+
+    def compressed():
+        return result_of(model, IDS.flip(0), capture=gracekv.CaptureOptions(chunk=16))
+
+    for _ in range(LOOPS):
+        made, read, *answers = at_once(
+            compressed,
+            lambda: gracekv.capture(model, prompt_of(IDS)),
+            lambda: model.generate(ids, max_new_tokens=12, do_sample=False),
+            lambda: result.generate_ids(12),
+        )
+        for got, want in zip(made.packed.layers, other.packed.layers, strict=True):
+            assert torch.equal(got.positions, want.positions)
+        assert all(map(torch.equal, read.keys, plain.keys))
+        assert all(map(torch.equal, answers, wanted))
+
+
+def test_the_last_of_several_blocks_detaches_the_model():
+    model, first, second = tiny_llama(), Barrier(2), Barrier(2)
+    prompt = prompt_of(IDS)
+
+    def early():
+        with gracekv.attached(model):
+            first.wait()
+        second.wait()
+
+    def late():
+        with gracekv.attached(model):
+            first.wait()
+            second.wait()
+            return gracekv.compress(model, prompt, ratio=3).generate_ids(3)
+
+    assert at_once(early, late)[1].shape == (1, 3)
+    assert model.config._attn_implementation == "sdpa"

@@ -58,8 +58,11 @@ class NumbaEvaluator(DistortionEvaluator):
         from gracekv.tree.engines.numba_kernel import EVALUATE
 
         count, width = len(nodes), int(nodes.length.max())
-        costs, mass = torch.zeros(2, count, width), torch.zeros(count, width)
-        drop = torch.empty(count)
+        costs, mass = (
+            torch.zeros(2, count, width, dtype=torch.float32),
+            torch.zeros(count, width, dtype=torch.float32),
+        )
+        drop = torch.empty(count, dtype=torch.float32)
         outputs = {"prefix": costs[0], "suffix": costs[1], "mass": mass, "drop": drop}
         self.run(nodes, EVALUATE, outputs, {})
         return IntervalCosts(costs, mass, drop)
@@ -126,7 +129,7 @@ class NumbaSplitter(Splitter):
         from gracekv.tree.engines.numba_kernel import SPLIT_ROOTS
 
         distortion = torch.empty(len(nodes), dtype=torch.float64)
-        drop = torch.empty(len(nodes))
+        drop = torch.empty(len(nodes), dtype=torch.float32)
         outputs = {"node_cost": distortion, "drop": drop}
         low, high, part_costs = self._cuts(nodes, SPLIT_ROOTS, outputs)
 

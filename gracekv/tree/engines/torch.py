@@ -150,7 +150,7 @@ class TorchEvaluator(DistortionEvaluator):
         values = self._gather(self.inputs.attention.values, row)
         gram = self.workspace.take(sequences, width, width)
         torch.bmm(values, values.mT, out=gram)
-        causal = torch.ones(width, width, device=row.device).tril()
+        causal = torch.ones(width, width, device=row.device, dtype=torch.float32).tril()
         count = torch.arange(1, width + 1, device=row.device, dtype=torch.float32)
 
         # v~ = V^T w with normalised weights w; M.v~ = sum_t p_t (Gram w)_t.
@@ -169,7 +169,11 @@ class TorchEvaluator(DistortionEvaluator):
 
         # Token j adds 2 p_j v_j.M + p_j^2 |v_j|^2, M of the tokens before it.
         m_square = self.workspace.take(*p.shape)
-        torch.bmm(gram.mul_(2.0 * causal - torch.eye(width, device=row.device)), p, out=m_square)
+        torch.bmm(
+            gram.mul_(2.0 * causal - torch.eye(width, device=row.device, dtype=torch.float32)),
+            p,
+            out=m_square,
+        )
         m_square.mul_(p)
         return _running_sum(m_square, m_square), m_dot_v, v_square
 

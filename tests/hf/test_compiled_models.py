@@ -1,0 +1,71 @@
+"""Models of which `torch.compile` made something are read uncompiled, and answer as before."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import gracekv
+from gracekv.hf import detach
+from gracekv.testing.models import tiny_llama
+
+IDS = torch.randint(0, 97, (90,), generator=torch.Generator().manual_seed(0))
+PROMPT = gracekv.Prompt.from_ids(IDS, (4, 78), question_end=86)
+
+
+def whole(model):
+    return torch.compile(model, backend="eager")
+
+
+def in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+def forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def decoder(model):
+    model.model = torch.compile(model.model, backend="eager")
+    return model
+
+
+def layer(model):
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+    return model
+
+
+def attention(model):
+    model.model.layers[0].self_attn = torch.compile(
+        model.model.layers[0].self_attn, backend="eager"
+    )
+    return model
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return gracekv.compress(tiny_llama(), PROMPT, ratio=4)
+
+
+# Dynamo takes seconds for each.
+SLOW = [pytest.param(x, marks=pytest.mark.long) for x in (whole, in_place, forward, decoder, layer)]
+
+
+@pytest.mark.parametrize("compiled", [attention, *SLOW])
+def test_a_compiled_model_keeps_and_answers_what_it_does_uncompiled(compiled, plain):
+    torch.compiler.reset()
+    model = compiled(tiny_llama())
+    result = gracekv.compress(model, PROMPT, ratio=4)
+    for got, want in zip(result.packed.layers, plain.packed.layers, strict=True):
+        assert torch.equal(got.positions, want.positions)
+        assert torch.equal(got.keys, want.keys)
+    assert result.generate_ids(4).tolist() == plain.generate_ids(4).tolist()
+    detach(model)
+    assert model.config._attn_implementation == "sdpa"
+    # The model is compiled again afterwards.
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        model(IDS[None])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
