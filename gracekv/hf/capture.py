@@ -40,7 +40,7 @@ from gracekv.prefill.capture_memory import (
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.layer_capture import CaptureInfo, LayerCapture
 from gracekv.prefill.layer_state import LayerState
-from gracekv.prefill.model_layers import has_rope, head_sizes, model_layers, rotating
+from gracekv.prefill.model_layers import cache_dtype, has_rope, head_sizes, model_layers, rotating
 from gracekv.prefill.needs import CaptureSizes, Needs, held_positions
 from gracekv.prefill.observer import Observer
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
@@ -318,7 +318,7 @@ def prefilled_run(
     check_works_sharded(pipeline, head_shard(model))
     if options.stream is not False:
         _, _, dim = head_sizes(model)
-        reason = holds_all(pipeline, plan, 2 * dim * model.dtype.itemsize)
+        reason = holds_all(pipeline, plan, 2 * dim * cache_dtype(model).itemsize)
         if reason is None:
             stays = plan.total / (plan.layers * plan.heads * plan.context)
             try:

@@ -21,7 +21,7 @@ from gracekv.precision import AllocatedPrecision
 from gracekv.prefill import Prefill
 from gracekv.prefill.capture_memory import trim_memory
 from gracekv.prefill.fingerprint import check_same_model
-from gracekv.prefill.model_layers import head_sizes
+from gracekv.prefill.model_layers import cache_dtype, head_sizes
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_model
@@ -195,7 +195,9 @@ def per_byte(model: Any, budget: Budget) -> bool:
     Raises `UnsupportedModelError` as `capture` does.
     """
     check_model(model)
-    counts = budget.kind == "kv_bytes" or (budget.kind == "ratio" and model.dtype.itemsize == 2)
+    counts = budget.kind == "kv_bytes" or (
+        budget.kind == "ratio" and cache_dtype(model).itemsize == 2
+    )
     return counts and head_sizes(model)[2] % AllocatedPrecision().group == 0
 
 

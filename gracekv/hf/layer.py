@@ -102,6 +102,8 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Raises `CacheError` if they do not fit the packed part or the tail's batch.
         """
+        # Under autocast a rotation leaves float32, values are what products give.
+        key_states = key_states.to(value_states.dtype)
         self._check(key_states)
         batch, _, new, _ = key_states.shape
         end = self._used + new
@@ -144,7 +146,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
             raise CacheError(
                 f"This cache is {packed.dtype} on {packed.device}, the model computes in "
                 f"{key_states.dtype} on {key_states.device}. Compress again after moving or "
-                f"converting the model."
+                f"converting the model, and under the autocast under which it generates."
             )
 
     def _grow(self, batch: int, capacity: int) -> None:

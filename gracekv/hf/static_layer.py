@@ -65,6 +65,7 @@ class StaticGraceLayer(GraceLayer):
         Raises `CacheError` if they do not fit the packed part or the rows; on a CPU also if the
         tail is full. On a GPU the attention mask's function raises it, where there is a mask.
         """
+        key_states = key_states.to(value_states.dtype)
         if not torch.compiler.is_compiling():
             self._check(key_states)
             self._check_room(key_states)

@@ -23,7 +23,7 @@ from gracekv.errors import ConfigError
 from gracekv.fit import Fitter, NoFit
 from gracekv.precision import AllocatingPrecision, FullPrecision, Precision
 from gracekv.prefill import Needs, Prefill, PromptSpans
-from gracekv.prefill.model_layers import compressed_layers, head_sizes
+from gracekv.prefill.model_layers import cache_dtype, compressed_layers, head_sizes
 from gracekv.registry import Configurable
 from gracekv.segment import Curvature, Segmenter
 from gracekv.tree import Distortion, PrototypeRule, Refiner, Unit
@@ -127,7 +127,7 @@ class Composition(Configurable):
         """As `plan`, from the model's config and the spans."""
         _, heads, dim = head_sizes(model)
         layers = len(compressed_layers(model))
-        return self._plan(layers, heads, dim, model.dtype.itemsize, spans, budget)
+        return self._plan(layers, heads, dim, cache_dtype(model).itemsize, spans, budget)
 
     def _plan(
         self, layers: int, heads: int, dim: int, size: int, spans: PromptSpans, budget: Budget

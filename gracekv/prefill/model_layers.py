@@ -134,6 +134,15 @@ def head_sizes(model: Any) -> tuple[int, int, int]:
     return sizes[0]
 
 
+def cache_dtype(model: Any) -> torch.dtype:
+    """The dtype of keys and values: the model's, or the one that autocast computes in here."""
+    dtype: torch.dtype = model.dtype
+    device = model.device.type
+    # Autocast leaves float64 as it is.
+    casts = dtype != torch.float64 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if casts else dtype
+
+
 def rope_parameters(model: Any) -> Mapping[str, Any]:
     """The config's RoPE parameters; where kinds of layers have their own, those of full ones.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gracekv.prefill.model_layers import (
+    cache_dtype,
     compressed_layers,
     head_sizes,
     other_layers,
@@ -127,7 +128,7 @@ class CaptureSizes:
                 all layers are held.
         """
         heads, groups, dim = head_sizes(model)
-        layers, size = len(compressed_layers(model)), model.dtype.itemsize
+        layers, size = len(compressed_layers(model)), cache_dtype(model).itemsize
         unit = layers * dim * size
         hidden = model.get_input_embeddings().embedding_dim
         inner = getattr(text_config(model), "intermediate_size", None) or 4 * hidden

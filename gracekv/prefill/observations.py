@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -80,13 +81,13 @@ class Observations:
             return
         made = run()
         for observer, accumulator in self._by_layer[layer].items():
-            with self._time.time(observer, made.queries.device), full_float32():
+            with self._stage(observer, made.queries.device):
                 accumulator.add(made)
 
     def add_final(self, run: FinalRun) -> None:
         """Show a run of the decoder's output."""
         for observer, accumulator in self._final.items():
-            with self._time.time(observer, run.states.device):
+            with self._stage(observer, run.states.device):
                 accumulator.add(run)
 
     @property
@@ -104,7 +105,7 @@ class Observations:
         held, self._by_layer[layer] = self._by_layer[layer], {}
         results: dict[Observer, Tensor] = {}
         for observer, accumulator in held.items():
-            with self._time.time(observer, device):
+            with self._stage(observer, device):
                 results[observer] = accumulator.result()
         return results
 
@@ -117,7 +118,7 @@ class Observations:
         """
         found: dict[Observer, Tensor] = {}
         for observer in self._observers:
-            with self._time.time(observer, device):
+            with self._stage(observer, device):
                 if isinstance(observer, LayerObserver):
                     held = [(i, x) for i, x in enumerate(self._by_layer) if observer in x]
                     found[observer] = observer.combine(
@@ -128,3 +129,11 @@ class Observations:
                 elif isinstance(observer, PassObserver) and passes is not None:
                     found[observer] = observer.observe(passes)
         return found
+
+    @contextmanager
+    def _stage(self, observer: Observer, device: torch.device) -> Iterator[None]:
+        """Time the block, and compute in full float32."""
+        # Further passes of the model need its autocast.
+        runs_model = isinstance(observer, PassObserver)
+        with self._time.time(observer, device), nullcontext() if runs_model else full_float32():
+            yield

@@ -49,7 +49,10 @@ class Projection:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[.., D] of rows [.., H d]."""
-        own = own_columns(self.module)
+        own, columns = own_columns(self.module), self.columns
+        if columns is not None:
+            # Under autocast they may differ.
+            rows = rows.to(columns.dtype)
         if own is not None:
             # The layer itself would add up what all processes make of their columns.
             return rows @ own.mT

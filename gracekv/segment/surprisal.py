@@ -76,7 +76,8 @@ def _by_blocks(run: FinalRun) -> Tensor:
     """Log-sum-exp over blocks of the vocabulary."""
     weight = run.head.weight[: run.vocabulary]
     device = weight.device
-    states, following = run.states.to(device), run.following.to(device)
+    # Under autocast their dtypes may differ.
+    states, following = run.states.to(weight), run.following.to(device)
     block = _GPU_BLOCK if device.type == "cuda" else _BLOCK
     parts = []
     for rows, targets in zip(states.split(_ROWS), following.split(_ROWS), strict=True):
@@ -93,6 +94,8 @@ def _by_rows(run: FinalRun) -> Tensor:
     parts = []
     size = max(1, 16 * _BLOCK // run.vocabulary)
     for rows, targets in zip(run.states.split(size), run.following.split(size), strict=True):
+        if plain_weight(run.head) is not None:
+            rows = rows.to(run.head.weight.dtype)
         logits = capped(run.head(rows).float(), run.softcap)
         chosen = logits.gather(-1, targets.to(logits.device)[:, None])[:, 0]
         parts.append(logits.logsumexp(dim=-1) - chosen)
