@@ -6,8 +6,6 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import gracekv
 from gracekv.errors import CacheError
 from gracekv.testing.models import tiny_llama

@@ -1,0 +1,72 @@
+"""What a tensor's dtype is never depends on `torch.set_default_dtype`."""
+
+import ast
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+import gracekv
+from gracekv import recipes
+from support.covering import covering
+
+PACKAGE = Path(gracekv.__file__).parent
+MAKERS = {"empty", "eye", "linspace", "logspace", "ones", "rand", "randn", "zeros"}
+
+
+def makes_default(node):
+    """Whether a call of torch's makes a tensor of the default dtype."""
+    function = node.func if isinstance(node, ast.Call) else None
+    if not isinstance(function, ast.Attribute) or ast.unparse(function.value) != "torch":
+        return False
+    # Whole numbers become int64 whatever the default is.
+    fill = node.args[1] if function.attr == "full" and len(node.args) > 1 else None
+    is_float = isinstance(getattr(fill, "value", None), float) or (
+        isinstance(fill, ast.BinOp) and isinstance(fill.op, ast.Div)
+    )
+    named = any(keyword.arg in ("dtype", None) for keyword in node.keywords)
+    return (function.attr in MAKERS or is_float) and not named
+
+
+def test_tensors_are_made_with_a_dtype():
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if makes_default(node)
+    ]
+    assert not found, "Name the dtype:\n" + "\n".join(found)
+
+
+def compressed(recipe):
+    from gracekv.testing.models import tiny_llama
+
+    ids = torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(0))
+    prompt = gracekv.Prompt.from_ids(ids, (4, 138), question_end=146)
+    model = tiny_llama()
+    return lambda: gracekv.compress(model, prompt, ratio=4, pipeline=recipe)
+
+
+def parts(result):
+    layers = [layer.exact for layer in result.packed.layers]
+    return [
+        part for x in layers for part in (x.keys, x.values, x.positions, x.log_multiplicity)
+    ] + [result.generate_ids(3)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    covering(list(itertools.product(recipes.names(), (torch.bfloat16, torch.float64)))),
+)
+def test_recipes_keep_the_same_under_every_default_dtype(recipe, dtype):
+    run = compressed(recipe)
+    wanted = parts(run())
+    torch.set_default_dtype(dtype)
+    try:
+        got = parts(run())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(got, wanted, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
