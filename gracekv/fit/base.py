@@ -60,7 +60,7 @@ def value_change(packed: RaggedCache, fitted: RaggedCache) -> Tensor:
     home, moved, norms = packed.layers[0].device, [], []
     for old, new in zip(packed.layers, fitted.layers, strict=True):
         moved.append((new.values.float() - old.values).norm(dim=-1).to(home))
-        norm = torch.linalg.vector_norm(old.values, dim=-1, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(old.values.float(), dim=-1)
         norms.append(norm.to(home))
     change = torch.cat(moved) / torch.cat(norms).clamp_min_(1e-12)
     return change.mul_(100).round_().clamp_(max=255).to("cpu", torch.uint8)

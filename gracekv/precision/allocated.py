@@ -125,7 +125,7 @@ def rounding_loss(capture: LayerCapture, region: Region, codings: Sequence[Codin
     at = region.start + filled * region.length // count
     keys = keys[:, at, :dim].unflatten(1, (-1, group))
     codes, scale, zero = quantised(keys, -2, *levels)
-    off = (zero + scale * codes - keys).flatten(2, 3)[:, :, :count]
+    off = (zero + scale * codes - keys).float().flatten(2, 3)[:, :, :count]
     asking = list(capture.spans.last(_QUERIES))
     queries = capture.queries_at(asking)[..., :dim].float() * capture.scale
     queries = rearrange(queries, "(g n) p d -> g (n p) d", g=capture.kv_heads)

@@ -28,21 +28,21 @@ def quantised(groups: Tensor, dim: int, *levels: int) -> tuple[Tensor, Tensor, T
 
     Returns:
         Codes as float32 [C, ...], scales [C, ...] and zero points [...], both of length 1 along
-        `dim`. They have the dtype of `groups`, or float16 for float32. Scales are not finite where
-        numbers are not, or where 16 bits cannot represent them: see `check_finite`.
+        `dim`. They have the dtype of `groups`, or float16 for wider numbers. Scales are not finite
+        where numbers are not, or where 16 bits cannot represent them: see `check_finite`.
     """
-    kind = torch.float16 if groups.dtype == torch.float32 else groups.dtype
+    kind = torch.float16 if groups.dtype.itemsize > 2 else groups.dtype
     x = groups.float()
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     zero = low.to(kind)
-    if groups.dtype == torch.float32:
+    if groups.dtype.itemsize > 2:
         zero = torch.where(low == high, zero, _next(zero, zero.double() > low, up=False))
     span = high.double() - zero
     scales = [span / most for most in levels]
     scale = torch.stack(scales) if len(scales) > 1 else scales[0][None]
     near = scale.to(kind)
     scale = _next(near, near < scale, up=True)
-    if groups.dtype == torch.float32:
+    if groups.dtype.itemsize > 2:
         scale = torch.where(low == high, (low - zero).to(kind), scale)
     # Between 0 and `levels` by the way in which zero points and scales are rounded. NaN is 0 / 0.
     codes = ((x - zero) / scale).round_().nan_to_num_(0.0, 0.0, 0.0)
@@ -68,7 +68,7 @@ def check_finite(numbers: Sequence[Tensor], dtype: torch.dtype) -> None:
     # Only numbers that are not finite differ from themselves.
     bad = [(x - x).any() for x in numbers]
     if bad and bool(torch.stack(bad).any()):
-        kind = torch.float16 if dtype == torch.float32 else dtype
+        kind = torch.float16 if dtype.itemsize > 2 else dtype
         raise NonFiniteError(
             f"Entries hold NaN, infinity or numbers beyond {torch.finfo(kind).max:g}, which scales "
             f"and zero points of 16 bits cannot represent. Use precision 'full'."

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+
 import gracekv
 from gracekv.errors import CacheError, UnsupportedModelError
 from gracekv.hf import attach, detach
