@@ -21,9 +21,12 @@ def makes_default(node):
     if not isinstance(function, ast.Attribute) or ast.unparse(function.value) != "torch":
         return False
     # Whole numbers become int64 whatever the default is.
-    fill = node.args[1] if function.attr == "full" and len(node.args) > 1 else None
-    is_float = isinstance(getattr(fill, "value", None), float) or (
-        isinstance(fill, ast.BinOp) and isinstance(fill.op, ast.Div)
+    fill = ast.walk(node.args[1]) if function.attr == "full" and len(node.args) > 1 else ()
+    is_float = any(
+        isinstance(getattr(part, "value", None), float)
+        or isinstance(part, ast.Div)
+        or getattr(part, "attr", "") in ("inf", "nan")
+        for part in fill
     )
     named = any(keyword.arg in ("dtype", None) for keyword in node.keywords)
     return (function.attr in MAKERS or is_float) and not named
