@@ -63,6 +63,19 @@ _AGNOSTIC: Mapping[str, Any] = {
         "trust_read": 0.1,
     },
 }  # fmt: skip
+# What a second reading does look at, beside what the first foresees. A token needs both, or heads
+# that repeat every token alike would take the whole budget.
+_TWO_PASS: Mapping[str, Any] = {
+    **_AGNOSTIC,
+    "value": {
+        **_AGNOSTIC["value"],
+        "scorer": {
+            "name": "mixture",
+            "rule": "geometric",
+            "scorers": ["block_replay", "kvzip_two_pass"],
+        },
+    },
+}
 # Where every head has as many entries, a static shape holds keys and values and nothing beside
 # them: no multiplicities, so the values alone are fitted.
 _EQUAL_FIT: Mapping[str, Any] = {**_AGNOSTIC["fit"], "name": "values"}
@@ -104,6 +117,16 @@ OWN: Mapping[str, Recipe] = {
         "gracekv-agnostic whose entries take 4, 8 or 16 bits a number, by what each byte brings",
         "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
         {**_AGNOSTIC, **_ALLOCATED},
+    ),
+    "gracekv-agnostic-two-pass": Recipe(
+        "gracekv-agnostic that also reads the context a second time, for lookups in it",
+        "ours; second pass: Kim et al. 2025, KVzip, arXiv:2505.23416; the question is not read",
+        _TWO_PASS,
+    ),
+    "gracekv-agnostic-two-pass-allocated": Recipe(
+        "gracekv-agnostic-two-pass whose entries take 4, 8 or 16 bits a number, by their bytes",
+        "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
+        {**_TWO_PASS, **_ALLOCATED},
     ),
     "gracekv-draft": Recipe(
         "gracekv-plus after a look at what 16 drafted answer tokens read",

@@ -22,7 +22,7 @@ from gracekv.value import (
 from gracekv.value.column_sums import ReceivedAttention
 from gracekv.value.draft_attention import Draft
 
-REGION = Region(4, 36)
+REGION, PASSES = Region(4, 36), ("block_replay", "kvzip_two_pass")
 
 
 def small(seed=0, context=40):
@@ -144,3 +144,17 @@ def test_plus_keeps_its_best_tokens_of_all_heads_together():
         for head in range(prefill.kv_heads):
             own, _, positions, _ = layer.head(head)
             assert torch.equal(own, keys[head][positions.long()])
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_two_passes_want_a_token_in_both(seed):
+    pipeline = Pipeline.named("gracekv-agnostic-two-pass")
+    prefill, budget = small(seed, context=200), Budget.ratio(8)
+    run = pipeline.run(prefill, budget)
+    region = prefill.spans.region(run.plan.recent)
+    first, second = (SCORERS.build(x)(prefill, region).scores.double() for x in PASSES)
+    norms = torch.stack(prefill.values)[:, :, region.start : region.end].norm(dim=-1).double()
+    norms = norms / norms.mean(dim=(1, 2), keepdim=True).sqrt()
+    want = (first * second * norms).sqrt()
+    torch.testing.assert_close(run.relevance.scores.double(), want, rtol=1e-4, atol=1e-9)
