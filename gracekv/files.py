@@ -1,4 +1,4 @@
-"""Reading and writing files: complete or not at all."""
+"""Read files, and write them completely or not at all."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from gracekv.errors import ConfigError, OutputError
 
 VERSION = "0.2.0"
-"""Of gracekv; what is written says it."""
+"""The version of gracekv, which is recorded in every file that it writes."""
 
 
 def read_text(path: Path) -> str:
-    """The file as UTF-8; `ConfigError` if it cannot be read."""
+    """The text of a UTF-8 file; raises `ConfigError` if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -25,7 +25,7 @@ def read_text(path: Path) -> str:
 def check_output(path: Path) -> None:
     """Make the folder of `path`; raise `OutputError` if `replacing` could not write to `path`.
 
-    For use before long work.
+    Call it before long work.
     """
     try:
         target = Path(os.path.realpath(path))
@@ -34,7 +34,7 @@ def check_output(path: Path) -> None:
         reason = getattr(error, "strerror", error)
         raise OutputError(f"Cannot write to {str(path)!r}: {reason}. Name another file.") from error
     if there and not target.is_file():
-        kind = "a folder" if target.is_dir() else "no regular file"
+        kind = "a folder" if target.is_dir() else "not a regular file"
         raise OutputError(f"Cannot write to {path}: it is {kind}. Name a file.")
     folder = next(x for x in target.parents if x.exists())
     # Permissions alone do not tell: /proc, for one, takes no folder, not even root's.
@@ -43,24 +43,24 @@ def check_output(path: Path) -> None:
         folder = target.parent
     if folder != target.parent or not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError(
-            f"Cannot write to {path}: {folder} is no folder that this process may write to. Name "
-            f"a file elsewhere."
+            f"Cannot write to {path}: {folder} is not a folder that this process may write to. "
+            f"Name a file elsewhere."
         )
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that is either complete or not there; makes its folder."""
+    """Write a file completely or not at all; makes its folder."""
     with replacing(path) as scratch:
         scratch.write_bytes(data)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """An empty file beside `path` to write to; it takes `path`'s place when the block ends well.
+    """An empty file beside `path` to write to; it replaces `path` when the block ends well.
 
-    Makes the folder. If the block raises, `path` is as it was and the other file is gone. A file
-    that was there passes on its permissions, a new one has what the umask leaves; where `path` is
-    a link, what it points to is replaced.
+    Makes the folder. If the block raises, `path` is unchanged and the other file is removed. A
+    replaced file passes on its permissions, a new one gets what the umask leaves. If `path` is a
+    link, its target is replaced.
 
     Raises `OutputError` if `path` is a folder, a device or a pipe, or if writing fails.
     """

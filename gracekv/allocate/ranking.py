@@ -134,9 +134,9 @@ def affordable(
         The number, and the part of `limit` that the candidates before that one leave over.
     """
     if shard.ranks == 1:
-        over = (costs.cumsum(0) > limit).nonzero()
-        count = int(over[0]) if len(over) else len(costs)
-        return count, limit - int(costs[:count].sum())
+        fits = (costs.cumsum(0) > limit).cumsum(0) == 0
+        count, spent = torch.stack([fits.sum(), (costs * fits).sum()]).tolist()
+        return count, limit - spent
     begin = 0
     while True:
         # Sums without what is freed exceed the limit no later than sums with it.

@@ -1,4 +1,4 @@
-"""Stage 5: the chosen nodes as a physically smaller cache."""
+"""Stage 5: turn the chosen nodes into a physically smaller cache."""
 
 from gracekv.cache.accounting import Accounting as Accounting
 from gracekv.cache.accounting import Occupancy as Occupancy

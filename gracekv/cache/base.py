@@ -26,7 +26,7 @@ PARTS = ("keys", "values", "positions", "log_multiplicity", "offsets")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedEntries(LayerEntries):
-    """The entries of one layer as they are, in the model's dtype.
+    """The entries of one layer, in the model's dtype.
 
     Attributes:
         keys: [E, d] post-RoPE, in the model's dtype.
@@ -110,7 +110,7 @@ class RaggedEntries(LayerEntries):
 
     def take(self, entry: Tensor, offsets: Tensor) -> RaggedEntries:
         """The entries of the indices `entry` (int64 [n]), in rows of these `offsets`."""
-        # Four times as fast as by a mask, which each of them would go through.
+        # Four times as fast as a mask, which each tensor would scan again.
         parts = {name: getattr(self, name).index_select(0, entry) for name in PARTS[:-1]}
         return replace(self, **parts, offsets=offsets)
 
@@ -129,7 +129,7 @@ class RaggedEntries(LayerEntries):
         return {8 * self.keys.element_size(): (self.entries, self.kv_bytes)}
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Everything that is stored, by name: [E, d] keys, [E] positions and so on."""
+        """All stored tensors by name: [E, d] keys, [E] positions and so on."""
         return {name: getattr(self, name) for name in PARTS}
 
     @classmethod
@@ -165,7 +165,7 @@ class RaggedEntries(LayerEntries):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedCache(CompressedCache):
-    """A cache whose entries are as they are, in the model's dtype.
+    """A cache whose entries all have the model's dtype.
 
     Attributes:
         layers: L layers.
@@ -180,7 +180,7 @@ class RaggedCache(CompressedCache):
     def with_keys_of(self, other: RaggedCache, dim: int) -> RaggedCache:
         """This cache with the keys of `other`, which holds the same entries.
 
-        Of keys and values these are the first `dim` coordinates, as views.
+        Keys and values are views of their first `dim` coordinates.
         """
         layers = tuple(
             replace(own, keys=x.keys[:, :dim], values=own.values[:, :dim])
@@ -191,7 +191,7 @@ class RaggedCache(CompressedCache):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerToPack:
-    """What a packer is given of one layer.
+    """The arguments of a packer for one layer.
 
     Attributes:
         capture: the layer.
@@ -215,10 +215,11 @@ class Packer(PrefillReader, Strategy, abc.ABC):
     them.
 
     Attributes:
-        represents: what an entry of the region stands for: "node", all tokens of its node; "token",
-            one of them, the others are dropped; "mixture", one token and parts of dropped tokens,
-            from anywhere.
-        by_entry: an entry is made of its own interval alone, so that others can be dropped later.
+        represents: the tokens that an entry of the region stands for: "node", all tokens of its
+            node; "token", one of them, while the others are dropped; "mixture", one token and parts
+            of dropped tokens from anywhere.
+        by_entry: whether an entry depends on its own interval alone, so that other entries can be
+            dropped later.
     """
 
     by_entry: ClassVar[bool] = False

@@ -35,7 +35,7 @@ class Coding:
         return int(2**self.bits) - 1
 
     def check(self, dim: int) -> None:
-        """Raise `ShapeError` unless heads of dimension `dim` can be stored so."""
+        """Raise `ShapeError` unless heads of dimension `dim` can be stored with this coding."""
         if dim % min(self.group, dim):
             fits = ", ".join(str(size) for size in range(1, dim) if dim % size == 0)
             raise ShapeError(
@@ -68,7 +68,7 @@ class Codes:
     def numbers(self, first: int, stop: int, bits: int, block: Tensor | None) -> Tensor:
         """float32 [n, d] of the n entries [first, stop).
 
-        `block` int64 [n] are the rows of `scale` of each entry; None: they are its own.
+        `block` int64 [n] holds the row of `scale` of each entry, or is None if each has its own.
         """
         codes = self.codes[first:stop]
         if bits < 8:
@@ -85,7 +85,7 @@ class Codes:
 
     @property
     def bytes(self) -> int:
-        """Of codes, scales and zero points."""
+        """Bytes of codes, scales and zero points."""
         return sum(t.nbytes for t in (self.codes, self.scale, self.zero))
 
 
@@ -94,12 +94,12 @@ class CodedEntries:
     """Quantised entries of one layer, head after head as in `RaggedEntries`.
 
     Attributes:
-        keys: of E entries.
-        values: of E entries.
+        keys: codes of E keys.
+        values: codes of E values.
         positions: int32 [E], ascending inside a head.
         log_multiplicity: float32 [E].
         offsets: int64 [S*G+1] on the CPU.
-        coding: how the codes are to be read.
+        coding: how to read the codes.
         sequences: S.
 
     Raises `ShapeError` if the tensors do not fit one another.
@@ -196,7 +196,7 @@ class CodedEntries:
         return CodedEntries.of_tensors(tensors, self.coding, self.sequences)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Everything that is stored, by name: [E, bytes] codes, their scales [N, d] and so on."""
+        """All stored tensors by name: [E, bytes] codes, their scales [N, d] and so on."""
         tensors: dict[str, Tensor] = {}
         for name in ("keys", "values"):
             made: Codes = getattr(self, name)

@@ -1,4 +1,4 @@
-"""The interface of a compressed cache, however its entries are stored."""
+"""The interface of compressed caches, independent of how entries are stored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LayerEntries(abc.ABC):
     """The entries of one layer, its KV heads one after the other without padding.
 
     Several sequences (a batch of prompts) lie in it one after the other: head g of sequence s is
-    row s * G + g. How keys and values are stored is up to the class.
+    row s * G + g. Each class stores keys and values in its own way.
 
     Attributes:
         sequences: S.
@@ -52,7 +52,7 @@ class LayerEntries(abc.ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the queries that attend to the entries: the model's."""
+        """The model's dtype, which queries have."""
         return self._keys.dtype
 
     @property
@@ -67,14 +67,14 @@ class LayerEntries(abc.ABC):
 
     @property
     def codings(self) -> tuple[Coding, ...]:
-        """How quantised entries are to be read, a coding for each part; () if there are none."""
+        """How to read quantised entries, a coding for each part; () if there are none."""
         return tuple(part.coding for part in self.coded)
 
     @abc.abstractmethod
     def head(self, g: int, sequence: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys [E_g, d], values [E_g, d], positions [E_g] and log m [E_g] of head g, by position.
 
-        Keys and values as they are stored if they are all of the model's dtype, else in float32.
+        Keys and values have the model's dtype if none is quantised, else float32.
         """
 
     @abc.abstractmethod
@@ -90,7 +90,7 @@ class LayerEntries(abc.ABC):
 
     @abc.abstractmethod
     def tensors(self) -> Mapping[str, Tensor]:
-        """Everything that is stored, by name: [E, d] keys, [E] positions and so on."""
+        """All stored tensors by name: [E, d] keys, [E] positions and so on."""
 
     @abc.abstractmethod
     def widths(self) -> Mapping[int, tuple[int, int]]:
@@ -99,7 +99,7 @@ class LayerEntries(abc.ABC):
     @property
     @abc.abstractmethod
     def kv_bytes(self) -> int:
-        """Bytes of keys and values, with what it takes to read them."""
+        """Bytes of keys and values, scales and zero points included."""
 
     @property
     def metadata_bytes(self) -> int:

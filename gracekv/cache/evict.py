@@ -1,4 +1,4 @@
-"""`evict`: original tokens only; all others are dropped."""
+"""`evict`: keep original tokens, drop all others."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gracekv.kernels import ragged
 
 @PACKERS.register("evict", works_sharded=True)
 class EvictPacker(Packer):
-    """Tokens are kept or dropped; of a coarse node the token of the highest score stays (eviction).
+    """Keep or drop tokens (eviction); a coarse node keeps its token of the highest score.
 
     Nothing is merged, so every multiplicity is 1.
 
     Source: the common ground of the published eviction methods, whose slots are single tokens or
-    chunks kept token by token. Ours: of a node of several tokens the one of the highest score
-    stays (ties: the earlier one).
+    chunks kept token by token. Ours: a node of several tokens keeps the one of the highest score
+    (ties: the earlier one).
 
     Cost: one gather of K and V.
     """
@@ -32,7 +32,7 @@ class EvictPacker(Packer):
 
 
 def best_tokens(given: LayerToPack) -> RaggedEntries:
-    """Of each entry [E] its token of the highest score, the earliest of equals, as it is."""
+    """The token of the highest score of each entry [E], unchanged; ties go to the earliest."""
     layout = given.layout
     positions = layout.start.clone()
     coarse = layout.merged
@@ -51,7 +51,7 @@ def best_tokens(given: LayerToPack) -> RaggedEntries:
 
 
 def gathered(given: LayerToPack, positions: Tensor) -> RaggedEntries:
-    """Of each entry the token at `positions` (int64 [E], absolute), as it is; a copy."""
+    """A copy of each entry's token at `positions` (int64 [E], absolute)."""
     capture, layout = given.capture, given.layout
     source = layout.head * capture.spans.length + positions
     return RaggedEntries(

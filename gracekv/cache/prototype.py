@@ -1,4 +1,4 @@
-"""`prototype`: merged nodes as prototypes, single tokens as they are."""
+"""`prototype`: merge nodes of several tokens into prototypes, copy single tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`QuantisedEntries`: a layer most of whose entries are quantised and some are not."""
+"""`QuantisedEntries`: a layer with quantised entries, and some in the model's dtype."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class QuantisedEntries(LayerEntries):
     Each of a head's entries is in one part, by position; attention is the same in any order.
 
     Attributes:
-        exact: entries as they are: prefix, recent window, question.
-        coded: quantised entries, the widest first: a part for each width, and where a context was
-            extended, for each width of each passage, whose blocks are its own.
+        exact: entries in the model's dtype: prefix, recent window, question.
+        coded: quantised entries, the widest first: a part for each width, or if a context was
+            extended, for each width of each passage, which has its own blocks.
 
     Raises `ShapeError` if the parts differ in heads, sequences or dimension, or are not in order.
     """
@@ -92,9 +92,9 @@ class QuantisedEntries(LayerEntries):
         return widths
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """All that is stored, by name: [E, d] exact keys, "coded.keys.codes" [E, bytes], ...
+        """All stored tensors by name: [E, d] exact keys, "coded.keys.codes" [E, bytes], ...
 
-        For several coded parts see `coded_prefixes`.
+        `coded_prefixes` names the parts if there are several.
         """
         coded = {
             f"{prefix}{name}": tensor
@@ -131,7 +131,7 @@ class QuantisedEntries(LayerEntries):
 
 
 def coded_prefixes(codings: Sequence[Coding]) -> list[str]:
-    """What the names of each coded part's tensors begin with.
+    """The prefixes of the tensor names of each coded part.
 
     "coded." if it is the only one, "coded.8.", "coded.4." of several widths, and where two parts
     have one width, "coded.0.", "coded.1." and so on.
@@ -145,9 +145,9 @@ def coded_prefixes(codings: Sequence[Coding]) -> list[str]:
 
 
 def dequantised(cache: CompressedCache) -> RaggedCache:
-    """`cache` with all entries in the model's dtype; layers without quantised entries as they are.
+    """`cache` with all entries in the model's dtype; layers without codes are not copied.
 
-    For what reads no codes; takes the memory that they save. Source: ours.
+    For readers that take no codes. It needs the memory that codes save. Source: ours.
     """
     layers = []
     for layer in cache.layers:

@@ -44,7 +44,7 @@ def refusing(path: Path, what: str) -> Iterator[None]:
 def saved_layer_states(
     header: Mapping[str, Any], tensors: dict[str, Tensor], devices: Sequence[torch.device]
 ) -> tuple[LayerState, ...]:
-    """The states that `header` lists, each on its layer's device; taken out of `tensors`.
+    """The states that `header` lists, each on its layer's device; removes them from `tensors`.
 
     Tensors have the shapes [S, ...] that `LayerState` describes.
 
@@ -84,9 +84,10 @@ def _check(state: LayerState, length: int, sequences: int) -> None:
 
 
 def check_index(parts: Mapping[str, Tensor], length: int) -> None:
-    """Types, offsets that rise from 0, positions [E] that rise in each head and lie below `length`.
+    """Check dtypes, offsets, positions [E] and multiplicities of a layer.
 
-    Raises `ShapeError` otherwise, or if a multiplicity is not finite.
+    Raises `ShapeError` unless offsets rise from 0, positions rise in each head and lie below
+    `length`, and multiplicities are finite.
     """
     positions, log_m, offsets = (parts[x] for x in ("positions", "log_multiplicity", "offsets"))
     types = (positions.dtype, log_m.dtype, offsets.dtype)
@@ -108,7 +109,7 @@ def check_index(parts: Mapping[str, Tensor], length: int) -> None:
 
 
 def check_numbers(parts: Mapping[str, Tensor]) -> None:
-    """Keys and values [E, d] of one floating-point type, no NaN; else raises `ShapeError`."""
+    """Raise `ShapeError` unless keys and values [E, d] share a floating dtype and are finite."""
     keys, values = parts["keys"], parts["values"]
     if keys.dtype != values.dtype or not keys.is_floating_point():
         raise ShapeError(f"keys are {keys.dtype}, values {values.dtype}")
@@ -116,7 +117,7 @@ def check_numbers(parts: Mapping[str, Tensor]) -> None:
 
 
 def check_codes(parts: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Codes [E, bytes], finite scales and zero points of 16 bits; else raises `ShapeError`.
+    """Raise `ShapeError` unless codes [E, bytes] have finite scales and zero points of 16 bits.
 
     `dtype` is that of the entries that are not quantised.
     """

@@ -1,4 +1,4 @@
-"""The interface of fitters, which change what kept entries say, never which are kept."""
+"""The interface of fitters, which change kept entries, never which ones are kept."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gracekv.value import Memory
 
 
 class Fitter(PrefillReader, Strategy, abc.ABC):
-    """Fit the kept entries so that attention over them gives what attention over all gave.
+    """Fit the kept entries so that attention over them matches attention over all tokens.
 
-    Two steps: `reference` notes what a layer gives while all of it is there, `layer` fits the
-    entries that stayed, when the rest is gone. Positions and the number of entries stay, and keys,
-    but where a strategy says that it moves them.
+    There are two steps: `reference` records the outputs of a layer while all of it is there, and
+    `layer` fits the entries that stayed when the rest is gone. Positions and the number of entries
+    stay. Keys stay too, unless a strategy says that it moves them.
     Entries outside the compressible region (prefix, recent window, question) stay bit for bit.
     Deterministic; computed in float32 or better; values return to the cache's dtype. Finite values
     stay finite.
@@ -36,15 +36,15 @@ class Fitter(PrefillReader, Strategy, abc.ABC):
         return torch.zeros(0, dtype=torch.int64)
 
     def reference(self, capture: LayerCapture, region: Region, memory: Memory) -> Any:
-        """What `layer` needs of the tokens of one layer, as for `Scorer.layer`."""
+        """The record of one layer that `layer` needs; arguments as for `Scorer.layer`."""
         return None
 
     @abc.abstractmethod
     def layer(self, packed: RaggedEntries, reference: Any, region: Region) -> RaggedEntries:
-        """The entries of one layer, those of `region` fitted."""
+        """The entries of one layer, with those of `region` fitted."""
 
     def layers(self, cache: RaggedCache, references: list[Any], region: Region) -> RaggedCache:
-        """All layers fitted; takes their `references` out of the list, which frees them."""
+        """Fit all layers; removes their `references` from the list, which frees them."""
         layers = tuple(self.layer(own, references.pop(0), region) for own in cache.layers)
         return dataclasses.replace(cache, layers=layers)
 
@@ -53,7 +53,7 @@ FITTERS = Registry("fit", "how kept entries make up for dropped ones", Fitter)
 
 
 def value_change(packed: RaggedCache, fitted: RaggedCache) -> Tensor:
-    """|v' - v| / |v| of every entry, layer after layer as packed: uint8 [E] on the CPU, hundredths.
+    """|v' - v| / |v| of every entry in hundredths: uint8 [E] on the CPU, layer after layer.
 
     255 stands for 2.55 and more.
     """

@@ -1,4 +1,4 @@
-"""Reference queries: what decoding is foreseen to ask, with a weight for each query."""
+"""Reference queries: the queries that decoding is expected to ask, with weights."""
 
 from __future__ import annotations
 

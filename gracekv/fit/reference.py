@@ -56,7 +56,7 @@ def agreed_share(
     trust: tuple[float, float, float],
     folds: int,
 ) -> list[float]:
-    """The held-out error of each share of a head's change, as `ValuesAndMass.agreed` adds them up.
+    """The held-out error of each share of a head's change, as in `ValuesAndMass.agreed`.
 
     `trust` holds those of values, of entries that are read, and of masses.
     """
@@ -86,7 +86,7 @@ def agreed_share(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Seen:
-    """What M rows of queries of a head see, each in shares of what they see of all tokens.
+    """Attention of M rows of queries of a head, in shares of their attention over all tokens.
 
     Attributes:
         kept: float64 [M, E + 1], attention to the kept entries and the last prompt token.

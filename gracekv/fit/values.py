@@ -71,11 +71,11 @@ class QueryFitter(Fitter):
 
 @dataclass(frozen=True)
 class RidgeFitter(QueryFitter):
-    """Fits by ridge regression, near what was there.
+    """Fits by ridge regression towards the original values.
 
     Attributes:
-        trust: prior of the values of all entries alike: larger values stay nearer to the originals.
-        trust_read: prior of an entry for being read by the reference queries.
+        trust: prior of all entries alike; a larger one keeps values nearer to the originals.
+        trust_read: prior of an entry in proportion to how much the reference queries read it.
     """
 
     trust: float = bounded(0.1, above=0, hint="0.1 changes values a little, 0.01 much.")
@@ -126,7 +126,7 @@ def ridge_change(
         shares: p float32 [G, M, W], attention over the kept entries.
         error: float32 [G, M, d], what the queries' outputs lack with the values as they are.
         trust: prior of all entries, as in `Values`.
-        trust_read: prior of an entry for being read.
+        trust_read: prior of an entry in proportion to how much it is read.
     """
     inverse = inverse_penalty(shares, attention, trust, trust_read)
     return ridge(shares, error, attention.weights, inverse).nan_to_num_(0.0, 0.0, 0.0)
@@ -137,7 +137,7 @@ def inverse_penalty(shares: Tensor, attention: KeptMass, trust: float, trust_rea
 
     Args:
         shares: p float32 [G, M, W].
-        attention: whose weights and free entries are used.
+        attention: holds the weights and says which entries are free.
         trust: times the mean diagonal of the head's normal matrix, over free entries.
         trust_read: times the entry's own diagonal.
     """

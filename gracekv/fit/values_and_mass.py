@@ -25,7 +25,7 @@ STEPS, MASS_SHARE = 4, 0.1
 
 @FITTERS.register("values_and_mass")
 class ValuesAndMass(RidgeFitter):
-    r"""Multiplicities that restore the attention mass of what was dropped, then fitted values.
+    r"""Multiplicities that restore the attention mass of dropped tokens, then fitted values.
 
     With e_t the unnormalised attention of a reference query to kept entry t and Z its sum over all
     tokens, the multiplicities m near 1 minimise the weighted sum of |sum_t m_t e_t / Z - 1|^2: the
@@ -70,7 +70,7 @@ class ValuesAndMass(RidgeFitter):
         )
 
     def _change(self, attention: LayerAttention) -> tuple[Tensor, Tensor]:
-        """Factors of multiplicities float32 [G, W], and what is added to values [G, W, d]."""
+        """Factors of multiplicities float32 [G, W], and the change of values [G, W, d]."""
         factor = multiplicities(attention, self.mass_trust, self.trust_read)
         trust = self.trust, self.trust_read
         return factor, value_change(attention, attention.shares(factor), *trust)
@@ -124,7 +124,7 @@ def held_out_error(attention: LayerAttention, factor: Tensor, change: Tensor) ->
 
 
 def multiplicities(attention: KeptMass, trust: float, trust_read: float) -> Tensor:
-    """float32 [G, W]: what the packed multiplicities are multiplied by; 1 for entries not free."""
+    """float32 [G, W]: factors of the packed multiplicities; 1 for entries that are not free."""
     shares = attention.mass / attention.total[..., None]
     on_tokens = 1.0 - (attention.sink / attention.total)[..., None]
     missing = on_tokens - shares.sum(dim=-1, keepdim=True)

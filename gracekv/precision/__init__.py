@@ -1,4 +1,4 @@
-"""Stage after fitting: how many bits the numbers of an entry take."""
+"""Stage after fitting: the bits of each number in a kept entry."""
 
 from gracekv.precision.allocated import AllocatedPrecision as AllocatedPrecision
 from gracekv.precision.allocating import AllocatingPrecision as AllocatingPrecision

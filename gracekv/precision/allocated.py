@@ -23,26 +23,26 @@ from gracekv.registry import bounded
 
 @PRECISIONS.register("allocated", works_sharded=True)
 class AllocatedPrecision(AllocatingPrecision):
-    """Each entry of each head at 0 (dropped), 4, 8 or all bits, by what a byte brings.
+    """Each entry is dropped or kept at 4, 8 or all bits, by marginal gain per byte.
 
     Candidates are the entries that the budget would hold at 4 bits. Each may be bought at 4 bits,
-    then widened to 8 and to the model's dtype: the operation that gains most per byte first, over
-    all layers and heads, until the bytes are spent. Dropping an entry is an error as large as its
-    token scores times its head's sensitivity; rounding it, a share of that, which is measured for
-    each head and width. A gain is the square that an operation takes off the sum of squared errors:
-    rounding errors are independent, and the divergence grows with the square of an error. A budget
-    in entries leaves them all as they are.
+    then widened to 8 and to the model's dtype. The operation with the largest gain per byte comes
+    first, over all layers and heads, until the bytes are spent. Dropping an entry costs an error of
+    its token scores times its head's sensitivity; rounding costs a share of that, measured for each
+    head and width. The gain of an operation is what it takes off the sum of squared errors, since
+    rounding errors are independent and the divergence grows with the square of an error. With a
+    budget in entries, all entries stay as they are.
 
     Source: ours; rounding as in `uniform`.
 
-    Cost: a sample of tokens is rounded to find the losses, and a sort of thrice the candidates.
+    Cost: rounding a sample of tokens, and a sort of three operations for each candidate.
 
     Attributes:
         group: numbers that share a scale and a zero point.
         keys: always "channel", as in `uniform`; a block holds entries of one width.
         values: always "token".
         sinks: the prompt's first tokens are dropped or stay as they are, as in `uniform`.
-        rounding: how much a measured rounding error counts against that of dropping an entry.
+        rounding: weight of a measured rounding error beside that of dropping an entry.
     """
 
     group: int = bounded(32, at_least=1)
@@ -72,11 +72,13 @@ class AllocatedPrecision(AllocatingPrecision):
         check_finite([loss], info.dtype)
         loss = self.rounding * loss
         head = candidates.head_of_entry()
+        # Cuts over several processes are found on the CPU.
+        device = worth.device if info.shard.ranks == 1 else torch.device("cpu")
         entries = Entries(
-            worth=worth.double().cpu().square(),
-            head=head,
+            worth=worth.to(device).double().square(),
+            head=head.to(device),
             loss=torch.nn.functional.pad(loss.square(), (0, 1)),
-            fixed=(candidates.start < self.sinks).cpu(),
+            fixed=candidates.start.to(device) < self.sinks,
             place=_places(head, info),
         )
         level = allocated_widths(entries, costs, budget, info.shard)
@@ -101,7 +103,7 @@ _TOKENS, _QUERIES = 256, 16
 
 
 def rounding_loss(capture: LayerCapture, region: Region, codings: Sequence[Coding]) -> Tensor:
-    r"""float64 [G, C]: error of a rounded entry's output over the error of dropping it.
+    r"""float64 [G, C]: the output error of rounding an entry over that of dropping it.
 
     Rounding adds d_v + (q . d_k) (v - mean) to an entry's share of the output, where q is a query
     times the attention scale; dropping the entry takes v - mean. The loss is the root of the mean
@@ -111,8 +113,8 @@ def rounding_loss(capture: LayerCapture, region: Region, codings: Sequence[Codin
 
     Args:
         capture: one layer.
-        region: whose tokens are rounded; one head's sample in blocks of its own.
-        codings: C ways to store them.
+        region: the positions that are sampled; each head's sample has blocks of its own.
+        codings: C codings with one group size.
     """
     count, dim = min(_TOKENS, region.length), capture.info.entry_dim
     if not count:

@@ -17,22 +17,22 @@ from gracekv.prefill import CaptureInfo, LayerCapture, PromptSpans, Region
 
 
 class AllocatingPrecision(Precision):
-    """Says which width each entry has, and which ones are dropped, where budgets come to bytes.
+    """Chooses the width of each entry, or drops it, if the budget counts bytes.
 
-    A budget in entries leaves them all as they are.
+    With a budget in entries, all entries stay as they are.
     """
 
     @property
     @abc.abstractmethod
     def stored(self) -> tuple[Precision, ...]:
-        """Precisions of one width each, the narrowest first, among which `allocate` chooses."""
+        """The precisions that `allocate` chooses from, one for each width, the narrowest first."""
 
     @property
     def codings(self) -> tuple[Coding, ...]:
         return tuple(coding for width in self.stored[::-1] for coding in width.codings)
 
     def entry_bytes(self, dim: int, itemsize: int, spans: PromptSpans) -> EntryBytes | None:
-        """What entries cost at least, at the narrowest width."""
+        """The least bytes of entries, at the narrowest width."""
         return self.stored[0].entry_bytes(dim, itemsize, spans)
 
     def widths(self, start: Tensor, region: Region) -> Tensor:
@@ -42,7 +42,7 @@ class AllocatingPrecision(Precision):
         return plan.keeps_all and (plan.compressible <= 0 or plan.holds(entry_bytes))
 
     def measured(self, capture: LayerCapture, region: Region) -> Any:
-        """What `allocate` needs of the tokens of one layer."""
+        """The measurements of one layer that `allocate` needs."""
         return None
 
     @abc.abstractmethod
@@ -54,12 +54,12 @@ class AllocatingPrecision(Precision):
         worth: Tensor,
         budget: int,
     ) -> Tensor:
-        """uint8 [E]: bits of a number of each candidate, 0 where it is dropped.
+        """uint8 [E]: bits of a number of each candidate, or 0 if it is dropped.
 
         Args:
             info: facts of the sequence.
-            measured: of each layer what `measured` gave.
-            candidates: the entries that would fit at the least width.
-            worth: float64 [E], what is lost where a candidate is dropped.
-            budget: bytes that the candidates of all processes may take.
+            measured: the results of `measured`, layer by layer.
+            candidates: the entries that would fit at the narrowest width.
+            worth: float64 [E], the loss if a candidate is dropped.
+            budget: bytes allowed for the candidates of all processes.
         """

@@ -1,4 +1,4 @@
-"""The interface of precisions: how many bits kept entries take, and how they are stored."""
+"""The interface of precisions, which choose the bits of kept entries and store them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gracekv.prefill import PromptSpans, Region
 from gracekv.registry import Registry, Strategy
 
 EXACT = 16
-"""The width of entries that stay as they are, in the model's dtype, whatever that is."""
+"""Stands for the width of entries that stay in the model's dtype, whatever that is."""
 
 
 # Bytes of keys that are quantised at once on a GPU.
@@ -57,7 +57,7 @@ class Precision(Strategy, abc.ABC):
 
     @abc.abstractmethod
     def widths(self, start: Tensor, region: Region) -> Tensor:
-        """uint8 [E]: bits of a number of each entry; `EXACT` is the model's dtype.
+        """uint8 [E]: bits of a number of each entry; `EXACT` stands for the model's dtype.
 
         Args:
             start: int64 [E], the first position that each entry stands for.
@@ -123,7 +123,7 @@ class Precision(Strategy, abc.ABC):
     def _batches(
         self, cache: RaggedCache, widths: Sequence[Tensor]
     ) -> Iterator[tuple[RaggedEntries, int, list[_Part]]]:
-        """Layers in one, how many they are, and their entries of `EXACT` and of each coding."""
+        """Batches of layers: stacked, their number, and their parts, the exact one first."""
         kinds = [(EXACT, 1), *((x.bits, x.group) for x in self.codings)]
         for some in batches(cache.layers, lambda layer: layer.keys.nbytes, _BATCH):
             batch = RaggedEntries.stack(cache.layers[some])

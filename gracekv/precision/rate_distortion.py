@@ -19,12 +19,12 @@ from gracekv.registry import bounded
 
 @PRECISIONS.register("rate_distortion", works_sharded=True)
 class RateDistortion(AllocatingPrecision):
-    """Each entry at 0 (dropped), 2, 4, 8 or all bits, by one price of a bit in each head (RDKV).
+    """Each entry is dropped or kept at 2, 4, 8 or all bits, by one price of a bit a head (RDKV).
 
     An entry of score s takes the b bits that minimise s epsilon(b) + lambda b. Every KV head has
-    the same bytes, and the least lambda at which its entries fit into them; where several change
-    at one lambda, the earlier first. Scores are token scores times their head's sensitivity, keys
-    are grouped by channel, values by token. A budget in entries leaves them all as they are.
+    the same bytes, and the lowest lambda at which its entries fit into them; if several entries
+    change at one lambda, the earlier comes first. Scores are token scores times their head's
+    sensitivity. With a budget in entries, all entries stay as they are.
 
     Source: Zhang et al. (2026), RDKV, arXiv:2605.08317, and its public code. Ours: keys take the
     bits of their token's value, where the code shares out bits among the channels of keys; lambda

@@ -31,13 +31,13 @@ class UniformPrecision(Precision):
     Cost: two passes over the kept entries.
 
     Attributes:
-        bits: of a code.
+        bits: width of a code.
         group: numbers that share a scale and a zero point.
         keys: always "channel": a block of `group` consecutive entries of a head, channel by
             channel. The field stays for one release, for pipelines saved by version 0.2.
         values: always "token": `group` consecutive channels of an entry.
-        sinks: the prompt's first tokens stay as they are (ours): models give them keys unlike all
-            others, which would widen the range of their block.
+        sinks: how many of the prompt's first tokens stay as they are (ours); their keys are unlike
+            all others and would widen the range of their block.
     """
 
     bits: Literal[8, 4, 2] = 8

@@ -1,4 +1,4 @@
-"""Which width each entry gets: one auction over the entries of all layers and heads."""
+"""The width of each entry, from one auction over the entries of all layers and heads."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class WidthCosts:
     """Bytes of entries at each of W widths, by rising width.
 
     Attributes:
-        bits: W widths; 0, which is dropped, is not among them.
+        bits: W widths, without the 0 of dropped entries.
         entry: W numbers, bytes of an entry at that width.
-        block: W numbers, bytes of what a block of entries of that width shares; 0: nothing.
+        block: W numbers, bytes that a block of entries of that width shares.
         per_block: entries of a block; the last one of a head may have fewer.
     """
 
@@ -36,7 +36,7 @@ class WidthCosts:
 
     @classmethod
     def of(cls, stored: Sequence[UniformPrecision], info: CaptureInfo) -> WidthCosts:
-        """Of the widths of `stored`, by rising width and in groups of one size, and of `EXACT`."""
+        """Costs of the widths of `stored`, which rise and have one group size, and of `EXACT`."""
         shape = (info.entry_dim, info.dtype.itemsize, info.spans)
         own = [width.entry_bytes(*shape) for width in stored]
         return cls(
@@ -58,14 +58,16 @@ class WidthCosts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """E entries that compete for bytes, head after head.
+    """E entries that compete for bytes, head after head; on one device but for `loss`.
 
     Attributes:
-        worth: float64 [E], what is lost where an entry is dropped; at least 0.
+        worth: float64 [E], the loss if an entry is dropped; at least 0.
         head: int64 [E], rising.
-        loss: float64 [H, W], the share of an entry's worth that is lost at each width, by head.
-        fixed: bool [E], entries that are dropped or get the last width, nothing between.
-        place: int64 [E], rising: their order among those of all processes; None: these are all.
+        loss: float64 [H, W] on the CPU, the share of an entry's worth that each width loses, by
+            head.
+        fixed: bool [E], entries that are dropped or get the last width.
+        place: int64 [E], rising: their order among those of all processes, or None if these are
+            all.
     """
 
     worth: Tensor
@@ -78,18 +80,18 @@ class Entries:
 def allocated_widths(
     entries: Entries, costs: WidthCosts, budget: int, shard: HeadShard = WHOLE
 ) -> Tensor:
-    """int64 [E]: 0 for what is dropped, else 1 + the index of its width in `costs.bits`.
+    """int64 [E] on the CPU: 0 for what is dropped, else 1 + the index of its width in `costs.bits`.
 
     An operation gives an entry its first or its next width. Operations are bought by falling gain
     per byte until one does not fit; then, again and again, the first in this order that still fits.
-    So `budget` is never exceeded, and no operation fits into what is left. Gains are worth times
-    the loss that is saved, bytes count a share of a full block; operations that gain more per byte
-    together than the first of them alone stand at what they gain together. Ties go to the earlier
-    entry. What an operation really costs depends on the blocks of its head: it may open one, or
+    So `budget` is never exceeded, and no operation fits into the rest. A gain is worth times the
+    loss that is saved, and bytes count a share of a full block. Operations that gain more per byte
+    together than the first of them alone are ranked by their joint gain. Ties go to the earlier
+    entry. The real cost of an operation depends on the blocks of its head: it may open one, or
     empty another.
 
-    Where heads are spread over processes, `budget` is that of all. They find by cuts where it
-    ends, and go on one purchase a round.
+    If heads are spread over processes, all of them share `budget`. They find its end by cuts, then
+    buy one operation a round.
 
     Source: ours; see `gracekv.precision.reference.allocated_widths`.
     """
@@ -98,7 +100,9 @@ def allocated_widths(
     bought, left = affordable(operation.rate, operation.tie, change, max(0, budget), shard)
     level = torch.zeros_like(entries.head)
     level.scatter_reduce_(0, operation.entry[:bought], operation.target[:bought], "amax")
-    buy_in_turn(_Waiting(operation, bought, level, entries, costs), left, shard)
+    # What is left is bought one by one, and so on the CPU.
+    level, head = level.cpu(), entries.head.cpu()
+    buy_in_turn(_Waiting(operation.after(bought), level, head, costs), left, shard)
     return level
 
 
@@ -106,8 +110,8 @@ def widths_by_head(entries: Entries, costs: WidthCosts, budget: int) -> Tensor:
     """int64 [E] as `allocated_widths`, where each head has a `budget` of its own.
 
     In each head, operations are bought by falling gain per bit of a number, whatever they cost in
-    bytes, until one does not fit. That is the least price of a bit at which the widths that
-    minimise worth times loss plus price times bits fit; ties go to the earlier entry.
+    bytes, until one does not fit. These are the widths that minimise worth times loss plus price
+    times bits, at the lowest price of a bit at which they fit. Ties go to the earlier entry.
 
     Source: Zhang et al. (2026), RDKV, arXiv:2605.08317; see
     `gracekv.precision.reference.widths_at_a_price`.
@@ -123,8 +127,10 @@ def widths_by_head(entries: Entries, costs: WidthCosts, budget: int) -> Tensor:
 
 def _by_head(head: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Operations of `head` int64 [M] in order of their heads, and the place of each one's first."""
-    by_head = head.sort(stable=True).indices
-    return by_head, ragged.offsets(torch.bincount(head, minlength=heads))[head[by_head]]
+    ordered = head.sort(stable=True)
+    # Not bincount, which waits for the GPU.
+    counts = head.new_zeros(heads).index_add_(0, head, torch.ones_like(head))
+    return ordered.indices, ragged.offsets(counts)[ordered.values]
 
 
 def _running(x: Tensor, first: Tensor) -> Tensor:
@@ -139,7 +145,7 @@ class _Operations:
 
     Attributes:
         entry: int64 [M].
-        source: int64 [M], the level before; 0 is dropped.
+        source: int64 [M], the level before; 0 for a dropped entry.
         target: int64 [M], the level after.
         rate: float64 [M], falling: loss saved per byte.
         tie: int64 [M], their order among equal rates.
@@ -154,21 +160,27 @@ class _Operations:
     @classmethod
     def of(cls, entries: Entries, costs: WidthCosts) -> _Operations:
         widths = len(costs.bits)
-        rate = entries.worth[:, None] * rates(entries.loss, costs)[entries.head]
-        last = torch.tensor(costs.entry, dtype=torch.float64)[-1]
-        rate[entries.fixed] = _NEVER
-        rate[entries.fixed, -1] = entries.worth[entries.fixed] / last
+        device, fixed = entries.worth.device, entries.fixed
+        by_head = rates(entries.loss, costs).to(device)
+        rate = torch.where(fixed[:, None], _NEVER, entries.worth[:, None] * by_head[entries.head])
+        rate[:, -1] = torch.where(fixed, entries.worth / float(costs.entry[-1]), rate[:, -1])
         falling = rate.flatten().sort(descending=True, stable=True)
-        offered = falling.values != _NEVER
-        order = falling.indices[offered]
+        # What is never offered comes last.
+        offered = rate.numel() - (widths - 1) * int(fixed.sum())
+        order = falling.indices[:offered]
         entry, target = order // widths, order % widths + 1
         place = entry if entries.place is None else entries.place[entry]
-        source = torch.where(entries.fixed[entry], 0, target - 1)
-        return cls(entry, source, target, falling.values[offered], place * widths + target - 1)
+        source = torch.where(fixed[entry], 0, target - 1)
+        return cls(entry, source, target, falling.values[:offered], place * widths + target - 1)
+
+    def after(self, count: int) -> _Operations:
+        """The operations after the first `count`, on the CPU."""
+        fields = (self.entry, self.source, self.target, self.rate, self.tie)
+        return _Operations(*(x[count:].cpu() for x in fields))
 
     def bytes(self, entries: Entries, costs: WidthCosts) -> Tensor:
-        """int64 [M]: what each operation costs after all before it."""
-        price = torch.tensor((0, *costs.entry))
+        """int64 [M]: the cost of each operation after all operations before it."""
+        price = torch.tensor((0, *costs.entry)).to(self.entry.device)
         change = price[self.target] - price[self.source]
         head = entries.head[self.entry]
         by_head, first = _by_head(head, len(entries.loss))
@@ -182,7 +194,7 @@ class _Operations:
 
 
 def rates(loss: Tensor, costs: WidthCosts) -> Tensor:
-    """float64 [H, W]: loss saved per byte by each step to the next width, of an entry of worth 1.
+    """float64 [H, W]: loss saved per byte by each step to the next width, for a worth of 1.
 
     The slopes of the smallest concave function above the saved loss: they never rise, so that a
     step comes after those before it. A wider step that takes no more bytes, as with tiny groups,
@@ -207,31 +219,25 @@ def rates(loss: Tensor, costs: WidthCosts) -> Tensor:
 
 
 class _Waiting:
-    """The operations from `begin` on that may still fit, as `ranking.Offers`.
+    """The operations that may still fit, as `ranking.Offers`.
 
     Args:
-        operations: all operations.
-        begin: how many of them were bought before.
+        operations: those that are not bought yet.
         level: int64 [E], the level of each entry; purchases raise it.
-        entries: the entries.
-        costs: of the widths.
+        head: int64 [E], the head of each entry.
+        costs: bytes of the widths.
     """
 
     def __init__(
-        self,
-        operations: _Operations,
-        begin: int,
-        level: Tensor,
-        entries: Entries,
-        costs: WidthCosts,
+        self, operations: _Operations, level: Tensor, head: Tensor, costs: WidthCosts
     ) -> None:
         self._level, self._costs = level, costs
-        self._entry, self._source = operations.entry[begin:], operations.source[begin:]
-        self._target, self._head = operations.target[begin:], entries.head[self._entry]
-        self._rate, self._tie = operations.rate[begin:], operations.tie[begin:]
-        levels = len(costs.bits) + 1
-        self._counts = torch.zeros(len(entries.loss), levels, dtype=torch.int64)
-        self._counts.index_put_((entries.head, level), torch.ones_like(level), accumulate=True)
+        self._entry, self._source = operations.entry, operations.source
+        self._target, self._head = operations.target, head[operations.entry]
+        self._rate, self._tie = operations.rate, operations.tie
+        levels, heads = len(costs.bits) + 1, int(head[-1]) + 1 if len(head) else 0
+        self._counts = torch.zeros(heads, levels, dtype=torch.int64)
+        self._counts.index_put_((head, level), torch.ones_like(level), accumulate=True)
         # Costs follow from head, level before and level after.
         self._kind = (self._head * levels + self._source) * levels + self._target
         self._waiting = level[self._entry] == self._source
