@@ -19,6 +19,7 @@ from gracekv.fit.queries import QuerySet
 from gracekv.kernels import ragged
 from gracekv.kernels.linalg import batched_linear
 from gracekv.kernels.logits import capped
+from gracekv.kernels.small_tensors import on_device
 from gracekv.prefill import LayerCapture, Region
 
 # Bytes of logits that are held at once.
@@ -71,7 +72,7 @@ class Reference:
         device, heads, length = keys.device, capture.kv_heads, capture.spans.length
         asked = queries.rotated(capture)
         rows = asked.shape[1]
-        sees = queries.sees.repeat(capture.group)
+        sees = on_device(queries.asked_at.repeat(capture.group), device)
         top, total = (
             torch.empty(heads, rows, device=device, dtype=torch.float32) for _ in range(2)
         )
@@ -107,12 +108,13 @@ class Reference:
                 chance = logits.sub_(top[part][..., None]).exp_()
                 total[part] = chance.sum(dim=-1) + sink[part]
                 output[part] = batched_linear(chance, across) / total[part][..., None]
-        weights = queries.weights.to(device).repeat(heads, capture.group) / capture.group
+        weights = on_device(queries.weights.repeat(capture.group) / capture.group, device)
         last = torch.stack([keys[:, -1], values[:, -1]])
         seeing_all = int((queries.asked_at == length - 1).long().cumprod(0).sum())
-        blind = queries.sees[seeing_all:]
+        blind = on_device(queries.asked_at[seeing_all:], device)
         sizes = (length, capture.group, capture.softcap)
-        return cls(asked, blind, top, total, sink, output, weights, last, *sizes)
+        seen = (asked, blind, top, total, sink, output, weights.expand(heads, -1), last)
+        return cls(*seen, *sizes)
 
     @classmethod
     def stack(cls, layers: Sequence[Self]) -> Self:

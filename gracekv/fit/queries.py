@@ -23,7 +23,6 @@ class QuerySet:
         positions: int64 [Q], the prompt positions that they come from.
         asked_at: int64 [Q] on the CPU, the position that each is asked from: it sees the keys up
             to there.
-        sees: int64 [Q], `asked_at` on the device of the layer.
         weights: float32 [Q] on the device of `positions`, with sum 1.
         repeated: [H, R, d], queries of a second reading at their own places, which come before the
             Q - R queries that have `positions`; None if R is 0.
@@ -32,7 +31,6 @@ class QuerySet:
 
     positions: Tensor
     asked_at: Tensor
-    sees: Tensor
     weights: Tensor
     repeated: Tensor | None = None
     within: Region | None = None
@@ -43,9 +41,10 @@ class QuerySet:
         Raises `MissingCaptureError` if one was not captured.
         """
         queries = capture.queries_at(self.positions).float() * capture.scale
-        rope = capture.rope
-        plain = rope.unrotate(queries, self.positions)
-        asked = rope.rotate(plain, self.sees[len(self.sees) - len(self.positions) :])
+        rope, device = capture.rope, queries.device
+        plain = rope.unrotate(queries, on_device(self.positions, device))
+        to = self.asked_at[len(self.asked_at) - len(self.positions) :]
+        asked = rope.rotate(plain, on_device(to, device))
         if self.repeated is not None:
             repeated = self.repeated.to(asked.device).float() * capture.scale
             asked = torch.cat([repeated, asked], dim=1)
@@ -100,15 +99,9 @@ class ReferenceQueries(Configurable):
         tail = torch.arange(capture.spans.last(self.tail).start, length)
         share = self.tail_share if len(tail) else 0.0
         each = share / max(1, len(tail))
-        asked, device = torch.cat([asked, tail]), capture.keys.device
-        # The same for all layers, so uploaded once.
-        known = ("asked at", self, len(asked), device)
-        if known not in memory:
-            memory[known] = asked.to(device)
         return QuerySet(
             torch.cat([replayed, on_device(tail, replayed.device)]),
-            asked,
-            memory[known],
+            torch.cat([asked, tail]),
             torch.cat(
                 [weights * (1 - share), filled(len(tail), each, weights.dtype, weights.device)]
             ),
