@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.prefill.model_layers import attention_module
-from gracekv.undo import undone
+from gracekv.undo import uncompiled, undone, without_autocast
 
 BASE_ATTENTION = ("sdpa", "eager")
 """Attention implementations of transformers that a patched one can replace."""
 
-_numbers = itertools.count()
+ATTACHED = {"gracekv": "sdpa", "gracekv_eager": "eager"}
+"""Names of the attention of attached models (`gracekv.hf.attach`), and what it stands on."""
 
-attached_bases: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""The attention implementation of each attached model before `gracekv.hf.attach`."""
+_numbers = itertools.count()
+_new_entry = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +38,7 @@ class AttentionCall:
         module: the attention module that calls it.
         query: [1, H, C, d].
         key: [1, G, S, d].
-        value: [1, G, S, d].
+        value: [1, G, S, d], all three of one dtype.
         mask: as the stock function takes it.
         options: what else it takes, by name.
     """
@@ -71,37 +74,103 @@ class AttentionCall:
         return self.stock(self.module, query, key, value, mask, **self.options)
 
 
+class _Entry:
+    """A model's place in transformers' table of attention functions, for while it is read.
+
+    It stays there as long as the model, so that threads that run the model as well never miss it.
+
+    Attributes:
+        name: in the table.
+        lock: held by the thread that reads the model, or switches its attention.
+        reading: the thread that reads, and its attention function and mask function.
+        others: the functions that other threads go on with.
+    """
+
+    def __init__(self, decoder: Any) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        self.name, self.lock = f"gracekv_capture_{next(_numbers)}", threading.RLock()
+        self.reading: tuple[int, Any, Any] = (0, None, None)
+        self.others: tuple[Any, Any] = (None, None)
+        # An attention name without a mask of the same name would silently get no mask at all.
+        for table, place in ((AttentionInterface, 0), (AttentionMaskInterface, 1)):
+            table.register(self.name, partial(self._call, place))
+            finalize(decoder, table._global_mapping.pop, self.name, None)
+
+    def _call(self, place: int, *args: Any, **kwargs: Any) -> Any:
+        thread, *own = self.reading
+        chosen = own if thread == threading.get_ident() else self.others
+        return chosen[place](*args, **kwargs)
+
+
+_entries: WeakKeyDictionary[Any, _Entry] = WeakKeyDictionary()
+
+
+def _entry(model: Any) -> _Entry:
+    # A wrapper (compiled, with adapters) has the decoder of the model inside.
+    decoder = model.get_decoder()
+    decoder = getattr(decoder, "_orig_mod", decoder)
+    with _new_entry:
+        if decoder not in _entries:
+            _entries[decoder] = _Entry(decoder)
+        return _entries[decoder]
+
+
+def model_lock(model: Any) -> threading.RLock:
+    """The lock of the thread that reads `model` or switches its attention; re-entrant."""
+    return _entry(model).lock
+
+
+def own_thread(
+    function: Callable[..., Any], others: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """`function` where this thread calls it; other threads get `others`, or nothing is done."""
+    thread = threading.get_ident()
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            return function(*args, **kwargs)
+        return None if others is None else others(*args, **kwargs)
+
+    return call
+
+
 @contextmanager
 def patched_attention(model: Any, attend: Callable[[AttentionCall], Any]) -> Iterator[None]:
-    """Replace the model's attention function by `attend` inside the `with` block.
-    Afterwards, or if the pass fails, the model and transformers' registries are as before. Raises
-    `UnsupportedModelError` as `base_attention` does.
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Let this thread's calls of the model's attention function go to `attend`.
 
-    before = model.config._attn_implementation
-    base = base_attention(model)
-    name = f"gracekv_capture_{next(_numbers)}"
-    masks = AttentionMaskInterface._global_mapping
-    stock = attention_function(model, base)
+    That lasts for the `with` block. Other threads that run the model compute what they would
+    without; those that read it, or attach it, wait. The model runs uncompiled meanwhile, and
+    `attend` without autocast, under which queries and keys get the dtype of the values.
+
+    Raises `UnsupportedModelError` as `base_attention` does.
+    """
+    from transformers import AttentionMaskInterface
+
+    entry, masks = _entry(model), AttentionMaskInterface._global_mapping
 
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
     ) -> Any:
         # Some families pass the mask by name.
-        return attend(AttentionCall(stock, module, query, key, value, attention_mask, kwargs))
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        with without_autocast():
+            return attend(AttentionCall(stock, module, query, key, value, attention_mask, kwargs))
 
-    def undo() -> None:
-        model.set_attn_implementation(before)
-        AttentionInterface._global_mapping.pop(name, None)
-        masks.pop(name, None)
+    with entry.lock:
+        before, base = model.config._attn_implementation, base_attention(model)
+        stock, reading = attention_function(model, base), entry.reading
 
-    with undone(undo):
-        AttentionInterface.register(name, attention)
-        # An attention name without a mask of the same name would silently get no mask at all.
-        AttentionMaskInterface.register(name, masks[base])
-        model.set_attn_implementation(name)
-        yield
+        def undo() -> None:
+            model.set_attn_implementation(before)
+            entry.reading = reading
+
+        with uncompiled(), undone(undo):
+            entry.others = attention_function(model, before), masks[before]
+            entry.reading = threading.get_ident(), attention, masks[base]
+            model.set_attn_implementation(entry.name)
+            yield
 
 
 def base_attention(model: Any) -> str:
@@ -109,17 +178,15 @@ def base_attention(model: Any) -> str:
 
     Raises `UnsupportedModelError` if it is another one.
     """
-    name = model.config._attn_implementation
-    if name == "gracekv":
-        # Models may share a config, and so the implementation too.
-        alike = (base for other, base in attached_bases.items() if other.config is model.config)
-        name = attached_bases.get(model) or next(alike, "sdpa")
+    with model_lock(model):
+        name = str(model.config._attn_implementation)
+    name = ATTACHED.get(name, name)
     if name not in BASE_ATTENTION:
         raise UnsupportedModelError(
             f"The model's attention implementation is {name!r}; gracekv works on top of "
             f"{' or '.join(BASE_ATTENTION)}. Call model.set_attn_implementation('sdpa') first."
         )
-    return str(name)
+    return name
 
 
 def attention_function(model: Any, base: str) -> Any:
