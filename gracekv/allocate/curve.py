@@ -69,7 +69,7 @@ def auction_curve(
         order = bought[falling]
         spent = ops.cost[order].cumsum(0).cpu()
         gained = ops.gain[order].cumsum(0).cpu()
-        floor_entries = int(ops.cost[before].sum())
+        floor_entries = int(torch.where(before, ops.cost, 0).sum())
     at = _subsampled(spent, floor_entries)
     if frontier is not None and frontier.bound is not None:
         budgets = (

@@ -112,7 +112,7 @@ class Singleton(Floor):
         last, place = _last_operation(ops, candidates)
         score = candidates.flatten()[place]
         executed[_buy_paths(ops, last, score, place, self.limit(plan), caps)] = True
-        spent = int(ops.cost[executed].sum())
+        spent = int(torch.where(executed, ops.cost, 0).sum())
         return dataclasses.replace(ops.frontier(start, executed), floor_spent=spent)
 
 
@@ -145,7 +145,8 @@ def _last_operation(ops: Operations, candidates: Tensor) -> tuple[Tensor, Tensor
     node_of = torch.full_like(flat, -1, dtype=torch.int64)
     node_of[place] = holder
     node = node_of[wanted]
-    wanted, node = wanted[node >= 0], node[node >= 0]
+    exact = where_true(node >= 0)
+    wanted, node = wanted[exact], node[exact]
 
     # A root appears by its own Add, any other node by its parent's Split.
     split_of = torch.full((forest.nodes,), -1, device=node.device)
@@ -192,4 +193,4 @@ def _buy_paths(
         done[:] = buy_together(
             *lists, score=score, ties=ties, budget=budget, caps=caps, shard=shard
         )
-    return local[torch.from_numpy(done).to(local.device)]
+    return local[torch.from_numpy(np.flatnonzero(done)).to(local.device)]

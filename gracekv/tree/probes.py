@@ -69,7 +69,9 @@ class ProbeAttention:
         # Query heads take turns over all probes, so probes are dropped afterwards.
         queries = torch.cat([probe_queries(prefill, layer, probes) for layer in layers])
         queries = queries[:, probes >= region.start] * prefill.scale
-        probes = probes[probes >= region.start].to(device)
+        probes = probes[probes >= region.start]
+        masked = int((probes < region.end - 1).sum())
+        probes = probes.to(device)
         heads, tokens, dim = len(queries), region.length, prefill.head_dim
         buffer = workspace.persistent
         buffer.reserve(heads * tokens * (len(probes) + 2 * dim))
@@ -79,7 +81,6 @@ class ProbeAttention:
         logits = buffer.take(heads, tokens, len(probes))
         _head_products(keys, queries, logits)
         capped(logits, prefill.softcap)
-        masked = int((probes < region.end - 1).sum())
         logits[..., :masked].masked_fill_(positions[:, None] > probes[:masked], -torch.inf)
         max_logit = logits.amax(dim=1)
         exponentials = logits.sub_(max_logit[:, None]).exp_()

@@ -116,7 +116,7 @@ class TreeBatch:
         tree_id, slot_start, slot_row, length = torch.stack(columns).to(device)
 
         def own(x: Tensor) -> Tensor:
-            return x[chosen].flatten(0, 1).to(device).double()
+            return torch.stack([x[layer] for layer in chosen]).flatten(0, 1).to(device).double()
 
         return cls(
             context=context,
