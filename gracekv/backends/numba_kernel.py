@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from gracekv.kernels import (
     numba_softmax,
     row_vectors,
 )
+from gracekv.kernels.compiled import cached
 from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, inner, pointer
 from gracekv.kernels.numba_products import mixtures, products
 from gracekv.kernels.numba_softmax import cap_logits, exponentials, largest, merge
@@ -214,4 +216,4 @@ def attend(dtype: torch.dtype) -> Any:
         half = carray(address, (0,), half_number)
         _run_splits(args, keys, values, tail_keys, tail_values, half)
 
-    return cfunc(types.void(types.voidptr), cache=True)(kernel)
+    return cached(partial(cfunc, types.void(types.voidptr)), kernel)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from gracekv.kernels import (
 )
 from gracekv.kernels.addresses import address
 from gracekv.kernels.columns import Columns
+from gracekv.kernels.compiled import cached
 from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, inner, pointer
 from gracekv.kernels.matmul import multiply
 from gracekv.kernels.numba_softmax import exponentials, largest
@@ -185,7 +187,7 @@ def pack_keys(dtype: torch.dtype) -> Any:
         args = carray(address, (1,), _ARGS)[0]
         _pack(args, carray(pointer(args.keys), (args.kv_heads * args.length, args.dim), number))
 
-    return cfunc(types.void(types.voidptr), cache=True)(body)
+    return cached(partial(cfunc, types.void(types.voidptr)), body)
 
 
 @functools.cache
@@ -197,7 +199,7 @@ def reduce_columns() -> Any:
         _ = sources
         _work(carray(address, (1,), _ARGS)[0])
 
-    return cfunc(types.void(types.voidptr), cache=True)(body)
+    return cached(partial(cfunc, types.void(types.voidptr)), body)
 
 
 def takes(queries: Tensor, keys: Tensor) -> bool:

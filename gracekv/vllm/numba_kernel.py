@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from gracekv.kernels import (
     numba_softmax,
     row_vectors,
 )
+from gracekv.kernels.compiled import cached
 from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, inner, pointer
 from gracekv.kernels.numba_products import mixtures, products
 from gracekv.kernels.numba_softmax import exponentials, largest, merge
@@ -224,7 +226,7 @@ def work_kernel(dtype: torch.dtype) -> Any:
         pages = carray(pointer(args.pages), (args.page_elements,), number)
         _run_work(args, pages)
 
-    return cfunc(types.void(types.voidptr), cache=True)(kernel)
+    return cached(partial(cfunc, types.void(types.voidptr)), kernel)
 
 
 @functools.cache
@@ -236,4 +238,4 @@ def merge_kernel() -> Any:
         _ = sources
         _run_merges(carray(address, (1,), _ARGS)[0])
 
-    return cfunc(types.void(types.voidptr), cache=True)(kernel)
+    return cached(partial(cfunc, types.void(types.voidptr)), kernel)

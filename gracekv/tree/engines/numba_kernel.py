@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numba import carray, cfunc, types  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.kernels import intrinsics, matmul, numba_softmax, row_vectors
+from gracekv.kernels.compiled import cached
 from gracekv.kernels.intrinsics import digest, fetch_and_add, inner, pointer
 from gracekv.tree.engines import (
     numba_arrays,
@@ -230,4 +232,4 @@ def distortion_kernel() -> Any:
         _ = sources
         _work(carray(address, (1,), _ARGS)[0])
 
-    return cfunc(types.void(types.voidptr), cache=True)(body)
+    return cached(partial(cfunc, types.void(types.voidptr)), body)
