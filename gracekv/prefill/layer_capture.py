@@ -171,7 +171,8 @@ class LayerCapture:
             first, last = int(known[0]), int(known[-1])
             # Where all positions of a range were captured, the host need not look.
             if last - first + 1 == len(known) == self.queries.shape[1]:
-                return self.queries[:, positions.to(self.queries.device) - first]
+                positions = positions.to(self.queries.device)
+                return self.queries[:, positions - first if first else positions]
         wanted = torch.as_tensor(positions, dtype=torch.int64, device="cpu")
         at, held = self.info.query_rows(wanted)
         if not bool(held.all()) or self.queries.shape[1] != len(known):

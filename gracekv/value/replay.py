@@ -111,7 +111,7 @@ class Replay(Scorer):
         at, rank = ranked.sort()
         alike = count if count == region.length else len(spaced)
         weights = (1 - self.uniform_weight) * _normalised(likely[at])
-        weights += (rank < alike).double() * (self.uniform_weight * (1 / max(1, alike)))
+        weights.add_(rank < alike, alpha=self.uniform_weight * (1 / max(1, alike)))
         positions, weights = at + region.start, _normalised(weights).float()
         # Processes run these tokens together, so the positions must not differ.
         return shard.from_first(positions), shard.from_first(weights)
