@@ -44,8 +44,8 @@ def quantised(groups: Tensor, dim: int, *levels: int) -> tuple[Tensor, Tensor, T
     scale = _next(near, near < scale, up=True)
     if groups.dtype.itemsize > 2:
         scale = torch.where(low == high, (low - zero).to(kind), scale)
-    # Between 0 and `levels`, by how zero points and scales are rounded. Only groups of equal numbers
-    # divide by 0; their code is 1.
+    # Between 0 and `levels`, by how zero points and scales are rounded. Only groups of equal
+    # numbers divide by 0; their code is 1.
     codes = ((x - zero) / scale).round_().nan_to_num_(1.0, 1.0, 1.0)
     return codes, scale, zero
 
