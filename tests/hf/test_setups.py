@@ -70,3 +70,13 @@ def test_a_result_of_autocast_is_saved_and_loaded_under_it(tmp_path):
         assert gracekv.load(tmp_path / "cache", model).generate_ids(6).equal(answer)
     with pytest.raises(CacheError, match="autocast"):
         result.generate_ids(6)
+
+
+def test_a_fit_of_no_entries_changes_nothing():
+    # Without a prefix, one entry a head is that of the last token, which is fed again.
+    prompt = gracekv.Prompt.from_ids(IDS[:40], (0, 40))
+    result = gracekv.compress(
+        tiny_llama(), prompt, entries_per_head=1, pipeline="attention-matching"
+    )
+    assert not result.packed.entries().any()
+    assert result.generate_ids(2).shape == (1, 2)
