@@ -100,7 +100,10 @@ def candidates(scores: Tensor, sensitivity: Tensor, caps: Tensor | None, elastic
         # Ranks by a stable sort: ties go to the earlier token.
         order = gain.sort(dim=1, descending=True, stable=True).indices
         rank = torch.arange(gain.shape[1], device=gain.device)
-        beyond = (rank >= caps.to(gain.device)[:, None]).expand_as(gain)
+        # Equal caps need no upload.
+        equal = caps.device.type == "cpu" and len(set(caps.tolist())) == 1
+        limit = int(caps[0]) if equal else caps.to(gain.device)[:, None]
+        beyond = (rank >= limit).expand_as(gain)
         gain = gain.masked_fill(torch.empty_like(beyond).scatter_(1, order, beyond), NEVER)
     return gain.masked_fill(gain <= 0, NEVER) if elastic else gain
 

@@ -44,7 +44,7 @@ class PartSplits:
     most: int
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PartSplits:
-        """The same splits with each tensor replaced by `change` of it."""
+        """The same splits with each tensor [...] replaced by `change` of it."""
         return PartSplits(change(self.items), change(self.item_first), self.most)
 
     def arguments(self, entries: CodedEntries) -> tuple[list[Tensor], list[int]]:
@@ -80,7 +80,7 @@ class SplitTable:
     slots: int
 
     def map(self, change: Callable[[Tensor], Tensor]) -> SplitTable:
-        """The same table with each tensor replaced by `change` of it."""
+        """The same table with each tensor [...] replaced by `change` of it."""
         parts = tuple(part.map(change) for part in self.parts)
         return SplitTable(parts, change(self.row_first), self.slots)
 
@@ -107,7 +107,7 @@ class SplitTables:
         return sum(table.bytes for table in self.tables)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> SplitTables:
-        """The same tables with each tensor replaced by `change` of it."""
+        """The same tables with each tensor [...] replaced by `change` of it."""
         return SplitTables(tuple(table.map(change) for table in self.tables))
 
     def for_readers(self, readers: int) -> SplitTable:

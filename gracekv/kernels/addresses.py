@@ -9,7 +9,7 @@ from gracekv.errors import ShapeError
 
 
 def address(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> int:
-    """The address of a contiguous CPU tensor of `dtype` and `shape`.
+    """The address of a contiguous CPU tensor [shape] of `dtype`.
 
     Raises `ShapeError` with the tensor's `name` if it is another one: a kernel would read, or
     write, beyond it.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.kernels.rope import Rope
+from gracekv.kernels.small_tensors import on_device
 from gracekv.prefill.attention_patch import AttentionCall, own_thread
 from gracekv.prefill.model_layers import (
     ModelLayer,
@@ -224,7 +225,7 @@ class Recorder:
             kept[:, first:last] = rows
         elif last > first:
             at = positions[first:last] - self._chunk.start
-            kept[:, first:last] = rows[:, at.to(rows.device)]
+            kept[:, first:last] = rows[:, on_device(at, rows.device)]
 
 
 def no_rotation(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
