@@ -10,22 +10,18 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import Budget, BudgetPlan
-from gracekv.cache import Accounting, CompressedCache, LayerEntries, Timings
-from gracekv.cache.base import RaggedEntries
-from gracekv.cache.coded import CodedEntries
-from gracekv.cache.quantised import QuantisedEntries
+from gracekv.cache import Accounting, Timings
+from gracekv.cache.joining import joined_cache, past_of
 from gracekv.distributed import HeadShard, head_shard
 from gracekv.distributed.agreement import call_facts
 from gracekv.errors import CacheError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.capture import prefilled_run
-from gracekv.kernels.ragged import offsets
 from gracekv.pipeline.run import Run, physical_sizes
 from gracekv.prefill import PromptSpans
 from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.model_layers import text_config
 from gracekv.prefill.options import CaptureOptions
-from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_prompt_length, longest_sequence
 
@@ -64,7 +60,7 @@ def extended_run(
             "limits": (capture.chunk, capture.memory_limit),
         }
         shard.agree(**call_facts([prompt], pipeline, budget, **others))
-    past = Past.padded([_heads(layer) for layer in old.layers], old.length, old.other_layers, shard)
+    past = past_of(old, shard)
     # A context that was not followed by anything has a last token without an entry.
     last = before.spans.context_end - old.length
     ids = torch.cat([read.ids.new_zeros(past.places), read.ids[old.length :]])
@@ -74,12 +70,6 @@ def extended_run(
     plan = pipeline.plan_for(model, passage_prompt.spans, budget)
     added = prefilled_run(model, passage_prompt, past, pipeline, plan, capture)
     return prompt, _joined(run, added, past.places, shard)
-
-
-def _heads(layer: LayerEntries) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Keys, values and log m of each head in the model's dtype, codes as they are read."""
-    heads = (layer.head(g) for g in range(layer.heads))
-    return [(k.to(layer.dtype), v.to(layer.dtype), log_m) for k, v, _, log_m in heads]
 
 
 def _check_length(model: Any, before: int, length: int, capture: CaptureOptions) -> None:
@@ -97,7 +87,7 @@ def _check_length(model: Any, before: int, length: int, capture: CaptureOptions)
 def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:
     """The entries of `before`, bit for bit, and behind them in each head those of the passage."""
     old = before.cache
-    packed = _joined_cache(old, run.cache, places, shard)
+    packed = joined_cache(old, run.cache, places, shard)
     sizes = physical_sizes(packed, shard)
     plans, kept = (before.plan, run.plan), (before.accounting, run.accounting)
     in_bytes = [x.bytes for x in plans if x.bytes is not None]
@@ -123,46 +113,3 @@ def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:
     added = run.timings.as_dict()
     timings = Timings(**{stage: seconds[stage] + added[stage] for stage in seconds})
     return Run(plan, packed, accounting, timings, before.fingerprint)
-
-
-def _joined_cache(
-    old: CompressedCache, new: CompressedCache, places: int, shard: HeadShard
-) -> CompressedCache:
-    """The entries of `old`, then those of `new` after the `places` that stand for them."""
-    shift = old.length - places
-    pairs = [
-        (_parts(one), _parts(other)) for one, other in zip(old.layers, new.layers, strict=True)
-    ]
-    # A width that the passage uses nowhere, in no process, needs no part.
-    counts = torch.tensor([[part.entries for part in codes] for _, (_, codes) in pairs]).sum(0)
-    used = shard.sum(counts).nonzero().flatten().tolist()
-    layers = list[LayerEntries]()
-    for (exact, codes), (added, added_codes) in pairs:
-        joined = _joined_layer(exact, added, places, shift)
-        parts = _joined_codes(codes, [added_codes[n] for n in used], shift)
-        layers.append(QuantisedEntries(joined, parts) if parts else joined)
-    return dataclasses.replace(new, layers=tuple(layers), length=new.length + shift)
-
-
-def _parts(layer: Any) -> tuple[RaggedEntries, tuple[CodedEntries, ...]]:
-    """The entries of a layer as they are, and those of fewer bits."""
-    return (layer.exact, layer.coded) if isinstance(layer, QuantisedEntries) else (layer, ())
-
-
-def _joined_layer(old: RaggedEntries, new: RaggedEntries, places: int, shift: int) -> RaggedEntries:
-    """Per head the entries of `old`, then those of `new` after its first `places`."""
-    parts = []
-    for g in range(old.heads):
-        keys, values, positions, log_m = (x[places:] for x in new.head(g))
-        parts += [old.head(g), (keys, values, positions + shift, log_m)]
-    keys, values, positions, log_m = (torch.cat(column) for column in zip(*parts, strict=True))
-    bounds = offsets(old.lengths + new.lengths - places)
-    return RaggedEntries(keys, values, positions, log_m, bounds)
-
-
-def _joined_codes(
-    old: Sequence[CodedEntries], new: Sequence[CodedEntries], shift: int
-) -> tuple[CodedEntries, ...]:
-    """The parts of `old`, then those of `new`: blocks cannot grow without new codes."""
-    moved = [dataclasses.replace(part, positions=part.positions + shift) for part in new]
-    return tuple(sorted([*old, *moved], key=lambda part: -part.coding.bits))

@@ -105,15 +105,19 @@ def check(processor: Any, params: Any) -> str | Order | None:
             )
         if processor not in _fronts:
             _fronts[processor] = Front(processor.vllm_config)
-        front, order = _fronts[processor], order_of(transfer[PARAMETER])
+        front = _fronts[processor]
+        order = order_of(transfer[PARAMETER], recipe_of=front.recipe_of)
         if isinstance(order, Compression):
             _check_alone(params)
         found = check_name(transfer[PARAMETER]) if order is None else order
         if not isinstance(found, Listing):
             name = found if isinstance(found, str) else found.name
             front.store.check_allowed(name, transfer)
+            source = getattr(found, "source", None)
+            if source is not None:
+                front.store.check_allowed(source, transfer)
         if isinstance(order, Deletion):
-            front.follows.pop(order.name, None)
+            front.orders.pop(order.name, None)
         return found
 
 

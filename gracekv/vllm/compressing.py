@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from gracekv.cache.base import RaggedCache
+from gracekv.cache.joining import joined_cache
 from gracekv.cache.quantised import dequantised
 from gracekv.cache.sharding import gathered_cache
 from gracekv.distributed.agreement import together
@@ -145,8 +147,9 @@ class Compressor:
         pool = self._pool if self._device.type == "cpu" else None
         recording: Recording | Exception
         try:
+            past = None if chunk.past is None else self._store.load(*chunk.past)
             recording = Recording(
-                chunk.order, chunk.length, self._served, self._device, pool, self._shard
+                chunk.order, chunk.length, self._served, self._device, pool, self._shard, past
             )
         except Exception as error:
             recording = error
@@ -202,14 +205,22 @@ class Compressor:
     def _compressed(self, order: Compression, recording: Recording) -> StoredContext:
         model, shard = self._served.model, self._shard
         run = order.pipeline.run(recording.prefill(), order.budget)
-        cache = dequantised(run.cache)
-        rotated = moved(model, cache)
+        cache, past, follow = dequantised(run.cache), recording.past, order.follow
+        if past is None:
+            rotated = moved(model, cache)
+        else:
+            follow, places = past.header.continuation, recording.spans.past
+            added = cache.length - places
+            before = RaggedCache(past.layers, past.header.length)
+            cache = dequantised(joined_cache(before, cache, places, shard))
+            # The entries before were turned for a question right after them.
+            rotated = moved(model, cache, added)
         self._store.loaded.check(order.name, rotated.kv_bytes + rotated.metadata_bytes)
         entries, size = (shard.total(x) for x in (int(cache.entries().sum()), cache.kv_bytes))
 
         # A context that is not saved has no file to digest: any number of its own will do.
         digest = secrets.token_hex(32)
-        made = describe(model, order.follow, cache, order.recipe, digest)
+        made = describe(model, follow, cache, order.recipe, digest)
         facts = dict(self._store.model or made.model)
         made = replace(made, entries=entries, bytes=size, model=facts)
         if order.save:

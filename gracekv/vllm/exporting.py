@@ -141,23 +141,20 @@ def describe(
     )
 
 
-def moved(model: Any, cache: RaggedCache) -> RaggedCache:
-    r"""Turn the keys so that the token after the entries has position 0.
+def moved(model: Any, cache: RaggedCache, by: int | None = None) -> RaggedCache:
+    r"""Turn the keys so that they lie `by` positions earlier.
 
-    R(p) k becomes R(p - T) k = R(-T) R(p) k, in float32; attention depends on differences of
-    positions only. `positions` stay those of the prompt.
+    R(p) k becomes R(p - b) k = R(-b) R(p) k, in float32; attention depends on differences of
+    positions only. By default b is T, so that the token after the entries has position 0.
+    `positions` stay those of the prompt.
 
     Source: Eq. (T1).
     """
-    return turned(model, cache, cache.length, 0)
-
-
-def turned(model: Any, cache: RaggedCache, position: int, to: int) -> RaggedCache:
-    """Turn the keys by R(to) R(position)^-1; `positions` stay."""
-    cos, sin = rotation_table(model, max(position, to))
+    by = cache.length if by is None else by
+    cos, sin = rotation_table(model, by)
     layers = []
     for layer, own in zip(cache.layers, model_layers(model), strict=True):
-        turn = rope_of_table(cos, sin, own.rotation).moved(torch.tensor([position]), to)
+        turn = rope_of_table(cos, sin, own.rotation).moved(torch.tensor([by]), 0)
         keys = turn.rotate(layer.keys.float(), torch.zeros(1, dtype=torch.int64))
         layers.append(replace(layer, keys=keys.to(layer.keys.dtype)))
     return RaggedCache(tuple(layers), cache.length)

@@ -12,6 +12,8 @@ from typing import Any
 from gracekv.distributed.sharding import HeadShard, check_works_sharded
 from gracekv.errors import BudgetError, ConfigError, StoreError, UnsupportedModelError
 from gracekv.prefill.fingerprint import tokenizer_marks
+from gracekv.prefill.supported import check_needs
+from gracekv.recipes import DEFAULT_WITHOUT_QUESTION
 from gracekv.vllm.documents import continuing, opened, question_text
 from gracekv.vllm.header import Continuation
 from gracekv.vllm.orders import Compression
@@ -30,12 +32,12 @@ class Front:
 
     Attributes:
         store: only its headers are read here.
-        follows: how requests continue the contexts that came in last, by name.
+        orders: of the contexts that came in last, by name.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         self._config, self.store = vllm_config, open_store(vllm_config)
-        self.follows: OrderedDict[str, Continuation] = OrderedDict()
+        self.orders: OrderedDict[str, Compression] = OrderedDict()
         self._format: Continuation | None = None
 
     def question(self, name: str, ids: Sequence[int], tokenizer: Any) -> Sequence[int]:
@@ -49,11 +51,24 @@ class Front:
         Raises `StoreError` if it does not continue the context. The prompt of an unknown context
         stays as it is; the scheduler knows the context, or refuses the request.
         """
-        follow: Continuation | None = self.follows.get(name)
-        if follow is None:
-            with contextlib.suppress(StoreError):
-                follow = self.store.header(name)
+        follow = self._follow_of(name)
         return ids if follow is None else continuing(tokenizer, name, follow, ids)
+
+    def _follow_of(self, name: str) -> Continuation | None:
+        """How requests continue a context, or None if only the scheduler knows it."""
+        if name in self.orders:
+            return self.orders[name].follow
+        with contextlib.suppress(StoreError):
+            return self.store.header(name).continuation
+        return None
+
+    def recipe_of(self, name: str) -> str:
+        """The recipe of a context, or the default if only the scheduler knows the context."""
+        if name in self.orders:
+            return self.orders[name].recipe
+        with contextlib.suppress(StoreError):
+            return self.store.header(name).recipe
+        return DEFAULT_WITHOUT_QUESTION
 
     def document(
         self, order: Compression, ids: Sequence[int], tokenizer: Any
@@ -70,7 +85,10 @@ class Front:
         found, start = list(ids), None
         if tokenizer is not None:
             found, start = opened(tokenizer, ids)
-        if start is not None:
+        if order.source is not None:
+            # A message to the chat endpoint is the passage; other ids are used as they are.
+            found, start = found[start:] if start else list(ids), None
+        elif start is not None:
             # Hashing a vocabulary takes half a second.
             self._format = self._format or Continuation(
                 tokenizer=dict(tokenizer_marks(tokenizer)),
@@ -89,13 +107,23 @@ class Front:
         found += found[-1:]
         spans = order.spans(len(found))
         try:
-            check_works_sharded(order.pipeline, HeadShard(ranks=self._served.ranks))
-            order.pipeline.plan_for(self._served.model, spans, order.budget)
+            served = self._served
+            check_works_sharded(order.pipeline, HeadShard(ranks=served.ranks))
+            order.pipeline.plan_for(served.model, spans, order.budget)
+            if order.source is not None:
+                check_needs(served.model, order.pipeline.needs(), passage=True)
+            if order.source is not None and served.ranks > 1:
+                raise StoreError(
+                    f"Contexts are extended on one tensor-parallel rank only; this engine has "
+                    f"{served.ranks}. Compress the whole text anew."
+                )
         except (BudgetError, ConfigError, UnsupportedModelError) as error:
             raise StoreError(str(error)) from error
-        self.follows[order.name] = order.follow
-        while len(self.follows) > _REMEMBERED:
-            self.follows.popitem(last=False)
+        follow = order.follow if order.source is None else self._follow_of(order.source)
+        if follow is not None:
+            self.orders[order.name] = replace(order, follow=follow)
+        while len(self.orders) > _REMEMBERED:
+            self.orders.popitem(last=False)
         return found, order
 
     @functools.cached_property

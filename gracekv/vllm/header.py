@@ -134,6 +134,12 @@ class ContextHeader(Continuation):
         """The name of the entries' file; with the digest in it, no other header can mean it."""
         return f"entries-{self.digest[:16]}.safetensors"
 
+    @property
+    def continuation(self) -> Continuation:
+        """How requests continue the context, without the rest."""
+        names = (x.name for x in dataclasses.fields(Continuation))
+        return Continuation(**{name: getattr(self, name) for name in names})
+
     def to_json(self) -> str:
         """The text of `header.json`."""
         data = json.loads(json.dumps({"kind": _KIND, **dataclasses.asdict(self)}))

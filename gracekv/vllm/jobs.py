@@ -99,6 +99,9 @@ class Jobs:
             self._store.check_allowed(order.name, parameters)
         if isinstance(order, Compression):
             order.spans(length)
+            if order.source is not None:
+                self._store.check_allowed(order.source, parameters)
+                self._check_extendable(order.source, length - 1)
             self.jobs[request] = Job(request, order, length)
             return None
         if isinstance(order, Listing):
@@ -112,6 +115,24 @@ class Jobs:
                 f"There is no context {order.name!r} in the store to delete."
             ) from FileNotFoundError()
         return {"name": order.name, "state": "deleted"}
+
+    def _check_extendable(self, name: str, tokens: int) -> None:
+        """Raise `StoreError` if a passage of so many tokens cannot continue the context."""
+        if self.is_making(name):
+            raise StoreError(f"Context {name!r} is being made. Extend it afterwards.")
+        header = self._store.header(name)
+        if header.has_question or header.prompt_ids:
+            raise StoreError(
+                f"The prompt of context {name!r} goes on after its entries, so a passage cannot "
+                f"follow them. Compress a prompt without a question: Prompt.from_chat(tokenizer, "
+                f"context=text)."
+            )
+        room = tokens if header.positions is None else header.positions - header.length
+        if 0 <= room < tokens:
+            raise StoreError(
+                f"The passage has {tokens:,} tokens, and context {name!r} leaves {room:,} of the "
+                f"model's {header.positions:,} positions. Send a shorter one."
+            )
 
     def _forget(self, name: str) -> bool:
         self.forgotten[name] = None

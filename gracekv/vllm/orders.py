@@ -1,12 +1,12 @@
-"""Requests beside questions: compress the prompt, list contexts, delete one.
+"""Requests beside questions: make a context of the prompt, extend one, list or delete contexts.
 
 A question gives the name of a context; such a request gives a mapping instead. See docs/vllm.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gracekv.allocate import Budget
@@ -46,17 +46,19 @@ class Deletion:
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """Makes a context of a request's prompt.
+    """Makes a context of a request's prompt, or extends one by it.
 
     Attributes:
         name: of the context.
         recipe: the pipeline's name.
         pipeline: compresses the prompt.
-        budget: size of the context.
+        budget: size of the context, or of the passage's part of it.
         save: whether to write it to the store's folder too.
         expires: seconds until it is deleted, or None.
         start: tokens before the document, which are never compressed.
         follow: how requests continue it.
+        source: the context that the prompt continues, which stays unless it has the same name;
+            None for a document.
     """
 
     name: str
@@ -67,9 +69,14 @@ class Compression:
     expires: float | None = None
     start: int = 0
     follow: Continuation = field(default_factory=Continuation)
+    source: str | None = None
 
-    def spans(self, length: int) -> PromptSpans:
-        """The spans of a prompt of `length` tokens; its last token gets no entries.
+    def spans(self, length: int, past: int = 0) -> PromptSpans:
+        """The spans of a prompt whose last token gets no entries.
+
+        Args:
+            length: tokens of the prompt.
+            past: places of the context before it, for a passage.
 
         Raises `StoreError` if fewer than two tokens are left to compress.
         """
@@ -78,18 +85,24 @@ class Compression:
                 f"A document of {length - 1} tokens, of which {self.start} come before the "
                 f"context, leaves nothing to compress. Send a longer one."
             )
-        return PromptSpans(self.start, length - 1, length - 1, length)
+        start, end = past + self.start, past + length - 1
+        return PromptSpans(start, end, end, end + 1, past=past)
 
 
 Order = Compression | Listing | Deletion
 
 
-def order_of(given: Any, front: Mapping[str, Any] | None = None) -> Order | None:
+def order_of(
+    given: Any,
+    front: Mapping[str, Any] | None = None,
+    recipe_of: Callable[[str], str] = lambda name: DEFAULT_WITHOUT_QUESTION,
+) -> Order | None:
     """The order in a request's parameter, or None if the parameter is a name.
 
     Args:
         given: the parameter.
         front: `start` and `follow` of `Compression`, if the request came through the front.
+        recipe_of: the recipe of a context, which compresses a passage unless the order names one.
 
     Raises `StoreError` if it is not an order, or names a recipe that an engine cannot run.
     """
@@ -99,27 +112,37 @@ def order_of(given: Any, front: Mapping[str, Any] | None = None) -> Order | None
         return Listing()
     if list(given) == ["delete"]:
         return Deletion(check_name(given["delete"]))
-    if list(given) == ["compress"] and isinstance(given["compress"], Mapping):
-        known = {"start": 0, "follow": {}, **(front or {})}
-        follow = Continuation(**known["follow"])
-        try:
-            return _compression(given["compress"], known["start"], follow)
-        except (BudgetError, ConfigError) as error:
-            raise StoreError(str(error)) from error
+    for kind in ("compress", "extend"):
+        if list(given) == [kind] and isinstance(given[kind], Mapping):
+            known = {"start": 0, "follow": {}, **(front or {})}
+            try:
+                made = _compression(given[kind], recipe_of if kind == "extend" else None)
+            except (BudgetError, ConfigError) as error:
+                raise StoreError(str(error)) from error
+            return replace(made, start=known["start"], follow=Continuation(**known["follow"]))
     raise StoreError(
         f'A request names a context, or is one of {{"compress": {{"name": "book", "ratio": 4}}}}, '
-        f'{{"list": true}} and {{"delete": "book"}}; got {str(given)[:200]}.'
+        f'{{"extend": {{"name": "book", "ratio": 4}}}}, {{"list": true}} and {{"delete": "book"}}; '
+        f"got {str(given)[:200]}."
     )
 
 
-def _compression(given: Mapping[str, Any], start: int, follow: Continuation) -> Compression:
-    unknown = sorted(map(str, given.keys() - _OPTIONS - _BUDGETS))
+def _compression(given: Mapping[str, Any], recipe_of: Callable[[str], str] | None) -> Compression:
+    known = _OPTIONS | _BUDGETS | (set() if recipe_of is None else {"into"})
+    unknown = sorted(map(str, given.keys() - known))
     if unknown:
         raise StoreError(
-            f"A compressing request takes {', '.join(sorted(_OPTIONS | _BUDGETS))}; got "
+            f"A compressing request takes {', '.join(sorted(known))}; got "
             f"{', '.join(unknown)[:200]}."
         )
+    name, source = check_name(given.get("name")), None
     recipe = given.get("recipe", DEFAULT_WITHOUT_QUESTION)
+    if recipe_of is not None:
+        name, source = check_name(given.get("into", name)), name
+    if recipe_of is not None and "recipe" not in given:
+        recipe = recipe_of(str(source))
+    if recipe == "custom":
+        raise StoreError(f"Context {source!r} was made by no recipe. Name one: recipe=...")
     if not isinstance(recipe, str):
         raise StoreError(f"A recipe is a name; got {str(recipe)[:200]!r}.")
     pipeline = Pipeline.named(recipe)
@@ -138,5 +161,4 @@ def _compression(given: Mapping[str, Any], start: int, follow: Continuation) -> 
             f"{expires!r}. A saved one stays until it is deleted."
         )
     budget = Budget.of({x: given[x] for x in _BUDGETS & given.keys()})
-    name = check_name(given.get("name"))
-    return Compression(name, recipe, pipeline, budget, **options, start=start, follow=follow)
+    return Compression(name, recipe, pipeline, budget, **options, source=source)

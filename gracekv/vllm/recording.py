@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gracekv.cache.base import RaggedCache
+from gracekv.cache.joining import past_of
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import StoreError
 from gracekv.kernels.rope import Rope
@@ -18,8 +20,10 @@ from gracekv.prefill import Prefill
 from gracekv.prefill.needs import CaptureSizes, held_positions
 from gracekv.prefill.observations import Observations
 from gracekv.prefill.observer import TokenRun
+from gracekv.prefill.past import widened
 from gracekv.vllm.orders import Compression
 from gracekv.vllm.served_model import ServedModel
+from gracekv.vllm.stored_context import StoredContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class Chunk:
         start: position of its first token in the step.
         count: its tokens in the step.
         length: T, tokens of the whole prompt.
+        past: name and digest of the context that the prompt extends, or None.
     """
 
     request: str
@@ -41,6 +46,7 @@ class Chunk:
     start: int
     count: int
     length: int
+    past: tuple[str, str] | None = None
 
 
 class Recording:
@@ -56,8 +62,11 @@ class Recording:
         pool: runs the observers while the model goes on, at most one run of every layer behind; by
             default they run at once.
         shard: the KV heads that this worker records.
+        past: the context that the prompt extends, or None.
 
     Attributes:
+        spans: of the prompt, after the places of `past`.
+        past: as given.
         failure: the error of an observer, or None.
     """
 
@@ -71,18 +80,25 @@ class Recording:
         device: torch.device,
         pool: Executor | None = None,
         shard: HeadShard = WHOLE,
+        past: StoredContext | None = None,
     ) -> None:
         needs = order.pipeline.needs()
-        self.order, self.spans, self._shard = order, order.spans(length), shard
+        self.past = past
+        self._before = (
+            None if past is None else past_of(RaggedCache(past.layers, past.header.length))
+        )
+        places = 0 if self._before is None else self._before.places
+        self.order, self.spans, self._shard = order, order.spans(length, places), shard
         # An engine computes nothing twice, so hold whatever may be needed later from the start.
         once = CaptureSizes(kv=0, queries=0, again=False)
         self._positions = held_positions(needs, self.spans, once, None)
         self._observations = Observations(needs.observers, served.layers, self.spans)
-        self._rope, self._unrotated = served.rope(length, device), served.unrotated()
+        # As in a capture, only differences of positions matter, and places of `past` have none.
+        self._rope, self._unrotated = served.rope(length, device, places), served.unrotated()
         self._scale, self.failure = 0.0, None
         # For each layer, keys and values [G, T, d], queries [H, n, d], and how much is written.
         self._parts: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * served.layers
-        self._ends = [0] * served.layers
+        self._ends = [places] * served.layers
         self._pool, self._waiting, self._run_bytes = pool, deque[Future[None]](), 0
 
     def add(
@@ -92,20 +108,31 @@ class Recording:
 
         Args:
             layer: the layer's number, from 0.
-            start: position of the first token.
+            start: position of the first token in the prompt.
             query: [C, H, d], rotated.
             key: [C, G, d], rotated.
             value: [C, G, d].
             scale: factor of q . k.
         """
+        start += self.spans.past
         length, end = self.spans.length, start + len(query)
         if start != self._ends[layer] or end > length:
             return
+        if self._before is not None:
+            wide = self._before.keys[layer].shape[2]
+            query, key, value = (
+                widened(query, wide, 1 / scale),
+                widened(key, wide),
+                widened(value, wide),
+            )
         keys, values, queries = self._parts[layer] or (
             key.new_empty(key.shape[1], length, key.shape[2]),
             value.new_empty(value.shape[1], length, value.shape[2]),
             query.new_empty(query.shape[1], len(self._positions), query.shape[2]),
         )
+        if self._before is not None and self._parts[layer] is None:
+            keys[:, : self.spans.past] = self._before.keys[layer]
+            values[:, : self.spans.past] = self._before.values[layer]
         self._parts[layer], self._ends[layer], self._scale = (keys, values, queries), end, scale
         keys[:, start:end], values[:, start:end] = key.transpose(0, 1), value.transpose(0, 1)
         rows = query.transpose(0, 1)

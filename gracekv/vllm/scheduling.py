@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from gracekv.vllm.compressing import Outcome
 from gracekv.vllm.header import PARAMETER, ContextHeader, is_missing
 from gracekv.vllm.jobs import WAIT, Jobs
-from gracekv.vllm.orders import FRONT, order_of
+from gracekv.vllm.orders import FRONT, Compression, order_of
 from gracekv.vllm.recording import Chunk
 from gracekv.vllm.serving import LOG
 from gracekv.vllm.store import ContextStore
@@ -110,10 +110,12 @@ class SchedulerSide:
         self._skips[key] = request.skip_reading_prefix_cache
         request.skip_reading_prefix_cache = False
         try:
-            order = order_of(params[PARAMETER], params.get(FRONT))
+            order = order_of(params[PARAMETER], params.get(FRONT), self._recipe_of)
             if order is not None:
                 reply = self._jobs.add(key, order, params, request.num_prompt_tokens)
                 self._replies |= {} if reply is None else {key: reply}
+            if isinstance(order, Compression) and order.source is not None:
+                self._contexts[key] = order.source, self._store.header(order.source)
         # Any exception here would end the engine for everybody.
         except Exception as error:
             self._refuse(request, self._jobs.refused(error))
@@ -121,6 +123,9 @@ class SchedulerSide:
             if order is None:
                 self._ask(request, time.monotonic() + WAIT)
         _hash_again(request)
+
+    def _recipe_of(self, name: str) -> str:
+        return self._store.header(name).recipe
 
     def _ask(self, request: Any, end: float) -> None:
         """Take in a question, refuse it, or let it wait for its context until `end`."""
@@ -153,30 +158,39 @@ class SchedulerSide:
 
     def _may_begin(self, request: Any) -> bool:
         key: str = request.request_id
-        if key in self._jobs.jobs:
-            # After a preemption, all tokens are computed again.
-            request.skip_reading_prefix_cache = self._jobs.current == key
-            return self._jobs.current == key
+        is_job = key in self._jobs.jobs
+        if is_job and self._jobs.current != key:
+            request.skip_reading_prefix_cache = False
+            return False
         if key in self._waiting:
             self._ask(request, self._waiting.pop(key))
         elif key in self._lost:
             del self._contexts[key]
+            self._jobs.jobs.pop(key, None)
             self._refuse(request, self._lost.pop(key))
             # No other request may read pages that are computed without the context.
             request.cache_salt += f":{key}"
-        elif key not in self._contexts:
+        elif not self._is_open(key):
+            return False
+        elif is_job:
+            # After a preemption, all tokens are computed again.
+            request.skip_reading_prefix_cache = True
+            return True
+        elif key not in self._contexts or not self._skips.pop(key, False):
             return True
         else:
-            name, header = self._contexts[key]
-            if header.digest not in self._open:
-                if len(self._opening) < _AT_ONCE:
-                    self._opening[header.digest] = name
-                return False
-            if not self._skips.pop(key, False):
-                return True
             request.skip_reading_prefix_cache = True
         # Its pages were looked up under another name: look them up again.
         _hash_again(request)
+        return False
+
+    def _is_open(self, key: str) -> bool:
+        """Whether the request's context, if it has one, is in memory; if not, ask for it."""
+        name, header = self._contexts.get(key, ("", None))
+        if header is None or header.digest in self._open:
+            return True
+        if len(self._opening) < _AT_ONCE:
+            self._opening[header.digest] = name
         return False
 
     def update_state_after_alloc(self, *args: Any) -> None:
@@ -215,7 +229,11 @@ class SchedulerSide:
         state = scheduler_output.kv_connector_block_state
         start, block = starts[job.request], state.get_block_ids(job.request)[0][0]
         count = min(scheduler_output.num_scheduled_tokens[job.request], job.length - start)
-        chunk = Chunk(job.request, job.order, block, start, count, job.length)
+        past = None
+        if job.order.source is not None:
+            name, header = self._contexts[job.request]
+            past = name, header.digest
+        chunk = Chunk(job.request, job.order, block, start, count, job.length, past)
         return chunk if count > 0 else None
 
     def has_pending_push_work(self) -> bool:

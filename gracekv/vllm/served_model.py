@@ -60,9 +60,10 @@ class ServedModel:
         """L, the number of layers."""
         return len(model_layers(self.model))
 
-    def rope(self, length: int, device: torch.device) -> Rope:
-        """The rotations of positions 0..length - 1, on `device`."""
-        cos, sin = (x.to(device) for x in rotation_table(self.model, length - 1))
+    def rope(self, length: int, device: torch.device, places: int = 0) -> Rope:
+        """The rotations of positions 0..length - 1 after `places` rows of position 0."""
+        at = torch.arange(-places, length).clamp(min=0)
+        cos, sin = (x[at].to(device) for x in rotation_table(self.model, length - 1))
         return rope_of_table(cos, sin, rotating(model_layers(self.model)))
 
     def unrotated(self) -> frozenset[int]:

@@ -135,6 +135,88 @@ def test_a_new_document_takes_the_old_one_s_place(made):
         assert "There is no context 'book'" in said(refused)["reason"]
 
 
+def extend(name, **options):
+    return params({"extend": {"name": name, "ratio": 3, **options}})
+
+
+@pytest.mark.parametrize("recipe", ["gracekv-agnostic", "snapkv"])
+def test_a_context_is_extended_as_in_transformers(made, recipe):
+    """Twice, beside questions, which are answered from the version that they began with."""
+    from gracekv.vllm import ContextStore
+
+    ids, passage = (made.tokenizer(text).input_ids for text in (TEXT, TEXT[::-1]))
+    # An engine reads a prompt's last token once more, transformers the one after the document.
+    passage.append(ids[-1])
+    run(made, (ids, compress("talk", recipe=recipe)))
+    before = wait(made, "talk")
+    result = by_transformers(made, ids, pipeline=recipe)
+    for number in range(2):
+        asked = (question(made), asking("talk"))
+        first, *answers = run(made, (passage, extend("talk", save=number == 1)), asked, asked)
+        assert said(first) == {"name": "talk", "state": "compressing"}
+        for answer in answers:
+            check(made, answer.outputs[0], result)
+        after = wait(made, "talk")
+        result = result.extend(passage, ratio=3)
+        (answer,) = run(made, asked)
+        check(made, answer.outputs[0], result)
+        kept = tokens_of(result.packed.layers)
+        assert (after["state"], after["recipe"]) == ("ready", recipe)
+        assert after["length"] == before["length"] + (number + 1) * len(passage)
+        assert after["entries"] == len(kept)
+    stored = tokens_of(ContextStore(made.store).load("talk").layers)
+    assert len(stored & kept) >= 0.99 * len(kept)
+    run(made, (passage, extend("talk", into="longer")))
+    assert wait(made, "longer")["recipe"] == recipe
+    for name, want in (("talk", result), ("longer", result.extend(passage, ratio=3))):
+        (answer,) = run(made, (question(made), asking(name)))
+        check(made, answer.outputs[0], want)
+        run(made, ([0], params({"delete": name})))
+    assert usage(made, "kv_cache_usage_perc") == 0
+
+
+def test_a_passage_that_cannot_follow_is_refused_and_the_context_stays(made):
+    from vllm.exceptions import VLLMValidationError
+
+    ids = made.tokenizer(TEXT).input_ids
+    run(made, (ids, compress("kept")))
+    ready = wait(made, "kept")
+    (missing,) = run(made, (ids, extend("missing")))
+    assert (said(missing)["status"], missing.outputs[0].finish_reason) == (404, "error")
+    one, other = run(made, (ids, extend("kept")), (ids, extend("kept")))
+    assert said(one)["state"] == "compressing"
+    assert "is being made. Extend it afterwards" in said(other)["reason"]
+    ready = wait(made, "kept")
+    for order, length, reason in (
+        ({"ratio": 1000}, 50, "below the smallest"),
+        ({"recipe": "kvzip-two-pass"}, 50, "reads passes"),
+        ({}, 1, "nothing to compress"),
+        ({}, LONGEST - 1, "Send a shorter one"),
+    ):
+        with pytest.raises(VLLMValidationError, match=reason):
+            run(made, ([7] * length, extend("kept", **order)))
+    assert listing(made)["kept"] == ready
+    result = by_transformers(made, ids).extend(ids, ratio=3)
+    (answer,) = run(made, (question(made), asking("kept")))
+    check(made, answer.outputs[0], result)
+
+
+def test_an_aborted_passage_leaves_the_old_context(made):
+    core, ids = made.engine.llm_engine, made.tokenizer(TEXT).input_ids
+    run(made, (ids, compress("kept")))
+    before = wait(made, "kept")
+    core.add_request("0", {"prompt_token_ids": ids}, extend("kept"))
+    core.add_request("1", {"prompt_token_ids": ids}, compress("after"))
+    core.step()
+    core.abort_request(["0"])
+    while core.has_unfinished_requests():
+        core.step()
+    assert wait(made, "after")["state"] == "ready"
+    assert listing(made)["kept"] == before
+    (answer,) = run(made, (question(made), asking("kept")))
+    check(made, answer.outputs[0], by_transformers(made, ids))
+
+
 def test_a_context_expires(made):
     ids = made.tokenizer(TEXT).input_ids
     run(made, (ids, compress("brief", expires=0.5)))

@@ -1,0 +1,76 @@
+"""Entries of a passage behind those that were packed before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gracekv.cache.base import RaggedEntries
+from gracekv.cache.coded import CodedEntries
+from gracekv.cache.entries import CompressedCache, LayerEntries
+from gracekv.cache.quantised import QuantisedEntries
+from gracekv.distributed.sharding import WHOLE, HeadShard
+from gracekv.kernels.ragged import offsets
+from gracekv.prefill.past import Past
+
+
+def past_of(cache: CompressedCache, shard: HeadShard = WHOLE) -> Past:
+    """The entries of one sequence as a passage attends to them, in the model's dtype."""
+    layers = []
+    for layer in cache.layers:
+        heads = (layer.head(g) for g in range(layer.heads))
+        layers.append([(k.to(layer.dtype), v.to(layer.dtype), log_m) for k, v, _, log_m in heads])
+    return Past.padded(layers, cache.length, cache.other_layers, shard)
+
+
+def joined_cache(
+    old: CompressedCache, new: CompressedCache, places: int, shard: HeadShard = WHOLE
+) -> CompressedCache:
+    """The entries of `old`, bit for bit, and behind them in each head those of a passage.
+
+    Args:
+        old: the cache that the passage was read over.
+        new: the passage's cache, whose heads begin with `places` copies of old entries.
+        places: P of the `Past`.
+        shard: the KV heads that this process holds.
+    """
+    shift = old.length - places
+    pairs = [
+        (_parts(one), _parts(other)) for one, other in zip(old.layers, new.layers, strict=True)
+    ]
+    # A width that the passage uses nowhere, in no process, needs no part.
+    counts = torch.tensor([[part.entries for part in codes] for _, (_, codes) in pairs]).sum(0)
+    used = shard.sum(counts).nonzero().flatten().tolist()
+    layers = list[LayerEntries]()
+    for (exact, codes), (added, added_codes) in pairs:
+        joined = _joined_layer(exact, added, places, shift)
+        parts = _joined_codes(codes, [added_codes[n] for n in used], shift)
+        layers.append(QuantisedEntries(joined, parts) if parts else joined)
+    return dataclasses.replace(new, layers=tuple(layers), length=new.length + shift)
+
+
+def _parts(layer: Any) -> tuple[RaggedEntries, tuple[CodedEntries, ...]]:
+    """The entries of a layer in the model's dtype, and the quantised ones."""
+    return (layer.exact, layer.coded) if isinstance(layer, QuantisedEntries) else (layer, ())
+
+
+def _joined_layer(old: RaggedEntries, new: RaggedEntries, places: int, shift: int) -> RaggedEntries:
+    """For each head, the entries of `old`, then those of `new` without its first `places`."""
+    parts = []
+    for g in range(old.heads):
+        keys, values, positions, log_m = (x[places:] for x in new.head(g))
+        parts += [old.head(g), (keys, values, positions + shift, log_m)]
+    keys, values, positions, log_m = (torch.cat(column) for column in zip(*parts, strict=True))
+    bounds = offsets(old.lengths + new.lengths - places)
+    return RaggedEntries(keys, values, positions, log_m, bounds)
+
+
+def _joined_codes(
+    old: Sequence[CodedEntries], new: Sequence[CodedEntries], shift: int
+) -> tuple[CodedEntries, ...]:
+    """The parts of `old`, then those of `new`: blocks cannot grow without new codes."""
+    moved = [dataclasses.replace(part, positions=part.positions + shift) for part in new]
+    return tuple(sorted([*old, *moved], key=lambda part: -part.coding.bits))

@@ -1,0 +1,184 @@
+"""A worker extends a context as transformers does, and unusable passages are refused."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import gracekv
+from gracekv.errors import StoreError
+from gracekv.testing.models import tiny_model
+from gracekv.vllm import ContextStore, export
+from gracekv.vllm.exporting import moved
+from gracekv.vllm.jobs import Jobs
+from gracekv.vllm.orders import order_of
+from gracekv.vllm.recording import Chunk
+from gracekv.vllm.served_model import ServedModel
+from support.compressing_engine import tokens_of
+from support.recording_worker import Worker
+
+LENGTH, PASSAGE = 60, 40
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(kv_heads=4)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(0, 97, (200,), generator=torch.Generator().manual_seed(3))
+
+
+def compressed(model, ids, recipe="gracekv-agnostic"):
+    """A context, and the token that is read after it."""
+    prompt = gracekv.Prompt.from_ids(ids[: LENGTH + 1], (0, LENGTH), question_end=LENGTH)
+    return gracekv.compress(model, prompt, ratio=3, pipeline=recipe)
+
+
+def read_over(model, result, ids):
+    """Queries, keys and values of a passage that the model reads over `result`, by layer.
+
+    They are rotated as an engine rotates them, whose positions begin with the passage.
+    """
+    seen = {}
+    layers = model.get_decoder().layers
+    hooks = [
+        getattr(layer.self_attn, name).register_forward_hook(
+            lambda module, args, output, key=(number, name): seen.update({key: output[0]})
+        )
+        for number, layer in enumerate(layers)
+        for name in ("q_proj", "k_proj", "v_proj")
+    ]
+    with torch.inference_mode():
+        model(ids[None], past_key_values=result.new_cache())
+    for hook in hooks:
+        hook.remove()
+    dim, at = layers[0].self_attn.head_dim, torch.arange(len(ids))
+    rope = engine(model).rope(len(ids), torch.device("cpu"))
+    for number in range(len(layers)):
+        query, key, value = (
+            seen[number, name].view(len(ids), -1, dim).transpose(0, 1)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        parts = rope.rotate(query, at), rope.rotate(key, at), value
+        yield [x.transpose(0, 1) for x in parts]
+
+
+def engine(model):
+    served = SimpleNamespace(hf_text_config=model.config, dtype=model.dtype)
+    ranks = SimpleNamespace(world_size_across_dp=1, tensor_parallel_size=1)
+    return ServedModel.of(SimpleNamespace(model_config=served, parallel_config=ranks))
+
+
+def extend(worker, model, result, ids, *, pieces=(), **options):
+    """Let the worker extend the context "talk"; the context and its header."""
+    order = order_of(
+        {"extend": {"name": "talk", "ratio": 2, **options}},
+        recipe_of=lambda name: worker.store.header(name).recipe,
+    )
+    past = "talk", worker.store.load("talk").header.digest
+    parts, edges = list(read_over(model, result, ids)), [0, *pieces, len(ids)]
+    for start, end in itertools.pairwise(edges):
+        chunk = Chunk("0", order, 0, start, end - start, len(ids), past)
+        recording = worker.compressor.begin(chunk, "0")
+        for layer, (query, key, value) in enumerate(parts):
+            own = slice(start, end)
+            recording.add(layer, start, query[own], key[own], value[own], query.shape[2] ** -0.5)
+        worker.found = worker.compressor.outcome(idle=False)
+    made = worker.outcome()
+    assert made.reason == ""
+    return worker.store.load("talk"), made.header
+
+
+@pytest.mark.parametrize("recipe", ["gracekv-agnostic", "knorm", "expected-attention", "snapkv"])
+@pytest.mark.parametrize("pieces", [(), (7, 30)])
+def test_an_extended_context_is_that_of_transformers(model, ids, tmp_path, recipe, pieces):
+    result = compressed(model, ids, recipe)
+    export(result, tmp_path / "talk")
+    worker = Worker(model, tmp_path)
+    for _ in range(2):
+        first, passage = result.packed.length, ids[result.packed.length :][:PASSAGE]
+        # Transformers reads the token after the context behind the passage, too.
+        after = result.prompt.ids[-1:]
+        context, header = extend(worker, model, result, torch.cat([passage, after]), pieces=pieces)
+        result = result.extend(passage, ratio=2)
+        want = moved(model, result.packed)
+        assert header.length == want.length == first + PASSAGE
+        assert (header.recipe, header.entries) == (recipe, int(want.entries().sum()))
+        assert tokens_of(context.layers) == tokens_of(want.layers)
+        for mine, theirs in zip(context.layers, want.layers, strict=True):
+            torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(mine.values, theirs.values, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(mine.log_multiplicity, theirs.log_multiplicity)
+    # The file is still the first context.
+    assert ContextStore(tmp_path).header("talk").length == LENGTH
+
+
+def test_a_context_stays_continued_as_it_was(model, ids, tmp_path):
+    result = compressed(model, ids)
+    export(result, tmp_path / "talk")
+    worker = Worker(model, tmp_path)
+    before = worker.store.header("talk")
+    _, header = extend(worker, model, result, ids[LENGTH : LENGTH + PASSAGE], save=True)
+    assert header.continuation == before.continuation
+    again = ContextStore(tmp_path).load("talk")
+    assert again.header == header
+    assert tokens_of(again.layers) == tokens_of(worker.store.load("talk").layers)
+
+
+def add(jobs, name, length=20, request="0"):
+    order = order_of({"extend": {"name": name, "ratio": 2}})
+    return jobs.add(request, order, {}, length)
+
+
+def test_passages_that_cannot_follow_are_refused_by_name(model, ids, tmp_path, monkeypatch):
+    tokens = model.config.max_position_embeddings
+    prompt = gracekv.Prompt.from_ids(ids[:50], (0, 40))
+    export(gracekv.compress(model, prompt, ratio=2), tmp_path / "asked")
+    whole = gracekv.Prompt.from_ids(ids[:50], (0, 50))
+    export(gracekv.compress(model, whole, ratio=2), tmp_path / "whole")
+    export(compressed(model, ids), tmp_path / "talk")
+    jobs = Jobs(ContextStore(tmp_path))
+    with pytest.raises(StoreError, match="There is no context 'missing'"):
+        add(jobs, "missing")
+    for name in ("asked", "whole"):
+        with pytest.raises(StoreError, match=f"{name}' goes on after its entries"):
+            add(jobs, name)
+    with pytest.raises(StoreError, match=rf"leaves {tokens - LENGTH:,} of the model's"):
+        add(jobs, "talk", tokens - LENGTH + 2)
+    with pytest.raises(StoreError, match="leaves nothing to compress"):
+        add(jobs, "talk", 2)
+    assert not jobs.jobs
+    assert add(jobs, "talk", tokens - LENGTH + 1) is None
+    with pytest.raises(StoreError, match="is being made"):
+        add(jobs, "talk", request="1")
+    other = {"family": "llama", "layers": 30}
+    allowed = Jobs(ContextStore(tmp_path, allow=lambda name, parameters: name == "mine"))
+    given = order_of({"extend": {"name": "talk", "into": "mine", "ratio": 2}})
+    with pytest.raises(StoreError, match="may not use the context 'talk'"):
+        allowed.add("0", given, {}, 20)
+    with pytest.raises(StoreError, match="another model"):
+        add(Jobs(ContextStore(tmp_path, model=other)), "talk")
+
+
+def test_a_passage_is_compressed_by_the_context_s_recipe():
+    order = order_of({"extend": {"name": "talk", "ratio": 2}}, recipe_of=lambda name: "knorm")
+    assert (order.name, order.source, order.recipe) == ("talk", "talk", "knorm")
+    named = {"extend": {"name": "talk", "ratio": 2, "recipe": "snapkv"}}
+    assert order_of(named, recipe_of=lambda name: "knorm").recipe == "snapkv"
+    assert order_of({"compress": {"name": "talk", "ratio": 2}}).source is None
+    asked = []
+    into = {"extend": {"name": "talk", "into": "next", "ratio": 2}}
+    order = order_of(into, recipe_of=lambda name: asked.append(name) or "knorm")
+    assert (order.name, order.source, asked) == ("next", "talk", ["talk"])
+    for bad in (
+        {"extend": {"name": "talk", "into": "../x", "ratio": 2}},
+        {"compress": {"name": "talk", "into": "next", "ratio": 2}},
+    ):
+        with pytest.raises(StoreError, match=r"context.s name|got into"):
+            order_of(bad)
+    with pytest.raises(StoreError, match="made by no recipe"):
+        order_of({"extend": {"name": "talk", "ratio": 2}}, recipe_of=lambda name: "custom")
+    assert order.spans(10, past=7).past == 7
