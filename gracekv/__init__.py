@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gracekv import recipes as recipes
     from gracekv import report as report
     from gracekv.allocate import Budget as Budget
+    from gracekv.decode import Compaction as Compaction
     from gracekv.decode import Limit as Limit
     from gracekv.hf.attention import attached as attached
     from gracekv.hf.capture import capture as capture
@@ -32,6 +33,7 @@ _HOMES = {
     "BatchResult": "gracekv.hf.result",
     "Budget": "gracekv.allocate",
     "CaptureOptions": "gracekv.prefill.options",
+    "Compaction": "gracekv.decode",
     "CompressionResult": "gracekv.hf.result",
     "Limit": "gracekv.decode",
     "Pipeline": "gracekv.pipeline",

@@ -4,6 +4,7 @@ from gracekv.decode.attention import Attention as Attention
 from gracekv.decode.base import DECODERS as DECODERS
 from gracekv.decode.base import Decoder as Decoder
 from gracekv.decode.base import HeldLayer as HeldLayer
+from gracekv.decode.compaction import Compaction as Compaction
 from gracekv.decode.fitted import Fitted as Fitted
 from gracekv.decode.guarded import Guarded as Guarded
 from gracekv.decode.limit import Limit as Limit

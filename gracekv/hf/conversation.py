@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gracekv.allocate import BudgetOptions
 from gracekv.cache import Occupancy
-from gracekv.decode import Limit
+from gracekv.decode import Compaction, Limit
 from gracekv.errors import CacheError, PromptError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.generation import (
@@ -47,8 +47,10 @@ class Conversation:
             "content": text}.
     """
 
-    def __init__(self, result: BaseResult, limit: Limit | None = None) -> None:
-        """Begin after the context of `result`, and stay within `limit`.
+    def __init__(
+        self, result: BaseResult, limit: Limit | None = None, compact: Compaction | None = None
+    ) -> None:
+        """Begin after the context of `result`; stay within `limit`, and compress as `compact` says.
 
         Raises `PromptError` as `result.ask` does, `CacheError` if the model is not what it was, and
         what `result.new_cache(limit)` does.
@@ -61,7 +63,7 @@ class Conversation:
             "Put the weights or adapters back, or compress it with this model.",
         )
         self.messages: list[dict[str, str]] = []
-        self._closed, self._limit = False, limit
+        self._closed, self._limit, self._compact = False, limit, compact
         self._lock = threading.Lock()
         self._begin_after(result)
 
@@ -71,6 +73,8 @@ class Conversation:
         self._result, self._model, self._prompt = result, result.model, result.prompts[0]
         self._cache = cache
         self._ids = self._prompt.ids[: self._prompt.spans.context_end]
+        # Role and tokens of each message that is not compressed.
+        self._tail: list[tuple[str, int]] = []
 
     @overload
     def ask(
@@ -191,6 +195,7 @@ class Conversation:
     def _turn(self, question: str, max_new_tokens: int) -> Iterator[Tensor]:
         """The ids so far and the question's; an error inside leaves the cache as it was."""
         with self._alone():
+            self._compress_older()
             prompt = self._prompt
             encode = next_turn if self.messages else first_turn
             new = encode(prompt.tokenizer, question, prompt.separator, prompt.template)
@@ -202,6 +207,22 @@ class Conversation:
             except BaseException:
                 undo()
                 raise
+
+    def _compress_older(self) -> None:
+        """Compress older messages if it is time; the others are read again with the next turn."""
+        if self._compact is None:
+            return
+        runs = self._compact.runs(self._tail, len(self.messages) - len(self._tail))
+        left, ids, result = sum(tokens for tokens, _ in runs), self._ids, self._result
+        tail, kept = ids[len(ids) - sum(tokens for _, tokens in self._tail) :], list(self._tail)
+        for tokens, ratio in runs:
+            result = result.extend(tail[:tokens], ratio=ratio)
+            tail = tail[tokens:]
+        if runs:
+            self._begin_after(result)
+            while left > 0:
+                left -= kept.pop(0)[1]
+            self._ids, self._tail = torch.cat([self._ids, tail]), kept
 
     def _generate(self, ids: Tensor, max_new_tokens: int, options: dict[str, Any]) -> Tensor:
         """int64 [n], the answer without the token that ends it, which is not in the cache."""
@@ -220,6 +241,7 @@ class Conversation:
     def _add(self, question: str, turn: Tensor, answer: Tensor) -> str:
         """Make the turn part of the conversation; returns the answer's text."""
         text = decode_rows(self._prompt.tokenizer, answer[None])[0]
+        self._tail += [("user", len(turn) - len(self._ids)), ("assistant", len(answer))]
         self._ids = torch.cat([turn, answer])
         self.messages += [
             {"role": "user", "content": question},

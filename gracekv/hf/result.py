@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.allocate import Budget, BudgetOptions
-from gracekv.decode import Limit
+from gracekv.decode import Compaction, Limit
 from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import ConfigError, PromptError
@@ -193,13 +193,14 @@ class CompressionResult(BaseResult):
             trim_memory()
         return result
 
-    def chat(self, limit: Limit | None = None) -> Conversation:
+    def chat(self, limit: Limit | None = None, compact: Compaction | None = None) -> Conversation:
         """Start a conversation about a context that was compressed without a question.
 
-        With `limit` the cache stays within it, however long the conversation gets. Raises
-        `PromptError` if the prompt has a question already or no tokenizer, and as `new_cache` does.
+        With `limit` the cache stays within it, however long the conversation gets; `compact` says
+        when older messages are compressed. Raises `PromptError` if the prompt has a question
+        already or no tokenizer, and as `new_cache` does.
         """
-        return Conversation(self, limit)
+        return Conversation(self, limit, compact)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -51,6 +51,36 @@ def test_turns_are_compressed_behind_the_context(model, tokenizer, book):
     assert book.packed.length == book.prompt.spans.context_end
 
 
+def questions(count):
+    return [f"Who fell, and what does the cat say of number {x}?" for x in range(count)]
+
+
+def test_older_messages_are_compressed_by_themselves(model, book):
+    """At ratio 1 nothing changes but where the entries lie."""
+    policy = gracekv.Compaction(after=64, ratio=1, recent=2)
+    with book.chat(compact=policy) as chat:
+        for question in questions(6):
+            spoken = "".join(chat.ask(question, max_new_tokens=12, eos_token_id=1999, stream=True))
+            want, logits = steps(model, chat._ids[:-12], book.new_cache(), 12)
+            same_greedy(chat._ids[-12:], want, logits)
+            assert chat.messages[-1]["content"] == spoken
+        assert chat._cache.packed_length > book.packed.length + 64
+        assert len(chat.messages) == 12
+
+
+def test_a_conversation_that_compresses_itself_grows_less(book):
+    policy = gracekv.Compaction(after=64, ratio=4, recent=2)
+    kept = gracekv.Compaction(after=64, ratio=4, recent=2, keep=("user",))
+    held = []
+    for compact in (policy, kept, None):
+        with book.chat(compact=compact) as chat:
+            for question in questions(8):
+                chat.ask(question, max_new_tokens=40, eos_token_id=1999)
+            held.append(chat.accounting.entries)
+    assert held == sorted(held)
+    assert len(set(held)) == 3
+
+
 def test_a_streamed_turn_counts_when_it_is_read_to_its_end(book):
     with book.chat() as chat:
         spoken = "".join(chat.ask("Who fell?", max_new_tokens=8, stream=True))

@@ -1,0 +1,68 @@
+"""Which messages a conversation compresses, and when."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gracekv
+from gracekv.errors import ConfigError
+
+TURNS = [("user", 40), ("assistant", 100), ("user", 50), ("assistant", 10)]
+
+
+def test_older_messages_are_compressed_when_there_are_enough_tokens():
+    policy = gracekv.Compaction(after=199, ratio=4, recent=2)
+    assert policy.runs(TURNS, 0) == [(140, 4.0)]
+    assert gracekv.Compaction(after=200, ratio=4).runs(TURNS, 0) == []
+    assert gracekv.Compaction(after=100, recent=4).runs(TURNS, 0) == []
+    assert gracekv.Compaction(after=100, ratio=4, recent=0).runs(TURNS, 0) == [(200, 4.0)]
+    assert policy.runs([], 0) == []
+
+
+@pytest.mark.parametrize(
+    ("keep", "first", "runs"),
+    [
+        (("user",), 0, [(40, 1.0), (100, 4.0), (50, 1.0)]),
+        ((0,), 0, [(40, 1.0), (150, 4.0)]),
+        # Messages count from the conversation's first one, compressed or not.
+        ((0,), 6, [(190, 4.0)]),
+        ((7,), 6, [(40, 4.0), (100, 1.0), (50, 4.0)]),
+    ],
+)
+def test_messages_to_keep_are_named_by_role_or_index(keep, first, runs):
+    policy = gracekv.Compaction(after=100, ratio=4, recent=1, keep=keep)
+    assert policy.runs(TURNS, first) == runs
+
+
+def test_short_runs_stay_whole():
+    turns = [("user", 50), ("assistant", 9), ("user", 60)]
+    policy = gracekv.Compaction(after=100, ratio=4, recent=0, keep=("user",))
+    assert policy.runs(turns, 0) == [(119, 1.0)]
+
+
+@given(
+    tail=st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.integers(1, 200))),
+    recent=st.integers(0, 5),
+    keep=st.sampled_from([(), ("user",), ("assistant", 2), (0, 1)]),
+)
+def test_runs_hold_every_older_message_once_and_in_order(tail, recent, keep):
+    runs = gracekv.Compaction(after=100, ratio=4, recent=recent, keep=keep).runs(tail, 0)
+    older = tail[: max(0, len(tail) - recent)]
+    if not runs:
+        assert not older or sum(tokens for _, tokens in tail) <= 100
+        return
+    ratios = [ratio for tokens, ratio in runs for _ in range(tokens)]
+    assert len(ratios) == sum(tokens for _, tokens in older)
+    assert all(a != b for (_, a), (_, b) in itertools.pairwise(runs))
+    for number, (role, tokens) in enumerate(older):
+        own, ratios = ratios[:tokens], ratios[tokens:]
+        assert len(set(own)) == 1
+        assert own[0] == 1 or not (role in keep or number in keep)
+
+
+@pytest.mark.parametrize("options", [{"after": 3}, {"ratio": 0.5}, {"recent": -1}])
+def test_unusable_policies_are_refused(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        gracekv.Compaction(**options)
