@@ -1,4 +1,4 @@
-"""What it costs that vLLM compresses. Prints a table and writes `results/vllm_compress.md`.
+"""The cost of compressing in vLLM. Prints a table and writes `results/vllm_compress.md`.
 
     VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_compress.py
 
@@ -51,7 +51,7 @@ def wait(llm: Any) -> None:
 
 
 def cost(llm: Any, prompt: dict[str, Any], order: Any) -> tuple[float, float]:
-    """Seconds of a document, and CPU seconds."""
+    """Seconds and CPU seconds from a document's request until its context is stored."""
     (before,), start = llm.collective_rpc(_cpu_seconds), time.perf_counter()
     llm.generate(prompt, parameters(order), use_tqdm=False)
     wait(llm)
@@ -60,7 +60,7 @@ def cost(llm: Any, prompt: dict[str, Any], order: Any) -> tuple[float, float]:
 
 
 def gaps(llm: Any, prompt: dict[str, Any], order: Any) -> list[float]:
-    """Seconds between the tokens of a request that runs while a document comes in."""
+    """Seconds between the tokens of a request that runs beside a document."""
     core, seen, last = llm.llm_engine, [], 0.0
     core.add_request("beside", {"prompt_token_ids": [5, 6, 7]}, parameters(None, TOKENS))
     for _ in range(8):

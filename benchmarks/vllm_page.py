@@ -14,7 +14,7 @@ ROOM = 96  # tokens that a context leaves to chat format, question and answer
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one context in one way.
+    """Measurements of one context in one way.
 
     Attributes:
         first: seconds to the first token.

@@ -1,4 +1,4 @@
-"""What the plugin costs requests without contexts. Writes `benchmarks/results/vllm-plugin.md`.
+"""The cost of the plugin for requests without contexts. Writes `benchmarks/results/vllm-plugin.md`.
 
     VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_plugin_cost.py
 
@@ -33,7 +33,7 @@ RESAMPLES = 2000
 
 
 class Switch:
-    """Lets an engine's next step run in one of `WAYS`.
+    """Runs an engine's next step in one of `WAYS`.
 
     Args:
         engine: in this process, with the plugin and the connector.
@@ -139,7 +139,7 @@ def connector_seconds(engine: Any, switch: Switch, ids: list[int], count: int) -
 
 
 def attention_seconds(layers: int, count: int = 20_000) -> float:
-    """Seconds that our `forward` adds to a step, the stock one left out."""
+    """Seconds that our `forward` adds to a step, without the stock one."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl as stock
 
     from gracekv.vllm.backend import GraceCPUAttentionImpl as ours

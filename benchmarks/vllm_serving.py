@@ -1,4 +1,4 @@
-"""What compressed contexts bring in vLLM. Prints tables and writes `benchmarks/results/vllm.md`.
+"""The gain from compressed contexts in vLLM. Prints tables and writes `benchmarks/results/vllm.md`.
 
     VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_serving.py
 
@@ -38,7 +38,7 @@ WAYS = (("ragged 2x", 2), ("ragged 4x", 4))
 
 
 def compress(model: Any, prompt: Any, store: Path, name: str) -> None:
-    """Put the prompt's contexts into the store, unless they are there."""
+    """Write the prompt's contexts to the store, unless they are there."""
     if all((store / _key(name, way) / "header.json").is_file() for way, *_ in WAYS):
         return
     prefill = gracekv.capture(model, prompt, gracekv.Pipeline.named(RECIPE).needs())
@@ -52,7 +52,7 @@ def _key(name: str, way: str) -> str:
 
 
 def story(tokenizer: Any, length: int) -> str:
-    """Text of so many tokens."""
+    """A text of `length` tokens."""
     text = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
     ids = tokenizer(text * (1 + length // 2000), truncation=True, max_length=length).input_ids
     return tokenizer.decode(ids)
@@ -107,7 +107,7 @@ def parameters(tokens: int, extra: dict[str, Any] | None = None) -> Any:
 
 
 def cold(llm: Any, prompt: dict[str, Any]) -> dict[str, float]:
-    """Seconds to the first token, and for all of an answer, of a prompt that no page holds."""
+    """Seconds to the first token and to the last, of a prompt that no page holds."""
     other = {**prompt, "cache_salt": "other"}
     return {
         "first": seconds(llm, [prompt], parameters(1)),

@@ -8,6 +8,7 @@ configures vLLM, and the plugin does the rest. Importing this does not import vL
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from gracekv.vllm.chatting import ServedConversation
 from gracekv.vllm.client import Client, Context
 from gracekv.vllm.documents import document
 from gracekv.vllm.requests import Request, request
@@ -22,6 +23,7 @@ __all__ = [
     "Context",
     "ContextStore",
     "Request",
+    "ServedConversation",
     "document",
     "export",
     "kv_transfer_config",

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gracekv.errors import StoreError, required
+from gracekv.decode.compaction import Compaction
+from gracekv.errors import PromptError, StoreError, required
+from gracekv.prefill.chat_text import check_text, continued
+from gracekv.vllm.chatting import ServedConversation
 from gracekv.vllm.documents import document
 from gracekv.vllm.header import PARAMETER
 from gracekv.vllm.requests import Request, request
@@ -96,8 +99,42 @@ class Client:
             MissingDependencyError: openai is not installed, or transformers if it is needed.
         """
         ids = document(self._tokenizer, text) if isinstance(text, str) else text
+        return self._make({"compress": {"name": name, **options}}, ids, wait)
+
+    def extend(
+        self, name: str, text: str | Sequence[int], *, wait: bool = True, **options: Any
+    ) -> Context:
+        """Extend a context by a passage, which alone is read, over the context's entries.
+
+        The context's entries stay as they are. The longer context replaces it, as in `compress`,
+        unless it gets another name by `into`.
+
+        Args:
+            name: of the context.
+            text: the passage, which is appended to the document as it is, separators included; or
+                token ids.
+            wait: whether to wait until the context is ready; if not, see `list`.
+            options: those of `compress`, with the budget for the passage alone and the context's
+                own recipe by default; and `into`, the name of the longer context.
+
+        Raises:
+            StoreError: the server refuses the passage, as there is no such context, it is in the
+                making, its prompt has a question, or the passage does not fit the model's
+                positions; or extending fails or takes too long.
+            PromptError: the passage is empty.
+            MissingDependencyError: openai is not installed, or transformers if it is needed.
+        """
+        if isinstance(text, str):
+            check_text("text", text)
+            text = continued(self._tokenizer, text)
+        if not len(text):
+            raise PromptError("The passage is empty: there is nothing to read.")
+        return self._make({"extend": {"name": name, **options}}, text, wait)
+
+    def _make(self, order: Mapping[str, Any], ids: Sequence[int], wait: bool) -> Context:
         end = time.monotonic() + self.timeout
-        made = Context.of(self._order({"compress": {"name": name, **options}}, ids))
+        made = Context.of(self._order(order, ids))
+        name = made.name
         while wait:
             made = next((one for one in self.list() if one.name == name), made)
             if made.state == "ready":
@@ -122,15 +159,28 @@ class Client:
             PromptError: the question is empty.
             MissingDependencyError: openai is not installed, or transformers if it is needed.
         """
-        return str(self._ask(name, question, max_tokens, options).choices[0].text)
+        asked = request(None, name, question, self._tokenizer)
+        return str(self._send(asked.body(self._model, max_tokens, **options)).choices[0].text)
 
     def stream(
         self, name: str, question: str, max_tokens: int = 64, **options: Any
     ) -> Iterator[str]:
         """Iterate over an answer's text as it comes; arguments and errors are those of `ask`."""
-        with _refusals():
-            for piece in self._ask(name, question, max_tokens, {**options, "stream": True}):
-                yield from (choice.text for choice in piece.choices)
+        asked = request(None, name, question, self._tokenizer)
+        for choice in self._choices(asked, max_tokens, options):
+            yield choice.text
+
+    def chat(self, name: str, compact: Compaction | None = None) -> ServedConversation:
+        """A conversation about a context, which itself is never changed.
+
+            with client.chat("book", compact=gracekv.Compaction(after=1024, ratio=4)) as chat:
+                print(chat.ask("Who is Dinah?"))
+
+        Args:
+            name: of the context.
+            compact: when the server compresses older messages; by default never.
+        """
+        return ServedConversation(self, name, compact)
 
     def list(self) -> tuple[Context, ...]:
         """All contexts of the server, including those in the making and failed ones."""
@@ -143,9 +193,11 @@ class Client:
         """
         self._order({"delete": name})
 
-    def _ask(self, name: str, question: str, max_tokens: int, options: dict[str, Any]) -> Any:
-        asked = request(None, name, question, self._tokenizer)
-        return self._send(asked.body(self._model, max_tokens, **options))
+    def _choices(self, asked: Request, max_tokens: int, options: dict[str, Any]) -> Iterator[Any]:
+        """The parts of a streamed answer."""
+        with _refusals():
+            for piece in self._send(asked.body(self._model, max_tokens, **options, stream=True)):
+                yield from piece.choices
 
     def _order(self, order: Mapping[str, Any], ids: Sequence[int] = (0,)) -> dict[str, Any]:
         """The server's reply to an order."""

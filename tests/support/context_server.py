@@ -19,7 +19,7 @@ class ContextServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.tokenizer, self.looks = tokenizer, looks
         self.contexts, self.waiting, self.bodies = {}, {}, []
-        self.headers, self.connector = [], True
+        self.headers, self.connector, self.failing = [], True, False
         self.daemon_threads = True
 
     @property
@@ -32,10 +32,12 @@ class ContextServer(ThreadingHTTPServer):
             if left == 0:
                 failed = {"state": "failed", "reason": "Its document has one token."}
                 made = {"state": "ready", "entries": 1200, "bytes": 614400, "seconds": 0.5}
-                self.contexts[name] |= failed if name.startswith("bad") else made
+                fails = self.failing or name.startswith("bad")
+                self.contexts[name] |= failed if fails else made
         return {"contexts": list(self.contexts.values())}
 
     def compress(self, ids, name, ratio=None, recipe="gracekv-agnostic", save=False, **other):
+        other.pop("into", None)
         if ratio is None or ratio < 1 or other:
             raise Refusal(400, f"A ratio is at least 1; got {ratio}. {other or ''}")
         self.contexts[name] = {
@@ -50,6 +52,11 @@ class ContextServer(ThreadingHTTPServer):
         match order:
             case {"compress": options}:
                 return self.compress(ids, **options)
+            case {"extend": options}:
+                self.find(options["name"])
+                return self.compress(
+                    ids, **{**options, "name": options.get("into", options["name"])}
+                )
             case {"list": True}:
                 return self.listed()
             case {"delete": name}:

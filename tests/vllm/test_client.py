@@ -7,7 +7,10 @@ import pytest
 
 pytest.importorskip("openai")
 
+import gracekv
+from gracekv import Compaction
 from gracekv.errors import MissingDependencyError, PromptError, StoreError
+from gracekv.prefill.chat_text import continued, first_turn, next_turn
 from gracekv.testing.models import tiny_tokenizer
 from gracekv.vllm import Client, Context, document, request
 from support.context_server import MODEL, context_server
@@ -57,6 +60,24 @@ def test_a_document_becomes_a_context(client, server, tokenizer):
 def test_ids_are_taken_as_they_are(client, server):
     client.compress("book", range(5, 9), ratio=2, recipe="knorm")
     assert server.bodies[0]["prompt"] == [5, 6, 7, 8]
+
+
+def test_a_passage_extends_a_context(client, server, tokenizer):
+    with pytest.raises(StoreError, match="There is no context 'talk'"):
+        client.extend("talk", TEXT, ratio=4)
+    client.compress("talk", TEXT, ratio=4)
+    made = client.extend("talk", " And so on.", ratio=2, save=True)
+    assert (made.state, made.ratio, made.saved) == ("ready", 2.0, True)
+    sent = [body for body in server.bodies if "extend" in body["kv_transfer_params"]["gracekv"]]
+    want = gracekv.Prompt.from_chat(tokenizer, context=TEXT).extended(" And so on.")
+    assert (
+        sent[-1]["prompt"]
+        == want.ids[len(document(tokenizer, TEXT)) : want.spans.context_end].tolist()
+    )
+    assert client.extend("talk", [5, 6, 7], ratio=2, wait=False).state == "compressing"
+    for empty in ("", []):
+        with pytest.raises(PromptError, match="passage is empty"):
+            client.extend("talk", empty, ratio=2)
 
 
 def test_nobody_has_to_wait(client):
@@ -147,3 +168,81 @@ def test_openai_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(MissingDependencyError, match=r"'openai'.*gracekv\[vllm\]"):
         Client().list()
+
+
+def talk(client, server, turns, **policy):
+    """A conversation of so many turns, and the prompts that it sent, by context."""
+    chat = client.chat("book", compact=Compaction(after=64, ratio=4, recent=2, **policy))
+    for number in range(turns):
+        chat.ask(f"{QUESTION} It is question {number}.")
+    asked = [body for body in server.bodies if body.get("stream")]
+    return chat, [(x["kv_transfer_params"]["gracekv"], x["prompt"]) for x in asked]
+
+
+def extensions(server):
+    orders = [(x["kv_transfer_params"]["gracekv"], x["prompt"]) for x in server.bodies]
+    return [(x["extend"], ids) for x, ids in orders if "extend" in x]
+
+
+def test_a_conversation_sends_what_is_not_compressed(client, server, tokenizer):
+    client.compress("book", TEXT, ratio=4)
+    plain = client.chat("book")
+    for number in range(9):
+        plain.ask(f"{QUESTION} It is question {number}.")
+    whole = server.bodies[-1]["prompt"]
+    chat, sent = talk(client, server, 9)
+    assert [x["role"] for x in chat.messages] == ["user", "assistant"] * 9
+    made = extensions(server)
+    assert len(made) >= 2
+    # What is compressed and what is sent is the whole conversation, every token once.
+    name = sent[-1][0]
+    assert name.startswith("chat-")
+    done = [x for order, ids in made if order["into"] <= name for x in ids]
+    assert done + sent[-1][1] == whole_of(chat, tokenizer)
+    assert len(sent[-1][1]) < len(whole)
+    assert all(order["ratio"] == 4 for order, _ in made)
+    # Each version extends the one before, and only the newest stays.
+    assert [order["name"] for order, _ in made] == ["book", *(o["into"] for o, _ in made[:-1])]
+    assert {x.name for x in client.list()} == {"book", chat.context, made[-1][0]["into"]}
+    with chat:
+        pass
+    assert [x.name for x in client.list()] == ["book"]
+
+
+def whole_of(chat, tokenizer):
+    """Ids of a conversation up to its last answer."""
+    ids = []
+    for number, message in enumerate(chat.messages[:-1]):
+        if message["role"] == "assistant":
+            ids += continued(tokenizer, message["content"])
+        else:
+            encode = next_turn if number else first_turn
+            ids += encode(tokenizer, message["content"], "\n\n", True)
+    return ids
+
+
+def test_a_conversation_goes_on_while_its_next_context_is_made(tokenizer):
+    with context_server(tokenizer, looks=10**9) as slow:
+        client = Client(slow.url)
+        client.compress("book", TEXT, ratio=4, wait=False)
+        chat, sent = talk(client, slow, 6)
+        assert [name for name, _ in sent] == ["book"] * 6
+        assert len(extensions(slow)) == 1
+        assert sent[-1][1] == whole_of(chat, tokenizer)
+
+
+def test_messages_that_are_kept_have_all_their_entries(client, server):
+    client.compress("book", TEXT, ratio=4)
+    talk(client, server, 8, keep=("user",))
+    assert {order["ratio"] for order, _ in extensions(server)} == {1, 4}
+
+
+def test_a_context_that_cannot_be_made_leaves_the_conversation(client, server, tokenizer):
+    client.compress("book", TEXT, ratio=4)
+    server.failing = True
+    with pytest.raises(StoreError, match=r"could not be compressed\. Its document has one token"):
+        talk(client, server, 9)
+    server.failing, chat = False, client.chat("book")
+    assert chat.ask(QUESTION)
+    with pytest.raises(PromptError, match="not empty"):
+        chat.ask("")

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import time
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,32 @@ def test_a_client_compresses_asks_and_deletes(client, server):
     for call in (lambda: mine.ask("own", QUESTION), lambda: mine.delete("own")):
         with pytest.raises(StoreError, match="There is no context 'own'"):
             call()
+
+
+def test_a_conversation_compresses_itself_and_leaves_nothing(server):
+    from gracekv import Compaction
+    from gracekv.vllm import Client
+
+    mine = Client(f"{server.url}/v1", tokenizer=server.tokenizer)
+    before, alone = mine.list(), mine.ask("book", QUESTION, TOKENS)
+    seen = []
+    with mine.chat("book", compact=Compaction(after=48, ratio=2, recent=2)) as chat:
+        for number in range(5):
+            answer = (
+                chat.ask(QUESTION, TOKENS) if number else "".join(chat.stream(QUESTION, TOKENS))
+            )
+            assert number or answer == alone
+            seen.append(chat.context)
+            while any(one.state == "compressing" for one in mine.list()):
+                time.sleep(0.1)
+        held = {one.name: one for one in mine.list()}
+        assert held["book"] == before[0]
+        assert held[chat.context].length > before[0].length
+        assert [x["role"] for x in chat.messages] == ["user", "assistant"] * 5
+    assert seen[0] == "book"
+    assert len(set(seen)) >= 3
+    assert mine.list() == before
+    assert mine.ask("book", QUESTION, TOKENS) == alone
 
 
 def test_the_guide_s_curl_lines_do_as_they_say(server):
