@@ -23,7 +23,7 @@ from gracekv.hf.static_layer import tail_is_full
 from gracekv.prefill.attention_patch import ATTACHED, base_attention, model_lock
 from gracekv.prefill.partial_attention import additive
 from gracekv.prefill.supported import check_model
-from gracekv.undo import undone
+from gracekv.undo import undone, without_autocast
 
 _attached: WeakSet[Any] = WeakSet()
 # The blocks of `attached` that run now, in any thread; the last one detaches the model.
@@ -163,7 +163,7 @@ def attention(
         sink_logits=kwargs.get("s_aux"),
     )
     layer.record(step)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast():
         mixed = packed.backend(step)
     return mixed.transpose(1, 2).contiguous(), None
 

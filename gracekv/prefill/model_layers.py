@@ -137,7 +137,8 @@ def head_sizes(model: Any) -> tuple[int, int, int]:
 def cache_dtype(model: Any) -> torch.dtype:
     """The dtype of keys and values: the model's, or the one that autocast computes in here."""
     dtype: torch.dtype = model.dtype
-    device = model.device.type
+    # Offloaded weights lie on "meta" between calls.
+    device = "cpu" if model.device.type == "meta" else model.device.type
     # Autocast leaves float64 as it is.
     casts = dtype != torch.float64 and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if casts else dtype

@@ -80,7 +80,7 @@ class Replay(Scorer):
             for capture in prefill:
                 self._note_likely(capture, region, memory)
         chosen = [self.select_queries(capture, region, memory)[0] for capture in prefill]
-        union: Tensor = torch.cat(chosen).unique()
+        union: Tensor = torch.cat(chosen).unique().cpu()
         return union
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:

@@ -27,7 +27,9 @@ def compiled(module):
     words = ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
     names = {node.module for node in words if isinstance(node, ast.ImportFrom)}
     folders = ("gracekv.kernels.", "gracekv.tree.engines.", "gracekv.backends.")
-    names = {n for n in names if n.startswith(folders)}
+    # These hold no code that a kernel is compiled from.
+    helpers = {"gracekv.kernels.compiled", "gracekv.kernels.addresses"}
+    names = {n for n in names - helpers if n.startswith(folders)}
     found = {importlib.import_module(name) for name in names}
     return found.union(*(compiled(other) for other in found))
 

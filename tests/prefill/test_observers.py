@@ -116,7 +116,7 @@ class Greedy(Sums):
 def test_what_is_no_value_is_found():
     with pytest.raises(TypeError, match="unhashable"):
         check_observer(Unhashable())
-    with pytest.raises(AssertionError, match="reads what no driver gives"):
+    with pytest.raises(AssertionError, match="reads a source that no driver gives"):
         check_observer(Greedy())
 
 

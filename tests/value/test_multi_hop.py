@@ -209,5 +209,5 @@ def test_declares_what_it_reads(scorer, needed):
 def test_refuses_a_prompt_without_any_probe():
     prefill = small(question=0)
     assert prefill.spans == PromptSpans(2, 42, 42, 44)
-    with pytest.raises(PromptError, match="Give tail_probes >= 1"):
+    with pytest.raises(PromptError, match="Set tail_probes >= 1"):
         MultiHop(tail_probes=0)(prefill, Region(2, 30))
