@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/construction_plus.py
     OMP_NUM_THREADS=1 python benchmarks/construction_plus.py --recipes all --out all.md
-    python benchmarks/construction_plus.py --device cuda --geometry qwen2.5-7b --out gpu.md
+    python benchmarks/construction_plus.py --device cuda --geometry qwen2.5-7b --out cuda.md
 
 `gracekv.compress` as one calls it, which reads layer by layer where the recipe allows it, against a
 forward pass with a stock cache and the last logits. They take turns, and medians of the rounds
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import machine
 import torch
 from construction_inputs import prompt_of
 from decode_shapes import GEOMETRIES, model_of
+from torch import Tensor
 
 import gracekv
 from gracekv import Prompt
@@ -34,6 +36,7 @@ from gracekv.hf.smollm2 import load_smollm2
 from gracekv.recipes import names
 
 PAGE = Path(__file__).parent / "results" / "construction-plus.md"
+PREFILL = "prefill"
 RECIPES = (
     "gracekv-plus",
     "gracekv-agnostic",
@@ -43,45 +46,74 @@ RECIPES = (
 )
 
 
-def seconds(work: Callable[[], object], device: str) -> float:
-    """CPU seconds of the process, or wall seconds until the GPU is done."""
+def measured(work: Callable[[], object], device: str) -> tuple[float, float]:
+    """CPU seconds of the process and 0, or wall seconds until the GPU is done and its peak GiB."""
     gc.collect()
     if device == "cpu":
         start = time.process_time()
         work()
-        return time.process_time() - start
+        return time.process_time() - start, 0.0
     torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     work()
     torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**30
 
 
-def rows(model: Any, prompt: Prompt, args: argparse.Namespace) -> list[str]:
-    """A line for each recipe."""
-    ids = prompt.ids[None].to(args.device)
+def against_prefill(
+    model: Any,
+    ids: Tensor,
+    works: Mapping[str, Callable[[], object]],
+    rounds: int,
+    patience: float = math.inf,
+) -> dict[str, tuple[float, float]]:
+    """Median seconds and highest peak of each of `works`, and of a plain "prefill" of `ids`.
+
+    They take turns. What they compile is compiled before.
+
+    Args:
+        model: prefills.
+        ids: of the prompt; [1, tokens].
+        works: by name.
+        rounds: at most.
+        patience: seconds after which no further round begins.
+    """
 
     @torch.no_grad()
     def plain() -> None:
         model(input_ids=ids, use_cache=True, logits_to_keep=1)
 
+    device = ids.device.type
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in (PREFILL, *works)}
+    begin = time.monotonic()
+    for _ in range(rounds):
+        # Compressing has given memory back, which the first pass after it has to get again.
+        plain()
+        taken[PREFILL].append(measured(plain, device))
+        for name, work in works.items():
+            taken[name].append(measured(work, device))
+        if time.monotonic() - begin > patience:
+            break
+    return {
+        name: (statistics.median(seconds for seconds, _ in found), max(peak for _, peak in found))
+        for name, found in taken.items()
+    }
+
+
+def rows(model: Any, prompt: Prompt, args: argparse.Namespace) -> list[str]:
+    """A line for each recipe."""
+
     def compress(name: str) -> None:
         gracekv.compress(model, prompt, ratio=args.ratio, pipeline=name)
 
-    taken: dict[str, list[float]] = {name: [] for name in args.recipes}
-    base = []
-    for number in range(args.rounds):
-        # Compressing has given memory back, which the first pass after it has to get again.
-        plain()
-        base.append(seconds(plain, args.device))
-        for name, found in taken.items():
-            if args.device == "cuda" and number == 0:
-                compress(name)  # compiles kernels of these shapes
-            found.append(seconds(partial(compress, name), args.device))
-    prefill = statistics.median(base)
-    lines = []
-    for name, found in taken.items():
-        middle = statistics.median(found)
+    works = {name: partial(compress, name) for name in args.recipes}
+    if args.device == "cuda":  # compiles kernels of these shapes
+        for work in works.values():
+            work()
+    taken = against_prefill(model, prompt.ids[None].to(args.device), works, args.rounds)
+    prefill, lines = taken.pop(PREFILL)[0], []
+    for name, (middle, _) in taken.items():
         more = middle - prefill
         lines.append(
             f"| {len(prompt.ids):,} | `{name}` | {prefill:.2f} | {middle:.2f} | {more:.2f} | "

@@ -1,22 +1,29 @@
-"""Does everything work on this GPU, and how fast is it? One command, under ten minutes.
+"""Does everything work on this GPU, and how fast is it? Three calls of ten minutes, or fewer.
 
-    python benchmarks/gpu.py            # or: make gpu
+    python benchmarks/gpu.py            # or: make gpu; the same again goes on
 
 Needs a checkout and torch, triton, transformers, numpy, einops, scipy and safetensors; no network,
-and no weights: models have random ones. Every row is appended to `gpu.jsonl` as soon as it is
-measured; `gpu.md` is written from it at the end, whatever happens. `--device cpu --tiny` runs the
-same parts in seconds, to keep the script itself tested.
+and no weights: models have random ones. The most important rows come first. A row is appended to
+`gpu.jsonl` as soon as it is measured, and the page is written from all rows of the same code,
+machine and options; the next call measures the others. A row that does not fit into the time that
+is left waits for the next call. The profile of one compression lies beside `gpu.jsonl`.
+`--device cpu --geometry tiny` runs the same in seconds.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import signal
-import sys
 import time
-from pathlib import Path
+
+_BEGIN = time.monotonic()
+
+import argparse  # noqa: E402
+import dataclasses  # noqa: E402
+import gc  # noqa: E402
+import os  # noqa: E402
+import signal  # noqa: E402
+import sys  # noqa: E402
+import traceback  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 _HERE = Path(__file__).resolve().parent
 # A checkout needs no installation. The steps of an engine that are timed are those of the tests.
@@ -27,14 +34,15 @@ import torch  # noqa: E402
 from gpu_bench import Bench  # noqa: E402
 from gpu_checks import kernels, replay, same, tests  # noqa: E402
 from gpu_contexts import paged  # noqa: E402
-from gpu_report import OutOfTime, Rows, header, page  # noqa: E402
+from gpu_report import BEGUN, Case, Log, OutOfTime, Row, header  # noqa: E402
 from gpu_speed import attention, compress, decode, profile  # noqa: E402
 
 from gracekv.files import write_atomically  # noqa: E402
 
+# In this order.
 PARTS = {
     part.__name__: part
-    for part in (kernels, same, paged, replay, compress, decode, attention, profile, tests)
+    for part in (compress, profile, replay, decode, tests, paged, kernels, same, attention)
 }
 
 
@@ -47,72 +55,120 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--minutes", type=float, default=9.0, help="rows that would begin later are left out")
+    limit = float(os.environ.get("GRACEKV_GPU_SECONDS", "570"))
+    add("--seconds", type=float, default=limit, help="of this call; or $GRACEKV_GPU_SECONDS")
     add("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}, in this order")
     add("--device", choices=["cuda", "cpu"], default="cuda")
-    add("--tiny", action="store_true", help="a tiny model and short contexts")
-    add("--geometry", default="qwen2.5-7b", help="a name of decode_shapes.GEOMETRIES")
+    add("--geometry", default="qwen2.5-7b", help='of decode_shapes.GEOMETRIES; "tiny": few rows')
     add("--weights", type=Path, help="a folder with a transformers model, in place of random ones")
     add("--lengths", type=numbers, default=[8192, 32768, 131072], help="contexts")
-    add("--batches", type=numbers, default=[1, 4, 8, 16])
+    add("--batches", type=numbers, default=[1, 8, 4, 16])
     add("--ratio", type=int, default=8)
-    add("--rounds", type=int, default=15)
-    add("--out", type=Path, default=_HERE / "results", help="folder of gpu.jsonl and gpu.md")
-    add("--resume", action="store_true", help="append to gpu.jsonl instead of beginning a new one")
+    add("--rounds", type=int, default=15, help="at most, of what is timed")
+    out = _HERE.parent / "runs" / "gpu"
+    add("--out", type=Path, default=out, help="folder of gpu.jsonl and the profile")
+    add("--page", type=Path, help="benchmarks/results/gpu.md, or gpu.md beside rows of a CPU")
     options = parser.parse_args()
     options.parts = options.parts.split(",")
     unknown = sorted(set(options.parts) - set(PARTS))
     if unknown:
         parser.error(f"--parts takes some of {', '.join(PARTS)}; got {', '.join(unknown)}")
+    options.tiny = options.geometry == "tiny"
     if options.tiny:
-        options.geometry, options.lengths, options.batches = "tiny", [128, 160], [1, 2]
+        options.lengths, options.batches = [128, 160], [1, 2]
         options.rounds, options.ratio = 2, 4
+    if options.page is None:
+        on_cpu = options.device == "cpu"
+        options.page = (options.out if on_cpu else _HERE / "results") / "gpu.md"
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(
             "torch sees no CUDA GPU. Install a CUDA build of torch, or try the script with "
-            "--device cpu --tiny."
+            "--device cpu --geometry tiny."
         )
     return options
 
 
-def restart(rest: list[str], minutes: float) -> None:
-    """Run the remaining parts in a new process: an error has made this one's GPU unusable."""
-    words = [word for word in sys.argv[1:] if word != "--resume"]
-    words += ["--resume", "--parts", ",".join(rest), "--minutes", f"{minutes:.2f}"]
-    os.execv(sys.executable, [sys.executable, __file__, *words])
+def measured(case: Case, left: float) -> Row:
+    """The columns of a row; an error or too little memory ends the row, not the run.
+
+    Raises:
+        OutOfTime: if it takes longer than the seconds that are `left`.
+    """
+    begin = time.perf_counter()
+    signal.setitimer(signal.ITIMER_REAL, left)
+    row: Row = {"status": "ok"}
+    try:
+        row |= case.work()
+    except torch.OutOfMemoryError:
+        row["status"] = "out of memory"
+    except OutOfTime:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        first = (str(error).splitlines() or [""])[0]
+        row["status"] = f"failed: {type(error).__name__}: {first[:200]}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return row | {"row s": round(time.perf_counter() - begin, 2)}
+
+
+def usable(device: str) -> bool:
+    """Whether the GPU takes further work from this process, after what cannot be undone."""
+    if device == "cuda":
+        try:
+            torch.cuda.synchronize()
+            gc.collect()
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            return False
+    return True
+
+
+def run(options: argparse.Namespace, deadline: float) -> None:
+    """Measure the rows that are missing, in order, as far as they fit."""
+
+    def show() -> None:
+        write_atomically(options.page, log.page(cases).encode())
+
+    bench = Bench(options)
+    cases = [
+        dataclasses.replace(case, part=part)
+        for part in options.parts
+        for case in PARTS[part](bench)
+    ]
+    log, first = Log(options.out / "gpu.jsonl", header(options)), True
+    show()
+    for case in cases:
+        left = deadline - time.monotonic()
+        # The first row may take the whole call: it would not fit into another one either.
+        if log.outcome(case) is not None or left <= (0 if first else log.expected(case)):
+            continue
+        first = False
+        log.append(case, {"status": BEGUN})
+        try:
+            row = measured(case, left)
+        except OutOfTime:
+            print(case.part, case.labels, "cut off by the time limit", flush=True)
+            break
+        log.append(case, row)
+        print(case.part, case.labels, row, flush=True)
+        show()
+        if not usable(options.device):
+            left = deadline - time.monotonic()
+            again = [sys.executable, __file__, *sys.argv[1:], "--seconds", f"{max(left, 1):.0f}"]
+            os.execv(sys.executable, again)
+    show()
 
 
 def main() -> None:
     options = arguments()
-    options.out.mkdir(parents=True, exist_ok=True)
-    lines = options.out / "gpu.jsonl"
-    if not options.resume:
-        lines.unlink(missing_ok=True)
-    deadline = time.monotonic() + 60 * options.minutes
-    rows = Rows(lines, deadline, options.device)
 
     def out_of_time(*_: object) -> None:
-        if rows.working:
-            raise OutOfTime
+        raise OutOfTime
 
-    # Ends a row that runs past the deadline; those that follow are left out.
     signal.signal(signal.SIGALRM, out_of_time)
-    signal.setitimer(signal.ITIMER_REAL, 60 * options.minutes)
-    try:
-        if not options.resume:
-            rows.measure("machine", {}, lambda: header(options))
-        bench = Bench(options, rows)
-        for number, part in enumerate(options.parts):
-            rows.measure_all(part, lambda part=part: PARTS[part](bench))
-            rest = options.parts[number + 1 :]
-            if rows.broken and rest:
-                restart(rest, max((deadline - time.monotonic()) / 60, 0.1))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        read = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-        text = page(read)
-        write_atomically(options.out / "gpu.md", text.encode())
-        print(text)
+    run(options, _BEGIN + options.seconds)
+    print(options.page.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

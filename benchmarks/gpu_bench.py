@@ -1,17 +1,15 @@
-"""What the parts of `gpu.py` share: the model, prompts, and timing."""
+"""The state that the parts of `gpu.py` share: options, the model, and prompts."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import functools
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from decode_shapes import GEOMETRIES, model_of
-from gpu_report import Rows
+from decode_steps import copy_speed
 from transformers import AutoModelForCausalLM
 
 import gracekv
@@ -22,10 +20,9 @@ FLOAT32_ON_GPU = 1e-5
 
 @dataclasses.dataclass
 class Bench:
-    """Options, rows, and what several parts share."""
+    """The command line's options, and what several parts share, made on first use."""
 
     options: argparse.Namespace
-    rows: Rows
 
     @property
     def cuda(self) -> bool:
@@ -62,14 +59,7 @@ class Bench:
         ids = torch.randint(0, size, (length,), generator=rng)
         return gracekv.Prompt.from_ids(ids, (4, length - 36), question_end=length - 4)
 
-    def seconds(self, work: Callable[[], object]) -> tuple[float, float]:
-        """Wall seconds of `work`, and the peak GiB while it runs (0 on a CPU)."""
-        if self.cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        work()
-        if self.cuda:
-            torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() if self.cuda else 0
-        return time.perf_counter() - begin, peak / 2**30
+    @functools.cached_property
+    def copied(self) -> float:
+        """Bytes read and written per second by a copy."""
+        return copy_speed(self.options.device, (1024 if self.cuda else 8) << 20)

@@ -6,15 +6,18 @@ import dataclasses
 import functools
 import importlib.util
 import operator
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from construction_plus import measured
 from gpu_bench import FLOAT32_ON_GPU, Bench
-from gpu_report import OutOfTime, Row
+from gpu_report import Case, Row
 
 import gracekv
 from gracekv import recipes
@@ -27,11 +30,19 @@ from gracekv.testing.attention import TOLERANCES, attention_problem, check_atten
 from gracekv.testing.models import tiny_llama
 
 _ROOT = Path(__file__).resolve().parents[1]
+# Tests of kernels on a GPU.
+CUDA_TESTS = (
+    "tests/tree/test_triton_kernel_cuda.py",
+    "tests/kernels/test_softmax_sums_cuda.py",
+    "tests/backends/test_triton_cuda.py",
+)
+# Too many cases for one row: a row for each dtype.
+MANY_CASES = ("test_equals_dense_attention",)
 # pytest's exit status where a file is skipped as a whole.
 _NO_TESTS = 5
 
 
-def kernels(bench: Bench) -> None:
+def kernels(bench: Bench) -> Iterator[Case]:
     """Ragged attention against float64, by head dimension and dtype, with and without a mask."""
     backend = Auto().resolve(AttentionSpec(torch.device(bench.options.device)))
     cases = [(64, dtype, "none") for dtype in TOLERANCES] + [(64, torch.bfloat16, "bool")]
@@ -50,21 +61,25 @@ def kernels(bench: Bench) -> None:
             return {}
 
         labels = {"backend": backend.name, "dim": dim, "dtype": str(dtype)[6:], "mask": mask}
-        bench.rows.measure("kernels", labels, work)
+        yield Case(labels, work, 5)
 
 
-def same(bench: Bench) -> None:
+def same(bench: Bench) -> Iterator[Case]:
     """The entries that each recipe keeps of one prefill, on the CPU and on the device.
 
     Scores that tie in float32 may be ordered otherwise by sums in another order, so that single
     entries differ; more than one in a hundred is a mistake.
     """
-    model = tiny_llama(layers=2, heads=4, kv_heads=2, dim=64)
-    prompt = bench.prompt(120 if bench.options.tiny else 300, vocabulary=97)
     pipelines = {name: Pipeline.named(name) for name in recipes.names()}
-    needs = functools.reduce(operator.or_, (pipeline.needs() for pipeline in pipelines.values()))
-    prefill = gracekv.capture(model, prompt, needs)
-    there = moved(prefill, torch.device(bench.options.device))
+
+    @functools.cache
+    def prefills() -> tuple[Prefill, Prefill]:
+        model = tiny_llama(layers=2, heads=4, kv_heads=2, dim=64)
+        prompt = bench.prompt(120 if bench.options.tiny else 300, vocabulary=97)
+        needs = functools.reduce(operator.or_, (own.needs() for own in pipelines.values()))
+        prefill = gracekv.capture(model, prompt, needs)
+        return prefill, moved(prefill, torch.device(bench.options.device))
+
     for name, pipeline in pipelines.items():
 
         def work(pipeline: Pipeline = pipeline) -> Row:
@@ -75,14 +90,14 @@ def same(bench: Bench) -> None:
                     for row in range(layer.heads)
                     for position in layer.head(row)[2].tolist()
                 }
-                for own in (prefill, there)
+                for own in prefills()
             ]
             differ = len(kept[0] ^ kept[1]) / 2
             fine = differ <= 0.01 * len(kept[0])
             status = "ok" if fine else "failed: other entries"
             return {"entries": len(kept[0]), "differ": differ, "status": status}
 
-        bench.rows.measure("same", {"recipe": name}, work)
+        yield Case({"recipe": name}, work, 5)
 
 
 def moved(prefill: Prefill, device: torch.device) -> Prefill:
@@ -99,13 +114,14 @@ def moved(prefill: Prefill, device: torch.device) -> Prefill:
     return dataclasses.replace(prefill, **{name: move(getattr(prefill, name)) for name in names})
 
 
-def replay(bench: Bench) -> None:
+def replay(bench: Bench) -> Iterator[Case]:
     """`result.generate` with and without a recorded step: the same tokens, and how fast."""
-    options, model = bench.options, bench.model
+    options = bench.options
     tokens = 20 if options.tiny else 192
     for length, rows in product(options.lengths[:1], options.batches[:2]):
 
         def work(length: int = length, rows: int = rows) -> Row:
+            model = bench.model
             prompts = [bench.prompt(length - 7 * number) for number in range(rows)]
             result = gracekv.compress(model, prompts, ratio=options.ratio, pipeline="gracekv-plus")
             suits, found, answers = graph_replay.suits, {}, {}
@@ -117,7 +133,7 @@ def replay(bench: Bench) -> None:
                     def generate(name: str = name) -> None:
                         answers[name] = result.generate_ids(tokens, eos_token_id=None)
 
-                    seconds, _ = bench.seconds(generate)
+                    seconds, _ = measured(generate, options.device)
                     found[f"{name} ms/token"] = 1e3 * seconds / tokens
             finally:
                 graph_replay.suits = suits
@@ -128,29 +144,33 @@ def replay(bench: Bench) -> None:
             suited = suits(model, result.new_cache(), tokens, {})
             return {**found, "same tokens": float(agreeing), "default": suited, "status": status}
 
-        bench.rows.measure("replay", {"prompt": length, "rows": rows}, work)
+        yield Case({"prompt": length, "rows": rows}, work, 40)
 
 
-def tests(bench: Bench) -> None:
-    """The tests that only a GPU can run, with the time that is left; a tiny run has one file."""
-    files = sorted(_ROOT.glob("tests/**/test_*_cuda.py"))[: 1 if bench.options.tiny else None]
-    for number, file in enumerate(files):
+def tests(bench: Bench) -> Iterator[Case]:
+    """The tests that only a GPU can run, function by function; a tiny run has one."""
+    found = [
+        (file, name, only)
+        for file in CUDA_TESTS
+        for name in re.findall(r"^def (test_\w+)", (_ROOT / file).read_text("utf-8"), re.MULTILINE)
+        for only in (map(str, TOLERANCES) if name in MANY_CASES else ("",))
+    ]
+    # Those that failed or never ended on a GPU come first, those with hundreds of cases last.
+    found.sort(key=lambda row: (row[1] in MANY_CASES, "repeats" not in row[1]))
+    for file, name, only in found[: 1 if bench.options.tiny else None]:
 
-        def work(path: str = str(file), files_left: int = len(files) - number) -> Row:
+        def work(test: str = f"{file}::{name}", only: str = only) -> Row:
             missing = [x for x in ("pytest", "hypothesis") if not importlib.util.find_spec(x)]
             if missing:
                 return {"status": f"left out: {' and '.join(missing)} not installed"}
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path]
-            try:
-                done = subprocess.run(
-                    command, cwd=_ROOT, capture_output=True, text=True, check=False,
-                    timeout=max(1.0, bench.rows.left / files_left - 5),
-                )  # fmt: skip
-            except subprocess.TimeoutExpired as error:
-                raise OutOfTime from error
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
+            done = subprocess.run(
+                [*command, "-k", only], cwd=_ROOT, capture_output=True, text=True, check=False
+            )
             lines = [line for line in done.stdout.splitlines() if line]
             failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
             status = "ok" if done.returncode in (0, _NO_TESTS) else "failed"
             return {"result": lines[-1], "failures": "; ".join(failed)[:400], "status": status}
 
-        bench.rows.measure("tests", {"file": file.name}, work)
+        labels = {"file": Path(file).name, "test": name, "only": only}
+        yield Case(labels, work, 150 if only else 40)

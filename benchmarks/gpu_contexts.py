@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 
 import torch
 from decode_shapes import GEOMETRIES
-from decode_steps import copy_speed, graphed, interleaved
+from decode_steps import graphed, interleaved
 from gpu_bench import FLOAT32_ON_GPU, Bench
-from gpu_report import Row
+from gpu_report import Case, Row
 
 from gracekv.kernels.device import obstacle
 from support.paged_contexts import LAYOUTS, check_step, paged_step, step_attention
@@ -17,7 +18,7 @@ from support.paged_contexts import LAYOUTS, check_step, paged_step, step_attenti
 _PAGE, _OWN = 16, 100
 
 
-def paged(bench: Bench) -> None:
+def paged(bench: Bench) -> Iterator[Case]:
     """Attention over contexts and pages against float64, and its speed against a copy.
 
     Repeated on the same entries: what fits the GPU's cache is read from there.
@@ -25,7 +26,7 @@ def paged(bench: Bench) -> None:
     options, device = bench.options, bench.options.device
     reason = obstacle(torch.device(device), "another part")
     if reason is not None:
-        bench.rows.measure("paged", {"what": "none"}, lambda: {"status": f"left out: {reason}"})
+        yield Case({"what": "none"}, lambda: {"status": f"left out: {reason}"}, 1)
         return
     requests = [("a", 33, 1), (None, 20, 20), ("b", 140, 130), ("a", 300, 1), ("b", 40, 3)]
     for (dim, dtype), layout in product(
@@ -43,9 +44,8 @@ def paged(bench: Bench) -> None:
             return {}
 
         labels = {"dim": dim, "dtype": str(dtype)[6:], "pages": layout}
-        bench.rows.measure("paged", labels, right)
+        yield Case(labels, right, 10)
     geometry = GEOMETRIES[options.geometry]
-    copied = copy_speed(device, (1024 if bench.cuda else 8) << 20)
     for length, batch in product(options.lengths, options.batches):
 
         def fast(length: int = length, batch: int = batch) -> Row:
@@ -64,6 +64,6 @@ def paged(bench: Bench) -> None:
             seconds = interleaved(runs, device, options.rounds)
             speed = size / min(seconds.values())
             row: Row = {f"{name} us a layer": 1e6 * took for name, took in seconds.items()}
-            return {**row, "GB/s": speed / 1e9, "of copy": speed / copied}
+            return {**row, "GB/s": speed / 1e9, "of copy": speed / bench.copied}
 
-        bench.rows.measure("paged", {"context": length, "requests": batch}, fast)
+        yield Case({"context": length, "requests": batch}, fast, 10)

@@ -1,14 +1,14 @@
-"""The rows of `gpu.py`: appended as they are measured, and written out as a page."""
+"""The rows of `gpu.py`: a log that only grows, and the page that is written from it."""
 
 from __future__ import annotations
 
 import argparse
-import gc
+import dataclasses
+import hashlib
 import json
+import os
 import platform
-import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,110 +16,141 @@ import machine
 import torch
 import transformers
 from decode_shapes import GEOMETRIES
-from decode_steps import copy_speed
 
 from gracekv.backends import Auto
 
 Row = dict[str, Any]
+BEGUN = "begun"
 
 
 class OutOfTime(Exception):
-    """The deadline has passed; raised by an alarm, or before a row begins."""
+    """The time limit has passed; raised by an alarm."""
 
 
-class Rows:
-    """Appends rows to a JSON-lines file.
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A row to measure.
+
+    Attributes:
+        labels: they name the row within its part.
+        work: measures it and returns the other columns.
+        seconds: a generous guess of its duration on an H100, used until a log knows better.
+    """
+
+    labels: Row
+    work: Callable[[], Row]
+    seconds: float
+    part: str = ""
+
+
+class Log:
+    """Rows in a JSON-lines file, which only grows, so that a run goes on where another ended.
+
+    A row counts if the run that measured it had the same header: code, machine and options.
 
     Args:
         path: the file.
-        deadline: of `time.monotonic`; no row begins later.
-        device: "cuda" or "cpu".
-
-    Attributes:
-        broken: whether the GPU refuses further work in this process.
-        working: whether a row is being measured, which the deadline may interrupt.
+        header: describes the run.
     """
 
-    def __init__(self, path: Path, deadline: float, device: str) -> None:
-        self._path, self._deadline, self._device = path, deadline, device
-        self.broken = self.working = False
-
-    @property
-    def left(self) -> float:
-        """Seconds to the deadline."""
-        return self._deadline - time.monotonic()
-
-    def measure(self, part: str, labels: Row, work: Callable[[], Mapping[str, Any]]) -> Row:
-        """Append `labels` and what `work` returns, with its status and seconds; returns the row.
-
-        An error, too little memory and the deadline end the row, not the run.
-        """
-        row: Row = {"part": part, **labels}
-        begin = time.perf_counter()
-        try:
-            if self.left <= 0 or self.broken:
-                raise OutOfTime
-            self.working = True
-            row |= {"status": "ok", **work()}
-            self.working = False
-        except torch.OutOfMemoryError:
-            row["status"] = "out of memory"
-        except OutOfTime:
-            row["status"] = "failed before" if self.broken else "out of time"
-        except Exception as error:
-            traceback.print_exc()
-            first = (str(error).splitlines() or [""])[0]
-            row["status"] = f"failed: {type(error).__name__}: {first[:200]}"
-            self._check_device()
-        finally:
-            self.working = False
-        row["row s"] = round(time.perf_counter() - begin, 2)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        print(row, flush=True)
-        if self._device == "cuda" and not self.broken:
-            gc.collect()
-            torch.cuda.empty_cache()
-        return row
-
-    def measure_all(self, part: str, work: Callable[[], None]) -> None:
-        """Run a part, which measures rows; an error outside of them becomes a row too."""
-        try:
-            work()
-        except (Exception, OutOfTime) as error:
-
-            def again(error: BaseException = error) -> Row:
-                raise error
-
-            self.measure(part, {"what": "setting up"}, again)
-
-    def _check_device(self) -> None:
-        if self._device == "cuda":
+    def __init__(self, path: Path, header: Row) -> None:
+        self._path, self._header = path, header
+        self._run = hashlib.sha256(json.dumps(header).encode()).hexdigest()[:12]
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if text and not text.endswith("\n"):  # a process was ended while it wrote this line
+            self._write("\n")
+        self._rows: list[Row] = []
+        for line in text.splitlines():
             try:
-                torch.cuda.synchronize()
-            except RuntimeError:
-                self.broken = True
+                self._rows.append(json.loads(line))
+            except ValueError:
+                continue
+
+    def append(self, case: Case, found: Row) -> None:
+        row = {"run": self._run, "part": case.part, "labels": case.labels, **found}
+        self._write(json.dumps(row) + "\n")
+        self._rows.append(row)
+
+    def outcome(self, case: Case) -> Row | None:
+        """The row's columns if nothing remains to be measured, else None.
+
+        A row that two runs began and did not finish is not tried a third time.
+        """
+        own = [row for row in self._named(case) if row["run"] == self._run]
+        for row in own:
+            if row["status"] != BEGUN:
+                return {**case.labels, **_columns(row)}
+        return {**case.labels, "status": "cut off twice"} if len(own) > 1 else None
+
+    def expected(self, case: Case) -> float:
+        """Seconds that the row will take: as last time, at any commit, and a fifth more."""
+        known = [row["row s"] for row in self._named(case) if "row s" in row]
+        return 1.2 * known[-1] if known else case.seconds
+
+    def page(self, cases: list[Case]) -> str:
+        """What is known of the cases as Markdown: a table for each part, and what is missing."""
+        parts: dict[str, list[Row]] = {}
+        missing: dict[str, list[str]] = {}
+        for case in cases:
+            row = self.outcome(case)
+            if row is None:
+                name = " ".join(_cell(label) for label in case.labels.values())
+                missing.setdefault(case.part, []).append(name)
+            else:
+                parts.setdefault(case.part, []).append(row)
+        rows = [row for part in parts.values() for row in part]
+        failed = sum(row["status"] != "ok" for row in rows)
+        missed = sum("missed" in map(str, row.values()) for row in rows)
+        text = ["# One command on a GPU", "", "`python benchmarks/gpu.py`", ""]
+        text += [f"- {name}: {value}" for name, value in self._header.items() if value != ""]
+        text += [
+            "",
+            f"{len(rows)} of {len(cases)} rows; {failed} not ok, {missed} below a bar.",
+            "",
+        ]
+        if missing:
+            text += ["Not measured yet; the same command goes on with it:", ""]
+            text += [f"- {part}: {', '.join(names)}" for part, names in missing.items()]
+            text.append("")
+        for part, own in parts.items():
+            columns = list(dict.fromkeys(name for row in own for name in row))
+            text += [f"## {part}", "", f"| {' | '.join(columns)} |", f"|{'--:|' * len(columns)}"]
+            for row in own:
+                text.append(f"| {' | '.join(_cell(row.get(name, '')) for name in columns)} |")
+            text.append("")
+        return "\n".join(text)
+
+    def _named(self, case: Case) -> list[Row]:
+        # Labels as they return from the file.
+        labels = json.loads(json.dumps(case.labels))
+        return [row for row in self._rows if row["part"] == case.part and row["labels"] == labels]
+
+    def _write(self, text: str) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab", buffering=0) as file:  # one system call appends all of it
+            file.write(text.encode())
+            os.fsync(file.fileno())
 
 
 def header(options: argparse.Namespace) -> Row:
-    """The machine, the versions, and the speed of a copy."""
+    """The machine, the versions, the code and the options that change figures."""
     cuda = options.device == "cuda"
     found = torch.cuda.get_device_properties(0) if cuda else None
     return {
         "machine": found.name if found else f"CPU, {machine.cores()}",
         "capability": f"{found.major}.{found.minor}" if found else "",
         "memory GiB": round(found.total_memory / 2**30, 1) if found else "",
-        "copy GB/s": round(copy_speed(options.device, (1024 if cuda else 8) << 20) / 1e9, 1),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda or "",
         "transformers": transformers.__version__,
         "triton": _triton_version(),
         "python": platform.python_version(),
-        "commit": machine.commit(),
+        "commit": machine.commit() or "unknown, there was no git",
+        "code": machine.digest(),
         "geometry": f"{options.geometry}: {GEOMETRIES[options.geometry]}",
         "weights": str(options.weights or "random, with scaled projections"),
         "backend": Auto().describe(options.device),
-        "minutes": options.minutes,
+        "ratio": options.ratio,
     }
 
 
@@ -131,31 +162,8 @@ def _triton_version() -> str:
     return str(triton.__version__)
 
 
-def page(rows: list[Row]) -> str:
-    """The rows as Markdown: the machine, what failed, then a table a part."""
-    parts: dict[str, list[Row]] = {}
-    for row in rows:
-        parts.setdefault(row["part"], []).append(row)
-    text = ["# One command on a GPU", "", "`python benchmarks/gpu.py`", ""]
-    for row in parts.pop("machine", []):
-        hidden = ("part", "status", "row s")
-        text += [f"- {name}: {x}" for name, x in row.items() if x != "" and name not in hidden]
-    measured = [row for part in parts.values() for row in part]
-    other = [row for row in measured if row["status"] != "ok"]
-    missed = [row for row in measured if "missed" in map(str, row.values())]
-    text += [
-        "",
-        f"{len(measured)} rows; {len(other)} not measured or failed, {len(missed)} below a bar.",
-        "",
-    ]
-    for part, own in parts.items():
-        columns = list(dict.fromkeys(name for row in own for name in row if name != "part"))
-        text += [f"## {part}", "", f"| {' | '.join(columns)} |", f"|{'--:|' * len(columns)}"]
-        for row in own:
-            cells = (_cell(row.get(name, "")) for name in columns)
-            text.append(f"| {' | '.join(cells)} |")
-        text.append("")
-    return "\n".join(text)
+def _columns(row: Row) -> Row:
+    return {name: value for name, value in row.items() if name not in ("run", "part", "labels")}
 
 
 def _cell(value: object) -> str:

@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
 import torch
+from construction_plus import PREFILL, against_prefill
 from decode_shapes import GEOMETRIES, Attention, compressed, full_cache
-from decode_steps import copy_speed, graphed, interleaved, timed_caches
+from decode_steps import graphed, interleaved, timed_caches
 from gpu_bench import Bench
-from gpu_report import Row
+from gpu_report import Case, Row
 
 import gracekv
+from gracekv.files import write_atomically
 from gracekv.hf import detach
 
-RECIPES = ("gracekv-plus", "gracekv", "snapkv")
-# The bars: seconds of construction at 8K, its share of the prefill from 32K on, peak memory over a
-# plain prefill's, attention over a copy, and a decoding step over FullKV's from 30K on at batch 8.
-CONSTRUCTION_8K = {"gracekv-plus": 0.10, "gracekv": 0.40}
-CONSTRUCTION_SHARE, PEAK, OF_COPY, SPEED_UP = 0.25, 1.05, 0.75, 1.7
+RECIPES = ("gracekv-plus", "gracekv-agnostic", "gracekv-plus-allocated", "gracekv", "snapkv")
+# The bars: a compression over a plain prefill, seconds (the paper's method up to 32K) and, from 32K
+# on, peak memory; attention over a copy; a decoding step over FullKV's from 30K on at batch 8.
+TOTAL = {
+    "gracekv-plus": 1.15,
+    "gracekv-agnostic": 1.15,
+    "gracekv-plus-allocated": 1.3,
+    "gracekv": 1.5,
+}
+PEAK, OF_COPY, SPEED_UP = 0.6, 0.75, 1.7
+# Most rounds of a compression, and seconds after which no further one begins.
+ROUNDS, PATIENCE = 5, 40.0
+# Events in which the host waits for a GPU, and operations that do so on one.
+WAITS = {
+    "cuda": re.compile("Synchronize"),
+    "cpu": re.compile("aten::(_local_scalar_dense|nonzero|_unique2)$"),
+}
 
 
-def attention(bench: Bench) -> None:
+def attention(bench: Bench) -> Iterator[Case]:
     """One token's attention as bytes per second against a copy, at several imbalances of heads."""
     options, device = bench.options, bench.options.device
     geometry, like = GEOMETRIES[options.geometry], torch.empty(0, dtype=bench.dtype, device=device)
-    copied = copy_speed(device, (1024 if bench.cuda else 8) << 20)
     skews = (3, 50) if not options.tiny else (3,)
     for length, batch, skew in product(options.lengths, options.batches, skews):
         for graphs in (True, False) if bench.cuda else (False,):
@@ -40,27 +55,31 @@ def attention(bench: Bench) -> None:
                     step = graphed(step, device)
                 seconds = interleaved({"": step}, device, options.rounds)[""] / asked.copies
                 speed = size / seconds
-                row = {"us a layer": seconds * 1e6, "GB/s": speed / 1e9, "of copy": speed / copied}
+                row = {
+                    "us a layer": seconds * 1e6,
+                    "GB/s": speed / 1e9,
+                    "of copy": speed / bench.copied,
+                }
                 if graphs:
-                    row["bar"] = "met" if speed >= OF_COPY * copied else "missed"
+                    row["bar"] = "met" if speed >= OF_COPY * bench.copied else "missed"
                 return row
 
             labels = {"context": length, "batch": batch, "skew": skew, "graph": graphs}
-            bench.rows.measure("attention", labels, work)
+            yield Case(labels, work, 5)
 
 
-def decode(bench: Bench) -> None:
+def decode(bench: Bench) -> Iterator[Case]:
     """A whole model's decoding step over FullKV and over a compressed cache."""
     options, device = bench.options, bench.options.device
     geometry, like = GEOMETRIES[options.geometry], torch.empty(0, dtype=bench.dtype, device=device)
-    model = bench.model
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
     full_entry = 2 * geometry.kv_heads * geometry.dim * bench.dtype.itemsize * geometry.layers
     for length, batch in product(options.lengths, options.batches):
         for graphs in (True, False) if bench.cuda else (False,):
 
             def work(length: int = length, batch: int = batch, graphs: bool = graphs) -> Row:
                 taken: dict[str, float] = {}
+                model = bench.model
+                weights = sum(p.numel() * p.element_size() for p in model.parameters())
                 ours = {"ours": compressed(geometry, batch, length, options.ratio, like)}
                 timed = functools.partial(
                     timed_caches, model, batch=batch, device=device, rounds=options.rounds,
@@ -81,64 +100,77 @@ def decode(bench: Bench) -> None:
                 return row
 
             labels = {"context": length, "batch": batch, "graph": graphs}
-            bench.rows.measure("decode", labels, work)
+            yield Case(labels, work, 10)
 
 
-def compress(bench: Bench) -> None:
-    """`compress` end to end: seconds of every stage and peak memory, beside a plain prefill."""
-    options, model = bench.options, bench.model
-    for length in options.lengths:
-        prompt = bench.prompt(length)
-        ids = prompt.ids[None].to(options.device)
+def compress(bench: Bench) -> Iterator[Case]:
+    """`compress` end to end against a plain prefill, in turn, both after a pass to warm up."""
+    options = bench.options
+    for length, name in product(options.lengths, RECIPES):
 
-        def plain(ids: torch.Tensor = ids) -> Row:
-            detach(model)
-            with torch.inference_mode():
-                bench.seconds(lambda: model(ids[:, :64], logits_to_keep=1))
-                seconds, peak = bench.seconds(lambda: model(ids, logits_to_keep=1))
-            return {"total s": seconds, "peak GiB": peak}
+        def work(length: int = length, name: str = name) -> Row:
+            made: list[Any] = []
 
-        alone = bench.rows.measure("compress", {"context": length, "recipe": "prefill"}, plain)
-        for name in RECIPES:
+            def once() -> None:
+                made[:] = [
+                    gracekv.compress(
+                        bench.model, prompt, ratio=options.ratio, pipeline=name
+                    ).timings
+                ]
 
-            def work(name: str = name, prompt: gracekv.Prompt = prompt, alone: Row = alone) -> Row:
-                made: list[Any] = []
+            prompt = bench.prompt(length)
+            detach(bench.model)
+            ids = prompt.ids[None].to(options.device)
+            once()  # compiles kernels of these shapes
+            rounds = min(ROUNDS, options.rounds)
+            taken = against_prefill(bench.model, ids, {name: once}, rounds, PATIENCE)
+            (plain, plain_peak), (total, peak) = taken[PREFILL], taken[name]
+            row: Row = {"plain s": plain, "total s": total, "of plain": total / plain}
+            if bench.cuda:
+                of_peak = peak / plain_peak
+                row |= {"plain GiB": plain_peak, "peak GiB": peak, "of plain GiB": of_peak}
+                if name in TOTAL and (name != "gracekv" or length <= 32768):
+                    row["bar: time"] = "met" if total <= TOTAL[name] * plain else "missed"
+                if length >= 32768:
+                    row["bar: memory"] = "met" if of_peak <= PEAK else "missed"
+            return row | {stage: took for stage, took in made[0].as_dict().items() if took}
 
-                def once() -> None:
-                    made[:] = [gracekv.compress(model, prompt, ratio=options.ratio, pipeline=name)]
-
-                if len(prompt.ids) == options.lengths[0]:
-                    once()  # compiles the kernels
-                    made.clear()
-                seconds, peak = bench.seconds(once)
-                timings = made[0].timings
-                stages = {stage: took for stage, took in timings.as_dict().items() if took}
-                row: Row = {"total s": seconds, "peak GiB": peak, **stages}
-                row["construction s"] = timings.construction
-                limit = CONSTRUCTION_8K.get(name) if len(prompt.ids) == 8192 else None
-                if len(prompt.ids) >= 32768:
-                    limit = CONSTRUCTION_SHARE * timings.prefill
-                if bench.cuda and limit is not None:
-                    row["bar: seconds"] = "met" if timings.construction <= limit else "missed"
-                if bench.cuda and alone.get("peak GiB"):
-                    row["of plain peak"] = peak / alone["peak GiB"]
-                    row["bar: memory"] = "met" if row["of plain peak"] <= PEAK else "missed"
-                return row
-
-            bench.rows.measure("compress", {"context": length, "recipe": name}, work)
+        # 30 s to build the model and compile, then a guess of four passes.
+        yield Case({"context": length, "recipe": name}, work, 30 + length / 1000)
 
 
-def profile(bench: Bench) -> None:
-    """The twenty most expensive kernels of one compression and eight decoding steps."""
-    model, prompt = bench.model, bench.prompt(bench.options.lengths[0])
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if bench.cuda:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as recorded:
-        result = gracekv.compress(model, prompt, ratio=bench.options.ratio, pipeline="gracekv-plus")
-        result.generate_ids(8, eos_token_id=None)
-    key = "self_device_time_total" if bench.cuda else "self_cpu_time_total"
-    events = sorted(recorded.key_averages(), key=lambda event: -getattr(event, key))[:20]
-    for event in events:
-        row = {"calls": event.count, "ms": getattr(event, key) / 1e3}
-        bench.rows.measure("profile", {"kernel": event.key[:80]}, lambda row=row: row)
+def profile(bench: Bench) -> Iterator[Case]:
+    """One compression by torch's profiler: a trace for chrome://tracing, and the top operations."""
+    options = bench.options
+
+    def work() -> Row:
+        prompt = bench.prompt(options.lengths[0])
+
+        def once() -> object:
+            return gracekv.compress(
+                bench.model, prompt, ratio=options.ratio, pipeline="gracekv-plus"
+            )
+
+        once()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if bench.cuda:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as recorded:
+            once()
+        trace, table = (options.out / f"gpu-profile.{end}" for end in ("json.gz", "txt"))
+        recorded.export_chrome_trace(str(trace))
+        found = recorded.key_averages()
+        waits = [event for event in found if WAITS[options.device].search(event.key)]
+        lines = [f"{x.count:8} {x.cpu_time_total / 1e3:10.2f} ms  {x.key}" for x in waits]
+        key = "self_cuda_time_total" if bench.cuda else "self_cpu_time_total"
+        tables = [found.table(sort_by=by, row_limit=25) for by in (key, "self_cpu_time_total")]
+        write_atomically(table, "\n".join(["Host waits", *lines, *tables]).encode())
+        launches = sum(x.count for x in found if x.key.startswith(("cudaLaunch", "cuLaunch")))
+        return {
+            "launches": launches,
+            "waits": sum(event.count for event in waits),
+            "trace": trace.name,
+            "table": table.name,
+        }
+
+    yield Case({"context": options.lengths[0], "recipe": "gracekv-plus"}, work, 60)
