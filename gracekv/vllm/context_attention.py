@@ -147,8 +147,8 @@ class ContextAttention(abc.ABC):
         kv_cache: Tensor,
         attn_metadata: Any,
         output: Tensor,
-        *scales: Tensor | None,
-        **quantised: Tensor | None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Write `output` in place and return it, as vLLM's operator requires.
 
@@ -160,8 +160,8 @@ class ContextAttention(abc.ABC):
             kv_cache: [blocks, G, block, 2d].
             attn_metadata: vLLM's for the step, or None while vLLM measures memory.
             output: [tokens, H, d].
-            scales: of a quantised output, which never goes with contexts.
-            quantised: likewise.
+            output_scale: scale of a quantised output, which never goes with contexts.
+            output_block_scale: likewise.
         """
         running = None if attn_metadata is None else current_step()
         batch = None
@@ -173,7 +173,8 @@ class ContextAttention(abc.ABC):
         if batch is None or not batch.covers_all:
             stock: Any = super()
             parts = query, key, value
-            stock.forward(layer, *parts, kv_cache, attn_metadata, output, *scales, **quantised)
+            scales = output_scale, output_block_scale
+            stock.forward(layer, *parts, kv_cache, attn_metadata, output, *scales)
         if batch is not None:
             heads = (-1, self.num_heads, self.head_size)
             asked = (query.view(heads), kv_cache, attn_metadata, output.view(heads))
