@@ -15,7 +15,7 @@ _SHORT = 32
 class Compaction(Configurable):
     """When a conversation compresses its older messages, and which messages it keeps whole.
 
-        result.chat(compact=gracekv.Compaction(after=1024, ratio=4))
+        book.chat(compact=gracekv.Compaction(after=1024, ratio=4))
 
     Attributes:
         after: compress when the uncompressed messages have more tokens than this.
