@@ -173,8 +173,8 @@ class Client:
     def chat(self, name: str, compact: Compaction | None = None) -> ServedConversation:
         """A conversation about a context, which itself is never changed.
 
-            with client.chat("book", compact=gracekv.Compaction(after=1024, ratio=4)) as chat:
-                print(chat.ask("Who is Dinah?"))
+        `with client.chat("book", compact=gracekv.Compaction(after=1024, ratio=4)) as chat` deletes
+        what the conversation stored when it ends; `chat.ask("Who is Dinah?")` takes a turn.
 
         Args:
             name: of the context.
