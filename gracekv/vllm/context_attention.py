@@ -45,7 +45,7 @@ class LayerCall(NamedTuple):
     output: Tensor
 
 
-class Reading(NamedTuple):
+class RecordedChunk(NamedTuple):
     """A request of a step whose prompt is recorded.
 
     Attributes:
@@ -65,7 +65,7 @@ class Step:
         reading: the request that is recorded, or None.
     """
 
-    def __init__(self, asking: dict[int, Asking], reading: Reading | None) -> None:
+    def __init__(self, asking: dict[int, Asking], reading: RecordedChunk | None) -> None:
         self.asking, self.reading = asking, reading
         self._planned: tuple[Any, Any] | None = None
         self._found: tuple[Any, int] | None = None
@@ -110,7 +110,7 @@ class Step:
 _current: Step | None = None
 
 
-def begin_step(asking: dict[int, Asking], reading: Reading | None = None) -> None:
+def begin_step(asking: dict[int, Asking], reading: RecordedChunk | None = None) -> None:
     """Set the step that attention layers see; the arguments are those of `Step`."""
     global _current
     _current = Step(asking, reading) if asking or reading else None
