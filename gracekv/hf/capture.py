@@ -25,7 +25,7 @@ from gracekv.errors import (
 )
 from gracekv.hf.reading import Reading
 from gracekv.pipeline import Pipeline
-from gracekv.pipeline.compression import Compression, holds_all
+from gracekv.pipeline.compression import Compression
 from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.base import Prefill, seconds_by_stage
@@ -318,7 +318,7 @@ def prefilled_run(
     check_works_sharded(pipeline, head_shard(model))
     if options.stream is not False:
         _, _, dim = head_sizes(model)
-        reason = holds_all(pipeline, plan, 2 * dim * cache_dtype(model).itemsize)
+        reason = pipeline.holds_all(plan, 2 * dim * cache_dtype(model).itemsize)
         if reason is None:
             stays = plan.total / (plan.layers * plan.heads * plan.context)
             try:

@@ -13,15 +13,15 @@ from gracekv.allocate import (
     BudgetPlan,
     Floor,
     Frontier,
+    Quota,
     Selection,
     upper_bound,
 )
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.allocate.top_tokens import entry_gains, top_tokens
 from gracekv.distributed.sharding import WHOLE, HeadShard
+from gracekv.pipeline.comparison import Compared
 from gracekv.prefill import CaptureInfo
-from gracekv.tree import Forest
-from gracekv.value import Relevance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,21 +53,17 @@ class Auction:
     Attributes:
         allocate: the allocator.
         floor: the floor.
+        quota: how many entries each head may hold.
         info: facts of the sequence.
-        quota: int64 [L, G] most entries of each head under a plan, or None.
-        relevance: token scores and head sensitivity.
-        forest: the trees, or None if every token is a slot that stays or goes.
-        candidates: [L, G, N] float64 as `Floor.candidates` returns them, or None.
+        compared: scores, and the trees unless every token is a slot that stays or goes.
         certify: also bound from above what any allocation could reach.
     """
 
     allocate: Allocator
     floor: Floor
+    quota: Quota
     info: CaptureInfo
-    quota: Callable[[BudgetPlan], Tensor | None]
-    relevance: Relevance
-    forest: Forest | None = None
-    candidates: Tensor | None = None
+    compared: Compared
     certify: bool = False
 
     @property
@@ -83,18 +79,19 @@ class Auction:
 
     def choose(self, plan: BudgetPlan) -> AuctionResult:
         """Spend `plan.base` entries, which are those of the heads of all processes."""
-        shard, quota = self.info.shard, self.quota(plan)
+        shard, compared = self.info.shard, self.compared
+        quota = compared.quota_of(self.quota, plan)
         if quota is not None:
             quota = shard.own_heads(quota, 1)
-        if self.forest is None:
-            prices = (self.relevance.scores, self.relevance.sensitivity)
+        if compared.forest is None:
+            prices = (compared.relevance.scores, compared.relevance.sensitivity)
             kept = top_tokens(*prices, plan.base, quota, elastic=self.elastic, shard=shard)
             selection = Selection.of_tokens(kept, self.info.spans.context_start)
             return AuctionResult(plan, selection, float(entry_gains(*prices, selection).sum()))
-        floor = self.floor.realize(self.forest, self.candidates, plan, quota)
+        floor = self.floor.realize(compared.forest, compared.candidates, plan, quota)
         frontier = self.allocate(floor, quota)
         if self.certify:
-            empty = Frontier.empty(self.forest, plan.base)
+            empty = Frontier.empty(compared.forest, plan.base)
             bound = upper_bound(empty, quota, elastic=self.elastic)
             frontier = replace(frontier, bound=max(bound, frontier.utility))
         selection = Selection.of_frontier(frontier, floor)

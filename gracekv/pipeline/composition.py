@@ -25,7 +25,7 @@ from gracekv.precision import AllocatingPrecision, FullPrecision, Precision
 from gracekv.prefill import Needs, Prefill, PromptSpans
 from gracekv.prefill.model_layers import cache_dtype, compressed_layers, head_sizes
 from gracekv.registry import Configurable
-from gracekv.segment import Curvature, Segmenter
+from gracekv.segment import Curvature, Partition, Segmenter, Tokens
 from gracekv.tree import Distortion, PrototypeRule, Refiner, Unit
 from gracekv.value import Scorer, Sensitivity
 from gracekv.value.column_sums import ReceivedAttention
@@ -141,6 +141,37 @@ class Composition(Configurable):
             window=self.window,
             costs=self.precision.entry_bytes(dim, size, spans),
         )
+
+    def keeps_everything(self, plan: BudgetPlan, entry_bytes: int) -> bool:
+        """Whether every token stays; arguments are those of `holds_all`."""
+        return self.keep_all or self.precision.keeps_all(plan, entry_bytes)
+
+    def holds_all(self, plan: BudgetPlan, entry_bytes: int) -> str | None:
+        """The reason why this pipeline needs all layers at once, or None if it does not.
+
+        Args:
+            plan: its budget in entries.
+            entry_bytes: bytes of a K/V pair in the model's dtype.
+        """
+        stages = ("value", "sensitivity", "quota", "fit")
+        parts = [(getattr(self, stage), stage) for stage in stages]
+        compared = [f"{part.name!r} ({stage})" for part, stage in parts if part.compares_layers]
+        by_bytes = plan.bytes is not None and not self.quota.monotone
+        read = {state for observer in self.needs().observers for state in observer.reads}
+        tokens = isinstance(self.segment, Tokens) and self.keeps_or_drops
+        reasons = {
+            "it keeps everything": self.keeps_everything(plan, entry_bytes),
+            "it does more than choose among single tokens": not tokens or not self.pack.by_entry,
+            f"{' and '.join(compared)} compare layers": compared,
+            "its quotas depend on how many entries the bytes buy, which is known last": by_bytes,
+            "the model runs once more over all keys and values": "passes" in read,
+            "it reads the decoder's output, which comes last": "final" in read,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def selects_tokens(self, partition: Partition) -> bool:
+        """Whether slots are single tokens that stay or go, each at a gain of omega R."""
+        return partition.slots == partition.region.length and self.keeps_or_drops
 
     @property
     def elastic(self) -> bool:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan
+from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.allocate.top_tokens import candidates, entry_gains
 from gracekv.cache import CompressedCache, RaggedCache, RaggedEntries, Timings
 from gracekv.cache.base import LayerToPack
@@ -25,6 +26,7 @@ from gracekv.fit import NoFit
 from gracekv.fit.base import value_change
 from gracekv.kernels.clock import Clock
 from gracekv.pipeline.auction import Auction, AuctionResult
+from gracekv.pipeline.comparison import Compared, compare
 from gracekv.pipeline.composition import Composition
 from gracekv.pipeline.run import Run, accounted
 from gracekv.precision import AllocatingPrecision
@@ -32,47 +34,16 @@ from gracekv.precision.base import EXACT
 from gracekv.prefill import CaptureInfo, LayerCapture, Needs, Prefill, Region
 from gracekv.prefill.base import seconds_by_stage
 from gracekv.prefill.layer_state import LayerState
-from gracekv.segment import Curvature, Partition, Tokens
-from gracekv.segment.curvature import BlockInput
 from gracekv.segment.tokens import token_slots
-from gracekv.tree import Forest, TreeContext
-from gracekv.tree.build import build_forest
 from gracekv.undo import full_float32
 from gracekv.value import Memory, Relevance, TokenScores
-from gracekv.value.column_sums import ReceivedAttention
-
-
-def holds_all(pipeline: Composition, plan: BudgetPlan, entry_bytes: int) -> str | None:
-    """The reason why `pipeline` needs all layers at once, or None if it does not.
-
-    Args:
-        pipeline: the pipeline that compresses.
-        plan: its budget in entries.
-        entry_bytes: bytes of a K/V pair in the model's dtype.
-    """
-    stages = ("value", "sensitivity", "quota", "fit")
-    parts = [(getattr(pipeline, stage), stage) for stage in stages]
-    compared = [f"{part.name!r} ({stage})" for part, stage in parts if part.compares_layers]
-    by_bytes = plan.bytes is not None and not pipeline.quota.monotone
-    observers = pipeline.needs().observers
-    passes, late = (any(x in y.reads for y in observers) for x in ("passes", "final"))
-    tokens = isinstance(pipeline.segment, Tokens) and pipeline.keeps_or_drops
-    reasons = {
-        "it keeps everything": pipeline.keep_all or pipeline.precision.keeps_all(plan, entry_bytes),
-        "it does more than choose among single tokens": not tokens or not pipeline.pack.by_entry,
-        f"{' and '.join(compared)} compare layers": compared,
-        "its quotas depend on how many entries the bytes buy, which is known last": by_bytes,
-        "the model runs once more over all keys and values": passes,
-        "it reads the decoder's output, which comes last": late,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 class Compression:
     """One run of a pipeline: call `layer` for each layer in ascending order, then `finish`.
 
-    `run` does both for a prefill. Pipelines that need all layers at once (see `holds_all`) can only
-    be run that way.
+    `run` does both for a prefill. Pipelines that need all layers at once (see
+    `Composition.holds_all`) can only be run that way.
 
     Args:
         pipeline: the pipeline that compresses.
@@ -81,6 +52,9 @@ class Compression:
 
     def __init__(self, pipeline: Composition, plan: BudgetPlan) -> None:
         self._pipeline, self._plan = pipeline, plan
+        # The precision, if it chooses the bits of each entry.
+        chooses = isinstance(pipeline.precision, AllocatingPrecision) and plan.bytes is not None
+        self._allocating: Any = pipeline.precision if chooses else None
         self._memory: Memory = {}
         self._clock = Clock[str]()
         self._scores: list[Tensor] = []
@@ -91,12 +65,7 @@ class Compression:
         self._pool: EntryPool | None = None
         self._info: Any = None
         # Made before the first layer where layers are compared.
-        self._relevance: Relevance | None = None
-        self._partition: Partition | None = None
-        self._forest: Forest | None = None
-        self._candidates: Tensor | None = None
-        self._received: Tensor | None = None
-        self._quota: Tensor | None = None
+        self._compared: Compared | None = None
 
     def run(self, prefill: Prefill) -> Run:
         """Compress a prefill, which holds all layers.
@@ -105,12 +74,13 @@ class Compression:
         """
         pipe, info = self._pipeline, prefill.info
         needs = Needs()
-        if not self._keeps_all(info):
+        if not pipe.keeps_everything(self._plan, info.entry_bytes):
             needs, asked = pipe.needs(), []
             with self._stage("value", info.device):
                 prefill = prefill.with_observations(needs.observers)
-            if holds_all(pipe, self._plan, info.entry_bytes) is not None:
-                prefill = self._compare(prefill)
+            if pipe.holds_all(self._plan, info.entry_bytes) is not None:
+                stage = partial(self._stage, device=info.device)
+                prefill, self._compared = compare(pipe, self._plan, prefill, stage)
             else:
                 with self._stage("value", info.device):
                     asked.append(pipe.value.asks(prefill, self._region(info), self._memory))
@@ -125,28 +95,26 @@ class Compression:
         """Score a layer, note what later stages need of it, and keep its best entries."""
         pipe, info, device = self._pipeline, capture.info, capture.keys.device
         self._info, region = info, self._region(info)
-        if self._keeps_all(info):
+        if pipe.keeps_everything(self._plan, info.entry_bytes):
             with self._stage("pack", device):
                 covered, dim = info.spans.length - 1, info.entry_dim
                 parts = (x[:, :covered, :dim] for x in (capture.keys, capture.values))
                 self._whole.append(RaggedEntries.dense(*parts))
             return
         with self._stage("value", device):
-            if self._relevance is None:
-                scores, omega = (
-                    pipe.value.layer(capture, region, self._memory),
-                    pipe.sensitivity.layer(capture),
-                )
+            if self._compared is None:
+                scores = pipe.value.layer(capture, region, self._memory)
+                omega = pipe.sensitivity.layer(capture)
                 self._scores.append(scores.to(info.device, copy=True))
                 self._omega.append(omega.to(info.device))
             else:
-                scores = self._relevance.scores[capture.number]
-                omega = self._relevance.sensitivity[capture.number]
+                scores = self._compared.relevance.scores[capture.number]
+                omega = self._compared.relevance.sensitivity[capture.number]
         with self._stage("fit", device):
             self._references.append(pipe.fit.reference(capture, region, self._memory))
-        if isinstance(pipe.precision, AllocatingPrecision) and self._plan.bytes is not None:
+        if self._allocating is not None:
             with self._stage("precision", device):
-                self._measured.append(pipe.precision.measured(capture, region))
+                self._measured.append(self._allocating.measured(capture, region))
         if not self._pools:
             return
         with self._stage("allocate", device):
@@ -176,24 +144,19 @@ class Compression:
             timings = Timings(**seconds, **self._clock.seconds())
             return Run(plan, stored, account, timings, info.fingerprint)
         with self._stage("value", info.device):
-            relevance = self._relevance or self._stacked()
-        self._relevance, region = relevance, self._region(info)
-        quota = partial(self._quota_of, relevance.scores)
-        auction = Auction(
-            pipe.allocate, pipe.floor, info, quota, relevance,
-            self._forest, self._candidates, pipe.certify,
-        )  # fmt: skip
+            compared = self._compared or self._scored()
         with self._stage("allocate", info.device):
-            bought = self._bought(auction, costs)
+            bought = self._bought(compared, costs)
         with self._stage("pack", info.device):
-            packed, starts, chosen = map(tuple, zip(*self._packed(bought, prefill), strict=True))
+            entries = self._packed(bought, compared.relevance, prefill)
+            packed, starts, chosen = map(tuple, zip(*entries, strict=True))
         cache = RaggedCache(packed, length=info.spans.length - 1)
         with self._stage("precision", info.device):
             widths = self._widths(starts, chosen, bought)
             read = pipe.precision.keys_as_read(cache, widths, info.entry_dim)
         with self._stage("fit", info.device):
             # Values make up for what decoding will read, rounded keys included.
-            fitted = self._fitted(read)
+            fitted = pipe.fit.layers(read, self._references, self._region(info))
             change = None if isinstance(pipe.fit, NoFit) else value_change(cache, fitted)
         with self._stage("precision", info.device):
             exact = fitted.with_keys_of(cache, info.entry_dim)
@@ -204,9 +167,9 @@ class Compression:
             accounting=accounted(info, bought.plan, stored, bought, costs),
             timings=Timings(**seconds, **self._clock.seconds()),
             fingerprint=info.fingerprint,
-            partition=self._partition or token_slots(region),
-            relevance=relevance,
-            forest=self._forest,
+            partition=compared.partition,
+            relevance=compared.relevance,
+            forest=compared.forest,
             floor=bought.floor,
             frontier=bought.frontier,
             selection=bought.selection,
@@ -218,27 +181,13 @@ class Compression:
         """The compressible positions."""
         return info.spans.region(self._plan.recent)
 
-    def _keeps_all(self, info: CaptureInfo) -> bool:
-        pipe = self._pipeline
-        return pipe.keep_all or pipe.precision.keeps_all(self._plan, info.entry_bytes)
-
-    @cached_property
-    def _allocates(self) -> bool:
-        """Whether the precision chooses the bits of each entry, for a budget in bytes."""
-        precision = self._pipeline.precision
-        return isinstance(precision, AllocatingPrecision) and self._plan.bytes is not None
-
     @property
     def _pools(self) -> bool:
         """Whether a pool of entries serves: a top-k of single tokens, none of which merge."""
-        pipe, partition = self._pipeline, self._partition
+        pipe, compared = self._pipeline, self._compared
         by_bytes = self._plan.bytes is not None and not pipe.quota.monotone
-        tokens = partition is None or self._selects_tokens(partition)
+        tokens = compared is None or pipe.selects_tokens(compared.partition)
         return tokens and pipe.pack.by_entry and not by_bytes
-
-    def _selects_tokens(self, partition: Partition) -> bool:
-        """Whether slots are single tokens that stay or go, each at a gain of omega R."""
-        return partition.slots == partition.region.length and self._pipeline.keeps_or_drops
 
     @contextmanager
     def _stage(self, name: str, device: torch.device) -> Iterator[None]:
@@ -246,79 +195,39 @@ class Compression:
         with self._clock.time(name, device), full_float32():
             yield
 
-    def _compare(self, prefill: Prefill) -> Prefill:
-        """Run the stages that compare layers: segment, score, grow trees.
-
-        Returns the prefill without the hidden states, which only this reads.
-        """
-        pipe, info = self._pipeline, prefill.info
-        region, stage = self._region(info), partial(self._stage, device=info.device)
-        with stage("segment"):
-            partition = self._partition = pipe.segment(prefill, region)
-        with stage("value"):
-            scored = pipe.value(prefill, region)
-            relevance = Relevance(scored.scores, scored.seed_scores, pipe.sensitivity(prefill))
-            self._relevance = relevance
-            if pipe.quota.uses_column_sums:
-                self._received = prefill.observation(ReceivedAttention())
-            self._quota = self._quota_of(relevance.scores, self._plan)
-        if self._selects_tokens(partition):
-            return prefill.without(BlockInput)
-        with stage("tree"):
-            curvature = partition.curvature
-            if curvature is None and pipe.refine.uses_curvature:
-                curvature = Curvature()(prefill)
-            # Freed unless the caller holds the prefill, too.
-            prefill = prefill.without(BlockInput)
-            self._candidates = pipe.floor.candidates(relevance.scores, self._plan, info.shard)
-            context = TreeContext(
-                prefill=prefill,
-                partition=partition,
-                scores=relevance.scores,
-                seed_scores=relevance.seed_scores,
-                sensitivity=relevance.sensitivity,
-                rule=pipe.prototype,
-                forced=self._candidates,
-                curvature=curvature,
-            )
-            prunes = pipe.prune and pipe.allocate.prunable and not pipe.certify
-            limit = self._plan.base if prunes and self._quota is None else None
-            self._forest = build_forest(context, pipe.distortion, pipe.refine, limit)
-        return prefill
-
-    def _quota_of(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
-        """int64 [L, G] most entries of each head of all processes under `plan`, or None."""
-        return self._pipeline.quota(scores if self._received is None else self._received, plan)
-
     def _caps(self, scores: Tensor, number: int) -> Tensor | None:
         """int64 [G] most entries of each head of a layer with scores [G, N], or None."""
-        if self._relevance is None:
+        if self._compared is None:
             caps = self._pipeline.quota.layer(scores, number, self._plan)
         else:
-            caps = None if self._quota is None else self._quota[number]
+            quota = self._compared.quota
+            caps = None if quota is None else quota[number]
         return None if caps is None else self._info.shard.own_heads(caps, 0)
 
-    def _stacked(self) -> Relevance:
+    def _scored(self) -> Compared:
         """The relevance of all layers from that of each."""
         scored = TokenScores.from_scores(torch.stack(self._scores), self._info.shard)
         self._scores.clear()
-        return Relevance(scored.scores, scored.seed_scores, torch.stack(self._omega))
+        relevance = Relevance(scored.scores, scored.seed_scores, torch.stack(self._omega))
+        return Compared(relevance, token_slots(self._region(self._info)))
 
-    def _bought(self, auction: Auction, costs: Any) -> AuctionResult:
+    def _bought(self, compared: Compared, costs: EntryBytes | None) -> AuctionResult:
         """The entries that the budget buys, and their widths if bits are allocated."""
-        plan, pool = self._plan, self._pool
-        by_bytes = plan.bytes is not None and costs is not None
-        if pool is not None and (self._allocates or not by_bytes):
+        pipe, plan, pool, info = self._pipeline, self._plan, self._pool, self._info
+        relevance, by_bytes = compared.relevance, plan.bytes is not None and costs is not None
+        if pool is not None and (self._allocating is not None or not by_bytes):
             offered = AuctionResult(plan, pool.selection(), pool.utility())
         else:
-            offered = auction.spend(plan, None if self._allocates else costs)
-        if not self._allocates:
+            auction = Auction(pipe.allocate, pipe.floor, pipe.quota, info, compared, pipe.certify)
+            offered = auction.spend(plan, costs if self._allocating is None else None)
+        if self._allocating is None:
             return offered
-        info, relevance, selection = self._info, auction.relevance, offered.selection
+        selection = offered.selection
         gains = entry_gains(relevance.scores, relevance.sensitivity, selection)
+        assert plan.bytes is not None
+        assert costs is not None
         budget = plan.bytes - (plan.total - plan.base) * costs.exact
-        precision: Any = self._pipeline.precision
-        widths = precision.allocate(info, self._measured, selection, gains, budget)
+        widths = self._allocating.allocate(info, self._measured, selection, gains, budget)
         stays = widths > 0
         selection = selection.where(stays)
         total = plan.total - plan.base + info.shard.total(selection.entries)
@@ -331,7 +240,7 @@ class Compression:
         )
 
     def _packed(
-        self, bought: AuctionResult, prefill: Prefill | None
+        self, bought: AuctionResult, relevance: Relevance, prefill: Prefill | None
     ) -> Iterator[tuple[RaggedEntries, Tensor, Tensor]]:
         """Yield for each layer its packed entries, the first position [E] of each, and its index
         [E] in the selection, which is -1 outside the region.
@@ -342,11 +251,10 @@ class Compression:
             return
         # Only a pool does without.
         assert prefill is not None
-        assert self._relevance is not None
         rule = self._pipeline.prototype
         layouts = bought.selection.layouts(prefill.spans.length, prefill.keys)
         for capture, layout in zip(prefill, layouts, strict=True):
-            given = LayerToPack(capture, layout, self._relevance.scores[capture.number], rule)
+            given = LayerToPack(capture, layout, relevance.scores[capture.number], rule)
             yield self._pipeline.pack.layer(given), layout.start, layout.selected
 
     def _widths(
@@ -359,10 +267,6 @@ class Compression:
         every = torch.nn.functional.pad(bought.widths.to(chosen[0].device), (0, 1), value=EXACT)
         # The last one stands for entries outside the region, whose index is -1.
         return [every.to(own.device)[own] for own in chosen]
-
-    def _fitted(self, cache: RaggedCache) -> RaggedCache:
-        """`cache` with fitted values. What was noted of a layer is freed once it is fitted."""
-        return self._pipeline.fit.layers(cache, self._references, self._region(self._info))
 
     def _stored_whole(self) -> CompressedCache:
         """Every token of every layer, stored by the precision."""

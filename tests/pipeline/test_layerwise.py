@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gracekv.allocate import Budget, Selection
 from gracekv.allocate.top_tokens import entry_gains, top_tokens
 from gracekv.pipeline import Pipeline
-from gracekv.pipeline.compression import Compression, holds_all
+from gracekv.pipeline.compression import Compression
 from gracekv.prefill import Needs
 from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
@@ -184,7 +184,7 @@ def test_what_needs_all_layers_says_why(fields, base, reason):
     pipeline = dataclasses.replace(pipeline, **fields) if own else pipeline
     prefill = synthetic_prefill(context=200, dim=32, dtype=torch.bfloat16)
     plan = pipeline.plan(prefill, Budget.ratio(4))
-    assert re.search(reason, holds_all(pipeline, plan, 128))
+    assert re.search(reason, pipeline.holds_all(plan, 128))
 
 
 @pytest.mark.parametrize("quota", ["global", "per_head"])
@@ -194,7 +194,7 @@ def test_bytes_and_shares_that_only_grow_are_cut_as_they_come(quota):
         {"quota": quota, "precision": {"name": "uniform", "bits": 4}}, base="snapkv"
     )
     budget = Budget.ratio(6)
-    assert holds_all(pipeline, pipeline.plan(prefill, budget), 128) is None
+    assert pipeline.holds_all(pipeline.plan(prefill, budget), 128) is None
     got, want = layerwise(pipeline, prefill, budget), pipeline.run(prefill, budget)
     assert got.accounting.spent_bytes == want.accounting.spent_bytes
     for mine, other in zip(got.cache.layers, want.cache.layers, strict=True):
