@@ -6,6 +6,7 @@ layer after the other as `HeldLayer`, and replaces its layers with the packed en
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,7 @@ from gracekv.allocate.top_tokens import top_tokens
 from gracekv.cache.base import RaggedEntries
 from gracekv.decode.base import Decoder, HeldLayer
 from gracekv.kernels import ragged
+from gracekv.kernels.rope import Rope
 
 
 def kept_entries(
@@ -76,3 +78,24 @@ def packed_entries(held: HeldLayer, kept: Tensor, strategy: Decoder) -> RaggedEn
         ragged.offsets(kept.sum(dim=1).cpu()),
     )
     return strategy.fit(held, kept, entries)
+
+
+def closed(
+    entries: RaggedEntries, turned: Tensor, now: int, rope: Rope
+) -> tuple[RaggedEntries, Tensor]:
+    """Rotate the keys of each head on, so that they end before `now` without a gap.
+
+    Positions stay as they are. Returns the entries and their new `turned`.
+
+    Args:
+        entries: those of one sequence.
+        turned: int64 [E], by how many positions each key is rotated beyond its own.
+        now: position of the next token, to which distances count.
+        rope: the layer's rotations, up to `now`.
+    """
+    lengths = entries.lengths.to(entries.device)
+    ends = lengths.cumsum(0).repeat_interleave(lengths, output_size=entries.entries)
+    own = entries.positions.long()
+    to = now - ends + torch.arange(entries.entries, device=entries.device)
+    keys = rope.moved(own + turned, to).rotate(entries.keys.float(), None)
+    return dataclasses.replace(entries, keys=keys.to(entries.dtype)), to - own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Literal
 
 from gracekv.allocate import Budget
 from gracekv.allocate.budget import Number
@@ -30,6 +31,9 @@ class Limit(Configurable):
         window: how many of the last tokens every head keeps.
         strategy: chooses the entries that stay, a strategy of the stage `decode` or its name; None:
             the pipeline's, or "fitted" if that is "none".
+        positions: "counted" ones are those of all tokens that were read; where they would pass what
+            the model was made for, "closed" rotates older keys on, over the gaps that dropped
+            tokens have left, so that nothing lies farther away than the model knows.
         history: whether the cache records the tokens and what each cut left of them, for
             `result.report(cache=cache)`; 4 bytes per token and cut, for a single row.
     """
@@ -40,6 +44,7 @@ class Limit(Configurable):
     every: int = bounded(256, at_least=1, hint="Cuts of 64 to 512 tokens are usual.")
     window: int = bounded(32, at_least=1)
     strategy: Decoder | str | None = None
+    positions: Literal["counted", "closed"] = "counted"
     history: bool = False
 
     def check(self) -> None:

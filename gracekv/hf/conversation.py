@@ -200,7 +200,7 @@ class Conversation:
             encode = next_turn if self.messages else first_turn
             new = encode(prompt.tokenizer, question, prompt.separator, prompt.template)
             ids = torch.cat([self._ids, torch.tensor(new)])
-            check_room(self._model, prompt, len(ids), max_new_tokens)
+            check_room(self._model, prompt, len(ids), max_new_tokens, self._limit)
             undo = self._cache.mark()
             try:
                 yield ids
@@ -268,15 +268,20 @@ def check_context(prompt: Prompt) -> None:
         )
 
 
-def check_room(model: Any, prompt: Prompt, length: int, new_tokens: int) -> None:
+def check_room(
+    model: Any, prompt: Prompt, length: int, new_tokens: int, limit: Limit | None
+) -> None:
     """Raise `PromptError` if a sequence of `length` tokens and its answer pass the last position.
 
-    A context that is itself longer than what the model was made for had its warning already.
-    `ConfigError` if `new_tokens` is no number of tokens.
+    A context that is itself longer than what the model was made for had its warning already; a
+    limit with closed positions knows no last one. `ConfigError` if `new_tokens` is no number of
+    tokens.
     """
     check_new_tokens(new_tokens)
     most = trained_length(model)
     if most is None or prompt.spans.context_end > most or length + new_tokens - 1 <= most:
+        return
+    if limit is not None and limit.positions == "closed":
         return
     room = most - length + 1
     advice = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from gracekv.backends.base import sequence_of_row
 from gracekv.cache import Occupancy
 from gracekv.cache.base import RaggedEntries
 from gracekv.decode import Decoder, HeldLayer, Limit
-from gracekv.decode.cut import kept_entries, packed_entries
+from gracekv.decode.cut import closed, kept_entries, packed_entries
 from gracekv.decode.history import CutHistory
 from gracekv.distributed import head_shard
 from gracekv.errors import BudgetError, CacheError
@@ -23,6 +24,7 @@ from gracekv.hf.limited_layer import LimitedLayer
 from gracekv.hf.packed_layer import PackedLayer
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.model_layers import rotations_up_to
+from gracekv.prefill.supported import closable_length
 from gracekv.undo import full_float32
 
 
@@ -30,7 +32,8 @@ class LimitedCache(GraceCache):
     """A `GraceCache` that is cut before a step that would exceed its limit.
 
     The packed entries are shared until the first cut, which copies the entries that stay, so that
-    each row has its own. Positions continue to count all tokens that were read.
+    each row has its own. Positions continue to count all tokens that were read; on request, older
+    keys are rotated on where they would lie too far away: see `Limit.positions`.
 
     Args:
         source: a cache with an empty tail, whose entries are not quantised.
@@ -45,7 +48,7 @@ class LimitedCache(GraceCache):
 
     Raises:
         BudgetError: the limit is too small for the entries that must stay.
-        CacheError: the model's heads are spread over processes.
+        CacheError: the model's heads are spread over processes, or its positions cannot be closed.
     """
 
     limit: Limit
@@ -61,12 +64,8 @@ class LimitedCache(GraceCache):
     ) -> None:
         self.__dict__.update(source.__dict__)
         self.limit, self._strategy, self._start, self._scores = limit, strategy, source, scores
-
         # A deep copy of the cache shares a function, and so the model.
-        def rotations(now: int) -> list[Rope]:
-            return rotations_up_to(model, now)
-
-        self._rotations = rotations
+        self._rotations: Callable[[int], list[Rope]] = lambda now: rotations_up_to(model, now)
         if head_shard(model).ranks > 1:
             raise CacheError(
                 "The model's heads are spread over processes, and a cut compares all of them. "
@@ -75,6 +74,7 @@ class LimitedCache(GraceCache):
         packed: Any = source.grace_layers[0].packed.entries
         self._units: int = len(source.grace_layers) * packed.heads
         self._entry_bytes: int = 2 * packed.dim * packed.dtype.itemsize
+        self._known = closable_length(model) if limit.positions == "closed" else None
         self.reset()
         self._check_size()
 
@@ -82,6 +82,12 @@ class LimitedCache(GraceCache):
         """Drop everything after the packed prompts."""
         start, queries = self._start, self._strategy.queries
         self.padding, self._carried = start.padding, self._scores
+        self._turned: list[Tensor] | None = None
+        if self._known is not None:
+            packed: Any = start.packed.layers
+            self._turned = [torch.zeros_like(layer.positions) for layer in packed]
+        # The distance from the next token to the oldest one, at most, without the tail.
+        self._reach = start.packed_length
         self._seen: Tensor | None = None
         self.cuts = self._most = 0
         self._read: list[int] = []
@@ -180,9 +186,17 @@ class LimitedCache(GraceCache):
         first, new = self.grace_layers[0], tokens.shape[1]
         used = first.tail_length
         room = self._room(used + new)
-        if used + new > room and (used or self._carried is not None):
-            self._cut(mask)
+        known = math.inf if self._known is None else self._known
+        far = self._reach + used + new > known and self._strategy.name != "none"
+        if far or (used + new > room and (used or self._carried is not None)):
+            self._cut(mask, closes=far)
             used, room = 0, self._room(new)
+        if self._reach + used + new > known:
+            raise CacheError(
+                f"A head holds {self._reach} entries, and with {new} tokens more the first of them "
+                f"lies beyond the {known} positions that the model was made for. Use a smaller "
+                f"limit."
+            )
         if used + new > room:
             raise CacheError(
                 f"A step of {new} tokens exceeds the limit, which has room for {room} after a cut. "
@@ -206,8 +220,8 @@ class LimitedCache(GraceCache):
         return (most - self._largest) // self._units
 
     @torch.no_grad()
-    def _cut(self, mask: Any) -> None:
-        """Cut every row by itself, and give each its own packed part."""
+    def _cut(self, mask: Any, *, closes: bool = False) -> None:
+        """Cut every row by itself, and give each its own packed part; `closes` closes gaps."""
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             raise CacheError(
                 "A cut has to know which tokens are padding. Pass a 2D attention_mask [B, length], "
@@ -222,18 +236,32 @@ class LimitedCache(GraceCache):
             seen[:, packed:] = mask[:, packed:length].bool()
         entries: list[list[RaggedEntries]] = [[] for _ in self.grace_layers]
         carried: list[list[Tensor]] = [[] for _ in self.grace_layers]
+        turned: list[list[Tensor]] = [[] for _ in self.grace_layers]
         with full_float32():
             for row in range(rows):
-                held = partial(self._held, row, seen[row], self._rotations(int(seen[row].sum())))
+                ropes = self._rotations(int(seen[row].sum()))
+                held = partial(self._held, row, seen[row], ropes)
                 kept, scores = kept_entries(
                     len(entries), held, strategy, self._target(length), self.limit.window
                 )
                 for number, (own, score) in enumerate(zip(kept, scores, strict=True)):
-                    entries[number].append(packed_entries(held(number), own, strategy))
+                    layer = held(number)
+                    made = packed_entries(layer, own, strategy)
+                    if layer.turned is not None:
+                        moved = layer.turned[own]
+                        if closes:
+                            made, moved = closed(made, moved, layer.now, ropes[number])
+                        turned[number].append(moved)
+                    entries[number].append(made)
                     carried[number].append(score[own].float())
         self.padding = tuple((~seen).sum(dim=1).tolist())
         self._seen = seen if any(self.padding) else None
         self._carried = [torch.cat(parts) for parts in carried]
+        if self._turned is not None:
+            self._turned = [torch.cat(parts) for parts in turned]
+        self._reach += first.tail_length
+        if closes:
+            self._reach = max(int(x.lengths.max()) for parts in entries for x in parts)
         for layer, parts in zip(self.grace_layers, entries, strict=True):
             backend, joined = layer.packed.backend, RaggedEntries.stack(parts)
             layer.place(PackedLayer(joined, backend.prepare(joined), backend, length))
@@ -250,7 +278,8 @@ class LimitedCache(GraceCache):
         """
         layer, packed, now = self.grace_layers[number], self.packed_length, int(seen.sum())
         known = None if self._carried is None else self._carried[number]
-        keys, values, positions, mass, carried = layer.held(row, known)
+        done = None if self._turned is None else self._turned[number]
+        keys, values, positions, mass, carried, turned = layer.held(row, known, done)
         place = seen.cumsum(0) - 1
         new = slice(positions.shape[1] - layer.tail_length, None)
         positions[:, new] = place[packed:]
@@ -258,12 +287,12 @@ class LimitedCache(GraceCache):
         asked, at = layer.asked(row)
         shown, (scale, softcap, sinks) = seen[packed + at], layer.how
         asked = (asked[:, shown].float() * scale).unflatten(0, (len(keys), -1))
-        turned = ropes[number].moved(place[packed + at[shown]], now)
-        moved = turned.rotate(asked, torch.arange(asked.shape[2]))
+        rope = ropes[number].moved(place[packed + at[shown]], now)
+        moved = rope.rotate(asked, torch.arange(asked.shape[2]))
         if len(at):
             # Entries without a score stay only until there are queries.
             carried.nan_to_num_(posinf=0.0)
         return HeldLayer(
             number, keys, values, mass, positions, asked, moved, carried,
-            self._start.packed_length, now, softcap, sinks,
+            self._start.packed_length, now, softcap, sinks, turned,
         )  # fmt: skip

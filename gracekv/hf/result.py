@@ -277,7 +277,7 @@ def ask_ids(
         check_question(question)
         new = first_turn(tokenizer, question, prompt.separator, prompt.template)
         rows.append(torch.cat([context, torch.tensor(new)]))
-        check_room(model, prompt, len(rows[-1]), max_new_tokens)
+        check_room(model, prompt, len(rows[-1]), max_new_tokens, limit)
     asked = [rows]
     if result.packed.other_layers and len({len(row) for row in rows}) > 1:
         # Padding between context and question would take up sliding windows.

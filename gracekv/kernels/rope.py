@@ -79,8 +79,11 @@ class Rope:
         norm = cos * cos + sin * sin
         return _apply(x, cos / norm, -sin / norm, out, self.interleaved)
 
-    def moved(self, positions: Tensor | slice, to: int) -> Rope:
-        """R(to) R(t)^-1 for each position t of int64 [n] or a slice: a table of n rows."""
+    def moved(self, positions: Tensor | slice, to: int | Tensor) -> Rope:
+        """R(to) R(t)^-1 for each position t of int64 [n] or a slice: a table of n rows.
+
+        `to` is one position for all, or int64 [n].
+        """
         if isinstance(positions, Tensor):
             positions = on_device(positions, self.cos.device)
         cos, sin = self.cos[positions], self.sin[positions]

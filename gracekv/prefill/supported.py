@@ -198,6 +198,19 @@ def trained_length(model: Any) -> int | None:
     return int(known)
 
 
+def closable_length(model: Any) -> int | None:
+    """The distance at which keys that are rotated on may lie from a query, or None if unknown.
+
+    Raises `CacheError` where rotations depend on the length, or a cache has to end somewhere.
+    """
+    bound = longest_sequence(model, 1)
+    if rope_parameters(model).get("rope_type") == "dynamic":
+        bound = 0, "its dynamic RoPE depends on the length"
+    if bound is not None:
+        raise CacheError(f"{type(model).__name__} takes no closed positions: {bound[1]}.")
+    return trained_length(model)
+
+
 def longest_sequence(model: Any, prompt_length: int) -> tuple[int, str] | None:
     """The length up to which a cache of this prompt fits the model, and what happens beyond it.
 

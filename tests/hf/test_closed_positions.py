@@ -1,0 +1,103 @@
+"""Caches whose older keys are rotated on, so that they go on beyond the model's positions."""
+
+import pytest
+import torch
+
+import gracekv
+from gracekv import Limit
+from gracekv.errors import CacheError, PromptError
+from gracekv.prefill.model_layers import rotations_up_to
+from gracekv.testing.models import tiny_model, tiny_tokenizer
+
+IDS = torch.arange(60) * 13 % 97
+PROMPT = gracekv.Prompt.from_ids(IDS, (4, 50))
+SIZES = {"entries_per_head": 80, "every": 16, "window": 8}
+MODELS = [
+    ("llama", {}),
+    ("llama", {"rope": "yarn", "original": 32}),
+    ("glm4", {"partial": 0.5}),
+    ("smollm3", {}),
+    ("gemma3_text", {"window": 24}),
+]
+
+
+@torch.no_grad()
+def fed(model, cache, ids):
+    for token in ids:
+        logits = model(input_ids=token[None, None], past_key_values=cache).logits[0, -1]
+    return logits
+
+
+@pytest.mark.parametrize(("family", "options"), MODELS)
+def test_closed_keys_are_those_of_the_closed_positions(family, options):
+    """The first compressed layer's keys depend on no cut, so a full cache has them, too."""
+    model, known = tiny_model(family, **{"positions": 4096, **options}), 128
+    book = gracekv.compress(model, PROMPT, ratio=2)
+    plain, cache = book.new_cache(), book.new_cache(Limit(**SIZES, positions="closed"))
+    cache._known = known
+    tokens = torch.arange(200) * 7 % 97
+    for each in (plain, cache):
+        fed(model, each, tokens)
+    layer, full = cache.grace_layers[0], plain.grace_layers[0]
+    entries, turned, now = layer.packed.entries, cache._turned[0], cache.packed_length
+    assert int(turned.max()) > 0
+    assert bool((turned >= 0).all())
+    rope, tail = rotations_up_to(model, now)[0], full._tail(full.tail_length)[0][0]
+    for g in range(entries.heads):
+        keys, _, positions, _ = entries.head(g)
+        old, _, at, _ = full.packed.entries.head(g)
+        dense = torch.zeros(plain.packed_length + len(tokens), keys.shape[1])
+        dense[at.long()], dense[plain.packed_length :] = old, tail[g]
+        part = slice(int(entries.offsets[g]), int(entries.offsets[g + 1]))
+        to = positions + turned[part]
+        want = rope.rotate(rope.unrotate(dense[positions.long()], positions), to)
+        torch.testing.assert_close(keys, want, rtol=1e-4, atol=1e-4)
+        assert bool((to.diff() > 0).all())
+        assert int(to[-1]) < now
+        assert now + layer.tail_length - int(to[0]) <= known
+
+
+def test_within_the_positions_nothing_changes():
+    model = tiny_model(positions=4096)
+    book = gracekv.compress(model, PROMPT, ratio=2)
+    caches = [book.new_cache(Limit(**SIZES, positions=x)) for x in ("counted", "closed")]
+    tokens = torch.arange(200) * 7 % 97
+    assert torch.equal(*(fed(model, cache, tokens) for cache in caches))
+
+
+def test_a_conversation_goes_on_beyond_the_models_positions():
+    text = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
+    tokenizer = tiny_tokenizer([text])
+    model = tiny_model(vocabulary=len(tokenizer), positions=512)
+    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=text), ratio=2)
+    sizes = {"entries_per_head": 160, "every": 32, "window": 8}
+    with (
+        book.chat(Limit(**sizes)) as counted,
+        book.chat(Limit(**sizes, positions="closed")) as chat,
+    ):
+        said = counted.ask(f"word {text[:90]}", max_new_tokens=8)
+        assert chat.ask(f"word {text[:90]}", max_new_tokens=8) == said
+        with pytest.raises(PromptError, match="512 positions"):
+            counted.ask(text * 4, max_new_tokens=8)
+        for turn in range(40):
+            chat.ask(f"word{turn} {text[:90]}", max_new_tokens=8)
+        assert len(chat._ids) > 1024
+        assert chat._cache._reach + chat._cache.grace_layers[0].tail_length <= 512
+        assert chat.accounting.most_entries <= 4 * (160 + 32)
+    with pytest.raises(CacheError, match="smaller limit"):
+        book.chat(Limit(entries_per_head=600, positions="closed")).ask(text * 3, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "said"),
+    [
+        ("llama", {"rope": "dynamic"}, "dynamic RoPE"),
+        ("phi3", {}, "drops the cache"),
+        ("mistral", {"window": 512}, "sliding window"),
+    ],
+)
+def test_models_whose_keys_cannot_be_rotated_on_are_refused(family, options, said):
+    model = tiny_model(family, **options)
+    book = gracekv.compress(model, PROMPT, ratio=2)
+    with pytest.raises(CacheError, match=said):
+        book.new_cache(Limit(**SIZES, positions="closed"))
