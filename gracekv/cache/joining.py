@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
 from gracekv.cache.coded import CodedEntries
@@ -50,6 +51,32 @@ def joined_cache(
         parts = _joined_codes(codes, [added_codes[n] for n in used], shift)
         layers.append(QuantisedEntries(joined, parts) if parts else joined)
     return dataclasses.replace(new, layers=tuple(layers), length=new.length + shift)
+
+
+def joined_scores(
+    old: CompressedCache,
+    new: CompressedCache,
+    scores: Sequence[Sequence[Tensor] | None],
+    places: int,
+) -> tuple[Tensor, ...] | None:
+    """The scores [E] of the entries of `joined_cache` by layer; None if a part has none.
+
+    `scores` are those of `old` and of `new`, whose first `places` in each head are left out.
+    """
+    known = [own for own in scores if own is not None]
+    if len(known) < len(scores):
+        return None
+    joined = []
+    for one, other, first, second in zip(old.layers, new.layers, *known, strict=True):
+        heads = first.split(one.lengths.tolist()), second.split(other.lengths.tolist())
+        pairs = ((a, b[places:]) for a, b in zip(*heads, strict=True))
+        joined.append(torch.cat([x for pair in pairs for x in pair]))
+    return tuple(joined)
+
+
+def oldest_position(cache: CompressedCache) -> int:
+    """The lowest position of an entry; above 0 once gaps were closed."""
+    return min(int(positions.min()) for _, positions, _ in (x.index() for x in cache.layers))
 
 
 def _parts(layer: Any) -> tuple[RaggedEntries, tuple[CodedEntries, ...]]:

@@ -35,8 +35,8 @@ class HeldLayer:
         now: position of the next token.
         softcap: as in `AttentionStep`.
         sink_logits: [H], as in `AttentionStep`.
-        turned: int64 [G, N], by how many positions each key is rotated beyond its own; None where
-            gaps are never closed.
+        places: int64 [G, N], the positions that keys are rotated to; None where gaps are never
+            closed, and these are `positions`.
     """
 
     number: int
@@ -51,7 +51,7 @@ class HeldLayer:
     now: int
     softcap: float | None = None
     sink_logits: Tensor | None = None
-    turned: Tensor | None = None
+    places: Tensor | None = None
 
     @property
     def used(self) -> Tensor:

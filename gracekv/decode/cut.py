@@ -80,22 +80,16 @@ def packed_entries(held: HeldLayer, kept: Tensor, strategy: Decoder) -> RaggedEn
     return strategy.fit(held, kept, entries)
 
 
-def closed(
-    entries: RaggedEntries, turned: Tensor, now: int, rope: Rope
-) -> tuple[RaggedEntries, Tensor]:
-    """Rotate the keys of each head on, so that they end before `now` without a gap.
-
-    Positions stay as they are. Returns the entries and their new `turned`.
+def closed(entries: RaggedEntries, now: int, rope: Rope) -> RaggedEntries:
+    """The entries of each head at positions without gaps, the last one before `now`.
 
     Args:
-        entries: those of one sequence.
-        turned: int64 [E], by how many positions each key is rotated beyond its own.
+        entries: those of one sequence; keys are rotated on from their positions.
         now: position of the next token, to which distances count.
         rope: the layer's rotations, up to `now`.
     """
     lengths = entries.lengths.to(entries.device)
     ends = lengths.cumsum(0).repeat_interleave(lengths, output_size=entries.entries)
-    own = entries.positions.long()
     to = now - ends + torch.arange(entries.entries, device=entries.device)
-    keys = rope.moved(own + turned, to).rotate(entries.keys.float(), None)
-    return dataclasses.replace(entries, keys=keys.to(entries.dtype)), to - own
+    keys = rope.moved(entries.positions.long(), to).rotate(entries.keys.float(), None)
+    return dataclasses.replace(entries, keys=keys.to(entries.dtype), positions=to.int())

@@ -16,6 +16,7 @@ from gracekv.cache import Occupancy
 from gracekv.decode import Compaction, Limit
 from gracekv.errors import CacheError, PromptError
 from gracekv.hf.base_result import BaseResult
+from gracekv.hf.extend import limited_run
 from gracekv.hf.generation import (
     check_new_tokens,
     check_one,
@@ -136,7 +137,15 @@ class Conversation:
                 raise PromptError(
                     "There is no turn that is not compressed yet. Ask something first."
                 )
-            self._begin_after(self._result.extend(turns, capture=capture, **budget))
+            longer = self._result.extend(turns, capture=capture, **budget)
+            self._begin_after(self._within_limit(longer))
+
+    def _within_limit(self, result: Any) -> Any:
+        """`result`, cut by the scores of its entries where the limit says so."""
+        if self._limit is None:
+            return result
+        run = limited_run(result, self._limit)
+        return type(result).from_runs(result.model, result.prompts, [run], result.pipeline)
 
     @property
     def accounting(self) -> Occupancy:
@@ -219,7 +228,7 @@ class Conversation:
             result = result.extend(tail[:tokens], ratio=ratio)
             tail = tail[tokens:]
         if runs:
-            self._begin_after(result)
+            self._begin_after(self._within_limit(result))
             while left > 0:
                 left -= kept.pop(0)[1]
             self._ids, self._tail = torch.cat([self._ids, tail]), kept

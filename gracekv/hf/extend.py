@@ -10,20 +10,23 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import Budget, BudgetPlan
-from gracekv.cache import Accounting, Timings
-from gracekv.cache.joining import joined_cache, past_of
+from gracekv.cache import Accounting, Timings, dequantised
+from gracekv.cache.joining import joined_cache, joined_scores, oldest_position, past_of
+from gracekv.decode import Limit
+from gracekv.decode.cut import closed
 from gracekv.distributed import HeadShard, head_shard
 from gracekv.distributed.agreement import call_facts
+from gracekv.distributed.sharding import WHOLE
 from gracekv.errors import CacheError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.capture import prefilled_run
 from gracekv.pipeline.run import Run, physical_sizes
 from gracekv.prefill import PromptSpans
 from gracekv.prefill.fingerprint import check_same_model
-from gracekv.prefill.model_layers import text_config
+from gracekv.prefill.model_layers import rotations_up_to, text_config
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.supported import check_prompt_length, longest_sequence
+from gracekv.prefill.supported import check_prompt_length, closable_length, longest_sequence
 
 
 def extended_run(
@@ -47,7 +50,9 @@ def extended_run(
     )
     old, prompt = run.cache, before.extended(passage)
     read = prompt.without_tail()
-    _check_length(model, before.without_tail().spans.length, read.spans.length, capture)
+    first = oldest_position(old)
+    lengths = [x.spans.length - first for x in (before.without_tail(), read)]
+    _check_length(model, lengths[0], lengths[1], capture)
     if getattr(text_config(model), "attn_logit_softcapping", None) is not None:
         raise CacheError(
             f"{type(model).__name__} caps its attention logits, and a cap would count the "
@@ -112,4 +117,35 @@ def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:
     seconds = before.timings.as_dict()
     added = run.timings.as_dict()
     timings = Timings(**{stage: seconds[stage] + added[stage] for stage in seconds})
-    return Run(plan, packed, accounting, timings, before.fingerprint)
+    scores = joined_scores(old, run.cache, [x.entry_scores() for x in (before, run)], places)
+    return Run(plan, packed, accounting, timings, before.fingerprint, scores=scores)
+
+
+def limited_run(result: BaseResult, limit: Limit) -> Run:
+    """The run of `result`, of one prompt, with its entries of highest scores that fit `limit`.
+
+    The limit's window is left free. Gaps are closed if the limit says so and the oldest entry lies
+    farther away than half of the model's positions; entries then have the closed positions.
+    """
+    model, run, cache = result.model, result._runs[0], dequantised(result._runs[0].cache)
+    scores, layers = run.entry_scores(), list[Any](cache.layers)
+    units, entry_bytes = len(layers) * layers[0].heads, 2 * layers[0].dim * layers[0].dtype.itemsize
+    target = limit.target(cache.length + 1, units, entry_bytes)
+    most = units * max(0, target // units - limit.window)
+    if scores is None or sum(layer.entries for layer in layers) <= most:
+        return run
+    stays = torch.zeros(len(every := torch.cat(scores)), dtype=torch.bool)
+    stays[every.sort(descending=True, stable=True).indices[:most]] = True
+    masks = (stays | every.isinf()).split([len(own) for own in scores])
+    layers = [layer.where(mask) for layer, mask in zip(layers, masks, strict=True)]
+    known = closable_length(model) if limit.positions == "closed" else None
+    if known is not None and 2 * (cache.length - oldest_position(cache)) > known:
+        ropes = rotations_up_to(model, cache.length)
+        layers = [closed(x, cache.length, rope) for x, rope in zip(layers, ropes, strict=True)]
+    packed = dataclasses.replace(cache, layers=tuple(layers))
+    entries = run.accounting.entries - run.cache.entries() + packed.entries()
+    accounting = dataclasses.replace(
+        run.accounting, entries=entries, spent=int(entries.sum()), **physical_sizes(packed, WHOLE)
+    )
+    kept = tuple(own[mask] for own, mask in zip(scores, masks, strict=True))
+    return Run(run.plan, packed, accounting, run.timings, run.fingerprint, scores=kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from gracekv.backends.base import sequence_of_row
 from gracekv.cache import Occupancy
 from gracekv.cache.base import RaggedEntries
+from gracekv.cache.joining import oldest_position
 from gracekv.decode import Decoder, HeldLayer, Limit
 from gracekv.decode.cut import closed, kept_entries, packed_entries
 from gracekv.decode.history import CutHistory
@@ -82,12 +84,13 @@ class LimitedCache(GraceCache):
         """Drop everything after the packed prompts."""
         start, queries = self._start, self._strategy.queries
         self.padding, self._carried = start.padding, self._scores
-        self._turned: list[Tensor] | None = None
-        if self._known is not None:
-            packed: Any = start.packed.layers
-            self._turned = [torch.zeros_like(layer.positions) for layer in packed]
-        # The distance from the next token to the oldest one, at most, without the tail.
+        # Where keys are rotated to, and how far back the oldest lies, the tail not counted.
+        self._places: list[Tensor] | None = None
         self._reach = start.packed_length
+        if self._known is not None:
+            packed: Any = start.packed
+            self._places = [layer.positions for layer in packed.layers]
+            self._reach -= oldest_position(packed)
         self._seen: Tensor | None = None
         self.cuts = self._most = 0
         self._read: list[int] = []
@@ -236,7 +239,7 @@ class LimitedCache(GraceCache):
             seen[:, packed:] = mask[:, packed:length].bool()
         entries: list[list[RaggedEntries]] = [[] for _ in self.grace_layers]
         carried: list[list[Tensor]] = [[] for _ in self.grace_layers]
-        turned: list[list[Tensor]] = [[] for _ in self.grace_layers]
+        places: list[list[Tensor]] = [[] for _ in self.grace_layers]
         with full_float32():
             for row in range(rows):
                 ropes = self._rotations(int(seen[row].sum()))
@@ -247,18 +250,18 @@ class LimitedCache(GraceCache):
                 for number, (own, score) in enumerate(zip(kept, scores, strict=True)):
                     layer = held(number)
                     made = packed_entries(layer, own, strategy)
-                    if layer.turned is not None:
-                        moved = layer.turned[own]
-                        if closes:
-                            made, moved = closed(made, moved, layer.now, ropes[number])
-                        turned[number].append(moved)
+                    if layer.places is not None:
+                        moved = replace(made, positions=layer.places[own].int())
+                        moved = closed(moved, layer.now, ropes[number]) if closes else moved
+                        places[number].append(moved.positions)
+                        made = replace(moved, positions=made.positions)
                     entries[number].append(made)
                     carried[number].append(score[own].float())
         self.padding = tuple((~seen).sum(dim=1).tolist())
         self._seen = seen if any(self.padding) else None
         self._carried = [torch.cat(parts) for parts in carried]
-        if self._turned is not None:
-            self._turned = [torch.cat(parts) for parts in turned]
+        if self._places is not None:
+            self._places = [torch.cat(parts) for parts in places]
         self._reach += first.tail_length
         if closes:
             self._reach = max(int(x.lengths.max()) for parts in entries for x in parts)
@@ -278,11 +281,13 @@ class LimitedCache(GraceCache):
         """
         layer, packed, now = self.grace_layers[number], self.packed_length, int(seen.sum())
         known = None if self._carried is None else self._carried[number]
-        done = None if self._turned is None else self._turned[number]
-        keys, values, positions, mass, carried, turned = layer.held(row, known, done)
+        at = None if self._places is None else self._places[number]
+        keys, values, positions, mass, carried, places = layer.held(row, known, at)
         place = seen.cumsum(0) - 1
         new = slice(positions.shape[1] - layer.tail_length, None)
         positions[:, new] = place[packed:]
+        if places is not None:
+            places[:, new] = place[packed:]
         mass[:, new].masked_fill_(~seen[packed:], -torch.inf)
         asked, at = layer.asked(row)
         shown, (scale, softcap, sinks) = seen[packed + at], layer.how
@@ -294,5 +299,5 @@ class LimitedCache(GraceCache):
             carried.nan_to_num_(posinf=0.0)
         return HeldLayer(
             number, keys, values, mass, positions, asked, moved, carried,
-            self._start.packed_length, now, softcap, sinks, turned,
+            self._start.packed_length, now, softcap, sinks, places,
         )  # fmt: skip

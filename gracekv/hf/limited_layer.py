@@ -62,12 +62,12 @@ class LimitedLayer(GraceLayer):
             return keys.new_zeros(entries.heads, 0, keys.shape[1]), places[:0]
         return self._asked[row][:, places % self._queries], places
 
-    def held(self, row: int, carried: Tensor | None, turned: Tensor | None) -> tuple[Any, ...]:
-        """Keys, values [G, N, d], positions, log m, scores and `turned` [G, N] of a row's entries.
+    def held(self, row: int, carried: Tensor | None, places: Tensor | None) -> tuple[Any, ...]:
+        """Keys, values [G, N, d], positions, log m, scores and `places` [G, N] of a row's entries.
 
         The packed part comes first, padded with log m = -inf, then the tail with 0 in all but keys
-        and values. `carried`, scores of float32 [E], and `turned` int [E] are those of the packed
-        part; None stands for scores of 0, and for no `turned`.
+        and values. `carried`, scores of float32 [E], and `places` int [E] are those of the packed
+        part; None stands for scores of 0, and for no `places`.
         """
         packed: Any = self.packed.entries
         heads, used = packed.heads, self._used
@@ -94,7 +94,7 @@ class LimitedLayer(GraceLayer):
             padded(packed.positions, 0).long(),
             padded(mass, 0.0, -torch.inf),
             padded(torch.zeros_like(mass) if carried is None else carried.to(mass), 0.0),
-            None if turned is None else padded(turned, 0).long(),
+            None if places is None else padded(places, 0).long(),
         )
 
     def place(self, packed: PackedLayer) -> None:

@@ -45,6 +45,7 @@ class Run:
         value_change: uint8 [E] of all packed entries, layer after layer: by how many hundredths of
             its length the fit moved an entry's value; None if nothing was fitted.
         record: what stays of the stages' results where they are released; else None.
+        scores: L tensors float32 [E], where an extension has joined those of several records.
     """
 
     plan: BudgetPlan
@@ -61,6 +62,7 @@ class Run:
     elastic: bool = False
     value_change: Tensor | None = None
     record: RunRecord | None = None
+    scores: tuple[Tensor, ...] | None = None
 
     def recorded(self) -> RunRecord | None:
         """The record; None if nothing was selected (FullKV), or the run is from a file."""
@@ -73,7 +75,7 @@ class Run:
     def entry_scores(self) -> tuple[Tensor, ...] | None:
         """L tensors [E] as `RunRecord.entry_scores` gives them; None without a record."""
         record = self.recorded()
-        return None if record is None else record.entry_scores(self.cache)
+        return self.scores if record is None else record.entry_scores(self.cache)
 
     def released(self) -> Run:
         """The run with its record in place of what the stages made."""

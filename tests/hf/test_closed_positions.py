@@ -39,9 +39,9 @@ def test_closed_keys_are_those_of_the_closed_positions(family, options):
     for each in (plain, cache):
         fed(model, each, tokens)
     layer, full = cache.grace_layers[0], plain.grace_layers[0]
-    entries, turned, now = layer.packed.entries, cache._turned[0], cache.packed_length
-    assert int(turned.max()) > 0
-    assert bool((turned >= 0).all())
+    entries, places, now = layer.packed.entries, cache._places[0], cache.packed_length
+    assert bool((places > entries.positions).any())
+    assert bool((places >= entries.positions).all())
     rope, tail = rotations_up_to(model, now)[0], full._tail(full.tail_length)[0][0]
     for g in range(entries.heads):
         keys, _, positions, _ = entries.head(g)
@@ -49,7 +49,7 @@ def test_closed_keys_are_those_of_the_closed_positions(family, options):
         dense = torch.zeros(plain.packed_length + len(tokens), keys.shape[1])
         dense[at.long()], dense[plain.packed_length :] = old, tail[g]
         part = slice(int(entries.offsets[g]), int(entries.offsets[g + 1]))
-        to = positions + turned[part]
+        to = places[part]
         want = rope.rotate(rope.unrotate(dense[positions.long()], positions), to)
         torch.testing.assert_close(keys, want, rtol=1e-4, atol=1e-4)
         assert bool((to.diff() > 0).all())

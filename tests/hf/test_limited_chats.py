@@ -32,6 +32,34 @@ def test_a_chat_stays_within_its_bytes_however_long_it_gets():
     assert chat.accounting.most_bytes <= size
 
 
+def test_what_a_conversation_compresses_stays_within_its_limit():
+    """Once it is reached, the entries of highest scores stay, whichever message they are from."""
+    tokenizer = tiny_tokenizer([TEXT])
+    model = tiny_model(vocabulary=len(tokenizer), positions=512)
+    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=2)
+    limit = Limit(entries_per_head=150, every=192, window=8, positions="closed")
+    policy = gracekv.Compaction(after=64, ratio=2)
+    held = []
+    with book.chat(limit, policy) as chat:
+        for turn in range(24):
+            before = chat._result
+            chat.ask(f"word{turn} {TEXT[:120]}", max_new_tokens=4)
+            packed = chat._result.packed
+            held.append(int(packed.entries().sum()))
+            scores = chat._result._runs[0].entry_scores()
+            if chat._result is not before:
+                assert [len(x) for x in scores] == [len(x.positions) for x in packed.layers]
+                assert packed.length == chat._result.prompt.spans.context_end
+        assert chat._cache.cuts == 0
+        prefix = 4 * chat._result.prompt.spans.context_start
+        assert chat._result.accounting.spent == held[-1] - prefix
+        assert all(int(x.positions.min()) > packed.length - 512 for x in packed.layers)
+        assert len(chat._ids) > 1024
+    assert held == sorted(held)
+    assert len(set(held)) > 2
+    assert max(held) == 4 * (150 - 8)
+
+
 def _stops(ids, scores, **_):
     raise RuntimeError("stop")
 
