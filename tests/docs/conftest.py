@@ -21,9 +21,16 @@ def strategy_tables():
 
 
 @pytest.fixture(scope="session")
-def tiny():
-    """A model of random weights and its tokenizer, which every name of a model leads to."""
+def tiny(request):
+    """A model and its tokenizer, which every name of a model leads to: of random weights.
+
+    With the parameter "smollm2" it is the embedded one.
+    """
+    from gracekv.hf.smollm2 import load_smollm2
     from gracekv.testing.models import tiny_llama, tiny_tokenizer
+
+    if getattr(request, "param", None) == "smollm2":
+        return load_smollm2()
 
     return tiny_llama(vocabulary=VOCABULARY, positions=8192), tiny_tokenizer(vocabulary=VOCABULARY)
 

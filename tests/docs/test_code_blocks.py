@@ -7,11 +7,15 @@ of the reader's, written under that name; a Python one is imported. What stands 
 long runs is in `conftest.py`.
 
 - python: executed. bash: see `shell_lines`. text: output, not code.
+  A text block right after a Python one is what it prints, word for word. Pages of `REAL` print what
+  the embedded model says: they are run once more with that model, in the long tests.
 - yaml, toml, json: read as a pipeline, as an experiment if it names tasks, or as a part of a
   package's pyproject.toml if it begins with a project.
 """
 
+import contextlib
 import importlib
+import io
 import sys
 import tomllib
 from pathlib import Path
@@ -37,6 +41,7 @@ def name_of(page):
 
 
 WITH_CODE = [page for page in pages() if blocks(page)]
+REAL = ("getting-started",)
 
 
 @pytest.fixture
@@ -57,8 +62,10 @@ def registries(monkeypatch):
 class Page:
     """One reader's way through a page."""
 
-    def __init__(self, folder, name):
+    def __init__(self, folder, name, real=False):
         self.folder = folder
+        self.checks_output = real or name not in REAL
+        self.printed = None
         self.names = {"__name__": "__main__"}
         self.history = []
         preamble = PREAMBLES / f"{name}.py"
@@ -68,6 +75,11 @@ class Page:
     def do(self, block):
         if block.title:
             (self.folder / block.title).write_text(block.code, encoding="utf-8")
+        printed, self.printed = self.printed, None
+        if block.language == "text":
+            if printed is not None and self.checks_output:
+                assert printed.split() == block.code.split(), block.place
+            return
         getattr(self, block.language)(block)
 
     def python(self, block):
@@ -77,7 +89,9 @@ class Page:
             return
         # Blank lines in front, so that a traceback names the page's own line.
         code = "\n" * (block.line - 1) + block.code
-        exec(compile(code, str(ROOT / block.page), "exec"), self.names)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(code, str(ROOT / block.page), "exec"), self.names)
+        self.printed = out.getvalue()
 
     def bash(self, block):
         for words in commands(block.code):
@@ -103,9 +117,6 @@ class Page:
         path.write_text(block.code, encoding="utf-8")
         load_pipeline(path)
 
-    def text(self, block):
-        pass
-
 
 def cases():
     """Pages with code; the one on evaluations runs a dozen of them."""
@@ -116,8 +127,19 @@ def cases():
 
 
 @pytest.mark.parametrize("page", list(cases()))
-def test_blocks_run(page, reader, registries):
-    visit = Page(reader, name_of(page))
+def test_blocks_run_and_print_what_the_page_says(page, reader, registries):
+    go_through(page, reader)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tiny", ["smollm2"], indirect=True)
+@pytest.mark.parametrize("name", REAL)
+def test_the_embedded_model_says_what_the_page_says(name, reader, registries):
+    go_through(ROOT / "docs" / f"{name}.md", reader, real=True)
+
+
+def go_through(page, folder, real=False):
+    visit = Page(folder, name_of(page), real)
     for block in blocks(page):
         assert block.language in LANGUAGES, (
             f"{block.place}: {block.language!r} is not run; use one of {', '.join(LANGUAGES)}"
