@@ -122,8 +122,8 @@ def entry_gains(scores: Tensor, sensitivity: Tensor, selection: Selection) -> Te
 
 def _gains(scores: Tensor, omega: Tensor) -> Tensor:
     """Delta_add = omega R, clipped at 0, float64, Eq. (A5)."""
-    # `+ 0.0` turns -0.0 into 0.0.
-    return (scores.double() * omega).clamp(min=0) + 0.0
+    # -0.0 becomes 0.0, too.
+    return torch.threshold(scores * omega, 0.0, 0.0)
 
 
 def check_finite(scores: Tensor, sensitivity: Tensor) -> None:
@@ -145,7 +145,7 @@ def largest(values: Tensor, count: int) -> Tensor:
         return torch.full_like(values, count > 0, dtype=torch.bool)
     cut = kth_largest(flat, count)
     above, tied = flat > cut, flat == cut
-    return (above | (tied & (tied.cumsum(0) <= count - above.sum()))).view_as(values)
+    return torch.where(tied, tied.cumsum(0) <= count - above.sum(), above).view_as(values)
 
 
 def kth_largest(values: Tensor, k: int) -> Tensor:

@@ -40,10 +40,15 @@ class EntryPool:
         self._covered, self._region = info.spans.length - 1, region
         outside = region.start + max(0, self._covered - region.end)
         self._fixed = info.kv_heads * outside
-        self._gain = torch.empty(0, dtype=torch.float64, device=info.device)
-        self._place = torch.empty(0, dtype=torch.int64, device=info.device)
-        self._slot = self._place
+        # Rows of gains (the bits of float64 numbers), places and slots: of the entries, and of the
+        # next layer's tokens. Only tokens outside the region have infinite gains.
+        self._entries = torch.empty(3, 0, dtype=torch.int64, device=info.device)
+        self._tokens = self._entries.new_empty(3, info.kv_heads * info.spans.length)
+        own = _gains(self._tokens).view(info.kv_heads, -1)
+        own.fill_(torch.inf)[:, self._covered :] = NEVER
+        torch.arange(-own.numel(), 0, out=self._tokens[1])
         self._keys = self._values = torch.empty(0, 0, dtype=info.dtype, device=info.device)
+        self._ranks = self._entries[0]
         self._devices: list[torch.device] = []
         self._selection: Selection | None = None
 
@@ -54,53 +59,45 @@ class EntryPool:
             capture: the layer.
             gains: float64 [G, N], gains of the region's tokens, `NEVER` if they may not be kept.
         """
-        info, device = self._info, self._info.device
         self._devices.append(capture.keys.device)
-        heads, length, known = info.kv_heads, info.spans.length, len(self._place)
-        own = torch.full((heads, length), torch.inf, dtype=torch.float64, device=device)
-        own[:, self._covered :] = NEVER
-        # Only tokens outside the region have infinite gains.
-        own[:, self._region.start : self._region.end] = gains.nan_to_num(0.0, posinf=_LARGEST)
-        gain = torch.cat([self._gain, own.flatten()])
-        first = capture.number * heads * length
-        place = torch.arange(first, first + heads * length, device=device)
-        place = torch.cat([self._place, place])
-        count, gain = self._count(gain, place, known)
-        self._reserve(count, own.numel(), capture)
+        known, tokens = self._entries.shape[1], self._tokens.shape[1]
+        own = _gains(self._tokens).view(len(gains), -1)[:, self._region.start : self._region.end]
+        torch.nan_to_num(gains.to(own.device), 0.0, posinf=_LARGEST, out=own)
+        self._tokens[1] += tokens
+        rows = torch.cat([self._entries, self._tokens], dim=1)
+        count = self._count(rows, known)
+        self._reserve(count, tokens, capture)
 
-        stays = largest(gain, count)
-        reached = stays.cumsum(0)
-        before = reached[known - 1] if known else 0
-        # New slots, then those of losers, go to the winners in order. All other rows are written
-        # to one spare place, so that no size depends on how many win.
-        new = count - known
-        free = torch.empty(count + 1, dtype=torch.int64, device=device)
-        torch.arange(known, count, out=free[:new])
-        rank = torch.arange(new, count, device=device) - reached[:known]
-        free.scatter_(0, rank.masked_fill_(stays[:known], count), self._slot)
-        target = free[reached[known:] - (before + 1)]
-        target.masked_fill_(~stays[known:], len(self._keys) - 1)
-        for pool, rows in ((self._keys, capture.keys), (self._values, capture.values)):
-            pool.index_copy_(0, target, rows.to(device).flatten(0, 1))
-        kept = _compacted(torch.arange(len(gain), device=device), stays, count, reached)
-        self._gain, self._place = gain[kept], place[kept]
-        self._slot = torch.cat([self._slot, target])[kept]
+        stays = largest(_gains(rows), count)
+        gone, reached = ~stays, stays.cumsum(0)
+        # New slots, then those of losers, go to the winners from the last to the first. All other
+        # tokens are written to one spare place, so that no size depends on how many win.
+        new, spare, ranks = count - known, len(self._keys) - 1, self._ranks
+        free = ranks.new_empty(count + 1)
+        free[:new] = ranks[known:count]
+        loser = (ranks[new:count] - reached[:known]).masked_fill_(stays[:known], count)
+        free.scatter_(0, loser, self._entries[2])
+        target = torch.index_select(free, 0, count - reached[known:], out=rows[2, known:])
+        target.masked_fill_(gone[known:], spare)
+        for pool, states in ((self._keys, capture.keys), (self._values, capture.values)):
+            pool.index_copy_(0, target, states.to(pool.device).flatten(0, 1))
+        self._entries = rows[:, _where(stays, count, ranks, reached)]
 
-    def _count(self, gain: Tensor, place: Tensor, known: int) -> tuple[int, Tensor]:
-        """The number of rows that stay, and the gains [n], `NEVER` where other processes win.
+    def _count(self, rows: Tensor, known: int) -> int:
+        """The number of `rows` [3, n] that stay; gains become `NEVER` where other processes win.
 
         There are as many rows as slots; rows of gain `NEVER` are empty.
         """
-        shard, layers = self._info.shard, len(self._devices)
-        limit = self._budget + layers * self._fixed * shard.ranks
+        shard, gain = self._info.shard, _gains(rows)
+        limit = self._budget + len(self._devices) * self._fixed * shard.ranks
         if shard.ranks == 1:
-            return min(limit, len(gain)), gain
+            return min(limit, len(gain))
         at = (gain > NEVER).nonzero().flatten()
-        length, heads = self._info.spans.length, self._info.kv_heads
-        ties = shard.among_all(place[at] // length, heads) * length + place[at] % length
+        length, place = self._info.spans.length, rows[1, at]
+        ties = shard.among_all(place // length, self._info.kv_heads) * length + place % length
         fits = first_fitting(gain[at], ties, torch.ones_like(at), limit, shard)
-        gain = torch.full_like(gain, NEVER).index_copy_(0, at, torch.where(fits, gain[at], NEVER))
-        return max(known, int(fits.sum())), gain
+        gain.index_fill_(0, at[~fits], NEVER)
+        return max(known, int(fits.sum()))
 
     def _reserve(self, count: int, new: int, capture: LayerCapture) -> None:
         """Make room for `count` entries and a spare slot."""
@@ -115,22 +112,25 @@ class EntryPool:
             if len(held):
                 made[: len(held)] = held
             setattr(self, name, made)
+        self._ranks = torch.arange(size + new, device=self._info.device)
 
     def selection(self) -> Selection:
         """The entries of the region. The first call waits for the device, once."""
         if self._selection is None:
-            info, length = self._info, self._info.spans.length
-            counts = self._per_head(self._gain > NEVER)
-            total = int(counts.sum())
-            valid = self._gain > NEVER
-            self._gain, self._place, self._slot = (
-                _compacted(x, valid, total) for x in (self._gain, self._place, self._slot)
-            )
+            info = self._info
+            valid = _gains(self._entries) > NEVER
+            counts = self._per_head(valid)
+            self._entries = self._entries[:, _where(valid, int(counts.sum()), self._ranks)]
             counts -= self._fixed // info.kv_heads
-            position = (self._place % length).to(torch.int32)
-            start = _compacted(position, self._inside(position), int(counts.sum()))
-            bounds = (self._region.start, self._region.end)
-            self._selection = Selection(info.layers, info.kv_heads, bounds, offsets(counts), start)
+            position = self._entries[1] % info.spans.length
+            inside = _where(self._inside(position), int(counts.sum()), self._ranks)
+            self._selection = Selection(
+                info.layers,
+                info.kv_heads,
+                (self._region.start, self._region.end),
+                offsets(counts),
+                position[inside].to(torch.int32),
+            )
         return self._selection
 
     def _inside(self, position: Tensor) -> Tensor:
@@ -138,16 +138,16 @@ class EntryPool:
         return (position >= self._region.start) & (position < self._region.end)
 
     def _per_head(self, mask: Tensor) -> Tensor:
-        """int64 [L*G] on the CPU: how many rows of each head `mask` (bool, a row each) holds."""
-        counts = torch.zeros(
-            self._info.layers * self._info.kv_heads, dtype=torch.int64, device=mask.device
-        )
-        return counts.index_add_(0, self._place // self._info.spans.length, mask.long()).cpu()
+        """int64 [L*G] on the CPU: how many entries of each head `mask` (bool [n]) holds."""
+        head = self._entries[1] // self._info.spans.length
+        counts = head.new_zeros(self._info.layers * self._info.kv_heads)
+        return counts.index_add_(0, head, mask.long()).cpu()
 
     def utility(self) -> float:
         """Summed gains of the region's entries."""
-        inside = self._inside(self._place % self._info.spans.length)
-        return float(_compacted(self._gain, inside, self.selection().entries).sum())
+        count = self.selection().entries
+        inside = self._inside(self._entries[1] % self._info.spans.length)
+        return float(_gains(self._entries)[_where(inside, count, self._ranks)].sum())
 
     def pop(self, chosen: Selection) -> list[tuple[RaggedEntries, Tensor]]:
         """The packed entries of each layer: those `chosen`, and all tokens outside the region.
@@ -160,42 +160,49 @@ class EntryPool:
         Returns:
             For each layer its E entries, and int64 [E], which of the chosen each is; -1: none.
         """
-        info, length = self._info, self._info.spans.length
-        own, position = self.selection(), self._place % length
+        info, length, own = self._info, self._info.spans.length, self.selection()
+        place, slot = self._entries[1:]
+        position = place % length
         inside = self._inside(position)
-        if chosen is not own:
-            wanted = chosen.head_of_entry().to(self._place.device) * length + chosen.start
-            at = torch.searchsorted(self._place, wanted)
-            outside, inside = ~inside, torch.zeros_like(inside).index_fill_(0, at, True)
-        else:
-            outside = ~inside
-        selected = torch.where(inside, inside.cumsum(0) - 1, -1)
         # Decoding feeds the last prompt token again, so it is no entry.
-        stays = (inside | outside) & (position < self._covered)
+        stays = position < self._covered
+        if chosen is not own:
+            wanted = chosen.head_of_entry().to(place.device) * length + chosen.start
+            outside, inside = ~inside, torch.zeros_like(inside)
+            inside.index_fill_(0, torch.searchsorted(place, wanted), True)
+            stays &= inside | outside
         counts = self._per_head(stays)
-        total = int(counts.sum())
-        slot = _compacted(self._slot, stays, total)
-        position = _compacted(position.to(torch.int32), stays, total)
-        selected = _compacted(selected, stays, total)
+        stay = _where(stays, int(counts.sum()), self._ranks)
+        selected = torch.where(inside, inside.cumsum(0) - 1, -1)[stay]
+        slot, position = slot[stay], position[stay].to(torch.int32)
         # One after the other, so that no more than half of the pool is held twice.
         keys, self._keys = self._keys.index_select(0, slot), self._keys[:0].clone()
         values, self._values = self._values.index_select(0, slot), self._values[:0].clone()
+        mass = torch.zeros_like(slot, dtype=torch.float32)
         sizes = counts.view(info.layers, info.kv_heads)
-        columns = (keys, values, position, selected)
+        columns = (keys, values, position, mass, selected)
         split = zip(*(x.split(sizes.sum(1).tolist()) for x in columns), strict=True)
         layers = []
         for device, heads, parts in zip(self._devices, sizes, split, strict=True):
-            own_keys, own_values, positions, index = (x.to(device) for x in parts)
-            mass = torch.zeros(len(index), dtype=torch.float32, device=device)
-            entries = RaggedEntries(own_keys, own_values, positions, mass, offsets(heads))
-            layers.append((entries, index))
+            *packed, index = (x.to(device) for x in parts)
+            layers.append((RaggedEntries(*packed, offsets(heads)), index))
         return layers
 
 
-def _compacted(values: Tensor, mask: Tensor, count: int, reached: Tensor | None = None) -> Tensor:
-    """The `count` of `values` [n] where `mask` (bool [n]) holds, without waiting for the device.
+def _gains(rows: Tensor) -> Tensor:
+    """float64 [n], a view: the gains of the entries or tokens `rows` [3, n]."""
+    return rows[0].view(torch.float64)
 
-    `reached` is the running sum of `mask`, if it is known.
+
+def _where(mask: Tensor, count: int, ranks: Tensor, reached: Tensor | None = None) -> Tensor:
+    """int64 [count]: the indices at which `mask` (bool [n]) holds, without waiting for the device.
+
+    Args:
+        mask: holds `count` times.
+        count: of the indices.
+        ranks: 0, 1, 2, ... at least to n - 1.
+        reached: the running sum of `mask`, if it is known.
     """
-    place = (mask.cumsum(0) if reached is None else reached) - 1
-    return values.new_empty(count + 1).scatter_(0, place.masked_fill_(~mask, count), values)[:count]
+    place = (mask.cumsum(0) if reached is None else reached) * mask
+    # All others are written to a place before the first.
+    return ranks.new_empty(count + 1).scatter_(0, place, ranks[: len(mask)])[1:]
