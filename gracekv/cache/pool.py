@@ -184,8 +184,9 @@ class EntryPool:
         split = zip(*(x.split(sizes.sum(1).tolist()) for x in columns), strict=True)
         layers = []
         for device, heads, parts in zip(self._devices, sizes, split, strict=True):
-            *packed, index = (x.to(device) for x in parts)
-            layers.append((RaggedEntries(*packed, offsets(heads)), index))
+            own_keys, own_values, positions, log_m, index = (x.to(device) for x in parts)
+            packed = RaggedEntries(own_keys, own_values, positions, log_m, offsets(heads))
+            layers.append((packed, index))
         return layers
 
 

@@ -74,7 +74,7 @@ class HeadShard:
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean over processes, as `tensor` [...]."""
-        return self.sum(tensor) / self.ranks
+        return tensor if self.exchange is None else self.sum(tensor) / self.ranks
 
     def total(self, count: int) -> int:
         """The sum of a whole number over processes."""
@@ -82,7 +82,7 @@ class HeadShard:
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """The largest of all processes, as `tensor` [...]."""
-        return self.gather(tensor).amax(dim=0)
+        return tensor if self.exchange is None else self.gather(tensor).amax(dim=0)
 
     def from_first(self, tensor: Tensor) -> Tensor:
         """What process 0 gave: [...], of any shape there; others give the same dtype and rank."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.queries import QuerySet
 from gracekv.kernels import ragged
-from gracekv.kernels.linalg import batched_linear
+from gracekv.kernels.linalg import batched_linear, transposed
 from gracekv.kernels.logits import capped
 from gracekv.kernels.small_tensors import on_device
 from gracekv.prefill import LayerCapture, Region
@@ -71,50 +71,47 @@ class Reference:
         keys, values = capture.keys.float(), capture.values.float()
         device, heads, length = keys.device, capture.kv_heads, capture.spans.length
         asked = queries.rotated(capture)
-        rows = asked.shape[1]
-        sees = on_device(queries.asked_at.repeat(capture.group), device)
-        top, total = (
-            torch.empty(heads, rows, device=device, dtype=torch.float32) for _ in range(2)
-        )
-        output = torch.empty(heads, rows, capture.head_dim, device=device, dtype=torch.float32)
+        rows, output = asked.shape[1], torch.empty_like(asked)
+        top, total = torch.empty_like(asked[..., 0]), torch.empty_like(asked[..., 0])
         sink, sinks = torch.zeros_like(total), None
         if capture.sinks is not None and queries.within is None:
             # One for each query head, and rows are those of a KV head's query heads in turn.
             own_sinks = capture.sinks.to(device).view(heads, -1)
             sinks = own_sinks.repeat_interleave(rows // capture.group, dim=1)
         inside = queries.within or Region(0, length)
-        # All queries see the keys before this position.
+        # All queries see the keys before the first of these positions.
         all_see = min(queries.asked_at.tolist(), default=length) + 1
-        place = torch.arange(inside.start, inside.end, device=device)[
-            max(0, all_see - inside.start) :
-        ]
+        place = torch.arange(max(inside.start, all_see), max(inside.end, all_see))
+        unseen = on_device(place > queries.asked_at.repeat(capture.group)[:, None], device)
         # Head by head on the CPU, since products want a copy of the values the other way round.
         limit, at_once = (_CPU_BLOCK, 1) if device.type == "cpu" else (_GPU_BLOCK, heads)
         block = max(1, limit // (4 * length * at_once))
         for head in range(0, heads, at_once):
             own = slice(head, head + at_once)
-            across = values[own, inside.start : inside.end].mT.contiguous()
+            across = transposed(values[own, inside.start : inside.end])
             own_keys = keys[own, inside.start : inside.end]
             for first in range(0, rows, block):
                 part = own, slice(first, first + block)
                 logits = capped(batched_linear(asked[part], own_keys), capture.softcap)
                 if len(place):
-                    unseen = place > sees[part[1], None]
-                    logits[..., -len(place) :].masked_fill_(unseen, -torch.inf)
-                top[part] = logits.amax(dim=-1)
+                    logits[..., -len(place) :].masked_fill_(unseen[part[1]], -torch.inf)
+                torch.amax(logits, dim=-1, out=top[part])
                 if sinks is not None:
                     top[part] = torch.maximum(top[part], sinks[part])
                     sink[part] = (sinks[part] - top[part]).exp()
                 chance = logits.sub_(top[part][..., None]).exp_()
-                total[part] = chance.sum(dim=-1) + sink[part]
-                output[part] = batched_linear(chance, across) / total[part][..., None]
-        weights = on_device(queries.weights.repeat(capture.group) / capture.group, device)
+                torch.sum(chance, dim=-1, out=total[part])
+                if sinks is not None:
+                    total[part] += sink[part]
+                product = batched_linear(chance, across)
+                torch.div(product, total[part][..., None], out=output[part])
+        weights = (queries.weights.expand(capture.group, -1) / capture.group).flatten()
+        weights = on_device(weights, device).expand(heads, -1)
         last = torch.stack([keys[:, -1], values[:, -1]])
         seeing_all = int((queries.asked_at == length - 1).long().cumprod(0).sum())
         blind = on_device(queries.asked_at[seeing_all:], device)
         sizes = (length, capture.group, capture.softcap)
-        seen = (asked, blind, top, total, sink, output, weights.expand(heads, -1), last)
-        return cls(*seen, *sizes)
+        return cls(asked, blind, top, total, sink, output, weights, last, *sizes)
 
     @classmethod
     def stack(cls, layers: Sequence[Self]) -> Self:

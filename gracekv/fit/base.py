@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedCache, RaggedEntries
+from gracekv.cache.batches import batches
 from gracekv.prefill import LayerCapture, Prefill, PrefillReader, Region
 from gracekv.registry import Registry, Strategy
 from gracekv.value import Memory
+
+# Bytes of values, as float32, that are compared at once on a GPU.
+_BATCH = 64 * 2**20
 
 
 class Fitter(PrefillReader, Strategy, abc.ABC):
@@ -57,10 +62,15 @@ def value_change(packed: RaggedCache, fitted: RaggedCache) -> Tensor:
 
     255 stands for 2.55 and more.
     """
-    home, moved, norms = packed.layers[0].device, [], []
-    for old, new in zip(packed.layers, fitted.layers, strict=True):
-        moved.append((new.values.float() - old.values).norm(dim=-1).to(home))
-        norm = torch.linalg.vector_norm(old.values.float(), dim=-1)
-        norms.append(norm.to(home))
-    change = torch.cat(moved) / torch.cat(norms).clamp_min_(1e-12)
-    return change.mul_(100).round_().clamp_(max=255).to("cpu", torch.uint8)
+    changes = []
+    for some in batches(packed.layers, lambda layer: 4 * layer.values.numel(), _BATCH):
+        old, new = (_values(cache.layers[some]) for cache in (packed, fitted))
+        norm = torch.linalg.vector_norm(old, dim=-1, dtype=torch.float32)
+        moved = torch.linalg.vector_norm(new.float() - old, dim=-1)
+        changes.append((moved / norm.clamp_min_(1e-12)).to(packed.layers[0].device))
+    return torch.cat(changes).mul_(100).round_().clamp_(max=255).to("cpu", torch.uint8)
+
+
+def _values(layers: Sequence[RaggedEntries]) -> Tensor:
+    """[E, d]: the values of `layers`, one after the other."""
+    return torch.cat([x.values for x in layers]) if len(layers) > 1 else layers[0].values

@@ -8,7 +8,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gracekv.kernels.small_tensors import filled, on_device
+from gracekv.kernels.small_tensors import filled
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.registry import Configurable, bounded
 from gracekv.value import Memory, Replay
@@ -17,19 +17,21 @@ from gracekv.value.repeated_attention import RepeatedQueries
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuerySet:
-    """Q reference queries.
+    """Q reference queries: first those of a second reading or of the context, then the tail.
 
     Attributes:
-        positions: int64 [Q], the prompt positions that they come from.
+        positions: int64 [n], the prompt positions whose queries are asked again from its end.
+        tail: the prompt's last positions, whose queries are asked at their own places.
         asked_at: int64 [Q] on the CPU, the position that each is asked from: it sees the keys up
             to there.
-        weights: float32 [Q] on the device of `positions`, with sum 1.
-        repeated: [H, R, d], queries of a second reading at their own places, which come before the
-            Q - R queries that have `positions`; None if R is 0.
+        weights: float32 [Q], with sum 1.
+        repeated: [H, R, d], queries of a second reading at their own places, in place of those at
+            `positions`; or None.
         within: the keys that count, without the sink, or None for all keys.
     """
 
     positions: Tensor
+    tail: Region
     asked_at: Tensor
     weights: Tensor
     repeated: Tensor | None = None
@@ -40,14 +42,16 @@ class QuerySet:
 
         Raises `MissingCaptureError` if one was not captured.
         """
-        queries = capture.queries_at(self.positions).float() * capture.scale
-        rope, device = capture.rope, queries.device
-        plain = rope.unrotate(queries, on_device(self.positions, device))
-        to = self.asked_at[len(self.asked_at) - len(self.positions) :]
-        asked = rope.rotate(plain, on_device(to, device))
-        if self.repeated is not None:
-            repeated = self.repeated.to(asked.device).float() * capture.scale
-            asked = torch.cat([repeated, asked], dim=1)
+        like, end, count = capture.queries, self.tail.end, len(self.asked_at)
+        asked = like.new_empty(len(like), count, like.shape[2], dtype=torch.float32)
+        first = asked[:, : count - self.tail.length]
+        if self.repeated is None:
+            moved = capture.rope.moved(slice(0, end), end - 1)
+            moved.rotate(capture.queries_at(self.positions), self.positions, first)
+        else:
+            first.copy_(self.repeated)
+        asked[:, first.shape[1] :] = capture.queries_at(range(self.tail.start, end))
+        asked *= capture.scale
         return rearrange(asked, "(g n) q d -> g (n q) d", g=capture.kv_heads)
 
 
@@ -85,25 +89,19 @@ class ReferenceQueries(Configurable):
 
     def __call__(self, capture: LayerCapture, region: Region, memory: Memory) -> QuerySet:
         """The queries of one layer; `MissingCaptureError` if there was no second pass to ask."""
-        length, repeated = capture.spans.length, None
+        spans, repeated = capture.spans, None
+        tail = Region(spans.last(self.tail).start, spans.length)
+        share = self.tail_share if tail.length else 0.0
         if self.repeat:
             repeated = capture.observation(RepeatedQueries(self.repeat))
-            asked = torch.full((repeated.shape[1],), capture.spans.context_end - 1)
-            replayed, weights = (
-                asked[:0],
-                torch.full((len(asked),), 1 / len(asked), dtype=torch.float32),
-            )
+            positions, count = torch.zeros(0, dtype=torch.int64), repeated.shape[1]
+            weights, end = torch.full((count,), 1 / count, dtype=torch.float32), spans.context_end
         else:
-            replayed, weights = self.replay.select_queries(capture, region, memory)
-            asked = torch.full((len(replayed),), length - 1)
-        tail = torch.arange(capture.spans.last(self.tail).start, length)
-        share = self.tail_share if len(tail) else 0.0
-        each = share / max(1, len(tail))
-        return QuerySet(
-            torch.cat([replayed, on_device(tail, replayed.device)]),
-            torch.cat([asked, tail]),
-            torch.cat(
-                [weights * (1 - share), filled(len(tail), each, weights.dtype, weights.device)]
-            ),
-            repeated,
-        )
+            positions, weights = self.replay.select_queries(capture, region, memory)
+            count, end = len(positions), spans.length
+        asked = torch.full((count + tail.length,), end - 1)
+        asked[count:] = torch.arange(tail.start, tail.end)
+        if tail.length:
+            each = filled(tail.length, share / tail.length, weights.dtype, weights.device)
+            weights = torch.cat([weights * (1 - share), each])
+        return QuerySet(positions, tail, asked, weights, repeated)

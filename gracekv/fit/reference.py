@@ -134,10 +134,12 @@ def _attended(capture: LayerCapture, head: int, packed: RaggedEntries, queries: 
 
 def _query(capture: LayerCapture, head: int, q: int, queries: QuerySet) -> Tensor:
     """Reference query `q` of a query head, [d], rotated to where it is asked from."""
-    first = len(queries.asked_at) - len(queries.positions)
-    if queries.repeated is not None and q < first:
+    if queries.repeated is not None and q < queries.repeated.shape[1]:
         return queries.repeated[head, q].double()
-    at, rope = queries.positions[q - first : q - first + 1], capture.rope
+    back, rope = len(queries.asked_at) - q, capture.rope
+    at = torch.tensor([queries.tail.end - back])
+    if back > queries.tail.length:
+        at = queries.positions[q : q + 1]
     plain = rope.unrotate(capture.queries_at(at)[head].double(), at)
     return rope.rotate(plain, queries.asked_at[q : q + 1])[0]
 

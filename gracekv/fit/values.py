@@ -15,7 +15,7 @@ from gracekv.cache.batches import apart, batches
 from gracekv.fit.attended import KeptMass, LayerAttention, Reference, attended, scattered
 from gracekv.fit.base import FITTERS, Fitter
 from gracekv.fit.queries import ReferenceQueries
-from gracekv.kernels.linalg import batched_linear
+from gracekv.kernels.linalg import batched_linear, transposed
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.registry import bounded
 from gracekv.value import Memory
@@ -112,7 +112,7 @@ def value_change(
     attention: LayerAttention, shares: Tensor, trust: float, trust_read: float
 ) -> Tensor:
     """float32 [G, W, d]: what is added to the values; the other arguments as in `ridge_change`."""
-    error = attention.output - batched_linear(shares, attention.values.mT.contiguous())
+    error = attention.output - batched_linear(shares, transposed(attention.values))
     return ridge_change(attention, shares, error, trust, trust_read)
 
 
@@ -177,7 +177,7 @@ def ridge(shares: Tensor, target: Tensor, weights: Tensor, inverse_penalty: Tens
     # The penalty enters one factor alone: a product of two different matrices is as fast.
     left = scaled * inverse_penalty[:, None]
     solved = _solved(batched_linear(left, scaled), rows)
-    return batched_linear(solved.mT.contiguous(), left.mT).mT
+    return batched_linear(transposed(solved), left.mT).mT
 
 
 def _solved(gram: Tensor, right: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from gracekv.errors import ConfigError
 from gracekv.fit.attended import KeptMass, LayerAttention, Reference, attended, scattered
 from gracekv.fit.base import FITTERS
 from gracekv.fit.values import RidgeFitter, inverse_penalty, ridge, value_change
-from gracekv.kernels.linalg import batched_linear
+from gracekv.kernels.linalg import batched_linear, transposed
 from gracekv.prefill import Region
 from gracekv.registry import bounded
 
@@ -115,7 +115,7 @@ def held_out_error(attention: LayerAttention, factor: Tensor, change: Tensor) ->
         change: float32 [G, W, d], of the values.
     """
     output, weights = attention.output, attention.weights
-    found = batched_linear(attention.shares(factor), (attention.values + change).mT.contiguous())
+    found = batched_linear(attention.shares(factor), transposed(attention.values + change))
     lost, size = ((x.square().sum(dim=-1) * weights).sum(dim=-1) for x in (found - output, output))
     mass = torch.linalg.vecdot(attention.mass, factor[:, None]) + attention.sink
     off = ((mass / attention.total - 1.0).square() * weights).sum(dim=-1)

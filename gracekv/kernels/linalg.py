@@ -36,3 +36,8 @@ def batched_linear(x: Tensor, weight: Tensor) -> Tensor:
     if len(x) == 1:
         return linear(x[0], weight[0])[None]
     return torch.stack([linear(own, rows) for own, rows in zip(x, weight, strict=True)])
+
+
+def transposed(x: Tensor) -> Tensor:
+    """x^T [G, N, M] of x [G, M, N], as `batched_linear` wants its weight: on a CPU a copy."""
+    return x.mT.contiguous() if x.device.type == "cpu" else x.mT

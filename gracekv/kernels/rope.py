@@ -12,7 +12,7 @@ Source: Eq. (T1) (R and R^-1); the s^2 normalisation is ours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class Rope:
     cos: Tensor
     sin: Tensor
     interleaved: bool = False
+    _moved: dict[tuple[int, int, int], Rope] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.cos.ndim != 2 or self.cos.shape != self.sin.shape or self.cos.shape[1] % 2:
@@ -69,23 +70,32 @@ class Rope:
         """R(t) x for x [..., n, d] and positions [n] (or broadcastable to x's [..., n]).
 
         None stands for the positions 0..n-1 of the table, all of it. The result is written to `out`
-        [..., n, d] if given; it must not overlap x.
+        [..., n, d] if given, in its dtype; it must not overlap x.
         """
-        return _apply(x, *self._at(positions, x), out, self.interleaved)
+        out = torch.empty_like(x) if out is None else out
+        return _apply(x, *self._at(positions, out), out, self.interleaved)
 
     def unrotate(self, x: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
         """R(t)^-1 x, the key before rotation, for x [..., n, d]; arguments as in `rotate`."""
-        cos, sin = self._at(positions, x)
+        out = torch.empty_like(x) if out is None else out
+        cos, sin = self._at(positions, out)
         norm = cos * cos + sin * sin
         return _apply(x, cos / norm, -sin / norm, out, self.interleaved)
 
     def moved(self, positions: Tensor | slice, to: int | Tensor) -> Rope:
         """R(to) R(t)^-1 for each position t of int64 [n] or a slice: a table of n rows.
 
-        `to` is one position for all, or int64 [n].
+        `to` is one position for all, or int64 [n]. That of a slice, which takes one position, is
+        made once for all layers.
         """
-        if isinstance(positions, Tensor):
-            positions = on_device(positions, self.cos.device)
+        if isinstance(positions, slice):
+            key = positions.start, positions.stop, int(to)
+            if key not in self._moved:
+                self._moved[key] = self._moved_rows(positions, to)
+            return self._moved[key]
+        return self._moved_rows(on_device(positions, self.cos.device), to)
+
+    def _moved_rows(self, positions: Tensor | slice, to: int | Tensor) -> Rope:
         cos, sin = self.cos[positions], self.sin[positions]
         norm = cos.square() + sin.square()
         last_cos, last_sin = self.cos[to], self.sin[to]
@@ -122,9 +132,8 @@ class Rope:
         return cos.to(x.device, x.dtype), sin.to(x.device, x.dtype)
 
 
-def _apply(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None, interleaved: bool) -> Tensor:
+def _apply(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, interleaved: bool) -> Tensor:
     """x cos + rotate_half(x) sin, half by half, without a temporary of x's size."""
-    out = torch.empty_like(x) if out is None else out
     rotary = cos.shape[-1]
     low, high = slice(0, rotary // 2), slice(rotary // 2, rotary)
     # Both halves of the table are alike.

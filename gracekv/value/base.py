@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -221,6 +221,14 @@ def part_scores(part: Scorer, capture: LayerCapture, region: Region, memory: Mem
     """The scores [G, N] of a part of another scorer, for one layer."""
     known: Tensor | None = memory.get(("scores", part))
     return part.layer(capture, region, memory) if known is None else known[capture.number]
+
+
+def noted(memory: Memory, key: Any, capture: LayerCapture, compute: Callable[[], Tensor]) -> Tensor:
+    """What `compute` returns for a layer; `memory` holds it under `key` until the next layer's."""
+    held: tuple[int, Tensor] | None = memory.get(key)
+    if held is None or held[0] != capture.number:
+        held = memory[key] = capture.number, compute()
+    return held[1]
 
 
 class TokenColumns:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ConfigError
-from gracekv.kernels.small_tensors import on_device
+from gracekv.kernels.small_tensors import filled, on_device
 from gracekv.prefill import LayerCapture, Region
 from gracekv.value.base import SCORERS, Memory, Scorer, part_scores
 from gracekv.value.mean_attention import MeanAttention
@@ -66,17 +66,16 @@ class Mixture(Scorer):
 
 def combine_scores(scores: list[Tensor], weights: tuple[float, ...], rule: Rule) -> Tensor:
     """Combine scores [..., N] as `Mixture` does: float32, computed in float64."""
-    stacked, share = torch.stack(scores).double(), torch.tensor(weights, dtype=torch.float64)
+    stacked, share = torch.stack(scores), torch.tensor(weights, dtype=torch.float64)
     if rule != "max":
         share = share / share.sum()
     share = on_device(share, stacked.device).view(-1, *[1] * scores[0].ndim)
     if rule == "max":
         return (share * stacked).amax(dim=0).float()
     if rule == "sum":
-        mixed = (share * stacked).sum(dim=0)
-    elif rule == "rms":
-        mixed = (share * stacked.square()).sum(dim=0).sqrt()
-    else:
-        # A token whose score is 0 in one of them still ranks by the others.
-        mixed = (share * stacked.clamp_min(1e-30).log()).sum(dim=0).exp()
-    return mixed.float()
+        return (share * stacked).sum(dim=0).float()
+    if rule == "rms":
+        return (share * stacked).mul_(stacked).sum(dim=0).sqrt_().float()
+    # A token whose score is 0 in one of them still ranks by the others.
+    least = filled(1, 1e-30, torch.float64, stacked.device)
+    return torch.maximum(stacked, least).pow_(share).prod(dim=0).float()

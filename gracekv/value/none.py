@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gracekv.kernels.small_tensors import filled
 from gracekv.prefill import LayerCapture, Prefill
 from gracekv.value.base import SENSITIVITIES, Sensitivity
 
@@ -28,4 +29,4 @@ class NoSensitivity(Sensitivity):
 
     def layer(self, capture: LayerCapture) -> Tensor:
         """Ones [G]."""
-        return torch.ones(capture.kv_heads, dtype=torch.float32, device=capture.keys.device)
+        return filled(capture.kv_heads, 1.0, torch.float32, capture.keys.device)

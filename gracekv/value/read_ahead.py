@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ from gracekv.errors import ConfigError
 from gracekv.kernels.small_tensors import stream_of
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums
+from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums, noted
 
 Kernel = Literal["geometric", "flat"]
 
@@ -80,17 +81,29 @@ class ReadAhead(Scorer):
 
         Raises `PromptError` if the prompt has no such probe.
         """
-        heads, probes = capture.kv_heads, self._probes(capture.spans)
-        if self.max_weight < 1:
-            sums = attention_sums(capture, probes, region, power=self.power)
-            score = reduce(sums, "(g n) t -> g t", "mean", g=heads) / len(probes)
-        if self.max_weight > 0:
-            largest = attention_sums(capture, probes, region, power=self.power, maximum=True)
-            largest = reduce(largest, "(g n) t -> g t", "max", g=heads)
-            mixes = self.max_weight < 1
-            score = torch.lerp(score, largest, self.max_weight) if mixes else largest
+        asked = partial(self._attention, capture, region, memory)
+        if self.max_weight == 0:
+            score = asked("mean")
+        elif self.max_weight == 1:
+            score = asked("max")
+        else:
+            score = torch.lerp(asked("mean"), asked("max"), self.max_weight)
         spread = spread_ahead(score, self.lookahead, self.kernel)
         return spread if self.power == 1 else spread ** (1.0 / self.power)
+
+    def _attention(
+        self, capture: LayerCapture, region: Region, memory: Memory, over: Literal["mean", "max"]
+    ) -> Tensor:
+        """Mean or maximum [G, N] over probes and query heads, once for all scorers."""
+
+        def reduced() -> Tensor:
+            probes, maximum = self._probes(capture.spans), over == "max"
+            found = attention_sums(capture, probes, region, power=self.power, maximum=maximum)
+            found = reduce(found, "(g n) t -> g t", over, g=capture.kv_heads)
+            return found if maximum else found / len(probes)
+
+        asked = ("read_ahead", self.question_probes, self.tail_probes, self.power, over, region)
+        return noted(memory, asked, capture, reduced)
 
 
 def spread_ahead(score: Tensor, length: int, kernel: Kernel) -> Tensor:
@@ -116,19 +129,32 @@ def spread_ahead(score: Tensor, length: int, kernel: Kernel) -> Tensor:
         return window.clamp(min=0).to(score.dtype)
     # Blocks of tokens are summed by a product, then what each hands on to the next ones.
     blocks = -(-width // _BLOCK)
-    step, where = 1.0 - 1.0 / length, (score.device, stream_of(score.device))
+    inside, onwards, across = _decays(blocks, length, score.device, stream_of(score.device))
     padded = functional.pad(score, (0, blocks * _BLOCK - width)).double()
-    inside = padded.unflatten(-1, (-1, _BLOCK)) @ _decay(_BLOCK, step, 1.0 / length, *where)
-    before = inside[..., -1] @ _decay(blocks, step**_BLOCK, 1.0, *where, first=1)
-    sums = torch.addcmul(inside, before[..., None], _decay(_BLOCK, step, step, *where)[0])
+    sums = padded.unflatten(-1, (-1, _BLOCK)) @ inside
+    sums = torch.addcmul(sums, (sums[..., -1] @ across)[..., None], onwards)
     return sums.flatten(-2)[..., :width].to(score.dtype)
 
 
 @functools.lru_cache(maxsize=16)
-def _decay(
-    size: int, step: float, factor: float, device: torch.device, stream: int, *, first: int = 0
-) -> Tensor:
+def _decays(blocks: int, length: int, device: torch.device, stream: int) -> list[Tensor]:
+    """Weights between the tokens of a block, of what a block gets, and between blocks; float64.
+
+    Made on the CPU and uploaded at once, since a dozen small operations would take a GPU longer.
+    """
+    step = 1.0 - 1.0 / length
+    parts = [
+        _decay(_BLOCK, step, 1.0 / length),
+        _decay(_BLOCK, step, step)[:1],
+        _decay(blocks, step**_BLOCK, 1.0, first=1),
+    ]
+    flat = torch.cat([x.flatten() for x in parts]).to(device)
+    split = flat.split([x.numel() for x in parts])
+    return [x.view(like.shape) for x, like in zip(split, parts, strict=True)]
+
+
+def _decay(size: int, step: float, factor: float, *, first: int = 0) -> Tensor:
     """float64 [size, size]: factor step^(j - i - first) where j - i is at least `first`, else 0."""
-    exponent = torch.arange(size, device=device) - torch.arange(size, device=device)[:, None]
-    exponent = exponent.double() - first
+    place = torch.arange(size, dtype=torch.float64)
+    exponent = place - place[:, None] - first
     return torch.where(exponent < 0, 0.0, factor * step ** exponent.clamp(min=0))

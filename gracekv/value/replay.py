@@ -19,7 +19,7 @@ from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.prefill.needs import region_samples
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Memory, Scorer
+from gracekv.value.base import SCORERS, Memory, Scorer, noted
 from gracekv.value.read_ahead import ReadAhead
 
 
@@ -87,34 +87,36 @@ class Replay(Scorer):
         """Power means of attention [G, N], not normalised."""
         at, weights = self.select_queries(capture, region, memory)
         powers = replayed_powers(capture, at, weights, region, self.mean_power)
-        means: Tensor = powers.pow_(1 / self.mean_power)
-        return means
+        return powers.pow_(1 / self.mean_power)
 
     def select_queries(
         self, capture: LayerCapture, region: Region, memory: Memory
     ) -> tuple[Tensor, Tensor]:
-        """Positions of the queries, int64 [Q] ascending; their weights, float32 [Q] of sum 1.
+        """Positions int64 [Q] of the context queries of a layer, and weights float32 [Q], sum 1.
 
-        Both lie on the CPU if the weight is uniform, else on the device where layers are compared.
+        The evenly spaced ones come first, then the likeliest, unless all are taken. Both are on the
+        device of the layers' likelihoods; where these are not asked for, positions are on the CPU.
         """
         if self.uniform_weight == 1:
             at = region_samples(region, self.max_queries)
             return at, torch.full((len(at),), 1 / len(at), dtype=torch.float32)
-        shard = capture.shard
-        likely = self._likely(capture, region, memory).double() ** self.power
-        count = min(self.max_queries, region.length)
-        spaced = (region_samples(region, self.max_queries // 2) - region.start).unique()
-        # The spaced tokens come first, then the likeliest; a stable sort puts the earlier of two
-        # equal ones first, as everywhere.
-        first = likely.index_fill(0, on_device(spaced, likely.device), torch.inf)
-        ranked = first.argsort(descending=True, stable=True)[:count]
-        at, rank = ranked.sort()
-        alike = count if count == region.length else len(spaced)
-        weights = (1 - self.uniform_weight) * _normalised(likely[at])
-        weights.add_(rank < alike, alpha=self.uniform_weight * (1 / max(1, alike)))
-        positions, weights = at + region.start, _normalised(weights).float()
+        likely, count = self._likely(capture, region, memory), min(self.max_queries, region.length)
+        if count == region.length:
+            alike = count
+            at = torch.arange(region.start, region.end, device=likely.device)
+        else:
+            spaced = (region_samples(region, self.max_queries // 2) - region.start).unique()
+            alike = len(spaced)
+            # A stable sort puts the earlier of two equal ones first, as everywhere.
+            first = likely.index_fill(0, on_device(spaced, likely.device), torch.inf)
+            best = first.argsort(descending=True, stable=True)[:count]
+            at, likely = best + region.start, likely[best]
+        # Too little to count, except where nothing is likely.
+        chance = likely.pow(self.power).add_(1e-30)
+        chance *= (1 - self.uniform_weight) / chance.sum()
+        chance[:alike] += self.uniform_weight / max(1, alike)
         # Processes run these tokens together, so the positions must not differ.
-        return shard.from_first(positions), shard.from_first(weights)
+        return capture.shard.from_first(at), capture.shard.from_first(chance)
 
     def _note_likely(
         self, capture: LayerCapture, region: Region, memory: Memory
@@ -128,14 +130,14 @@ class Replay(Scorer):
 
     def _likely(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """float32 [N]: how likely each token is to appear in the answer, as this layer sees it."""
-        rows, last = self._note_likely(capture, region, memory), capture.number
-        first = last - self.likely_layers
-        read = [x for n, x in rows.items() if first < n <= last or not self.likely_layers]
-        return torch.stack(read).mean(dim=0)
 
+        def mean() -> Tensor:
+            rows, last = self._note_likely(capture, region, memory), capture.number
+            first = last - self.likely_layers
+            read = [x for n, x in rows.items() if first < n <= last or not self.likely_layers]
+            return torch.stack(read).mean(dim=0)
 
-def _normalised(weights: Tensor) -> Tensor:
-    return weights / weights.sum().clamp_min(1e-300)
+        return noted(memory, ("mean", self.query_scorer, self.likely_layers, region), capture, mean)
 
 
 def replayed_powers(
@@ -159,9 +161,10 @@ def replayed_powers(
 
     Raises `MissingCaptureError` if a query was not captured.
     """
-    length, queries = capture.spans.length, capture.queries_at(at).float()
+    length, queries = capture.spans.length, capture.queries_at(at)
+    asked = torch.empty_like(queries, dtype=torch.float32)
     columns = softmax_columns(
-        capture.rope.moved(at, length - 1).rotate(queries, None),
+        capture.rope.moved(slice(0, length), length - 1).rotate(queries, at, asked),
         capture.keys,
         length,
         weights,

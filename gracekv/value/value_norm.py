@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import field
 
+import torch
 from torch import Tensor
 
 from gracekv.prefill import LayerCapture, Region
@@ -46,7 +47,8 @@ class ValueNorm(Scorer):
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Weighted scores [G, N], not normalised."""
         scores = part_scores(self.scorer, capture, region, memory)
-        norms = capture.values[:, region.start : region.end].float().norm(dim=-1)
+        inside = capture.values[:, region.start : region.end]
+        norms = torch.linalg.vector_norm(inside, dim=-1, dtype=torch.float32)
         if self.relative > 0:
             mean = capture.shard.mean(norms.mean())
             norms = norms / mean.clamp_min(1e-12) ** self.relative

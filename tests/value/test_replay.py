@@ -53,9 +53,9 @@ def test_queries_are_few_distinct_and_inside_and_their_weights_sum_to_one(
     scorer = Replay(max_queries=queries, uniform_weight=uniform_weight)
     at, weights = scorer.select_queries(prefill.layer(1), region, {})
     assert len(at) == min(queries, 36)
-    assert bool((at.diff() > 0).all())
-    assert region.start <= int(at[0])
-    assert int(at[-1]) < region.end
+    assert len(at.unique()) == len(at)
+    assert region.start <= int(at.min())
+    assert int(at.max()) < region.end
     torch.testing.assert_close(weights.sum(), torch.tensor(1.0))
     assert bool((weights >= 0).all())
 
