@@ -126,6 +126,12 @@ def required(module: str, extra: str, package: str = "") -> Any:
         ) from error
 
 
+def expect(value: object, kind: type, takes: str, error: type[GracekvError] = ConfigError) -> None:
+    """Raise `error`, which says what a call `takes`, unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise error(f"{takes}; got {type(value).__name__}.")
+
+
 def renamed(old: str, new: str) -> Any:
     """A property that gives the attribute `new` by its `old` name, with a `DeprecationWarning`."""
 

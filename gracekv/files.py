@@ -14,6 +14,16 @@ VERSION = "0.2.0"
 """The version of gracekv, which is recorded in every file that it writes."""
 
 
+def path_of(path: str | os.PathLike[str]) -> Path:
+    """`path` as a `Path`; raises `ConfigError` if it is none."""
+    try:
+        return Path(path)
+    except TypeError as error:
+        raise ConfigError(
+            f"A file is named by a text or a pathlib.Path; got {type(path).__name__}."
+        ) from error
+
+
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file; raises `ConfigError` if it cannot be read."""
     try:

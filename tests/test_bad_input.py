@@ -19,8 +19,9 @@ from gracekv.errors import (
     UnknownStrategyError,
     UnsupportedModelError,
 )
+from gracekv.hf import detach
 from gracekv.testing import synthetic_prefill
-from gracekv.testing.models import tiny_llama
+from gracekv.testing.models import tiny_llama, tiny_tokenizer
 
 IDS = torch.arange(90)
 
@@ -62,6 +63,13 @@ def without_rope() -> object:
     return transformers.GPT2LMHeadModel(config).eval()
 
 
+def chat_by(template: str) -> object:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return Prompt.from_chat(tokenizer, context="one two three", question="four")
+
+
+# fmt: off
 TABLE = {
     "empty context": (lambda: Prompt.from_ids(IDS, context=(7, 7)), PromptError, "non-empty"),
     "one-token prompt": (lambda: Prompt.from_ids(IDS[:1], (0, 1)), PromptError, "at least 2"),
@@ -129,7 +137,41 @@ TABLE = {
         r"model\.eval\(\)",
     ),
     "not a model": (lambda: compress(object(), ratio=2), UnsupportedModelError, "got object"),
+    "no model to load for": (
+        lambda: gracekv.load("a.gracekv", None), UnsupportedModelError, "got NoneType"
+    ),
+    "no model to detach": (lambda: detach(3), UnsupportedModelError, "got int"),
+    "no file to load": (lambda: gracekv.load(None, tiny_llama()), ConfigError, "named by a text"),
+    "no file to save to": (lambda: compress(ratio=4).save(None), ConfigError, "got NoneType"),
+    "no capture options": (lambda: compress(ratio=4, capture=None), ConfigError, "CaptureOptions"),
+    "no options": (
+        lambda: gracekv.capture(tiny_llama(), prompt(), options=None), ConfigError, "CaptureOptions"
+    ),
+    "needs by name": (
+        lambda: gracekv.capture(tiny_llama(), prompt(), needs="all"), ConfigError, "Needs; got str"
+    ),
+    "progress that cannot be called": (
+        lambda: gracekv.CaptureOptions(progress=3), ConfigError, "takes a function; got 3"
+    ),
+    "no prefill": (
+        lambda: Pipeline.named("snapkv").run(None, Budget.ratio(4)), ConfigError, "got NoneType"
+    ),
+    "a number for a budget": (
+        lambda: Pipeline.named("snapkv").run(synthetic_prefill(), 4), ConfigError, r"ratio\(8\)"
+    ),
+    "no tokenizer": (lambda: Prompt.from_chat(None, context="a b"), PromptError, "from_ids"),
+    "a template that raises": (
+        lambda: chat_by("{{ raise_exception('no system') }}"), PromptError, "no system. Render"
+    ),
+    "a template that fails": (lambda: chat_by("{{ 1 / 0 }}"), PromptError, "division by zero"),
+    "a template of bad syntax": (lambda: chat_by("{% broken"), PromptError, "unknown tag"),
+    "a cache of another kind": (
+        lambda: compress(ratio=4).generate_ids(2, cache_implementation="static"),
+        ConfigError,
+        "compressed prompt",
+    ),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("case", TABLE)

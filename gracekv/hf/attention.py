@@ -22,7 +22,7 @@ from gracekv.hf.layer import PackedStates
 from gracekv.hf.static_layer import tail_is_full
 from gracekv.prefill.attention_patch import ATTACHED, base_attention, model_lock
 from gracekv.prefill.partial_attention import additive
-from gracekv.prefill.supported import check_model
+from gracekv.prefill.supported import check_decoder, check_model
 from gracekv.undo import undone, without_autocast
 
 _attached: WeakSet[Any] = WeakSet()
@@ -56,6 +56,7 @@ def detach(model: Any) -> None:
     Where an attached model shares the config, both keep gracekv's attention, which does what sdpa
     does without a compressed cache.
     """
+    check_decoder(model)
     decoder = model.get_decoder()
     with model_lock(model):
         # A deep copy of an attached model has copies of its hooks, too.

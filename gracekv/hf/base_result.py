@@ -7,7 +7,6 @@ import os
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -21,7 +20,7 @@ from gracekv.cache.sharding import gathered_cache
 from gracekv.decode import Limit
 from gracekv.distributed.agreement import in_step
 from gracekv.errors import CacheError, ConfigError
-from gracekv.files import VERSION
+from gracekv.files import VERSION, path_of
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache, held_memory
 from gracekv.hf.generation import continue_ids, padded_inputs
@@ -188,7 +187,7 @@ class BaseResult(ABC):
             ids = {f"prompts.{n}.ids": row.clone() for n, row in enumerate(self._rows)}
             packed = gathered_cache(self.packed, shard) if shard.ranks > 1 else self.packed
             if shard.rank == 0:
-                write_cache(Path(path), packed, header, ids)
+                write_cache(path_of(path), packed, header, ids)
             # Wait until the file is there, or process 0 has failed.
             shard.total(1)
 

@@ -22,6 +22,7 @@ from gracekv.errors import (
     LayerOrderError,
     PromptError,
     WholeCacheWarning,
+    expect,
 )
 from gracekv.hf.reading import Reading
 from gracekv.pipeline import Pipeline
@@ -126,6 +127,9 @@ def capture(
     """
     check_model(model)
     check_prompt(prompt, "capture takes one Prompt")
+    expect(options, CaptureOptions, "capture's options are a gracekv.CaptureOptions")
+    if needs is not None:
+        expect(needs, Needs, "capture's needs are a gracekv.prefill.Needs")
     return run_capture(model, prompt, None, EVERYTHING if needs is None else needs, options)
 
 

@@ -12,7 +12,7 @@ from gracekv import recipes
 from gracekv.allocate import Budget, BudgetOptions, BudgetPlan
 from gracekv.backends import BACKENDS, Backend
 from gracekv.distributed.agreement import call_facts, in_step
-from gracekv.errors import CacheError, ConfigError, PromptError
+from gracekv.errors import CacheError, ConfigError, PromptError, expect
 from gracekv.hf.capture import check_prompt, prefilled_run
 from gracekv.hf.result import BatchResult, CompressionResult
 from gracekv.pipeline import Pipeline
@@ -109,6 +109,7 @@ def compress(
     """
     with in_step(model) as shard:
         chosen = Budget.of(budget)
+        expect(capture, CaptureOptions, "compress takes capture=gracekv.CaptureOptions(...)")
         is_batch = isinstance(prompt, list | tuple)
         prompts: Sequence[Any] = prompt if is_batch else [prompt]  # type: ignore[assignment]
         pipe = chosen_pipeline(model, chosen, pipeline, backend, prompts)

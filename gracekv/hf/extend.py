@@ -17,7 +17,7 @@ from gracekv.decode.cut import closed
 from gracekv.distributed import HeadShard, head_shard
 from gracekv.distributed.agreement import call_facts
 from gracekv.distributed.sharding import WHOLE
-from gracekv.errors import CacheError
+from gracekv.errors import CacheError, expect
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.capture import prefilled_run
 from gracekv.pipeline.run import Run, physical_sizes
@@ -44,6 +44,7 @@ def extended_run(
     The other arguments and errors are those of `CompressionResult.extend`; `CacheError` also if the
     model caps its logits.
     """
+    expect(capture, CaptureOptions, "extend takes capture=gracekv.CaptureOptions(...)")
     model, pipeline, before, run = result.model, result.pipeline, result.prompts[0], result._runs[0]
     check_same_model(
         run.fingerprint, model, "What is packed", "Compress the whole text with this model."

@@ -69,7 +69,8 @@ def continue_ids(
     processes of a sharded model were given different rows.
     """
     check_new_tokens(max_new_tokens)
-    taken = {"input_ids", "inputs_embeds", "attention_mask", "past_key_values"} & set(options)
+    caches = {"past_key_values", "cache_implementation"}
+    taken = {"input_ids", "inputs_embeds", "attention_mask", *caches} & set(options)
     with in_step(model) as shard:
         if taken:
             raise ConfigError(
@@ -95,6 +96,8 @@ def continue_ids(
         options = greedy | options
     if model.generation_config.pad_token_id is None:
         options = {"pad_token_id": padding_id(model, tokenizer)} | options
+    if setting(model, options, "cache_implementation") is not None:
+        options = {"cache_implementation": None} | options
     if options.get("stop_strings") is not None:
         options = {"tokenizer": tokenizer} | options
     # A recorded step reads neither a mask of its own nor more rows than the cache has.

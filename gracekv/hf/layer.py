@@ -47,9 +47,10 @@ class PackedStates:
 
 def _refuse() -> NoReturn:
     raise CacheError(
-        "A compressed cache reached an attention function that cannot read it. Call "
-        "gracekv.hf.attach(model) before using the cache; after detach(model) or "
-        "model.set_attn_implementation(...) call it again."
+        "A compressed cache was read by something other than gracekv's attention. If the model "
+        "runs: call gracekv.hf.attach(model) first, and again after detach(model) or "
+        "model.set_attn_implementation(...). Other code cannot read its keys and values: "
+        "result.new_cache() is for model.generate and the model's forward."
     )
 
 

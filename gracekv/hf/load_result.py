@@ -19,6 +19,7 @@ from gracekv.cache.sharding import own_cache
 from gracekv.distributed import head_shard
 from gracekv.distributed.agreement import in_step
 from gracekv.errors import ConfigError, PromptError, SavedCacheError, ShapeError
+from gracekv.files import path_of
 from gracekv.hf.result import BatchResult, CompressionResult
 from gracekv.hf.saving import saved_prompt, saved_run
 from gracekv.pipeline import Pipeline
@@ -28,6 +29,7 @@ from gracekv.prefill.fingerprint import differences, fingerprint
 from gracekv.prefill.layer_state import bytes_by_kind
 from gracekv.prefill.model_layers import head_sizes
 from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.supported import check_model
 from gracekv.registry.plugins import missing_modules
 
 # What every file says of its model.
@@ -61,7 +63,8 @@ def load(
         CacheError: the KV heads cannot be divided among the model's processes.
         RankError: as for `gracekv.compress`.
     """
-    path = Path(path)
+    path = path_of(path)
+    check_model(model)
     with in_step(model) as shard, opened(path) as saved:
         shard.agree(file=saved.digest.encode())
         return _loaded(path, saved, model, tokenizer, backend)

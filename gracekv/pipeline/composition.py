@@ -19,7 +19,7 @@ from gracekv.allocate import (
 from gracekv.backends import Auto, Backend
 from gracekv.cache import Packer
 from gracekv.decode import Decoder, NoCut
-from gracekv.errors import ConfigError
+from gracekv.errors import ConfigError, expect
 from gracekv.fit import Fitter, NoFit
 from gracekv.precision import AllocatingPrecision, FullPrecision, Precision
 from gracekv.prefill import Needs, Prefill, PromptSpans
@@ -119,6 +119,8 @@ class Composition(Configurable):
 
     def plan(self, prefill: Prefill, budget: Budget) -> BudgetPlan:
         """What `budget` comes to for this prefill; raises `BudgetError` if it is too small."""
+        expect(prefill, Prefill, "A pipeline compresses what gracekv.capture returns")
+        expect(budget, Budget, "budget takes a gracekv.Budget, such as Budget.ratio(8)")
         info = prefill.info
         heads, size = info.kv_heads * info.shard.ranks, info.dtype.itemsize
         return self._plan(info.layers, heads, info.entry_dim, size, info.spans, budget)

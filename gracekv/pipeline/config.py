@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gracekv.errors import ConfigError
-from gracekv.files import read_text, write_atomically
+from gracekv.files import path_of, read_text, write_atomically
 from gracekv.pipeline import Pipeline
 from gracekv.registry.plugins import foreign_modules, import_modules, module_list
 
@@ -24,7 +24,7 @@ def load_pipeline(spec: str | Path) -> Pipeline:
     for an unknown recipe or strategy, `PluginError` for a module that cannot be imported,
     `ConfigError` for a file that cannot be read, is not valid, or holds unknown fields.
     """
-    path = Path(spec)
+    path = path_of(spec)
     if path.suffix not in FORMATS:
         return Pipeline.named(str(spec))
     try:
@@ -42,7 +42,7 @@ def save_pipeline(pipeline: Pipeline, path: str | Path) -> None:
     Modules outside gracekv that define its strategies are listed under `imports`.
     Raises `ConfigError` for another suffix.
     """
-    path = Path(path)
+    path = path_of(path)
     data = pipeline.to_dict()
     modules = [name for name in foreign_modules(pipeline) if name != "__main__"]
     if modules:

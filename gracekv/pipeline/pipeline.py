@@ -32,5 +32,6 @@ class Pipeline(Composition):
         Raises `BudgetError` if the budget is too small, `MissingCaptureError` if the prefill was
         captured for another pipeline.
         """
+        plan = self.plan(prefill, budget)
         check_works_sharded(self, prefill.shard)
-        return Compression(self, self.plan(prefill, budget)).run(prefill)
+        return Compression(self, plan).run(prefill)

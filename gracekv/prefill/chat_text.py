@@ -34,9 +34,7 @@ def render(
         number += 1
     content = separator.join(text for text in (instruction, mark, question) if text)
     if chat:
-        content = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
+        content = templated(tokenizer, [{"role": "user", "content": content}])
     if content.count(mark) != 1:
         raise PromptError(
             f"The chat template shows the user's message {content.count(mark)} times; it must show "
@@ -44,6 +42,24 @@ def render(
         )
     before, _, after = content.partition(mark)
     return before, after
+
+
+def templated(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """The text of `messages` up to the start of the next answer, by the chat template.
+
+    Raises `PromptError` if the template fails.
+    """
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a template may raise anything
+        raise PromptError(
+            f"The tokenizer's chat template fails on the roles "
+            f"{', '.join(message['role'] for message in messages)}: {error}. Render the prompt "
+            f"yourself and use Prompt.from_ids, or set another template."
+        ) from error
+    return text
 
 
 def check_text(name: str, text: object) -> None:
@@ -118,15 +134,9 @@ def next_turn(
     number = 0
     while (mark := f"[[answer {number}]]") in question:
         number += 1
-    text = tokenizer.apply_chat_template(
-        [
-            {"role": "user", "content": "."},
-            {"role": "assistant", "content": mark},
-            {"role": "user", "content": question},
-        ],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
+    roles = ("user", "assistant", "user")
+    turns = zip(roles, (".", mark, question), strict=True)
+    text = templated(tokenizer, [{"role": role, "content": content} for role, content in turns])
     after = text.rpartition(mark)[2]
     if text.count(mark) != 1 or question.strip() not in after:
         raise PromptError(

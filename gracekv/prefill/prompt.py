@@ -234,6 +234,11 @@ class Prompt:
                 "The context is empty: there is nothing to compress. Pass the long text as "
                 "context=, and the task as instruction= or question=."
             )
+        if not callable(tokenizer):
+            raise PromptError(
+                f"Prompt.from_chat takes a Hugging Face tokenizer; got "
+                f"{type(tokenizer).__name__}. For token ids use Prompt.from_ids."
+            )
         chat = template and has_chat_template(tokenizer)
         before, after = render(tokenizer, instruction, question, separator, chat)
         question_chars = question_end(after, question)

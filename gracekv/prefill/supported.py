@@ -43,6 +43,14 @@ KINDS = frozenset(COMPRESSED) | {"sliding_attention"} | WITH_STATES | WITHOUT_CA
 """Kinds of layers, as transformers names them, that a cache may hold."""
 
 
+def check_decoder(model: Any) -> None:
+    """Raise `UnsupportedModelError` unless `model` is a causal language model of transformers."""
+    if getattr(model, "config", None) is None or not hasattr(model, "get_decoder"):
+        raise UnsupportedModelError(
+            f"gracekv takes a transformers causal language model; got {type(model).__name__}."
+        )
+
+
 def check_model(model: Any) -> None:
     """Raise `UnsupportedModelError` if compressing this model's cache would break an assumption.
 
@@ -50,11 +58,8 @@ def check_model(model: Any) -> None:
     unknown RoPE and training mode. A family that is not tested is tried on a short random prompt:
     see `self_check`. `check_prompt_length` checks what depends on the length.
     """
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "get_decoder"):
-        raise UnsupportedModelError(
-            f"gracekv takes a transformers causal language model; got {type(model).__name__}."
-        )
+    check_decoder(model)
+    config = model.config
     family, name = getattr(config, "model_type", "unknown"), type(model).__name__
     check_sharding(model)
     if getattr(config, "is_encoder_decoder", False) or getattr(

@@ -11,7 +11,7 @@ import functools
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +132,9 @@ def _check(value: Any, hint: Any, bounds: Bounds | None, cls: type, name: str) -
         if value not in args or isinstance(value, bool) not in {isinstance(x, bool) for x in args}:
             allowed = ", ".join(map(repr, args))
             raise ConfigError(_message(where, f"one of {allowed}", value, bounds))
+    elif origin is Callable:
+        if not callable(value):
+            raise ConfigError(_message(where, "a function", value, bounds))
     elif origin is tuple:
         if not isinstance(value, tuple):
             raise ConfigError(_message(where, "a tuple (in plain data: a list)", value, bounds))

@@ -16,7 +16,7 @@ from typing import Any
 
 from gracekv import recipes
 from gracekv.errors import ReportError
-from gracekv.files import VERSION, write_atomically
+from gracekv.files import VERSION, path_of, write_atomically
 from gracekv.report.data import ReportData
 from gracekv.report.encoding import encode
 from gracekv.report.entries import Result
@@ -50,7 +50,7 @@ def write(
     data = ReportData.of({name: result}, None if answer is None else {name: answer})
     if cache is not None:
         data = data.with_history(result, cache.history)
-    write_atomically(Path(path), render(data).encode())
+    write_atomically(path_of(path), render(data).encode())
 
 
 def compare(
@@ -71,7 +71,7 @@ def compare(
     Raises `ReportError` if prompts or models differ, or if a result does not know which tokens its
     entries stand for.
     """
-    write_atomically(Path(path), render(ReportData.of(labelled(results), answers)).encode())
+    write_atomically(path_of(path), render(ReportData.of(labelled(results), answers)).encode())
 
 
 def write_all(
@@ -86,7 +86,7 @@ def write_all(
         raise ReportError(
             f"Give one answer for each of the {len(batch.prompts)} prompts; got {len(answers)}."
         )
-    path, written = Path(path), []
+    path, written = path_of(path), []
     for number, (prompt, run) in enumerate(zip(batch.prompts, batch._runs, strict=True)):
         page = path.with_name(f"{path.stem}-{number + 1}{path.suffix}")
         shared = {"model": batch.model, "pipeline": batch.pipeline}

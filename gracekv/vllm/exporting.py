@@ -16,7 +16,7 @@ from gracekv.cache.base import RaggedCache
 from gracekv.cache.quantised import dequantised
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import UnsupportedModelError
-from gracekv.files import VERSION
+from gracekv.files import VERSION, path_of
 from gracekv.hf.base_result import BaseResult
 from gracekv.prefill.fingerprint import active_adapters, check_same_model, tokenizer_marks
 from gracekv.prefill.model_layers import (
@@ -59,7 +59,7 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
     check_same_model(
         result.fingerprint, result.model, "What is to be exported", "Compress it with this model."
     )
-    path = Path(path)
+    path = path_of(path)
     count = len(result.prompts)
     names = [f"{path.name}-{number}" for number in range(1, count + 1)] if result.is_batch else None
     folders = [path.parent / check_name(name) for name in names or [path.name]]

@@ -262,3 +262,9 @@ def test_assistance_in_a_second_turn(model, assistant, result):
         )  # fmt: skip
     for assisted in runs[1:]:
         assert_same_tokens(assisted, runs[0], logits_over(result, said))
+
+
+def test_a_model_that_asks_for_a_static_cache_uses_the_compressed_one(model, result, monkeypatch):
+    want = result.generate_ids(6)
+    monkeypatch.setattr(model.generation_config, "cache_implementation", "static")
+    assert torch.equal(result.generate_ids(6), want)
