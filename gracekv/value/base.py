@@ -224,7 +224,7 @@ def part_scores(part: Scorer, capture: LayerCapture, region: Region, memory: Mem
 
 
 def noted(memory: Memory, key: Any, capture: LayerCapture, compute: Callable[[], Tensor]) -> Tensor:
-    """What `compute` returns for a layer; `memory` holds it under `key` until the next layer's."""
+    """The tensor [...] that `compute` makes for a layer; `memory` holds it until the next layer."""
     held: tuple[int, Tensor] | None = memory.get(key)
     if held is None or held[0] != capture.number:
         held = memory[key] = capture.number, compute()
