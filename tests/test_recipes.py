@@ -4,11 +4,14 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
-from gracekv import Pipeline, recipes
+import gracekv
+from gracekv import Pipeline, Prompt, recipes
 from gracekv.allocate import RecentWindow
 from gracekv.backends import Eager
 from gracekv.errors import UnknownStrategyError
+from gracekv.testing.models import tiny_llama
 
 
 @pytest.mark.parametrize("recipe", recipes.names())
@@ -17,6 +20,14 @@ def test_recipes_are_plain_data(recipe: str) -> None:
     data = json.loads(json.dumps(pipeline.to_dict()))
     assert Pipeline.from_dict(data) == pipeline
     assert recipes.describe(recipe)
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_recipes_compress_where_the_window_shrinks(recipe: str) -> None:
+    ids = torch.arange(2, 92)
+    prompt = Prompt.from_ids(ids, context=(4, 84), question_end=88)
+    result = gracekv.compress(tiny_llama(), prompt, ratio=8, pipeline=recipe)
+    assert result.generate_ids(2).shape == (1, 2)
 
 
 def test_the_paper_and_the_default_are_named() -> None:

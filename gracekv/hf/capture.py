@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -318,7 +318,9 @@ def prefilled_run(
     `LayerOrderError` also if `options.stream` asks for what cannot be. Warns (`WholeCacheWarning`)
     where a model is read as a whole since its layers mix.
     """
-    needs, made = pipeline.needs(), Compression(pipeline, plan)
+    # A small budget shrinks the recent window.
+    needs = replace(pipeline.needs(), recent=plan.recent)
+    made = Compression(pipeline, plan)
     check_works_sharded(pipeline, head_shard(model))
     if options.stream is not False:
         _, _, dim = head_sizes(model)
