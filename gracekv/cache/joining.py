@@ -54,24 +54,23 @@ def joined_cache(
 
 
 def joined_scores(
-    old: CompressedCache,
-    new: CompressedCache,
-    scores: Sequence[Sequence[Tensor] | None],
-    places: int,
-) -> tuple[Tensor, ...] | None:
-    """The scores [E] of the entries of `joined_cache` by layer; None if a part has none.
+    parts: Sequence[tuple[CompressedCache, Sequence[Tensor] | None]], places: int
+) -> tuple[Tensor, ...]:
+    """The scores [E] of the entries of `joined_cache` by layer; inf where they are unknown.
 
-    `scores` are those of `old` and of `new`, whose first `places` in each head are left out.
+    `parts` are its two caches with their scores; the first `places` of each head of the second are
+    left out.
     """
-    known = [own for own in scores if own is not None]
-    if len(known) < len(scores):
-        return None
-    joined = []
-    for one, other, first, second in zip(old.layers, new.layers, *known, strict=True):
-        heads = first.split(one.lengths.tolist()), second.split(other.lengths.tolist())
-        pairs = ((a, b[places:]) for a, b in zip(*heads, strict=True))
-        joined.append(torch.cat([x for pair in pairs for x in pair]))
-    return tuple(joined)
+    heads = []
+    for cache, scores in parts:
+        if scores is None:
+            scores = [torch.full((int(own.sum()),), torch.inf) for own in cache.entries()]
+        lengths = (layer.lengths.tolist() for layer in cache.layers)
+        heads.append([own.split(count) for own, count in zip(scores, lengths, strict=True)])
+    return tuple(
+        torch.cat([x for a, b in zip(*pair, strict=True) for x in (a, b[places:])])
+        for pair in zip(*heads, strict=True)
+    )
 
 
 def oldest_position(cache: CompressedCache) -> int:

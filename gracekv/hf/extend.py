@@ -118,7 +118,7 @@ def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:
     seconds = before.timings.as_dict()
     added = run.timings.as_dict()
     timings = Timings(**{stage: seconds[stage] + added[stage] for stage in seconds})
-    scores = joined_scores(old, run.cache, [x.entry_scores() for x in (before, run)], places)
+    scores = joined_scores([(x.cache, x.entry_scores()) for x in (before, run)], places)
     return Run(plan, packed, accounting, timings, before.fingerprint, scores=scores)
 
 

@@ -45,7 +45,8 @@ class Run:
         value_change: uint8 [E] of all packed entries, layer after layer: by how many hundredths of
             its length the fit moved an entry's value; None if nothing was fitted.
         record: what stays of the stages' results where they are released; else None.
-        scores: L tensors float32 [E], where an extension has joined those of several records.
+        scores: L tensors float32 [E] after an extension; inf where a part has no record, as
+            messages that keep all entries.
     """
 
     plan: BudgetPlan
