@@ -59,13 +59,3 @@ def test_by_hand():
     assert ranking([rows], chunk_size=2) == [[[4, 2, 3, 0, 1]] * 2]
     # The second head alone: chunk means 0.5, 0, 0.
     assert ranking([rows], chunk_size=2, share_heads=False)[0][1] == [0, 1, 2, 3, 4]
-
-
-def test_the_short_chunk_counts_by_its_mean():
-    assert ranking([[[3.0, 3, 3, 1, 1, 1, 2]]], chunk_size=3)[0][0] == [0, 1, 2, 6, 3, 4, 5]
-
-
-def test_layers_between_reuse_the_leaders_order():
-    layers = [[[1.0, 2.0]], [[2.0, 1.0]], [[2.0, 1.0]], [[1.0, 2.0]]]
-    assert ranking(layers, chunk_size=1) == [[[1, 0]], [[0, 1]], [[0, 1]], [[1, 0]]]
-    assert ranking(layers, chunk_size=1, reuse_layers=2) == [[[1, 0]], [[1, 0]], [[0, 1]], [[0, 1]]]

@@ -1,7 +1,5 @@
 """The paper's value flow."""
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -38,23 +36,8 @@ def small(seed=0, context=40, **shape):
     decay=st.sampled_from([0.0, 0.7, 1.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_equals_the_reference(
-    seed,
-    layers,
-    kv_heads,
-    group,
-    context,
-    question,
-    recent,
-    hops,
-    max_seeds,
-    seed_mass,
-    decay,
-    dtype,
-):
-    prefill = small(
-        seed, context, layers=layers, kv_heads=kv_heads, group=group, question=question, dtype=dtype
-    )
+def test_equals_the_reference(seed, context, recent, hops, max_seeds, seed_mass, decay, **shape):
+    prefill = small(seed, context, **shape)
     region = prefill.spans.region(recent)
     scorer = MultiHop(
         question_probes=3,
@@ -77,21 +60,6 @@ def test_equals_the_reference_with_the_papers_numbers():
     torch.testing.assert_close(fast.scores.double(), slow.scores, **CLOSE)
 
 
-@given(seed=st.integers(0, 2**32 - 1), context=st.integers(1, 150), hops=st.integers(0, 3))
-def test_relevance_is_a_distribution_in_every_head(seed, context, hops):
-    prefill = small(seed, context)
-    region = prefill.spans.region(min(8, context - 1))
-    scorer = MultiHop(hops=hops)
-    scores, again = scorer(prefill, region), scorer(prefill, region)
-    assert scores.scores.shape == (3, 2, region.length)
-    assert scores.scores.dtype == scores.seed_scores.dtype == torch.float32
-    assert bool((scores.scores >= 0).all())
-    torch.testing.assert_close(scores.scores.sum(-1), torch.ones(3, 2))
-    torch.testing.assert_close(scores.seed_scores.sum(), torch.tensor(1.0))
-    assert torch.equal(scores.scores, again.scores)
-    assert torch.equal(scores.seed_scores, again.seed_scores)
-
-
 @given(seed=st.integers(0, 2**32 - 1), max_seeds=st.integers(1, 64))
 def test_seeds_receive_nothing_from_their_own_hop(seed, max_seeds):
     prefill, region = small(seed, 100), Region(2, 80)
@@ -103,25 +71,6 @@ def test_seeds_receive_nothing_from_their_own_hop(seed, max_seeds):
     hopped = scorer(prefill, region).scores - (1 - scorer.lambda_graph) * direct.scores
     assert hopped.sum() > 0
     torch.testing.assert_close(hopped[..., seeds], torch.zeros(3, 2, len(seeds)))
-
-
-def test_the_first_seeds_receive_nothing_from_any_hop():
-    prefill, region = small(3, 100), Region(2, 80)
-    direct = MultiHop(hops=0)(prefill, region)
-    first = select_seeds(direct.seed_scores, 0.9, 8)
-    hopped = MultiHop(hops=3, max_seeds=8)(prefill, region).scores - 0.7 * direct.scores
-    torch.testing.assert_close(hopped[..., first], torch.zeros(3, 2, len(first)))
-
-
-@given(seed=st.integers(0, 2**32 - 1))
-def test_without_hops_relevance_is_direct_relevance(seed):
-    prefill, region = small(seed), Region(2, 30)
-    direct = MultiHop(hops=0)(prefill, region).scores
-    assert torch.equal(direct, MultiHop(lambda_graph=0.0)(prefill, region).scores)
-    probes = dict.fromkeys(prefill.spans.direct_probes(), 1.0)
-    sums = reference.group_sums(prefill, probes, region)
-    expected = sums / sums.sum(-1, keepdim=True)
-    torch.testing.assert_close(direct.double(), expected, **CLOSE)
 
 
 def test_relevance_is_direct_relevance_where_every_token_is_a_seed_already():
@@ -136,20 +85,6 @@ def test_relevance_is_direct_relevance_where_the_hops_discover_nothing():
     direct = MultiHop(hops=0)(prefill, region)
     assert select_seeds(direct.seed_scores, 0.9, 1).tolist() == [0]
     assert torch.equal(MultiHop(max_seeds=1)(prefill, region).scores, direct.scores)
-
-
-def test_direct_relevance_and_seed_scores_do_not_depend_on_the_order_of_layers():
-    prefill, region = small(), Region(2, 30)
-    backwards = dataclasses.replace(
-        prefill,
-        keys=prefill.keys[::-1],
-        values=prefill.values[::-1],
-        queries=prefill.queries[::-1],
-    )
-    scorer = MultiHop(depths=(0.0, 0.4, 1.0))  # all three layers, so hops are the same too
-    scores, mirrored = scorer(prefill, region), scorer(backwards, region)
-    torch.testing.assert_close(scores.scores.flip(0), mirrored.scores, **CLOSE)
-    torch.testing.assert_close(scores.seed_scores, mirrored.seed_scores, **CLOSE)
 
 
 def test_a_head_that_ignores_the_region_adds_nothing_but_the_hops():

@@ -16,7 +16,7 @@ from gracekv.value import SCORERS, Compactor, Critical, KeyNorm, LagRelative
 from gracekv.value.critical import WrittenNorms, merged_order
 from gracekv.value.reference import attention_probability
 
-BLIND = ("key_norm", "key_difference", "lag_relative", "compactor")
+BLIND = ("key_norm", "key_difference", "lag_relative", "compactor", "expected_attention")
 
 
 def drawn(seed, context=60, dtype=torch.float32, prefix=3):

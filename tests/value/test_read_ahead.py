@@ -44,22 +44,6 @@ def test_a_spike_spreads_forward_only():
     assert spread_ahead(spike, 1, "geometric") is spike
 
 
-def test_the_weights_of_a_kernel_sum_to_one():
-    spike = torch.zeros(3000)
-    spike[0] = 1.0
-    for kernel in ("flat", "geometric"):
-        torch.testing.assert_close(spread_ahead(spike, 25, kernel).sum(), torch.tensor(1.0))
-
-
-def test_a_lookahead_of_one_is_the_mean_attention_of_the_probes():
-    prefill, region = small(), Region(2, 26)
-    direct = ReadAhead(lookahead=1)(prefill, region).scores
-    probes = prefill.spans.direct_probes()
-    probes = dict.fromkeys(probes, 1 / 2 / len(probes))
-    want = reference.group_sums(prefill, probes, region)
-    torch.testing.assert_close(direct.double(), want, rtol=5e-5, atol=1e-7)
-
-
 def test_one_probe_that_points_at_a_token_is_enough_for_the_maximum_alone():
     """Sixteen probes glance at one token, one stares at another."""
     prefill = small(layers=1, kv_heads=1, group=1, context=40, question=0, tail=17)

@@ -28,13 +28,6 @@ def test_the_best_tokens_are_the_free_sinks_and_the_latest(prefix, context, rece
     assert bool((best == torch.tensor(expected)).all())
 
 
-def test_ranks_by_hand():
-    prefill = synthetic_prefill(layers=1, kv_heads=1, dim=2, prefix=1, context=6)
-    row = Recency(sinks=3)(prefill, prefill.spans.region(0)).scores[0, 0]
-    # Position 0 lies in the prefix; sinks 1 and 2 come first, then 6, 5, 4 and 3.
-    assert row.argsort(descending=True).tolist() == [0, 1, 5, 4, 3, 2]
-
-
 def test_scores_stay_distinct_and_sum_to_one_over_a_long_context():
     prefill = synthetic_prefill(layers=1, kv_heads=1, dim=2, prefix=0, context=50_000)
     scores = Recency()(prefill, prefill.spans.region(0))

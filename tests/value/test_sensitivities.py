@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gracekv.errors import MissingCaptureError
 from gracekv.prefill import Needs
 from gracekv.testing import synthetic_prefill
-from gracekv.value import NoSensitivity, OutputProjection, reference
+from gracekv.value import OutputProjection, reference
 from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
 
 
@@ -54,9 +54,3 @@ def test_output_projection_needs_the_norms(missing):
     prefill = synthetic_prefill().without(missing)
     with pytest.raises(MissingCaptureError, match=missing.__name__):
         OutputProjection()(prefill)
-
-
-def test_none_reads_nothing():
-    assert NoSensitivity().needs() == Needs()
-    prefill = synthetic_prefill().without(ProjectionNorms, ProjectedNorms)
-    assert torch.equal(NoSensitivity()(prefill), torch.ones(2, 2))
