@@ -71,17 +71,6 @@ def chat_by(template: str) -> object:
 
 # fmt: off
 TABLE = {
-    "empty context": (lambda: Prompt.from_ids(IDS, context=(7, 7)), PromptError, "non-empty"),
-    "one-token prompt": (lambda: Prompt.from_ids(IDS[:1], (0, 1)), PromptError, "at least 2"),
-    "span behind the end": (lambda: Prompt.from_ids(IDS, (4, 91)), PromptError, "<= 90"),
-    "span reversed": (lambda: Prompt.from_ids(IDS, (9, 4)), PromptError, "start < end"),
-    "span negative": (lambda: Prompt.from_ids(IDS, (-1, 4)), PromptError, "0 <= start"),
-    "question before the context's end": (
-        lambda: Prompt.from_ids(IDS, (4, 80), question_end=10),
-        PromptError,
-        "Leave it out",
-    ),
-    "batch of ids": (lambda: Prompt.from_ids(IDS.view(2, 45), (4, 30)), PromptError, "one by one"),
     "ratio below 1": (lambda: compress(ratio=0.5), BudgetError, "1 keeps all"),
     "ratio as kvpress counts": (
         lambda: compress(ratio=0.875),

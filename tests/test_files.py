@@ -7,10 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from gracekv.cache.base import RaggedCache, RaggedEntries
-from gracekv.cache.serialization import write_cache
 from gracekv.errors import OutputError
 from gracekv.files import check_output, write_atomically
 
@@ -38,16 +35,6 @@ def test_a_file_keeps_its_permissions(tmp_path, umask, bits):
 def test_a_new_file_has_what_the_umask_leaves(tmp_path, umask):
     write_atomically(tmp_path / "folder" / "new", b"text")
     assert mode(tmp_path / "folder" / "new") == 0o640
-
-
-def test_a_saved_cache_is_as_private_as_the_one_that_it_replaces(tmp_path, umask):
-    states = torch.ones(2, 3, 4)
-    cache = RaggedCache((RaggedEntries.dense(states, states + 1),), 3)
-    for path, bits in ((tmp_path / "private", 0o600), (tmp_path / "new", 0o640)):
-        if bits == 0o600:
-            path.touch(bits)
-        write_cache(path, cache, {}, {})
-        assert mode(path) == bits
 
 
 def test_a_link_stays_and_its_target_is_replaced(tmp_path):

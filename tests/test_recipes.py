@@ -10,7 +10,6 @@ import gracekv
 from gracekv import Pipeline, Prompt, recipes
 from gracekv.allocate import RecentWindow
 from gracekv.backends import Eager
-from gracekv.errors import UnknownStrategyError
 from gracekv.testing.models import tiny_llama
 
 
@@ -45,11 +44,6 @@ def test_the_papers_recipe_is_made_of_defaults() -> None:
         strategy = getattr(paper, field.name)
         if not isinstance(strategy, bool):
             assert strategy == type(strategy)()
-
-
-def test_unknown_recipe_names_the_nearest() -> None:
-    with pytest.raises(UnknownStrategyError, match="Did you mean 'gracekv'"):
-        Pipeline.named("gracekw")
 
 
 @pytest.mark.parametrize("name", recipes.names())

@@ -107,22 +107,6 @@ def test_splits_serve_all_steps_of_a_batch_and_then_make_room():
     assert int((splits[:, 2] - splits[:, 1]).sum()) == 50
 
 
-def test_held_bytes_are_the_tables_of_splits():
-    layer = ragged(torch.Generator().manual_seed(11), [90, 60])
-    backend, prepared = Numba(), Numba().prepare(layer)
-    assert backend.held_bytes(prepared) == 0
-
-    backend.warm_up(prepared, 4)
-
-    made = prepared.splits(1, 4, None)
-    tables = {name: table.numel() for name, table in made.tables.items()}
-    assert set(tables) == {
-        "splits", "row_splits", "sequence_start", "continuations", "sequence_of", "parts"
-    }  # fmt: skip
-    assert tables["parts"] == 0
-    assert backend.held_bytes(prepared) == 8 * sum(tables.values()) + len(made.args)
-
-
 def test_a_group_too_large_for_the_kernel_holds_nothing():
     layer = ragged(torch.Generator().manual_seed(12), [90])
     prepared = Numba().prepare(layer)

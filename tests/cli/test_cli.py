@@ -108,11 +108,6 @@ def test_the_demo_refuses_its_folder_before_it_loads_the_model(run, monkeypatch,
     assert said.startswith("OutputError: Cannot write to")
 
 
-def test_no_recipe_refers_to_the_one_before_it():
-    for name in recipes.names():
-        assert not recipes.find(name).summary.startswith("The same "), name
-
-
 def test_help_does_not_import_torch():
     code = (
         "import sys; sys.argv = ['gracekv', '-h']\n"
@@ -303,22 +298,6 @@ def test_dtype_is_checked_before_a_model_is_loaded(run, story):
     status, _, err = run("compress", *argv)
     assert status == 2
     assert "float32, bfloat16, float16; got 'int8'" in err
-
-
-def test_demo_plot_and_tables():
-    from rich.console import Console
-
-    from gracekv.cli import demo
-
-    results = [(f"gracekv-plus {x}x", FakeResult(None, x)) for x in demo.RATIOS]
-    assert demo.entries_plot(results).startswith(b"\x89PNG")
-    trials = [demo.Trial(name, result, "it says drink me", 0.05) for name, result in results]
-    console = Console(width=200, record=True, file=io.StringIO())
-    for table in (demo._answers(trials), demo._memory(trials), demo._seconds(trials)):
-        console.print(table)
-    text = console.export_text()
-    assert "yes" in text
-    assert "50.0%" in text
 
 
 def test_demo_tables_are_whole_on_80_columns():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.decode import DECODERS, Attention, Fitted, Guarded, Random, reference
+from gracekv.decode import DECODERS, Attention, Guarded, Random, reference
 from gracekv.decode.cut import kept_entries, packed_entries
 from support.held_layers import held_layer
 
@@ -85,28 +85,6 @@ def test_values_of_huge_norm_stay_if_they_are_guarded():
     kept, _ = kept_entries(3, layers.__getitem__, Guarded(share=0.5), 20, window=1)
     assert all(own[0, 2] for own in kept)
     assert not all(own[0, 2] for own in plain)
-
-
-def test_fitted_entries_give_the_queries_what_they_had():
-    held = held_layer(8, queries=12, packed=(30, 30), tail=10)
-    kept, _ = kept_entries(1, lambda _: held, Attention(), 30, window=2)
-
-    def answer(values, mass, used):
-        logits = (held.moved[0].flatten(0, 1) @ held.keys[0].T + mass).masked_fill(
-            ~used, -torch.inf
-        )
-        return logits.softmax(-1) @ values
-
-    want = answer(held.values[0], held.log_multiplicity[0], held.used[0])
-
-    def error(strategy):
-        packed = packed_entries(held, kept[0], strategy)
-        values, mass = held.values[0].clone(), held.log_multiplicity[0].clone()
-        own = slice(0, int(packed.offsets[1]))
-        values[kept[0][0]], mass[kept[0][0]] = packed.values[own], packed.log_multiplicity[own]
-        return float((answer(values, mass, kept[0][0]) - want).square().mean())
-
-    assert error(Fitted()) < 0.5 * error(Attention())
 
 
 def test_before_the_first_query_what_is_carried_decides():

@@ -8,7 +8,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gracekv.decode import RKV
-from gracekv.decode.cut import kept_entries
 from support.held_layers import held_layer
 
 
@@ -81,16 +80,3 @@ def test_scores_are_those_of_the_public_code(fields, seed):
         torch.testing.assert_close(got[:-window], want, rtol=1e-4, atol=1e-7)
         # The window stays: no score of the past reaches its.
         assert got[-window:].min() > got[:-window].max()
-
-
-@given(seed=st.integers(0, 2**20))
-def test_each_head_keeps_its_best_and_the_window(seed):
-    layers, strategy = [alike(seed + n, number=n, queries=8) for n in range(2)], RKV()
-    share = 14
-    kept, scores = kept_entries(2, layers.__getitem__, strategy, 4 * share, window=8)
-    for held, own, score in zip(layers, kept, scores, strict=True):
-        for g, used in enumerate(held.used):
-            past = score[g, used][:-8]
-            best = past.topk(share - 8).indices
-            assert own[g, used][-8:].all()
-            assert set(own[g, used][:-8].nonzero()[:, 0].tolist()) == set(best.tolist())

@@ -150,13 +150,3 @@ def test_floor_candidates_where_values_are_exact(seed, ranks):
         ranks, lambda shard: Singleton().candidates(shard.own_heads(scores, 1), plan, shard)
     )
     assert torch.equal(torch.cat(parts, dim=1), whole)
-
-
-def test_an_empty_frontier_of_a_part():
-    forest = random_forest(3, layers=2, heads=4)
-
-    def one(shard):
-        own, _, _ = part(forest, shard)
-        return Greedy()(Frontier.empty(own, 0), None).spent
-
-    assert in_threads(2, one) == [0, 0]

@@ -6,25 +6,11 @@ import re
 import pytest
 from page_blocks import ROOT
 
-TABLE = "| tokens | s |\n|--:|--:|\n| 1 | 2 |\n"
-
 
 @pytest.fixture
 def results(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs" / "tools")
     return importlib.import_module("results")
-
-
-@pytest.fixture
-def measured(tmp_path):
-    """A folder of results, and a function that adds one."""
-
-    def add(name, notes=("machine: two cores; torch", "commit: abc"), body=TABLE):
-        listed = "".join(f"- {note}\n" for note in notes)
-        (tmp_path / f"{name}.md").write_text(f"# About {name}\n\n{listed}\n{body}")
-        return tmp_path
-
-    return add
 
 
 def test_the_page_is_up_to_date(results):
@@ -56,21 +42,3 @@ def test_every_output_of_make_results_has_a_place_on_the_page(results):
         assert known.page is None or (ROOT / "docs" / known.page).is_file()
         for theme in ("light", "dark") if known.figure else ():
             assert (ROOT / f"docs/assets/figures/{known.figure}-{theme}.svg").is_file()
-
-
-def test_what_is_not_measured_yet_has_a_section_that_says_so(results, measured):
-    folder = measured("decode")
-    page = results.page(results.read_all(folder), folder)
-    assert "## answers { #answers }\n\n`gracekv evaluate --config " in page
-    assert page.count("Not measured yet.") == len(results.COMMANDS) - 1
-    assert "The run: " not in page
-
-
-@pytest.mark.parametrize(
-    ("notes", "missing"),
-    [(("machine: a",), "commit"), (("commit: a",), "machine"), ((), "machine")],
-)
-def test_a_result_that_hides_where_it_was_measured_is_refused(results, measured, notes, missing):
-    folder = measured("a-study", notes=notes)
-    with pytest.raises(results.ResultError, match=f"Add '- {missing}: "):
-        results.read_all(folder)

@@ -75,10 +75,6 @@ def test_pairs_are_compared_and_not_means():
 def test_sign_flips_agree_with_the_exact_test():
     values = np.array([0.5, 0.25, 0.5, -0.25, 1.0, 0.5])
     found = compare([values], [np.zeros(6)], higher=True)
-    signs = np.array(np.meshgrid(*[[-1, 1]] * 6)).reshape(6, -1)
-    sums = (signs * values[:, None]).sum(0)
-    upper = (sums >= values.sum() - 1e-12).mean()
-    assert found.p == pytest.approx(2 * upper)
     assert found.p == pytest.approx(
         stats.permutation_test((values,), np.sum, permutation_type="samples").pvalue
     )
@@ -213,10 +209,6 @@ def test_variants_of_a_method():
     found = variants("gracekv", [], True)
     assert found[0] == "gracekv"
     assert len([name for name in found if name.startswith("gracekv-no-")]) >= 5
-    assert variants("gracekv", ["floor.alpha=0.2,0.4"], False) == [
-        "gracekv",
-        "gracekv[floor.alpha=0.2]",
-        "gracekv[floor.alpha=0.4]",
-    ]
+    assert variants("gracekv", ["quota=global"], False) == ["gracekv", "gracekv[quota=global]"]
     with pytest.raises(ConfigError, match="no ablation recipes"):
         variants("fullkv", [], True)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import gracekv
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.errors import CacheError, PromptError, ShapeError
-from gracekv.hf import BatchResult, GraceCache
 from gracekv.testing.models import tiny_llama
 from support.batches import Numbers, prompts_of
 
@@ -145,9 +144,3 @@ def test_layers_that_do_not_fit_are_not_stacked():
         RaggedCache((layer,), 3, (0, 1))
     with pytest.raises(ShapeError, match="its least is 0"):
         RaggedCache((layer,), 3, (1,))
-
-
-def test_a_batch_result_is_its_own_type(batch):
-    assert isinstance(batch, BatchResult)
-    assert isinstance(batch.new_cache(), GraceCache)
-    assert batch.new_cache().packed_length == 149

@@ -93,21 +93,6 @@ def test_prompts_of_one_length_need_no_padding(model):
     assert torch.equal(masked, bare)
 
 
-def test_a_mask_that_hides_nothing_says_nothing(model):
-    """`generate` of older transformers hands it on even where there is no padding."""
-    prompts = prompts_of(1, [(70, 2, 60), (70, 9, 55)])
-    batch = gracekv.compress(model, prompts, ratio=3)
-    last = batch.inputs["input_ids"][:, -1:]
-    with torch.no_grad():
-        bare = model(last, past_key_values=batch.new_cache()).logits
-        masked = model(
-            last,
-            past_key_values=batch.new_cache(),
-            attention_mask=torch.ones(2, 70, dtype=torch.int64),
-        ).logits
-    assert torch.equal(masked, bare)
-
-
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
 def test_beams_of_a_batch_are_those_of_its_prompts(batch, singles, options):
     together = batch.generate_ids(8, **options).split(options.get("num_return_sequences", 1))

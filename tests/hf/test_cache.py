@@ -231,7 +231,6 @@ def as_if_fresh(model):
         (twice, "holds 2 continuations, the model was given 3 rows"),
         (lambda model: call()(tiny(kv_heads=4)), "holds 2 KV heads of dimension 16"),
         (lambda model: call()(tiny(dtype=torch.bfloat16)), "Compress again after"),
-        (lambda model: call()(tiny(dropout=True)), r"model\.eval\(\)"),
     ],
 )
 def test_wrong_uses_are_refused(model, use, message):
@@ -239,13 +238,9 @@ def test_wrong_uses_are_refused(model, use, message):
         use(model)
 
 
-def tiny(dropout=False, **fields):
+def tiny(**fields):
     model = tiny_llama(**fields)
     attach(model)
-    if dropout:
-        model.train()
-        for block in model.model.layers:
-            block.self_attn.attention_dropout = 0.1
     return model
 
 

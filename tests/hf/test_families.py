@@ -5,16 +5,10 @@ import warnings
 
 import pytest
 import torch
-import transformers
 
 import gracekv
 from gracekv.errors import CacheError, LengthWarning, UnsupportedModelError
 from gracekv.hf import GraceCache
-from gracekv.hf.capture import capture
-from gracekv.prefill import depth_layers
-from gracekv.prefill.model_layers import compressed_layers
-from gracekv.segment.curvature import BlockInput
-from gracekv.segment.surprisal import Surprisal
 from gracekv.testing.models import tiny_model
 from support.dense import dense_logits
 from support.families import FAMILIES
@@ -69,34 +63,6 @@ def compress(model, ratio):
 
 def generated(model, cache=None, tokens=10):
     return greedy(model, IDS, cache, tokens)
-
-
-@pytest.mark.parametrize("case", VARIANTS)
-def test_the_capture_is_the_stock_forward_pass(case):
-    # Two models: dynamic RoPE remembers the longest sequence it has seen.
-    model = make(case, attention="eager" if "qwen3" in case else "sdpa")
-    cache = transformers.DynamicCache()
-    with torch.no_grad():
-        plain = copy.deepcopy(model)(IDS[None], past_key_values=cache, output_hidden_states=True)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LengthWarning)
-        prefill = capture(model, PROMPT)
-
-    # Exactly: both call the same functions on the same shapes.
-    for layer, number in enumerate(x.number for x in compressed_layers(model)):
-        assert torch.equal(prefill.keys[layer], cache.layers[number].keys[0])
-        assert torch.equal(prefill.values[layer], cache.layers[number].values[0])
-    for depth in (0.33, 0.5):
-        (layer,) = depth_layers([depth], prefill.layers)
-        stream = prefill.observation(BlockInput(depth))
-        assert torch.equal(stream, plain.hidden_states[compressed_layers(model)[layer].number][0])
-    logits = plain.logits[0].double()
-    torch.testing.assert_close(prefill.logits.double(), logits[-1], rtol=0, atol=1e-5)
-    expected = -logits.log_softmax(-1)[torch.arange(LENGTH - 1), IDS[1:]]
-    torch.testing.assert_close(
-        prefill.observation(Surprisal())[1:].double(), expected, rtol=0, atol=1e-4
-    )
 
 
 @pytest.mark.parametrize("case", VARIANTS)

@@ -239,12 +239,6 @@ def test_assisted_decoding_changes_speed_only(model, assistant, result, kind, mo
         assert len(fed) < 20
 
 
-def test_assisted_sampling_runs_and_stays_in_its_cache(model, assistant, result):
-    torch.manual_seed(0)
-    tokens = over(model, result, do_sample=True, assistant_model=assistant)
-    assert tokens.shape == (1, 12)
-
-
 def test_assistance_in_a_second_turn(model, assistant, result):
     """The cached part is then packed and tail; both are left out."""
     runs = []
@@ -268,3 +262,18 @@ def test_a_model_that_asks_for_a_static_cache_uses_the_compressed_one(model, res
     want = result.generate_ids(6)
     monkeypatch.setattr(model.generation_config, "cache_implementation", "static")
     assert torch.equal(result.generate_ids(6), want)
+
+
+def test_whole_sequences_may_be_fed_without_generate(model, result):
+    """As assisted decoding does: with a mask as long as the ids, or positions from 0."""
+    ids = result.inputs["input_ids"]
+    with torch.no_grad():
+        want = model(ids[:, 149:], past_key_values=result.new_cache()).logits
+        masked = model(**result.inputs, past_key_values=result.new_cache()).logits
+        placed = model(
+            ids, position_ids=torch.arange(150)[None], past_key_values=result.new_cache()
+        ).logits
+        bare = model.model(ids[:, 149:], past_key_values=result.new_cache()).last_hidden_state
+    assert torch.equal(masked, want)
+    assert torch.equal(placed, want)
+    assert torch.equal(model.lm_head(bare), want)

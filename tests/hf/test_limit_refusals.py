@@ -99,14 +99,6 @@ def test_a_used_cache_is_refused_as_such(model, result, batch):
         cache = cache.with_empty_tail()
 
 
-def test_no_ratio_is_advised_where_none_works(model):
-    """All 60 tokens stay, and a window beside them: even ratio=1 leaves too few."""
-    whole = gracekv.compress(model, PROMPT, ratio=1)
-    with pytest.raises(BudgetError, match="; no ratio works") as failure:
-        whole.new_cache(Limit(ratio=2, every=16, window=8))
-    assert "at most 0" not in str(failure.value)
-
-
 def test_the_ratio_that_is_named_works(model, result):
     with pytest.raises(BudgetError) as failure:
         result.new_cache(Limit(ratio=50, every=16, window=8))

@@ -42,18 +42,7 @@ def test_questions_turns_and_passages_at_ratio_one_are_the_stock_model(family, t
     more = torch.arange(40, 59)
     for part in (more[:7], more[7:]):
         ids = torch.cat([ids, part])
-        attach(model)
-        output = model.generate(
-            ids[None],
-            past_key_values=cache,
-            attention_mask=torch.ones_like(ids)[None],
-            max_new_tokens=5,
-            do_sample=False,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        got, logits = output.sequences[0, len(ids) :], torch.cat(output.logits)
+        got, logits = greedy(model, ids, cache, 5)
         want, want_logits = greedy(plain, ids, tokens=5)
         assert_same_steps(got, logits, want, want_logits, margin=5e-4)
         ids = torch.cat([ids, got[:-1]])
@@ -63,19 +52,9 @@ def test_questions_turns_and_passages_at_ratio_one_are_the_stock_model(family, t
         return
     longer = book.extend(more, ratio=1)
     ids = torch.cat([longer.prompt.ids[: longer.prompt.spans.context_end], more[:3]])
-    want, _ = greedy(plain, ids, tokens=5)
-    attach(model)
-    got = model.generate(
-        ids[None],
-        past_key_values=longer.new_cache(),
-        attention_mask=torch.ones_like(ids)[None],
-        max_new_tokens=5,
-        do_sample=False,
-        pad_token_id=0,
-    )[0, len(ids) :]
-    assert_same_tokens(
-        got, want, lambda before: greedy(plain, torch.cat([ids, before]), tokens=1)[1][0]
-    )
+    want, want_logits = greedy(plain, ids, tokens=5)
+    got, logits = greedy(model, ids, longer.new_cache(), 5)
+    assert_same_steps(got, logits, want, want_logits, margin=5e-4)
     assert longer.accounting.other_bytes == book.accounting.other_bytes
 
 
@@ -260,16 +239,5 @@ def test_prompts_around_the_window(length):
     result = gracekv.compress(
         model, prompt, prefill=capture(model, prompt, options=CaptureOptions(chunk=5)), ratio=1
     )
-    attach(model)
-    output = model.generate(
-        ids[None],
-        past_key_values=result.new_cache(),
-        attention_mask=torch.ones_like(ids)[None],
-        max_new_tokens=4,
-        do_sample=False,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    got = output.sequences[0, length:]
-    assert_same_steps(got, torch.cat(output.logits), want, want_logits, margin=5e-4)
+    got, logits = greedy(model, ids, result.new_cache(), 4)
+    assert_same_steps(got, logits, want, want_logits, margin=5e-4)

@@ -69,16 +69,6 @@ def test_two_results_of_one_model_generate_at_once(model, backend):
             assert_same_tokens(got, want, logits_over(result))
 
 
-def test_rows_and_beams_of_one_batch_result_at_once(model):
-    prompts = [gracekv.Prompt.from_ids(ids, (4, len(ids) - 12)) for ids in (IDS, IDS.flip(0)[:110])]
-    batch = gracekv.compress(model, prompts, ratio=3)
-    alone = batch.generate_ids(8), batch.generate_ids(8, num_beams=3)
-    together = at_once(lambda: batch.generate_ids(8), lambda: batch.generate_ids(8, num_beams=3))
-    # Exactly: the same computations, one beside the other.
-    for got, want in zip(together, alone, strict=True):
-        assert torch.equal(got, want)
-
-
 def test_a_model_is_compressed_while_it_generates_in_other_threads(model):
     ids, plain = IDS[None], gracekv.capture(model, prompt_of(IDS))
     result, other = result_of(model), result_of(model, IDS.flip(0))

@@ -1,15 +1,18 @@
 """Families without tests of their own pass the check, and are right; what cannot work says why."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 import gracekv
 from gracekv.errors import UnsupportedModelError, UntestedModelWarning
-from gracekv.prefill import model_layers
+from gracekv.prefill import model_layers, supported
 from gracekv.prefill.supported import TESTED_MODEL_TYPES, check_model
 from gracekv.testing.models import tiny_llama
+from support.families import FAMILIES
 from support.margins import assert_same_tokens, logits_over
 from support.tried_families import MIXED, TRIED, tried_model
 
@@ -35,6 +38,30 @@ def test_at_ratio_one_it_is_the_stock_model(family):
     assert smaller.generate_ids(3).shape[0] == 1
 
 
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_the_check_finds_the_rotations_that_are_listed(family, monkeypatch):
+    model = FAMILIES[family].model()
+    listed = model_layers.compressed_layers(model)
+    monkeypatch.setattr(supported, "TESTED_MODEL_TYPES", frozenset({"another"}))
+    with pytest.warns(UntestedModelWarning, match=f"'{family}' is not tested"):
+        check_model(model)
+    assert model_layers.compressed_layers(model) == listed
+    check_model(model)  # Once a model: no second warning.
+
+
+def test_attention_that_is_no_softmax_over_the_keys_is_refused(monkeypatch):
+    model = tried_model("stablelm", attn_implementation="eager")
+    module = sys.modules[type(model.model.layers[1].self_attn).__module__]
+    own = module.eager_attention_forward
+
+    def sharper(attention, *args, scaling, **kwargs):
+        return own(attention, *args, scaling=scaling * (1 + attention.layer_idx), **kwargs)
+
+    monkeypatch.setattr(module, "eager_attention_forward", sharper)
+    with pytest.raises(UnsupportedModelError, match=r"attention of layer 1 .* differs by"):
+        check_model(model)
+
+
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
@@ -48,6 +75,7 @@ def test_at_ratio_one_it_is_the_stock_model(family):
             "describes .* layers, its decoder has",
         ),
         ("minimax", {}, "does not run over the cache layers"),
+        ("gpt_neox", {}, "Layer 0 .* without the modules"),
         ("nanochat", {}, "Layer 0 .* rotates its keys in a way"),
         (
             "zamba2",
@@ -74,3 +102,9 @@ def test_layers_of_several_sizes_are_refused(monkeypatch):
         model_layers.head_sizes(model)
     config.per_layer_config[1].head_dim = 16
     assert model_layers.head_sizes(model) == (4, 2, 16)
+
+
+def test_models_with_an_encoder_are_refused():
+    config = transformers.T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1)
+    with pytest.raises(UnsupportedModelError, match="attends to an encoder's output"):
+        check_model(transformers.T5ForConditionalGeneration(config))

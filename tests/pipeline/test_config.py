@@ -54,20 +54,3 @@ def test_unknown_keys_and_names_are_errors(tmp_path: Path) -> None:
         load_pipeline(tmp_path / "missing.yaml")
     with pytest.raises(ConfigError, match="ends in one of"):
         save_pipeline(Pipeline.named("gracekv"), tmp_path / "p.ini")
-
-
-def test_a_failed_write_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "p.json"
-    save_pipeline(Pipeline.named("gracekv"), path)
-    before = path.read_bytes()
-
-    def broken(*args: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.replace", broken)
-    with pytest.raises(OSError, match="disk full"):
-        save_pipeline(Pipeline.named("fullkv"), path)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]

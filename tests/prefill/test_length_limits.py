@@ -77,14 +77,6 @@ def test_a_continuation_is_refused_exactly_where_a_fed_token_passes_the_bound(na
         supported.check_continuation(model, [length], new)
 
 
-def test_the_switch_bounds_prompts_up_to_it():
-    phi3 = MODELS["phi3 longrope"]
-    assert supported.longest_sequence(phi3, 2049) is None
-    supported.check_continuation(phi3, [2048], 1)
-    with pytest.raises(CacheError, match="Generate at most 1 tokens"):
-        supported.check_continuation(phi3, [2048], 2)
-
-
 def test_padding_makes_every_row_of_a_batch_as_long_as_the_longest():
     phi3 = MODELS["phi3 longrope"]
     supported.check_continuation(phi3, [100, 2040], 9)

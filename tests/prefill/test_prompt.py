@@ -88,17 +88,10 @@ def test_a_chat_prompt_is_cut_where_the_texts_meet(slow):
 def test_without_a_chat_template_the_texts_follow_each_other(slow):
     tokenizer = FAST[False]
     prompt = Prompt.from_chat(
-        Slow(tokenizer) if slow else tokenizer,
-        context="The code of room seven is 419.",
-        question="What is the code?",
+        Slow(tokenizer) if slow else tokenizer, context="The code is 419.", question="What is it?"
     )
 
-    assert pieces(prompt, tokenizer) == [
-        "<s>",
-        "The code of room seven is 419.",
-        "\n\nWhat is the code?",
-        "",
-    ]
+    assert pieces(prompt, tokenizer) == ["<s>", "The code is 419.", "\n\nWhat is it?", ""]
 
 
 def test_an_empty_question_leaves_no_question_probes():
@@ -160,7 +153,7 @@ def test_a_token_across_a_border_goes_to_the_side_that_holds_most_of_it():
 
 
 def test_ids_may_come_in_any_whole_number_type():
-    for ids in ([1, 2, 3, 4], torch.tensor([1, 2, 3, 4], dtype=torch.int32)):
+    for ids in ([1, 2, 3, 4], [[1, 2, 3, 4]], torch.tensor([1, 2, 3, 4], dtype=torch.int32)):
         prompt = Prompt.from_ids(ids, context=(1, 3))
         assert prompt.ids.dtype == torch.int64
         assert prompt.spans == PromptSpans(1, 3, 4, 4)
@@ -208,9 +201,7 @@ def template(text):
         (lambda: FAST[True], {"question": " \n"}, r"A question is a text that is not empty; got '"),
         (lambda: template("fixed"), {}, "shows the user's message 0 times"),
         (
-            lambda: template(
-                "{% for m in messages %}{{ m['content'] + m['content'] }}{% endfor %}"
-            ),
+            lambda: template("{{ messages[0]['content'] + messages[0]['content'] }}"),
             {},
             "shows the user's message 2 times",
         ),
@@ -256,13 +247,6 @@ def test_the_chat_format_can_be_left_out():
     assert "".join(plain.parts) == "a b c\n\nWhat?"
     same = Prompt.from_chat(FAST[False], context="a b c", question="What?")
     assert plain.ids.tolist() == same.ids.tolist()
-
-
-def test_ids_of_a_tokenizer_with_a_batch_axis():
-    flat, nested = torch.arange(9), torch.arange(9)[None]
-    prompt = Prompt.from_ids(nested, (1, 5))
-    assert torch.equal(prompt.ids, flat)
-    assert prompt.spans == Prompt.from_ids(flat, (1, 5)).spans
 
 
 @pytest.mark.parametrize(

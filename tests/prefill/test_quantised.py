@@ -165,27 +165,6 @@ def test_weights_of_a_subclass_are_not_read():
     assert called
 
 
-def test_surprisal_calls_a_head_whose_weight_is_of_a_subclass():
-    model = tiny_model()
-    expected = capture(model, PROMPT).observation(Surprisal())
-    called = []
-    model.lm_head.weight = torch.nn.Parameter(
-        model.lm_head.weight.detach().as_subclass(Tagged), requires_grad=False
-    )
-    forward = torch.nn.Linear.forward
-
-    def listening(module, x):
-        called.append(x.shape[-2])
-        return forward(module, x)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.Linear, "forward", listening)
-        torch.testing.assert_close(
-            capture(model, PROMPT).observation(Surprisal()), expected, rtol=0, atol=1e-5
-        )
-    assert len(IDS) - 1 in called
-
-
 def replaced(model, kind):
     """The model with odd layers, and its twin whose plain weights are what those compute with."""
     torch.manual_seed(0)

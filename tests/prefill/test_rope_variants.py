@@ -104,10 +104,3 @@ def test_dynamic_rope_is_captured_as_it_was_not_recomputed():
     assert not torch.allclose(first.rope.cos, again.rope.cos)
     unrotated = again.rope.unrotate(again.keys[0], torch.arange(LENGTH))
     torch.testing.assert_close(unrotated, before[0], rtol=0, atol=1e-5)
-
-
-def test_longrope_has_two_tables():
-    model = tiny_model("phi3", rope="longrope", original=64)
-    short, _, _ = captured(model, prompt_of(60))
-    long, _, _ = captured(model, prompt_of(70))
-    assert not torch.allclose(short.rope.cos[1:], long.rope.cos[1:60])

@@ -115,27 +115,6 @@ def test_an_installed_plugin_is_known_in_every_process(installed, model_folder, 
     assert "gracekv-rare-tokens 0.1.0" in err
 
 
-ABLATION = """
-import sys
-from pathlib import Path
-from gracekv.evaluate import Experiment, Panel, read_rows, run
-
-folder, model = Path(sys.argv[1]), sys.argv[2]
-panel = Panel(tasks=("ruler:niah_single_1",), methods=("snapkv", "rare-tokens"), ratios=(2,),
-              lengths=(400,), samples=1, generate=False)
-experiment = Experiment(model=model, panels=(panel,))
-run(experiment, folder)
-print([(row["method"], row["error"]) for row in read_rows(folder)])
-"""
-
-
-@pytest.mark.long
-def test_an_evaluation_knows_an_installed_plugin(installed, model_folder, tmp_path):
-    status, out, err = python(ABLATION, tmp_path, model_folder, site=installed)
-    assert status == 0, err
-    assert "('rare-tokens', None)" in out
-
-
 MINE = '''
 from dataclasses import dataclass
 from typing import final

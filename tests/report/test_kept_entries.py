@@ -15,10 +15,6 @@ from gracekv.report.entries import kept_entries
 RECIPES = [name for name in recipes.names() if not Pipeline.named(name).keep_all]
 
 
-def entries_of(result):
-    return kept_entries(result)
-
-
 def plain(entries):
     """[head] -> list of (start, end, multiplicity, depth, floor), with loops."""
     lists = []
@@ -35,7 +31,7 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
     result = make(recipe, ratio, seed=seed, context=64)
     if result._run.plan.keeps_all:  # quantised, all entries fit
         return
-    entries, spans = entries_of(result), result.prompt.spans
+    entries, spans = kept_entries(result), result.prompt.spans
     first, last = entries.region
     assert (first, last) == (spans.context_start, spans.context_end)
     assert torch.equal(entries.offsets.diff(), result.accounting.entries.flatten())
@@ -66,7 +62,7 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
 @given(seed=st.integers(0, 99))
 def test_depth_and_floor_are_those_of_the_nodes(make, seed):
     result = make("gracekv", 3, seed=seed)
-    entries, run = entries_of(result), result._run
+    entries, run = kept_entries(result), result._run
     forest, floor = run.forest, run.floor
     kept = run.frontier.kept
     known = {
@@ -92,7 +88,7 @@ def test_depth_and_floor_are_those_of_the_nodes(make, seed):
 @given(seed=st.integers(0, 99), recipe=st.sampled_from(["gracekv", "snapkv", "fullkv"]))
 def test_lookups_agree_with_loops(make, seed, recipe):
     result = make(recipe, 4, seed=seed, context=48)
-    entries = entries_of(result)
+    entries = kept_entries(result)
     lists, (first, last) = plain(entries), entries.region
     lengths_of = entries.entry_lengths()
     assert lengths_of.shape == (len(lists), last - first)
@@ -111,7 +107,7 @@ def test_lookups_agree_with_loops(make, seed, recipe):
 def test_a_prompt_that_ends_with_its_context(make, recipe, window):
     fields = {"window": {"size": window, "minimum": window}}
     result = make(recipe, "1.5", question=0, tail=0, fields=fields)
-    entries, spans = entries_of(result), result.prompt.spans
+    entries, spans = kept_entries(result), result.prompt.spans
     # The last token is fed again and not in the cache; a node that held it ends before it.
     assert entries.region == (spans.context_start, spans.length - 1)
     assert int(entries.end.max()) <= spans.length - 1
@@ -122,40 +118,24 @@ def test_a_prompt_that_ends_with_its_context(make, recipe, window):
         assert len(intervals) == sum(p >= spans.context_start for p in packed)
 
 
-def test_fullkv_keeps_every_token(make):
-    result = make("fullkv", 1)
-    entries = entries_of(result)
-    assert torch.equal(entries.offsets.diff(), result.accounting.entries.flatten())
-    assert (entries.length == 1).all()
-    assert entries.depth is None
-    assert entries.floor is None
-
-
 def loaded(run):
     """What `gracekv.load` gives back of a run."""
-    return dataclasses.replace(
-        run,
-        partition=None,
-        relevance=None,
-        forest=None,
-        frontier=None,
-        floor=None,
-        selection=None,
-    )
+    unknown = ("partition", "relevance", "forest", "frontier", "floor", "selection")
+    return dataclasses.replace(run, **dict.fromkeys(unknown))
 
 
 def test_of_a_loaded_result_only_original_tokens_are_known(make):
     evicted = make("snapkv", 3)
-    before = entries_of(evicted)
+    before = kept_entries(evicted)
     evicted._run = loaded(evicted._run)
-    assert torch.equal(entries_of(evicted).start, before.start)
-    assert entries_of(evicted).depth is None
+    assert torch.equal(kept_entries(evicted).start, before.start)
+    assert kept_entries(evicted).depth is None
     merged = make("gracekv", 3)
     merged._run = loaded(merged._run)
     with pytest.raises(ReportError, match=r"loaded from a file.*beside result\.save"):
-        entries_of(merged)
+        kept_entries(merged)
     whole = make("gracekv", 1)
-    assert (entries_of(whole).length == 1).all()
+    assert (kept_entries(whole).length == 1).all()
 
 
 def test_a_packer_that_does_not_follow_the_frontier_is_told(make):
@@ -167,7 +147,7 @@ def test_a_packer_that_does_not_follow_the_frontier_is_told(make):
     cache = dataclasses.replace(result._run.cache, layers=(broken, *result._run.cache.layers[1:]))
     result._run = dataclasses.replace(result._run, cache=cache)
     with pytest.raises(ReportError, match="did not keep the selected entries in order"):
-        entries_of(result)
+        kept_entries(result)
 
 
 @pytest.mark.parametrize("recipe", ["gracekv", "snapkv"])
@@ -177,13 +157,11 @@ def test_how_far_values_moved_is_told_of_every_entry(make, recipe, seed):
     plain, fitted = (
         make(recipe, 3, seed=seed, fields={"fit": fit}) for fit in ("none", "values_and_mass")
     )
-    assert entries_of(plain).value_change is None
-    found = entries_of(fitted).value_change
-    first, last = entries_of(fitted).region
+    assert kept_entries(plain).value_change is None
+    found = kept_entries(fitted).value_change
+    first, last = kept_entries(fitted).region
     expected = []
-    for before, after in zip(
-        plain._run.cache.layers, fitted._run.cache.layers, strict=True
-    ):  # fmt: skip
+    for before, after in zip(plain._run.cache.layers, fitted._run.cache.layers, strict=True):
         for head in range(before.heads):
             rows = zip(before.head(head)[1], after.head(head)[1], before.head(head)[2], strict=True)
             for old, new, position in rows:

@@ -119,18 +119,6 @@ def test_text_and_slots_come_back(make, words):
     assert u32(part(header, block, "slots.0")) == result._run.partition.bounds.tolist()
 
 
-def test_accounting_is_copied(make):
-    result = make("gracekv", 3, fields={"certify": True})
-    header, _ = encoding.encode(ReportData.of({"x": result}, {"x": "an answer"}))
-    kept, ours = header["columns"][0]["accounting"], result.accounting
-    assert kept["entries"] == ours.entries.tolist()
-    assert (kept["spent"], kept["bytes"]) == (ours.spent, ours.bytes)
-    assert (kept["full_bytes"], kept["floor_spent"]) == (ours.full_bytes, ours.floor_spent)
-    assert (kept["utility"], kept["bound"]) == (ours.utility, ours.bound)
-    assert kept["certified_ratio"] == ours.certified_ratio
-    assert header["columns"][0]["answer"] == "an answer"
-
-
 def test_heads_without_entries_pack(make):
     result = make("gracekv", 3)
     data = ReportData.of({"x": result})

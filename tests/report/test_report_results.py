@@ -64,6 +64,10 @@ def test_a_batch_writes_a_page_a_prompt(model, prompt, tmp_path):
     for page, kept in zip(pages, batch.accountings, strict=True):
         found = header(page)["columns"][0]["accounting"]
         assert found["entries"] == kept.entries.tolist()
+    with pytest.raises(ReportError, match="each of the 2 prompts; got 1"):
+        batch.report(tmp_path / "page.html", answers=["first"])
+    with pytest.raises(ReportError, match=r"one prompt; got BatchResult.*batch\.report\(path\)"):
+        gracekv.report.compare({"b": batch}, tmp_path / "page.html")
 
 
 def test_a_loaded_result_reports_or_says_why_not(model, prompt, tmp_path):

@@ -1,7 +1,6 @@
 """`token_statuses`: the entry that took a token in, head by head."""
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,11 +70,3 @@ def test_a_token_that_is_not_there(make, position):
     result = make("gracekv", 3)
     with pytest.raises(ReportError, match=rf"tokens 0 to 110; got {position}\."):
         token_statuses(result, position)
-
-
-def test_relevance_lies_where_its_head_lies(make):
-    result = make("gracekv", 3, layers=3, kv_heads=2)
-    statuses = token_statuses(result, 30)
-    expected = result._run.relevance.scores[..., 30 - result.prompt.spans.context_start]
-    found = torch.tensor([row.relevance for row in statuses])
-    torch.testing.assert_close(found, expected.flatten(), rtol=0.04, atol=1e-5)

@@ -7,55 +7,11 @@ import torch
 
 from gracekv import Budget, Pipeline, recipes
 from gracekv.testing import synthetic_prefill
-from support.selections import check_best_tokens, check_selection
-
-
-def kept_tokens(run):
-    """bool [L, G, N]."""
-    chosen, kept = run.selection, torch.zeros_like(run.relevance.scores, dtype=torch.bool)
-    token = chosen.start.long() - chosen.region[0]
-    kept.flatten(0, 1)[chosen.head_of_entry(), token] = True
-    return kept
+from support.selections import check_selection
 
 
 def changed(recipe, **fields):
     return Pipeline.from_dict({**recipes.RECIPES[recipe].pipeline, **fields})
-
-
-def test_snapkvs_score_with_global_allocation():
-    prefill = synthetic_prefill(context=200, layers=3, seed=4)
-    pipeline = changed("snapkv", quota="global")
-    run = pipeline.run(prefill, Budget.ratio(6))
-    check_selection(run, prefill, recent=32)
-    check_best_tokens(run, prefill)
-    # One cut for all heads: nobody's best dropped token beats anybody's worst kept one.
-    scores = run.relevance.scores
-    kept = kept_tokens(run)
-    assert scores[kept].min() >= scores[~kept].max()
-    assert len(run.accounting.entries.unique()) > 1
-
-
-def test_h2os_score_with_prototype_trees():
-    prefill = synthetic_prefill(context=200, layers=2, seed=5)
-    run = changed("gracekv", value="column_sums").run(prefill, Budget.ratio(5))
-    plain = changed("gracekv").run(prefill, Budget.ratio(5))
-    assert run.accounting.budget - 1 <= run.accounting.spent <= run.accounting.budget
-    assert any(bool(layer.log_multiplicity.any()) for layer in run.cache.layers)
-    assert not torch.equal(run.frontier.entries_per_head(), plain.frontier.entries_per_head())
-
-
-def test_gracekvs_relevance_with_plain_eviction():
-    prefill = synthetic_prefill(context=200, layers=3, seed=6)
-    run = Pipeline.named("global-eviction").run(prefill, Budget.ratio(6))
-    check_selection(run, prefill, recent=32)
-    check_best_tokens(run, prefill)
-    price = run.relevance.sensitivity[..., None] * run.relevance.scores.double()
-    kept = kept_tokens(run)
-    assert price[kept].min() >= price[~kept].max()
-    # GraceKV's own trees, of whose coarse nodes only the best token is kept.
-    pruned = changed("gracekv", pack="evict").run(prefill, Budget.ratio(6))
-    assert pruned.accounting.budget - 1 <= pruned.accounting.spent <= pruned.accounting.budget
-    assert not any(bool(layer.log_multiplicity.any()) for layer in pruned.cache.layers)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,7 @@ from gracekv import Budget, Pipeline, recipes
 from gracekv.errors import BudgetError
 from gracekv.fit import NoFit
 from gracekv.prefill import Prefill
-from gracekv.segment.curvature import BlockInput
-from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
-from support.covering import LONG
 from support.selections import check_best_tokens, check_selection, kept_positions
 
 # Quantised ones count bytes, and round: see tests/precision.
@@ -124,35 +121,6 @@ def test_budget_shapes(name, seed, total):
         assert bool(((entries[:, 0] - entries[:, 1]) <= 1).all())
     else:  # one budget for all heads
         assert Pipeline.named(name).quota.name == "global"
-
-
-@pytest.mark.parametrize("name", [name for name in RIVALS if name != "pyramidkv"])
-@settings(max_examples=20 if LONG else 3)
-@given(seed=st.integers(0, 10_000))
-def test_the_order_of_the_layers_does_not_matter(name, seed):
-    prefill = synthetic_prefill(layers=4, context=80, seed=seed)
-    backwards = dataclasses.replace(
-        prefill,
-        **{field: getattr(prefill, field)[::-1] for field in ("keys", "values", "queries")},
-        observed={
-            **{x: seen.flip(0) for x, seen in prefill.observed.items()},
-            Surprisal(): prefill.observation(Surprisal()),
-            **{BlockInput(x / 4): prefill.observation(BlockInput((3 - x) / 4)) for x in range(4)},
-        },
-    )
-    # Depths that are their own mirror image, and shares without a remainder.
-    pipeline = Pipeline.named(name)
-    if pipeline.value.name == "multi_hop":
-        value = dataclasses.replace(pipeline.value, depths=(0.25, 0.5))
-        pipeline = dataclasses.replace(pipeline, value=value)
-    budget = Budget.entries_per_head(44)
-    forwards, mirrored = (pipeline.run(p, budget) for p in (prefill, backwards))
-    for layer in range(4):
-        for head in range(prefill.kv_heads):
-            assert torch.equal(
-                kept_positions(forwards, prefill, layer, head),
-                kept_positions(mirrored, backwards, 3 - layer, head),
-            )
 
 
 def test_streaming_llm_puts_sinks_before_the_shared_window():

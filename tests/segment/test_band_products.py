@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracekv.errors import NonFiniteError
-from gracekv.segment.curvature import band_products, rows_per_chunk, unit_states
+from gracekv.segment.curvature import band_products, unit_states
 
 
 @given(rows=st.integers(1, 150), width=st.integers(1, 140), seed=st.integers(0, 2**32 - 1))
@@ -36,9 +36,3 @@ def test_large_half_precision_states_do_not_overflow():
     torch.testing.assert_close(
         unit_states(hidden, 1e-6), torch.full((2, 4), 0.5, dtype=torch.float64)
     )
-
-
-def test_a_chunk_holds_at_least_its_overlap():
-    assert rows_per_chunk(10**12, overlap=30) == 30
-    assert rows_per_chunk(10**12, overlap=0) == 1
-    assert rows_per_chunk(8, overlap=30) > 30

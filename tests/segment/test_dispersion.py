@@ -1,4 +1,3 @@
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,20 +34,8 @@ def test_matches_reference(layers, length, longest, seed):
     )
 
 
-def test_steady_motion_has_no_dispersion():
-    # Along a chord of the unit circle's tangent the normalised steps differ only by curvature.
-    angle = torch.arange(40, dtype=torch.float64) * 1e-4
-    states = [torch.stack([angle.cos(), angle.sin()], dim=1)]
-    assert float(dispersion_table(states, 32, 1e-6).max()) < 1e-12
-
-
 def test_chunks_do_not_show(monkeypatch):
     states = walks(2, 100, 5, seed=0)
     whole = dispersion_table(states, 20, 1e-6)
     monkeypatch.setattr(curvature, "_CHUNK_BYTES", 1)
     torch.testing.assert_close(dispersion_table(states, 20, 1e-6), whole, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("longest", [1, 2])
-def test_fewer_than_two_steps_have_none(longest):
-    assert not dispersion_table(walks(1, 30, 4, seed=0), longest, 1e-6).any()

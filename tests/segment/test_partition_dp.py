@@ -4,7 +4,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gracekv.segment import partition_dp, reference
@@ -92,44 +92,3 @@ def test_never_reads_slots_that_leave_the_region(problem):
         best_partition(profit, min_length), best_partition(poisoned, min_length), strict=True
     ):
         np.testing.assert_array_equal(clean, dirty)
-
-
-@given(problem=problems(longest=60), data=st.data())
-def test_what_lies_after_an_endpoint_does_not_change_its_best_total(problem, data):
-    profit, min_length = problem
-    stop = data.draw(st.integers(1, len(profit)))
-    best, _ = best_partition(profit, min_length)
-    shorter, _ = best_partition(profit[:stop].copy(), min_length)
-    # The last endpoint of the shorter problem may be the terminal exception.
-    np.testing.assert_array_equal(best[:stop], shorter[:-1])
-    assume(best[stop] > -np.inf)
-    assert best[stop] == shorter[-1]
-
-
-@given(problem=problems(longest=60))
-def test_only_the_last_slot_may_be_short_and_only_if_nothing_else_reaches_the_end(problem):
-    profit, min_length = problem
-    length, max_length = profit.shape
-    _, bounds = best_partition(profit, min_length)
-    lengths = np.diff(bounds)
-    slots = -(-length // max_length)
-    reachable = slots * min_length <= length
-    assert bounds[0] == 0
-    assert bounds[-1] == length
-    assert (lengths[:-1] >= min_length).all()
-    assert (lengths <= max_length).all()
-    assert (lengths[-1] >= min_length) == reachable
-
-
-def test_terminal_slot_is_relaxed_where_no_multiple_fits():
-    # 25 tokens in slots of 16 to 20: the remainder of 5 to 9 tokens is the terminal slot.
-    profit = np.zeros((25, 20))
-    assert best_partition(profit, 16)[1].tolist() == [0, 16, 25]
-    profit[18, 6] = 1.0
-    assert best_partition(profit, 16)[1].tolist() == [0, 18, 25]
-
-
-@pytest.mark.parametrize("length", [1, 7, 15])
-def test_region_shorter_than_the_minimum_is_one_slot(length):
-    profit = np.random.default_rng(0).normal(size=(length, 128))
-    assert best_partition(profit, 16)[1].tolist() == [0, length]

@@ -11,6 +11,7 @@ TRIED = {
     "apertus": "Apertus",
     "arcee": "Arcee AFM",
     "bamba": "Bamba",
+    "cohere": "Command R",
     "cwm": "CWM",
     "dots1": "dots.llm1",
     "ernie4_5": "ERNIE 4.5",
@@ -27,12 +28,14 @@ TRIED = {
     "minimax_m2": "MiniMax-M2",
     "ministral3": "Ministral 3",
     "nemotron": "Nemotron",
+    "olmo": "OLMo",
     "olmo_hybrid": "OLMo hybrid",
     "olmoe": "OLMoE",
     "phimoe": "Phi-3.5-MoE",
     "qwen2_moe": "Qwen2-MoE",
     "qwen3_5_moe_text": "Qwen3.5-MoE (text)",
     "seed_oss": "Seed-OSS",
+    "stablelm": "StableLM",
     "vaultgemma": "VaultGemma",
 }
 """`config.model_type` and what people call it."""
