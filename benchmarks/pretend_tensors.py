@@ -56,6 +56,9 @@ class Pretended(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"Pretended({tuple(self.shape)}, {self.dtype})"
 
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gracekv.distributed.sharding import HeadShard, head_shard
 from gracekv.errors import CacheError
+from gracekv.kernels.device import obstacle
 
 # Where the model came from may differ between machines; its computation may not.
 _INFORMATIVE = ("model_name",)
@@ -156,13 +157,9 @@ def sampled_digest(
         elif len(at):
             own[data.device][name] = data, at
     for device, held in own.items():
-        # One copy to each device and one back: a GPU's host waits for every one.
-        places = torch.cat([at for _, at in held.values()]).to(device)
-        parts = places.split([len(at) for _, at in held.values()])
-        few = [data.reshape(-1)[at] for (data, _), at in zip(held.values(), parts, strict=True)]
-        few = [(x if dtype is None else x.to(dtype)).view(torch.uint8) for x in few]
-        read = torch.cat(few).cpu().split([len(x) for x in few])
-        samples |= dict(zip(held, read, strict=True))
+        read = _elements(device, list(held.values()))
+        few = [(x if dtype is None else x.to(dtype)).view(torch.uint8) for x in read]
+        samples |= dict(zip(held, few, strict=True))
     if shard is not None and apart:
         # Each element lies in one process; the others give zeros.
         flat = shard.maximum(torch.cat([samples[name].flatten() for name in apart]))
@@ -173,6 +170,33 @@ def sampled_digest(
         if name in samples:
             digest.update(samples[name].numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _elements(device: torch.device, held: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The elements of each weight on `device` at flat indices, on the CPU.
+
+    There is one copy to a device and one back, since a GPU's host waits for every one.
+    """
+    plain = all(data.is_contiguous() for data, _ in held)
+    if device.type == "cuda" and plain and obstacle(device, "torch") is None:
+        from gracekv.kernels.byte_reads_triton import bytes_at
+
+        flat = bytes_at(torch.cat([addresses(*one) for one in held]).to(device)).cpu()
+    else:
+        places = torch.cat([at for _, at in held]).to(device).split([len(at) for _, at in held])
+        few = [data.reshape(-1)[at] for (data, _), at in zip(held, places, strict=True)]
+        flat = torch.cat([x.view(torch.uint8) for x in few]).cpu()
+    parts = flat.split([len(at) * data.itemsize for data, at in held])
+    return [part.clone().view(data.dtype) for part, (data, _) in zip(parts, held, strict=True)]
+
+
+def addresses(data: Tensor, at: Tensor) -> Tensor:
+    """int64 [n * itemsize]: where the bytes of the elements at flat indices `at` (int64 [n]) lie.
+
+    `data` is contiguous.
+    """
+    first = data.data_ptr() + at[:, None] * data.itemsize
+    return (first + torch.arange(data.itemsize)).flatten()
 
 
 def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
