@@ -69,18 +69,19 @@ class EntryPool:
         self._reserve(count, tokens, capture)
 
         stays = largest(_gains(rows), count)
-        gone, reached = ~stays, stays.cumsum(0)
+        reached = stays.cumsum(0)
         # New slots, then those of losers, go to the winners from the last to the first. All other
         # tokens are written to one spare place, so that no size depends on how many win.
-        new, spare, ranks = count - known, len(self._keys) - 1, self._ranks
+        new, ranks = count - known, self._ranks
+        spare = ranks[len(self._keys) - 1]
         free = ranks.new_empty(count + 1)
         free[:new] = ranks[known:count]
         loser = (ranks[new:count] - reached[:known]).masked_fill_(stays[:known], count)
         free.scatter_(0, loser, self._entries[2])
-        target = torch.index_select(free, 0, count - reached[known:], out=rows[2, known:])
-        target.masked_fill_(gone[known:], spare)
+        target = free[count - reached[known:]]
+        torch.where(stays[known:], target, spare, out=rows[2, known:])
         for pool, states in ((self._keys, capture.keys), (self._values, capture.values)):
-            pool.index_copy_(0, target, states.to(pool.device).flatten(0, 1))
+            pool.index_copy_(0, rows[2, known:], states.to(pool.device).flatten(0, 1))
         self._entries = rows[:, _where(stays, count, ranks, reached)]
 
     def _count(self, rows: Tensor, known: int) -> int:

@@ -19,7 +19,7 @@ from gracekv.fit.queries import QuerySet
 from gracekv.kernels import ragged
 from gracekv.kernels.linalg import batched_linear, transposed
 from gracekv.kernels.logits import capped
-from gracekv.kernels.small_tensors import on_device
+from gracekv.kernels.small_tensors import filled, on_device
 from gracekv.prefill import LayerCapture, Region
 
 # Bytes of logits that are held at once.
@@ -73,8 +73,9 @@ class Reference:
         asked = queries.rotated(capture)
         rows, output = asked.shape[1], torch.empty_like(asked)
         top, total = torch.empty_like(asked[..., 0]), torch.empty_like(asked[..., 0])
-        sink, sinks = torch.zeros_like(total), None
+        sink, sinks = filled(1, 0.0, torch.float32, device).expand(total.shape), None
         if capture.sinks is not None and queries.within is None:
+            sink = torch.empty_like(total)
             # One for each query head, and rows are those of a KV head's query heads in turn.
             own_sinks = capture.sinks.to(device).view(heads, -1)
             sinks = own_sinks.repeat_interleave(rows // capture.group, dim=1)

@@ -95,13 +95,14 @@ class ReferenceQueries(Configurable):
         if self.repeat:
             repeated = capture.observation(RepeatedQueries(self.repeat))
             positions, count = torch.zeros(0, dtype=torch.int64), repeated.shape[1]
-            weights, end = torch.full((count,), 1 / count, dtype=torch.float32), spans.context_end
+            end = spans.context_end
+            weights = torch.full((count,), (1 - share) / count, dtype=torch.float32)
         else:
-            positions, weights = self.replay.select_queries(capture, region, memory)
+            positions, weights = self.replay.select_queries(capture, region, memory, 1 - share)
             count, end = len(positions), spans.length
         asked = torch.full((count + tail.length,), end - 1)
         asked[count:] = torch.arange(tail.start, tail.end)
         if tail.length:
             each = filled(tail.length, share / tail.length, weights.dtype, weights.device)
-            weights = torch.cat([weights * (1 - share), each])
+            weights = torch.cat([weights, each])
         return QuerySet(positions, tail, asked, weights, repeated)

@@ -137,13 +137,13 @@ def _apply(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, interleaved: bool) 
     rotary = cos.shape[-1]
     low, high = slice(0, rotary // 2), slice(rotary // 2, rotary)
     # Both halves of the table are alike.
-    cos, sin = cos[..., low], sin[..., low]
+    own_sin = sin[..., low]
     if interleaved:
+        cos = cos[..., low].repeat_interleave(2, dim=-1)
         low, high = slice(0, rotary, 2), slice(1, rotary, 2)
-    torch.mul(x[..., low], cos, out=out[..., low])
-    out[..., low].addcmul_(x[..., high], sin, value=-1.0)
-    torch.mul(x[..., high], cos, out=out[..., high])
-    out[..., high].addcmul_(x[..., low], sin)
+    torch.mul(x[..., :rotary], cos, out=out[..., :rotary])
+    out[..., low].addcmul_(x[..., high], own_sin, value=-1.0)
+    out[..., high].addcmul_(x[..., low], own_sin)
     if rotary < x.shape[-1]:
         out[..., rotary:] = x[..., rotary:]
     return out

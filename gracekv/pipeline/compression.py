@@ -105,7 +105,7 @@ class Compression:
             if self._compared is None:
                 scores = pipe.value.layer(capture, region, self._memory)
                 omega = pipe.sensitivity.layer(capture)
-                self._scores.append(scores.to(info.device, copy=True))
+                self._scores.append(scores.to(info.device))
                 self._omega.append(omega.to(info.device))
             else:
                 scores = self._compared.relevance.scores[capture.number]

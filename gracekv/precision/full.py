@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gracekv.kernels.small_tensors import filled
 from gracekv.precision.base import EXACT, PRECISIONS, Precision
 from gracekv.prefill import Region
 
@@ -19,4 +20,4 @@ class FullPrecision(Precision):
     """
 
     def widths(self, start: Tensor, region: Region) -> Tensor:
-        return torch.full_like(start, EXACT, dtype=torch.uint8)
+        return filled(1, EXACT, torch.uint8, start.device).expand(len(start))

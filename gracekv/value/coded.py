@@ -36,11 +36,11 @@ class CodedRelevance:
         """
         scaled = relevance.to(torch.float64, copy=True)
         mean = scaled.mean(-1)
-        scaled *= torch.where(mean > 0, 1.0 / mean, 0.0)[..., None]
+        scaled *= mean.reciprocal().nan_to_num_(posinf=0.0)[..., None]
         low, high, codes = 0.0, 0.0, torch.zeros_like(relevance, dtype=torch.uint8)
         if relevance.numel():
             largest = scaled.amax()
-            large = (scaled >= largest * _SMALLEST_SHARE) & (scaled > 0)
+            large = scaled >= (largest * _SMALLEST_SHARE).clamp_min(1e-300)
             smallest = torch.where(large, scaled, torch.inf).amin()
             ends = torch.stack([smallest, largest]).log().tolist()
             if math.isfinite(ends[1]):

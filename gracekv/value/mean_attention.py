@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from einops import reduce
 from torch import Tensor
 
+from gracekv.kernels.small_tensors import filled
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.needs import prompt_samples
 from gracekv.registry import bounded
@@ -42,6 +44,8 @@ class MeanAttention(Scorer):
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Group means [G, N], not normalised."""
-        per_head = attention_sums(capture, self._probes(capture.spans, region), region)
-        per_head = per_head / min(self.max_queries, capture.spans.length)
+        probes = self._probes(capture.spans, region)
+        each = 1.0 / min(self.max_queries, capture.spans.length)
+        weights = filled(len(probes), each, torch.float32, capture.keys.device)
+        per_head = attention_sums(capture, probes, region, weights)
         return reduce(per_head, "(g n) t -> g t", "mean", g=capture.kv_heads)

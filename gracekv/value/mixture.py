@@ -69,13 +69,16 @@ def combine_scores(scores: list[Tensor], weights: tuple[float, ...], rule: Rule)
     stacked, share = torch.stack(scores), torch.tensor(weights, dtype=torch.float64)
     if rule != "max":
         share = share / share.sum()
+    if rule == "rms":
+        share = share.sqrt()
     share = on_device(share, stacked.device).view(-1, *[1] * scores[0].ndim)
     if rule == "max":
         return (share * stacked).amax(dim=0).float()
     if rule == "sum":
         return (share * stacked).sum(dim=0).float()
     if rule == "rms":
-        return (share * stacked).mul_(stacked).sum(dim=0).sqrt_().float()
+        norm: Tensor = torch.linalg.vector_norm(share * stacked, dim=0)
+        return norm.float()
     # A token whose score is 0 in one of them still ranks by the others.
     least = filled(1, 1e-30, torch.float64, stacked.device)
     return torch.maximum(stacked, least).pow_(share).prod(dim=0).float()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.errors import ConfigError
-from gracekv.kernels.small_tensors import stream_of
+from gracekv.kernels.small_tensors import filled, stream_of
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums, noted
@@ -98,9 +98,12 @@ class ReadAhead(Scorer):
 
         def reduced() -> Tensor:
             probes, maximum = self._probes(capture.spans), over == "max"
-            found = attention_sums(capture, probes, region, power=self.power, maximum=maximum)
-            found = reduce(found, "(g n) t -> g t", over, g=capture.kv_heads)
-            return found if maximum else found / len(probes)
+            each = 1.0 if maximum else 1.0 / len(probes)
+            weights = filled(len(probes), each, torch.float32, capture.keys.device)
+            found = attention_sums(
+                capture, probes, region, weights, power=self.power, maximum=maximum
+            )
+            return reduce(found, "(g n) t -> g t", over, g=capture.kv_heads)
 
         asked = ("read_ahead", self.question_probes, self.tail_probes, self.power, over, region)
         return noted(memory, asked, capture, reduced)

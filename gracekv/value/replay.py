@@ -14,7 +14,6 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from gracekv.kernels.small_tensors import on_device
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.prefill.needs import region_samples
@@ -90,33 +89,63 @@ class Replay(Scorer):
         return powers.pow_(1 / self.mean_power)
 
     def select_queries(
-        self, capture: LayerCapture, region: Region, memory: Memory
+        self, capture: LayerCapture, region: Region, memory: Memory, total: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Positions int64 [Q] of the context queries of a layer, and weights float32 [Q], sum 1.
+        """Positions int64 [Q] of a layer's context queries, and weights float32 [Q], sum `total`.
 
         The evenly spaced ones come first, then the likeliest, unless all are taken. Both are on the
         device of the layers' likelihoods; where these are not asked for, positions are on the CPU.
         """
         if self.uniform_weight == 1:
             at = region_samples(region, self.max_queries)
-            return at, torch.full((len(at),), 1 / len(at), dtype=torch.float32)
+            return at, torch.full((len(at),), total / len(at), dtype=torch.float32)
         likely, count = self._likely(capture, region, memory), min(self.max_queries, region.length)
         if count == region.length:
             alike = count
             at = torch.arange(region.start, region.end, device=likely.device)
         else:
-            spaced = (region_samples(region, self.max_queries // 2) - region.start).unique()
-            alike = len(spaced)
-            # A stable sort puts the earlier of two equal ones first, as everywhere.
-            first = likely.index_fill(0, on_device(spaced, likely.device), torch.inf)
-            best = first.argsort(descending=True, stable=True)[:count]
+            alike = len(self._spaced(region, self.max_queries))
+            best = self._ranks(likely, capture, region, memory)[:count]
             at, likely = best + region.start, likely[best]
+        if (key := ("share", self, total, region)) not in memory:
+            share = memory[key] = likely.new_zeros(count)
+            share[:alike] = total * self.uniform_weight / max(1, alike)
         # Too little to count, except where nothing is likely.
         chance = likely.pow(self.power).add_(1e-30)
-        chance *= (1 - self.uniform_weight) / chance.sum()
-        chance[:alike] += self.uniform_weight / max(1, alike)
+        rest = total * (1 - self.uniform_weight)
+        weights = torch.addcdiv(memory[key], chance, chance.sum(), value=rest)
         # Processes run these tokens together, so the positions must not differ.
-        return capture.shard.from_first(at), capture.shard.from_first(chance)
+        return capture.shard.from_first(at), capture.shard.from_first(weights)
+
+    def _spaced(self, region: Region, most: int) -> Tensor:
+        """int64 [n]: half of `most` queries, evenly spaced, as tokens of the region."""
+        spaced: Tensor = (region_samples(region, most // 2) - region.start).unique()
+        return spaced
+
+    def _ranks(
+        self, likely: Tensor, capture: LayerCapture, region: Region, memory: Memory
+    ) -> Tensor:
+        """int64 [N]: the evenly spaced tokens, then all others by their likelihood [N].
+
+        Replays of one likelihood that differ in `max_queries` share a sort.
+        """
+        alike = ("ranks", self.query_scorer, self.likely_layers, region)
+        asked: list[int] = memory.setdefault(alike, [])
+        if self.max_queries not in asked:
+            asked.append(self.max_queries)
+        key = (*alike, *asked)
+        if (*key, "spaced") not in memory:
+            spaced = torch.zeros(len(asked), len(likely), dtype=torch.bool)
+            for row, most in zip(spaced, asked, strict=True):
+                row[self._spaced(region, most)] = True
+            memory[(*key, "spaced")] = spaced.to(likely.device)
+
+        def ranks() -> Tensor:
+            # A stable sort puts the earlier of two equal ones first, as everywhere.
+            first = likely.masked_fill(memory[(*key, "spaced")], torch.inf)
+            return first.argsort(dim=1, descending=True, stable=True)
+
+        return noted(memory, key, capture, ranks)[asked.index(self.max_queries)]
 
     def _note_likely(
         self, capture: LayerCapture, region: Region, memory: Memory
