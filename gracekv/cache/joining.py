@@ -18,13 +18,18 @@ from gracekv.kernels.ragged import offsets
 from gracekv.prefill.past import Past
 
 
-def past_of(cache: CompressedCache, shard: HeadShard = WHOLE) -> Past:
-    """The entries of one sequence as a passage attends to them, in the model's dtype."""
+def past_of(cache: CompressedCache, shard: HeadShard = WHOLE, places: int | None = None) -> Past:
+    """The entries of one sequence as a passage attends to them, in the model's dtype.
+
+    Heads are padded to `places`, by default to the longest head of all processes of `shard`.
+    """
     layers = []
     for layer in cache.layers:
         heads = (layer.head(g) for g in range(layer.heads))
         layers.append([(k.to(layer.dtype), v.to(layer.dtype), log_m) for k, v, _, log_m in heads])
-    return Past.padded(layers, cache.length, cache.other_layers, shard)
+    if places is None:
+        places = int(shard.maximum(cache.entries().amax()))
+    return Past.padded(layers, cache.length, cache.other_layers, places)
 
 
 def joined_cache(

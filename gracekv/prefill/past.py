@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.prefill.layer_state import LayerState
 
 # Coordinates added to a head; GPUs want a multiple of 8.
@@ -57,14 +56,14 @@ class Past:
         layers: Sequence[Sequence[tuple[Tensor, Tensor, Tensor]]],
         length: int,
         other_layers: tuple[LayerState, ...] = (),
-        shard: HeadShard = WHOLE,
+        places: int | None = None,
     ) -> Self:
         """From each layer's heads as keys [E_g, d], values [E_g, d] and log m [E_g].
 
-        Padded to the longest head of all processes of `shard`.
+        Padded to `places`, by default to the longest head.
         """
-        places = max(len(keys) for heads in layers for keys, _, _ in heads)
-        places = int(shard.maximum(torch.tensor(places)))
+        if places is None:
+            places = max(len(keys) for heads in layers for keys, _, _ in heads)
         keys, values = [], []
         for heads in layers:
             like = heads[0][0]

@@ -231,7 +231,8 @@ class Compressor:
         own = torch.tensor(list(bytes.fromhex(made.digest)), dtype=torch.uint8)
         # The others wait here until the first rank has written the file, or failed.
         digest = bytes(shard.gather(own)[0].tolist()).hex()
-        context = StoredContext(replace(made, digest=digest), rotated.layers)
+        longest = int(shard.maximum(cache.entries().max()))
+        context = StoredContext(replace(made, digest=digest), rotated.layers, longest)
         # If one rank had no room for the context, this raises on all ranks.
         shard.total(0)
         return context

@@ -112,11 +112,6 @@ class Front:
             order.pipeline.plan_for(served.model, spans, order.budget)
             if order.source is not None:
                 check_needs(served.model, order.pipeline.needs(), passage=True)
-            if order.source is not None and served.ranks > 1:
-                raise StoreError(
-                    f"Contexts are extended on one tensor-parallel rank only; this engine has "
-                    f"{served.ranks}. Compress the whole text anew."
-                )
         except (BudgetError, ConfigError, UnsupportedModelError) as error:
             raise StoreError(str(error)) from error
         follow = order.follow if order.source is None else self._follow_of(order.source)

@@ -84,10 +84,11 @@ class Recording:
     ) -> None:
         needs = order.pipeline.needs()
         self.past = past
-        self._before = (
-            None if past is None else past_of(RaggedCache(past.layers, past.header.length))
-        )
-        places = 0 if self._before is None else self._before.places
+        places, self._before = 0, None
+        if past is not None:
+            # All ranks begin in the same step, so they have no exchange here.
+            places, before = past.places, RaggedCache(past.layers, past.header.length)
+            self._before = past_of(before, places=places)
         self.order, self.spans, self._shard = order, order.spans(length, places), shard
         # An engine computes nothing twice, so hold whatever may be needed later from the start.
         once = CaptureSizes(kv=0, queries=0, again=False)

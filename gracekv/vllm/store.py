@@ -235,9 +235,10 @@ class ContextStore:
         facts = (cache.length, cache.sequences, int(cache.entries().sum()), cache.kv_bytes)
         if facts != (header.length, 1, header.entries, header.bytes):
             raise StoreError(f"Context {name!r} is damaged: its header is of other entries.")
+        places = int(cache.entries().max())
         if self._heads is not None:
             layers = tuple(of_heads(layer, *self._heads) for layer in layers)
-        return StoredContext(header, layers)
+        return StoredContext(header, layers, places)
 
 
 def _default_limit(device: torch.device) -> int:

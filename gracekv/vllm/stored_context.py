@@ -21,14 +21,16 @@ class StoredContext:
     Attributes:
         header: describes it.
         layers: entries of each layer; keys are rotated so that the token after them has position 0.
+        places: number of entries of the longest head of all ranks; by default, of this one.
         offsets: int64 [L, G + 1] of the layers, on the device of the entries.
         addresses: int64 [L, 4] on the CPU: addresses of each layer's keys, values, log
             multiplicities and offsets.
-        longest: number of entries of the longest head.
+        longest: number of entries of the longest head of this rank.
     """
 
     header: ContextHeader
     layers: tuple[RaggedEntries, ...]
+    places: int = 0
     offsets: Tensor = field(init=False)
     addresses: Tensor = field(init=False)
     longest: int = field(init=False)
@@ -43,6 +45,7 @@ class StoredContext:
         ]
         addresses = torch.tensor([[part.data_ptr() for part in layer] for layer in parts])
         made = {"offsets": offsets, "addresses": addresses, "longest": longest}
+        made["places"] = self.places or longest
         for name, value in made.items():
             object.__setattr__(self, name, value)
 
@@ -59,7 +62,7 @@ class StoredContext:
         for layer in self.layers:
             moved = {name: part.to(device) for name, part in layer.tensors().items()}
             layers.append(replace(layer, **{**moved, "offsets": layer.offsets}, sequences=1))
-        return StoredContext(self.header, tuple(layers))
+        return StoredContext(self.header, tuple(layers), self.places)
 
 
 def heads_of_rank(heads: int, size: int, rank: int) -> tuple[int, int]:
