@@ -24,7 +24,7 @@ KNOWS = {
     "cache": {"gracekv.allocate", "gracekv.prefill", "gracekv.tree.base", "gracekv.tree.merge"}
     | {"gracekv.distributed", "gracekv.files", "gracekv.value.column_sums"},
     "fit": {"gracekv.cache.base", "gracekv.cache.batches", "gracekv.prefill", "gracekv.value"},
-    "decode": {"gracekv.allocate", "gracekv.cache.base", "gracekv.fit"},
+    "decode": {"gracekv.allocate", "gracekv.cache.base", "gracekv.distributed", "gracekv.fit"},
     "precision": {
         "gracekv.allocate",
         "gracekv.cache.base",

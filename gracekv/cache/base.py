@@ -35,6 +35,7 @@ class RaggedEntries(LayerEntries):
         log_multiplicity: float32 [E], added to the attention logit; 0 for original tokens.
         offsets: int64 [S*G+1] on the CPU; row r holds entries [offsets[r], offsets[r+1]).
         sequences: S.
+        scores: bfloat16 [E], by which a limit cuts; inf for entries that stay; None if unknown.
 
     Raises:
         ShapeError: the tensors do not fit one another.
@@ -46,6 +47,7 @@ class RaggedEntries(LayerEntries):
     log_multiplicity: Tensor
     offsets: Tensor
     sequences: int = 1
+    scores: Tensor | None = None
 
     def __post_init__(self) -> None:
         entries = int(self.offsets[-1])
@@ -54,6 +56,8 @@ class RaggedEntries(LayerEntries):
                 f"RaggedEntries takes keys and values [E, d] with E = offsets[-1] = {entries}; got "
                 f"{list(self.keys.shape)} and {list(self.values.shape)}."
             )
+        if self.scores is not None and self.scores.shape != (entries,):
+            raise ShapeError(f"RaggedEntries takes scores [{entries}]; got {self.scores.shape}.")
         if self.positions.shape != (entries,) or self.log_multiplicity.shape != (entries,):
             raise ShapeError(
                 f"RaggedEntries takes positions and log_multiplicity [{entries}]; got "
@@ -98,7 +102,7 @@ class RaggedEntries(LayerEntries):
         """Views of rows [begin, end), as one sequence."""
         offsets = self.offsets[begin : end + 1]
         at = slice(int(offsets[0]), int(offsets[-1]))
-        parts = {name: getattr(self, name)[at] for name in PARTS[:-1]}
+        parts = {name: x[at] for name, x in self._columns().items()}
         return RaggedEntries(**parts, offsets=offsets - offsets[0], sequences=1)
 
     def where(self, mask: Tensor) -> RaggedEntries:
@@ -111,7 +115,7 @@ class RaggedEntries(LayerEntries):
     def take(self, entry: Tensor, offsets: Tensor) -> RaggedEntries:
         """The entries of the indices `entry` (int64 [n]), in rows of these `offsets`."""
         # Four times as fast as a mask, which each tensor would scan again.
-        parts = {name: getattr(self, name).index_select(0, entry) for name in PARTS[:-1]}
+        parts = {name: x.index_select(0, entry) for name, x in self._columns().items()}
         return replace(self, **parts, offsets=offsets)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> RaggedEntries:
@@ -130,7 +134,12 @@ class RaggedEntries(LayerEntries):
 
     def tensors(self) -> Mapping[str, Tensor]:
         """All stored tensors by name: [E, d] keys, [E] positions and so on."""
-        return {name: getattr(self, name) for name in PARTS}
+        return {**self._columns(), "offsets": self.offsets}
+
+    def _columns(self) -> dict[str, Any]:
+        """All tensors [E, ...] by name."""
+        found = {name: getattr(self, name) for name in PARTS[:-1]}
+        return found if self.scores is None else {**found, "scores": self.scores}
 
     @classmethod
     def dense(cls, keys: Tensor, values: Tensor) -> RaggedEntries:
@@ -176,6 +185,20 @@ class RaggedCache(CompressedCache):
     """
 
     layers: tuple[RaggedEntries, ...]
+
+    @property
+    def scores(self) -> list[Tensor] | None:
+        """bfloat16 [E] by layer; None if unknown."""
+        found = [x.scores for x in self.layers if x.scores is not None]
+        return found if len(found) == len(self.layers) else None
+
+    def with_scores(self, scores: Sequence[Tensor] | None) -> RaggedCache:
+        """This cache with scores [E] by layer, or with none."""
+        layers = tuple(
+            replace(x, scores=scores[n].to(x.device, torch.bfloat16) if scores else None)
+            for n, x in enumerate(self.layers)
+        )
+        return replace(self, layers=layers)
 
     def with_keys_of(self, other: RaggedCache, dim: int) -> RaggedCache:
         """This cache with the keys of `other`, which holds the same entries.

@@ -253,10 +253,15 @@ def _layer(
     exact = {part: parts[part] for part in PARTS}
     check_index(exact, length)
     check_numbers(exact)
+    scores = parts.get("scores")
+    if scores is not None and (scores.dtype != torch.bfloat16 or not bool((scores >= 0).all())):
+        raise ShapeError("scores are not bfloat16, or below 0")
     there = {
         name: tensor if "offsets" in name else tensor.to(device) for name, tensor in parts.items()
     }
-    layer = RaggedEntries(**{part: there[part] for part in PARTS}, sequences=sequences)
+    layer = RaggedEntries(
+        **{part: there[part] for part in PARTS}, sequences=sequences, scores=there.get("scores")
+    )
     if not codings:
         return layer
     coded = []

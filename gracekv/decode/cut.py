@@ -7,7 +7,7 @@ layer after the other as `HeldLayer`, and replaces its layers with the packed en
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,10 +16,15 @@ from torch.nn import functional
 from gracekv.allocate.plan import BudgetPlan, equal_shares
 from gracekv.allocate.ranking import where_true
 from gracekv.allocate.top_tokens import top_tokens
-from gracekv.cache.base import RaggedEntries
+from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.decode.base import Decoder, HeldLayer
+from gracekv.decode.limit import Limit
+from gracekv.distributed.sharding import WHOLE, HeadShard
+from gracekv.errors import BudgetError
 from gracekv.kernels import ragged
 from gracekv.kernels.rope import Rope
+
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def kept_entries(
@@ -65,6 +70,45 @@ def kept_entries(
     ones = torch.ones(layers, heads, dtype=torch.float32)
     kept = top_tokens(scaled, ones, budget, quota, elastic=True)
     return [own[:, : x.shape[1]] for own, x in zip(kept, gains, strict=True)], scores
+
+
+def entries_within(
+    limit: Limit, cache: RaggedCache, scores: Sequence[Tensor], shard: HeadShard = WHOLE
+) -> list[Tensor] | None:
+    """The entries of one sequence that a limit leaves, bool [E] by layer; None if all fit.
+
+    They are those of highest scores, and all whose score is inf. Ties go to the earlier layer, head
+    and entry. The limit's window is left free.
+
+    Args:
+        limit: of all heads, those of other processes included.
+        cache: the entries.
+        scores: [E] by layer.
+        shard: the KV heads of this process.
+
+    Raises `BudgetError` if the limit is too small for the entries that must stay.
+    """
+    lengths, one = cache.entries(), cache.layers[0]
+    units, entry_bytes = lengths.numel() * shard.ranks, 2 * one.dim * one.dtype.itemsize
+    most = units * max(
+        0, limit.target(cache.length + 1, units, entry_bytes) // units - limit.window
+    )
+    if shard.total(int(lengths.sum())) <= most:
+        return None
+    used = torch.arange(int(shard.maximum(lengths.amax()))) < lengths[..., None]
+    gains = torch.zeros(used.shape)
+    # Of the elastic auction, an entry needs a gain above that of padding.
+    gains[used] = torch.cat(list(scores)).float().cpu().clamp(min=_SMALLEST)
+    stays = gains.isinf()
+    left = most - shard.total(int(stays.sum()))
+    if left < 0:
+        raise BudgetError(
+            f"The limit leaves {most // units} entries per head beside its window, but "
+            f"{-(-(most - left) // units)} must stay: what was never compressed. Raise the limit."
+        )
+    ones = torch.ones(used.shape[:2])
+    kept = top_tokens(gains.masked_fill(stays, 0.0), ones, left, None, elastic=True, shard=shard)
+    return list((kept | stays)[used].split([len(own) for own in scores]))
 
 
 def packed_entries(held: HeldLayer, kept: Tensor, strategy: Decoder) -> RaggedEntries:

@@ -13,7 +13,7 @@ from gracekv.allocate import Budget, BudgetPlan
 from gracekv.cache import Accounting, Timings, dequantised
 from gracekv.cache.joining import joined_cache, joined_scores, oldest_position, past_of
 from gracekv.decode import Limit
-from gracekv.decode.cut import closed
+from gracekv.decode.cut import closed, entries_within
 from gracekv.distributed import HeadShard, head_shard
 from gracekv.distributed.agreement import call_facts
 from gracekv.distributed.sharding import WHOLE
@@ -130,14 +130,9 @@ def limited_run(result: BaseResult, limit: Limit) -> Run:
     """
     model, run, cache = result.model, result._runs[0], dequantised(result._runs[0].cache)
     scores, layers = run.entry_scores(), list[Any](cache.layers)
-    units, entry_bytes = len(layers) * layers[0].heads, 2 * layers[0].dim * layers[0].dtype.itemsize
-    target = limit.target(cache.length + 1, units, entry_bytes)
-    most = units * max(0, target // units - limit.window)
-    if scores is None or sum(layer.entries for layer in layers) <= most:
+    masks = None if scores is None else entries_within(limit, cache, scores)
+    if scores is None or masks is None:
         return run
-    stays = torch.zeros(len(every := torch.cat(scores)), dtype=torch.bool)
-    stays[every.sort(descending=True, stable=True).indices[:most]] = True
-    masks = (stays | every.isinf()).split([len(own) for own in scores])
     layers = [layer.where(mask) for layer, mask in zip(layers, masks, strict=True)]
     known = closable_length(model) if limit.positions == "closed" else None
     if known is not None and 2 * (cache.length - oldest_position(cache)) > known:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gracekv.decode.compaction import Compaction
+from gracekv.decode.limit import Limit
 from gracekv.errors import StoreError
 from gracekv.prefill.chat_text import check_question, continued, first_turn, next_turn
 from gracekv.vllm.header import SEPARATOR
@@ -26,10 +27,12 @@ class ServedConversation:
         context: name of the context that the next turn reads.
     """
 
-    def __init__(self, client: Any, context: str, compact: Compaction | None) -> None:
+    def __init__(
+        self, client: Any, context: str, limit: Limit | None, compact: Compaction | None
+    ) -> None:
         self.messages: list[dict[str, str]] = []
         self.context = context
-        self._client, self._compact = client, compact
+        self._client, self._limit, self._compact = client, limit, compact
         self._own, self._made = f"chat-{secrets.token_hex(8)}", 0
         # Uncompressed messages as role and tokens; runs of them to be compressed; the name of the
         # context in the making, and the tokens of its run.
@@ -99,7 +102,8 @@ class ServedConversation:
             tokens, ratio = self._runs.pop(0)
             name, self._made = f"{self._own}.{self._made}", self._made + 1
             ids = [x for _, ids in self._tail for x in ids][:tokens]
-            self._client.extend(self.context, ids, into=name, ratio=ratio, wait=False)
+            options = {"into": name, "ratio": ratio, "limit": self._limit}
+            self._client.extend(self.context, ids, wait=False, **options)
             self._pending = name, tokens
 
     def _delete(self, name: str) -> None:

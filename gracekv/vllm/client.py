@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from gracekv.decode.compaction import Compaction
+from gracekv.decode.limit import Limit
 from gracekv.errors import PromptError, StoreError, required
 from gracekv.prefill.chat_text import check_text, continued
 from gracekv.vllm.chatting import ServedConversation
@@ -102,17 +103,25 @@ class Client:
         return self._make({"compress": {"name": name, **options}}, ids, wait)
 
     def extend(
-        self, name: str, text: str | Sequence[int], *, wait: bool = True, **options: Any
+        self,
+        name: str,
+        text: str | Sequence[int],
+        *,
+        limit: Limit | None = None,
+        wait: bool = True,
+        **options: Any,
     ) -> Context:
         """Extend a context by a passage, which alone is read, over the context's entries.
 
-        The context's entries stay as they are. The longer context replaces it, as in `compress`,
-        unless it gets another name by `into`.
+        The context's entries stay as they are, up to a limit. The longer context replaces it, as in
+        `compress`, unless it gets another name by `into`.
 
         Args:
             name: of the context.
             text: the passage, which is appended to the document as it is, separators included; or
                 token ids.
+            limit: the most that the longer context may hold, with its `every` and `window` left
+                free for turns; where it is reached, the entries with the highest scores stay.
             wait: whether to wait until the context is ready; if not, see `list`.
             options: those of `compress`, with the budget for the passage alone and the context's
                 own recipe by default; and `into`, the name of the longer context.
@@ -120,7 +129,7 @@ class Client:
         Raises:
             StoreError: the server refuses the passage, as there is no such context, it is in the
                 making, its prompt has a question, or the passage does not fit the model's
-                positions; or extending fails or takes too long.
+                positions; or extending fails, as entries have no scores, or takes too long.
             PromptError: the passage is empty.
             MissingDependencyError: openai is not installed, or transformers if it is needed.
         """
@@ -129,6 +138,8 @@ class Client:
             text = continued(self._tokenizer, text)
         if not len(text):
             raise PromptError("The passage is empty: there is nothing to read.")
+        if limit is not None:
+            options["limit"] = limit.to_dict()
         return self._make({"extend": {"name": name, **options}}, text, wait)
 
     def _make(self, order: Mapping[str, Any], ids: Sequence[int], wait: bool) -> Context:
@@ -170,7 +181,9 @@ class Client:
         for choice in self._choices(asked, max_tokens, options):
             yield choice.text
 
-    def chat(self, name: str, compact: Compaction | None = None) -> ServedConversation:
+    def chat(
+        self, name: str, limit: Limit | None = None, compact: Compaction | None = None
+    ) -> ServedConversation:
         """A conversation about a context, which itself is never changed.
 
         `with client.chat("book", compact=gracekv.Compaction(after=1024, ratio=4)) as chat` deletes
@@ -178,9 +191,10 @@ class Client:
 
         Args:
             name: of the context.
+            limit: the most that context and compressed messages may hold, as in `extend`.
             compact: when the server compresses older messages; by default never.
         """
-        return ServedConversation(self, name, compact)
+        return ServedConversation(self, name, limit, compact)
 
     def list(self) -> tuple[Context, ...]:
         """All contexts of the server, including those in the making and failed ones."""

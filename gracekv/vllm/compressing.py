@@ -8,20 +8,22 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from gracekv.cache.base import RaggedCache
-from gracekv.cache.joining import joined_cache
+from gracekv.cache.base import RaggedCache, RaggedEntries
+from gracekv.cache.joining import joined_cache, joined_scores
 from gracekv.cache.quantised import dequantised
 from gracekv.cache.sharding import gathered_cache
+from gracekv.decode.cut import entries_within
 from gracekv.distributed.agreement import together
 from gracekv.distributed.sharding import WHOLE, HeadShard
-from gracekv.errors import GracekvError
+from gracekv.errors import GracekvError, StoreError
 from gracekv.vllm.context_folder import write_context
 from gracekv.vllm.exporting import describe, moved
 from gracekv.vllm.header import ContextHeader
@@ -206,15 +208,30 @@ class Compressor:
         model, shard = self._served.model, self._shard
         run = order.pipeline.run(recording.prefill(), order.budget)
         cache, past, follow = dequantised(run.cache), recording.past, order.follow
-        if past is None:
-            rotated = moved(model, cache)
-        else:
+        # A text that keeps all its entries has no scores, and stays whole.
+        stay = [torch.full((layer.entries,), torch.inf) for layer in cache.layers]
+        scores: Sequence[Tensor] | None = run.entry_scores() or stay
+        added = None
+        if past is not None:
             follow, places = past.header.continuation, recording.spans.past
+            # The entries before were turned for a question right after them.
             added = cache.length - places
             before = RaggedCache(past.layers, past.header.length)
+            both = joined_scores([(before, before.scores), (cache, scores)], places)
+            scores = both if before.scores else None
             cache = dequantised(joined_cache(before, cache, places, shard))
-            # The entries before were turned for a question right after them.
-            rotated = moved(model, cache, added)
+        cache = cache.with_scores(scores)
+        if order.limit is not None:
+            if scores is None:
+                raise StoreError(
+                    f"The entries of context {order.source!r} have no scores by which a limit "
+                    f"could cut them. Compress it anew, by a recipe that scores tokens."
+                )
+            masks = entries_within(order.limit, cache, scores, shard)
+            if masks is not None:
+                layers = map(RaggedEntries.where, cache.layers, masks)
+                cache = replace(cache, layers=tuple(layers))
+        rotated = moved(model, cache, added)
         self._store.loaded.check(order.name, rotated.kv_bytes + rotated.metadata_bytes)
         entries, size = (shard.total(x) for x in (int(cache.entries().sum()), cache.kv_bytes))
 

@@ -66,7 +66,10 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
     for folder in folders:
         check_replaceable(folder)
     # vLLM computes in the model's dtype.
-    caches = [dequantised(result.packed.sequence(number)) for number in range(count)]
+    caches = [
+        dequantised(result.packed.sequence(number)).with_scores(run.entry_scores())
+        for number, run in enumerate(result._runs)
+    ]
     model, recipe = result.model, recipes.label(result.pipeline)
     for cache, prompt, folder in zip(caches, result.prompts, folders, strict=True):
         header = functools.partial(describe, model, _follow(prompt, cache), cache, recipe)

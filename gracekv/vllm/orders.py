@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gracekv.allocate import Budget
+from gracekv.decode.limit import Limit
 from gracekv.errors import BudgetError, ConfigError, StoreError
 from gracekv.pipeline import Pipeline
 from gracekv.prefill.observations import check_observers
@@ -59,6 +60,7 @@ class Compression:
         follow: how requests continue it.
         source: the context that the prompt continues, which stays unless it has the same name;
             None for a document.
+        limit: the most entries of the longer context, or None.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Compression:
     start: int = 0
     follow: Continuation = field(default_factory=Continuation)
     source: str | None = None
+    limit: Limit | None = None
 
     def spans(self, length: int, past: int = 0) -> PromptSpans:
         """The spans of a prompt whose last token gets no entries.
@@ -128,7 +131,7 @@ def order_of(
 
 
 def _compression(given: Mapping[str, Any], recipe_of: Callable[[str], str] | None) -> Compression:
-    known = _OPTIONS | _BUDGETS | (set() if recipe_of is None else {"into"})
+    known = _OPTIONS | _BUDGETS | (set() if recipe_of is None else {"into", "limit"})
     unknown = sorted(map(str, given.keys() - known))
     if unknown:
         raise StoreError(
@@ -161,4 +164,7 @@ def _compression(given: Mapping[str, Any], recipe_of: Callable[[str], str] | Non
             f"{expires!r}. A saved one stays until it is deleted."
         )
     budget = Budget.of({x: given[x] for x in _BUDGETS & given.keys()})
-    return Compression(name, recipe, pipeline, budget, **options, source=source)
+    limit = None if given.get("limit") is None else Limit.from_dict(given["limit"])
+    if limit and (limit.strategy or limit.history or limit.positions != "counted"):
+        raise StoreError(f"The limit of a context has a size, 'every' and 'window'; got {limit}.")
+    return Compression(name, recipe, pipeline, budget, **options, source=source, limit=limit)

@@ -37,7 +37,7 @@ class ContextServer(ThreadingHTTPServer):
         return {"contexts": list(self.contexts.values())}
 
     def compress(self, ids, name, ratio=None, recipe="gracekv-agnostic", save=False, **other):
-        other.pop("into", None)
+        other = {x: value for x, value in other.items() if x not in ("into", "limit")}
         if ratio is None or ratio < 1 or other:
             raise Refusal(400, f"A ratio is at least 1; got {ratio}. {other or ''}")
         self.contexts[name] = {

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("openai")
 
 import gracekv
-from gracekv import Compaction
+from gracekv import Compaction, Limit
 from gracekv.errors import MissingDependencyError, PromptError, StoreError
 from gracekv.prefill.chat_text import continued, first_turn, next_turn
 from gracekv.testing.models import tiny_tokenizer
@@ -170,9 +170,9 @@ def test_openai_is_missing(monkeypatch):
         Client().list()
 
 
-def talk(client, server, turns, **policy):
+def talk(client, server, turns, limit=None, **policy):
     """A conversation of so many turns, and the prompts that it sent, by context."""
-    chat = client.chat("book", compact=Compaction(after=64, ratio=4, recent=2, **policy))
+    chat = client.chat("book", limit, Compaction(after=64, ratio=4, recent=2, **policy))
     for number in range(turns):
         chat.ask(f"{QUESTION} It is question {number}.")
     asked = [body for body in server.bodies if body.get("stream")]
@@ -235,6 +235,15 @@ def test_messages_that_are_kept_have_all_their_entries(client, server):
     client.compress("book", TEXT, ratio=4)
     talk(client, server, 8, keep=("user",))
     assert {order["ratio"] for order, _ in extensions(server)} == {1, 4}
+
+
+def test_a_limit_goes_with_each_extension(client, server):
+    client.compress("book", TEXT, ratio=4)
+    limit = Limit(kv_bytes="1MiB", every=64)
+    talk(client, server, 9, limit=limit)
+    sent = [order["limit"] for order, _ in extensions(server)]
+    assert [Limit.from_dict(x) for x in sent] == [limit] * len(sent)
+    assert len(sent) >= 2
 
 
 def test_a_context_that_cannot_be_made_leaves_the_conversation(client, server, tokenizer):

@@ -175,6 +175,28 @@ def test_a_context_is_extended_as_in_transformers(made, recipe):
     assert usage(made, "kv_cache_usage_perc") == 0
 
 
+def test_a_context_that_is_extended_stays_within_its_limit(made):
+    from gracekv.decode import Limit
+    from gracekv.hf.extend import limited_run
+
+    ids, limit = made.tokenizer(TEXT).input_ids, Limit(entries_per_head=80, window=8)
+    run(made, (ids, compress("talk")))
+    wait(made, "talk")
+    result, sizes = by_transformers(made, ids), []
+    for number in range(3):
+        passage = [*made.tokenizer(f"It was turn {number}. {TEXT[:300]}").input_ids, ids[-1]]
+        run(made, (passage, extend("talk", limit=limit.to_dict())))
+        one = wait(made, "talk")
+        longer = result.extend(passage, ratio=3)
+        cut = limited_run(longer, limit)
+        result = type(longer).from_runs(made.model, longer.prompts, [cut], longer.pipeline)
+        sizes.append(int(result.packed.entries().sum()))
+        assert (one["state"], one["entries"]) == ("ready", sizes[-1])
+        (answer,) = run(made, (question(made), asking("talk")))
+        check(made, answer.outputs[0], result)
+    assert sizes[0] <= sizes[1] == sizes[2] == 72 * result.packed.entries().numel()
+
+
 def test_a_passage_that_cannot_follow_is_refused_and_the_context_stays(made):
     from vllm.exceptions import VLLMValidationError
 

@@ -1,13 +1,17 @@
 """A worker extends a context as transformers does, and unusable passages are refused."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import gracekv
+from gracekv.decode import Limit
+from gracekv.distributed.sharding import WHOLE
 from gracekv.errors import StoreError
+from gracekv.hf.extend import limited_run
 from gracekv.testing.models import tiny_model
 from gracekv.vllm import ContextStore, export
 from gracekv.vllm.exporting import moved
@@ -17,6 +21,7 @@ from gracekv.vllm.recording import Chunk
 from gracekv.vllm.served_model import ServedModel
 from support.compressing_engine import tokens_of
 from support.recording_worker import Worker
+from support.thread_exchange import connected
 
 LENGTH, PASSAGE = 60, 40
 
@@ -72,8 +77,8 @@ def engine(model):
     return ServedModel.of(SimpleNamespace(model_config=served, parallel_config=ranks))
 
 
-def extend(worker, model, result, ids, *, pieces=(), **options):
-    """Let the worker extend the context "talk"; the context and its header."""
+def read(worker, model, result, ids, *, pieces=(), **options):
+    """Let the worker read a passage over the context "talk"."""
     order = order_of(
         {"extend": {"name": "talk", "ratio": 2, **options}},
         recipe_of=lambda name: worker.store.header(name).recipe,
@@ -84,9 +89,14 @@ def extend(worker, model, result, ids, *, pieces=(), **options):
         chunk = Chunk("0", order, 0, start, end - start, len(ids), past)
         recording = worker.compressor.begin(chunk, "0")
         for layer, (query, key, value) in enumerate(parts):
-            own = slice(start, end)
-            recording.add(layer, start, query[own], key[own], value[own], query.shape[2] ** -0.5)
+            own = [worker.shard.own_heads(x[start:end], 1) for x in (query, key, value)]
+            recording.add(layer, start, *own, query.shape[2] ** -0.5)
         worker.found = worker.compressor.outcome(idle=False)
+
+
+def extend(worker, model, result, ids, **options):
+    """Let the worker extend the context "talk"; the context and its header."""
+    read(worker, model, result, ids, **options)
     made = worker.outcome()
     assert made.reason == ""
     return worker.store.load("talk"), made.header
@@ -126,6 +136,86 @@ def test_a_context_stays_continued_as_it_was(model, ids, tmp_path):
     again = ContextStore(tmp_path).load("talk")
     assert again.header == header
     assert tokens_of(again.layers) == tokens_of(worker.store.load("talk").layers)
+
+
+def by_transformers(result, passage, limit):
+    """The result of a conversation's compaction under a limit."""
+    longer = result.extend(passage, ratio=2)
+    run = limited_run(longer, limit)
+    return type(longer).from_runs(longer.model, longer.prompts, [run], longer.pipeline)
+
+
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_limit_cuts_as_a_conversation_s_does(model, ids, tmp_path, ranks, save):
+    """Four passages under a limit that the second one reaches; scores outlive the process."""
+    result, limit = compressed(model, ids), Limit(entries_per_head=40, every=8, window=4)
+    export(result, tmp_path / "talk")
+    shards = connected(ranks) if ranks > 1 else [WHOLE]
+    heads = [(x.rank * 4 // ranks, (x.rank + 1) * 4 // ranks) for x in shards]
+
+    def begun():
+        return [
+            Worker(model, tmp_path, shard, heads=own)
+            for shard, own in zip(shards, heads, strict=True)
+        ]
+
+    workers, sizes = begun(), []
+    for _ in range(4):
+        passage, after = ids[result.packed.length :][:30], result.prompt.ids[-1:]
+        options = {"limit": limit.to_dict(), "save": save}
+        for worker in workers:
+            read(worker, model, result, torch.cat([passage, after]), **options)
+        made = [worker.outcome() for worker in workers]
+        assert {x.reason for x in made} == {""}
+        result = by_transformers(result, passage, limit)
+        want = tokens_of(result.packed.layers)
+        loaded = [x.store.load("talk", made[0].header.digest) for x in workers]
+        got = {
+            (layer, first + head, place)
+            for (first, _), own in zip(heads, loaded, strict=True)
+            for layer, head, place in tokens_of(own.layers)
+        }
+        # Scores of earlier passages are held in 16 bits.
+        assert len(got) == len(want) == made[0].header.entries
+        assert len(got & want) >= 0.99 * len(want)
+        assert made[0].header.length == result.packed.length
+        sizes.append(len(got))
+        workers = begun() if save else workers
+    units = len(result.packed.layers) * 4
+    assert sizes[1:] == [36 * units] * 3
+    assert sizes[0] < sizes[1]
+
+
+def test_scores_count_in_memory_and_in_the_file(model, ids, tmp_path):
+    result = compressed(model, ids)
+    export(result, tmp_path / "talk")
+    context = ContextStore(tmp_path).load("talk")
+    for layer, own in zip(context.layers, result._runs[0].entry_scores(), strict=True):
+        assert layer.metadata_bytes - replace(layer, scores=None).metadata_bytes == 2 * len(own)
+        assert torch.equal(layer.scores, own.bfloat16())
+
+
+def test_what_a_limit_cannot_cut_is_refused_and_the_old_context_stays(model, ids, tmp_path):
+    result = compressed(model, ids)
+    bare = replace(result, _runs=tuple(replace(run, record=None) for run in result._runs))
+    worker, passage = Worker(model, tmp_path), ids[LENGTH : LENGTH + PASSAGE]
+
+    def failing(made, **options):
+        export(made, tmp_path / "talk")
+        before = worker.store.header("talk")
+        read(worker, model, result, passage, **options)
+        assert worker.outcome().header is None
+        assert worker.store.header("talk") == before
+        return worker.found.reason
+
+    assert "'talk' have no scores" in failing(bare, limit={"entries_per_head": 100})
+    # Without a limit, a file of an earlier version is extended as before.
+    header = extend(worker, model, result, passage)[1]
+    assert header.length == LENGTH + PASSAGE - 1
+    worker.store.forget("talk")
+    small = {"entries_per_head": 10, "window": 2, "every": 1}
+    assert "must stay" in failing(result, ratio=1, limit=small)
 
 
 def add(jobs, name, length=20, request="0"):
@@ -179,6 +269,11 @@ def test_a_passage_is_compressed_by_the_context_s_recipe():
     ):
         with pytest.raises(StoreError, match=r"context.s name|got into"):
             order_of(bad)
+    for limit in ({}, {"ratio": 2, "kv_bytes": 8}, {"ratio": 2, "history": True}, {"most": 3}, 9):
+        with pytest.raises(StoreError, match=r"Limit|limit"):
+            order_of({"extend": {"name": "talk", "ratio": 2, "limit": limit}})
+    with pytest.raises(StoreError, match="got limit"):
+        order_of({"compress": {"name": "talk", "ratio": 2, "limit": {"ratio": 2}}})
     with pytest.raises(StoreError, match="made by no recipe"):
         order_of({"extend": {"name": "talk", "ratio": 2}}, recipe_of=lambda name: "custom")
     assert order.spans(10, past=7).past == 7
