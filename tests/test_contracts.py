@@ -41,23 +41,19 @@ class Spoiled(Scorer):
     def __call__(self, prefill, region):
         found = MeanAttention()(prefill, region)
         scores, seeds = found.scores, found.seed_scores
-        if self.fault == "negative":
-            scores = scores - 1
-        elif self.fault == "double":
-            scores = scores.double()
-        elif self.fault == "sum":
-            seeds = 2 * seeds
-        elif self.fault == "shape":
-            scores = scores[:1]
-        elif self.fault == "random":
-            scores = scores + torch.rand(scores.shape)
-        elif self.fault == "compares":
-            scores = scores / scores.mean()
-        elif self.fault == "draws":
-            torch.rand(1)
-        elif self.fault == "writes":
-            prefill.keys[0].mul_(1)
-        return TokenScores(scores, seeds)
+        FAULTS.get(self.fault, lambda prefill: None)(prefill)
+        scores = SPOILED.get(self.fault, lambda scores: scores)(scores)
+        return TokenScores(scores, 2 * seeds if self.fault == "sum" else seeds)
+
+
+FAULTS = {"draws": lambda _: torch.rand(1), "writes": lambda prefill: prefill.keys[0].mul_(1)}
+SPOILED = {
+    "negative": lambda scores: scores - 1,
+    "double": lambda scores: scores.double(),
+    "shape": lambda scores: scores[:1],
+    "random": lambda scores: scores + torch.rand(scores.shape),
+    "compares": lambda scores: scores / scores.mean(),
+}
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Packed entries against the equations, and what must survive packing bit for bit."""
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,36 +58,6 @@ def test_entries_match_the_reference(seed: int, refiner: str) -> None:
                     want_m = torch.tensor(entry.multiplicity).log()
                     torch.testing.assert_close(log_m[i], want_m, rtol=1e-4, atol=1e-5)
             assert bool((positions.diff() > 0).all())
-
-
-@given(seed=st.integers(0, 10_000), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-@settings(max_examples=10)
-def test_full_expansion_is_the_original_cache(seed: int, dtype: torch.dtype) -> None:
-    context = tree_context(seed)
-    prefill = context.prefill
-    prefill = dataclasses.replace(
-        prefill,
-        keys=tuple(k.to(dtype) for k in prefill.keys),
-        values=tuple(v.to(dtype) for v in prefill.values),
-    )
-    context = dataclasses.replace(context, prefill=prefill)
-    forest = build_forest(context, Prototype(), REFINERS.build("binary_extract"))
-    frontier = Frontier(
-        forest, torch.ones(forest.trees, dtype=torch.bool), ~forest.is_leaf, budget=10**6
-    )
-    cache = pack(context, frontier)
-    for layer, (k, v) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
-        full = RaggedEntries.dense(k[:, :-1], v[:, :-1])
-        for name in ("keys", "values", "positions", "log_multiplicity", "offsets"):
-            assert torch.equal(getattr(cache.layers[layer], name), getattr(full, name)), name
-
-
-def test_an_empty_frontier_drops_the_region_everywhere() -> None:
-    context = tree_context(0)
-    forest = build_forest(context, Prototype(), REFINERS.build("binary"))
-    cache = pack(context, Frontier.empty(forest, budget=0))
-    kept = context.prefill.spans.length - 1 - context.partition.region.length
-    assert torch.equal(cache.entries(), torch.full((2, 2), kept))
 
 
 def test_bytes_are_physical() -> None:

@@ -167,15 +167,6 @@ def test_list_shows_every_strategy_and_recipe(run):
         assert f"{name} " in out
 
 
-def test_list_one_stage_or_the_recipes(run):
-    _, out, _ = run("list", "--stage", "allocate")
-    assert "exact_dp" in out
-    assert "curvature_dp" not in out
-    _, out, _ = run("list", "--recipes")
-    assert "fullkv" in out
-    assert "exact_dp" not in out
-
-
 def test_list_says_what_each_recipe_is_and_where_it_comes_from(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     _, out, _ = run("list", "--recipes")

@@ -94,15 +94,6 @@ def test_without_a_fit_the_cache_is_the_packed_one():
     assert Pipeline.named("gracekv").fit == FITTERS.build("none")
 
 
-@pytest.mark.parametrize("name", sorted(FITTERS))
-def test_nothing_is_fitted_at_ratio_one(name):
-    prefill, _, cache = compressed(ratio=1, fit=name)
-    for layer, (keys, values) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
-        covered = prefill.spans.length - 1
-        assert torch.equal(cache.layers[layer].keys, keys[:, :covered].flatten(0, 1))
-        assert torch.equal(cache.layers[layer].values, values[:, :covered].flatten(0, 1))
-
-
 def test_degenerate_heads_stay_finite():
     prefill, region, _ = compressed(seed=2)
     # Repeated keys, and keys that no query looks at.

@@ -62,18 +62,6 @@ def test_growth_leaves_unused_places_unread(model):
     assert bool(logits.isfinite().all())
 
 
-def test_rows_are_selected_repeated_and_reordered():
-    cache = GraceCache(packed())
-    cache.batch_repeat_interleave(3)  # An empty tail has no rows yet.
-    keys, _ = feed(cache, 2, rows=2)
-    cache.batch_repeat_interleave(2)
-    assert torch.equal(cache.layers[0]._tail(2)[0], keys[0].repeat_interleave(2, dim=0))
-    cache.reorder_cache(torch.tensor([3, 0]))
-    assert torch.equal(cache.layers[1]._tail(2)[1], keys[1].flip(0))
-    cache.batch_select_indices(torch.tensor([False, True]))
-    assert torch.equal(cache.layers[1]._tail(2)[1], keys[1][:1])
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_tail_of_few_rows_serves_several(rows):
     cache = GraceCache(packed())

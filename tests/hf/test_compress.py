@@ -12,22 +12,12 @@ from gracekv.errors import (
     PromptError,
     UnknownStrategyError,
 )
-from gracekv.hf import CompressionResult, GraceCache, detach
+from gracekv.hf import CompressionResult, detach
 from gracekv.testing.models import tiny_llama
+from support.batches import Numbers
 from support.margins import assert_same_tokens, logits_over
 
 IDS = torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(0))
-
-
-class Numbers:
-    """A tokenizer whose words are the ids."""
-
-    def decode(self, ids, skip_special_tokens):
-        assert skip_special_tokens
-        return " ".join(map(str, ids.tolist()))
-
-    def get_vocab(self):
-        return {str(i): i for i in range(97)}
 
 
 @pytest.fixture(scope="module")
@@ -71,28 +61,6 @@ def test_a_compressed_prompt_can_be_continued_again_and_again(result):
     assert result.generate(8) == " ".join(map(str, first[0].tolist()))
     with_scores = result.generate_ids(8, return_dict_in_generate=True, output_scores=True)
     assert torch.equal(with_scores, first)
-
-
-def test_model_generate_works_on_the_cache_directly(model, prompt, result):
-    expected = result.generate_ids(8)
-    output = model.generate(
-        prompt.ids[None],
-        past_key_values=result.new_cache(),
-        attention_mask=torch.ones_like(IDS)[None],
-        max_new_tokens=8,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    assert torch.equal(output[:, 150:], expected)
-
-
-def test_caches_share_the_packed_part(result):
-    one, two = result.new_cache(), result.new_cache()
-    assert isinstance(one, GraceCache)
-    assert one is not two
-    assert one.layers[0] is not two.layers[0]
-    assert one.layers[0].packed is two.layers[0].packed
-    assert one.get_seq_length() == 149
 
 
 def test_the_result_reports_what_was_spent(result):

@@ -17,7 +17,6 @@ from gracekv.hf import GraceCache
 from gracekv.pipeline import Pipeline
 from gracekv.precision import AllocatedPrecision, UniformPrecision
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
-from support.margins import assert_same_choice
 
 TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
 IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))
@@ -73,28 +72,6 @@ def test_the_passage_is_read_over_what_the_codes_say(model, name):
                 torch.testing.assert_close(added[0], keys[0, g], atol=1e-4, rtol=1e-4)
                 torch.testing.assert_close(added[1], values[0, g], atol=1e-4, rtol=1e-4)
                 assert added[2].tolist() == list(range(END, END + len(PASSAGE)))
-
-
-@pytest.mark.parametrize("name", ["8 bits", "4 bits"])
-def test_after_a_whole_past_it_keeps_what_the_full_cache_would(model, name):
-    context = (END, END + len(PASSAGE))
-    got = compressed(model, name, kv_bytes="1MB").extend(PASSAGE, ratio=4)
-    prompt = Prompt.from_ids(
-        torch.cat([IDS[: context[1]], IDS[:TAIL]]), context=context, question_end=context[1]
-    )
-    want = gracekv.compress(model, prompt, ratio=4, pipeline=pipeline(name), keep_run=True)
-    relevance, recent = want.details.relevance, want.accounting.recent
-    scores = (relevance.scores * relevance.sensitivity[..., None]).flatten()[None]
-    kept = []
-    for result in (got, want):
-        mask = torch.zeros(3, 2, len(PASSAGE) - recent, dtype=torch.bool)
-        for n, layer in enumerate(result.packed.layers):
-            row, position, _ = layer.index()
-            inside = (position >= END) & (position < context[1] - recent)
-            mask[n, row[inside], position[inside] - END] = True
-        kept.append(mask.flatten()[None])
-    assert 0 < int(kept[0].sum()) < kept[0].numel()
-    assert_same_choice(*kept, scores)
 
 
 @every_precision

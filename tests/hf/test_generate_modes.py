@@ -9,8 +9,6 @@ from threading import Thread
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -193,18 +191,6 @@ def test_a_streamer_gets_each_token_as_it_comes(model, result, tokenizer):
     thread.start()
     assert "".join(text) == tokenizer.decode(plain, skip_special_tokens=True)
     thread.join()
-
-
-@settings(max_examples=6)
-@given(seed=st.integers(0, 2**32 - 1), period=st.integers(3, 9), lookup=st.integers(1, 6))
-def test_prompt_lookup_changes_speed_only(model, tokenizer, seed, period, lookup):
-    """A repetitive prompt, so that guesses come and some of them are right."""
-    cycle = torch.randint(2, 97, (period,), generator=torch.Generator().manual_seed(seed))
-    ids = cycle.repeat(40)[:110]
-    result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (3, 100)), ratio=3)
-    plain = result.generate_ids(20)
-    guessed = result.generate_ids(20, prompt_lookup_num_tokens=lookup)
-    assert_same_tokens(guessed, plain, logits_over(result))
 
 
 def counted(model, monkeypatch):

@@ -4,17 +4,14 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from gracekv.errors import MissingCaptureError, NonFiniteError, PromptError, UnsupportedModelError
 from gracekv.hf import attach
 from gracekv.hf.capture import EVERYTHING, capture
 from gracekv.prefill import Needs
-from gracekv.prefill.base import seconds_by_stage
 from gracekv.prefill.fingerprint import differences, fingerprint
 from gracekv.prefill.prompt import Prompt
 from gracekv.segment.curvature import BlockInput
-from gracekv.segment.surprisal import Surprisal
 from gracekv.testing.models import tiny_llama
 from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
 from support.capture_state import state
@@ -26,42 +23,6 @@ def prompt_of(length=90, seed=0, **spans):
     return Prompt.from_ids(
         ids, **({"context": (5, length - 12), "question_end": length - 4} | spans)
     )
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("rope", ["default", "llama3", "yarn"])
-def test_the_capture_is_the_stock_forward_pass(attention, rope):
-    model = tiny_llama(layers=3, rope=rope, attention=attention, bias=True)
-    prompt = prompt_of()
-    before = state(model)
-
-    prefill = capture(model, prompt)
-
-    assert state(model) == before
-    cache = DynamicCache()
-    with torch.no_grad():
-        stock = model(
-            prompt.ids[None], past_key_values=cache, output_hidden_states=True, use_cache=True
-        )
-        last = model(prompt.ids[None], logits_to_keep=1).logits
-    for layer in range(3):
-        assert torch.equal(prefill.keys[layer], cache.layers[layer].keys[0])
-        assert torch.equal(prefill.values[layer], cache.layers[layer].values[0])
-        assert prefill.queries[layer].shape == (4, 90, 16)
-    assert torch.equal(prefill.logits, last[0, -1])
-    for layer, depth in ((0, 0.33), (1, 0.5), (2, 0.67)):
-        stream = prefill.observation(BlockInput(depth))
-        assert torch.equal(stream, stock.hidden_states[layer][0])
-    expected = -stock.logits[0].double().log_softmax(-1)[torch.arange(89), prompt.ids[1:]]
-    surprisal = prefill.observation(Surprisal())
-    torch.testing.assert_close(surprisal[1:].double(), expected, rtol=0, atol=1e-4)
-    assert surprisal[0] == 0
-    assert set(prefill.seconds) == {"prefill", *EVERYTHING.observers}
-    assert set(seconds_by_stage(prefill.seconds, EVERYTHING)) == {
-        "prefill",
-        "surprisal",
-        "projections",
-    }
 
 
 def test_queries_scale_and_outputs_fit_together():

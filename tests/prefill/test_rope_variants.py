@@ -84,16 +84,6 @@ def test_a_key_moved_to_another_position_is_rotated_as_the_model_would(variant, 
         torch.testing.assert_close(prefill.rope.rotate(plain, moved), want[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("variant", VARIANTS[::4], ids=str)
-@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.01), (torch.float16, 0.0015)])
-def test_half_precision_keys_are_recovered_up_to_their_rounding(variant, dtype, error):
-    model = tiny_model(**variant, dtype=dtype)
-    prefill, before, _ = captured(model, prompt_of())
-    for key, plain in zip(prefill.keys, before, strict=True):
-        unrotated = prefill.rope.unrotate(key.float(), torch.arange(LENGTH))
-        assert float((unrotated - plain.float()).norm() / plain.float().norm()) < error
-
-
 def test_dynamic_rope_is_captured_as_it_was_not_recomputed():
     """Beyond its length a model rotates by the longest sequence that it has seen so far."""
     model = tiny_model(rope="dynamic", positions=50)

@@ -1,6 +1,5 @@
 """The whole method on one real capture: fast stages against the float64 references."""
 
-import dataclasses
 import importlib.util
 import itertools
 
@@ -21,7 +20,6 @@ from gracekv.tree import Nodes, Prototype, PrototypeRule, TreeBatch, TreeContext
 from gracekv.tree.engines.reference import ReferenceDistortion, prototype_of
 from gracekv.tree.workspace import Workspace
 from gracekv.value import MultiHop, OutputProjection
-from support.purchases import assert_same_purchase
 
 pytestmark = [
     pytest.mark.model,
@@ -119,20 +117,6 @@ def test_segmentation_and_relevance_match_their_references(prefill: Prefill) -> 
         rtol=1e-4,
         atol=0,
     )
-
-
-@pytest.mark.parametrize("recipe", ["gracekv", "gracekv-no-floor"])
-@pytest.mark.parametrize("ratio", [2, 8, 24])
-def test_pruning_keeps_the_same_nodes(prefill: Prefill, recipe: str, ratio: int) -> None:
-    pipeline = Pipeline.named(recipe)
-    pruned = pipeline.run(prefill, Budget.ratio(ratio))
-    whole = dataclasses.replace(pipeline, prune=False).run(prefill, Budget.ratio(ratio))
-    assert pruned.forest is not None
-    assert whole.forest is not None
-    assert pruned.forest.nodes < whole.forest.nodes or ratio == 2
-    assert pruned.frontier is not None
-    assert whole.frontier is not None
-    assert_same_purchase(pruned.frontier, whole.frontier)
 
 
 @pytest.mark.parametrize("ratio", [2, 8, 24])

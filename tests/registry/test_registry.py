@@ -3,8 +3,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gracekv.errors import ConfigError, GracekvError, UnknownStrategyError
 from gracekv.registry import Configurable, Registry, Strategy, suggestion
@@ -139,27 +137,6 @@ def test_nested_data_becomes_objects():
     assert data["dice"] == {"name": "fair", "sides": 6}
     # Lists, not tuples: YAML's safe writer refuses tuples.
     assert type(data["paint"]["shades"]) is list
-
-
-@given(
-    speed=st.floats(allow_nan=False),
-    twists=st.integers(),
-    limit=st.none() | st.integers(),
-    side=st.sampled_from(["left", "right"]),
-    shades=st.lists(st.floats(allow_nan=False), max_size=4),
-    sides=st.integers(),
-)
-def test_plain_data_and_back(speed, twists, limit, side, shades, sides):
-    top = Top(
-        speed=speed,
-        twists=twists,
-        limit=limit,
-        side=side,
-        paint=Paint(shades=tuple(shades)),
-        dice=Fair(sides),
-    )
-    assert TOYS.parse(top.to_dict()) == top
-    assert TOYS.parse(top) is top
 
 
 def test_a_class_that_is_defined_again_takes_its_own_place():

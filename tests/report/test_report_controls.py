@@ -4,10 +4,9 @@ import dataclasses
 import re
 
 import pytest
-import torch
 
-from gracekv.report import token_statuses
-from support.report_pages import classes, expected, shade, shown_unit, slide
+from gracekv.report import ReportData, token_statuses
+from support.report_pages import classes, expected, shown_unit, slide
 
 
 def test_sliders_shade_the_text_by_their_head(page, data):
@@ -20,42 +19,6 @@ def test_sliders_shade_the_text_by_their_head(page, data):
     assert page.locator("#layerShown").inner_text() == "1"
     page.uncheck("#slots")
     assert not any("slot" in name for name in classes(page, 0).values())
-
-
-def test_averages_shade_by_entries_a_token(page, data):
-    for mode, units in (("layer", slice(2, 4)), ("all", slice(0, 6))):
-        slide(page, "layer", 1) if mode == "layer" else None
-        page.locator(f"[name=mode][value={mode}]").check(force=True)
-        for pane, column in enumerate(data.columns):
-            lengths = column.entries.entry_lengths()[units].double()
-            share = torch.where(lengths > 0, 1 / lengths.clamp(min=1), 0.0).mean(0)
-            shown = classes(page, pane)
-            first = column.entries.region[0]
-            for at, value in enumerate(share.tolist()):
-                step = int(re.search(r" a(\d)", shown[str(first + at)])[1])
-                assert abs(step - 8 * value**0.5) <= 0.5 + 1e-4
-
-
-def test_resolution_counts_what_is_shown(page, data):
-    for mode, units in (("all", slice(0, 6)), ("head", slice(3, 4))):
-        page.locator(f"[name=mode][value={mode}]").check(force=True)
-        if mode == "head":
-            slide(page, "layer", 1)
-            slide(page, "head", 1)
-        rows = page.locator("#resolution [data-bin]")
-        for pane, column in enumerate(data.columns):
-            lengths = column.entries.entry_lengths()[units].flatten().tolist()
-            sums = {}
-            for length in lengths:
-                sums[shade(length)] = sums.get(shade(length), 0) + 1
-            for at in range(rows.count()):
-                row = rows.nth(at)
-                shown = row.locator("td").nth(pane).get_attribute("data-tokens")
-                assert int(shown) == sums.get(int(row.get_attribute("data-bin")), 0)
-            total = sum(int(x) for x in rows.locator(f"td:nth-child({pane + 2})").evaluate_all(
-                "cells => cells.map(cell => cell.dataset.tokens)"
-            ))  # fmt: skip
-            assert total == len(lengths)
 
 
 def test_maps_choose_a_head_by_click_and_by_keys(page):
@@ -201,3 +164,27 @@ def test_one_result_alone_and_the_other_side(opened, page, data):
     assert alone.locator(".row").first.locator(".pane").count() == 1
     assert alone.problems == []
     alone.close()
+
+
+def test_the_table_of_a_token_tells_how_far_values_moved(opened, make, words):
+    result = make("snapkv", 2, tokenizer=words(), fields={"fit": "values_and_mass"})
+    page, spans = opened(ReportData.of({"Fitted": result})), result.prompt.spans
+    token, statuses = next(
+        (token, found)
+        for token in range(spans.context_start, spans.context_end - 6)
+        if (found := token_statuses(result, token)).count("exact") > 1
+        and found.rows[0].value_change
+    )
+    page.locator(f".pane [data-t='{token}']").click()
+    panel = page.locator("#inspector section").first
+    panel.locator("summary").click()
+    rows = panel.locator("tbody tr")
+    rows.nth(len(statuses) - 1).wait_for()
+    for row, status in zip(rows.all_inner_texts(), statuses, strict=True):
+        cells = row.split("\t")
+        if status.state == "dropped":
+            assert cells[6] == "–"
+            continue
+        assert float(cells[6].removesuffix(" %")) == pytest.approx(100 * status.value_change, abs=1)
+        assert float(cells[5]) == pytest.approx(status.multiplicity, rel=0.03)
+    page.close()

@@ -43,6 +43,13 @@ def test_key_methods(case, kvpress_module, recipe, module, name):
     assert_keeps_the_same(case, recipe, press)
 
 
+def test_expected_attention(case, kvpress_module):
+    for block in case.model.model.layers:  # where the press looks for it
+        block.self_attn.rotary_emb = case.model.model.rotary_emb
+    press = kvpress_module("presses.expected_attention_press").ExpectedAttentionPress()
+    assert_keeps_the_same(case, "expected-attention", press)
+
+
 def test_tova(case, kvpress_module):
     # The press always keeps the last token, which is a window of one.
     press = kvpress_module("presses.tova_press").TOVAPress()

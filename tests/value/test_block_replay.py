@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gracekv.errors import MissingCaptureError
 from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
-from gracekv.value import BlockReplay, Replay, reference
+from gracekv.value import BlockReplay, reference
 from gracekv.value.block_replay import BlockReplaySums, near_logits
 from support.lean_prefills import without_queries
 
@@ -40,14 +40,6 @@ def test_equals_the_reference(seed, prefix, context, group, block, power, near, 
     torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=1e-6)
 
 
-def test_one_block_of_a_prompt_without_a_question_is_what_replay_asks():
-    prefill = small(question=0, tail=0, context=30)
-    region = Region(2, 32)
-    blocks = BlockReplay(64, 2.0, near=0)(prefill, region).scores
-    replay = Replay(uniform_weight=1.0)(prefill, region).scores
-    torch.testing.assert_close(blocks, replay)
-
-
 @pytest.mark.parametrize("near", [1, 5, 128, 300])
 def test_near_logits_are_a_band(near):
     rng = torch.Generator().manual_seed(3)
@@ -57,16 +49,6 @@ def test_near_logits_are_a_band(near):
     logits.masked_fill_((ago < 0) | (ago >= near), -torch.inf)
     got = near_logits(queries, keys, near)
     torch.testing.assert_close(got.double(), logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
-
-
-def test_heads_that_look_at_near_tokens_ask_for_little():
-    prefill, region = small(context=30), Region(2, 32)
-    # Queries like their own keys: in a second reading, each finds itself at no distance.
-    same = tuple(10 * k.repeat_interleave(prefill.group, dim=0) for k in prefill.keys)
-    prefill = dataclasses.replace(prefill, queries=same)
-    alone = BlockReplay(64, near=0)(prefill, region).scores
-    beside = BlockReplay(64, near=8)(prefill, region).scores
-    assert (beside < alone).all()
 
 
 def test_captured_sums_are_read():

@@ -128,24 +128,6 @@ def test_draft_attention_without_a_draft_says_how_to_get_one():
         MeanAttention(0)
 
 
-def test_plus_keeps_its_best_tokens_of_all_heads_together():
-    prefill, pipeline = small(context=200), Pipeline.named("gracekv-plus")
-    run = pipeline.run(prefill, Budget.ratio(8))
-    plan = run.plan
-    assert plan.recent == 4
-    assert run.accounting.spent == plan.total
-    scores = run.relevance.scores.flatten()
-    best = scores.sort(descending=True, stable=True).indices[: plan.base]
-    places = run.selection.start - run.selection.region[0]
-    places = places + run.selection.head_of_entry() * run.relevance.scores.shape[-1]
-    assert set(best.tolist()) == set(places.tolist())
-    # Tokens and nothing else: their keys are their own.
-    for layer, keys in zip(run.cache.layers, prefill.keys, strict=True):
-        for head in range(prefill.kv_heads):
-            own, _, positions, _ = layer.head(head)
-            assert torch.equal(own, keys[head][positions.long()])
-
-
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_two_passes_want_a_token_in_both(seed):

@@ -163,15 +163,6 @@ def test_a_context_of_less_than_two_lags_keeps_its_latest():
     assert float(scores[..., 2:].max()) <= 2
 
 
-def test_every_partition_of_lagkv_keeps_the_same_share():
-    prefill = drawn(3, context=125)
-    scores = LagRelative(lag=20)(prefill, prefill.spans.region(0)).scores
-    # Position 4 is the first after the sinks; 124 tokens are six partitions, of which five rank.
-    ranked = scores[..., 1:101].unflatten(-1, (5, 20)).sort(-1).values
-    torch.testing.assert_close(ranked, (torch.arange(20) / 20).expand_as(ranked))
-    assert bool((scores[..., 101:] > 1).all())
-
-
 def test_compactors_sinks_outrank_everything_and_a_context_of_sinks_has_scores():
     prefill = drawn(4)
     scores = Compactor()(prefill, prefill.spans.region(0)).scores

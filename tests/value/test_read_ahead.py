@@ -44,23 +44,6 @@ def test_a_spike_spreads_forward_only():
     assert spread_ahead(spike, 1, "geometric") is spike
 
 
-def test_one_probe_that_points_at_a_token_is_enough_for_the_maximum_alone():
-    """Sixteen probes glance at one token, one stares at another."""
-    prefill = small(layers=1, kv_heads=1, group=1, context=40, question=0, tail=17)
-    keys, queries = prefill.keys[0][0], prefill.queries[0][0]
-    glanced, stared = 5, 30
-    keys[:] = 0.0
-    keys[glanced, 0] = keys[stared, 1] = 1.0
-    queries[:] = 0.0
-    queries[-17:, 0] = 2 / prefill.scale
-    queries[-1] = 0.0
-    queries[-1, 1] = 8 / prefill.scale
-    region = Region(2, 42)
-    for max_weight, best in ((0.0, glanced), (1.0, stared)):
-        tokens = ReadAhead(0, 17, 1, max_weight=max_weight)(prefill, region).scores
-        assert int(tokens[0, 0].argmax()) + 2 == best
-
-
 def test_refuses_to_have_no_probes():
     with pytest.raises(ConfigError, match=r"ReadAhead.* takes"):
         ReadAhead(question_probes=0, tail_probes=0)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from gracekv.prefill import Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import ReadAhead, Replay, reference
-from gracekv.value.replay import replayed_powers
 from support.margins import assert_same_order
 
 
@@ -83,15 +82,3 @@ def test_likely_words_weigh_most(likely_layers, counted):
         likely = query_scorer(prefill, region).scores.amax(1)[first:last].mean(0)
         assert_same_order(weights.argsort(), likely.argsort(), likely)
         torch.testing.assert_close(weights, likely**3 / (likely**3).sum(), rtol=1e-4, atol=1e-7)
-
-
-def test_a_query_finds_what_came_after_it():
-    """A head that looks for what follows its own token cannot see it at the first reading."""
-    prefill = small(layers=1, kv_heads=1, group=1)
-    keys, last = prefill.keys[0], torch.tensor([prefill.spans.length - 1])
-    # The longest key: no other has a larger product with its direction.
-    later = int(keys[0, 9:20].norm(dim=-1).argmax()) + 9
-    plain = prefill.rope.unrotate(keys[:, later : later + 1], last)
-    prefill.queries[0][:, 8] = 50 * prefill.rope.rotate(plain, torch.tensor([8]))[:, 0]
-    squares = replayed_powers(prefill.layer(0), torch.tensor([8]), torch.ones(1), Region(2, 20))
-    assert int(squares[0].argmax()) + 2 == later

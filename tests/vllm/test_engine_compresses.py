@@ -6,7 +6,6 @@ preempted.
 
 import itertools
 import shutil
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -239,29 +238,6 @@ def test_an_aborted_passage_leaves_the_old_context(made):
     check(made, answer.outputs[0], by_transformers(made, ids))
 
 
-def test_a_context_expires(made):
-    ids = made.tokenizer(TEXT).input_ids
-    run(made, (ids, compress("brief", expires=0.5)))
-    wait(made, "brief") if "brief" in listing(made) else None
-    time.sleep(0.6)
-    assert "brief" not in listing(made)
-    (refused,) = run(made, (question(made), params("brief")))
-    assert said(refused)["status"] == 404
-
-
-def test_an_aborted_document_leaves_the_next_one_alone(made):
-    core, ids = made.engine.llm_engine, made.tokenizer(TEXT).input_ids
-    core.add_request("0", {"prompt_token_ids": ids}, compress("aborted"))
-    core.add_request("1", {"prompt_token_ids": ids}, compress("after"))
-    core.step()
-    core.abort_request(["0"])
-    while core.has_unfinished_requests():
-        core.step()
-    assert wait(made, "after")["state"] == "ready"
-    assert "aborted" not in listing(made)
-    assert usage(made, "kv_cache_usage_perc") == 0
-
-
 def test_a_context_that_goes_before_its_request_begins_is_refused_by_name(made):
     from gracekv.vllm import export
 
@@ -285,27 +261,6 @@ def test_a_context_that_goes_before_its_request_begins_is_refused_by_name(made):
     assert "There is no context 'brief'" in said(late)["reason"]
     assert {len(x.outputs[0].token_ids) for x in finished.values()} == {50}
     assert usage(made, "kv_cache_usage_perc") == 0
-
-
-@pytest.mark.parametrize(
-    ("order", "length", "said"),
-    [
-        ({"ratio": 0.5}, 50, "at least 1"),
-        ({"recipe": "gracekv"}, 50, "an engine gives none of it"),
-        ({"recipe": "unheard"}, 50, "Unknown recipe"),
-        ({"name": ".."}, 50, "context's name"),
-        ({"ratio": 1000}, 50, "below the smallest"),
-        ({}, 1, "nothing to compress"),
-        ({}, LONGEST - 1, "Send a shorter one"),
-        ({}, LONGEST, "longer than the maximum"),
-    ],
-)
-def test_what_cannot_be_compressed_is_refused_by_name(made, order, length, said):
-    from vllm.exceptions import VLLMValidationError
-
-    with pytest.raises(VLLMValidationError, match=said):
-        run(made, ([7] * length, compress(**{"name": "bad", **order})))
-    assert "bad" not in listing(made)
 
 
 @pytest.mark.parametrize(

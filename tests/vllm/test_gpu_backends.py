@@ -127,40 +127,15 @@ def test_what_layers_have_decides_what_is_served():
             check_attention(layers(ours), 128)
 
 
-@pytest.mark.parametrize(
-    ("section", "changes", "said"),
-    [
-        ("parallel_config", {"decode_context_parallel_size": 2}, "context parallelism"),
-        ("parallel_config", {"prefill_context_parallel_size": 2}, "context parallelism"),
-        ("parallel_config", {"use_ubatching": True}, "microbatches"),
-        ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline parallelism"),
-        ("cache_config", {"cache_dtype": "fp8"}, "a KV cache in fp8"),
-    ],
-)
-def test_what_was_never_served_is_refused_by_name(section, changes, said):
+def test_vllm_has_the_settings_that_are_refused():
+    """By these names `test_store_options` refuses what contexts are never served with."""
     from vllm.config import CacheConfig, ParallelConfig
 
-    from gracekv.vllm.serving import check_serving
-
-    stock = {"parallel_config": ParallelConfig(), "cache_config": CacheConfig()}
-    assert all(hasattr(stock[section], name) for name in changes)
-    names = ("decode_context_parallel_size", "prefill_context_parallel_size", "use_ubatching",
-             "pipeline_parallel_size")  # fmt: skip
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            **{name: getattr(stock["parallel_config"], name) for name in names}
-        ),
-        cache_config=SimpleNamespace(cache_dtype=stock["cache_config"].cache_dtype),
-        speculative_config=None,
-        lora_config=None,
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
-    )
-    groups = SimpleNamespace(kv_cache_groups=[None])
-    check_serving(config, groups)
-    for name, value in changes.items():
-        setattr(getattr(config, section), name, value)
-    with pytest.raises(ConfigError, match=said):
-        check_serving(config, groups)
+    parallel = ParallelConfig()
+    assert parallel.decode_context_parallel_size == parallel.prefill_context_parallel_size == 1
+    assert parallel.pipeline_parallel_size == 1
+    assert not parallel.use_ubatching
+    assert CacheConfig().cache_dtype == "auto"
 
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "NONE"])

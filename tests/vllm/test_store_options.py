@@ -64,6 +64,9 @@ def test_unusable_configurations_are_refused(extra, said):
         ("", "lora_config", object(), "LoRA adapters"),
         ("", "speculative_config", object(), "speculative decoding"),
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "context parallelism"),
+        ("parallel_config", "use_ubatching", True, ".*microbatches"),
         ("cache_config", "cache_dtype", "fp8", "a KV cache in fp8"),
     ],
 )
