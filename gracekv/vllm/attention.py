@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gracekv.errors import ShapeError
 from gracekv.kernels import omp_threads
+from gracekv.kernels.addresses import address
 from gracekv.vllm.context_attention import LayerCall
 from gracekv.vllm.context_batch import ContextBatch, Division
 
@@ -96,37 +97,45 @@ def attend(
     """
     from gracekv.vllm.numba_kernel import PagedArgs, merge_kernel, work_kernel
 
-    pages, blocks = call.kv_cache, call.metadata.block_table
+    pages, blocks = call.kv_cache, call.metadata.block_table.contiguous()
     heads, block = pages.shape[1:3]
     query_heads, dim = call.query.shape[1:]
     chosen = call.query[batch.places].float().contiguous()
-    output = torch.empty_like(chosen)
+    tokens, output = len(chosen), torch.empty_like(chosen)
     partial = torch.empty(batch.slots * query_heads, dim + 2, dtype=torch.float32)
     counters = (ctypes.c_int64 * 2)()
+    int32, int64, float32 = torch.int32, torch.int64, torch.float32
+    contexts = len(batch.contexts)
+    # Blocks and heads may lie apart; a head's part of a block may not.
+    address("pages", pages[0, 0], pages.dtype, block, 2 * dim)
+    for context in batch.contexts:
+        own = context.layers[layer]
+        address("context", own.keys, pages.dtype, own.entries, dim)
+        address("context's offsets", own.offsets, int64, heads + 1)
     args = PagedArgs(
-        work=batch.units.data_ptr(),
+        work=address("work", batch.units, int64, len(batch.units), 6),
         units=len(batch.units),
-        contexts=batch.addresses[layer].data_ptr(),
-        context_count=len(batch.contexts),
-        positions=batch.positions.data_ptr(),
-        rows=batch.rows.data_ptr(),
-        first_slot=batch.first_slot.data_ptr(),
-        tokens=len(chosen),
+        contexts=address("contexts", batch.addresses[layer], int64, contexts, 4),
+        context_count=contexts,
+        positions=address("positions", batch.positions, int64, tokens),
+        rows=address("rows", batch.rows, int64, tokens),
+        first_slot=address("first_slot", batch.first_slot, int64, tokens + 1),
+        tokens=tokens,
         merged=batch.merged,
         slots=batch.slots,
-        blocks=blocks.data_ptr(),
+        blocks=address("blocks", blocks, int32, *blocks.shape),
         table_rows=blocks.shape[0],
-        block_stride=blocks.stride(0),
+        block_stride=blocks.shape[1],
         pages=pages.data_ptr(),
         page_elements=pages.stride(0) * pages.shape[0],
         page_stride=pages.stride(0),
         head_stride=pages.stride(1),
         block=block,
-        key_places=layout.keys.data_ptr(),
-        value_places=layout.values.data_ptr(),
-        query=chosen.data_ptr(),
-        output=output.data_ptr(),
-        partial=partial.data_ptr(),
+        key_places=address("key_places", layout.keys, int32, block, dim),
+        value_places=address("value_places", layout.values, int32, block, dim),
+        query=address("query", chosen, float32, tokens, query_heads, dim),
+        output=address("output", output, float32, tokens, query_heads, dim),
+        partial=address("partial", partial, float32, batch.slots * query_heads, dim + 2),
         counters=ctypes.addressof(counters),
         longest=batch.longest,
         heads=heads,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
 from gracekv.errors import StoreError
+from gracekv.kernels.addresses import address
 from gracekv.vllm.header import ContextHeader
 
 
@@ -38,12 +39,19 @@ class StoredContext:
     def __post_init__(self) -> None:
         offsets = torch.stack([layer.offsets for layer in self.layers])
         longest = int(offsets.diff().max())
-        offsets = offsets.to(self.layers[0].keys.device)
-        parts = [
-            (x.keys, x.values, x.log_multiplicity, own)
-            for x, own in zip(self.layers, offsets, strict=True)
-        ]
-        addresses = torch.tensor([[part.data_ptr() for part in layer] for layer in parts])
+        device = self.layers[0].device
+        offsets = offsets.to(device)
+        addresses = torch.tensor(
+            [
+                [
+                    address("keys", x.keys, x.dtype, x.entries, x.dim, device=device),
+                    address("values", x.values, x.dtype, x.entries, x.dim, device=device),
+                    address("bias", x.log_multiplicity, torch.float32, x.entries, device=device),
+                    address("offsets", own, torch.int64, x.heads + 1, device=device),
+                ]
+                for x, own in zip(self.layers, offsets, strict=True)
+            ]
+        )
         made = {"offsets": offsets, "addresses": addresses, "longest": longest}
         made["places"] = self.places or longest
         for name, value in made.items():

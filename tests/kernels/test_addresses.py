@@ -28,5 +28,5 @@ def test_others_are_refused_by_name(tensor):
 
 
 def test_so_is_one_on_another_device():
-    with two_devices() as there, pytest.raises(ShapeError, match="on the CPU; got"):
+    with two_devices() as there, pytest.raises(ShapeError, match="on cpu; got"):
         address("keys", torch.zeros(2, 3).to(there), torch.float32, 2, 3)

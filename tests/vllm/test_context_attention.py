@@ -1,5 +1,6 @@
 """The compiled kernel over contexts and pages equals the loops in float64, token by token."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 pytest.importorskip("numba")
 
 from gracekv.cache.base import RaggedEntries
+from gracekv.errors import ShapeError
 from gracekv.kernels import ragged
 from gracekv.testing.attention import TOLERANCES, relative_error
 from gracekv.vllm import reference
@@ -59,6 +61,47 @@ class Engine:
                     flat[block, head, self.order[part, slot]] = rows[i, head]
 
 
+class Step:
+    """A step over two contexts and pages, planned."""
+
+    def __init__(self, dtype, division):
+        rng = torch.Generator().manual_seed(int(dtype.itemsize))
+        self.contexts = {
+            name: StoredContext(
+                Header(name), (layer_of([3, 5], rng, dtype), layer_of(n, rng, dtype))
+            )
+            for name, n in {"a": [1500, 0], "b": [7, 300]}.items()
+        }
+        self.engine = engine = Engine(rng, dtype, ROWS)
+        self.starts = ragged.offsets(torch.tensor([new for _, _, new in ROWS])).tolist()
+        self.query = torch.randn(self.starts[-1], HEADS * GROUP, DIM, generator=rng).to(dtype)
+        self.tails = [torch.randn(2, n, HEADS, DIM, generator=rng).to(dtype) for _, n, _ in ROWS]
+        for row, (keys, values) in enumerate(self.tails):
+            engine.write(keys, values, engine.pages, engine.blocks[row])
+        asking = {
+            int(engine.blocks[i, 0]): Asking(self.contexts[name], new)
+            for i, (name, _, new) in enumerate(ROWS)
+            if name
+        }
+        self.metadata = SimpleNamespace(
+            query_start_loc=torch.tensor(self.starts, dtype=torch.int32),
+            seq_lens=torch.tensor([length for _, length, _ in ROWS], dtype=torch.int32),
+            block_table=engine.blocks,
+            max_seq_len=200,
+            num_actual_tokens=self.starts[-1],
+        )
+        self.batch = plan_batch(asking, self.metadata, GROUP, engine.pages, division)
+
+    def attend(self):
+        """The output of the tokens with a context."""
+        engine, output = self.engine, torch.full_like(self.query, 7)
+        page = torch.zeros(1, HEADS, BLOCK, 2 * DIM, dtype=engine.dtype)
+        layout = find_layout(engine.write, page)
+        call = LayerCall(None, self.query, engine.pages, self.metadata, output)
+        attend(self.batch, 1, call, layout, DIM**-0.5)
+        return output[self.batch.places.tolist()]
+
+
 @pytest.mark.parametrize(
     ("dtype", "division", "merged"),
     [
@@ -72,49 +115,47 @@ class Engine:
     ids=str,
 )
 def test_equals_the_reference(dtype, division, merged):
-    rng = torch.Generator().manual_seed(int(dtype.itemsize))
-    contexts = {
-        name: StoredContext(Header(name), (layer_of([3, 5], rng, dtype), layer_of(n, rng, dtype)))
-        for name, n in {"a": [1500, 0], "b": [7, 300]}.items()
-    }
-    engine = Engine(rng, dtype, ROWS)
-    starts = ragged.offsets(torch.tensor([new for _, _, new in ROWS])).tolist()
-    query = torch.randn(starts[-1], HEADS * GROUP, DIM, generator=rng).to(dtype)
-    tails = [torch.randn(2, n, HEADS, DIM, generator=rng).to(dtype) for _, n, _ in ROWS]
-    for row, (keys, values) in enumerate(tails):
-        engine.write(keys, values, engine.pages, engine.blocks[row])
-    asking = {
-        int(engine.blocks[i, 0]): Asking(contexts[name], new)
-        for i, (name, _, new) in enumerate(ROWS)
-        if name
-    }
-    metadata = SimpleNamespace(
-        query_start_loc=torch.tensor(starts, dtype=torch.int32),
-        seq_lens=torch.tensor([length for _, length, _ in ROWS], dtype=torch.int32),
-        block_table=engine.blocks,
-        max_seq_len=200,
-        num_actual_tokens=starts[-1],
-    )
-    batch = plan_batch(asking, metadata, GROUP, engine.pages, division)
+    step = Step(dtype, division)
+    batch, contexts, tails, starts = step.batch, step.contexts, step.tails, step.starts
     assert batch.merged == merged
     assert not batch.covers_all
-    layout = find_layout(engine.write, torch.zeros(1, HEADS, BLOCK, 2 * DIM, dtype=dtype))
-    scale = DIM**-0.5
-    output = torch.full_like(query, 7)
-    attend(batch, 1, LayerCall(None, query, engine.pages, metadata, output), layout, scale)
-    places = batch.places.tolist()
-    got = output[places]
-    seen = set()
+    got = step.attend()
+    places, scale, seen = batch.places.tolist(), DIM**-0.5, set()
     for row, (name, _, _) in enumerate(ROWS):
         if name is None:
             continue
         mine = [i for i, t in enumerate(places) if starts[row] <= t < starts[row + 1]]
         assert [places[i] for i in mine] == list(range(starts[row], starts[row + 1]))
         seen |= set(mine)
-        rows = query[starts[row] : starts[row + 1]]
+        rows = step.query[starts[row] : starts[row + 1]]
         want = reference.attend(rows, contexts[name].layers[1], *tails[row], scale)
         assert relative_error(got[mine], want) < TOLERANCES[dtype], f"row {row}"
     assert seen == set(range(len(places)))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("work", lambda x: {"units": x.units.int()}),
+        ("rows", lambda x: {"rows": x.rows[:-1]}),
+        ("positions", lambda x: {"positions": x.positions.float()}),
+        ("first_slot", lambda x: {"first_slot": x.first_slot[1:]}),
+        ("contexts", lambda x: {"addresses": x.addresses.mT.contiguous()}),
+        ("context", lambda x: {"contexts": tuple(map(in_bfloat16, x.contexts))}),
+    ],
+)
+def test_what_does_not_fit_is_named_before_the_kernel_reads_it(name, change):
+    step = Step(torch.float32, DIVISION)
+    step.batch = replace(step.batch, **change(step.batch))
+    with pytest.raises(ShapeError, match=f"takes '{name}' as a contiguous tensor"):
+        step.attend()
+
+
+def in_bfloat16(context):
+    layers = [
+        replace(x, keys=x.keys.bfloat16(), values=x.values.bfloat16()) for x in context.layers
+    ]
+    return StoredContext(context.header, tuple(layers))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -127,8 +168,6 @@ def test_the_layout_is_found_by_writing(dtype):
 
 
 def test_pages_that_lose_numbers_are_refused():
-    from gracekv.errors import ShapeError
-
     page = torch.zeros(1, HEADS, BLOCK, 2 * DIM)
 
     def halves(keys, values, page):
