@@ -3,14 +3,52 @@
 Its functions take a namespace with `engine`, and the `model` and `tokenizer` of transformers.
 """
 
+import contextlib
 import time
+from types import SimpleNamespace
 
 import torch
 
 from support.engine_answers import MARGIN
 
+TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 8
+PAGE, PAGES, LONGEST, SEQUENCES = 32, 30, 768, 12
 QUESTION = "Why is she tired?"
 TOKENS = 12
+
+
+@contextlib.contextmanager
+def started(folder):
+    """A tiny model, and an engine with few pages and short steps, whose store is empty."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    from gracekv.testing.models import tiny_llama, tiny_tokenizer
+    from gracekv.vllm import kv_transfer_config
+
+    model, tokenizer = tiny_llama(vocabulary=500, dim=32), tiny_tokenizer(vocabulary=500)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "store").mkdir()
+    engine = LLM(
+        str(folder / "model"),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=LONGEST,
+        max_num_seqs=SEQUENCES,
+        max_num_batched_tokens=64,
+        block_size=PAGE,
+        num_gpu_blocks_override=PAGES,
+        disable_log_stats=False,
+        kv_transfer_config=KVTransferConfig(**kv_transfer_config(folder / "store")),
+    )
+    yield SimpleNamespace(model=model, tokenizer=tokenizer, engine=engine, store=folder / "store")
+    engine.llm_engine.engine_core.shutdown()
+
+
+def usage(made, name):
+    """A metric of the engine."""
+    return sum(x.value for x in made.engine.get_metrics() if x.name == f"vllm:{name}")
 
 
 def params(order=None, tokens=1, **options):

@@ -6,12 +6,13 @@ preempted.
 
 import itertools
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from support.compressing_engine import (
+    SEQUENCES,
+    TEXT,
     asking,
     by_transformers,
     check,
@@ -21,44 +22,20 @@ from support.compressing_engine import (
     question,
     run,
     said,
+    started,
     tokens_of,
+    usage,
     wait,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
-TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 8
-PAGE, PAGES, LONGEST, SEQUENCES = 32, 30, 768, 12
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A tiny model, and an engine with a store that is empty."""
-    from vllm import LLM
-    from vllm.config import KVTransferConfig
-
-    from gracekv.testing.models import tiny_llama, tiny_tokenizer
-    from gracekv.vllm import kv_transfer_config
-
-    model, tokenizer = tiny_llama(vocabulary=500, dim=32), tiny_tokenizer(vocabulary=500)
-    folder = tmp_path_factory.mktemp("made")
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    (folder / "store").mkdir()
-    engine = LLM(
-        str(folder / "model"),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=LONGEST,
-        max_num_seqs=SEQUENCES,
-        max_num_batched_tokens=64,
-        block_size=PAGE,
-        num_gpu_blocks_override=PAGES,
-        disable_log_stats=False,
-        kv_transfer_config=KVTransferConfig(**kv_transfer_config(folder / "store")),
-    )
-    yield SimpleNamespace(model=model, tokenizer=tokenizer, engine=engine, store=folder / "store")
-    engine.llm_engine.engine_core.shutdown()
+    with started(tmp_path_factory.mktemp("made")) as running:
+        yield running
 
 
 @pytest.mark.parametrize("recipe", ["gracekv-agnostic", "knorm", "snapkv", "expected-attention"])
@@ -87,10 +64,6 @@ def test_a_context_is_that_of_transformers(made, recipe):
     config = made.model.config
     token = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * 4
     assert one["recorded_bytes"] >= (len(ids) + 1) * token
-
-
-def usage(made, name):
-    return sum(x.value for x in made.engine.get_metrics() if x.name == f"vllm:{name}")
 
 
 def test_documents_questions_and_ordinary_requests_at_once(made):
@@ -132,110 +105,6 @@ def test_a_new_document_takes_the_old_one_s_place(made):
         assert not refused.outputs[0].token_ids
         assert (said(refused)["state"], said(refused)["status"]) == ("failed", 404)
         assert "There is no context 'book'" in said(refused)["reason"]
-
-
-def extend(name, **options):
-    return params({"extend": {"name": name, "ratio": 3, **options}})
-
-
-@pytest.mark.parametrize("recipe", ["gracekv-agnostic", "snapkv"])
-def test_a_context_is_extended_as_in_transformers(made, recipe):
-    """Twice, beside questions, which are answered from the version that they began with."""
-    from gracekv.vllm import ContextStore
-
-    ids, passage = (made.tokenizer(text).input_ids for text in (TEXT, TEXT[::-1]))
-    # An engine reads a prompt's last token once more, transformers the one after the document.
-    passage.append(ids[-1])
-    run(made, (ids, compress("talk", recipe=recipe)))
-    before = wait(made, "talk")
-    result = by_transformers(made, ids, pipeline=recipe)
-    for number in range(2):
-        asked = (question(made), asking("talk"))
-        first, *answers = run(made, (passage, extend("talk", save=number == 1)), asked, asked)
-        assert said(first) == {"name": "talk", "state": "compressing"}
-        for answer in answers:
-            check(made, answer.outputs[0], result)
-        after = wait(made, "talk")
-        result = result.extend(passage, ratio=3)
-        (answer,) = run(made, asked)
-        check(made, answer.outputs[0], result)
-        kept = tokens_of(result.packed.layers)
-        assert (after["state"], after["recipe"]) == ("ready", recipe)
-        assert after["length"] == before["length"] + (number + 1) * len(passage)
-        assert after["entries"] == len(kept)
-    stored = tokens_of(ContextStore(made.store).load("talk").layers)
-    assert len(stored & kept) >= 0.99 * len(kept)
-    run(made, (passage, extend("talk", into="longer")))
-    assert wait(made, "longer")["recipe"] == recipe
-    for name, want in (("talk", result), ("longer", result.extend(passage, ratio=3))):
-        (answer,) = run(made, (question(made), asking(name)))
-        check(made, answer.outputs[0], want)
-        run(made, ([0], params({"delete": name})))
-    assert usage(made, "kv_cache_usage_perc") == 0
-
-
-def test_a_context_that_is_extended_stays_within_its_limit(made):
-    from gracekv.decode import Limit
-    from gracekv.hf.extend import limited_run
-
-    ids, limit = made.tokenizer(TEXT).input_ids, Limit(entries_per_head=80, window=8)
-    run(made, (ids, compress("talk")))
-    wait(made, "talk")
-    result, sizes = by_transformers(made, ids), []
-    for number in range(3):
-        passage = [*made.tokenizer(f"It was turn {number}. {TEXT[:300]}").input_ids, ids[-1]]
-        run(made, (passage, extend("talk", limit=limit.to_dict())))
-        one = wait(made, "talk")
-        longer = result.extend(passage, ratio=3)
-        cut = limited_run(longer, limit)
-        result = type(longer).from_runs(made.model, longer.prompts, [cut], longer.pipeline)
-        sizes.append(int(result.packed.entries().sum()))
-        assert (one["state"], one["entries"]) == ("ready", sizes[-1])
-        (answer,) = run(made, (question(made), asking("talk")))
-        check(made, answer.outputs[0], result)
-    assert sizes[0] <= sizes[1] == sizes[2] == 72 * result.packed.entries().numel()
-
-
-def test_a_passage_that_cannot_follow_is_refused_and_the_context_stays(made):
-    from vllm.exceptions import VLLMValidationError
-
-    ids = made.tokenizer(TEXT).input_ids
-    run(made, (ids, compress("kept")))
-    ready = wait(made, "kept")
-    (missing,) = run(made, (ids, extend("missing")))
-    assert (said(missing)["status"], missing.outputs[0].finish_reason) == (404, "error")
-    one, other = run(made, (ids, extend("kept")), (ids, extend("kept")))
-    assert said(one)["state"] == "compressing"
-    assert "is being made. Extend it afterwards" in said(other)["reason"]
-    ready = wait(made, "kept")
-    for order, length, reason in (
-        ({"ratio": 1000}, 50, "below the smallest"),
-        ({"recipe": "kvzip-two-pass"}, 50, "reads passes"),
-        ({}, 1, "nothing to compress"),
-        ({}, LONGEST - 1, "Send a shorter one"),
-    ):
-        with pytest.raises(VLLMValidationError, match=reason):
-            run(made, ([7] * length, extend("kept", **order)))
-    assert listing(made)["kept"] == ready
-    result = by_transformers(made, ids).extend(ids, ratio=3)
-    (answer,) = run(made, (question(made), asking("kept")))
-    check(made, answer.outputs[0], result)
-
-
-def test_an_aborted_passage_leaves_the_old_context(made):
-    core, ids = made.engine.llm_engine, made.tokenizer(TEXT).input_ids
-    run(made, (ids, compress("kept")))
-    before = wait(made, "kept")
-    core.add_request("0", {"prompt_token_ids": ids}, extend("kept"))
-    core.add_request("1", {"prompt_token_ids": ids}, compress("after"))
-    core.step()
-    core.abort_request(["0"])
-    while core.has_unfinished_requests():
-        core.step()
-    assert wait(made, "after")["state"] == "ready"
-    assert listing(made)["kept"] == before
-    (answer,) = run(made, (question(made), asking("kept")))
-    check(made, answer.outputs[0], by_transformers(made, ids))
 
 
 def test_a_context_that_goes_before_its_request_begins_is_refused_by_name(made):

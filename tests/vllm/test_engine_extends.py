@@ -1,0 +1,196 @@
+"""A stock vLLM extends contexts: they are those that transformers extends, or stay as they were."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from support.compressing_engine import (
+    LONGEST,
+    TEXT,
+    asking,
+    by_transformers,
+    check,
+    compress,
+    listing,
+    params,
+    question,
+    run,
+    said,
+    started,
+    tokens_of,
+    usage,
+    wait,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A tiny model, and an engine with a store that is empty."""
+    with started(tmp_path_factory.mktemp("made")) as running:
+        yield running
+
+
+def extend(name, **options):
+    return params({"extend": {"name": name, "ratio": 3, **options}})
+
+
+@pytest.mark.parametrize("recipe", ["gracekv-agnostic", "snapkv"])
+def test_a_context_is_extended_as_in_transformers(made, recipe):
+    """Twice, beside questions, which are answered from the version that they began with."""
+    from gracekv.vllm import ContextStore
+
+    ids, passage = (made.tokenizer(text).input_ids for text in (TEXT, TEXT[::-1]))
+    # An engine reads a prompt's last token once more, transformers the one after the document.
+    passage.append(ids[-1])
+    run(made, (ids, compress("talk", recipe=recipe)))
+    before = wait(made, "talk")
+    result = by_transformers(made, ids, pipeline=recipe)
+    for number in range(2):
+        asked = (question(made), asking("talk"))
+        first, *answers = run(made, (passage, extend("talk", save=number == 1)), asked, asked)
+        assert said(first) == {"name": "talk", "state": "compressing"}
+        for answer in answers:
+            check(made, answer.outputs[0], result)
+        after = wait(made, "talk")
+        result = result.extend(passage, ratio=3)
+        (answer,) = run(made, asked)
+        check(made, answer.outputs[0], result)
+        kept = tokens_of(result.packed.layers)
+        assert (after["state"], after["recipe"]) == ("ready", recipe)
+        assert after["length"] == before["length"] + (number + 1) * len(passage)
+        assert after["entries"] == len(kept)
+    stored = tokens_of(ContextStore(made.store).load("talk").layers)
+    assert len(stored & kept) >= 0.99 * len(kept)
+    run(made, (passage, extend("talk", into="longer")))
+    assert wait(made, "longer")["recipe"] == recipe
+    for name, want in (("talk", result), ("longer", result.extend(passage, ratio=3))):
+        (answer,) = run(made, (question(made), asking(name)))
+        check(made, answer.outputs[0], want)
+        run(made, ([0], params({"delete": name})))
+    assert usage(made, "kv_cache_usage_perc") == 0
+
+
+def test_a_context_that_is_extended_stays_within_its_limit(made):
+    from gracekv.decode import Limit
+    from gracekv.hf.extend import limited_run
+
+    ids, limit = made.tokenizer(TEXT).input_ids, Limit(entries_per_head=80, window=8)
+    run(made, (ids, compress("talk")))
+    wait(made, "talk")
+    result, sizes = by_transformers(made, ids), []
+    for number in range(3):
+        passage = [*made.tokenizer(f"It was turn {number}. {TEXT[:300]}").input_ids, ids[-1]]
+        run(made, (passage, extend("talk", limit=limit.to_dict())))
+        one = wait(made, "talk")
+        longer = result.extend(passage, ratio=3)
+        cut = limited_run(longer, limit)
+        result = type(longer).from_runs(made.model, longer.prompts, [cut], longer.pipeline)
+        sizes.append(int(result.packed.entries().sum()))
+        assert (one["state"], one["entries"]) == ("ready", sizes[-1])
+        (answer,) = run(made, (question(made), asking("talk")))
+        check(made, answer.outputs[0], result)
+    assert sizes[0] <= sizes[1] == sizes[2] == 72 * result.packed.entries().numel()
+
+
+@pytest.fixture(scope="module")
+def kept(made):
+    """The result of a context "kept", beside contexts that cannot be extended."""
+    import gracekv
+    from gracekv.testing.models import tiny_llama
+    from gracekv.vllm import export
+
+    ids = made.tokenizer(TEXT).input_ids
+    result = by_transformers(made, ids)
+    asked = gracekv.Prompt.from_ids(ids, (0, len(ids) - 20))
+    export(gracekv.compress(made.model, asked, ratio=4), made.store / "asked")
+    bare = replace(result, _runs=tuple(replace(run, record=None) for run in result._runs))
+    export(bare, made.store / "bare")
+    other = SimpleNamespace(model=tiny_llama(vocabulary=500, dim=32, seed=7))
+    export(by_transformers(other, ids), made.store / "other")
+    run(made, (ids, compress("kept")))
+    wait(made, "kept")
+    return result
+
+
+def why_not(made, name, length, options):
+    """The reason why a passage is refused, or why it fails."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        (output,) = run(made, ([7] * length, extend(name, **options)))
+    except VLLMValidationError as error:
+        return str(error)
+    reply = said(output)
+    if reply["state"] == "compressing":
+        reply = wait(made, name)
+    assert reply["state"] == "failed"
+    return reply["reason"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "length", "reason"),
+    [
+        ("missing", {}, 50, "There is no context 'missing'"),
+        ("..", {}, 50, "A context's name"),
+        ("asked", {}, 50, "goes on after its entries"),
+        ("other", {}, 50, "another model"),
+        ("kept", {"ratio": 1000}, 50, "below the smallest"),
+        ("kept", {"ratio": 0.5}, 50, "at least 1"),
+        ("kept", {"ratio": float("nan")}, 50, "ratio"),
+        ("kept", {"kv_bytes": 9}, 50, "exactly one"),
+        ("kept", {"recipe": "kvzip-two-pass"}, 50, "reads passes"),
+        ("kept", {"recipe": "unheard"}, 50, "Unknown recipe"),
+        ("kept", {"into": "a/b"}, 50, "A context's name"),
+        ("kept", {"save": True, "expires": 3}, 50, "expires"),
+        ("kept", {}, 1, "nothing to compress"),
+        ("kept", {}, LONGEST - 1, "Send a shorter one"),
+        ("kept", {}, LONGEST, "longer than the maximum"),
+        ("kept", {"limit": {"entries": 5}}, 50, "no field 'entries'"),
+        ("kept", {"limit": {"kv_bytes": "1MB", "positions": "closed"}}, 50, "The limit of"),
+        ("bare", {"limit": {"entries_per_head": 9}}, 50, "no scores"),
+        # Two passages at ratio 1 do not fit; nothing of them may be dropped.
+        ("kept", {"ratio": 1, "limit": {"entries_per_head": 40}}, 50, "must stay"),
+    ],
+    ids=str,
+)
+def test_a_passage_that_cannot_follow_is_refused_and_the_context_stays(
+    made, kept, name, options, length, reason
+):
+    before = listing(made)
+    assert reason in why_not(made, name, length, options)
+    after = listing(made)
+    assert after.keys() == before.keys()
+    # A reason is listed beside the context, which answers as before.
+    facts = ("length", "entries", "bytes")
+    assert [after["kept"][x] for x in facts] == [before["kept"][x] for x in facts]
+    (answer,) = run(made, (question(made), asking("kept")))
+    check(made, answer.outputs[0], kept)
+
+
+def test_a_context_that_is_being_replaced_is_not_extended(made, kept):
+    ids = made.tokenizer(TEXT).input_ids
+    one, other = run(made, (ids, extend("kept", into="talk")), (ids, extend("talk")))
+    assert said(one)["state"] == "compressing"
+    assert "is being made. Extend it afterwards" in said(other)["reason"]
+    assert wait(made, "talk")["length"] == 2 * len(ids)
+    (answer,) = run(made, (question(made), asking("kept")))
+    check(made, answer.outputs[0], kept)
+
+
+def test_an_aborted_passage_leaves_the_old_context(made):
+    core, ids = made.engine.llm_engine, made.tokenizer(TEXT).input_ids
+    run(made, (ids, compress("kept")))
+    before = wait(made, "kept")
+    core.add_request("0", {"prompt_token_ids": ids}, extend("kept"))
+    core.add_request("1", {"prompt_token_ids": ids}, compress("after"))
+    core.step()
+    core.abort_request(["0"])
+    while core.has_unfinished_requests():
+        core.step()
+    assert wait(made, "after")["state"] == "ready"
+    assert listing(made)["kept"] == before
+    (answer,) = run(made, (question(made), asking("kept")))
+    check(made, answer.outputs[0], by_transformers(made, ids))
