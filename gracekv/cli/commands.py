@@ -152,6 +152,7 @@ def compress(
     from gracekv.allocate import Budget
     from gracekv.hf import loading
     from gracekv.hf.compress import per_byte
+    from gracekv.prefill.supported import check_model
 
     named = [*([] if pipeline is None else [pipeline]), *(compare or [])]
     _pipelines(named)  # refuses what cannot be read before the model is loaded
@@ -166,6 +167,7 @@ def compress(
     amount = Budget.of(budget)
     loaded, tokenizer = loading.load_model(model, dtype)
     if pipeline is None:
+        check_model(loaded)
         by_byte = per_byte(loaded, amount)
         named = [recipes.default(question=bool(question), per_byte=by_byte), *named]
     pipelines, name = _pipelines(named), named[0]

@@ -41,6 +41,11 @@ def attach(model: Any) -> None:
     its attention is neither "sdpa" nor "eager".
     """
     check_model(model)
+    set_attention(model)
+
+
+def set_attention(model: Any) -> None:
+    """As `attach`, for a model that was checked already."""
     with model_lock(model):
         name = next(name for name, base in ATTACHED.items() if base == base_attention(model))
         if model.config._attn_implementation != name:
@@ -105,7 +110,7 @@ def attached(model: Any) -> Iterator[None]:
         with model_lock(model):
             if not stays:
                 _blocks.setdefault(model, set()).add(mine)
-            attach(model)
+            set_attention(model)
         yield
 
 

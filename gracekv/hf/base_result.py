@@ -21,7 +21,7 @@ from gracekv.decode import Limit
 from gracekv.distributed.agreement import in_step
 from gracekv.errors import CacheError, ConfigError
 from gracekv.files import VERSION, path_of
-from gracekv.hf.attention import attach
+from gracekv.hf.attention import set_attention
 from gracekv.hf.cache import GraceCache, held_memory
 from gracekv.hf.generation import continue_ids, padded_inputs
 from gracekv.hf.limited import LimitedCache
@@ -68,14 +68,14 @@ class BaseResult(ABC):
         """Build a result from pipeline runs, and attach the model.
 
         Args:
-            model: the model that made the prefills.
+            model: the model that made the prefills; it was checked.
             prompts: one per run.
             runs: the pipeline's run of each prompt.
             pipeline: the pipeline; its backend reads the cache.
             packed: the caches of `runs` as one, or this process's heads of them, if there is one.
             keep_run: keep the results of the stages for `details`.
         """
-        attach(model)
+        set_attention(model)
         if packed is None:
             caches = [run.cache for run in runs]
             packed = CompressedCache.stack(caches) if cls.is_batch else caches[0]

@@ -109,6 +109,7 @@ def compress(
     """
     with in_step(model) as shard:
         chosen = Budget.of(budget)
+        check_model(model)
         expect(capture, CaptureOptions, "compress takes capture=gracekv.CaptureOptions(...)")
         is_batch = isinstance(prompt, list | tuple)
         prompts: Sequence[Any] = prompt if is_batch else [prompt]  # type: ignore[assignment]
@@ -149,7 +150,6 @@ def _checked_plans(
             f"Give a list of one prefill per prompt, {len(prompts)}, or none; got "
             f"{type(prefills).__name__}."
         )
-    check_model(model)
     plans = []
     for prompt, prefill in zip(prompts, prefills, strict=True):
         check_prompt(prompt, "compress takes a Prompt or a list of them")
@@ -190,12 +190,9 @@ def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
 def per_byte(model: Any, budget: Budget) -> bool:
     """Whether the default chooses how many bits each entry takes: `budget` comes to bytes.
 
-    So do budgets in bytes, and ratios where the model computes in 16 bits. Heads whose channels are
-    no whole groups of numbers that share a scale keep the model's dtype.
-
-    Raises `UnsupportedModelError` as `capture` does.
+    So do budgets in bytes, and ratios where the model computes in 16 bits. A head keeps the model's
+    dtype if its dimension is not a multiple of the group size. `check_model` accepts the model.
     """
-    check_model(model)
     counts = budget.kind == "kv_bytes" or (
         budget.kind == "ratio" and cache_dtype(model).itemsize == 2
     )

@@ -26,7 +26,12 @@ from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.model_layers import rotations_up_to, text_config
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.supported import check_prompt_length, closable_length, longest_sequence
+from gracekv.prefill.supported import (
+    check_model,
+    check_prompt_length,
+    closable_length,
+    longest_sequence,
+)
 
 
 def extended_run(
@@ -45,6 +50,7 @@ def extended_run(
     model caps its logits.
     """
     expect(capture, CaptureOptions, "extend takes capture=gracekv.CaptureOptions(...)")
+    check_model(result.model)
     model, pipeline, before, run = result.model, result.pipeline, result.prompts[0], result._runs[0]
     check_same_model(
         run.fingerprint, model, "What is packed", "Compress the whole text with this model."

@@ -20,6 +20,7 @@ from gracekv.hf.compress import compress, per_byte
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.config import load_pipeline
 from gracekv.prefill.prompt import Prompt, PromptSpans
+from gracekv.prefill.supported import check_model
 from gracekv.registry import Configurable, bounded
 
 # A request of lm-eval: its texts (None for a part of one), context ids and continuation ids.
@@ -82,6 +83,7 @@ class GraceLM(HFLM):  # type: ignore[misc]
         named = None if pipeline is None else load_pipeline(pipeline)
         self._attention = backend
         super().__init__(pretrained, backend="causal", **options)
+        check_model(self.model)
         by_byte = per_byte(self.model, self._budget)
         self._pipeline = named or Pipeline.default(question=question_seen, per_byte=by_byte)
 

@@ -10,6 +10,7 @@ import torch
 import gracekv
 from gracekv.errors import CacheError, UnsupportedModelError
 from gracekv.hf import attach, detach
+from gracekv.prefill import supported
 from gracekv.testing.models import tiny_llama, tiny_model
 
 
@@ -135,3 +136,25 @@ def test_a_block_refuses_what_is_no_model_and_leaves_others_as_they_are():
     with pytest.raises(UnsupportedModelError, match="'flex_attention'"), gracekv.attached(model):
         pass
     assert model.config._attn_implementation == "flex_attention"
+
+
+def test_a_call_checks_its_model_once(monkeypatch, tmp_path):
+    checks = []
+    monkeypatch.setattr(supported, "check_sharding", checks.append)
+    model, ids = tiny_llama(), torch.arange(60) + 1
+    prompt = gracekv.Prompt.from_ids(ids, (4, 60))
+    book = gracekv.compress(model, prompt, ratio=2)
+    calls = [
+        lambda: gracekv.compress(model, [prompt, prompt], ratio=2),
+        lambda: gracekv.compress(model, prompt, prefill=gracekv.capture(model, prompt), ratio=2),
+        lambda: book.extend(ids, ratio=2),
+        lambda: gracekv.load(tmp_path / "book", model),
+        lambda: book.generate_ids(2),
+    ]
+    book.save(tmp_path / "book")
+    counts = []
+    for call in calls:
+        checks.clear()
+        call()
+        counts.append(len(checks))
+    assert counts == [1, 2, 1, 1, 1]

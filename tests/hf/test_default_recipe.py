@@ -74,7 +74,7 @@ def test_a_model_without_support_is_named():
 
     unknown = AutoModel.from_config(GPT2Config(n_layer=1, n_embd=32, n_head=1, vocab_size=8))
     with pytest.raises(UnsupportedModelError):
-        per_byte(unknown, Budget.kv_bytes(10**6))
+        gracekv.compress(unknown, gracekv.Prompt.from_ids([1, 2, 3], (0, 2)), kv_bytes=10**6)
 
 
 def test_prompts_of_both_kinds_are_told_their_defaults(model, prompt, asked):
