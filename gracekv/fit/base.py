@@ -50,8 +50,11 @@ class Fitter(PrefillReader, Strategy, abc.ABC):
 
     def layers(self, cache: RaggedCache, references: list[Any], region: Region) -> RaggedCache:
         """Fit all layers; removes their `references` from the list, which frees them."""
-        layers = tuple(self.layer(own, references.pop(0), region) for own in cache.layers)
-        return dataclasses.replace(cache, layers=layers)
+        fitted = []
+        for own in cache.layers:
+            reference = references.pop(0)
+            fitted.append(self.layer(own, reference, region) if own.entries else own)
+        return dataclasses.replace(cache, layers=tuple(fitted))
 
 
 FITTERS = Registry("fit", "how kept entries make up for dropped ones", Fitter)
@@ -65,8 +68,9 @@ def value_change(packed: RaggedCache, fitted: RaggedCache) -> Tensor:
     changes = []
     for some in batches(packed.layers, lambda layer: 4 * layer.values.numel(), _BATCH):
         old, new = (_values(cache.layers[some]) for cache in (packed, fitted))
-        norm = torch.linalg.vector_norm(old, dim=-1, dtype=torch.float32)
-        moved = torch.linalg.vector_norm(new.float() - old, dim=-1)
+        dtype = torch.promote_types(old.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(old, dim=-1, dtype=dtype)
+        moved = torch.linalg.vector_norm(new.to(dtype) - old, dim=-1)
         changes.append((moved / norm.clamp_min_(1e-12)).to(packed.layers[0].device))
     return torch.cat(changes).mul_(100).round_().clamp_(max=255).to("cpu", torch.uint8)
 

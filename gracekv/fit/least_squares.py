@@ -73,7 +73,8 @@ class LeastSquares(QueryFitter):
             shares /= shares.sum(dim=1, keepdim=True).clamp_min(1e-30)
             values[head, free] = solved(shares, attention.output[head])
             factor[head, free] = own
-        limit = torch.finfo(packed.values.dtype).max
+        # The fit is computed in float32, whatever the dtype of the values.
+        limit = min(torch.finfo(x).max for x in (packed.values.dtype, values.dtype))
         fitted = values.nan_to_num_(0.0).clamp_(-limit, limit)
         log_m = packed.log_multiplicity[attention.columns] + factor.log()
         return dataclasses.replace(

@@ -48,7 +48,9 @@ class ValueNorm(Scorer):
         """Weighted scores [G, N], not normalised."""
         scores = part_scores(self.scorer, capture, region, memory)
         inside = capture.values[:, region.start : region.end]
-        norms = torch.linalg.vector_norm(inside, dim=-1, dtype=torch.float32)
+        # float64 stays as it is.
+        dtype = torch.promote_types(inside.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(inside, dim=-1, dtype=dtype).float()
         if self.relative > 0:
             mean = capture.shard.mean(norms.mean())
             norms = norms / mean.clamp_min(1e-12) ** self.relative

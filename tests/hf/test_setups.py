@@ -1,5 +1,6 @@
 """Ordinary setups: dtypes of weights, autocast and gradient modes, against the stock model."""
 
+import dataclasses
 import itertools
 from contextlib import ExitStack
 
@@ -8,6 +9,7 @@ import torch
 
 import gracekv
 from gracekv.errors import CacheError
+from gracekv.fit import LeastSquares, Regression, ValuesAndMass
 from gracekv.testing.models import tiny_llama
 from support.covering import covering
 
@@ -72,11 +74,12 @@ def test_a_result_of_autocast_is_saved_and_loaded_under_it(tmp_path):
         result.generate_ids(6)
 
 
-def test_a_fit_of_no_entries_changes_nothing():
+@pytest.mark.parametrize("fit", [None, Regression(), LeastSquares(), ValuesAndMass()])
+def test_a_fit_of_no_entries_changes_nothing(fit):
     # Without a prefix, one entry a head is that of the last token, which is fed again.
     prompt = gracekv.Prompt.from_ids(IDS[:40], (0, 40))
-    result = gracekv.compress(
-        tiny_llama(), prompt, entries_per_head=1, pipeline="attention-matching"
-    )
+    pipe = gracekv.Pipeline.named("attention-matching")
+    pipe = pipe if fit is None else dataclasses.replace(pipe, fit=fit)
+    result = gracekv.compress(tiny_llama(), prompt, entries_per_head=1, pipeline=pipe)
     assert not result.packed.entries().any()
     assert result.generate_ids(2).shape == (1, 2)
