@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,7 +92,9 @@ class Recording:
         self.order, self.spans, self._shard = order, order.spans(length, places), shard
         # An engine computes nothing twice, so hold whatever may be needed later from the start.
         once = CaptureSizes(kv=0, queries=0, again=False)
-        self._positions = held_positions(needs, self.spans, once, None)
+        # Evenly spaced queries end at the plan's recent window, which may be a short one.
+        recent = order.pipeline.plan_for(served.model, self.spans, order.budget).recent
+        self._positions = held_positions(replace(needs, recent=recent), self.spans, once, None)
         self._observations = Observations(needs.observers, served.layers, self.spans)
         # As in a capture, only differences of positions matter, and places of `past` have none.
         self._rope, self._unrotated = served.rope(length, device, places), served.unrotated()
