@@ -23,6 +23,12 @@ DAILY := not long
 COMPUTES := $(addprefix tests/,segment value fit precision \
 	$(if $(DAILY),,tree cache kernels backends hf/test_compress.py hf/test_threads.py))
 
+# Libraries that wrap or quantise models, beside .venv so that no other test sees them; and the tests
+# of kernels that run once with their bounds checked.
+WRAPPERS := peft==0.21.2 torchao==0.18.0 bitsandbytes==0.50.2
+KERNEL_TESTS ?= $(addprefix tests/,kernels backends/test_numba.py tree/test_engines.py \
+	tree/test_numba_split_choice.py value/test_finished_logits.py)
+
 LOCK_VENV ?= .venv-lock
 LOCKER := uv==0.13.9
 LOWEST_VENV ?= .venv-lowest
@@ -35,7 +41,7 @@ unexport PYTHONDONTWRITEBYTECODE
 lowest suite test-vllm: export OMP_WAIT_POLICY=passive
 
 .PHONY: demo test test-vllm vllm-environment test-long lint types browser kernels interpreted \
-	suite lowest gpu format docs figures results results-page package hashes lowest-versions clean
+	suite lowest wrapped bounds gpu format docs figures results results-page package hashes lowest-versions clean
 
 demo: $(STAMP)
 	$(BIN)/gracekv demo
@@ -96,8 +102,21 @@ test-long: $(STAMP)
 ifdef LONG
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q $(LONG)
 else
-	$(MAKE) --no-print-directory -k DAILY= kernels interpreted suite lowest test-vllm
+	$(MAKE) --no-print-directory -k DAILY= kernels interpreted suite lowest wrapped bounds test-vllm
 endif
+
+# Models with adapters and with weights of few bits.
+wrapped: $(STAMP)
+	$(BIN)/pip install -q --no-deps --disable-pip-version-check --upgrade \
+		--target $(VENV)/wrappers $(WRAPPERS)
+	PYTHONPATH=$(VENV)/wrappers OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/hf/test_wrapped_models.py
+
+# An index beyond its array is an error in a kernel that is compiled so, in a folder of its own.
+bounds: export NUMBA_BOUNDSCHECK = 1
+bounds: export NUMBA_CACHE_DIR = $(CURDIR)/$(VENV)/numba-bounds
+bounds: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not model" --ignore-glob "*_compiled.py" \
+		-W error::pytest.PytestUnraisableExceptionWarning $(KERNEL_TESTS)
 
 # A stock vLLM serves compressed contexts. Takes 1 GB of packages once, then minutes.
 test-vllm: $(VLLM_STAMP)

@@ -70,6 +70,12 @@ def check_model(model: Any) -> None:
             f"prompt makes. gracekv takes decoder-only models; tested families: "
             f"{_listed(TESTED_MODEL_TYPES)}."
         )
+    # The other methods of peft change weights, these the sequence.
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"{name} puts learned tokens before a prompt (prompt or prefix tuning), which gracekv "
+            f"does not count. It takes adapters that change weights, such as LoRA."
+        )
     kinds = layer_kinds(text_config(model))
     for number, kind in enumerate(kinds):
         if kind not in KINDS:

@@ -11,11 +11,11 @@ from gracekv.errors import PromptError, StoreError
 from gracekv.testing.models import tiny_model, tiny_tokenizer
 from gracekv.vllm import ContextStore, export, request
 from gracekv.vllm.model_facts import model_facts
-from support.covering import LONG
+from support.covering import LONG, cases
 from support.forged_contexts import signed
 from support.mutations import JUNK, mutated_bytes
 
-HEADERS = 2000 if LONG else 150
+HEADERS = cases(150, 2000)
 SECONDS = 1.0
 
 

@@ -14,11 +14,11 @@ from gracekv.evaluate.row_files import read_rows
 from gracekv.evaluate.schedule import make_schedule
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.tables import make_tables
-from support.covering import LONG
+from support.covering import cases
 from support.evaluation_rows import row, written
 from support.mutations import mutated_bytes, mutated_data
 
-CASES = 2000 if LONG else 120
+CASES = cases(120, 2000)
 METHODS = ("fullkv", "gracekv", "snapkv")
 
 

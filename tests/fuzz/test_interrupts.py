@@ -14,10 +14,10 @@ from gracekv.prefill.attention_patch import patched_attention
 from gracekv.prefill.partial_attention import rotations
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
 from gracekv.undo import hooked, undone
-from support.covering import LONG
+from support.covering import cases
 from support.interrupts import executed_lines, interrupted
 
-CASES = 1000 if LONG else 12
+CASES = cases(12, 1000)
 PACKAGE = Path(gracekv.__file__).parent
 
 

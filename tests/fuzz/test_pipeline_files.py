@@ -10,10 +10,10 @@ from gracekv import recipes
 from gracekv.errors import ConfigError
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.config import load_pipeline, save_pipeline
-from support.covering import LONG
+from support.covering import LONG, cases
 from support.mutations import mutated_bytes, mutated_data
 
-FILES = 2000 if LONG else 200
+FILES = cases(200, 2000)
 SUFFIXES = (".yaml", ".toml", ".json")
 
 

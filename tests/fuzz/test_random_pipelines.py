@@ -10,10 +10,10 @@ from gracekv.pipeline import Pipeline
 from gracekv.testing import synthetic_prefill
 from gracekv.testing.forests import check_forest, check_frontier
 from gracekv.testing.selections import check_run
-from support.covering import LONG
+from support.covering import cases
 from support.random_pipelines import random_pipeline
 
-PIPELINES = 10_000 if LONG else 60
+PIPELINES = cases(60, 10_000)
 
 
 def random_prefill(rng):

@@ -11,10 +11,10 @@ import torch
 import gracekv
 from gracekv.errors import GracekvError
 from gracekv.testing.models import tiny_llama
-from support.covering import LONG
+from support.covering import LONG, cases
 from support.mutations import mutated_bytes, mutated_content, mutated_layout
 
-FILES = 2000 if LONG else 120
+FILES = cases(120, 2000)
 SECONDS, MIB = 1.0, 200
 
 

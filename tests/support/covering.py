@@ -6,8 +6,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-# `make test-long` runs every case, more random examples, and what is marked `long`.
-LONG = bool(os.environ.get("GRACEKV_LONG"))
+# `make test-long` runs every case, more random examples, and what is marked `long`. A share such as
+# 0.1 runs so much of the random cases that are counted.
+LONG = float(os.environ.get("GRACEKV_LONG") or 0)
+
+
+def cases(daily: int, long: int) -> int:
+    """The number of random cases: `daily`, or the share of `long` that `GRACEKV_LONG` is."""
+    return max(daily, round(long * LONG))
 
 
 def covering(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

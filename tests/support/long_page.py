@@ -36,7 +36,9 @@ def part() -> str:
         return ", interpreted"
     if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
         return ", oldest instructions"
-    return ""
+    if os.environ.get("NUMBA_BOUNDSCHECK") == "1":
+        return ", bounds checked"
+    return ", with wrappers" if importlib.util.find_spec("peft") else ""
 
 
 def runs_whole(config: pytest.Config) -> bool:
