@@ -63,8 +63,8 @@ _AGNOSTIC: Mapping[str, Any] = {
         "trust_read": 0.1,
     },
 }  # fmt: skip
-# What a second reading does look at, beside what the first foresees. A token needs both, or heads
-# that repeat every token alike would take the whole budget.
+# What a second reading does look at, beside what the first foresees, which counts twice. A token
+# needs both, or heads that repeat every token alike would take the whole budget.
 _TWO_PASS: Mapping[str, Any] = {
     **_AGNOSTIC,
     "value": {
@@ -72,7 +72,8 @@ _TWO_PASS: Mapping[str, Any] = {
         "scorer": {
             "name": "mixture",
             "rule": "geometric",
-            "scorers": ["block_replay", "kvzip_two_pass"],
+            "scorers": ["block_replay", {"name": "kvzip_two_pass", "mean_power": 3.0}],
+            "weights": [2.0, 1.0],
         },
     },
 }

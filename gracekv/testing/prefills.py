@@ -89,6 +89,7 @@ def synthetic_prefill(
                 torch.stack(queries)[:, :, prefix:][:, :, :context][:, :, :512]
             ),
             Draft(64): to(normal(layers, kv_heads, 5, context).float().softmax(dim=-1)),
+            Reconstruction(power=3.0): to(normal(layers, kv_heads, context).abs().float().tanh()),
         },
         token_ids=torch.arange(length),
     )

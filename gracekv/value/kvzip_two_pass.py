@@ -38,7 +38,9 @@ _LOGITS = 64 * 2**20
 
 @dataclass(frozen=True)
 class Reconstruction(PassObserver):
-    """The most attention that each context token gets in the second pass, float32 [L, G, N_ctx].
+    """The attention that each context token gets in the second pass, float32 [L, G, N_ctx].
+
+    The most of any query, or a power mean over queries.
 
     Beside the result it holds, of one layer at a time, the keys and values of prefix and context
     once more, the mask [chunk, T] and a block of logits. Costs about as much as a prefill of twice
@@ -46,11 +48,13 @@ class Reconstruction(PassObserver):
 
     Attributes:
         chunk: context tokens that one pass repeats.
+        power: exponent of the mean; 0 for the maximum.
     """
 
     part: ClassVar[Part] = "reconstruction"
 
     chunk: int = 2048
+    power: float = 0.0
 
     def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
         return prefill.layers, prefill.kv_heads, prefill.spans.context_length
@@ -61,20 +65,27 @@ class Reconstruction(PassObserver):
         end, parts = passes.spans.context_end, list[Tensor]()
         for part, ids in repetitions(passes, self.chunk):
             best: list[Tensor] = []
-            passes.after(end, len(ids)).run(ids, partial(_attend, best, part, end))
+            attend = partial(_attend, best, part, end, self.power)
+            passes.after(end, len(ids)).run(ids, attend)
             parts.append(torch.stack([x.to(best[0].device) for x in best]))
-        return torch.cat(parts, dim=-1)
+        found = torch.cat(parts, dim=-1)
+        return (found / found.shape[-1]) ** (1 / self.power) if self.power else found
 
 
-def _attend(best: list[Tensor], part: Region, end: int, layer: int, run: TokenRun) -> None:
+def _attend(
+    found: list[Tensor], part: Region, end: int, power: float, layer: int, run: TokenRun
+) -> None:
     """Append the attention that tokens of `part` got in one layer; this pass starts at `end`."""
     seen, own = run.keys[:, :end], run.keys[:, end:]
-    best.append(max_attention(run.queries, seen, own, part, run.scale))
+    found.append(received_attention(run.queries, seen, own, part, run.scale, power=power))
 
 
 @SCORERS.register("kvzip_two_pass")
 class KVzipTwoPass(Scorer):
     """Maximum attention received while the model repeats the context in a second pass (KVzip).
+
+    With `mean_power`, a power mean over the queries and query heads of that pass (ours): a token
+    that many of them read gets more than one that a single query reads as much.
 
     The question is not read. The capture runs the model over the context again, which takes longer
     than the prefill itself.
@@ -85,18 +96,26 @@ class KVzipTwoPass(Scorer):
 
     Attributes:
         sinks: first prompt tokens, which score higher than all others (KVzip's 4).
+        mean_power: exponent of the mean over queries; 0 for the maximum (KVzip's).
     """
 
     sinks: int = bounded(4, at_least=0, hint="KVzip's is 4.")
+    mean_power: float = bounded(
+        0.0, at_least=0, hint="0: the maximum, as KVzip; 2: root mean square."
+    )
 
     def needs(self) -> Needs:
         """The second pass."""
-        return Needs.observed(Reconstruction())
+        return Needs.observed(self._pass)
+
+    @property
+    def _pass(self) -> Reconstruction:
+        return Reconstruction(power=self.mean_power)
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
-        """The captured maxima [G, N], not normalised; sinks have 2, which no attention reaches."""
+        """The captured attention [G, N]; sinks have 2, which no attention reaches."""
         first = region.start - capture.spans.context_start
-        seen = capture.observation(Reconstruction())[:, first : first + region.length]
+        seen = capture.observation(self._pass)[:, first : first + region.length]
         tokens = seen.to(capture.keys.device, torch.float32, copy=True)
         tokens[:, : max(0, self.sinks - region.start)] = 2.0
         return tokens
@@ -115,16 +134,19 @@ def repetitions(passes: Passes, chunk: int) -> Iterator[tuple[Region, Tensor]]:
         yield part, torch.cat([request, lead, tail, repeated])
 
 
-def max_attention(
+def received_attention(
     queries: Tensor,
     seen: Tensor,
     own: Tensor,
     part: Region,
     scale: float,
     *,
+    power: float = 0.0,
     block: int | None = None,
 ) -> Tensor:
-    """The largest attention of any query and query head to each token of `part`: float32 [G, n].
+    """The largest attention to each token of `part`, or a sum of its powers: float32 [G, n].
+
+    The sum is over queries, a mean over the query heads of a KV head.
 
     Args:
         queries: [H, Q, d] of the tokens of this pass.
@@ -132,6 +154,7 @@ def max_attention(
         own: [G, Q, d] keys of the tokens of this pass.
         part: absolute positions of the n tokens.
         scale: of the logits.
+        power: exponent of the summed attention; 0 for the maximum.
         block: queries at once; by default as many as `_LOGITS` bytes hold.
     """
     groups, count, heads = len(seen), queries.shape[1], len(queries)
@@ -140,7 +163,7 @@ def max_attention(
     whole = torch.cat([fixed, own], dim=1).float()
     width = fixed.shape[1]
     rows = block or max(1, _LOGITS // (4 * heads * whole.shape[1]))
-    best = whole.new_zeros(groups, part.length)
+    found = whole.new_zeros(groups, part.length)
     for first in range(0, count, rows):
         stop = min(first + rows, count)
         asked = rearrange(queries[:, first:stop].float(), "(g n) q d -> g (n q) d", g=groups)
@@ -149,5 +172,8 @@ def max_attention(
         place = torch.arange(stop, device=queries.device)
         logits[..., width:].masked_fill_(place > place[first:, None], -torch.inf)
         chances = torch.softmax(logits, dim=-1)[..., sinks:width]
-        best = torch.maximum(best, reduce(chances, "g n q s -> g s", "max"))
-    return best
+        if power:
+            found += reduce(chances.pow_(power), "g n q s -> g s", "sum") * (groups / heads)
+        else:
+            found = torch.maximum(found, reduce(chances, "g n q s -> g s", "max"))
+    return found

@@ -14,7 +14,7 @@ from gracekv.prefill import Needs, Region, partial_attention
 from gracekv.prefill.base import seconds_by_stage
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama, tiny_model
-from gracekv.value.kvzip_two_pass import Reconstruction, max_attention, repetitions
+from gracekv.value.kvzip_two_pass import Reconstruction, received_attention, repetitions
 
 NEEDS = Needs.observed(Reconstruction())
 
@@ -44,12 +44,12 @@ def repeated(prompt, chunk):
     return repetitions(SimpleNamespace(spans=prompt.spans, ids=prompt.ids, encode=encode), chunk)
 
 
-def reconstruction(model, prompt, chunk=2048):
-    observer = Reconstruction(chunk)
+def reconstruction(model, prompt, chunk=2048, power=0.0):
+    observer = Reconstruction(chunk, power)
     return capture(model, prompt, Needs.observed(observer)).observation(observer)
 
 
-def stock(model, prompt, chunk):
+def stock(model, prompt, chunk, power=0.0):
     """From the full attention of one stock pass per chunk over context and repetition."""
     start, end = prompt.spans.context_start, prompt.spans.context_end
     parts = []
@@ -61,8 +61,10 @@ def stock(model, prompt, chunk):
         inside = [*sinks, *range(part.start, part.end), *range(end, both.shape[1])]
         rows = torch.stack(attentions)[:, 0, :, end:, :].double()[..., inside]
         rows = rows / rows.sum(-1, keepdim=True)
-        best = rows[..., len(sinks) : len(sinks) + part.length].amax(2)
-        parts.append(best.unflatten(1, (model.config.num_key_value_heads, -1)).amax(2))
+        seen = rows[..., len(sinks) : len(sinks) + part.length]
+        by_head = seen.unflatten(1, (model.config.num_key_value_heads, -1))
+        powers = by_head.pow(power).sum(3).mean(2) / (end - start)
+        parts.append(powers.pow(1 / power) if power else by_head.amax((2, 3)))
     found = torch.cat(parts, dim=-1)
     assert found.shape[-1] == end - start
     return found
@@ -79,6 +81,16 @@ def test_equals_a_stock_pass_over_context_and_repetition(attention, rope, chunk,
     got = reconstruction(model, prompt, chunk)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), stock(eager, prompt, chunk), rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("chunk", [2048, 20])
+def test_power_means_equal_those_of_a_stock_pass(chunk, power, monkeypatch):
+    monkeypatch.setattr("gracekv.value.kvzip_two_pass._LOGITS", 5000)  # several blocks of queries
+    prompt, model = prompt_of(tokenizer=Letters()), tiny_llama(layers=3, attention="eager")
+    got = reconstruction(model, prompt, chunk, power)
+    want = stock(model, prompt, chunk, power)
+    torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [2048, 20])
@@ -136,8 +148,8 @@ def test_blocks_change_nothing(seed, block, start, length, count):
     )
     part = Region(start, start + length)
     torch.testing.assert_close(
-        max_attention(queries, seen, own, part, 0.5, block=block),
-        max_attention(queries, seen, own, part, 0.5, block=count),
+        received_attention(queries, seen, own, part, 0.5, block=block),
+        received_attention(queries, seen, own, part, 0.5, block=count),
         rtol=1e-5,
         atol=1e-7,
     )

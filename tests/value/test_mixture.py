@@ -11,8 +11,10 @@ from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import (
     SCORERS,
+    BlockReplay,
     ColumnSums,
     DraftAttention,
+    KVzipTwoPass,
     MeanAttention,
     Mixture,
     ReadAhead,
@@ -22,7 +24,7 @@ from gracekv.value import (
 from gracekv.value.column_sums import ReceivedAttention
 from gracekv.value.draft_attention import Draft
 
-REGION, PASSES = Region(4, 36), ("block_replay", "kvzip_two_pass")
+REGION = Region(4, 36)
 
 
 def small(seed=0, context=40):
@@ -135,8 +137,9 @@ def test_two_passes_want_a_token_in_both(seed):
     prefill, budget = small(seed, context=200), Budget.ratio(8)
     run = pipeline.run(prefill, budget)
     region = prefill.spans.region(run.plan.recent)
-    first, second = (SCORERS.build(x)(prefill, region).scores.double() for x in PASSES)
+    passes = BlockReplay(), KVzipTwoPass(mean_power=3)
+    first, second = (scorer(prefill, region).scores.double() for scorer in passes)
     norms = torch.stack(prefill.values)[:, :, region.start : region.end].norm(dim=-1).double()
     norms = norms / norms.mean(dim=(1, 2), keepdim=True).sqrt()
-    want = (first * second * norms).sqrt()
+    want = (first.square() * second).pow(1 / 3) * norms.sqrt()
     torch.testing.assert_close(run.relevance.scores.double(), want, rtol=1e-4, atol=1e-9)
