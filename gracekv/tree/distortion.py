@@ -71,7 +71,6 @@ class TableSplitter(Splitter):
 
     def __init__(self, batch: TreeBatch, evaluator: DistortionEvaluator, refiner: Refiner) -> None:
         self._batch, self._evaluator, self._refiner = batch, evaluator, refiner
-        self._longest: int | None = None
 
     def roots(self, nodes: Nodes) -> RootCosts:
         intervals = self._evaluated(nodes)
@@ -100,19 +99,13 @@ class TableSplitter(Splitter):
 
         Grids are as wide as the longest node; one long node must not widen many rows.
         """
-        # Children are no longer than their parents, so a GPU's host looks at the roots alone.
-        if self._longest is None:
-            self._longest = int(nodes.length.max())
-        device = nodes.tree.device
-        if len(nodes) * self._longest < _SMALL_GRID.get(device.type, 1 << 17):
-            whole = self._evaluator(nodes)
-            self._longest = whole.mass.shape[1]
-            return whole
+        device, width = nodes.tree.device, nodes.width
+        if len(nodes) * width < _SMALL_GRID.get(device.type, 1 << 17):
+            return self._evaluator(nodes)
         power = torch.ceil(torch.log2(nodes.length.float())).long()
         counts = torch.bincount(power)
         groups = power.argsort(stable=True).split(counts[counts > 0].tolist())
         parts = [self._evaluator(nodes[index]) for index in groups]
-        self._longest = width = max(part.mass.shape[1] for part in parts)
         costs = torch.zeros(2, len(nodes), width, device=device, dtype=torch.float32)
         mass, drop = torch.zeros_like(costs[0]), torch.empty_like(costs[0, :, 0])
         for index, part in zip(groups, parts, strict=True):

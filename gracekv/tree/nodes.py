@@ -5,12 +5,13 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Nodes:
     """V nodes of the trees of a `TreeBatch`, ordered by tree and start.
 
@@ -18,19 +19,26 @@ class Nodes:
         tree: int64 [V], index of the tree in the batch.
         start: int64 [V], relative to the slot.
         end: int64 [V], exclusive.
+        longest: tokens of the longest node; None: `width` reads it from the device.
     """
 
     tree: Tensor
     start: Tensor
     end: Tensor
+    longest: int | None = None
 
     def __len__(self) -> int:
         return len(self.tree)
 
-    @property
+    @cached_property
     def length(self) -> Tensor:
         """int64 [V], tokens."""
         return self.end - self.start
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest node."""
+        return int(self.length.max()) if self.longest is None else self.longest
 
     def __getitem__(self, rows: Tensor | slice) -> Nodes:
         """The nodes at `rows` (indices, a mask or a slice), in that order."""

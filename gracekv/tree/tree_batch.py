@@ -135,7 +135,8 @@ class TreeBatch:
     def roots(self) -> Nodes:
         """The B roots."""
         tree = torch.arange(len(self.tree_id), device=self.tree_id.device)
-        return Nodes(tree, torch.zeros_like(tree), self.length)
+        longest = int(self.context.partition.lengths.max())
+        return Nodes(tree, torch.zeros_like(tree), self.length, longest)
 
     def head(self, tree: Tensor) -> Tensor:
         """int64 [n]: row of the head of each tree [n] in `forced`, `scores` and `sensitivity`."""

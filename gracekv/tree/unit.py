@@ -22,7 +22,7 @@ class UnitEvaluator(DistortionEvaluator):
 
     def __call__(self, nodes: Nodes) -> IntervalCosts:
         batch = self._batch
-        rows = batch.token_rows(nodes, int(nodes.length.max()))
+        rows = batch.token_rows(nodes, nodes.width)
         mass = batch.scores.flatten()[rows].float()
         costs = mass.new_zeros(2, *mass.shape)
         return IntervalCosts(costs=costs, mass=mass, drop=torch.ones_like(mass[:, 0]))

@@ -48,7 +48,7 @@ def test_equals_the_cpu():
 
 
 def test_more_probes_than_a_program_takes():
-    context = in_slots(2, 60, context=300)
+    context = in_slots(2, 60, context=300, dim=128)
     distortion = Prototype(evidence_slots=3, evidence_per_slot=50)
     evaluator, batch = evaluator_of(context, "triton", distortion)
     nodes = some_nodes(batch, 2, list(range(1, 61)))

@@ -12,7 +12,6 @@ from gracekv.kernels.rope import Rope
 from gracekv.segment import Partition
 from gracekv.tree import BinaryExtract, IntervalCosts, Nodes, Prototype, PrototypeRule, build_forest
 from gracekv.tree.engines.reference import ReferenceDistortion
-from gracekv.tree.engines.triton import block_sizes
 from support.covering import LONG
 from support.interval_costs import assert_same_costs, evaluator_of, some_nodes
 from support.trees import tree_context
@@ -43,7 +42,7 @@ def test_equals_the_torch_engine(seed, group, lengths):
     check(in_slots(tree_context(seed % 1000, group=group, context=170), 80), lengths, seed=seed)
 
 
-def test_around_the_edges_of_blocks():
+def test_nodes_of_many_lengths():
     context = in_slots(tree_context(1, context=200, layers=1), 97)
     check(context, [1, 2, 15, 16])
     check(context, [16, 17, 31, 32, 33, 64, 65, 96, 97])
@@ -101,11 +100,11 @@ def test_tokens_whose_scores_are_zero():
 
 
 def test_more_probes_than_a_program_takes():
-    context = in_slots(tree_context(7, layers=1, context=120), 60)
+    context = in_slots(tree_context(7, layers=1, context=120, dim=128), 60)
     distortion = Prototype(evidence_slots=2, evidence_per_slot=45)
     evaluator, _ = evaluator_of(context, "triton", distortion)
     probes = evaluator._constants["P"]
-    assert probes > block_sizes(60, probes)["BLOCK_P"]
+    assert probes > evaluator._constants["BLOCK_P"]
     check(context, [60, 9], distortion)
 
 
@@ -115,12 +114,12 @@ def test_a_node_does_not_depend_on_others_and_repeats_to_the_bit():
     nodes = Nodes(torch.tensor([1, 3]), torch.tensor([4, 0]), torch.tensor([45, 20]))
     costs = evaluator(nodes)
     # Numbers outside the nodes must not be read.
-    outside = torch.ones(len(evaluator._tensors["scores"]), dtype=torch.bool)
-    first = batch.head(nodes.tree) * len(evaluator._tensors["visible_probes"]) + batch.offset(nodes)
+    outside = torch.ones(len(evaluator._arguments["scores"]), dtype=torch.bool)
+    first = batch.head(nodes.tree) * len(evaluator._arguments["visible_probes"]) + batch.offset(nodes)
     for row, length in zip(first.tolist(), nodes.length.tolist(), strict=True):
         outside[row : row + length] = False
     for name in ("exponentials", "unrotated_keys", "key_norms", "values", "scores"):
-        evaluator._tensors[name][outside] = torch.nan
+        evaluator._arguments[name][outside] = torch.nan
     again = evaluator(nodes)
     alone = evaluator(nodes[:1])
     for other, rows in ((again, slice(2)), (alone, slice(1))):

@@ -57,7 +57,7 @@ class NumbaEvaluator(DistortionEvaluator):
     def __call__(self, nodes: Nodes) -> IntervalCosts:
         from gracekv.tree.engines.numba_kernel import EVALUATE
 
-        count, width = len(nodes), int(nodes.length.max())
+        count, width = len(nodes), nodes.width
         costs, mass = (
             torch.zeros(2, count, width, dtype=torch.float32),
             torch.zeros(count, width, dtype=torch.float32),
@@ -96,7 +96,7 @@ class NumbaEvaluator(DistortionEvaluator):
             **numbers,
             counter=ctypes.addressof(counter),
             nodes=len(length),
-            max_length=int(length.max()),
+            max_length=nodes.width,
             mode=mode,
         )
         with torch.profiler.record_function("distortion (numba)"):

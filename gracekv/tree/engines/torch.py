@@ -40,7 +40,7 @@ class TorchEvaluator(DistortionEvaluator):
     def __call__(self, nodes: Nodes) -> IntervalCosts:
         attention = self.inputs.attention
         probes, dim = attention.queries.shape[1:]
-        width = int(nodes.length.max())
+        width = nodes.width
         # Five fields over (token, probe), three of keys and values, five over (token, token).
         per_node = 2 * width * (5 * probes + 3 * dim + 2 + 5 * width)
         cuda = attention.values.device.type == "cuda"
