@@ -35,16 +35,10 @@ _CHUNK_BYTES = 64 * 2**20
 def unit_states(hidden: Tensor, epsilon: float) -> Tensor:
     """Rows of `hidden` [n, D] divided by max(norm, epsilon): [n, D] float64.
 
-    Raises `NonFiniteError` if a row holds NaN or infinity.
-    Source: Eq. (S2).
+    A row that holds NaN or infinity gets a NaN. Source: Eq. (S2).
     """
     hidden = hidden.double()
     norm: Tensor = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-    if not bool(norm.isfinite().all()):
-        raise NonFiniteError(
-            "The hidden states hold NaN or infinity, so slots cannot be cut from them. Check the "
-            "model's weights and dtype (float16 overflows in some models: try bfloat16)."
-        )
     return hidden / norm.clamp(min=epsilon)
 
 
@@ -172,15 +166,24 @@ class Curvature(Configurable):
         forms = self._quadratic_forms().to(device)
         windows = torch.tensor(self.windows, device=device)[:, None]
         views = torch.cat([self._of_layer(x, forms, windows).to(device) for x in states])
-        return views.mean(dim=0) - self.stability * views.std(dim=0, correction=0)
+        kappa = views.mean(dim=0) - self.stability * views.std(dim=0, correction=0)
+        if not bool(kappa.isfinite().all()):
+            raise NonFiniteError(
+                "The hidden states hold NaN or infinity, so slots cannot be cut from them. Check "
+                "the model's weights and dtype (float16 overflows in some models: try bfloat16)."
+            )
+        return kappa
 
     def _of_layer(self, hidden: Tensor, forms: Tensor, windows: Tensor) -> Tensor:
-        """kappa^(l,w) of one layer [T, D]: float64 [W, T]; `windows` are int64 [W, 1]."""
+        """kappa^(l,w) of one layer [T, D]: float64 [W, T]; `windows` are int64 [W, 1].
+
+        All of it is NaN if a state is not finite.
+        """
         length, dim = hidden.shape
         reach = max(self.windows) - 1
         forms, windows = forms.to(hidden.device), windows.to(hidden.device)
         rows = rows_per_chunk(max(dim, forms.shape[0]), 2 * reach)
-        chunks = []
+        chunks, squares = [], []
         for start in range(0, length, rows):
             stop = min(start + rows, length)
             near = hidden[max(0, start - reach) : stop + reach + 1]
@@ -188,6 +191,7 @@ class Curvature(Configurable):
             before = max(0, reach - start)
             after = stop - start + 2 * reach - before - len(steps)
             band = band_products(steps, 2 * reach + 1, before, after)
+            squares.append(band[:, 0].sum())
             around = band.unfold(0, 2 * reach + 1, 1).reshape(stop - start, -1)
             chunks.append((around @ forms).view(stop - start, len(self.windows), 3))
         incoming, outgoing, inner = torch.cat(chunks).permute(2, 1, 0)
@@ -196,7 +200,8 @@ class Curvature(Configurable):
         ]
         position = torch.arange(length, device=hidden.device)
         complete = (windows <= position) & (position < length - windows)
-        return torch.where(complete, 1 - inner / (norms[0] * norms[1]), 0.0)
+        kappa = torch.where(complete, 1 - inner / (norms[0] * norms[1]), 0.0)
+        return kappa + 0.0 * torch.stack(squares).sum()
 
     def _quadratic_forms(self) -> Tensor:
         """Weights of the products around i in |delta_-|^2, |delta_+|^2 and <delta_-, delta_+>.

@@ -137,7 +137,7 @@ def dispersion_table(states: Sequence[Tensor], longest: int, epsilon: float) -> 
     `states` are the sampled layers' block inputs over the compressible region, each [N, D]. Entry
     (a, n-1) belongs to the n tokens from relative position a on; it is 0 where fewer than two
     steps lie inside, and where the slot would leave the region. The table lies on the first
-    layer's device. Raises `NonFiniteError` if a state holds NaN or infinity.
+    layer's device.
 
     The sum of a slot's steps is its last state minus its first. So the variance of the steps needs
     one squared distance per candidate slot and a running sum of squared steps, and no prefix sums

@@ -9,6 +9,7 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
+from gracekv.kernels.small_tensors import on_device
 from gracekv.prefill import Needs, Prefill, PromptSpans
 from gracekv.prefill.observer import (
     Accumulator,
@@ -78,7 +79,8 @@ class _Dynamic:
         self._projection, self._groups = run.projection, len(run.keys)
         inside = self._probes[(self._probes >= run.start) & (self._probes < run.end)]
         if len(inside):
-            self._parts.append(run.outputs[:, (inside - run.start).to(run.outputs.device)])
+            at = on_device(inside - run.start, run.outputs.device)
+            self._parts.append(run.outputs[:, at])
 
     def result(self) -> Tensor:
         assert self._projection is not None  # it is read

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracekv.errors import NonFiniteError
-from gracekv.segment.curvature import band_products, unit_states
+from gracekv.segment.curvature import Curvature, band_products, unit_states
 
 
 @given(rows=st.integers(1, 150), width=st.integers(1, 140), seed=st.integers(0, 2**32 - 1))
@@ -28,7 +28,7 @@ def test_refuses_states_that_are_not_finite(bad):
     hidden = torch.ones(5, 4, dtype=torch.float16)
     hidden[3, 1] = bad
     with pytest.raises(NonFiniteError, match="try bfloat16"):
-        unit_states(hidden, 1e-6)
+        Curvature().of_states([torch.ones(5, 4), hidden])
 
 
 def test_large_half_precision_states_do_not_overflow():

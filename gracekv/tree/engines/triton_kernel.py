@@ -87,7 +87,7 @@ def interval_costs(
     norm_sum = 0.0
     score_sum = 0.0
     drop_sum = 0.0
-    for j in range(0, n):
+    for j in range(n):
         t = tl.where(backward, n - 1 - j, j)
         row = u * tokens + start + t
         count += 1.0
