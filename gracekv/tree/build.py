@@ -141,7 +141,8 @@ def grow(
         # The one number that the host waits for, with the width of the next grid.
         count, longest = torch.stack([found[-1], (nodes.length * inner).max()]).tolist()
         chosen = torch.searchsorted(found, torch.arange(1, count + 1, device=found.device))
-        parents, forced = Nodes(*places[:, chosen], longest=longest), forced[chosen]
+        tree, start, end = places[:, chosen]
+        parents, forced = Nodes(tree, start, end, longest), forced[chosen]
         distortion, relevance, weight, key, free_key = numbers[:, chosen]
         if not len(chosen):
             levels.append(_Level(places, numbers[:2], chosen, chosen, distortion))
