@@ -12,7 +12,7 @@ import machine
 
 from gracekv.prefill.needs import CaptureSizes, Needs, held_positions
 from gracekv.prefill.options import CaptureOptions
-from gracekv.prefill.prompt import PromptSpans
+from gracekv.prefill.spans import PromptSpans
 from gracekv.segment.curvature import BlockInput
 
 MIB = 2**20

@@ -1,7 +1,8 @@
 """An agent with a search tool, whose conversation is compressed as it grows.
 
-The tool's results are long and soon less important, so they are compressed; the first message, with
-the task, keeps all its entries. Runs on a CPU with the embedded model: python examples/agent.py
+The tool's results are long and soon less important, so they are compressed; the system prompt, with
+the task, and the questions keep all their entries. The embedded model is too small to call tools,
+so the search's query is given. Runs on a CPU: python examples/agent.py
 """
 
 from importlib.resources import files
@@ -9,7 +10,7 @@ from importlib.resources import files
 import gracekv
 from gracekv.hf.smollm2 import load_smollm2
 
-TASK = "You answer questions about a story. Each question comes with what a search has found."
+TASK = "You answer questions about a story, with the help of a search."
 QUESTIONS = {
     "Rabbit": "What does the Rabbit take out of its waistcoat-pocket?",
     "bottle": "What is written on the bottle?",
@@ -29,11 +30,15 @@ def main() -> None:
     """Ask all questions in one conversation, and print how many entries it holds."""
     model, tokenizer = load_smollm2()
     story = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
-    prompt = gracekv.Prompt.from_chat(tokenizer, context=TASK)
-    policy = gracekv.Compaction(after=300, ratio=4, recent=2, keep=(0,))
+    messages: list[dict[str, str]] = [{"role": "system", "content": TASK}]
+    prompt = gracekv.Prompt.from_messages(tokenizer, messages)
+    policy = gracekv.Compaction(after=300, ratio=4, recent=2, keep=("user",))
     with gracekv.compress(model, prompt, ratio=1).chat(compact=policy) as chat:
         for word, question in QUESTIONS.items():
-            answer = chat.ask(f"Found: {search(story, word)}\n\n{question}", max_new_tokens=24)
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "tool", "content": search(story, word)})
+            answer = chat.send(messages, max_new_tokens=24)
+            messages.append({"role": "assistant", "content": answer})
             print(f"{question}\n  {answer.strip()}\n  {chat.accounting.entries:,} entries")
 
 

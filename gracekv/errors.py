@@ -20,6 +20,10 @@ class PromptError(GracekvError, ValueError):
     """The prompt's text, ids or spans cannot be used (empty, too short, out of range)."""
 
 
+class EditedHistoryError(PromptError):
+    """A list of messages differs from what a conversation has read."""
+
+
 class BudgetError(GracekvError, ValueError):
     """The ratio, entries or bytes asked for are malformed or below what works."""
 

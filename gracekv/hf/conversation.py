@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Unpack, overload
 
@@ -14,22 +14,22 @@ from torch import Tensor
 from gracekv.allocate import BudgetOptions
 from gracekv.cache import Occupancy
 from gracekv.decode import Compaction, Limit
-from gracekv.errors import CacheError, PromptError
+from gracekv.errors import CacheError, EditedHistoryError, PromptError
+from gracekv.hf.asking import check_context, check_room
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.extend import limited_run
 from gracekv.hf.generation import (
-    check_new_tokens,
     check_one,
     continue_ids,
     decode_rows,
     setting,
     stream_text,
 )
-from gracekv.prefill.chat_text import check_question, first_turn, next_turn
+from gracekv.prefill.chat_text import check_question
 from gracekv.prefill.fingerprint import check_same_model
+from gracekv.prefill.history import Message, new_turns
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.supported import trained_length
 
 
 class Conversation:
@@ -44,8 +44,8 @@ class Conversation:
     whose stream is closed early, is undone. For one thread at a time.
 
     Attributes:
-        messages: the turns so far, as chat templates take them: {"role": "user" or "assistant",
-            "content": text}.
+        messages: the turns so far, as chat templates take them: {"role": "user", "content": text},
+            or as they were sent.
     """
 
     def __init__(
@@ -63,10 +63,14 @@ class Conversation:
             "The compressed context",
             "Put the weights or adapters back, or compress it with this model.",
         )
-        self.messages: list[dict[str, str]] = []
         self._closed, self._limit, self._compact = False, limit, compact
-        self._lock = threading.Lock()
-        self._begin_after(result)
+        self._lock, self._first = threading.Lock(), result
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._begin_after(self._first)
+        self.messages: list[Message] = []
+        self._tools: Sequence[Any] | None = None
 
     def _begin_after(self, result: Any) -> None:
         # Until the limit has let it be made, nothing has changed.
@@ -101,19 +105,55 @@ class Conversation:
             ConfigError: `kwargs` ask for beams or for several answers, which a conversation cannot
                 go on from.
         """
-        check_one(
-            self._model,
-            kwargs,
-            ["num_beams", "num_return_sequences"],
-            "A conversation goes on from one answer",
-            "Use result.ask, whose questions are independent.",
-        )
-        self._check_open()
+        self._check_alone(kwargs)
         check_question(question)
-        if stream:
-            return self._stream(question, max_new_tokens, kwargs)
-        with self._turn(question, max_new_tokens) as turn:
-            return self._add(question, turn, self._generate(turn, max_new_tokens, kwargs))
+        if self._prompt.messages and not self.messages:
+            raise PromptError("This context consists of messages: begin with chat.send(messages).")
+        asked = [*self.messages, {"role": "user", "content": question}]
+        run: Any = self._stream if stream else self._answer
+        answer: str | Iterator[str] = run(asked, self._tools, max_new_tokens, kwargs)
+        return answer
+
+    def send(
+        self,
+        messages: Sequence[Message],
+        max_new_tokens: int = 64,
+        *,
+        tools: Sequence[Any] | None = None,
+        edited: Literal["refuse", "compress"] = "refuse",
+        **kwargs: Any,
+    ) -> str:
+        """The model's answer to a history of messages, of which only the new ones are read.
+
+        The model's own chat template renders them. An answer that calls tools may come back as
+        `tool_calls`, before the messages of role "tool" with the results.
+
+        Args:
+            messages: all messages, as OpenAI's clients send them; they begin with those of the
+                context if it was made by `Prompt.from_messages`, and else go on with its turn.
+            max_new_tokens: most tokens of the answer.
+            tools: the tools of the context, each time the same.
+            edited: "compress" begins anew after the context if a message is not the one that was
+                read, and compresses all older messages again; otherwise that is refused.
+            kwargs: go to `model.generate`.
+
+        Raises what `ask` raises, and `EditedHistoryError` for a history that was edited.
+        """
+        self._check_alone(kwargs)
+        try:
+            self._new_turns(messages, tools)
+        except EditedHistoryError:
+            if edited != "compress":
+                raise
+            with self._alone():
+                self._begin_anew()
+        return self._answer(messages, tools, max_new_tokens, kwargs)
+
+    def _answer(
+        self, messages: Any, tools: Any, max_new_tokens: int, options: dict[str, Any]
+    ) -> str:
+        with self._turn(messages, tools, max_new_tokens) as turn:
+            return self._add(messages[-1], turn, self._generate(turn, max_new_tokens, options))
 
     def compress(
         self, *, capture: CaptureOptions = DEFAULTS, **budget: Unpack[BudgetOptions]
@@ -177,15 +217,17 @@ class Conversation:
         state = ", closed" if self._closed else ""
         return f"Conversation({len(self.messages) // 2} turns, {len(self._ids):,} tokens{state})"
 
-    def _stream(self, question: str, max_new_tokens: int, options: dict[str, Any]) -> Iterator[str]:
+    def _stream(
+        self, messages: Any, tools: Any, max_new_tokens: int, options: dict[str, Any]
+    ) -> Iterator[str]:
         answers = list[Tensor]()
-        with self._turn(question, max_new_tokens) as turn:
+        with self._turn(messages, tools, max_new_tokens) as turn:
             yield from stream_text(
                 self._prompt.tokenizer,
                 lambda chosen: answers.append(self._generate(turn, max_new_tokens, chosen)),
                 options,
             )
-            self._add(question, turn, answers[0])
+            self._add(messages[-1], turn, answers[0])
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -200,20 +242,37 @@ class Conversation:
         finally:
             self._lock.release()
 
+    def _new_turns(self, messages: Any, tools: Any) -> list[tuple[str, list[int]]]:
+        """Role and ids of each message that was not read; raises as `new_turns` does."""
+        prompt, known = self._prompt, self.messages
+        if known and tools != self._tools:
+            raise EditedHistoryError("The tools are not those that the conversation began with.")
+        if prompt.messages and not known:
+            begun = Prompt.from_messages(prompt.tokenizer, messages[: prompt.messages], tools=tools)
+            if not torch.equal(begun.ids[: begun.spans.context_end], self._ids):
+                raise EditedHistoryError(
+                    f"The first {prompt.messages} messages or the tools are not those of the "
+                    f"context. Compress them anew."
+                )
+        how = {"separator": prompt.separator, "template": prompt.template, "tools": tools}
+        return new_turns(prompt.tokenizer, known, messages, prompt.messages, **how)
+
     @contextmanager
-    def _turn(self, question: str, max_new_tokens: int) -> Iterator[Tensor]:
-        """The ids so far and the question's; an error inside leaves the cache as it was."""
+    def _turn(self, messages: Any, tools: Any, max_new_tokens: int) -> Iterator[Tensor]:
+        """The ids up to the answer; an error inside leaves the conversation as it was."""
         with self._alone():
-            self._compress_older()
-            prompt = self._prompt
-            encode = next_turn if self.messages else first_turn
-            new = encode(prompt.tokenizer, question, prompt.separator, prompt.template)
-            ids = torch.cat([self._ids, torch.tensor(new)])
-            check_room(self._model, prompt, len(ids), max_new_tokens, self._limit)
-            undo = self._cache.mark()
+            before, undo = dict(self.__dict__), self._cache.mark()
             try:
+                *older, (_, last) = self._new_turns(messages, tools)
+                self._tail = [*self._tail, *((role, len(ids)) for role, ids in older)]
+                self._ids = torch.cat([self._ids, *(torch.tensor(ids) for _, ids in older)])
+                self.messages, self._tools = list(messages[:-1]), tools
+                self._compress_older()
+                ids = torch.cat([self._ids, torch.tensor(last)])
+                check_room(self._model, self._prompt, len(ids), max_new_tokens, self._limit)
                 yield ids
             except BaseException:
+                self.__dict__.update(before)
                 undo()
                 raise
 
@@ -247,58 +306,25 @@ class Conversation:
             answer = answer[:-1]
         return answer
 
-    def _add(self, question: str, turn: Tensor, answer: Tensor) -> str:
+    def _add(self, message: Message, turn: Tensor, answer: Tensor) -> str:
         """Make the turn part of the conversation; returns the answer's text."""
         text = decode_rows(self._prompt.tokenizer, answer[None])[0]
-        self._tail += [("user", len(turn) - len(self._ids)), ("assistant", len(answer))]
+        added = len(turn) - len(self._ids)
+        self._tail = [*self._tail, (message["role"], added), ("assistant", len(answer))]
         self._ids = torch.cat([turn, answer])
-        self.messages += [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": text},
-        ]
+        self.messages = [*self.messages, message, {"role": "assistant", "content": text}]
         return text
+
+    def _check_alone(self, options: dict[str, Any]) -> None:
+        self._check_open()
+        check_one(
+            self._model,
+            options,
+            ["num_beams", "num_return_sequences"],
+            "A conversation goes on from one answer",
+            "Use result.ask, whose questions are independent.",
+        )
 
     def _check_open(self) -> None:
         if self._closed:
             raise CacheError("This conversation is closed. Begin another with result.chat().")
-
-
-def check_context(prompt: Prompt) -> None:
-    """Raise `PromptError` unless questions can be asked about this prompt."""
-    if prompt.has_question:
-        raise PromptError(
-            "This prompt has a question of its own, which generate answers. To ask anything later, "
-            "compress a prompt without one: Prompt.from_chat(tokenizer, context=text)."
-        )
-    if prompt.tokenizer is None:
-        raise PromptError(
-            "Questions need a tokenizer. Use Prompt.from_chat(tokenizer, ...), "
-            "Prompt.from_ids(..., tokenizer=tokenizer) or gracekv.load(..., tokenizer=tokenizer)."
-        )
-
-
-def check_room(
-    model: Any, prompt: Prompt, length: int, new_tokens: int, limit: Limit | None
-) -> None:
-    """Raise `PromptError` if a sequence of `length` tokens and its answer pass the last position.
-
-    A context that is itself longer than what the model was made for had its warning already; a
-    limit with closed positions knows no last one. `ConfigError` if `new_tokens` is no number of
-    tokens.
-    """
-    check_new_tokens(new_tokens)
-    most = trained_length(model)
-    if most is None or prompt.spans.context_end > most or length + new_tokens - 1 <= most:
-        return
-    if limit is not None and limit.positions == "closed":
-        return
-    room = most - length + 1
-    advice = (
-        f"Ask with max_new_tokens={room} or less."
-        if room > 0
-        else "Ask a shorter question, or begin a new conversation."
-    )
-    raise PromptError(
-        f"Context and question have {length} tokens, and with {new_tokens} new ones they pass the "
-        f"{most} positions of {type(model).__name__}. {advice}"
-    )

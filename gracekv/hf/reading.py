@@ -40,8 +40,9 @@ from gracekv.prefill.observations import Observations
 from gracekv.prefill.observer import FinalRun
 from gracekv.prefill.partial_attention import CausalMasks, PartialAttention, rotations
 from gracekv.prefill.past import Past
-from gracekv.prefill.prompt import Prompt, Region
+from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.recorder import Recorder, no_rotation
+from gracekv.prefill.spans import Region
 from gracekv.prefill.stock_layers import StockLayers
 from gracekv.undo import hooked, undone
 

@@ -17,9 +17,10 @@ from gracekv.decode import Compaction, Limit
 from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import ConfigError, PromptError
+from gracekv.hf.asking import check_context, check_room
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
-from gracekv.hf.conversation import Conversation, check_context, check_room
+from gracekv.hf.conversation import Conversation
 from gracekv.hf.extend import extended_run
 from gracekv.hf.generation import check_one, continue_ids, decode_rows, padding_id
 from gracekv.pipeline.run import Run
@@ -271,6 +272,8 @@ def ask_ids(
     if not isinstance(questions, Sequence) or not questions:
         given = "an empty list" if questions == [] else repr(questions)
         raise PromptError(f"ask takes a question or a list of at least one; got {given}.")
+    if prompt.messages:
+        raise PromptError("This context consists of messages: use result.chat().send(messages).")
     context = prompt.ids[: prompt.spans.context_end]
     rows = []
     for question in questions:

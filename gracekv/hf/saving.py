@@ -12,7 +12,8 @@ from torch import Tensor
 from gracekv.allocate.plan import BudgetPlan
 from gracekv.cache import Accounting, CompressedCache, Timings, WidthShare
 from gracekv.pipeline.run import Run
-from gracekv.prefill.prompt import Prompt, PromptSpans
+from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.spans import PromptSpans
 from gracekv.registry import check_values
 
 
@@ -29,7 +30,7 @@ def prompt_facts(prompt: Prompt, run: Run) -> dict[str, Any]:
     }
     return {
         "spans": dataclasses.asdict(prompt.spans),
-        "format": [prompt.separator, prompt.template],
+        "format": [prompt.separator, prompt.template, prompt.messages],
         "plan": dataclasses.asdict(run.plan),
         "accounting": {f.name: getattr(kept, f.name) for f in dataclasses.fields(kept)} | entries,
         "timings": dict(run.timings.as_dict()),
@@ -41,8 +42,9 @@ def saved_prompt(facts: Mapping[str, Any], ids: Tensor, tokenizer: Any) -> Promp
 
     Raises `ConfigError` or another `ValueError` or `TypeError` if no result wrote them.
     """
-    separator, template = facts["format"]
-    written = {"separator": separator, "template": template}
+    # Files of 0.2 have no third.
+    names = ("separator", "template", "messages")
+    written = dict(zip(names, facts["format"], strict=False))
     check_values(Prompt, written)
     return Prompt(ids, _made_of(PromptSpans, facts["spans"]), None, tokenizer, **written)
 

@@ -19,7 +19,8 @@ from gracekv.hf.base_result import BaseResult
 from gracekv.hf.compress import compress, per_byte
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.config import load_pipeline
-from gracekv.prefill.prompt import Prompt, PromptSpans
+from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.spans import PromptSpans
 from gracekv.prefill.supported import check_model
 from gracekv.registry import Configurable, bounded
 

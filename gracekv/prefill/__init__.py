@@ -10,5 +10,5 @@ from gracekv.prefill.observer import FinalObserver as FinalObserver
 from gracekv.prefill.observer import LayerObserver as LayerObserver
 from gracekv.prefill.observer import Observer as Observer
 from gracekv.prefill.observer import PassObserver as PassObserver
-from gracekv.prefill.prompt import PromptSpans as PromptSpans
-from gracekv.prefill.prompt import Region as Region
+from gracekv.prefill.spans import PromptSpans as PromptSpans
+from gracekv.prefill.spans import Region as Region

@@ -18,7 +18,7 @@ from gracekv.prefill.layer_capture import ADVICE, CaptureInfo, LayerCapture, mis
 from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.observer import LayerObserver, Observer
-from gracekv.prefill.prompt import PromptSpans, Region
+from gracekv.prefill.spans import PromptSpans, Region
 from gracekv.prefill.tensor_checks import check_tensors
 
 _PART = 1024  # Positions whose queries are computed again at once.

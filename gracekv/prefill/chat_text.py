@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from os.path import commonprefix
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +15,10 @@ from gracekv.errors import PromptError
 # The leads that `continued` encodes before a text, in order. A word merges with a letter before
 # it, rarely with a line end or a full stop; the rest serve texts that start with one of those.
 _LEADS = ("a", "\n", ".", "0", "|", "\u4e2d")
+_CHANGED = (
+    "The chat template does not show a message and the one after it once and unchanged. Render the "
+    "conversation yourself and use model.generate with result.new_cache()."
+)
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -116,8 +122,8 @@ def first_turn(tokenizer: Any, question: str, separator: str, template: bool) ->
 
     Raises `PromptError` if the chat template changes the texts.
     """
-    chat = template and has_chat_template(tokenizer)
-    return continued(tokenizer, render(tokenizer, "", question, separator, chat)[1])
+    asked = [{"role": "user", "content": question}]
+    return turn_ids(tokenizer, asked, separator, template, after="context")[0]
 
 
 def next_turn(
@@ -125,26 +131,72 @@ def next_turn(
 ) -> list[int]:
     """Ids of a question after an answer, from the end of its turn to the start of the next answer.
 
+    `answer_prefix` is the given start of the next answer. Raises `PromptError` if the chat template
+    changes the texts.
+    """
+    asked = [{"role": "user", "content": question}]
+    return turn_ids(tokenizer, asked, separator, template, answer_prefix=answer_prefix)[0]
+
+
+def turn_ids(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    separator: str,
+    template: bool,
+    *,
+    after: Literal["context", "messages", "answer"] = "answer",
+    tools: Sequence[Any] | None = None,
+    answer_prefix: str = "",
+) -> list[list[int]]:
+    """Ids of each of `messages`, the last up to the start of the next answer.
+
     Earlier turns are not rendered again, so their tokens stay as they are, even those that a
-    template would remove from old answers. `answer_prefix` is the given start of the next answer.
+    template would remove from old answers.
+
+    Args:
+        tokenizer: renders and encodes them.
+        messages: as chat templates take them; none stands for the start of the answer alone.
+        separator: between the context and the first message, if that goes on with its turn.
+        template: whether the chat format is used, if the tokenizer has one.
+        after: whether they go on with the context's own message, or follow whole messages, or an
+            answer whose turn they end.
+        tools: for the template.
+        answer_prefix: given start of the next answer.
+
     Raises `PromptError` if the chat template changes the texts.
     """
     if not (template and has_chat_template(tokenizer)):
-        return continued(tokenizer, separator + question + answer_prefix)
+        texts = [separator + str(message["content"]) for message in messages]
+        return [continued(tokenizer, text) for text in (*texts[:-1], texts[-1] + answer_prefix)]
     number = 0
-    while (mark := f"[[answer {number}]]") in question:
+    while (mark := f"[[turn {number}]]") in str(messages):
         number += 1
-    roles = ("user", "assistant", "user")
-    turns = zip(roles, (".", mark, question), strict=True)
-    text = templated(tokenizer, [{"role": role, "content": content} for role, content in turns])
-    after = text.rpartition(mark)[2]
-    if text.count(mark) != 1 or question.strip() not in after:
-        raise PromptError(
-            "The chat template does not show an answer and the question after it once and "
-            "unchanged. Render the conversation yourself and use model.generate with "
-            "result.new_cache()."
+    shown = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}, *messages]
+    if after == "context":
+        first = {**messages[0], "content": f"{mark}{separator}{messages[0]['content']}"}
+        shown = [first, *messages[1:]]
+
+    def rendered(count: int, *, answers: bool = False) -> str:
+        text: str = tokenizer.apply_chat_template(
+            shown[: len(shown) - len(messages) + count],
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=answers,
         )
-    return continued(tokenizer, after + answer_prefix)
+        if text.count(mark) != 1:
+            raise PromptError(_CHANGED)
+        return text.partition(mark)[2]
+
+    whole = rendered(len(messages), answers=True)
+    asked = [str(one["content"]).strip() for one in messages if one["role"] == "user"]
+    if not all(text in whole for text in asked):
+        raise PromptError(_CHANGED)
+    start = len(rendered(0)) if after == "messages" else 0
+    ids = continued(tokenizer, whole[start:] + answer_prefix)
+    # A template may show a message otherwise when another follows it.
+    shared = (commonprefix([rendered(n), whole]) for n in range(1, len(messages)))  # noqa: RUF071
+    ends = [len(continued(tokenizer, text[start:])) for text in shared]
+    return [ids[a:b] for a, b in pairwise([0, *ends, len(ids)])]
 
 
 def continued(tokenizer: Any, text: str) -> list[int]:

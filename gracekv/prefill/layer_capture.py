@@ -15,7 +15,7 @@ from gracekv.kernels.rope import Rope
 from gracekv.kernels.small_tensors import on_device
 from gracekv.prefill.observer import Observer, TokenRun
 from gracekv.prefill.past import ADDED
-from gracekv.prefill.prompt import PromptSpans, Region
+from gracekv.prefill.spans import PromptSpans, Region
 
 ADVICE = (
     "Capture for the pipeline that you run: gracekv.capture(model, prompt, needs=pipeline.needs())."

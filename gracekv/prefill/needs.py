@@ -19,7 +19,7 @@ from gracekv.prefill.model_layers import (
     text_config,
 )
 from gracekv.prefill.observer import Observer
-from gracekv.prefill.prompt import PromptSpans, Region
+from gracekv.prefill.spans import PromptSpans, Region
 
 # Queries that every capture keeps of the ends of prompt and context: observation windows.
 _WINDOW = 32

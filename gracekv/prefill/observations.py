@@ -21,7 +21,7 @@ from gracekv.prefill.observer import (
     Source,
     TokenRun,
 )
-from gracekv.prefill.prompt import PromptSpans
+from gracekv.prefill.spans import PromptSpans
 from gracekv.undo import full_float32
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from gracekv.errors import renamed_in
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.projection import Projection as Projection
-from gracekv.prefill.prompt import PromptSpans, Region
+from gracekv.prefill.spans import PromptSpans, Region
 
 Source = Literal["hidden", "outputs", "projection", "final", "passes"]
 """Data that a driver may give beyond queries, keys and values of each run.

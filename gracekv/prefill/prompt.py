@@ -1,8 +1,8 @@
-"""`Prompt`, the token ids, and `PromptSpans`, the places of prefix, context, question and tail."""
+"""`Prompt`: token ids, and the places of prefix, context, question and tail."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,106 +20,7 @@ from gracekv.prefill.chat_text import (
     question_end,
     render,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """The compressible positions C = [start, end), absolute.
-
-    Attributes:
-        start: first token position.
-        end: exclusive.
-    """
-
-    start: int
-    end: int
-
-    @property
-    def length(self) -> int:
-        """N (the paper's N_c), in tokens."""
-        return self.end - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSpans:
-    """Prefix [0, c_s) | context [c_s, c_e) | suffix [c_e, T); the question ends at q_e.
-
-    Attributes:
-        context_start: c_s, absolute token position.
-        context_end: c_e, absolute token position, exclusive.
-        question_end: q_e; [q_e, T) holds the chat template's tail and the answer prefix.
-        length: T, in tokens.
-        past: leading places of the prefix that were compressed before this sequence was read; they
-            have keys and values, but no queries.
-
-    Raises `PromptError` if the spans are empty, out of order or out of range.
-    """
-
-    context_start: int
-    context_end: int
-    question_end: int
-    length: int
-    past: int = 0
-
-    def __post_init__(self) -> None:
-        if self.length < 2:
-            raise PromptError(
-                f"A prompt needs at least 2 tokens (the last one is fed again to start decoding); "
-                f"got {self.length}."
-            )
-        if not 0 <= self.context_start < self.context_end <= self.length:
-            raise PromptError(
-                f"The context must be a non-empty span inside the prompt: 0 <= start < end <= "
-                f"{self.length}; got ({self.context_start}, {self.context_end})."
-            )
-        if not 0 <= self.past <= self.context_start:
-            raise PromptError(
-                f"The part that was compressed before lies in the prefix: 0 <= past <= "
-                f"{self.context_start}; got {self.past}."
-            )
-        if not self.context_end <= self.question_end <= self.length:
-            raise PromptError(
-                f"question_end must lie between the context's end and the prompt's end, "
-                f"{self.context_end} <= question_end <= {self.length}; got {self.question_end}. "
-                f"Leave it out if the prompt has no template tail."
-            )
-
-    @property
-    def context_length(self) -> int:
-        """N_ctx, in tokens."""
-        return self.context_end - self.context_start
-
-    def region(self, recent: int) -> Region:
-        """C = [c_s, c_e - r), the context without a recent window of `recent` tokens."""
-        return Region(self.context_start, max(self.context_start, self.context_end - recent))
-
-    def last(self, count: int) -> range:
-        """The last `count` positions of the prompt, or fewer if fewer were read."""
-        return range(max(self.past, self.length - count), self.length)
-
-    def direct_probes(self, question: int = 32, tail: int = 16) -> list[int]:
-        """U: the last `question` question positions and the last `tail` positions, ascending.
-
-        Raises `PromptError` if there are none.
-
-        Source: the paper, "Direct relevance"; the union is a set, see departure 3.
-        """
-        last_question = range(
-            max(self.context_end, self.question_end - question), self.question_end
-        )
-        probes = sorted({*last_question, *self.last(tail)})
-        if not probes:
-            raise PromptError(
-                f"There are no probes among the last {question} question and {tail} tail positions "
-                f"of the prompt. Set tail_probes >= 1, or mark the question's span in the prompt."
-            )
-        return probes
-
-    def question_probes(self) -> list[int]:
-        """U_q: the members of U inside the question, or all of U if there is no question."""
-        probes = self.direct_probes()
-        inside = [u for u in probes if self.context_end <= u < self.question_end]
-        return inside or probes
+from gracekv.prefill.spans import PromptSpans
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,6 +35,7 @@ class Prompt:
         tokenizer: the tokenizer that made the ids, for decoding; or None.
         separator: text between the context and a question that is asked later.
         template: whether the tokenizer's chat format is used, if it has one.
+        messages: how many whole messages the context consists of; 0 if it lies inside one.
 
     Raises:
         PromptError: the ids are not one sequence of `spans.length` tokens.
@@ -145,6 +47,7 @@ class Prompt:
     tokenizer: Any = None
     separator: str = "\n\n"
     template: bool = True
+    messages: int = 0
 
     def __post_init__(self) -> None:
         if self.ids.shape != (self.spans.length,) or self.ids.dtype != torch.int64:
@@ -249,6 +152,40 @@ class Prompt:
         return cls(
             torch.tensor(ids, dtype=torch.int64), spans, parts, tokenizer, separator, template
         )
+
+    @classmethod
+    def from_messages(
+        cls,
+        tokenizer: Any,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+    ) -> Prompt:
+        """Make a prompt whose context are the first messages of a conversation.
+
+            prompt = gracekv.Prompt.from_messages(tokenizer, messages, tools=tools)
+            chat = gracekv.compress(model, prompt, ratio=1).chat()
+            answer = chat.send(messages, tools=tools)
+
+        Args:
+            tokenizer: a Hugging Face tokenizer with a chat template.
+            messages: as OpenAI's clients send them: a system prompt, say, and the first question.
+            tools: definitions of tools, which the template puts where the model expects them.
+
+        Raises `PromptError` if there is no message or no chat template.
+        """
+        if not messages or not has_chat_template(tokenizer):
+            raise PromptError("Give at least one message, and a tokenizer with a chat template.")
+        text, answered = (
+            tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=answers
+            )
+            for answers in (False, True)
+        )
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        tail, end = continued(tokenizer, answered[len(text) :]), len(ids)
+        spans = PromptSpans(0, end, end, end + len(tail))
+        return cls(torch.tensor([*ids, *tail]), spans, None, tokenizer, messages=len(messages))
 
     @property
     def has_question(self) -> bool:

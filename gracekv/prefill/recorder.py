@@ -25,7 +25,7 @@ from gracekv.prefill.observer import TokenRun
 from gracekv.prefill.partial_attention import PartialAttention
 from gracekv.prefill.past import Past, widened
 from gracekv.prefill.projection import Projection
-from gracekv.prefill.prompt import PromptSpans, Region
+from gracekv.prefill.spans import PromptSpans, Region
 from gracekv.undo import hooked
 
 

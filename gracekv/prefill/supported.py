@@ -22,8 +22,8 @@ from gracekv.prefill.model_layers import (
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.observations import check_observers
 from gracekv.prefill.observer import PassObserver, Source
-from gracekv.prefill.prompt import PromptSpans
 from gracekv.prefill.self_check import self_check
+from gracekv.prefill.spans import PromptSpans
 
 TESTED_MODEL_TYPES = frozenset((
     "cohere2", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm4", "gpt_oss",

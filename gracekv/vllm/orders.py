@@ -14,7 +14,7 @@ from gracekv.decode.limit import Limit
 from gracekv.errors import BudgetError, ConfigError, StoreError
 from gracekv.pipeline import Pipeline
 from gracekv.prefill.observations import check_observers
-from gracekv.prefill.prompt import PromptSpans
+from gracekv.prefill.spans import PromptSpans
 from gracekv.recipes import DEFAULT_WITHOUT_QUESTION
 from gracekv.registry import check_values
 from gracekv.vllm.header import Continuation, check_name

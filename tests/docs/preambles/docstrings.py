@@ -14,6 +14,9 @@ prompt = gracekv.Prompt.from_chat(tokenizer, context=text, question="Who is Dina
 result = grace = gracekv.compress(model, prompt, ratio=8)
 book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=text), ratio=2)
 plus = result
+messages = [{"role": "user", "content": text}]
+tools = None
+inputs = {"input_ids": prompt.ids[None]}
 snap = gracekv.compress(model, prompt, ratio=8, pipeline="snapkv")
 suite = Experiment(
     model="smollm2",

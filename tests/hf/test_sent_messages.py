@@ -1,0 +1,128 @@
+"""Histories of messages as OpenAI's clients send them, with tools, edits and compaction."""
+
+import pytest
+import torch
+
+import gracekv
+from gracekv.errors import EditedHistoryError, PromptError
+from gracekv.testing.models import tiny_llama, tiny_tokenizer
+from support.asked_context import TEXT, same_greedy, steps
+
+# A template with tools, tool calls and results; it removes a thought from older answers.
+TEMPLATE = (
+    "<s>{% if tools %}<|user|>tools {{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}<|user|>{{ m.role }} {% if m.content %}"
+    "{{ m.content if loop.last or m.role != 'assistant' else m.content.split('</think>')[-1] }}"
+    "{% endif %}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
+CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments": {"for": "cat"}}}
+BEGUN = [
+    {"role": "system", "content": "Answer questions about a story. " + TEXT[:200]},
+    {"role": "user", "content": "Who fell?"},
+]
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+FOUND = {"role": "tool", "tool_call_id": "1", "content": TEXT[200:500]}
+LATER = [
+    *BEGUN, CALLED, FOUND, {"role": "assistant", "content": "<think>A cat?</think>Alice."},
+    {"role": "user", "content": "And what does she see?"},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    made = tiny_tokenizer(vocabulary=2000)
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(layers=3, vocabulary=2000, positions=4096)
+
+
+@pytest.fixture(scope="module")
+def agent(model, tokenizer):
+    prompt = gracekv.Prompt.from_messages(tokenizer, BEGUN, tools=TOOLS)
+    return gracekv.compress(model, prompt, ratio=1)
+
+
+def rendered(tokenizer, messages, tools=TOOLS):
+    text = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("messages", [BEGUN, LATER])
+def test_a_history_is_read_as_the_template_shows_it(model, tokenizer, agent, messages):
+    with agent.chat() as chat:
+        told = chat.send(messages, 6, tools=TOOLS, eos_token_id=1999)
+        ids = rendered(tokenizer, messages)
+        assert torch.equal(chat._ids[:-6], ids)
+        want, logits = steps(model, ids, agent.new_cache(), 6)
+        same_greedy(chat._ids[-6:], want, logits)
+        assert chat.messages == [*messages, {"role": "assistant", "content": told}]
+
+
+def test_only_new_messages_are_read_and_answers_may_come_back_as_calls(tokenizer, agent):
+    with agent.chat() as chat:
+        chat.send(BEGUN, 6, tools=TOOLS, eos_token_id=1999)
+        before = chat._ids
+        chat.send([*BEGUN, CALLED, FOUND], 6, tools=TOOLS, eos_token_id=1999)
+        assert torch.equal(chat._ids[: len(before)], before)
+        added = tokenizer.decode(chat._ids[len(before) : -6])
+        assert added == f"<|end|><|user|>tool {FOUND['content']}<|end|><|assistant|>"
+        assert chat.messages[2] == CALLED
+        assert isinstance(chat.ask("Why?", 3), str)
+        assert [x["role"] for x in chat.messages[-2:]] == ["user", "assistant"]
+        other = {**CALLED, "tool_calls": [{**CALL, "id": "2"}]}
+        with pytest.raises(EditedHistoryError, match="Message 2, of role 'assistant'"):
+            chat.send([*BEGUN, other, *chat.messages[3:], BEGUN[1]], tools=TOOLS)
+
+
+def test_an_edited_history_is_refused_or_compressed_anew(agent):
+    policy = gracekv.Compaction(after=64, ratio=4, recent=0, keep=("tool",))
+    edited = [*LATER[:3], {**FOUND, "content": TEXT[500:800]}, *LATER[4:]]
+    with agent.chat(compact=policy) as chat, agent.chat(compact=policy) as other:
+        told = chat.send(LATER, 6, tools=TOOLS)
+        held, more = chat.accounting.entries, {"role": "user", "content": "Why?"}
+        answer = {"role": "assistant", "content": told}
+        for changed in (edited, [BEGUN[0], *LATER[2:]], LATER[:4]):
+            with pytest.raises(EditedHistoryError, match=r"Message [13456], of role"):
+                chat.send([*changed, answer, more] if changed[4:] else changed, tools=TOOLS)
+        with pytest.raises(EditedHistoryError, match="tools are not"):
+            chat.send([*LATER, answer, more])
+        assert chat.accounting.entries == held
+        got = chat.send(edited, 6, tools=TOOLS, edited="compress")
+        assert got == other.send(edited, 6, tools=TOOLS)
+        assert torch.equal(chat._ids, other._ids)
+        # The tool's result keeps all its entries, the call before it a quarter.
+        result = agent.tokenizer(FOUND["content"])["input_ids"]
+        entries = chat._result.packed.entries().float().mean() - agent.packed.length
+        assert len(result) < entries < chat._result.packed.length - agent.packed.length - 20
+
+
+def test_what_cannot_follow_the_context_is_refused(model, tokenizer, agent, tmp_path):
+    document = gracekv.Prompt.from_chat(tokenizer, context=TEXT)
+    with gracekv.compress(model, document, ratio=4).chat() as chat:
+        for messages, tools in ((BEGUN, None), (BEGUN[1:], TOOLS)):
+            with pytest.raises(PromptError, match="stand before the context"):
+                chat.send(messages, tools=tools)
+        assert isinstance(chat.send(BEGUN[1:], 3), str)
+        with pytest.raises(PromptError, match="no new message"):
+            chat.send(chat.messages)
+    with agent.chat() as chat:
+        for messages, tools in ((LATER[1:], TOOLS), (BEGUN, None)):
+            with pytest.raises(EditedHistoryError, match="those of the context"):
+                chat.send(messages, tools=tools)
+        for ask in (chat.ask, agent.ask):
+            with pytest.raises(PromptError, match="consists of messages"):
+                ask("Who?")
+    with pytest.raises(PromptError, match="at least one message"):
+        gracekv.Prompt.from_messages(tokenizer, [])
+    agent.save(tmp_path / "agent.gracekv")
+    again = gracekv.load(tmp_path / "agent.gracekv", model, tokenizer=tokenizer)
+    with agent.chat() as one, again.chat() as other:
+        assert one.send(LATER, 6, tools=TOOLS) == other.send(LATER, 6, tools=TOOLS)
