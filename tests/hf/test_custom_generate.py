@@ -1,0 +1,70 @@
+"""Compression inside transformers' own `generate`, as a callable and as a folder."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+import gracekv
+from gracekv.errors import BudgetError, ConfigError, PromptError
+from gracekv.testing.models import tiny_llama
+
+IDS = torch.randint(2, 97, (1, 200), generator=torch.Generator().manual_seed(0))
+FOLDER = Path(__file__).parents[2] / "examples" / "custom_generate"
+
+
+@pytest.fixture
+def model():
+    return tiny_llama(layers=3)
+
+
+@pytest.mark.parametrize("question", [64, 20, 0])
+def test_it_is_what_compress_and_generate_are(model, question):
+    prompt = gracekv.Prompt.from_ids(IDS, (0, 200 - question))
+    want = gracekv.compress(model, prompt, ratio=8).generate_ids(12)
+    options = {"ratio": 8, "question_tokens": question, "max_new_tokens": 12, "pad_token_id": 1}
+    got = model.generate(IDS, custom_generate=gracekv.generate, do_sample=False, **options)
+    assert torch.equal(got[:, :200], IDS)
+    assert torch.equal(got[:, 200:], want)
+
+
+def test_the_folder_does_the_same(model, monkeypatch, tmp_path):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    options = {"max_new_tokens": 8, "pad_token_id": 1, "ratio": 4, "attention_mask": IDS**0}
+    want = model.generate(IDS, custom_generate=gracekv.generate, **options)
+    got = model.generate(IDS, custom_generate=str(FOLDER), trust_remote_code=True, **options)
+    assert torch.equal(got, want)
+
+
+def test_sampling_limits_and_other_outputs_work(model):
+    limit = gracekv.Limit(entries_per_head=120, every=16, window=8)
+    options = {"max_new_tokens": 40, "pad_token_id": 1, "ratio": 4, "pipeline": "snapkv"}
+    torch.manual_seed(0)
+    made = model.generate(
+        IDS, custom_generate=gracekv.generate, do_sample=True, limit=limit,
+        return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    prompt = gracekv.Prompt.from_ids(IDS, (0, 136))
+    result = gracekv.compress(model, prompt, ratio=4, pipeline="snapkv")
+    want = result.generate_ids(40, limit=limit, do_sample=True)
+    assert torch.equal(made.sequences[:, 200:], want)
+    assert made.past_key_values.cuts > 0
+
+
+def test_what_it_cannot_do_is_refused(model):
+    options = {"custom_generate": gracekv.generate, "max_new_tokens": 2, "pad_token_id": 1}
+    with pytest.raises(ConfigError, match="one answer without beams"):
+        model.generate(IDS, ratio=4, num_beams=2, **options)
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    for ids, seen in ((IDS.repeat(2, 1), None), (IDS, mask)):
+        with pytest.raises(PromptError, match="one prompt without padding"):
+            model.generate(ids, ratio=4, attention_mask=seen, **options)
+    with pytest.raises(BudgetError, match="exactly one budget"):
+        model.generate(IDS, **options)
+
+
+def test_transformers_sees_its_arguments():
+    assert {"ratio", "limit", "pipeline"} <= {*inspect.signature(gracekv.generate).parameters}
