@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 from gracekv.decode.compaction import Compaction
 from gracekv.decode.limit import Limit
-from gracekv.errors import StoreError
-from gracekv.prefill.chat_text import check_question, continued, first_turn, next_turn
+from gracekv.errors import EditedHistoryError, PromptError, StoreError
+from gracekv.prefill.chat_text import check_question, continued
+from gracekv.prefill.history import Message, new_turns
 from gracekv.vllm.header import SEPARATOR
 from gracekv.vllm.requests import Request
 
@@ -23,17 +24,27 @@ class ServedConversation:
     requests; turns go on over the old one until the new one is ready. For one thread at a time.
 
     Attributes:
-        messages: the turns so far: {"role": "user" or "assistant", "content": text}.
+        messages: the turns so far: {"role": "user", "content": text}, or as they were sent.
         context: name of the context that the next turn reads.
     """
 
     def __init__(
-        self, client: Any, context: str, limit: Limit | None, compact: Compaction | None
+        self,
+        client: Any,
+        context: str,
+        limit: Limit | None,
+        compact: Compaction | None,
+        messages: int,
     ) -> None:
-        self.messages: list[dict[str, str]] = []
-        self.context = context
         self._client, self._limit, self._compact = client, limit, compact
+        self._first, self._count = context, messages
         self._own, self._made = f"chat-{secrets.token_hex(8)}", 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin after the first context."""
+        self.messages: list[Message] = []
+        self.context = self._first
         # Uncompressed messages as role and tokens; runs of them to be compressed; the name of the
         # context in the making, and the tokens of its run.
         self._tail: list[tuple[str, list[int]]] = []
@@ -58,11 +69,45 @@ class ServedConversation:
             PromptError: the question is empty.
         """
         check_question(question)
+        if self._count and not self.messages:
+            raise PromptError("This context consists of messages: begin with chat.send(messages).")
+        asked = [*self.messages, {"role": "user", "content": question}]
+        yield from self._stream(asked, self._new_turns(asked), max_tokens, options)
+
+    def send(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int = 64,
+        *,
+        tools: Sequence[Any] | None = None,
+        edited: Literal["refuse", "compress"] = "refuse",
+        **options: Any,
+    ) -> str:
+        """The answer to a whole history of messages, as in `gracekv.hf.conversation.Conversation`.
+
+        That the context consists of the first of them, with these tools, is not checked. Raises
+        what `stream` raises, and `EditedHistoryError` for a history that was edited.
+        """
+        try:
+            turns = self._new_turns(messages, tools)
+        except EditedHistoryError:
+            if edited != "compress":
+                raise
+            self.close()
+            self._begin()
+            turns = self._new_turns(messages, tools)
+        return "".join(self._stream(messages, turns, max_tokens, options))
+
+    def _new_turns(self, messages: Any, tools: Any = None) -> list[tuple[str, list[int]]]:
+        known, tokenizer = self.messages, self._client._tokenizer
+        return new_turns(tokenizer, known, messages, self._count, tools=tools, separator=SEPARATOR)
+
+    def _stream(
+        self, messages: Any, turns: list[tuple[str, list[int]]], max_tokens: int, options: Any
+    ) -> Iterator[str]:
         self._take_over()
-        client = self._client
-        encode = next_turn if self.messages else first_turn
-        asked = encode(client._tokenizer, question, SEPARATOR, True)
-        ids = [x for _, tokens in self._tail for x in tokens] + asked
+        client, tail = self._client, [*self._tail, *turns]
+        ids = [x for _, tokens in tail for x in tokens]
         text, answer = "", list[int]()
         made = Request(self.context, tuple(ids), None)
         for choice in client._choices(made, max_tokens, {**options, "return_token_ids": True}):
@@ -72,11 +117,8 @@ class ServedConversation:
         answer = answer or continued(client._tokenizer, text)
         if answer and answer[-1] == client._tokenizer.eos_token_id:
             answer.pop()
-        self._tail += [("user", asked), ("assistant", answer)]
-        self.messages += [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": text},
-        ]
+        self._tail = [*tail, ("assistant", answer)]
+        self.messages = [*messages, {"role": "assistant", "content": text}]
         self._take_over()
 
     def _take_over(self) -> None:

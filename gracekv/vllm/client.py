@@ -182,7 +182,12 @@ class Client:
             yield choice.text
 
     def chat(
-        self, name: str, limit: Limit | None = None, compact: Compaction | None = None
+        self,
+        name: str,
+        limit: Limit | None = None,
+        compact: Compaction | None = None,
+        *,
+        messages: int = 0,
     ) -> ServedConversation:
         """A conversation about a context, which itself is never changed.
 
@@ -193,8 +198,10 @@ class Client:
             name: of the context.
             limit: the most that context and compressed messages may hold, as in `extend`.
             compact: when the server compresses older messages; by default never.
+            messages: how many messages the context consists of, if it was compressed from the ids
+                of a `Prompt.from_messages` up to `spans.context_end`; `chat.send` then goes on.
         """
-        return ServedConversation(self, name, limit, compact)
+        return ServedConversation(self, name, limit, compact, messages)
 
     def list(self) -> tuple[Context, ...]:
         """All contexts of the server, including those in the making and failed ones."""

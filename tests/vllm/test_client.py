@@ -9,7 +9,7 @@ pytest.importorskip("openai")
 
 import gracekv
 from gracekv import Compaction, Limit
-from gracekv.errors import MissingDependencyError, PromptError, StoreError
+from gracekv.errors import EditedHistoryError, MissingDependencyError, PromptError, StoreError
 from gracekv.prefill.chat_text import continued, first_turn, next_turn
 from gracekv.testing.models import tiny_tokenizer
 from gracekv.vllm import Client, Context, document, request
@@ -219,6 +219,37 @@ def whole_of(chat, tokenizer):
             encode = next_turn if number else first_turn
             ids += encode(tokenizer, message["content"], "\n\n", True)
     return ids
+
+
+def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
+    system = {"role": "system", "content": "Search. " + TEXT[:100]}
+    asked = [{"role": "user", "content": "Who?"}, {"role": "tool", "content": TEXT[100:300]}]
+    prompt = gracekv.Prompt.from_messages(tokenizer, [system])
+    client.compress("agent", prompt.ids[: prompt.spans.context_end].tolist(), ratio=1)
+    with client.chat("agent", compact=Compaction(after=32, recent=0), messages=1) as chat:
+        with pytest.raises(PromptError, match="consists of messages"):
+            chat.ask("Who?")
+        answer = {"role": "assistant", "content": chat.send([system, *asked])}
+        history = [system, *asked, answer]
+        assert chat.messages == history
+        text = tokenizer.apply_chat_template(
+            history[:3], tokenize=False, add_generation_prompt=True
+        )
+        whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+        sent = [body["prompt"] for body in server.bodies if body.get("stream")]
+        assert sent == [whole[prompt.spans.context_end :]]
+        more = {"role": "user", "content": "Why?"}
+        changed = [{**asked[0], "content": "Where?"}, asked[1], answer, more]
+        with pytest.raises(EditedHistoryError, match="Message 1"):
+            chat.send([system, *changed])
+        chat.send([*history, more])
+        assert extensions(server)[0][0]["name"] == "agent"
+        chat.send([system, *changed], edited="compress")
+        assert chat.messages[1:5] == changed
+        asked = [
+            body["kv_transfer_params"]["gracekv"] for body in server.bodies if "stream" in body
+        ]
+        assert asked[-1] == "agent"
 
 
 def test_a_conversation_goes_on_while_its_next_context_is_made(tokenizer):
