@@ -32,8 +32,7 @@ def plot(found: Sequence[Table], measure: Measure, suffix: str = ".png") -> byte
     figure = Figure(figsize=(4.6 * across, 3.6 * down + 1.2), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False)
     methods = list(dict.fromkeys(m for table in shown for m in table.methods))
-    for at, table in enumerate(shown):
-        place = axes[at // across][at % across]
+    for place, table in zip(axes.flat, shown, strict=False):
         ratios = [column for column in table.columns if column.endswith("x")]
         for method in table.methods:
             if full := table.cells.get((method, FULL)):
@@ -55,12 +54,11 @@ def plot(found: Sequence[Table], measure: Measure, suffix: str = ".png") -> byte
         place.set_title(str(table.title), fontsize=9)
         place.set_ylabel(measure.title, fontsize=8)
         place.grid(alpha=0.3)
-    for at in range(len(shown), across * down):
-        axes[at // across][at % across].set_visible(False)
+    for place in axes.flat[len(shown) :]:
+        place.set_visible(False)
     entries: dict[str, Any] = {}
-    for row in axes:
-        for place in row:
-            entries |= dict(zip(*reversed(place.get_legend_handles_labels()), strict=True))
+    for place in axes.flat:
+        entries |= dict(zip(*reversed(place.get_legend_handles_labels()), strict=True))
     figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4, fontsize=8)
     out = io.BytesIO()
     figure.savefig(out, format=suffix[1:], dpi=150)

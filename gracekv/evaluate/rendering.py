@@ -19,17 +19,19 @@ Truncate = Literal["middle", "start", "error", "skip"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendered:
-    """A sample's prompt and the reference answer's tokens.
+    """One question's prompt and the reference answer's tokens.
 
     Attributes:
+        sample: the question.
         prompt: ids and spans; the same for all methods.
         answer_ids: int64 [A], the reference as it would follow the prompt.
         removed: context tokens that truncation took away.
     """
 
+    sample: Sample
     prompt: Prompt
     answer_ids: Tensor
-    removed: int
+    removed: int = 0
 
     @property
     def digest(self) -> str:
@@ -77,7 +79,7 @@ def render(
     answer = _answer_ids(full, sample, tokenizer, answer_words)
     excess = len(full.ids) - limit
     if excess <= 0:
-        return Rendered(full, answer, 0)
+        return Rendered(sample, full, answer)
     spans = full.spans
     room = spans.context_length - excess
     if truncate in ("error", "skip") or room < 2:
@@ -90,7 +92,7 @@ def render(
     tail = full.ids[end - (room - head) : end]
     ids = torch.cat([full.ids[: start + head], tail, full.ids[end:]])
     cut = Prompt.from_ids(ids, (start, start + room), spans.question_end - excess, tokenizer)
-    return Rendered(cut, answer, excess)
+    return Rendered(sample, cut, answer, excess)
 
 
 def render_questions(
@@ -111,11 +113,11 @@ def render_questions(
     spans, ids = renderings[0].prompt.spans, renderings[0].prompt.ids
     start, end = spans.context_start, spans.context_end
     for number, one in enumerate(asked[1:] if sample.in_turns else (), 1):
-        before, alone = renderings[number - 1], renderings[number]
+        before = renderings[number - 1]
         turn = next_turn(tokenizer, one.question.strip(), "\n", one.chat, one.answer_prefix)
         joint = torch.cat([before.prompt.ids, before.answer_ids, torch.tensor(turn)])
         prompt = Prompt.from_ids(joint, (start, end), tokenizer=tokenizer)
-        renderings[number] = Rendered(prompt, alone.answer_ids, 0)
+        renderings[number] = Rendered(one, prompt, renderings[number].answer_ids)
     longest = max(len(rendered.prompt.ids) for rendered in renderings)
     if len(asked) > 1 and longest > limit:
         raise TaskError(

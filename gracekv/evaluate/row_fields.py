@@ -48,11 +48,8 @@ def cell_fields(sample: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
 
     Rows of the same key measure the same thing.
     """
-    fields = {
-        "method": cell.method,
-        "pipeline": cell.pipeline.to_dict(),
-        "column": cell.column,
-    }
+    pipeline = cell.pipeline.to_dict()
+    fields = {"method": cell.method, "pipeline": pipeline, "column": cell.column}
     return {"key": sample_key({**sample, **fields}), **fields}
 
 
@@ -111,13 +108,9 @@ def over_questions(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def error_fields(error: Exception) -> dict[str, Any]:
     """An error as data, with the place in the code that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return {
-        "error": {
-            "type": type(error).__name__,
-            "message": str(error)[:2000],
-            "where": f"{last.name}:{last.lineno}",
-        }
-    }
+    where = f"{last.name}:{last.lineno}"
+    told = {"type": type(error).__name__, "message": str(error)[:2000], "where": where}
+    return {"error": told}
 
 
 def versions() -> dict[str, str]:

@@ -8,85 +8,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
-from gracekv.errors import TaskError
 from gracekv.evaluate.needles import chains, needles
-from gracekv.evaluate.sample import FurtherQuestion, Sample
+from gracekv.evaluate.sample import FurtherQuestion
 from gracekv.evaluate.sources import Question, Sources, ruler_forms
-from gracekv.evaluate.texts import Family, Texts, largest, letters, random_stream, words
+from gracekv.evaluate.texts import Family, Texts, letters, words
 
 TASKS = tuple(ruler_forms()["tasks"])
 
 _ZETA_2 = math.pi**2 / 6
 
 
-def generate(
-    name: str,
-    length: int,
-    seed: int,
-    index: int,
-    sources: Sources,
-    count: Callable[[Sample], int],
-) -> Sample:
-    """The longest sample whose prompt and generated tokens together fit `length`.
-
-    Every sample has a random stream of its own, made of task, length, seed and index: the same
-    arguments give the same text, and places in the text differ between samples (RULER shuffles all
-    samples alike).
-
-    Args:
-        name: one of `TASKS`.
-        length: tokens of the rendered prompt plus the task's generation cap.
-        seed: of the whole data set.
-        index: number of the sample.
-        sources: essays and questions.
-        count: tokens of a sample's rendered prompt.
-
-    Raises `TaskError` if not even the smallest text fits, or the data run out.
-    """
-    task = ruler_forms()["tasks"][name]
-    family = _family(name, length, index, sources)
-
-    def build(size: int) -> Sample:
-        texts = family.draw(size, random_stream(name, length, seed, index))
-        return texts.sample(task=f"ruler:{name}", index=index, metric=task["metric"])
-
-    room = length - task["max_new_tokens"]
-    size = largest(lambda size: count(build(size)) <= room, family.least, family.most)
-    if size is None:
-        raise TaskError(
-            f"The smallest sample {index} of ruler:{name} has {count(build(family.least))} tokens "
-            f"and generates up to {task['max_new_tokens']}, more than the length {length}. Use a "
-            f"larger length."
-        )
-    if size == family.most:
-        raise TaskError(
-            f"There are not enough data for ruler:{name} at length {length}. Use a shorter length "
-            f"(cwe ends at about 100,000 tokens), or a larger question file."
-        )
-    return build(size)
-
-
-def _family(name: str, length: int, index: int, sources: Sources) -> Family:
+def family(name: str, length: int, index: int, sources: Sources) -> Family:
+    """The texts of sample `index` of task `name`, at any size; `length` is in tokens."""
     task = ruler_forms()["tasks"][name]
     if task["family"] == "niah":
         return needles(task, sources.essay if task["part"] == "essay" else ())
-    if task["family"] == "variable_tracking":
-        return chains(task, length)
-    if task["family"] == "common_words_extraction":
-        return common_words(task, length)
-    if task["family"] == "freq_words_extraction":
-        return coded_words(task, length)
-    questions, corpus = sources.questions(task["part"])
-    if index >= len(questions):
-        raise TaskError(
-            f"ruler:{name} has {len(questions)} questions; sample {index} does not exist. Use "
-            f"fewer samples or a larger question file."
-        )
-    return documents(task, questions[index], corpus)
+    if task["family"] == "qa":
+        questions, corpus = sources.questions(task["part"])
+        return documents(task, questions[index], corpus)
+    return _MADE[task["family"]](task, length)
 
 
 def common_words(task: Mapping[str, Any], length: int) -> Family:
@@ -136,13 +80,19 @@ def coded_words(task: Mapping[str, Any], length: int) -> Family:
     return Family(draw, least=80)
 
 
+_MADE = {
+    "variable_tracking": chains,
+    "common_words_extraction": common_words,
+    "freq_words_extraction": coded_words,
+}
+
+
 def documents(task: Mapping[str, Any], question: Question, corpus: Sequence[str]) -> Family:
     """qa_1 and qa_2: a question about one or two documents; sizes count characters of distractors.
 
     Distractors are taken in RULER's order (near ones, then random ones), leaving out those that no
     longer fit, so that whole documents fill the length (ours; RULER adds ten at a time).
     """
-    form = ruler_forms()["document"]
     most = sum(len(text) for text in {*question.near, *corpus} - set(question.gold))
 
     def draw(size: int, rng: Random) -> Texts:
@@ -156,10 +106,15 @@ def documents(task: Mapping[str, Any], question: Question, corpus: Sequence[str]
                 chosen.append(text)
                 room -= len(text)
         rng.shuffle(chosen)
-        context = "\n\n".join(form.format(i=i, document=text) for i, text in enumerate(chosen, 1))
-        return _asked_once(task, context, question.answers, query=question.text)
+        return _asked_once(task, numbered_documents(chosen), question.answers, query=question.text)
 
     return Family(draw, least=0, most=most)
+
+
+def numbered_documents(texts: Sequence[str]) -> str:
+    """RULER's form of several documents."""
+    form = ruler_forms()["document"]
+    return "\n\n".join(form.format(i=i, document=text) for i, text in enumerate(texts, 1))
 
 
 def _asked_once(

@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from gracekv.errors import TaskError, required
 
@@ -86,45 +86,42 @@ class Sources:
             raise TaskError(f"The data folder {folder} does not exist. Give an existing one.")
         self.folder = folder
         self._digests: dict[str, str] = {}
-        self._questions: dict[str, tuple[list[Question], list[str]]] = {}
-        self._records: dict[str, list[dict[str, Any]]] = {}
+        self._parsed: dict[str, Any] = {}
 
     @cached_property
     def essay(self) -> list[str]:
         """The haystack of RULER's essay tasks, as words."""
         name, raw = self._read("essay")
-        if name == BUILT_IN:
-            return raw.decode("utf-8").split()
-        data = json.loads(raw)
-        records = data if isinstance(data, list) else [data]
-        return " ".join(record["text"] for record in records).split()
+        text = raw.decode("utf-8")
+        if name != BUILT_IN:
+            data = json.loads(text)
+            records = data if isinstance(data, list) else [data]
+            text = " ".join(record["text"] for record in records)
+        return text.split()
 
-    def questions(self, dataset: Literal["squad", "hotpotqa"]) -> tuple[list[Question], list[str]]:
-        """Questions in file order, and every document; `TaskError` if there is no file."""
-        if dataset not in self._questions:
-            data = json.loads(self._read(dataset)[1])
-            self._questions[dataset] = squad(data) if dataset == "squad" else hotpot(data)
-        return self._questions[dataset]
+    def questions(self, dataset: str) -> tuple[list[Question], list[str]]:
+        """Questions of "squad" or "hotpotqa" in file order, and every document.
+
+        Raises `TaskError` if there is no file.
+        """
+        parse = squad if dataset == "squad" else hotpot
+        found: tuple[list[Question], list[str]] = self._once(dataset, parse)
+        return found
 
     @cached_property
     def articles(self) -> list[list[Passage]]:
         """SQuAD's articles in file order, by paragraphs; `TaskError` if there is no file."""
-        return squad_articles(json.loads(self._read("squad")[1]))
+        return squad_articles(self._read("squad")[1])
 
     def records(self, part: str) -> list[dict[str, Any]]:
         """The records of "longbench:NAME" or, at 0.5K, "longproc:NAME", in file order.
 
         Raises `TaskError` if they are not in the folder, and LongBench's not on the hub either.
         """
-        if part not in self._records:
-            text = self._read(part)[1].decode("utf-8")
-            if part.startswith("longproc"):
-                self._records[part] = json.loads(text)
-            else:
-                # Not splitlines(): it would also cut at separators that JSON leaves inside strings.
-                lines = filter(str.strip, text.split("\n"))
-                self._records[part] = [json.loads(line) for line in lines]
-        return self._records[part]
+        found: list[dict[str, Any]] = self._once(
+            part, json.loads if part.startswith("longproc") else _json_lines
+        )
+        return found
 
     def longproc_prompt(self, name: str) -> str:
         """The prompt of a LongProc task; raises `TaskError` if it is not in the folder."""
@@ -137,6 +134,12 @@ class Sources:
         if part not in self._digests:
             self._read(part)
         return self._digests[part]
+
+    def _once(self, part: str, parse: Callable[[bytes], Any]) -> Any:
+        """The part's file, parsed at the first call."""
+        if part not in self._parsed:
+            self._parsed[part] = parse(self._read(part)[1])
+        return self._parsed[part]
 
     def _read(self, part: str) -> tuple[str, bytes]:
         """Name and bytes of the part's first file, or of its substitute."""
@@ -186,7 +189,12 @@ def longbench_forms() -> Mapping[str, Any]:
     return forms
 
 
-def squad_articles(data: Mapping[str, Any]) -> list[list[Passage]]:
+def _json_lines(raw: bytes) -> list[dict[str, Any]]:
+    # Not splitlines(): it would also cut at separators that JSON leaves inside strings.
+    return [json.loads(line) for line in raw.decode("utf-8").split("\n") if line.strip()]
+
+
+def squad_articles(raw: bytes) -> list[list[Passage]]:
     """The articles of a SQuAD v2 file in file order, paragraph by paragraph."""
     return [
         [
@@ -200,14 +208,14 @@ def squad_articles(data: Mapping[str, Any]) -> list[list[Passage]]:
             )
             for paragraph in article["paragraphs"]
         ]
-        for article in data["data"]
+        for article in json.loads(raw)["data"]
     ]
 
 
-def squad(data: Mapping[str, Any]) -> tuple[list[Question], list[str]]:
+def squad(raw: bytes) -> tuple[list[Question], list[str]]:
     """Answerable questions of a SQuAD v2 file in file order, and all its paragraphs."""
     questions, corpus = [], []
-    for article in squad_articles(data):
+    for article in squad_articles(raw):
         texts = [passage.text for passage in article]
         corpus += texts
         for passage in article:
@@ -219,7 +227,7 @@ def squad(data: Mapping[str, Any]) -> tuple[list[Question], list[str]]:
     return questions, list(dict.fromkeys(corpus))
 
 
-def hotpot(data: Sequence[Mapping[str, Any]]) -> tuple[list[Question], list[str]]:
+def hotpot(raw: bytes) -> tuple[list[Question], list[str]]:
     """Questions of a HotpotQA distractor file in file order, and all its documents.
 
     The documents with supporting facts are the gold ones; at short lengths the question's other
@@ -227,7 +235,7 @@ def hotpot(data: Sequence[Mapping[str, Any]]) -> tuple[list[Question], list[str]
     """
     questions: list[Question] = []
     corpus: list[str] = []
-    for record in data:
+    for record in json.loads(raw):
         texts = {title: f"{title}\n{''.join(lines)}" for title, lines in record["context"]}
         corpus += texts.values()
         needed = dict.fromkeys(title for title, _ in record["supporting_facts"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -13,6 +14,7 @@ from gracekv.evaluate import long_outputs, ruler, shared_context
 from gracekv.evaluate.rendering import chat_prompt, render_questions
 from gracekv.evaluate.sample import Sample
 from gracekv.evaluate.sources import Sources, longbench_forms, ruler_forms
+from gracekv.evaluate.texts import Family, largest, random_stream
 from gracekv.registry import suggestion
 
 # Tasks of several questions about one text; see `gracekv.evaluate.shared_context`.
@@ -23,7 +25,7 @@ LONG = tuple(f"long_output:{name}" for name in long_outputs.TASKS)
 FORMS: dict[str, Mapping[str, Any]] = {
     **{f"ruler:{name}": form for name, form in ruler_forms()["tasks"].items()},
     **{f"longbench:{name}": form for name, form in longbench_forms().items()},
-    **{f"shared_context:{name}": kind._asdict() for name, kind in shared_context.TASKS.items()},
+    **{f"shared_context:{name}": form for name, form in shared_context.TASKS.items()},
     **{f"long_output:{name}": form for name, form in long_outputs.forms().items()},
 }
 """The fixed facts of each task: among them `group` (the row of the tables), `max_new_tokens`, and
@@ -99,32 +101,71 @@ class Task:
         return "generated" if self._part is None else sources.digest(self._part)
 
     def sample(self, index: int, sources: Sources, tokenizer: Any) -> Sample:
-        """Sample `index`; raises `TaskError` if there is none."""
+        """Sample `index`: a given one, or the longest whose prompt and answer fit `length`.
+
+        Each sample that is made has a random stream of its own, so that the same arguments give the
+        same text and places in the text differ between samples (RULER shuffles all alike).
+
+        Raises `TaskError` if there is no such sample, or if the smallest one does not fit.
+        """
         benchmark, _, name = self.name.partition(":")
+        there = self._given(sources)
+        if there is not None and index >= there:
+            raise TaskError(
+                f"{self.name} has {there} samples here; sample {index} does not exist. Ask for "
+                f"fewer samples, or give a larger file."
+            )
         if benchmark in GIVEN:
             return GIVEN[benchmark](name, index, sources)
-        if self.length is None:
+        if (length := self.length) is None:
             raise TaskError(f"{self.name} needs a length in tokens, such as 4096.")
-        made = (name, self.length, self.seed, index, sources)
-        if benchmark == "shared_context":
+        form, room = FORMS[self.name], length - self.max_new_tokens
+        if shared := benchmark == "shared_context":
+            families = shared_context.families(name, length, self.seed, index, sources)
+            stream = f"{self.name}|texts"
+        else:
+            families, stream = iter([ruler.family(name, length, index, sources)]), name
 
-            def longest(sample: Sample) -> int:
-                found = render_questions(sample, tokenizer, sys.maxsize, "error", sys.maxsize)
-                return max(len(rendered.prompt.ids) for rendered in found)
+        def build(family: Family, size: int) -> Sample:
+            texts = family.draw(size, random_stream(stream, length, self.seed, index))
+            in_turns = form.get("in_turns", False)
+            return texts.sample(
+                task=self.name, index=index, metric=form["metric"], in_turns=in_turns
+            )
 
-            return shared_context.generate(*made, longest)
-        return ruler.generate(*made, lambda sample: len(chat_prompt(sample, tokenizer).ids))
+        def fits(family: Family, size: int) -> bool:
+            return _tokens(build(family, size), tokenizer) <= room
+
+        for family in families:
+            size = largest(partial(fits, family), family.least, family.most)
+            if size is not None and size == family.most and not shared:
+                raise TaskError(
+                    f"There are not enough data for {self.name} at length {length}. Use a "
+                    f"shorter length (cwe ends at about 100,000 tokens), or a larger file."
+                )
+            if size is not None:
+                return build(family, size)
+        raise TaskError(
+            f"The smallest sample {index} of {self.name}, with an answer of up to "
+            f"{self.max_new_tokens} tokens, does not fit the length {length}. Use a larger "
+            f"length."
+        )
 
     def available(self, samples: int, sources: Sources, first: int = 0) -> range:
         """Numbers of `samples` samples from `first` on, or of as many as the data hold."""
-        end = first + samples
-        return range(first, min(end, self._records(sources, end)))
+        end, there = first + samples, self._given(sources) if self.length is None else None
+        return range(first, end if there is None else min(end, there))
 
-    def _records(self, sources: Sources, made: int) -> int:
-        """How many samples there are of given texts; `made` where they are made here."""
-        if self.length is not None or self._part is None:
-            return made
-        return len(sources.records(self._part))
+    def _given(self, sources: Sources) -> int | None:
+        """How many samples the data hold, or None if any number can be made."""
+        part = self._part
+        if part is None or part == "essay":
+            return None
+        if self.name == "shared_context:squad":
+            return len(sources.articles)
+        if part in ("squad", "hotpotqa"):
+            return len(sources.questions(part)[0])
+        return len(sources.records(part))
 
     def fitting(
         self, samples: int, sources: Sources, tokenizer: Any, limit: int, first: int = 0
@@ -133,7 +174,8 @@ class Task:
 
         Of texts that are made here `samples` are tried, so there may be fewer.
         """
-        every = range(first, self._records(sources, first + samples))
+        there = self._given(sources)
+        every = range(first, first + samples if there is None else there)
 
         def fits(index: int) -> bool:
             return len(chat_prompt(self.sample(index, sources, tokenizer), tokenizer).ids) <= limit
@@ -145,15 +187,9 @@ def record_sample(name: str, index: int, sources: Sources) -> Sample:
     """Record `index` of LongBench v1's data set `name`, in file order, as LongBench asks it.
 
     The query, with the instruction that LongBench repeats after the text, is the question and is
-    never compressed. Raises `TaskError` if there is no such record.
+    never compressed.
     """
-    form, records = longbench_forms()[name], sources.records(f"longbench:{name}")
-    if index >= len(records):
-        raise TaskError(
-            f"longbench:{name} has {len(records)} records here; sample {index} does not exist. "
-            f"Ask for fewer samples."
-        )
-    record = records[index]
+    form, record = longbench_forms()[name], sources.records(f"longbench:{name}")[index]
     classes = tuple(record.get("all_classes") or ())
     answers = [str(answer) for answer in record["answers"]]
     return Sample(
@@ -171,6 +207,14 @@ def record_sample(name: str, index: int, sources: Sources) -> Sample:
         stop=form["extra_stop"],
         classes=classes,
     )
+
+
+def _tokens(sample: Sample, tokenizer: Any) -> int:
+    """Tokens of the sample's longest prompt."""
+    if not sample.further:
+        return len(chat_prompt(sample, tokenizer).ids)
+    rendered = render_questions(sample, tokenizer, sys.maxsize, "error", sys.maxsize)
+    return max(len(one.prompt.ids) for one in rendered)
 
 
 GIVEN = {"longbench": record_sample, "long_output": long_outputs.record_sample}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
+from itertools import zip_longest
 from operator import or_
 from typing import Any
 
@@ -25,7 +26,6 @@ from gracekv.evaluate.row_fields import (
     over_questions,
 )
 from gracekv.evaluate.row_files import Row
-from gracekv.evaluate.sample import Sample
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.tasks import LONG, Task
 from gracekv.hf.capture import capture
@@ -37,22 +37,15 @@ from gracekv.prefill.prompt import Prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Question:
-    """One question of a sample, and FullKV's outputs for its reference answer."""
-
-    sample: Sample
-    rendered: Rendered
-    full: AnswerOutputs | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
     """The data that all cells of one sample share.
 
-    `compressed` is the prefilled prompt: the whole one, or the part before the question.
+    `full` holds FullKV's outputs for the reference answers, if they are compared; `compressed` is
+    the prefilled prompt: the whole one, or the part before the question.
     """
 
-    questions: tuple[_Question, ...]
+    questions: tuple[Rendered, ...]
+    full: tuple[AnswerOutputs, ...]
     digest: str
     compressed: Prompt
     prefill: Prefill
@@ -107,10 +100,8 @@ class Worker:
     def _prepare(self, pending: PendingSample) -> _Prepared:
         panel, task, index = pending.panel, pending.task, pending.index
         sample = task.sample(index, self.sources, self.tokenizer)
-        longest = self.longest_prompt(panel, task)
-        rendered = render_questions(
-            sample, self.tokenizer, longest, panel.truncate, panel.answer_words
-        )
+        limits = self.longest_prompt(panel, task), panel.truncate, panel.answer_words
+        rendered = render_questions(sample, self.tokenizer, *limits)
         digest = joint_digest(rendered)
         if pending.prompt_hash not in (None, digest):
             raise TaskError(
@@ -130,46 +121,39 @@ class Worker:
             )
         needs = reduce(or_, (cell.pipeline.needs() for cell in pending.cells), Needs())
         prefill = capture(self.model, compressed, needs)
-        full: list[AnswerOutputs | None] = [None] * len(rendered)
+        full: list[AnswerOutputs] = []
         if panel.fidelity:
-            kept = compress(
-                self.model, compressed, prefill=prefill, ratio=1, pipeline=Pipeline.named("fullkv")
-            )
+            kept = compress(self.model, compressed, prefill=prefill, ratio=1, pipeline="fullkv")
             full = [
                 teacher_force(self.model, one.prompt.ids, one.answer_ids, kept.new_cache())
                 for one in rendered
             ]
-        questions = map(_Question, sample.questions(), rendered, full)
-        return _Prepared(tuple(questions), digest, compressed, prefill)
+        return _Prepared(rendered, tuple(full), digest, compressed, prefill)
 
     def _about(self, prepared: _Prepared, task: Task) -> dict[str, Any]:
         first = prepared.questions[0]
-        spans = first.rendered.prompt.spans
+        spans = first.prompt.spans
         answers = [list(question.sample.answers) for question in prepared.questions]
         return {
             "prompt_hash": prepared.digest,
             "source": task.source(self.sources),
             "prompt_tokens": spans.length,
             "context_tokens": spans.context_length,
-            "removed_tokens": first.rendered.removed,
+            "removed_tokens": first.removed,
             "answers": answers[0] if len(answers) == 1 else answers,
             "metric": first.sample.metric,
         }
 
     def _measure(self, panel: Panel, task: Task, prepared: _Prepared, cell: Cell) -> dict[str, Any]:
-        pipeline, spans = cell.pipeline, prepared.questions[0].rendered.prompt.spans
+        pipeline, spans = cell.pipeline, prepared.questions[0].prompt.spans
         budget, limit = cell.budget or Budget.ratio(1), None
         if task.name in LONG and cell.budget is not None:
             budget, limit = _within(cell.budget, prepared, pipeline)
         # Compressed once, however many questions there are.
-        result = compress(
-            self.model,
-            prepared.compressed,
-            prefill=prepared.prefill,
-            pipeline=pipeline,
-            budget=budget,
-        )
-        measured = [self._ask(panel, task, one, result, limit) for one in prepared.questions]
+        given, prefill = prepared.compressed, prepared.prefill
+        result = compress(self.model, given, prefill=prefill, pipeline=pipeline, budget=budget)
+        asked = zip_longest(prepared.questions, prepared.full)
+        measured = [self._ask(panel, task, one, full, result, limit) for one, full in asked]
         costs = cost_fields(result.accounting, result.timings, spans)
         return {**costs, **(measured[0] if len(measured) == 1 else over_questions(measured))}
 
@@ -177,35 +161,34 @@ class Worker:
         self,
         panel: Panel,
         task: Task,
-        question: _Question,
+        question: Rendered,
+        full: AnswerOutputs | None,
         result: CompressionResult,
         limit: Limit | None,
     ) -> dict[str, Any]:
         """Fidelity and answer of one question over the compressed cache."""
         measured: dict[str, Any] = {}
-        ids, answer = question.rendered.prompt.ids, question.rendered.answer_ids
-        if question.full is not None:
+        ids, answer = question.prompt.ids, question.answer_ids
+        if full is not None:
             cache = result.new_cache(limit)
             forced = teacher_force(self.model, ids, answer, cache)
-            measured["fidelity"] = compare(forced, question.full, answer)
+            measured["fidelity"] = compare(forced, full, answer)
             if limit is not None:
                 steps = range(0, len(answer), limit.every)
                 measured["by_interval"] = [
-                    compare(forced.part(one), question.full.part(one), answer[one])
+                    compare(forced.part(one), full.part(one), answer[one])
                     for one in (slice(first, first + limit.every) for first in steps)
                 ]
         if panel.generate:
-            cap = _cap(panel, task)
-            answer_text = greedy(
-                self.model, self.tokenizer, ids, result.new_cache(limit), question.sample, cap
-            )
-            scores = score(question.sample, answer_text.text)
+            sample, cache, cap = question.sample, result.new_cache(limit), _cap(panel, task)
+            text, tokens, seconds = greedy(self.model, self.tokenizer, ids, cache, sample, cap)
+            scores = score(sample, text)
             measured |= {
-                "prediction": answer_text.text,
-                "score": scores[question.sample.metric],
+                "prediction": text,
+                "score": scores[sample.metric],
                 "scores": scores,
-                "new_tokens": answer_text.tokens,
-                "ms_per_token": 1000 * answer_text.seconds / answer_text.tokens,
+                "new_tokens": tokens,
+                "ms_per_token": 1000 * seconds / tokens,
             }
         return measured
 
@@ -216,7 +199,7 @@ def _within(budget: Budget, prepared: _Prepared, pipeline: Pipeline) -> tuple[Bu
     The rest of the prompt and the last tokens come first; context and answer share the remaining
     limit equally, whatever the strategy (ours).
     """
-    rendered, window = prepared.questions[0].rendered, 16
+    rendered, window = prepared.questions[0], 16
     prompt, context = len(rendered.prompt.ids), rendered.prompt.spans.context_length
     exact = budget.kind == "entries_per_head"
     length = prompt + len(rendered.answer_ids)

@@ -13,6 +13,7 @@ from gracekv.evaluate import ruler
 from gracekv.evaluate.needles import noise_lines
 from gracekv.evaluate.rendering import chat_prompt
 from gracekv.evaluate.sources import Sources, ruler_forms
+from gracekv.evaluate.tasks import Task
 from gracekv.evaluate.texts import largest
 
 NIAH = [name for name in ruler.TASKS if name.startswith("niah")]
@@ -28,13 +29,9 @@ def cap(name):
 def make(tokenizer, small_data):
     sources = Sources(small_data)
 
-    def tokens(sample):
-        return len(chat_prompt(sample, tokenizer).ids)
-
     def make(name, length=1536, seed=7, index=0):
-        return ruler.generate(name, length, seed, index, sources, tokens)
+        return Task(f"ruler:{name}", length, seed).sample(index, sources, tokenizer)
 
-    make.tokens = tokens
     # Samples are values; most tests read the same ones.
     make.kept = functools.cache(make)
     return make
@@ -42,11 +39,11 @@ def make(tokenizer, small_data):
 
 @pytest.mark.parametrize("name", ruler.TASKS)
 @pytest.mark.parametrize("long", [False, True])
-def test_fills_the_length_without_exceeding_it(make, name, long):
+def test_fills_the_length_without_exceeding_it(make, tokenizer, name, long):
     # The test tokenizer cuts cwe's rare words to pieces.
     length = (6144 if name == "cwe" else 4096) if long else 1536
     sample = make(name, length)
-    total = make.tokens(sample) + cap(name)
+    total = len(chat_prompt(sample, tokenizer).ids) + cap(name)
     assert length - max(0.02 * length, UNIT.get(name, 0)) <= total <= length
 
 
@@ -168,12 +165,12 @@ def test_questions_come_with_their_documents(make, name):
 
 
 def test_what_cannot_fit_is_refused(make):
-    with pytest.raises(TaskError, match=r"smallest sample 0 of ruler:cwe has \d+ tokens"):
+    with pytest.raises(TaskError, match=r"sample 0 of ruler:cwe.* does not fit the length 256"):
         make("cwe", 256)
 
 
 def test_questions_run_out(make):
-    with pytest.raises(TaskError, match="has 12 questions; sample 12 does not exist"):
+    with pytest.raises(TaskError, match="has 12 samples here; sample 12 does not exist"):
         make("qa_2", index=12)
 
 
