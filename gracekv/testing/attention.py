@@ -12,6 +12,7 @@ from torch import Tensor
 from gracekv.backends.base import AttentionBackend, AttentionStep
 from gracekv.backends.reference import attention
 from gracekv.cache.base import RaggedEntries
+from gracekv.testing.prefills import normal
 
 TOLERANCES: Mapping[torch.dtype, float] = {
     # Sums of a few thousand terms err by 6e-7; three times that.
@@ -72,7 +73,7 @@ def attention_problem(
         whole = (*shape[:-2], shape[-2] + 5, shape[-1])
         buffer = torch.full(whole, math.nan, dtype=dtype, device=device)
         inside = buffer.narrow(-2, 2, shape[-2])
-        inside.copy_(torch.randn(shape, generator=rng, dtype=torch.float32).to(dtype))
+        inside.copy_(normal(rng, *shape).to(dtype))
         return inside
 
     entries, heads = sum(lengths), len(lengths) // sequences
@@ -89,12 +90,10 @@ def attention_problem(
         seen = torch.rand(batch, 1, tokens, tail, generator=rng, dtype=torch.float32) < 0.6
         seen[0, :, 0] = False
     elif mask == "float":
-        seen = torch.randn(batch, 1, tokens, tail, generator=rng, dtype=torch.float32)
+        seen = normal(rng, batch, 1, tokens, tail)
     rows = torch.randint(sequences, (batch,), generator=rng) if shuffled else None
     return AttentionStep(
-        query=torch.randn(batch, heads * group, tokens, dim, generator=rng, dtype=torch.float32).to(
-            device, dtype
-        ),
+        query=normal(rng, batch, heads * group, tokens, dim).to(device, dtype),
         packed=layer,
         keys=poisoned(batch, heads, tail, dim),
         values=poisoned(batch, heads, tail, dim),
@@ -102,9 +101,7 @@ def attention_problem(
         mask=None if seen is None else seen.to(device),
         rows=None if rows is None else rows.to(device),
         softcap=softcap,
-        sink_logits=torch.randn(heads * group, generator=rng, dtype=torch.float32).to(device, dtype)
-        if sinks
-        else None,
+        sink_logits=normal(rng, heads * group).to(device, dtype) if sinks else None,
     )
 
 

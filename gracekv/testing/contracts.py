@@ -12,7 +12,7 @@ Every check raises `AssertionError` that names the broken promise. Source: ours.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -81,23 +81,22 @@ def check_stage(strategy: Strategy, seed: int) -> None:
     own = [x for x in needs.observers if type(x).__module__.partition(".")[0] != "gracekv"]
     prefill = with_observed(prefill, own, seed)
     region = prefill.spans.region(min(int(torch.randint(0, 16, (), generator=rng)), context - 1))
+    given: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
+        "segment": (check_segmenter, (prefill, region)),
+        "value": (check_scorer, (prefill, region)),
+        "sensitivity": (check_sensitivity, (prefill,)),
+        "quota": (check_quota, (prefill,)),
+        "decode": (check_decoder, (prefill,)),
+        "backend": (check_backend, (seed,)),
+        "floor": (_check_auctions, (seed,)),
+        "allocate": (_check_auctions, (seed,)),
+    }
     with _unchanged(prefill):
-        if stage == "segment":
-            check_segmenter(cast(Segmenter, strategy), prefill, region)
-        elif stage == "value":
-            check_scorer(cast(Scorer, strategy), prefill, region)
-        elif stage == "sensitivity":
-            check_sensitivity(cast(Sensitivity, strategy), prefill)
-        elif stage == "backend":
-            check_backend(cast(Backend, strategy), seed)
-            return
-        elif stage == "quota":
-            check_quota(cast(Quota, strategy), prefill)
-        elif stage == "decode":
-            check_decoder(cast(Decoder, strategy), prefill)
-        elif stage in ("floor", "allocate"):
-            _check_auctions(strategy, seed)
-        check_in_pipeline(strategy, prefill)
+        if stage in given:
+            own_check, arguments = given[stage]
+            own_check(strategy, *arguments)
+        if stage != "backend":
+            check_in_pipeline(strategy, prefill)
 
 
 def check_segmenter(segmenter: Segmenter, prefill: Prefill, region: Region) -> None:
@@ -145,8 +144,9 @@ def _check_by_layer(scorer: Scorer, prefill: Prefill, region: Region, scores: Te
     for capture in prefill:
         lent = {name: getattr(capture, name).clone() for name in ("keys", "values", "queries")}
         own = scorer.layer(dataclasses.replace(capture, **lent), region, memory).clone()
+        alike = torch.allclose(own, scores[capture.number], rtol=1e-4, atol=1e-6)
         hold(
-            torch.allclose(own, scores[capture.number], rtol=1e-4, atol=1e-6),
+            alike,
             f"{scorer.name!r} compares layers: its scores of layer {capture.number} differ from "
             f"those of one layer after the other. Let compares_layers return True",
         )
@@ -171,9 +171,8 @@ def check_quota(quota: Quota, prefill: Prefill) -> None:
     shape = heads, context
     if quota.uses_column_sums:
         shape = prefill.query_heads, prefill.spans.length
-    read = torch.rand(
-        layers, *shape, generator=torch.Generator().manual_seed(context), dtype=torch.float32
-    )
+    rng = torch.Generator().manual_seed(context)
+    read = torch.rand(layers, *shape, generator=rng, dtype=torch.float32)
     caps, again = quota(read, plan), quota(read, plan)
     if caps is None or again is None:
         hold(caps is again, "caps are there in one call and not in the other")
@@ -226,9 +225,8 @@ def check_decoder(decoder: Decoder, prefill: Prefill) -> None:
     places = torch.arange(keys.shape[1]).expand(keys.shape[:2])
     asked = queries.unflatten(0, (len(keys), -1)) * prefill.scale
     none = torch.zeros(places.shape, dtype=torch.float32)
-    held = HeldLayer(
-        0, keys, prefill.values[0], none, places, asked, asked, none, 3, len(places[0])
-    )
+    values, now = prefill.values[0], keys.shape[1]
+    held = HeldLayer(0, keys, values, none, places, asked, asked, none, 3, now)
     first, second = decoder.scores(held), decoder.scores(held)
     hold(first.shape == places.shape, f"scores must be {list(places.shape)}")
     hold(bool(first.isfinite().all()), "scores hold infinity or NaN")

@@ -147,14 +147,9 @@ def check_frontier(frontier: Frontier, quota: Tensor | None = None) -> None:
     kept intervals.
     """
     forest, added, split, kept = frontier.forest, frontier.added, frontier.split, frontier.kept
-    hold(
-        added.shape == (forest.trees,) and added.dtype == torch.bool,
-        f"added must be bool [{forest.trees}]; got {added.shape}",
-    )
-    hold(
-        split.shape == (forest.nodes,) and split.dtype == torch.bool,
-        f"split must be bool [{forest.nodes}]; got {split.shape}",
-    )
+    for name, chosen, size in (("added", added, forest.trees), ("split", split, forest.nodes)):
+        fits = chosen.shape == (size,) and chosen.dtype == torch.bool
+        hold(fits, f"{name} must be bool [{size}]; got {chosen.shape}")
     hold(not bool((split & forest.is_leaf).any()), "a leaf is split")
     unreached = split[: forest.trees] & ~added
     hold(not bool(unreached.any()), "a root is split that was never added")

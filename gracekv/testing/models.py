@@ -179,20 +179,17 @@ def _scaling(rope: str, original: int, rotary: int) -> dict[str, Any]:
         "default": {},
         "linear": {"factor": 4.0},
         "dynamic": {"factor": 2.0},
-        "llama3": {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-        "yarn": {"factor": 4.0, "original_max_position_embeddings": original},
+        "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "yarn": {"factor": 4.0},
         "longrope": {
             "short_factor": [1.0 + 0.05 * i for i in range(rotary // 2)],
             "long_factor": [1.5 + 0.5 * i for i in range(rotary // 2)],
             "factor": 8.0,
-            "original_max_position_embeddings": original,
         },
     }
+    before = {"llama3": 32, "yarn": original, "longrope": original}
+    if rope in before:
+        fields[rope]["original_max_position_embeddings"] = before[rope]
     return {"rope_type": rope, **fields[rope]}
 
 

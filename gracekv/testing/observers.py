@@ -7,7 +7,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from gracekv.prefill import Observer, PassObserver, Prefill, PromptSpans
 from gracekv.prefill.observations import Observations
 from gracekv.prefill.observer import FinalRun, Source, TokenRun
 from gracekv.prefill.projection import Projection
-from gracekv.testing.prefills import synthetic_prefill
+from gracekv.testing.prefills import normal, synthetic_prefill
 
 _HIDDEN, _VOCABULARY = 24, 40
 
@@ -74,12 +74,8 @@ class _Driver:
         rng = torch.Generator().manual_seed(seed)
         self._prefill, length = prefill, prefill.spans.length
         heads, dim = prefill.query_heads, prefill.info.entry_dim
-        self._hidden = torch.randn(
-            prefill.layers, length, _HIDDEN, generator=rng, dtype=torch.float32
-        )
-        self._outputs = torch.randn(
-            prefill.layers, heads, length, dim, generator=rng, dtype=torch.float32
-        )
+        self._hidden = normal(rng, prefill.layers, length, _HIDDEN)
+        self._outputs = normal(rng, prefill.layers, heads, length, dim)
         self._projection = _linear(heads * dim, _HIDDEN, rng)
         self._head = _linear(_HIDDEN, _VOCABULARY, rng)
         self._ids = torch.randint(_VOCABULARY, (length,), generator=rng)
@@ -87,11 +83,9 @@ class _Driver:
     def __call__(self, observer: Observer, edges: list[int], *, by_layer: bool = False) -> Tensor:
         prefill = self._prefill
         found = Observations([observer], prefill.layers, prefill.spans)
-        runs: Iterable[tuple[int, tuple[int, int]]] = itertools.product(
-            range(prefill.layers), itertools.pairwise(edges)
-        )
+        runs = list(itertools.product(range(prefill.layers), itertools.pairwise(edges)))
         if not by_layer:
-            runs = sorted(runs, key=lambda run: run[1])
+            runs.sort(key=lambda run: run[1])
         for layer, (start, end) in runs:
             lent = self._run(observer, layer, start, end)
             found.add(layer, lambda lent=lent: lent)  # type: ignore[misc]
@@ -102,28 +96,23 @@ class _Driver:
             following = self._ids[start + 1 : end + 1].clone()
             states = self._hidden[-1, start : start + len(following)].clone()
             if len(following):
-                final = FinalRun(start, states, following, self._head, _VOCABULARY)
-                found.add_final(final)
+                found.add_final(FinalRun(start, states, following, self._head, _VOCABULARY))
                 states.fill_(torch.nan)
         passes = _Passes(prefill, self._ids) if "passes" in observer.reads else None
         return found.results(torch.device("cpu"), passes)[observer]
 
     def _run(self, observer: Observer, layer: int, start: int, end: int) -> TokenRun:
         prefill, reads = self._prefill, observer.reads
-        outputs = self._outputs[layer, :, start:end].clone() if "outputs" in reads else None
-        return TokenRun(
-            start=start,
-            queries=prefill.queries[layer][:, start:end].clone(),
-            keys=_known(prefill.keys[layer], end),
-            values=_known(prefill.values[layer], end),
-            rope=prefill.rope_of(layer),
-            scale=prefill.scale,
-            hidden=self._hidden[layer, start:end].clone() if "hidden" in reads else None,
-            outputs=outputs,
-            projection=Projection(self._projection, self._projection.in_features)
-            if "projection" in reads
-            else None,
-        )
+        own = {
+            "hidden": self._hidden[layer, start:end].clone(),
+            "outputs": self._outputs[layer, :, start:end].clone(),
+            "projection": Projection(self._projection, self._projection.in_features),
+        }
+        queries = prefill.queries[layer][:, start:end].clone()
+        keys, values = _known(prefill.keys[layer], end), _known(prefill.values[layer], end)
+        given: dict[str, Any] = {name: x for name, x in own.items() if name in reads}
+        rope = prefill.rope_of(layer)
+        return TokenRun(start, queries, keys, values, rope, prefill.scale, **given)
 
 
 class _Passes:
@@ -135,12 +124,8 @@ class _Passes:
         self.prefill = prefill
         rng = torch.Generator().manual_seed(1)
         heads, groups, dim = prefill.query_heads, prefill.kv_heads, prefill.head_dim
-        self.queries = torch.randn(
-            _VOCABULARY, prefill.layers, heads, dim, generator=rng, dtype=torch.float32
-        )
-        self.keys = torch.randn(
-            _VOCABULARY, prefill.layers, groups, dim, generator=rng, dtype=torch.float32
-        )
+        self.queries = normal(rng, _VOCABULARY, prefill.layers, heads, dim)
+        self.keys = normal(rng, _VOCABULARY, prefill.layers, groups, dim)
 
     def after(self, end: int, count: int) -> _Continuation:
         return _Continuation(self, end, count)
@@ -179,5 +164,5 @@ def _known(states: Tensor, end: int) -> Tensor:
 
 def _linear(inputs: int, outputs: int, rng: torch.Generator) -> torch.nn.Linear:
     module = torch.nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
-    module.weight.copy_(torch.randn(outputs, inputs, generator=rng, dtype=torch.float32))
+    module.weight.copy_(normal(rng, outputs, inputs))
     return module

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from gracekv.kernels.rope import Rope
-from gracekv.prefill import Prefill, PromptSpans
+from gracekv.prefill import Observer, Prefill, PromptSpans
 from gracekv.segment.curvature import BlockInput
 from gracekv.segment.surprisal import Surprisal
 from gracekv.value.critical import WrittenNorms
@@ -13,6 +15,11 @@ from gracekv.value.draft_attention import Draft
 from gracekv.value.kvzip_two_pass import Reconstruction
 from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
 from gracekv.value.repeated_attention import RepeatedQueries
+
+
+def normal(rng: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normal random numbers of `rng`, whatever torch's default dtype."""
+    return torch.randn(*shape, generator=rng, dtype=dtype)
 
 
 def synthetic_prefill(
@@ -37,21 +44,19 @@ def synthetic_prefill(
     """
     rng = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=rng, dtype=torch.float64)
-
+    draw = partial(normal, rng, dtype=torch.float64)
     length = prefix + context + question + tail
     spans = PromptSpans(prefix, prefix + context, prefix + context + question, length)
     topic = torch.randint(0, 5, (length // 12 + 1,), generator=rng).repeat_interleave(12)[:length]
-    hidden = 2.0 * normal(5, hidden_dim)[topic] + 0.3 * normal(length, hidden_dim).cumsum(0)
-    hidden = hidden + 0.5 * normal(length, hidden_dim)
+    hidden = 2.0 * draw(5, hidden_dim)[topic] + 0.3 * draw(length, hidden_dim).cumsum(0)
+    hidden = hidden + 0.5 * draw(length, hidden_dim)
     # As after a model's input norm, so that logits stay in the range of real ones.
     normed = hidden / hidden.square().mean(-1, keepdim=True).sqrt()
     rope = Rope.of_theta(length, dim)
     positions = torch.arange(length)
 
     def project(heads: int, rotate: bool) -> torch.Tensor:
-        flat = normed @ normal(hidden_dim, heads * dim) / hidden_dim**0.5
+        flat = normed @ draw(hidden_dim, heads * dim) / hidden_dim**0.5
         x = flat.view(length, heads, dim).transpose(0, 1)
         return (rope.rotate(x, positions) if rotate else x).to(dtype).contiguous()
 
@@ -61,35 +66,29 @@ def synthetic_prefill(
     queries = tuple(project(heads, True) for _ in range(layers))
     probes = len(spans.question_probes())
 
-    def to(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device)
-
+    observed: dict[Observer, torch.Tensor] = {
+        # Any depth may be asked for, so every layer's input is there.
+        BlockInput(layer / layers): (hidden + layer * draw(length, hidden_dim) * 0.1).to(dtype)
+        for layer in range(layers)
+    }
+    observed |= {
+        Surprisal(): draw(length).abs().float(),
+        ProjectedNorms(): draw(layers, kv_heads, probes).abs().float() + 0.1,
+        ProjectionNorms(): draw(layers, heads).abs().float() + 0.1,
+        WrittenNorms(): draw(layers, kv_heads, length).abs().float() + 0.1,
+        Reconstruction(): draw(layers, kv_heads, context).abs().float().tanh(),
+        RepeatedQueries(512): torch.stack(queries)[:, :, prefix:][:, :, :context][:, :, :512],
+        Draft(64): draw(layers, kv_heads, 5, context).float().softmax(dim=-1),
+        Reconstruction(power=3.0): draw(layers, kv_heads, context).abs().float().tanh(),
+    }
     return Prefill(
         spans=spans,
-        keys=tuple(map(to, keys)),
-        values=tuple(map(to, values)),
-        queries=tuple(map(to, queries)),
+        keys=tuple(x.to(device) for x in keys),
+        values=tuple(x.to(device) for x in values),
+        queries=tuple(x.to(device) for x in queries),
         query_positions=positions,
-        rope=Rope(to(rope.cos), to(rope.sin)),
+        rope=Rope(rope.cos.to(device), rope.sin.to(device)),
         scale=dim**-0.5,
-        observed={
-            # Any depth may be asked for, so every layer's input is there.
-            **{
-                BlockInput(layer / layers): to(
-                    (hidden + layer * normal(length, hidden_dim) * 0.1).to(dtype)
-                )
-                for layer in range(layers)
-            },
-            Surprisal(): to(normal(length).abs().float()),
-            ProjectedNorms(): to(normal(layers, kv_heads, probes).abs().float() + 0.1),
-            ProjectionNorms(): to(normal(layers, heads).abs().float() + 0.1),
-            WrittenNorms(): to(normal(layers, kv_heads, length).abs().float() + 0.1),
-            Reconstruction(): to(normal(layers, kv_heads, context).abs().float().tanh()),
-            RepeatedQueries(512): to(
-                torch.stack(queries)[:, :, prefix:][:, :, :context][:, :, :512]
-            ),
-            Draft(64): to(normal(layers, kv_heads, 5, context).float().softmax(dim=-1)),
-            Reconstruction(power=3.0): to(normal(layers, kv_heads, context).abs().float().tanh()),
-        },
+        observed={observer: x.to(device) for observer, x in observed.items()},
         token_ids=torch.arange(length),
     )

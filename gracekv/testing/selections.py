@@ -35,20 +35,13 @@ def check_run(run: Run, prefill: Prefill, recent: int | None = None) -> None:
             missing = [t for t in (*fixed, *window) if t not in place]
             hold(not missing, f"{where}: positions {missing} are gone")
             rows = torch.tensor([place[t] for t in fixed], dtype=torch.int64)
-            # Of a quantised layer they come in float32.
-            same = all(
-                torch.equal(got[rows].to(given), given)
-                for got, given in (
-                    (keys, prefill.keys[layer][head, fixed]),
-                    (values, prefill.values[layer][head, fixed]),
-                )
-            )
-            same = same and not bool(log_m[rows].any())
+            same = not bool(log_m[rows].any())
+            for got, states in ((keys, prefill.keys), (values, prefill.values)):
+                given = states[layer][head, fixed]
+                # Entries of a quantised layer come in float32.
+                same &= torch.equal(got[rows].to(given), given)
             hold(same, f"{where}: prefix or suffix was changed")
-            held, told = (
-                len(positions) - len(fixed) + fed_again,
-                int(accounting.entries[layer, head]),
-            )
+            held, told = len(place) - len(fixed) + fed_again, int(accounting.entries[layer, head])
             hold(held == told, f"{where}: {held} context entries packed, {told} accounted for")
 
 
@@ -60,21 +53,14 @@ def check_partition(partition: Partition, region: Region, length: int) -> None:
     to its end, and a curvature that is None or one finite float per token of the sequence.
     """
     bounds, kappa = partition.bounds, partition.curvature
-    hold(
-        bounds.dtype == torch.int64 and bounds.device.type == "cpu" and bounds.ndim == 1,
-        f"bounds must be one-dimensional int64 on the CPU; got {bounds.ndim} dimensions of "
-        f"{bounds.dtype} on {bounds.device}.",
-    )
-    ends = (int(bounds[0]), int(bounds[-1]))
-    hold(
-        ends == (region.start, region.end),
-        f"bounds must run from end to end of {region}; got {bounds.tolist()}.",
-    )
-    rises = bool((partition.lengths > 0).all())
-    hold(rises, f"bounds must strictly increase; got {bounds.tolist()}.")
+    got = f"{bounds.dtype} {bounds.tolist()} on {bounds.device}"
+    whole = bounds.dtype == torch.int64 and bounds.device.type == "cpu" and bounds.ndim == 1
+    hold(whole, f"bounds must be one-dimensional int64 on the CPU; got {got}.")
+    ends = int(bounds[0]), int(bounds[-1])
+    hold(ends == (region.start, region.end), f"bounds must be those of {region}; got {got}.")
+    hold(bool((partition.lengths > 0).all()), f"bounds must strictly increase; got {got}.")
     if kappa is not None:
-        hold(
-            kappa.shape == (length,) and kappa.is_floating_point(),
-            f"curvature must be float [{length}]; got {kappa.dtype} {list(kappa.shape)}.",
-        )
+        own = f"{kappa.dtype} {list(kappa.shape)}"
+        fits = kappa.shape == (length,) and kappa.is_floating_point()
+        hold(fits, f"curvature must be float [{length}]; got {own}.")
         hold(bool(kappa.isfinite().all()), "curvature must be finite.")
