@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from gracekv.testing.promises import hold
 from gracekv.tree.base import Forest
 
 Gains = Literal["normal", "heavy", "ties", "zeros"]
+_COLUMNS = ("start", "end", "parent", "first_child", "child_count", "tree", "level", "entries")
 
 
 def random_forest(
@@ -70,33 +71,17 @@ def random_forest(
         nodes += len(start)
         start, end = child_start, child_end
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-
-    def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values))
-
     start, end, parent, first, count, tree, level, entries = columns
     prefix = np.concatenate([[0], entries.cumsum()])
     leaf = count == 0
     cost = np.where(leaf, 0, prefix[np.where(leaf, 0, first + count)])
     cost -= np.where(leaf, 0, prefix[np.where(leaf, 0, first)] + entries)
-    return Forest(
-        layers=layers,
-        heads=heads,
-        slots=slots,
-        start=tensor(start),
-        end=tensor(end),
-        parent=tensor(parent),
-        first_child=tensor(first),
-        child_count=tensor(count),
-        tree=tensor(tree),
-        level=tensor(level),
-        relevance=tensor(rng.random(nodes)),
-        distortion=tensor(rng.random(nodes)),
-        drop=tensor(rng.random(trees)),
-        entries=tensor(entries),
-        add_gain=tensor(_gains(rng, gains, entries[:trees])),
-        split_gain=tensor(np.where(leaf, 0.0, _gains(rng, gains, cost))),
-    )
+    named = dict(zip(_COLUMNS, columns, strict=True))
+    named |= {"relevance": rng.random(nodes), "distortion": rng.random(nodes)}
+    named |= {"drop": rng.random(trees), "add_gain": _gains(rng, gains, entries[:trees])}
+    named["split_gain"] = np.where(leaf, 0.0, _gains(rng, gains, cost))
+    tensors: dict[str, Any] = {name: torch.from_numpy(x) for name, x in named.items()}
+    return Forest(layers=layers, heads=heads, slots=slots, **tensors)
 
 
 def _children(

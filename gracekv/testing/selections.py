@@ -57,7 +57,10 @@ def check_partition(partition: Partition, region: Region, length: int) -> None:
     whole = bounds.dtype == torch.int64 and bounds.device.type == "cpu" and bounds.ndim == 1
     hold(whole, f"bounds must be one-dimensional int64 on the CPU; got {got}.")
     ends = int(bounds[0]), int(bounds[-1])
-    hold(ends == (region.start, region.end), f"bounds must be those of {region}; got {got}.")
+    hold(
+        ends == (region.start, region.end),
+        f"bounds must run from end to end of {region}; got {got}.",
+    )
     hold(bool((partition.lengths > 0).all()), f"bounds must strictly increase; got {got}.")
     if kappa is not None:
         own = f"{kappa.dtype} {list(kappa.shape)}"
