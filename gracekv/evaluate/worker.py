@@ -40,13 +40,14 @@ from gracekv.prefill.prompt import Prompt
 class _Prepared:
     """The data that all cells of one sample share.
 
-    `full` holds FullKV's outputs for the reference answers, if they are compared; `compressed` is
-    the prefilled prompt: the whole one, or the part before the question.
+    `full` holds FullKV's outputs for the reference answers, if they are compared; `about` the
+    fields of the sample's rows; `compressed` is the prefilled prompt: the whole one, or the part
+    before the question.
     """
 
     questions: tuple[Rendered, ...]
     full: tuple[AnswerOutputs, ...]
-    digest: str
+    about: dict[str, Any]
     compressed: Prompt
     prefill: Prefill
 
@@ -87,15 +88,14 @@ class Worker:
         known = [{**known_fields(sample, task.group, cell), **self.named} for cell in cells]
         try:
             prepared = self._prepare(pending)
-            about = self._about(prepared, task)
         except Exception as error:
             yield from ({**row, **error_fields(error)} for row in known)
             return
         for row, cell in zip(known, cells, strict=True):
             try:
-                yield {**row, **about, **self._measure(panel, task, prepared, cell)}
+                yield {**row, **prepared.about, **self._measure(panel, task, prepared, cell)}
             except Exception as error:
-                yield {**row, **about, **error_fields(error)}
+                yield {**row, **prepared.about, **error_fields(error)}
 
     def _prepare(self, pending: PendingSample) -> _Prepared:
         panel, task, index = pending.panel, pending.task, pending.index
@@ -128,21 +128,17 @@ class Worker:
                 teacher_force(self.model, one.prompt.ids, one.answer_ids, kept.new_cache())
                 for one in rendered
             ]
-        return _Prepared(rendered, tuple(full), digest, compressed, prefill)
-
-    def _about(self, prepared: _Prepared, task: Task) -> dict[str, Any]:
-        first = prepared.questions[0]
-        spans = first.prompt.spans
-        answers = [list(question.sample.answers) for question in prepared.questions]
-        return {
-            "prompt_hash": prepared.digest,
+        answers = [list(question.sample.answers) for question in rendered]
+        about = {
+            "prompt_hash": digest,
             "source": task.source(self.sources),
-            "prompt_tokens": spans.length,
-            "context_tokens": spans.context_length,
-            "removed_tokens": first.removed,
+            "prompt_tokens": rendered[0].prompt.spans.length,
+            "context_tokens": rendered[0].prompt.spans.context_length,
+            "removed_tokens": rendered[0].removed,
             "answers": answers[0] if len(answers) == 1 else answers,
-            "metric": first.sample.metric,
+            "metric": sample.metric,
         }
+        return _Prepared(rendered, tuple(full), about, compressed, prefill)
 
     def _measure(self, panel: Panel, task: Task, prepared: _Prepared, cell: Cell) -> dict[str, Any]:
         pipeline, spans = cell.pipeline, prepared.questions[0].prompt.spans
@@ -210,5 +206,4 @@ def _within(budget: Budget, prepared: _Prepared, pipeline: Pipeline) -> tuple[Bu
 
 
 def _cap(panel: Panel, task: Task) -> int:
-    caps = (task.max_new_tokens, panel.max_new_tokens)
-    return min(cap for cap in caps if cap is not None)
+    return min(task.max_new_tokens, panel.max_new_tokens or task.max_new_tokens)
