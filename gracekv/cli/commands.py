@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 import gracekv
 from gracekv import recipes
@@ -18,7 +19,7 @@ from gracekv.errors import ConfigError
 from gracekv.files import check_output, read_text, write_atomically
 
 if TYPE_CHECKING:
-    from gracekv import CompressionResult, Pipeline, Prompt
+    from gracekv import CompressionResult, Pipeline
 
 # Fields of `Accounting` that --json writes by their own names.
 _ACCOUNTING = (
@@ -46,7 +47,7 @@ def _import(names: list[str] | None) -> list[str] | None:
 
 Imports = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--import",
         metavar="MODULE",
         callback=_import,
@@ -66,8 +67,7 @@ def _version(shown: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+        bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Compress a language model's KV cache once after prefill."""
@@ -75,8 +75,8 @@ def _root(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for plot and report.")] = Path("demo-out"),
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each answer.")] = 32,
+    out: Annotated[Path, Option(help="Folder for plot and report.")] = Path("demo-out"),
+    max_new_tokens: Annotated[int, Option(min=1, help="Most tokens of each answer.")] = 32,
 ) -> None:
     """Ask a 135M model about a chapter: full cache, 4x, 8x and 16x."""
     from gracekv.cli.demo import run_demo
@@ -86,54 +86,52 @@ def demo(
 
 @app.command()
 def compress(
-    context: Annotated[Path, typer.Option(help="UTF-8 text file with the long context.")],
+    context: Annotated[Path, Option(help="UTF-8 text file with the long context.")],
     question: Annotated[
-        str, typer.Option(help="The question; leave it out to ask the saved cache later.")
+        str, Option(help="The question; leave it out to ask the saved cache later.")
     ] = "",
     model: Annotated[
-        str, typer.Option(help="'smollm2' (embedded), or a transformers name or folder.")
+        str, Option(help="'smollm2' (embedded), or a transformers name or folder.")
     ] = "smollm2",
     ratio: Annotated[
-        str | None, typer.Option(help="Shrink the cache this many times (default 8).")
+        str | None, Option(help="Shrink the cache this many times (default 8).")
     ] = None,
     compression_ratio: Annotated[
-        str | None, typer.Option(help="Remove this fraction of the cache, as in kvpress.")
+        str | None, Option(help="Remove this fraction of the cache, as in kvpress.")
     ] = None,
     entries_per_head: Annotated[
-        int | None, typer.Option(help="Keep this many entries per KV head and layer, on average.")
+        int | None, Option(help="Keep this many entries per KV head and layer, on average.")
     ] = None,
     kv_bytes: Annotated[
-        str | None, typer.Option(help="Keep this many bytes of keys and values, such as 64MiB.")
+        str | None, Option(help="Keep this many bytes of keys and values, such as 64MiB.")
     ] = None,
-    instruction: Annotated[
-        str, typer.Option(help="Text before the context; never compressed.")
-    ] = "",
+    instruction: Annotated[str, Option(help="Text before the context; never compressed.")] = "",
     pipeline: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help=f"A recipe's name, or a .yaml, .toml or .json file; default: {recipes.DEFAULT}, "
             f"without a question {recipes.DEFAULT_WITHOUT_QUESTION}, with -allocated for budgets "
             f"in bytes and for 16-bit models."
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 64,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    max_new_tokens: Annotated[int, Option(min=1, help="Most tokens of the answer.")] = 64,
+    dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32",
     json_out: Annotated[
-        Path | None, typer.Option("--json", help="Also write answer and figures to this file.")
+        Path | None, Option("--json", help="Also write answer and figures to this file.")
     ] = None,
     save: Annotated[
         Path | None,
-        typer.Option(help="Also save the compressed cache, for gracekv ask, chat and generate."),
+        Option(help="Also save the compressed cache, for gracekv ask, chat and generate."),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Also write an HTML page that shows what was kept.")
+        Path | None, Option(help="Also write an HTML page that shows what was kept.")
     ] = None,
     beyond_positions: Annotated[
-        bool, typer.Option(help="Accept a prompt longer than the model was trained for.")
+        bool, Option(help="Accept a prompt longer than the model was trained for.")
     ] = False,
     compare: Annotated[
         list[str] | None,
-        typer.Option(help="Recipe or file to compare in the report; may be repeated."),
+        Option(help="Recipe or file to compare in the report; may be repeated."),
     ] = None,
     imports: Imports = None,
 ) -> None:
@@ -156,15 +154,10 @@ def compress(
 
     named = [*([] if pipeline is None else [pipeline]), *(compare or [])]
     _pipelines(named)  # refuses what cannot be read before the model is loaded
-    budget: dict[str, Any] = {
-        "ratio": ratio,
-        "compression_ratio": compression_ratio,
-        "entries_per_head": entries_per_head,
-        "kv_bytes": kv_bytes,
-    }
-    if all(amount is None for amount in budget.values()):
-        budget["ratio"] = "8"
-    amount = Budget.of(budget)
+    if all(x is None for x in (ratio, compression_ratio, entries_per_head, kv_bytes)):
+        ratio = "8"
+    sizes = {"ratio": ratio, "compression_ratio": compression_ratio}
+    amount = Budget.of({**sizes, "entries_per_head": entries_per_head, "kv_bytes": kv_bytes})
     loaded, tokenizer = loading.load_model(model, dtype)
     if pipeline is None:
         check_model(loaded)
@@ -174,7 +167,17 @@ def compress(
     prompt = gracekv.Prompt.from_chat(
         tokenizer, context=text, question=question, instruction=instruction
     )
-    results = _compressed(loaded, prompt, pipelines, budget, beyond_positions)
+    with _progress() as progress:
+        options = gracekv.CaptureOptions(progress=progress, beyond_positions=beyond_positions)
+        shared: dict[str, Any] = {"budget": amount, "capture": options}
+        # A single pipeline needs no shared prefill, so it compresses layer by layer.
+        if len(pipelines) > 1:
+            needs = reduce(or_, (pipe.needs() for pipe in pipelines.values()))
+            shared["prefill"] = gracekv.capture(loaded, prompt, needs, options)
+        results = {
+            one: gracekv.compress(loaded, prompt, pipeline=pipe, **shared)
+            for one, pipe in pipelines.items()
+        }
     result = results[name]
     if save is not None:
         result.save(save)
@@ -197,12 +200,8 @@ def compress(
         err=True,
     )
     if json_out is not None:
-        record = {
-            "answer": answers.get(name),
-            "model": model,
-            "pipeline": pipelines[name].to_dict(),
-            **facts,
-        }
+        plain = pipelines[name].to_dict()
+        record = {"answer": answers.get(name), "model": model, "pipeline": plain, **facts}
         write_atomically(json_out, (json.dumps(record, indent=2) + "\n").encode())
 
 
@@ -217,27 +216,6 @@ def _pipelines(names: list[str]) -> dict[str, Pipeline]:
             f"{', '.join(map(repr, names))}."
         )
     return pipelines
-
-
-def _compressed(
-    model: Any,
-    prompt: Prompt,
-    pipelines: dict[str, Pipeline],
-    budget: dict[str, Any],
-    beyond_positions: bool,
-) -> dict[str, CompressionResult]:
-    """Compress the prompt by each of `pipelines`; several share one prefill."""
-    with _progress() as progress:
-        options = gracekv.CaptureOptions(progress=progress, beyond_positions=beyond_positions)
-        shared: dict[str, Any] = {"capture": options}
-        # A single pipeline needs no shared prefill, so it compresses layer by layer.
-        if len(pipelines) > 1:
-            needs = reduce(or_, (pipe.needs() for pipe in pipelines.values()))
-            shared["prefill"] = gracekv.capture(model, prompt, needs, options)
-        return {
-            name: gracekv.compress(model, prompt, **budget, pipeline=pipe, **shared)
-            for name, pipe in pipelines.items()
-        }
 
 
 @contextmanager
@@ -259,8 +237,8 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 @app.command("list")
 def list_(
-    stage: Annotated[str | None, typer.Option(help="Show only this stage.")] = None,
-    recipes: Annotated[bool, typer.Option("--recipes", help="Show only the recipes.")] = False,
+    stage: Annotated[str | None, Option(help="Show only this stage.")] = None,
+    recipes: Annotated[bool, Option("--recipes", help="Show only the recipes.")] = False,
     imports: Imports = None,
 ) -> None:
     """List the strategies of each stage, and the recipes."""

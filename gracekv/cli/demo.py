@@ -6,6 +6,7 @@ import io
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,19 +80,14 @@ def run_demo(out: Path, max_new_tokens: int = 32) -> None:
     )
     for table in (_answers, _memory, _seconds):
         console.print(table(trials))
-    write_atomically(path, entries_plot([(t.label, t.result) for t in trials[1:]]))
+    plot = io.BytesIO()
+    plot_entries({t.label: t.result for t in trials[1:]}).savefig(plot, format="png", dpi=130)
+    write_atomically(path, plot.getvalue())
     console.print(f"Entries kept per layer and head: [bold]{path.resolve()}[/bold]")
     _, light, shown_first, hard, *others = trials
     shown = [shown_first, *others, light, hard]
     compare({t.label: t.result for t in shown}, page, answers={t.label: t.answer for t in shown})
     console.print(f"What became of every token, method by method: [bold]{page.resolve()}[/bold]")
-
-
-def entries_plot(results: Sequence[tuple[str, CompressionResult]]) -> bytes:
-    """PNG of `gracekv.report.plot_entries`."""
-    file = io.BytesIO()
-    plot_entries(dict(results)).savefig(file, format="png", dpi=130)
-    return file.getvalue()
 
 
 def _trials(console: Console, max_new_tokens: int) -> list[Trial]:
@@ -103,12 +99,10 @@ def _trials(console: Console, max_new_tokens: int) -> list[Trial]:
         )
         model, tokenizer = load_smollm2()
         document = (files("gracekv") / "data" / DOCUMENT).read_text(encoding="utf-8")
-        prompt, opening = (
-            gracekv.Prompt.from_chat(
-                tokenizer, context=text, question=QUESTION, instruction=INSTRUCTION
-            )
-            for text in (document, document[:2000])
+        asked = partial(
+            gracekv.Prompt.from_chat, tokenizer, question=QUESTION, instruction=INSTRUCTION
         )
+        prompt, opening = asked(context=document), asked(context=document[:2000])
         # The seconds below are then those of a second use.
         progress.update(bar, description="Compiling kernels (once a machine, half a minute)")
         gracekv.compress(model, opening, ratio=2, pipeline="gracekv")

@@ -41,16 +41,12 @@ class RunOptions:
     dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32"
     data: Annotated[Path | None, Option(help="Folder with essays/, qa/ and longbench/.")] = None
     seed: Annotated[int, Option(help="Seed of RULER's samples.")] = 42
-    recent_share: Annotated[
-        float | None, Option(help="Most of the budget for the recent window.")
-    ] = None
+    recent_share: Annotated[float | None, Option(help="Recent tokens' largest share.")] = None
     protocol: Annotated[str, Option(help="query_aware or query_agnostic.")] = "query_aware"
     max_new_tokens: Annotated[int | None, Option(min=1, help="Most tokens of an answer.")] = None
     generate: Annotated[bool, Option(help="Generate and score answers.")] = True
     fidelity: Annotated[bool, Option(help="Compare with FullKV on the reference answer.")] = True
-    truncate: Annotated[str, Option(help="Cut long prompts: middle, start, error, skip.")] = (
-        "middle"
-    )
+    truncate: Annotated[str, Option(help="Long prompts: middle, start, error, skip.")] = "middle"
     max_prompt: Annotated[int | None, Option(min=1, help="Most prompt tokens.")] = None
     shard: Annotated[str | None, Option(help="i/n; default: RANK and WORLD_SIZE.")] = None
     retry_failed: Annotated[bool, Option("--retry-failed", help="Run failed cells again.")] = False
@@ -79,13 +75,8 @@ class RunOptions:
         from gracekv.evaluate.runner import run
         from gracekv.evaluate.schedule import parse_shard
 
-        done = run(
-            experiment,
-            self.out,
-            shard=parse_shard(self.shard),
-            retry_failed=self.retry_failed,
-            progress=True,
-        )
+        shard, again = parse_shard(self.shard), self.retry_failed
+        done = run(experiment, self.out, shard=shard, retry_failed=again, progress=True)
         typer.echo(
             f"{done.written} cells run, {done.kept} kept from before, {done.failed} failed; see "
             f"gracekv table {done.folder}",

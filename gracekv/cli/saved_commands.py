@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 import gracekv
 from gracekv.cli.commands import Imports
@@ -19,20 +20,20 @@ if TYPE_CHECKING:
     from gracekv import BatchResult, CompressionResult
 
 
-Tokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+Tokens = Annotated[int, Option(min=1, help="Most tokens of an answer.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
     """A saved cache and its model: the arguments that all four commands share."""
 
-    cache: Annotated[Path, typer.Argument(help="A file that gracekv compress --save wrote.")]
+    cache: Annotated[Path, Argument(help="A file that gracekv compress --save wrote.")]
     model: Annotated[
         str | None,
-        typer.Option(help="'smollm2', or a name or folder; default: the file's, if it is local."),
+        Option(help="'smollm2', or a name or folder; default: the file's, if it is local."),
     ] = None
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; default: the file's.")
+        str | None, Option(help="float32, bfloat16 or float16; default: the file's.")
     ] = None
     imports: Imports = None
 
@@ -67,16 +68,13 @@ def generate(saved: Saved, max_new_tokens: Tokens = 64) -> None:
 
 def ask(
     saved: Saved,
-    questions: Annotated[list[str], typer.Argument(help="Question; may be repeated.")],
+    questions: Annotated[list[str], Argument(help="Question; may be repeated.")],
     max_new_tokens: Tokens = 64,
 ) -> None:
     """Ask a context that was saved without a question. It is not read again."""
     answers = saved.load_one().ask(questions, max_new_tokens)
-    if len(questions) == 1:
-        typer.echo(answers[0])
-    else:
-        for question, answer in zip(questions, answers, strict=True):
-            typer.echo(f"> {question}\n{answer}\n")
+    for question, answer in zip(questions, answers, strict=True):
+        typer.echo(answer if len(questions) == 1 else f"> {question}\n{answer}\n")
 
 
 def chat(saved: Saved, max_new_tokens: Tokens = 256) -> None:
@@ -107,11 +105,9 @@ def chat(saved: Saved, max_new_tokens: Tokens = 256) -> None:
 
 def export(
     saved: Saved,
-    store: Annotated[Path, typer.Option(help="Folder where the engine looks for contexts.")],
-    name: Annotated[
-        str | None, typer.Option(help="The name of the context; default: the file's.")
-    ] = None,
-    engine: Annotated[Literal["vllm"], typer.Option(help="Engine that will serve it.")] = "vllm",
+    store: Annotated[Path, Option(help="Folder where the engine looks for contexts.")],
+    name: Annotated[str | None, Option(help="The context's name; default: the file's.")] = None,
+    engine: Annotated[Literal["vllm"], Option(help="Engine that will serve it.")] = "vllm",
 ) -> None:
     """Put a saved cache where an inference engine finds it by name."""
     import gracekv.vllm
