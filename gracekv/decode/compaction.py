@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from gracekv.registry import Configurable, bounded
 
@@ -39,18 +41,15 @@ class Compaction(Configurable):
         """
         if sum(tokens for _, tokens in tail) <= self.after:
             return []
-        runs: list[tuple[int, float]] = []
-        for number, (role, tokens) in enumerate(tail[: max(0, len(tail) - self.recent)], first):
-            whole = role in self.keep or number in self.keep
-            _append(runs, tokens, 1.0 if whole else self.ratio)
-        merged: list[tuple[int, float]] = []
-        for tokens, ratio in runs:
-            _append(merged, tokens, 1.0 if tokens < _SHORT else ratio)
-        return merged
+        older = enumerate(tail[: max(0, len(tail) - self.recent)], first)
+        runs = _joined(
+            (tokens, 1.0 if role in self.keep or number in self.keep else self.ratio)
+            for number, (role, tokens) in older
+        )
+        return _joined((tokens, 1.0 if tokens < _SHORT else ratio) for tokens, ratio in runs)
 
 
-def _append(runs: list[tuple[int, float]], tokens: int, ratio: float) -> None:
-    """Add tokens to the last run, or a run of another ratio after it."""
-    if runs and runs[-1][1] == ratio:
-        tokens += runs.pop()[0]
-    runs.append((tokens, ratio))
+def _joined(runs: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Runs of (tokens, ratio) in which neighbours differ in their ratio."""
+    groups = groupby(runs, key=itemgetter(1))
+    return [(sum(tokens for tokens, _ in same), ratio) for ratio, same in groups]

@@ -44,10 +44,8 @@ def kept_entries(
         window: how many of the last tokens stay.
     """
     scores, gains = list[Tensor](), list[Tensor]()
-    heads = 1
     for number in range(layers):
         layer = held(number)
-        heads = len(layer.keys)
         blind = strategy.queries and not layer.moved.shape[2]
         own = layer.carried if blind else strategy.scores(layer)
         recent = layer.positions >= layer.now - window
@@ -56,9 +54,8 @@ def kept_entries(
         gain = torch.where(layer.used, own.double(), torch.nan)
         gains.append(torch.where(stays & layer.used, torch.inf, gain))
     width = max(x.shape[1] for x in gains)
-    every = torch.stack(
-        [functional.pad(x, (0, width - x.shape[1]), value=torch.nan) for x in gains]
-    )
+    padded = [functional.pad(x, (0, width - x.shape[1]), value=torch.nan) for x in gains]
+    every = torch.stack(padded)
     finite = every[every.isfinite()]
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
     # Scores map to 1 to 2, entries that must stay to 3; 0 is out.
@@ -66,8 +63,8 @@ def kept_entries(
     scaled = scaled.clamp(max=3.0).nan_to_num_(nan=0.0)
     quota = None
     if strategy.per_head:
-        quota = equal_shares(BudgetPlan(layers, heads, width, budget, 0))
-    ones = torch.ones(layers, heads, dtype=torch.float32)
+        quota = equal_shares(BudgetPlan(layers, every.shape[1], width, budget, 0))
+    ones = torch.ones(every.shape[:2], dtype=torch.float32)
     kept = top_tokens(scaled, ones, budget, quota, elastic=True)
     return [own[:, : x.shape[1]] for own, x in zip(kept, gains, strict=True)], scores
 

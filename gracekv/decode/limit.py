@@ -65,9 +65,9 @@ class Limit(Configurable):
 
     def decoder(self, default: Decoder) -> Decoder:
         """The strategy to use; `default` is the pipeline's."""
-        chosen = default if self.strategy is None else DECODERS.parse(self.strategy)
-        named = self.strategy is not None or chosen.name != "none"
-        return chosen if named else DECODERS.build("fitted")
+        if self.strategy is not None:
+            return DECODERS.parse(self.strategy)
+        return DECODERS.build("fitted") if default.name == "none" else default
 
     def target(self, length: int, units: int, entry_bytes: int) -> int:
         """The number of entries that a cut leaves in all heads after `length` tokens.

@@ -27,6 +27,5 @@ class Random(Decoder):
 
     def scores(self, held: HeldLayer) -> Tensor:
         rng = torch.Generator().manual_seed(hash((self.seed, held.number, held.now)) % 2**63)
-        return torch.rand(held.positions.shape, generator=rng, dtype=torch.float32).to(
-            held.keys.device
-        )
+        drawn = torch.rand(held.positions.shape, generator=rng, dtype=torch.float32)
+        return drawn.to(held.keys.device)

@@ -43,8 +43,7 @@ class RKV(Decoder):
     keep_prompt: bool = False
 
     def scores(self, held: HeldLayer) -> Tensor:
-        rows = [self._head(held, g) for g in range(len(held.keys))]
-        return torch.stack(rows)
+        return torch.stack([self._head(held, g) for g in range(len(held.keys))])
 
     def _head(self, held: HeldLayer, g: int) -> Tensor:
         """float64 [N]: the score of one head's entries."""

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from gracekv.allocate import Budget, BudgetOptions
 from gracekv.errors import PromptError, TaskError
+from gracekv.evaluate.answers import teacher_force
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.compress import compress, per_byte
 from gracekv.pipeline import Pipeline
@@ -102,13 +103,9 @@ class GraceLM(HFLM):  # type: ignore[misc]
         return Prompt(ids.cpu(), spans, tokenizer=self.tokenizer)
 
     def _compress(self, rows: Sequence[Tensor]) -> BaseResult:
-        prompts = [self._prompt(row) for row in rows]
+        prompts, named = [self._prompt(row) for row in rows], self._pipeline
         return compress(
-            self.model,
-            prompts,
-            budget=self._budget,
-            pipeline=self._pipeline,
-            backend=self._attention,
+            self.model, prompts, budget=self._budget, pipeline=named, backend=self._attention
         )
 
     def _model_generate(
@@ -159,17 +156,9 @@ class GraceLM(HFLM):  # type: ignore[misc]
                     progress.update()
         return answers
 
-    @torch.no_grad()
     def _score(self, result: BaseResult, continuation: list[int]) -> tuple[float, bool]:
-        cache = result.new_cache()
-        following = torch.tensor(continuation)
-        fed = torch.cat([result.prompts[0].ids[cache.packed_length :], following[:-1]])
-        output = self.model(
-            input_ids=fed[None].to(self.device),
-            past_key_values=cache,
-            logits_to_keep=len(following),
-        )
-        logs = output.logits[0].float().log_softmax(dim=-1).cpu()
+        following, ids = torch.tensor(continuation), result.prompts[0].ids
+        logs = teacher_force(self.model, ids, following, result.new_cache()).log_probs.cpu()
         chosen = logs.gather(-1, following[:, None])
         return float(chosen.sum()), bool((logs.argmax(dim=-1) == following).all())
 

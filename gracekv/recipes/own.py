@@ -7,6 +7,12 @@ from typing import Any
 
 from gracekv.recipes.base import TOKENS, Recipe
 
+
+def _both(*scorers: object) -> dict[str, Any]:
+    """A geometric mean: a token needs all of these scores."""
+    return {"name": "mixture", "rule": "geometric", "scorers": list(scorers)}
+
+
 # Three guesses of what the answer will attend to; docs/quality.md measures each.
 # 1. The queries of the context, and of the prompt's last tokens, asked again at the prompt's end.
 _REPLAYED: Mapping[str, Any] = {
@@ -28,12 +34,8 @@ _POINTED: Mapping[str, Any] = {
     "weights": [2.0, 1.0],
     "scorers": [_AHEAD, "mean_attention"],
 }
-# A token needs both: the geometric mean of the first guess and of the other two.
-_READING: Mapping[str, Any] = {
-    "name": "mixture",
-    "rule": "geometric",
-    "scorers": [_REPLAYED, _POINTED],
-}
+# A token needs both: the first guess, and the other two.
+_READING: Mapping[str, Any] = _both(_REPLAYED, _POINTED)
 _FORESEEN: Mapping[str, Any] = {"name": "value_norm", "relative": 0.5, "scorer": _READING}
 # One top-k over all heads by those scores; only the last four tokens are kept whatever they score.
 _CHOSEN: Mapping[str, Any] = {
@@ -48,12 +50,7 @@ _ALLOCATED: Mapping[str, Any] = {"window": {"size": 2, "minimum": 2}, "precision
 # Without a question every query of the context may come again, so all of them count alike.
 _AGNOSTIC: Mapping[str, Any] = {
     **_CHOSEN,
-    "value": {
-        "name": "value_norm",
-        "relative": 0.5,
-        "power": 0.5,
-        "scorer": "block_replay",
-    },
+    "value": {"name": "value_norm", "relative": 0.5, "power": 0.5, "scorer": "block_replay"},
     "fit": {
         "name": "values_and_mass",
         "queries": {
@@ -70,9 +67,7 @@ _TWO_PASS: Mapping[str, Any] = {
     "value": {
         **_AGNOSTIC["value"],
         "scorer": {
-            "name": "mixture",
-            "rule": "geometric",
-            "scorers": ["block_replay", {"name": "kvzip_two_pass", "mean_power": 3.0}],
+            **_both("block_replay", {"name": "kvzip_two_pass", "mean_power": 3.0}),
             "weights": [2.0, 1.0],
         },
     },
@@ -157,12 +152,12 @@ OWN: Mapping[str, Recipe] = {
     "gracekv-plus-no-read-ahead": Recipe(
         "gracekv-plus whose read-ahead only picks the queries that are replayed",
         "ours: an ablation",
-        _by({"name": "mixture", "rule": "geometric", "scorers": [_REPLAYED, "mean_attention"]}),
+        _by(_both(_REPLAYED, "mean_attention")),
     ),
     "gracekv-plus-no-mean-attention": Recipe(
         "gracekv-plus without what the prompt looked at all along",
         "ours: an ablation",
-        _by({"name": "mixture", "rule": "geometric", "scorers": [_REPLAYED, _AHEAD]}),
+        _by(_both(_REPLAYED, _AHEAD)),
     ),
     "gracekv-plus-no-norms": Recipe(
         "gracekv-plus by attention alone, whatever it brings",

@@ -15,6 +15,7 @@ _RIVAL: Mapping[str, Any] = {
     "quota": {"name": "per_head", "remainder": True},
 }
 _LAST: Mapping[str, Any] = {**_RIVAL, "window": {"size": 1, "minimum": 1}}
+_MEAN_POOLED = {"name": "window_attention", "pooling": "avg", "kernel": 5}
 RIVALS: Mapping[str, Recipe] = {
     # StreamingLLM's own rule for recent tokens takes the place of the shared window, of which one
     # token stays: the last one, which the rule always keeps.
@@ -41,11 +42,7 @@ RIVALS: Mapping[str, Recipe] = {
     "snapkv-4bit": Recipe(
         "SnapKV whose entries take 4 bits a number",
         "Li et al. 2024, arXiv:2404.14469; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
-        {
-            **_RIVAL,
-            "value": "window_attention",
-            "precision": {"name": "uniform", "bits": 4},
-        },
+        {**_RIVAL, "value": "window_attention", "precision": {"name": "uniform", "bits": 4}},
     ),
     "ada-snapkv": Recipe(
         "SnapKV whose heads compete for their layer's share, a fifth of it in equal parts",
@@ -103,10 +100,7 @@ RIVALS: Mapping[str, Recipe] = {
         "Peng et al. 2026, arXiv:2605.31105; shared recent window",
         {
             **_RIVAL,
-            "value": {
-                "name": "critical",
-                "scorer": {"name": "window_attention", "pooling": "avg", "kernel": 5},
-            },
+            "value": {"name": "critical", "scorer": _MEAN_POOLED},
             "quota": {"name": "adaptive_heads", "rule": "safeguard"},
             "fit": "regression",
         },
@@ -114,11 +108,7 @@ RIVALS: Mapping[str, Recipe] = {
     "rdkv": Recipe(
         "Tokens at 0, 2, 4, 8 or 16 bits by mean-pooled attention from the prompt's last 32",
         "Zhang et al. 2026, RDKV, arXiv:2605.08317; keys take their token's bits, no streaming",
-        {
-            **_LAST,
-            "value": {"name": "window_attention", "pooling": "avg", "kernel": 5},
-            "precision": "rate_distortion",
-        },
+        {**_LAST, "value": _MEAN_POOLED, "precision": "rate_distortion"},
     ),
     "scissorhands": Recipe(
         "Tokens by how many of the last 400 queries pay them at least uniform attention",
