@@ -49,19 +49,14 @@ class Configurable:
         Raises `ConfigError` on an unknown key or a value of the wrong type.
         """
         if not isinstance(data, Mapping):
-            raise ConfigError(
-                f"{cls.__name__} is configured by a mapping of its fields; got {data!r} "
-                f"({type(data).__name__})."
-            )
+            raise ConfigError(f"{cls.__name__} takes a mapping of its fields; got {data!r}.")
         hints = typing.get_type_hints(cls)
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for key in data:
             if key not in names:
+                hint = suggestion(str(key), names)
                 allowed = ", ".join(names) or "none: it takes no parameters"
-                raise ConfigError(
-                    f"{cls.__name__} has no field {key!r}.{suggestion(str(key), names)} "
-                    f"Fields: {allowed}."
-                )
+                raise ConfigError(f"{cls.__name__} has no field {key!r}.{hint} Fields: {allowed}.")
         values = {key: _converted(value, hints[key]) for key, value in data.items()}
         # Before the class runs checks of its own, which may take types for granted.
         check_values(cls, values)
@@ -174,8 +169,7 @@ class Registry(Generic[S]):
             if not isinstance(name, str):
                 raise ConfigError(
                     f"A {self.stage} strategy given as a mapping needs a 'name'; got "
-                    f"{dict(spec)!r}. "
-                    f"Registered: {', '.join(self)}."
+                    f"{dict(spec)!r}. Registered: {', '.join(self)}."
                 )
             return self.get(name).from_dict(fields)
         if isinstance(spec, Strategy) and type(spec) is self._known().get(spec.name):

@@ -109,13 +109,15 @@ class ReportData:
         if not results:
             raise ReportError("A report needs at least one result; got none.")
         answers = answers or {}
-        if unknown := sorted(set(answers) - set(results)):
-            raise ReportError(
-                f"Answers are given by the labels of the results, {', '.join(results)}; got "
-                f"{', '.join(unknown)}."
-            )
+        if unknown := ", ".join(sorted(set(answers) - set(results))):
+            raise ReportError(f"Answers are keyed by label: {', '.join(results)}; got {unknown}.")
         for label, result in results.items():
-            _check(label, result)
+            if not all(hasattr(result, name) for name in ("_run", "prompt", "pipeline")):
+                raise ReportError(
+                    f"{label!r} must be what gracekv.compress returns for one prompt; got "
+                    f"{type(result).__name__}. For a page of each prompt of a batch use "
+                    f"batch.report(path)."
+                )
         (first, main), *others = results.items()
         for label, other in others:
             for what, read in _SAME.items():
@@ -185,15 +187,6 @@ def _apart(one: Any, other: Any) -> str:
         return f"{one!r}, {other!r}"
     at = next(n for n, pair in enumerate(zip_longest(one, other)) if pair[0] != pair[1])
     return f"of {len(one)} and {len(other)} tokens, the first at position {at}"
-
-
-def _check(label: str, result: object) -> None:
-    if not all(hasattr(result, name) for name in ("_run", "prompt", "pipeline")):
-        raise ReportError(
-            f"{label!r} must be what gracekv.compress returns for one prompt; got "
-            f"{type(result).__name__}. For a page of each prompt of a batch use "
-            f"batch.report(path)."
-        )
 
 
 def token_texts(ids: Tensor, tokenizer: Any) -> list[str]:

@@ -131,12 +131,10 @@ def settings(column: ReportColumn) -> list[list[str]]:
     lines = []
     for stage, setting in column.pipeline.items():
         if isinstance(setting, dict):
-            fields = dict(setting)
-            name = fields.pop("name", "")
-            inside = ", ".join(f"{key}={value}" for key, value in fields.items())
-            lines.append([stage, f"{name}({inside})" if inside else str(name)])
-        else:
-            lines.append([stage, str(setting)])
+            name, fields = setting.get("name", ""), setting.items()
+            inside = ", ".join(f"{key}={value}" for key, value in fields if key != "name")
+            setting = f"{name}({inside})" if inside else name
+        lines.append([stage, str(setting)])
     return lines
 
 

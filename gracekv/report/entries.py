@@ -122,13 +122,13 @@ def kept_entries(result: Result) -> KeptEntries:
     position, multiplicity, head, change = _context_entries(cache, region, run.value_change)
     layers, heads = len(cache.layers), cache.layers[0].heads
     starts = offsets(torch.bincount(head, minlength=layers * heads))
-    entries = KeptEntries(layers, heads, region, starts, position, position + 1, multiplicity)
-    entries = replace(entries, value_change=change)
+    entries = KeptEntries(
+        layers, heads, region, starts, position, position + 1, multiplicity, value_change=change
+    )
     if record is None:
         # A packer of nodes merges tokens, and a file does not say which, unless it holds them all.
-        if represents == "node" and run.accounting.spent < run.accounting.entries.numel() * (
-            spans.context_length
-        ):
+        full = run.accounting.entries.numel() * spans.context_length
+        if represents == "node" and run.accounting.spent < full:
             raise ReportError(
                 "This result was loaded from a file, which holds merged entries but not the "
                 "tokens that each stands for. Write the report from the result of compress, "

@@ -35,9 +35,8 @@ def plot_entries(results: Result | Mapping[str, Result]) -> Figure:
 
     named = _named(results)
     tables = [result.accounting.entries for result in named.values()]
-    scale = LogNorm(
-        max(1, min(int(t.min()) for t in tables)), max(2, max(int(t.max()) for t in tables))
-    )
+    every = torch.cat([table.flatten() for table in tables])
+    scale = LogNorm(max(1, int(every.min())), max(2, int(every.max())))
     figure = _figure(2.6 * len(tables) + 1.2, 6.5)
     axes = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0]
     for axis, label, table in zip(axes, named, tables, strict=True):
@@ -46,9 +45,8 @@ def plot_entries(results: Result | Mapping[str, Result]) -> Figure:
             table.clamp(min=1).numpy(), norm=scale, aspect="auto", cmap="viridis", origin="lower"
         )
         axis.set_title(f"{label}\n{int(table.sum()):,} entries", fontsize=10)
-        axis.set_xticks(range(heads))
-        axis.set_yticks(range(0, layers, max(1, layers // 10)))
-        axis.set_xlabel("KV head")
+        ticks = range(0, layers, max(1, layers // 10))
+        axis.set(xticks=range(heads), yticks=ticks, xlabel="KV head")
     axes[0].set_ylabel("layer")
     figure.colorbar(image, ax=list(axes), label="context entries kept (log scale)")
     return figure
@@ -73,8 +71,8 @@ def plot_resolution(results: Result | Mapping[str, Result]) -> Figure:
         place = torch.bucketize(length, torch.tensor((0, 1, *_BINS)))
         sums = torch.zeros(len(names), dtype=torch.float64).index_add_(0, place, counts)
         axis.bar(
-            [at + width * (number - (len(named) - 1) / 2) for at in range(len(names))],
-            (sums / counts.sum().clamp(min=1) * 100).tolist(),
+            torch.arange(len(names)) + width * (number - (len(named) - 1) / 2),
+            sums / counts.sum().clamp(min=1) * 100,
             width,
             label=label,
             color=_COLOURS[number % len(_COLOURS)],
@@ -82,8 +80,8 @@ def plot_resolution(results: Result | Mapping[str, Result]) -> Figure:
             edgecolor="white",
         )
     axis.set_xticks(range(len(names)), names)
-    axis.set_xlabel("tokens of the entry that holds the token")
-    axis.set_ylabel("share of (token, head) pairs, %")
+    shares = "share of (token, head) pairs, %"
+    axis.set(xlabel="tokens of the entry that holds the token", ylabel=shares)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
     return figure
@@ -117,8 +115,8 @@ def plot_map(result: Result) -> Figure:
         vmin=0.0,
         vmax=1.0,
     )
-    axis.set_xlabel("position in the prompt")
-    axis.set_ylabel(f"layer ({entries.heads} KV heads each)")
+    layers = f"layer ({entries.heads} KV heads each)"
+    axis.set(xlabel="position in the prompt", ylabel=layers)
     axis.set_title(default_label(result), fontsize=10)
     figure.colorbar(image, ax=axis, label="entries per token")
     return figure
@@ -142,30 +140,21 @@ def plot_auction(results: Result | Mapping[str, Result]) -> Figure:
     panels = figure.subplots(1, len(curves), squeeze=False)[0]
     for axis, (label, curve) in zip(panels, curves.items(), strict=True):
         assert curve is not None  # checked above
-        axis.plot(curve.entries.numpy(), curve.utility.numpy(), color=_COLOURS[0], label="bought")
+        axis.plot(curve.entries, curve.utility, color=_COLOURS[0], label="bought")
         if curve.floor_entries:
             axis.axvspan(0, curve.floor_entries, color=_COLOURS[0], alpha=0.12, lw=0, label="floor")
         if len(curve.bound):
-            axis.plot(
-                [0, *curve.bound_entries.tolist()],
-                [0.0, *curve.bound.tolist()],
-                "--",
-                color=_COLOURS[5],
-                label="upper bound",
-            )
+            at, bound = [0, *curve.bound_entries.tolist()], [0.0, *curve.bound.tolist()]
+            axis.plot(at, bound, "--", color=_COLOURS[5], label="upper bound")
         axis.set_title(label, fontsize=10)
-        axis.set_xlabel("entries spent")
-        axis.set_ylim(bottom=0)
-        axis.set_xlim(left=0)
+        axis.set(xlabel="entries spent", xlim=(0, None), ylim=(0, None))
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, loc="lower right")
     panels[0].set_ylabel("utility")
     return figure
 
 
-def _named(
-    results: Result | Mapping[str, Result],
-) -> Mapping[str, Result]:
+def _named(results: Result | Mapping[str, Result]) -> Mapping[str, Result]:
     if not isinstance(results, Mapping):
         return labelled([results])
     if not results:

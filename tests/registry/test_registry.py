@@ -104,7 +104,7 @@ WRONG = [
     ({"limit": "3"}, r"Top\.limit takes a whole number"),
     ({"sped": 1.0}, r"no field 'sped'\. Did you mean 'speed'\? Fields: speed, twists"),
     ({"paint": {"coat": 1}}, r"Paint has no field 'coat'\. Did you mean 'coats'"),
-    ({"paint": 3}, r"Paint is configured by a mapping"),
+    ({"paint": 3}, r"Paint takes a mapping"),
     ({"paint": {"shades": 0.5}}, r"Paint\.shades takes a tuple .in plain data: a list"),
     ({"paint": {"shades": [0.5, "x"]}}, r"Paint\.shades takes a number"),
     ({"dice": "fare"}, r"Unknown dice strategy 'fare'\. Did you mean 'fair'"),
