@@ -14,6 +14,7 @@ import torch
 
 import gracekv
 from gracekv import recipes
+from gracekv.allocate import Budget
 from gracekv.cache import Accounting, Timings
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.stages import REGISTRIES
@@ -47,7 +48,8 @@ def calls(monkeypatch):
 
     def compress(model, prompt, **options):
         seen.append({"model": model, **prompt.texts, **options})
-        return FakeResult(prompt, options["ratio"] or 2)
+        budget = options["budget"]
+        return FakeResult(prompt, budget.amount if budget.kind == "ratio" else 2)
 
     monkeypatch.setattr(gracekv, "Prompt", SimpleNamespace(from_chat=from_chat), raising=False)
     monkeypatch.setattr(gracekv, "compress", compress, raising=False)
@@ -191,7 +193,7 @@ def test_compress_prints_answer_and_accounting(run, calls, story, tmp_path):
     assert call["model"] == "smollm2:bfloat16"
     assert call["context"] == "Once “upon” a time."
     assert (call["question"], call["instruction"]) == ("Why?", "Read.")
-    assert (call["ratio"], call["entries_per_head"], call["kv_bytes"]) == ("8", None, None)
+    assert call["budget"] == Budget.ratio(8)
     assert call["pipeline"] == Pipeline.named("gracekv-plus-allocated")
     record = json.loads(target.read_text())
     assert record["answer"] == "5 tokens"
@@ -206,12 +208,8 @@ def test_other_budgets_replace_the_ratio(run, calls, story):
     run(*base, "--entries-per-head", 64)
     run(*base, "--kv-bytes", "64MiB")
     run(*base, "--compression-ratio", "0.5")
-    names = ("ratio", "entries_per_head", "kv_bytes", "compression_ratio")
-    assert [[call[name] for name in names] for call in calls] == [
-        [None, 64, None, None],
-        [None, None, "64MiB", None],
-        [None, None, None, "0.5"],
-    ]
+    given = ({"entries_per_head": 64}, {"kv_bytes": "64MiB"}, {"compression_ratio": "0.5"})
+    assert [call["budget"] for call in calls] == [Budget.of(one) for one in given]
 
 
 def test_the_default_is_compared_with_what_it_is_not(run, calls, story, tmp_path, monkeypatch):
