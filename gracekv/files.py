@@ -95,6 +95,6 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError as error:
         # The file that the system's error names is the scratch file.
         raise OutputError(
-            f"Cannot write to {path}: {error.strerror or error}. What was there is unchanged. "
+            f"Cannot write to {path}: {error.strerror or error}. The old file is unchanged. "
             f"Name a file in a folder that can be written to and has room."
         ) from error

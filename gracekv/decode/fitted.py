@@ -57,7 +57,7 @@ class Fitted(Decoder):
         return torch.maximum(read, self.memory * level[:, None] * before)
 
     def fit(self, held: HeldLayer, kept: Tensor, packed: RaggedEntries) -> RaggedEntries:
-        """Refit `packed` so that the references read from it what they read from all of `held`.
+        """Refit `packed`, so that the references read the same from it as from all of `held`.
 
         `kept` is bool [G, N], the entries in `packed`.
         """

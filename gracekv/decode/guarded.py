@@ -17,7 +17,7 @@ from gracekv.registry import bounded
 class Guarded(Decoder):
     """Wrap another strategy, and never drop the entries with the values of largest norm.
 
-    Source: the guard of VaSE, arXiv:2606.03928; ours is which entries it guards.
+    Source: the guard of VaSE, arXiv:2606.03928. Ours: the choice of the guarded entries.
 
     Cost: that of the strategy.
 

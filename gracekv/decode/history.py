@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutHistory:
-    """What a cache with a limit read after its packed prompt, and what its cuts left.
+    """The tokens that a cache with a limit read after its packed prompt, and those its cuts left.
 
     All tensors but `keys` are on the CPU.
 

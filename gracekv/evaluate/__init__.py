@@ -1,4 +1,4 @@
-"""Benchmarks, ablations and the tables that come of them.
+"""Benchmarks, ablations and the tables made of their results.
 
     from gracekv.evaluate import Experiment, run
     run(Experiment.load(Path("suite.yaml")), "runs/")

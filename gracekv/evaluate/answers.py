@@ -21,11 +21,11 @@ from gracekv.undo import hooked
 
 
 class Answer(NamedTuple):
-    """What was generated, and how fast.
+    """A generated answer and its time.
 
     Attributes:
-        text: without the prompt and special tokens.
-        tokens: how many were generated.
+        text: the answer without prompt and special tokens.
+        tokens: number of generated tokens.
         seconds: wall time from the first token to the last.
     """
 
@@ -69,7 +69,7 @@ class AnswerOutputs:
     """The model's outputs for the answer's tokens over one cache.
 
     Attributes:
-        log_probs: float32 [A, vocabulary], of the next token; row a predicts answer token a.
+        log_probs: float32 [A, vocabulary] log-probabilities; row a predicts answer token a.
         outputs: attention block outputs [A, D] of each layer, at the positions that predict.
     """
 

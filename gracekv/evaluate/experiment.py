@@ -52,9 +52,9 @@ class Panel(Configurable):
         ratios: budgets as ratios; 8 keeps an eighth of the context's entries.
         entries: budgets as entries per head.
         lengths: total tokens of RULER's samples.
-        samples: of each task and length.
-        first: number of the first sample; it keeps given texts apart as the seed does others.
-        seed: of the samples that are made here.
+        samples: number of samples of each task and length.
+        first: number of the first sample, to run on other given texts; others change by `seed`.
+        seed: seed of the generated samples.
         protocol: "query_aware" prefills the whole prompt before compressing, as the paper does;
             "query_agnostic" compresses before the question is seen, except for the one token
             after the context, so that several questions can be asked of one cache. They rank
@@ -70,7 +70,7 @@ class Panel(Configurable):
         truncate: how longer prompts are handled: "middle", "start", "error" or "skip".
 
     Raises:
-        ConfigError: a field lies outside what it takes.
+        ConfigError: a field has a value that is not allowed.
     """
 
     tasks: tuple[str, ...] = ()
@@ -139,7 +139,7 @@ class PendingSample:
         panel: the settings.
         task: where the sample comes from.
         index: its number.
-        cells: without a row, in the panel's order.
+        cells: the cells without a row, in the panel's order.
         prompt_hash: the prompt hash in earlier rows of this sample, or None.
     """
 
@@ -157,9 +157,9 @@ class Experiment(Configurable):
     Attributes:
         model: "smollm2", a transformers name, or a folder.
         panels: tasks and methods to run.
-        dtype: of the weights: "float32", "bfloat16" or "float16".
+        dtype: dtype of the weights: "float32", "bfloat16" or "float16".
         data: folder of essays, questions and LongBench files; see `Sources`.
-        imports: modules that are imported first; they register strategies or recipes.
+        imports: modules to import first, which register strategies or recipes.
 
     Raises:
         ConfigError: there is no panel.

@@ -18,9 +18,9 @@ _SPEC = re.compile(r"(?P<base>[^\[\]]+?)(?:\[(?P<changes>[^\[\]]*)\])?")
 def parse_method(spec: str, recent_share: float | None = None) -> Pipeline:
     """The pipeline of ``recipe``, ``file.yaml``, or ``recipe[stage.field=value;stage=name]``.
 
-    `recent_share` replaces the share of the budget that the recent
-    window may take, in every method alike. Raises `ConfigError` if it cannot be read,
-    `UnknownStrategyError` for an unknown recipe or strategy.
+    `recent_share` replaces the share of the budget that the recent window may take. Raises
+    `ConfigError` if `spec` cannot be read, `UnknownStrategyError` for an unknown recipe or
+    strategy.
     """
     match = _SPEC.fullmatch(spec.strip())
     if match is None:

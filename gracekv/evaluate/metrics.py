@@ -123,7 +123,7 @@ def class_accuracy(prediction: str, answer: str, classes: Sequence[str]) -> floa
 
 
 def retrieval(prediction: str, answer: str) -> float:
-    """Share of the prediction's numbers that are the reference paragraph's."""
+    """Share of the prediction's numbers that equal the number of the reference paragraph."""
     return count(prediction, _NUMBERS.findall(answer)[0])
 
 

@@ -45,14 +45,17 @@ def needles(task: Mapping[str, Any], essay: Sequence[str]) -> Family:
         rng.shuffle(hidden)
         if kind == "essay":
             repeated = itertools.islice(itertools.cycle(essay), size)
-            context = " ".join(_at_depths(_SENTENCE.split(" ".join(repeated)), hidden, rng))
-        elif kind == "noise":
-            context = "\n".join(_among(noise_lines(size), hidden, rng))
+            sentences = _SENTENCE.split(" ".join(repeated))
+            depths = sorted(rng.sample(_DEPTHS, len(hidden)))
+            places = [round(depth * len(sentences)) for depth in depths]
+            context = " ".join(_insert(sentences, places, hidden))
         else:
-            kinds = args["type_needle_k"], args["type_needle_v"]
-            drawn = [distinct(kind, size, rng, taken) for kind in kinds]
-            others = [_needle(args, k, v) for k, v in zip(*drawn, strict=True)]
-            context = "\n".join(_among(others, hidden, rng))
+            lines = noise_lines(size)
+            if kind == "needle":
+                kinds = args["type_needle_k"], args["type_needle_v"]
+                drawn = [distinct(kind, size, rng, taken) for kind in kinds]
+                lines = [_needle(args, k, v) for k, v in zip(*drawn, strict=True)]
+            context = "\n".join(_among(lines, hidden, rng))
         asked = rng.sample(names, queried)
         query = asked[0] if queried == 1 else ", ".join(asked[:-1]) + ", and " + asked[-1]
         fields = {"type_needle_v": args["type_needle_v"], "query": query}
@@ -121,11 +124,6 @@ def _needle(args: Mapping[str, Any], key: str, value: str) -> str:
 def _singular(text: str) -> str:
     """RULER's rewriting where one value is asked for, of the task's text only."""
     return text.replace("Some", "A").replace("are all", "is").replace("are", "is")
-
-
-def _at_depths(sentences: list[str], hidden: Sequence[str], rng: Random) -> list[str]:
-    depths = sorted(rng.sample(_DEPTHS, len(hidden)))
-    return _insert(sentences, [round(depth * len(sentences)) for depth in depths], hidden)
 
 
 def _among(lines: list[str], hidden: Sequence[str], rng: Random) -> list[str]:

@@ -69,8 +69,8 @@ def render(
         limit: most tokens of the prompt.
         truncate: how a longer one is handled. "middle" keeps the context's first and last halves
             of the room, "start" its first tokens, in token space; instruction and question stay
-            whole. "error" refuses, as the paper's protocol does, and so does "skip": what is
-            too long was to be left out before.
+            whole. "error" refuses, as the paper's protocol does, and so does "skip", since its
+            caller leaves out longer prompts.
         answer_words: most words of the reference.
 
     Raises `TaskError` if the prompt is too long and may not be cut, or cannot be cut enough.

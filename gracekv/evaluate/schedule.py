@@ -20,8 +20,8 @@ class Shard:
     """One process's part of a run.
 
     Attributes:
-        index: which part, from 0.
-        count: of how many parts.
+        index: number of this part, from 0.
+        count: number of parts.
     """
 
     index: int = 0
@@ -42,9 +42,9 @@ class Schedule:
     """The work of a run.
 
     Attributes:
-        samples: to run, in order.
-        done: cells that have a row already.
-        failed: cells among them that had failed.
+        samples: samples to run, in order.
+        done: number of cells that have a row already.
+        failed: number of those cells that failed.
     """
 
     samples: tuple[PendingSample, ...]
@@ -63,7 +63,7 @@ def make_schedule(
     """Schedule every cell of the experiment that `rows` lack.
 
     Args:
-        experiment: what is run.
+        experiment: the panels to run.
         rows: existing rows, of all shards.
         sources: where texts come from.
         worker: returns the loaded model; only called if samples are chosen by length ("skip").

@@ -35,12 +35,12 @@ _LEAST = 5
 
 
 def families(name: str, length: int, seed: int, index: int, sources: Sources) -> Iterator[Family]:
-    """Texts of sample `index` of a task ("squad": of that article), those to be tried first first.
+    """The families to try for sample `index` of a task, in order; for "squad" an article each.
 
     Args:
         name: one of `TASKS`.
         length: tokens of the longest prompt, all turns included, plus the generation cap.
-        seed: of the whole data set.
+        seed: seed of the whole data set.
         index: number of the sample.
         sources: SQuAD's articles.
     """

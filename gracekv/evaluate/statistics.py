@@ -25,10 +25,10 @@ class Interval:
     """A mean and its 95 % interval.
 
     Attributes:
-        mean: of the samples' values.
+        mean: mean of the tasks' means.
         low: the interval's lower end; NaN where a task has fewer than two samples.
         high: its upper end; NaN likewise.
-        samples: how many there are.
+        samples: number of samples.
     """
 
     mean: float

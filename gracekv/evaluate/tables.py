@@ -26,7 +26,7 @@ class Title:
         model: name and dtype.
         protocol: "query_aware" or "query_agnostic".
         group: a suite or a task.
-        metric: of the scores.
+        metric: name of the scores' metric.
         length: total tokens of RULER's samples; None for given texts.
     """
 
@@ -48,8 +48,8 @@ class Table:
 
     Attributes:
         title: the fields that its rows share.
-        tasks: averaged without weights.
-        methods: in order of their first row.
+        tasks: names of the tasks, which are averaged without weights.
+        methods: names of the methods, in order of their first row.
         columns: budgets, generous ones first.
         cells: (method, column) to mean and interval; nothing where a method has no values.
         against: (method, column) to its comparison with the reference method, Holm-adjusted over

@@ -74,7 +74,7 @@ class Task:
     Attributes:
         name: such as "ruler:cwe", "longbench:qasper" or "shared_context:kv".
         length: total tokens that a sample fills; None for LongBench, whose texts are given.
-        seed: of the samples that are made here.
+        seed: seed of the generated samples.
     """
 
     name: str

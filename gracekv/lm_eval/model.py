@@ -65,7 +65,7 @@ class GraceLM(HFLM):  # type: ignore[misc]
     Raises:
         BudgetError: not exactly one budget is given.
         ConfigError: another argument cannot be used.
-        UnsupportedModelError: the model is of no family that gracekv knows.
+        UnsupportedModelError: gracekv does not know the model's family.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class GraceLM(HFLM):  # type: ignore[misc]
         with tqdm(total=len(requests), disable=silent, desc=title) as progress:
             for shared, places in alike.items():
                 longest = max(len(requests[place][2]) for place in places)
-                # As `hf` does: what is too long loses its beginning.
+                # Contexts that are too long lose their beginning, as in `hf`.
                 kept = shared[-max(1, self.max_length + 1 - longest) :]
                 result = self._compress([torch.tensor(kept)])
                 for place in places:

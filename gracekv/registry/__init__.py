@@ -1,4 +1,4 @@
-"""Strategies by name: registries, the hyperparameters of what they hold, and plugins."""
+"""Strategies by name: registries, hyperparameters and plugins."""
 
 from gracekv.registry.hyperparameter import bounded, check_values
 from gracekv.registry.registry import Configurable, Registry, Strategy, suggestion

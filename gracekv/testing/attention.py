@@ -51,20 +51,20 @@ def attention_problem(
     """A random step over a `RaggedEntries`; storage beside what may be read is NaN.
 
     Args:
-        seed: of all numbers.
+        seed: seed of all numbers.
         lengths: entries of each row s*G + g.
-        dim: d.
-        group: query heads of a KV head.
-        batch: B.
-        tokens: Tq.
-        tail: S.
+        dim: head dimension d.
+        group: query heads per KV head.
+        batch: batch size B.
+        tokens: number of queries Tq.
+        tail: number of tail tokens S.
         mask: "none", "bool" or "float"; some rows of a "bool" mask see nothing.
-        dtype: of queries, keys and values.
-        sequences: S of the layer.
+        dtype: dtype of queries, keys and values.
+        sequences: number of sequences in the layer.
         shuffled: whether `rows` is drawn; otherwise it is None.
-        softcap: of the logits.
+        softcap: logit softcap, or None.
         sinks: whether query heads have sink logits.
-        device: where everything but the offsets lies.
+        device: device of everything but the offsets.
     """
     rng = torch.Generator().manual_seed(seed)
 
@@ -110,8 +110,8 @@ def check_attention(
 ) -> None:
     """Assert that attention to all and to the packed part alone equals attention in float64.
 
-    `problem.packed` are the entries themselves; `bound` is the relative error of outputs, None:
-    that of the dtype in `TOLERANCES`.
+    `problem.packed` holds the entries themselves; `bound` is the largest relative error of outputs,
+    by default that of their dtype in `TOLERANCES`.
     """
     output_bound = TOLERANCES[problem.query.dtype] if bound is None else bound
     prepared = backend.prepare(problem.packed)

@@ -35,7 +35,7 @@ def random_forest(
     larger). Built level by level, so a million operations take about a second.
 
     Args:
-        seed: of the random numbers.
+        seed: seed of the random numbers.
         layers: L.
         heads: G.
         slots: J; slot lengths are drawn from 1 to `slot_tokens` and shared by all heads.

@@ -75,12 +75,12 @@ def tiny_model(
         positions: `max_position_embeddings`.
         original: tokens that the model was trained on before its RoPE was stretched ("llama3",
             "yarn", "longrope"; 32 for "llama3").
-        window: sliding window of the layers that slide in this family; None: none does, but in
-            those of `SLIDING`, every other of whose layers then has the family's window.
+        window: sliding window of the family's sliding layers. With None no layer slides, except in
+            the families of `SLIDING`: there every other layer has the family's own window.
         bias: whether the attention projections have biases ("qwen2" always has them).
         attention: transformers' attention implementation.
-        dtype: of the weights.
-        seed: of the weights; torch's own generator is left as it was.
+        dtype: dtype of the weights.
+        seed: seed of the weights; torch's own generator is not changed.
     """
     import transformers
 
@@ -203,7 +203,7 @@ def tiny_tokenizer(texts: Sequence[str] = (), vocabulary: int = 2000) -> Any:
     """A fast byte-level BPE tokenizer with a chat template; the same arguments give the same one.
 
     Args:
-        texts: what it is trained on beside the chapter that comes with gracekv.
+        texts: training texts beside the chapter that comes with gracekv.
         vocabulary: number of token ids, special ones included. `tiny_model` takes the same number.
 
     Returns:
