@@ -72,7 +72,11 @@ def make_schedule(
 
     Raises `TaskError` if data are missing.
     """
-    known = latest(list(rows))
+    known = {
+        key: row
+        for key, row in latest(list(rows)).items()
+        if row.get("error") is None or not retry_failed
+    }
     hashes = {row["sample"]: row["prompt_hash"] for row in rows if "prompt_hash" in row}
     # Panels with the same sample under the same settings share its prefill.
     numbers: dict[str, int] = {}
@@ -95,19 +99,13 @@ def make_schedule(
                 sample = sample_key(about)
                 if not owns(numbers.setdefault(sample, len(numbers))):
                     continue
-                missing = []
-                for cell in cells:
-                    key = cell_fields(about, cell)["key"]
-                    if key in seen:
-                        continue
-                    seen.add(key)
-                    before = known.get(key)
-                    if before is None or (before.get("error") is not None and retry_failed):
-                        missing.append(cell)
-                        continue
-                    done += 1
-                    failed += before.get("error") is not None
-                if missing:
+                keys = {cell_fields(about, cell)["key"]: cell for cell in cells}
+                new = {key: cell for key, cell in keys.items() if key not in seen}
+                seen |= new.keys()
+                before = [known[key] for key in new if key in known]
+                done += len(before)
+                failed += sum(row.get("error") is not None for row in before)
+                if missing := [cell for key, cell in new.items() if key not in known]:
                     earlier = pending[sample][1].cells if sample in pending else ()
                     every = (*earlier, *missing)
                     entry = PendingSample(panel, task, index, every, hashes.get(sample))

@@ -87,26 +87,18 @@ class KeptEntries:
 
     def entry_of_token(self, position: int) -> Tensor:
         """int64 [L*G]: the entry of each head that stands for the token, -1 where it is dropped."""
-        stride = int(self.end.max()) + 1 if len(self.end) else 1
-        stride = max(stride, position + 1)
-        heads = torch.arange(len(self.offsets) - 1)
-        # Entries are sorted by (head, start), so the last one that begins here or before is it.
-        key = self.head_of_entry() * stride + self.start
-        at = torch.searchsorted(key, heads * stride + position, right=True) - 1
-        inside = (at >= self.offsets[:-1]) & (at < self.offsets[1:])
-        held = inside.clone()
-        held[inside] = self.end[at[inside]] > position
-        return torch.where(held, at, -1)
+        holder = torch.full((len(self.offsets) - 1,), -1)
+        at = ((self.start <= position) & (position < self.end)).nonzero()[:, 0]
+        holder[self.head_of_entry()[at]] = at
+        return holder
 
     def entry_lengths(self) -> Tensor:
         """int64 [L*G, W]: the length of each token's entry, 0 where the token is dropped."""
         first, last = self.region
         steps = torch.zeros(len(self.offsets) - 1, last - first + 1, dtype=torch.int64)
-        head, length = self.head_of_entry(), self.length
-        flat = steps.view(-1)
-        row = head * steps.shape[1] - first
-        flat.index_add_(0, row + self.start, length)
-        flat.index_add_(0, row + self.end, -length)
+        row = self.head_of_entry() * steps.shape[1] - first
+        steps.view(-1).index_add_(0, row + self.start, self.length)
+        steps.view(-1).index_add_(0, row + self.end, -self.length)
         return steps.cumsum(1)[:, :-1]
 
 

@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
@@ -127,32 +128,28 @@ class _Passes:
         self.queries = normal(rng, _VOCABULARY, prefill.layers, heads, dim)
         self.keys = normal(rng, _VOCABULARY, prefill.layers, groups, dim)
 
-    def after(self, end: int, count: int) -> _Continuation:
-        return _Continuation(self, end, count)
+    def after(self, end: int, count: int) -> Any:
+        known: list[int] = []
+
+        def run(ids: Tensor, observe: Callable[[int, TokenRun], None]) -> Tensor:
+            start = end + len(known)
+            known.extend(ids.tolist())
+            assert len(known) <= count, "More tokens run than were announced."
+            for layer, keys in enumerate(self.prefill.keys):
+                own = self.keys[known, layer].transpose(0, 1)
+                whole = torch.cat([keys[:, :end], own], dim=1)
+                queries = self.queries[ids, layer].transpose(0, 1).clone()
+                scale, rope = self.prefill.scale, self.prefill.rope
+                observe(layer, TokenRun(start, queries, whole, whole.clone(), rope, scale))
+            return self.queries[int(ids[-1]), 0].flatten()
+
+        return SimpleNamespace(run=run)
 
     def likeliest(self, state: Tensor) -> int:
         return int(state.argmax()) % _VOCABULARY
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) % _VOCABULARY for letter in text]
-
-
-class _Continuation:
-    def __init__(self, passes: _Passes, end: int, count: int) -> None:
-        self._passes, self._end, self._count = passes, end, count
-        self._ids: list[int] = []
-
-    def run(self, ids: Tensor, observe: Callable[[int, TokenRun], None]) -> Tensor:
-        start, passes = self._end + len(self._ids), self._passes
-        self._ids += ids.tolist()
-        assert len(self._ids) <= self._count, "More tokens run than were announced."
-        for layer, keys in enumerate(passes.prefill.keys):
-            own = passes.keys[self._ids, layer].transpose(0, 1)
-            whole = torch.cat([keys[:, : self._end], own], dim=1)
-            queries = passes.queries[ids, layer].transpose(0, 1).clone()
-            scale, rope = passes.prefill.scale, passes.prefill.rope
-            observe(layer, TokenRun(start, queries, whole, whole.clone(), rope, scale))
-        return passes.queries[int(ids[-1]), 0].flatten()
 
 
 def _known(states: Tensor, end: int) -> Tensor:
