@@ -71,8 +71,8 @@ def plot_resolution(results: Result | Mapping[str, Result]) -> Figure:
         place = torch.bucketize(length, torch.tensor((0, 1, *_BINS)))
         sums = torch.zeros(len(names), dtype=torch.float64).index_add_(0, place, counts)
         axis.bar(
-            torch.arange(len(names)) + width * (number - (len(named) - 1) / 2),
-            sums / counts.sum().clamp(min=1) * 100,
+            [at + width * (number - (len(named) - 1) / 2) for at in range(len(names))],
+            (sums / counts.sum().clamp(min=1) * 100).tolist(),
             width,
             label=label,
             color=_COLOURS[number % len(_COLOURS)],
@@ -140,7 +140,7 @@ def plot_auction(results: Result | Mapping[str, Result]) -> Figure:
     panels = figure.subplots(1, len(curves), squeeze=False)[0]
     for axis, (label, curve) in zip(panels, curves.items(), strict=True):
         assert curve is not None  # checked above
-        axis.plot(curve.entries, curve.utility, color=_COLOURS[0], label="bought")
+        axis.plot(curve.entries.numpy(), curve.utility.numpy(), color=_COLOURS[0], label="bought")
         if curve.floor_entries:
             axis.axvspan(0, curve.floor_entries, color=_COLOURS[0], alpha=0.12, lw=0, label="floor")
         if len(curve.bound):

@@ -119,7 +119,7 @@ WRONG = [
     (lambda make: {"a": make("snapkv", 3), "b": other_spans(make)}, None, "different contexts"),
     (lambda make: {"a": make("snapkv", 3), "b": make("snapkv", 3, layers=3)}, None, "KV heads"),
     (lambda make: {"a": "page.html"}, None, r"what gracekv\.compress returns .*; got str"),
-    (lambda make: {"a": make("snapkv", 3)}, {"z": "no"}, "by the labels of the results, a; got z"),
+    (lambda make: {"a": make("snapkv", 3)}, {"z": "no"}, "keyed by label: a; got z"),
 ]
 
 
