@@ -108,8 +108,7 @@ class Panel(Configurable):
                 f"The methods {', '.join(self.methods)} need a budget. Give ratios such as 4,8,16 "
                 f"or entries such as 512."
             )
-        labels = [cell.method for cell in cells if cell.column == cells[-1].column]
-        if len(set(labels)) != len(labels):
+        if len({(cell.method, cell.column) for cell in cells}) < len(cells):
             raise ConfigError(f"A method is named twice: {', '.join(self.methods)}.")
 
     def cells(self) -> list[Cell]:

@@ -163,15 +163,9 @@ class Registry(Generic[S]):
         """
         if isinstance(spec, str):
             return self.build(spec)
-        if isinstance(spec, Mapping):
+        if isinstance(spec, Mapping) and isinstance(spec.get("name"), str):
             fields = {str(key): value for key, value in spec.items()}
-            name = fields.pop("name", None)
-            if not isinstance(name, str):
-                raise ConfigError(
-                    f"A {self.stage} strategy given as a mapping needs a 'name'; got "
-                    f"{dict(spec)!r}. Registered: {', '.join(self)}."
-                )
-            return self.get(name).from_dict(fields)
+            return self.get(fields.pop("name")).from_dict(fields)
         if isinstance(spec, Strategy) and type(spec) is self._known().get(spec.name):
             return spec
         raise ConfigError(

@@ -169,7 +169,7 @@ def test_ablations_isolate_one_component(recipe: str, changed: set[str]) -> None
         ({"segmnt": "uniform"}, ConfigError, "Did you mean 'segment'"),
         ({"segment": "unifrom"}, UnknownStrategyError, "Did you mean 'uniform'"),
         ({"segment": {"name": "uniform", "size": 3}}, ConfigError, "no field 'size'"),
-        ({"segment": {"length": 3}}, ConfigError, "needs a 'name'"),
+        ({"segment": {"length": 3}}, ConfigError, "a mapping with a 'name'"),
         ({"refine": {"name": "binary", "candidates": "16"}}, ConfigError, "takes a whole number"),
         ({"refine": {"name": "binary", "reward": -1.0}}, ConfigError, ">= 0"),
         ({"window": {"size": 2}}, ConfigError, "minimum is at most"),

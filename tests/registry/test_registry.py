@@ -109,7 +109,7 @@ WRONG = [
     ({"paint": {"shades": [0.5, "x"]}}, r"Paint\.shades takes a number"),
     ({"dice": "fare"}, r"Unknown dice strategy 'fare'\. Did you mean 'fair'"),
     ({"dice": "midpoint"}, r"was removed after 0\.2; use .'name': 'binary'"),
-    ({"dice": {"sides": 4}}, r"dice strategy given as a mapping needs a 'name'"),
+    ({"dice": {"sides": 4}}, r"Expected a dice strategy: .* a mapping with a 'name'"),
     ({"dice": 4}, r"Expected a dice strategy"),
 ]
 
