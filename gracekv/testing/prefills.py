@@ -18,7 +18,7 @@ from gracekv.value.repeated_attention import RepeatedQueries
 
 
 def normal(rng: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Normal random numbers of `rng`, whatever torch's default dtype."""
+    """Normal random numbers [*shape] of `rng`, whatever torch's default dtype."""
     return torch.randn(*shape, generator=rng, dtype=dtype)
 
 
