@@ -61,21 +61,6 @@ def auctions(draw, slots=5, slot_tokens=20):
     return start, quota
 
 
-def two_slots(lengths, add, split):
-    """Two trees whose roots split into all their tokens, with these gains."""
-    forests = (
-        random_forest(
-            seed, layers=1, heads=1, slots=2, slot_tokens=4, explode=1.0, prune=0.0, whole=0.0
-        )
-        for seed in range(1000)
-    )
-    forest = next(f for f in forests if f.length[:2].tolist() == lengths)
-    gains = torch.zeros(forest.nodes, dtype=torch.float64)
-    gains[:2] = torch.tensor(split, dtype=torch.float64)
-    add_gain = torch.tensor(add, dtype=torch.float64)
-    return dataclasses.replace(forest, add_gain=add_gain, split_gain=gains)
-
-
 def affordable(frontier, quota):
     """Operations that could still be bought, one by one."""
     ops = Operations.of(frontier.forest)
@@ -94,18 +79,6 @@ def test_greedy_buys_what_the_heap_buys(case, elastic):
     slow = greedy_heap(start, quota, elastic=elastic)
     assert torch.equal(fast.added, slow.added)
     assert torch.equal(fast.split, slow.split)
-
-
-@pytest.mark.parametrize("gains", GAINS)
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
-def test_greedy_buys_what_the_heap_buys_in_a_larger_forest(gains, share):
-    forest = random_forest(7, layers=4, heads=4, slots=20, slot_tokens=100, gains=gains)
-    most = int(Operations.of(forest).cost.sum())
-    start = Frontier.empty(forest, int(share * most))
-    for quota in (None, torch.full((4, 4), start.budget // 16), torch.arange(16).view(4, 4) * 60):
-        fast, slow = Greedy()(start, quota), greedy_heap(start, quota)
-        assert torch.equal(fast.added, slow.added)
-        assert torch.equal(fast.split, slow.split)
 
 
 @pytest.mark.parametrize("name", list(ALLOCATORS))
@@ -179,56 +152,6 @@ def test_rounding_of_prices_buys_nothing_beyond_the_budget(capped):
         one = dataclasses.replace(forest, add_gain=torch.tensor([gain], dtype=torch.float64))
         result = Lagrangian()(Frontier.empty(one, cost - 1), quota)
         check_frontier(result, quota)
-
-
-def test_bound_is_met_where_most_steps_gain_nothing():
-    # Many subtrees gain exactly the price here: all of them or none would be far off.
-    forest = random_forest(0, layers=2, heads=2, slots=150, slot_tokens=60, gains="zeros")
-    most = int(Operations.of(forest).cost.sum())
-    result = Lagrangian()(Frontier.empty(forest, most // 10), None)
-    assert result.utility >= 0.997 * result.bound
-
-
-def test_elastic_leaves_a_step_without_gain_that_a_late_purchase_opens():
-    # Split of the first slot (cost 3) does not fit, Add of the second does, and its Split would.
-    forest = two_slots([4, 2], add=[10.0, 1.0], split=[10.0, 0.0])
-    start = Frontier.empty(forest, 3)
-    assert Greedy(elastic=True)(start, None).spent == 2
-    assert greedy_heap(start, None, elastic=True).spent == 2
-    assert Greedy()(start, None).spent == greedy_heap(start, None).spent == 3
-
-
-def test_budget_for_everything_keeps_everything():
-    forest = random_forest(0, prune=0.0, whole=0.0)
-    most = int(Operations.of(forest).cost.sum())
-    for name in ALLOCATORS:
-        result = ALLOCATORS.build(name)(Frontier.empty(forest, most), None)
-        assert result.added.all()
-        assert torch.equal(result.kept, forest.is_leaf)
-
-
-def test_a_valuable_leaf_behind_a_poor_step_is_found_by_price_not_by_greed():
-    start = Frontier.empty(two_slots([2, 2], add=[1.0, 2.0], split=[100.0, 0.0]), 2)
-    assert Greedy()(start, None).utility == 3.0
-    assert Lagrangian()(start, None).utility == ExactDP()(start, None).utility == 101.0
-
-
-def test_forests_are_consistent():
-    forest = random_forest(4, layers=2, heads=3, slots=4, slot_tokens=30, prune=0.3, whole=0.5)
-    ops, roots, entries = Operations.of(forest), forest.trees, forest.entries
-    assert torch.equal(ops.cost[:roots], forest.entries[:roots])
-    below = torch.zeros_like(entries).index_add_(0, forest.parent[roots:], entries[roots:])
-    assert torch.equal(ops.cost[roots:], (below - entries)[ops.node[roots:]])
-    assert torch.equal(ops.node[roots:], (~forest.is_leaf).nonzero().flatten())
-    assert forest.entries[:roots].max() > 1
-    for node in range(forest.nodes):
-        count, first = int(forest.child_count[node]), int(forest.first_child[node])
-        children = range(first, first + count)
-        assert all(int(forest.parent[child]) == node for child in children)
-        if count:
-            edges = [int(forest.start[child]) for child in children] + [int(forest.end[node])]
-            assert edges[0] == int(forest.start[node])
-            assert edges[1:] == [int(forest.end[child]) for child in children]
 
 
 def test_check_frontier_sees_broken_frontiers():

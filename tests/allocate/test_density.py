@@ -49,19 +49,6 @@ def test_weights_by_hand():
     torch.testing.assert_close(Density().weights(columns), want, rtol=1e-5, atol=1e-6)
 
 
-def test_more_concentrated_layers_get_less_and_scale_does_not_matter():
-    rng = torch.Generator().manual_seed(0)
-    even = torch.rand(1, 4, 50, generator=rng)
-    peaked = even.clone()
-    # Three of four heads as spiky as the spikiest.
-    peaked[0, :3, 7] += 20
-    columns = torch.cat([even, peaked, 1000 * even])
-    plan = BudgetPlan(3, 2, 50, 100, 4)
-    caps = Density()(columns, plan).sum(1).tolist()
-    assert caps[1] < caps[0]
-    assert abs(caps[0] - caps[2]) <= 1
-
-
 def test_what_limits_take_is_redistributed_in_proportion():
     weights = [Fraction(1), Fraction(2), Fraction(7)]
     assert proportional(weights, 100, 0, 100) == [10, 20, 70]

@@ -50,26 +50,6 @@ def test_candidates_match_the_reference(seed, count, base, alpha, pool, eta, tie
         torch.testing.assert_close(fast, slow, rtol=1e-12, atol=0)
 
 
-def test_a_head_keeps_its_best_candidate_even_if_that_alone_exceeds_eta():
-    relevance = torch.zeros(1, 1, 30, dtype=torch.float64)
-    relevance[0, 0, 11] = 1.0
-    found = Singleton(pool=1).candidates(relevance, plan_for(1, 1, 30, 20))
-    assert (found > -torch.inf).flatten().nonzero().tolist() == [[11]]
-
-
-def test_flat_relevance_has_no_candidates():
-    relevance = torch.full((2, 2, 50), 1 / 50)
-    assert not (Singleton().candidates(relevance, plan_for(2, 2, 50, 100)) > -torch.inf).any()
-
-
-def test_candidates_are_scaled_to_the_cap_but_every_head_keeps_one():
-    relevance = draw_relevance(3, 4, 60, 5, ties=False)
-    counts = (Singleton().candidates(relevance, plan_for(3, 4, 60, 30)) > -torch.inf).sum(-1)
-    assert (counts >= 1).all()
-    free = (Singleton().candidates(relevance, plan_for(3, 4, 60, 10**6)) > -torch.inf).sum(-1)
-    assert torch.equal(counts, (free * 18 // free.sum()).clamp(min=1))
-
-
 @given(
     seed=SEEDS,
     alpha=st.sampled_from([0.1, 0.6, 1.0]),
@@ -100,39 +80,6 @@ def test_realize_matches_the_reference_and_respects_its_caps(
     assert fast.floor_spent == slow.floor_spent == fast.spent
     assert fast.floor_spent <= floor.limit(plan)
     assert (fast.entries_per_head() <= floor.head_limit(plan)).all()
-
-
-@pytest.mark.parametrize("gains", ["normal", "ties"])
-@pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
-@pytest.mark.parametrize("capped", [False, True])
-def test_compiled_and_plain_walks_buy_the_same(gains, share, capped, monkeypatch):
-    pytest.importorskip("numba", reason="numba is not installed")
-    forest = random_forest(8, layers=3, heads=2, slots=12, slot_tokens=60, gains=gains, whole=0.1)
-    count = int(forest.end.max() - forest.start.min())
-    plan = plan_for(3, 2, count, int(share * 6 * count))
-    rng = torch.Generator().manual_seed(3)
-    quota = torch.randint(0, count, (3, 2), generator=rng) if capped else None
-    wanted = draw_relevance(3, 2, count, 1, ties=gains == "ties")
-    wanted[torch.rand(wanted.shape, generator=rng) < 0.5] = -torch.inf
-    found = []
-    for least in (0, 10**9):
-        monkeypatch.setattr("gracekv.allocate.singleton._COMPILED", least)
-        found.append(Singleton().realize(forest, wanted, plan, quota))
-    assert found[0].floor_spent == found[1].floor_spent > 0
-    assert torch.equal(found[0].added, found[1].added)
-    assert torch.equal(found[0].split, found[1].split)
-
-
-def test_realize_makes_an_affordable_candidate_exact():
-    forest = random_forest(3, layers=1, heads=1, slots=2, slot_tokens=20, prune=0.0)
-    count = int(forest.end.max() - forest.start.min())
-    wanted = torch.full((1, 1, count), -torch.inf, dtype=torch.float64)
-    wanted[0, 0, count // 2] = 1.0
-    plan = plan_for(1, 1, count, 4 * count)
-    frontier = Singleton(head_cap=4.0).realize(forest, wanted, plan, None)
-    position = int(forest.start.min()) + count // 2
-    held = frontier.kept & (forest.start == position) & (forest.end == position + 1)
-    assert int(held.sum()) == 1
 
 
 def test_alpha_is_exact():

@@ -1,7 +1,5 @@
 """PyramidKV's shares."""
 
-from fractions import Fraction
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,11 +44,3 @@ def test_by_hand():
     # The first layer cannot hold more than there is; the last one gets the difference.
     short = BudgetPlan(layers=3, heads=2, context=170, total=6 * 120, recent=20)
     assert Pyramid().layer_shares(short) == [150, 100, 50]
-
-
-def test_one_layer_and_beta_one_share_equally():
-    plan = BudgetPlan(layers=1, heads=3, context=50, total=40, recent=4)
-    assert shares(Pyramid(), plan).tolist() == [[10, 9, 9]]
-    plan = BudgetPlan(layers=4, heads=1, context=50, total=41, recent=4)
-    assert Pyramid(beta=1.0).layer_shares(plan) == [Fraction(25, 4)] * 4
-    assert shares(Pyramid(beta=1.0), plan).flatten().tolist() == [7, 6, 6, 6]

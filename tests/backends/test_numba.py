@@ -34,19 +34,7 @@ pytestmark = pytest.mark.usefixtures("short_splits", "no_detour")
     sinks=st.booleans(),
 )
 def test_equals_attention_in_float64(
-    seed,
-    lengths,
-    group,
-    sequences,
-    batch,
-    tail,
-    masked,
-    unequal,
-    dim,
-    dtype,
-    most,
-    softcap,
-    sinks,
+    seed, lengths, group, sequences, batch, tail, masked, unequal, dim, dtype, most, softcap, sinks
 ):
     split_kv._ENTRIES = most
     rng = torch.Generator().manual_seed(seed)

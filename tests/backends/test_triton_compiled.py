@@ -30,6 +30,13 @@ MASK = ("mask_batch_stride", "mask_token_stride", "mask_key_stride")
 TWO_REGISTERS = 8
 
 
+def constants_of(dim, tile):
+    return {
+        "D": dim, "BLOCK_D": padded_dim(dim), "BLOCK_M": tile.queries, "BLOCK_N": tile.keys,
+        "HAS_ROWS": True, "UPCAST": False, "PRECISION": tile.precision,
+    }  # fmt: skip
+
+
 def split(dim, dtype, queries, arch, kind=triton_split_kernel.CAUSAL, *, capped=False):
     tile = tiles(dim, dtype, divmod(arch, 10), queries)
     element = TYPES[dtype]
@@ -37,20 +44,8 @@ def split(dim, dtype, queries, arch, kind=triton_split_kernel.CAUSAL, *, capped=
     pointers = dict.fromkeys(("query", "keys", "values", "tail_keys", "tail_values"), element)
     pointers |= dict.fromkeys(("items", "item_first", "rows", "tail_length"), "*i64")
     pointers |= dict.fromkeys(("bias", "part_output", "part_lse"), "*fp32")
-    constants = {
-        "D": dim,
-        "BLOCK_D": padded_dim(dim),
-        "BLOCK_M": tile.queries,
-        "BLOCK_N": tile.keys,
-        "HAS_PACKED": True,
-        "HAS_ROWS": True,
-        "HAS_TAIL": True,
-        "HAS_LENGTH": True,
-        "KIND": kind.value,
-        "CAPPED": capped,
-        "UPCAST": False,
-        "PRECISION": tile.precision,
-    }
+    constants = constants_of(dim, tile) | {"KIND": kind.value, "CAPPED": capped}
+    constants |= {"HAS_PACKED": True, "HAS_TAIL": True, "HAS_LENGTH": True}
     return compiled(
         triton_split_kernel.attend_splits,
         pointers | {"mask": mask},
@@ -70,20 +65,8 @@ def codes(dim, dtype, arch, bits, size):
     pointers |= dict.fromkeys(("key_codes", "value_codes"), "*u8")
     pointers |= dict.fromkeys(("items", "item_first", "rows"), "*i64")
     pointers |= dict.fromkeys(("bias", "part_output", "part_lse"), "*fp32")
-    constants = {
-        "D": dim,
-        "BLOCK_D": padded_dim(dim),
-        "BLOCK_M": tile.queries,
-        "BLOCK_N": tile.keys,
-        "BITS": bits,
-        "SIZE": size,
-        "KEYS_BY_CHANNEL": True,
-        "VALUES_BY_CHANNEL": False,
-        "HAS_ROWS": True,
-        "CAPPED": True,
-        "UPCAST": False,
-        "PRECISION": tile.precision,
-    }
+    constants = constants_of(dim, tile) | {"BITS": bits, "SIZE": size, "CAPPED": True}
+    constants |= {"KEYS_BY_CHANNEL": True, "VALUES_BY_CHANNEL": False}
     return compiled(
         triton_codes_kernel.attend_coded_splits,
         pointers | {"query": TYPES[dtype]},

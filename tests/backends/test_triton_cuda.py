@@ -37,18 +37,10 @@ def check(problem):
 def test_equals_dense_attention(dim, dtype, group, tokens, mask):
     check(
         attention_problem(
-            dim,
-            [3000, 60, 0, 700],
-            dim=dim,
-            group=group,
-            batch=2,
-            tokens=tokens,
-            tail=300 + tokens,
-            mask=mask,
-            dtype=dtype,
-            device="cuda",
+            dim, [3000, 60, 0, 700], dim=dim, group=group, batch=2, tokens=tokens,
+            tail=300 + tokens, mask=mask, dtype=dtype, device="cuda",
         )
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
@@ -81,18 +73,10 @@ def test_codes_equal_dense_attention(dtype, bits, dim):
 def test_batches_of_sequences(shuffled):
     check(
         attention_problem(
-            1,
-            [900, 30, 0, 400, 2000, 5],
-            dim=128,
-            group=4,
-            batch=9,
-            tail=70,
-            dtype=torch.bfloat16,
-            sequences=3,
-            shuffled=shuffled,
-            device="cuda",
+            1, [900, 30, 0, 400, 2000, 5], dim=128, group=4, batch=9, tail=70,
+            dtype=torch.bfloat16, sequences=3, shuffled=shuffled, device="cuda",
         )
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)

@@ -15,7 +15,7 @@ from gracekv.backends.triton_splits import (
     tail_splits,
     uploaded,
 )
-from gracekv.backends.triton_tiles import padded_dim, tiles
+from gracekv.backends.triton_tiles import tiles
 from gracekv.cache.base import RaggedEntries
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import device as host
@@ -126,13 +126,6 @@ def test_tail_splits_cover_the_tail_and_are_not_tiny(size, readers, programs, bl
     else:
         assert (splits - 1) * chunk < size <= splits * chunk
         assert splits == 1 or (chunk >= 2 * block and splits * readers <= programs)
-
-
-@pytest.mark.parametrize(
-    ("dim", "padded"), [(8, 16), (16, 16), (20, 32), (64, 64), (80, 128), (128, 128), (256, 256)]
-)
-def test_heads_are_padded_to_a_power_of_two(dim, padded):
-    assert padded_dim(dim) == padded
 
 
 @pytest.mark.parametrize("dim", [8, 20, 64, 80, 96, 128, 256])

@@ -24,31 +24,6 @@ def modules(monkeypatch):
     return found
 
 
-def test_the_plan_takes_two_and_a_half_hours_and_its_commands_exist(modules):
-    plan = modules["results_plan"]
-    assert sum(part.minutes for part in plan.PARTS) <= plan.MOST_MINUTES == 150
-    outputs = [name for part in plan.PARTS for name in part.outputs]
-    assert len({*outputs, *plan.OUTSIDE}) == len(outputs) + len(plan.OUTSIDE)
-    for part in plan.PARTS:
-        commands = (*part.commands, *part.pages)
-        # Two processes on two cores have one thread each.
-        assert len(part.commands) <= 2
-        for command in commands:
-            for path in re.findall(r"benchmarks/\S+\.(?:py|yaml)", command):
-                assert (ROOT / path).is_file(), path
-        scripts = [
-            path
-            for command in commands
-            for path in re.findall(r"benchmarks/\S+\.py", command)
-            if "suite.py" not in path and "compare_runs.py" not in path
-        ]
-        for name in part.outputs:
-            written = any(f"{name}.md" in (ROOT / path).read_text() for path in scripts)
-            told = any(f"--name {name}" in c or f"--out {name}" in c or f"/{name}.md" in c
-                       for c in commands)  # fmt: skip
-            assert written or told, name
-
-
 def test_every_published_file_is_an_output_of_a_part(modules):
     assert not modules["results"].strays(BENCHMARKS / "results")
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gracekv import Budget, Pipeline
 from gracekv.cache import CamPacker
-from gracekv.cache.cam import reached, replayed
+from gracekv.cache.cam import replayed
 from gracekv.cache.reference import cam_probability, cam_replay
 from gracekv.errors import MissingCaptureError
 from gracekv.testing import synthetic_prefill
@@ -66,31 +66,6 @@ def test_equals_the_plain_loop(seed, length, merge, denominator, prefix, questio
             )
             assert torch.equal(keys, prefill.keys[layer][head, positions.long()])
             assert not log_m.any()
-
-
-def test_six_tokens_by_hand():
-    """A = 4 1 1 2 8 1, m = 2, tokens 0, 2 and 3 dropped, values 10 20 30 40 50 60.
-
-    p_0 = 4 / ((1 + 1) / 2) -> 1, p_2 = 1 / 5, p_3 = 2 / 4.5 = 0.44.
-    All uniforms 0.3: tokens 0 and 3 flow, 2 does not.
-    0 flows: v_1 = 20 + 5, v_2 = 30 + 5; 3 flows: v_4 = 50 + 20, v_5 = 60 + 20.
-    All uniforms 0.1: token 2, by then 35, flows too: v_3 = 40 + 17.5, v_4 = 50 + 17.5; then 3, by
-    then 57.5: v_4 = 67.5 + 28.75, v_5 = 60 + 28.75.
-    """
-    attention = torch.tensor([[4.0, 1.0, 1.0, 2.0, 8.0, 1.0]])
-    values = torch.tensor([[[10.0], [20.0], [30.0], [40.0], [50.0], [60.0]]])
-    dropped = torch.tensor([[True, False, True, True, False, False]])
-    pack = CamPacker(merge=2)
-    want_p = torch.tensor([[1.0, 1 / 1.5, 1 / 5, 2 / 4.5, 1.0, 1.0]], dtype=torch.float64)
-    torch.testing.assert_close(pack.probabilities(attention, torch.zeros(1)), want_p)
-    for uniform, want in (
-        (0.3, [10, 25, 35, 40, 70, 80]),
-        (0.1, [10, 25, 35, 57.5, 96.25, 88.75]),
-    ):
-        share = pack.shares(attention, torch.zeros(1), dropped, torch.full((1, 6), uniform))
-        got = replayed(values, share, 2)
-        torch.testing.assert_close(got[0, :, 0], torch.tensor(want, dtype=torch.float32))
-    assert reached(share, 2).tolist() == [[False, True, True, True, True, True]]
 
 
 @pytest.mark.parametrize("block", [1, 3, 16, 1000])

@@ -7,7 +7,7 @@ import torch
 
 from gracekv.allocate import Budget
 from gracekv.cache.base import RaggedEntries
-from gracekv.cache.batches import apart, batches
+from gracekv.cache.batches import apart
 from gracekv.fit import values as fitting
 from gracekv.pipeline import Pipeline
 from gracekv.precision import base as precision
@@ -17,32 +17,6 @@ from gracekv.testing import synthetic_prefill
 def entries(count, heads=2):
     states = torch.randn(heads, count, 4, generator=torch.Generator().manual_seed(count))
     return RaggedEntries.dense(states, states + 1)
-
-
-class Elsewhere:
-    """A layer on another device, as far as `batches` looks."""
-
-    def __init__(self, size, device="meta"):
-        self.size, self.device = size, torch.device(device)
-
-
-def sizes(layers, limit):
-    cuts = list(batches(layers, lambda layer: layer.size, limit))
-    assert [n for cut in cuts for n in range(cut.start, cut.stop)] == list(range(len(layers)))
-    return [cut.stop - cut.start for cut in cuts]
-
-
-def test_batches_count_the_largest_layer_for_all_of_theirs():
-    layers = [Elsewhere(size) for size in (3, 3, 3, 10, 1, 1, 1)]
-    assert sizes(layers, 1000) == [7]
-    assert sizes(layers, 10) == [3, 1, 3]
-    assert sizes(layers, 30) == [3, 3, 1]
-    assert sizes(layers, 0) == [1] * 7
-
-
-def test_a_batch_lies_on_one_device_and_layers_on_the_cpu_are_alone():
-    assert sizes([Elsewhere(1, f"cuda:{n // 3}") for n in range(5)], 100) == [3, 2]
-    assert sizes([Elsewhere(1, "cpu") for _ in range(3)], 100) == [1, 1, 1]
 
 
 def test_layers_come_apart_in_memory_of_their_own():

@@ -1,12 +1,10 @@
 """Commands that need no saved cache, their output and their errors; `compress` itself is a stub."""
 
-import io
 import json
 import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -62,18 +60,8 @@ def calls(monkeypatch):
 
 def test_version_and_help(run):
     assert run("--version") == (0, f"gracekv {gracekv.__version__}\n", "")
-    for argv in (
-        ["-h"],
-        ["--help"],
-        ["compress", "-h"],
-        ["demo", "-h"],
-        ["generate", "-h"],
-        ["ask", "-h"],
-        ["chat", "-h"],
-        ["export", "-h"],
-        ["list", "-h"],
-    ):
-        status, out, _ = run(*argv)
+    for option in ("-h", "--help"):
+        status, out, _ = run(option)
         assert status == 0
         assert "Usage" in out
 
@@ -287,22 +275,3 @@ def test_dtype_is_checked_before_a_model_is_loaded(run, story):
     status, _, err = run("compress", *argv)
     assert status == 2
     assert "float32, bfloat16, float16; got 'int8'" in err
-
-
-def test_demo_tables_are_whole_on_80_columns():
-    from rich.console import Console
-
-    from gracekv.cli import demo
-
-    labels = ["fullkv", *(f"{recipes.DEFAULT} {x}x" for x in demo.RATIOS)]
-    labels += [f"{recipe} {x}x" for recipe, x in demo.OTHERS]
-    result = FakeResult(None, 1)
-    # FullKV's entries in the demo, the longest number there.
-    result.accounting = replace(result.accounting, spent=245_790)
-    trials = [demo.Trial(label, result, "it says drink me", 0.05) for label in labels]
-    console = Console(width=80, record=True, file=io.StringIO())
-    for table in (demo._answers(trials), demo._memory(trials), demo._seconds(trials)):
-        console.print(table)
-    text = console.export_text()
-    assert text.count("245,790") == len(labels)
-    assert "…" not in text

@@ -95,25 +95,6 @@ def test_affordable_against_its_definition(seed, ranks):
     assert in_threads(ranks, one) == [(count, left) for count in taken]
 
 
-def test_what_allocated_widths_send():
-    sent = []
-    entries, costs = entries_of(3, "random")
-    many = torch.rand(40_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    head = torch.arange(8).repeat_interleave(5_000)
-    entries = dataclasses.replace(
-        entries, worth=many, head=head, fixed=many < 0, place=torch.arange(40_000)
-    )
-
-    def run(shard):
-        inner = shard.exchange
-        object.__setattr__(shard, "exchange", lambda x: sent.append(x.nbytes) or inner(x))
-        own = dataclasses.replace(entries, place=entries.place + 40_000 * shard.rank)
-        return int(allocated_widths(own, costs, 500_000, shard).bincount().sum())
-
-    assert in_threads(2, run) == [40_000] * 2
-    assert sum(sent) / 2 <= 32 * 1024
-
-
 @pytest.mark.parametrize(
     ("offers", "first"),
     [

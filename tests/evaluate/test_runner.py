@@ -246,16 +246,3 @@ def test_a_run_that_is_cut_short_is_balanced(plain):
     niah, qasper = PANEL["tasks"]
     assert samples == [(niah, 0), (qasper, 0), (niah, 1), (qasper, 1)]
     assert [row["method"] for row in rows[:3]] == ["fullkv", "gracekv", "gracekv"]
-
-
-def test_panels_with_the_same_samples_share_their_prefill(experiment, tiny, tmp_path, monkeypatch):
-    from gracekv.evaluate import worker
-
-    calls = []
-    real = worker.capture
-    monkeypatch.setattr(worker, "capture", lambda *a: calls.append(a) or real(*a))
-    panel = experiment.panels[0]
-    more = replace(panel, methods=("gracekv", "gracekv-no-floor"), ratios=(2.0,))
-    done = run(replace(experiment, panels=(panel, more)), tmp_path, **tiny)
-    assert done.written == CELLS + 4
-    assert len(calls) == 4

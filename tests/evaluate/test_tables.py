@@ -118,21 +118,16 @@ def test_a_failed_method_leaves_the_others_in_the_table():
     assert "Failed: ruler:cwe, third at 2x: 4 x BudgetError." in footer(rows)
 
 
-def test_rows_of_two_settings_are_not_mixed():
-    other = {"protocol": "query_aware", "max_new_tokens": 8}
-    with pytest.raises(ConfigError, match=r"different settings \(max_new_tokens\)"):
-        make_tables([*ROWS, row("ours", "2x", 0, 1.0, settings=other)], SCORE)
-
-
-def test_rows_of_two_prompts_are_not_mixed():
-    with pytest.raises(ConfigError, match="different prompts"):
-        make_tables([*ROWS, row("fourth", "2x", 0, 1.0, prompt_hash="other")], SCORE)
-
-
-def test_rows_of_two_models_of_one_name_are_not_mixed():
+def test_rows_of_two_settings_prompts_or_models_of_one_name_are_not_mixed():
+    settings = {"protocol": "query_aware", "max_new_tokens": 8}
     other = row("fourth", "2x", 0, 1.0, marks={"weights": "second"})
-    with pytest.raises(ConfigError, match=r"another model .* 'tiny' \(other weights\)"):
-        make_tables([*ROWS, other], SCORE)
+    for extra, message in (
+        (row("ours", "2x", 0, 1.0, settings=settings), r"different settings \(max_new_tokens\)"),
+        (row("fourth", "2x", 0, 1.0, prompt_hash="other"), "different prompts"),
+        (other, r"another model .* 'tiny' \(other weights\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_tables([*ROWS, extra], SCORE)
     # Under another name, or without a word of any, they are no danger.
     make_tables([*ROWS, {**other, "model": "large"}], SCORE)
     failed = {"error": {"type": "TaskError", "message": "no data"}}

@@ -69,10 +69,7 @@ def masked(batch, change):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        (
-            lambda b: {"attention_mask": masked(b, lambda m: m.fill_(1))},
-            "does not hide the padding",
-        ),
+        (lambda b: {"attention_mask": masked(b, lambda m: m.fill_(1))}, "not hide the padding"),
         (
             lambda b: {"attention_mask": masked(b, lambda m: m[2, 7].fill_(0))},
             "hides tokens of the compressed prompt",
@@ -83,16 +80,9 @@ def masked(batch, change):
     ],
 )
 def test_what_does_not_fit_the_batch_is_refused(model, batch, kwargs, message):
+    ids = {"input_ids": torch.ones(3, 1, dtype=torch.int64)}
     with pytest.raises(CacheError, match=message), torch.no_grad():
-        model(
-            **(
-                {
-                    "input_ids": torch.ones(3, 1, dtype=torch.int64),
-                    "past_key_values": batch.new_cache(),
-                }
-                | kwargs(batch)
-            )
-        )
+        model(past_key_values=batch.new_cache(), **ids | kwargs(batch))
 
 
 def test_rows_that_do_not_share_out_are_refused_without_padding_too(model):

@@ -100,23 +100,6 @@ def test_beams_of_a_batch_are_those_of_its_prompts(batch, singles, options):
         assert_same_beams(beams, single.generate_ids(8, **options), single)
 
 
-def test_samples_of_a_batch_start_from_their_own_prompts(model, batch, singles):
-    tokens, logits = generated(model, batch, do_sample=True, num_return_sequences=2)
-    assert tokens.shape == (6, 9)
-    assert len(set(map(tuple, tokens.tolist()))) == 6
-    for row, single in enumerate(singles):
-        _, own = generated(model, single, max_new_tokens=1)
-        for copy in (2 * row, 2 * row + 1):
-            torch.testing.assert_close(logits[0, copy], own[0, 0], rtol=0, atol=2e-4)
-
-
-def test_text_comes_per_prompt(batch, singles):
-    for text, single in zip(batch.generate(6), singles, strict=True):
-        ids, alone = (torch.tensor([*map(int, x.split())]) for x in (text, single.generate(6)))
-        assert_same_tokens(ids, alone, logits_over(single))
-    assert len(batch.generate(4, do_sample=True, num_return_sequences=2)) == 6
-
-
 def test_accounting_is_per_prompt_and_in_total(batch, singles):
     parts = [single.accounting for single in singles]
     for ours, theirs in zip(batch.accountings, parts, strict=True):

@@ -242,16 +242,6 @@ def test_queries_of_what_was_read_before_are_gone(model):
         prefill.with_queries([3, past.places - 1, past.places])
 
 
-def test_progress_is_told(model):
-    seen = []
-    compressed(model, 4).extend(
-        PASSAGE, ratio=2, capture=CaptureOptions(chunk=30, progress=lambda *x: seen.append(x))
-    )
-    # Three chunks in each layer.
-    assert len(seen) == 3 * model.config.num_hidden_layers
-    assert seen[-1][0] == seen[-1][1]
-
-
 @pytest.mark.parametrize(
     ("passage", "options", "error", "message"),
     [

@@ -33,14 +33,10 @@ def live():
 @pytest.mark.parametrize(
     ("recipe", "rows"),
     [
-        ("gracekv-plus", 1),
-        ("gracekv-plus", 2),
-        ("gracekv", 2),
-        ("snapkv", 1),
-        ("cam", 2),
+        ("gracekv-plus", 1), ("gracekv-plus", 2), ("gracekv", 2), ("snapkv", 1), ("cam", 2),
         ("fullkv", 1),
     ],
-)
+)  # fmt: skip
 def test_nothing_else_stays_alive(recipe, rows):
     model = tiny_llama(layers=3)
     prompts = [

@@ -19,34 +19,12 @@ from gracekv.errors import CacheError, OutputError, SavedCacheError
 from gracekv.hf import BatchResult, CompressionResult, detach
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.testing.models import tiny_llama
+from support.batches import Numbers, prompts_of
 
 safetensors = pytest.importorskip("safetensors.torch")
 SafetensorError = pytest.importorskip("safetensors").SafetensorError
 
 SPANS = [(90, 4, 80), (150, 0, 139)]
-
-
-class Numbers:
-    """A tokenizer whose words are the ids."""
-
-    def __init__(self, size=97, template=None):
-        self.size, self.chat_template = size, template
-
-    def decode(self, ids, skip_special_tokens):
-        return " ".join(map(str, ids.tolist()))
-
-    def get_vocab(self):
-        return {str(i): i for i in range(self.size)}
-
-
-def prompts_of(seed=0):
-    rng, tokenizer = torch.Generator().manual_seed(seed), Numbers()
-    return [
-        gracekv.Prompt.from_ids(
-            torch.randint(0, 97, (length,), generator=rng), (start, end), tokenizer=tokenizer
-        )
-        for length, start, end in SPANS
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +34,7 @@ def model():
 
 @pytest.fixture(scope="module", params=["one", "batch"])
 def result(request, model):
-    prompts = prompts_of()
+    prompts = prompts_of(0, SPANS, Numbers())
     return gracekv.compress(model, prompts if request.param == "batch" else prompts[0], ratio=3)
 
 
@@ -109,7 +87,7 @@ def test_a_pickle_is_refused_and_names_what_works(result):
 )
 def test_any_dtype_and_ratio_continues_as_before(tmp_path_factory, seed, dtype, ratio):
     model = tiny_llama(dtype=dtype, seed=seed)
-    result = gracekv.compress(model, prompts_of(seed)[0], ratio=ratio)
+    result = gracekv.compress(model, prompts_of(seed, SPANS, Numbers())[0], ratio=ratio)
     path = tmp_path_factory.mktemp("saved") / "cache"
     result.save(path)
     again = gracekv.load(path, model)
@@ -183,6 +161,13 @@ def reheaded(**fields):
     return change
 
 
+def without_adapters(parts):
+    """As versions before adapters were told wrote it."""
+    model = json.loads(parts.metadata["gracekv"])["model"]
+    del model["adapters"]
+    reheaded(model=model)(parts)
+
+
 def headed(text):
     """The text in place of the header, with its checksum."""
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -213,6 +198,7 @@ def emptied(name):
         (lambda p: p.tensors["prompts.0.ids"].add_(1), r"prompts\.0\.ids .*checksum"),
         (lambda p: p.tensors.pop("layers.2.keys"), r"lacks or adds layers\.2\.keys"),
         (lambda p: p.tensors.update(more=torch.ones(1)), "lacks or adds more"),
+        (without_adapters, r"earlier versions\. Compress and save again"),
         (reheaded(layers=2), "holds 2 layers, the model has 3"),
         (reheaded(padding=[0, 0, 0]), "does not hold a whole cache"),
         (emptied("layers.1.positions"), "does not hold a whole cache"),

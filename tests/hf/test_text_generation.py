@@ -92,13 +92,6 @@ def test_defaults_of_the_constructor_give_way_to_the_call(model, tokenizer):
     )
 
 
-def test_other_pipelines_backends_and_generation_options(pipe):
-    options = {"context": CONTEXT, "question": QUESTIONS[2], "ratio": 4, "max_new_tokens": 4}
-    assert pipe(**options, backend="eager") == pipe(**options)
-    assert pipe(**options, pipeline="fullkv")["spent"] == 3 * 2 * 220
-    assert isinstance(pipe(**options, num_beams=2)["answer"], str)
-
-
 def test_reused_questions_are_asked_about_one_compressed_context(model, tokenizer):
     pipe = GraceTextGeneration(model=model, tokenizer=tokenizer, ratio=3, max_new_tokens=5)
     prompt = gracekv.Prompt.from_chat(tokenizer, context=CONTEXT, instruction="w5 w6")
@@ -149,13 +142,6 @@ def test_reused_questions_are_asked_about_one_compressed_context(model, tokenize
 def test_bad_calls_are_refused(pipe, options, error, message):
     with pytest.raises(error, match=message):
         pipe(**({"context": CONTEXT} | options))
-
-
-def test_the_prefill_runs_as_told(pipe):
-    seen = []
-    how = gracekv.CaptureOptions(chunk=20, progress=lambda *x: seen.append(x))
-    pipe(context=CONTEXT, question="w1", ratio=2, capture=how, max_new_tokens=2)
-    assert len(seen) > 1
 
 
 def test_a_tokenizer_is_needed(model):

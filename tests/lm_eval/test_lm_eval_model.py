@@ -257,13 +257,6 @@ def test_the_command_line_knows_the_model(folder, monkeypatch, capsys):
     assert "small_choices" in capsys.readouterr().out
 
 
-def test_the_harness_keeps_its_own_models(harness):
-    from lm_eval.api.registry import model_registry
-
-    gracekv.lm_eval.register()
-    assert {"gracekv", "hf"} <= set(model_registry.keys())
-
-
 def test_without_lm_eval_the_error_says_what_to_install(monkeypatch):
     for name in ("lm_eval", "lm_eval.models", "lm_eval.api.registry"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -102,22 +102,18 @@ def test_pruning_does_not_change_the_cache(ratio: float, elastic: bool) -> None:
 @pytest.mark.parametrize("ratio", [2, 8])
 def test_the_certificate_bounds_every_allocator(recipe: str, ratio: int) -> None:
     prefill = synthetic_prefill(context=400, layers=2, seed=5)
-    base = dataclasses.replace(Pipeline.named(recipe), certify=True)
-    assert (
-        Pipeline.named("gracekv").run(prefill, Budget.ratio(ratio)).accounting.certified_ratio
-        is None
-    )
-    plain = base.run(prefill, Budget.ratio(ratio))
-    better = dataclasses.replace(base, allocate=ALLOCATORS.build("lagrangian")).run(
-        prefill, Budget.ratio(ratio)
-    )
+    base, budget = dataclasses.replace(Pipeline.named(recipe), certify=True), Budget.ratio(ratio)
+    plain = base.run(prefill, budget)
+    better = dataclasses.replace(base, allocate=ALLOCATORS.build("lagrangian")).run(prefill, budget)
     for run in (plain, better):
         assert run.accounting.bound is not None
         assert 0 < run.accounting.utility <= run.accounting.bound * (1 + 1e-12)
     assert plain.accounting.bound == pytest.approx(better.accounting.bound, rel=1e-6)
     assert better.accounting.utility >= plain.accounting.utility
     # A certificate changes what is known, not what is kept.
-    assert same_entries(plain, Pipeline.named(recipe).run(prefill, Budget.ratio(ratio)))
+    without = Pipeline.named(recipe).run(prefill, budget)
+    assert without.accounting.certified_ratio is None
+    assert same_entries(plain, without)
 
 
 def fingerprint(pipeline: Pipeline, prefill: Prefill, ratio: int = 6) -> dict[str, list[float]]:

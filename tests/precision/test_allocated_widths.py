@@ -51,21 +51,6 @@ def test_buys_what_the_reference_buys(auction):
     assert level.tolist() == reference.allocated_widths(entries, costs, budget)
 
 
-@settings(max_examples=60)
-@given(auctions())
-def test_never_exceeds_the_budget_and_no_operation_is_left_that_fits(auction):
-    entries, costs, budget = auction
-    level, heads = allocated_widths(entries, costs, budget).tolist(), entries.head.tolist()
-    assert reference._bytes(level, heads, costs) <= budget
-    for entry, own in enumerate(level):
-        fixed = bool(entries.fixed[entry])
-        assert own in (0, 3) or not fixed
-        target = 3 if fixed else own + 1
-        if own < 3:
-            more = [*level[:entry], target, *level[entry + 1 :]]
-            assert reference._bytes(more, heads, costs) > budget
-
-
 def test_rates_never_rise_and_merge_steps_that_gain_more_together():
     # The second head's first two steps gain more per byte together, the third's all three.
     costs = WidthCosts((4, 8, 16), (5, 9, 16), (0, 0, 0), 8)
@@ -73,16 +58,6 @@ def test_rates_never_rise_and_merge_steps_that_gain_more_together():
     slopes = rates(torch.tensor(loss, dtype=torch.float64), costs)
     want = [[0.8 / 5, 0.19 / 4, 0.01 / 7], [0.9 / 9, 0.9 / 9, 0.1 / 7], [1 / 16] * 3]
     torch.testing.assert_close(slopes, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=0)
-
-
-def test_ties_go_to_the_earlier_entry():
-    entries = Entries(
-        torch.ones(4).double(), torch.tensor([0, 0, 1, 1]),
-        torch.zeros(2, 3).double(), torch.zeros(4, dtype=torch.bool),
-    )  # fmt: skip
-    costs = WidthCosts((4, 8, 16), (5, 9, 16), (0, 0, 0), 8)
-    assert allocated_widths(entries, costs, 13).tolist() == [1, 1, 0, 0]
-    assert allocated_widths(entries, costs, 18).tolist() == [1, 1, 1, 0]
 
 
 def test_the_loss_is_that_of_rounding_a_sample():
@@ -150,14 +125,6 @@ def test_merged_entries_are_worth_what_their_tokens_are():
     ]
     got = entry_gains(run.relevance.scores, run.relevance.sensitivity, chosen)
     torch.testing.assert_close(got, torch.stack(want), rtol=1e-9, atol=1e-12)
-
-
-def test_a_budget_in_entries_leaves_them_as_they_are():
-    prefill = synthetic_prefill(context=100, dim=32)
-    pipeline = Pipeline.from_dict({"precision": "allocated"}, base="gracekv-plus")
-    kept = pipeline.run(prefill, Budget.entries_per_head(20)).accounting
-    assert kept.spent == 80
-    assert [share.bits for share in kept.widths] == [32]
 
 
 def test_what_fits_as_it_is_stays():

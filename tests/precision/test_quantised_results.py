@@ -129,20 +129,6 @@ def test_ratio_1_of_a_16_bit_model_is_the_full_cache_bit_for_bit(dtype, fields):
     assert result.accounting.bytes == full.accounting.bytes
 
 
-def test_a_report_shows_the_same_entries_as_without_codes(model, tmp_path):
-    pytest.importorskip("gracekv.report")
-    one = prompt()
-    plain = gracekv.compress(model, one, entries_per_head=30, pipeline="gracekv-plus")
-    coded = gracekv.compress(model, one, entries_per_head=30, pipeline=pipeline())
-    from gracekv.report.entries import kept_entries
-
-    kept = [kept_entries(x) for x in (plain, coded)]
-    assert torch.equal(kept[0].start, kept[1].start)
-    assert torch.equal(kept[0].offsets, kept[1].offsets)
-    coded.report(tmp_path / "page.html")
-    assert os.path.getsize(tmp_path / "page.html") > 10_000
-
-
 def test_what_cannot_work_is_refused_before_the_model_runs(model, monkeypatch):
     monkeypatch.setattr(type(model), "forward", lambda *_, **__: pytest.fail("the model ran"))
     with pytest.raises(BudgetError, match="bytes is below the smallest"):

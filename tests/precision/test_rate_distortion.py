@@ -115,20 +115,6 @@ def test_every_head_spends_the_same_bytes(ratio, narrowest):
     assert min(share.bits for share in kept.widths) == narrowest
 
 
-def test_better_entries_are_never_narrower():
-    prefill = synthetic_prefill(context=300, dim=32, dtype=torch.bfloat16, seed=2)
-    run = Pipeline.named("rdkv").run(prefill, Budget.ratio(5))
-    worth, start = run.relevance.scores.double(), run.partition.region.start
-    for number, layer in enumerate(run.cache.layers):
-        for head in range(layer.heads):
-            least = torch.inf
-            for part in layer.coded:
-                at = part.positions[int(part.offsets[head]) : int(part.offsets[head + 1])]
-                mine = worth[number, head, at.long() - start]
-                assert not len(mine) or float(mine.max()) <= least
-                least = min(least, *mine.tolist()) if len(mine) else least
-
-
 def test_a_budget_in_entries_leaves_them_as_they_are():
     prefill = synthetic_prefill(context=100, dim=32)
     kept = Pipeline.named("rdkv").run(prefill, Budget.entries_per_head(20)).accounting

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.allocate import Budget
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.coded import Coding
 from gracekv.cache.quantised import QuantisedEntries
@@ -15,7 +14,6 @@ from gracekv.pipeline import Pipeline
 from gracekv.precision import PRECISIONS, UniformPrecision, reference
 from gracekv.precision.quantise import blocks_of, coded
 from gracekv.prefill import PromptSpans, Region
-from gracekv.testing import synthetic_prefill
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of a float32 sum, in units of the numbers' size.
@@ -203,11 +201,3 @@ def test_bad_fields_are_refused_before_anything_runs(fields, dim, error, message
 def test_the_group_of_a_head_smaller_than_it_is_the_whole_entry():
     made = quantised(layer_of(torch.Generator().manual_seed(4), [20], dim=6), group=32)
     assert list(made.coded[0].values.scale.shape) == [16, 1]
-
-
-def test_a_budget_too_small_names_what_works():
-    prefill = synthetic_prefill(context=60)
-    with pytest.raises(
-        Exception, match=r"A budget of 1 bytes is below the smallest .* kv_bytes of"
-    ):
-        Pipeline.from_dict({"precision": "uniform"}).run(prefill, Budget.kv_bytes(1))

@@ -41,17 +41,11 @@ def tensors(prefill):
 @pytest.mark.parametrize(
     ("family", "rope"),
     [
-        ("llama", "default"),
-        ("llama", "dynamic"),
-        ("llama", "yarn"),
-        ("mistral", "default"),
-        ("qwen2", "longrope"),
-        ("qwen3", "default"),
-        ("phi3", "default"),
-        ("phi3", "longrope"),
+        ("llama", "default"), ("llama", "dynamic"), ("llama", "yarn"), ("mistral", "default"),
+        ("qwen2", "longrope"), ("qwen3", "default"), ("phi3", "default"), ("phi3", "longrope"),
         ("gemma", "default"),
     ],
-)
+)  # fmt: skip
 def test_chunks_give_what_one_pass_gives(family, rope, attention):
     model = tiny_model(family, rope=rope, attention=attention, layers=3, original=128)
     whole = tensors(capture(model, prompt_of(), NEEDS))
@@ -85,23 +79,12 @@ def test_any_chunk_works(chunk):
 
 
 def test_long_prompts_run_in_chunks_by_themselves():
-    model, seen = tiny_llama(layers=1), []
-    prompt = prompt_of(2500)
-    capture(
-        model,
-        prompt,
-        Needs(),
-        options=CaptureOptions(progress=lambda done, length: seen.append((done, length))),
-    )
-    assert seen == [(x, 2500) for x in (512, 1024, 1536, 2048, 2500)]
-    seen.clear()
-    capture(
-        model,
-        prompt_of(),
-        Needs(),
-        options=CaptureOptions(progress=lambda done, length: seen.append((done, length))),
-    )
-    assert seen == [(200, 200)]
+    seen = []
+    options = CaptureOptions(progress=lambda done, length: seen.append((done, length)))
+    for length, ends in ((2500, (512, 1024, 1536, 2048, 2500)), (200, (200,))):
+        capture(tiny_llama(layers=1), prompt_of(length), Needs(), options=options)
+        assert seen == [(x, length) for x in ends]
+        seen.clear()
 
 
 def test_models_in_bfloat16_run_in_chunks():

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from gracekv.errors import MissingCaptureError
 from gracekv.hf.capture import capture
 from gracekv.prefill import Needs
-from gracekv.prefill.needs import CaptureSizes, held_positions
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing import synthetic_prefill
@@ -29,15 +28,10 @@ def prompt_of(length=200, seed=0):
 @pytest.mark.parametrize(
     ("family", "rope"),
     [
-        ("llama", "default"),
-        ("llama", "dynamic"),
-        ("mistral", "default"),
-        ("qwen2", "yarn"),
-        ("qwen3", "default"),
-        ("phi3", "longrope"),
-        ("gemma", "default"),
+        ("llama", "default"), ("llama", "dynamic"), ("mistral", "default"), ("qwen2", "yarn"),
+        ("qwen3", "default"), ("phi3", "longrope"), ("gemma", "default"),
     ],
-)
+)  # fmt: skip
 def test_queries_computed_again_are_those_of_the_pass(family, rope, attention):
     model = tiny_model(family, rope=rope, attention=attention, layers=3, original=128)
     held = capture(model, prompt_of(), LATER)
@@ -106,22 +100,3 @@ def test_sums_over_all_queries_are_the_same_from_every_source(monkeypatch):
         )
         got, want = prefill.observe(moments), summed.observation(moments)
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
-
-
-def test_which_queries_are_held():
-    sizes, spans = CaptureSizes(kv=100, queries=1000), prompt_of(4000).spans
-    needs = Needs(
-        later_queries=True, prompt_samples=100, context_samples=frozenset({50, 7}), recent=4
-    )
-    assert len(held_positions(needs, spans, sizes, None)) == 4000
-    known = held_positions(needs, spans, sizes, 300_000)
-    assert known.tolist() == needs.known_positions(spans).tolist()
-    assert {39, 79, 3999, 5, 3975} <= set(known.tolist())
-    assert len(held_positions(needs, spans, sizes, 0)) == len(needs.window_positions(spans))
-    assert held_positions(Needs(), spans, sizes, None).tolist() == (
-        Needs().window_positions(spans).tolist()
-    )
-    # A quarter of keys and values, where that is more than 256 MiB.
-    large = CaptureSizes(kv=2**20, queries=2**18)
-    assert len(held_positions(LATER, spans, large, None)) == 4000
-    assert len(held_positions(LATER, spans, CaptureSizes(kv=2**18, queries=2**18), None)) < 4000

@@ -13,11 +13,14 @@ SPANS = [(90, 4, 80), (61, 10, 50), (150, 0, 139)]
 class Numbers:
     """A tokenizer whose words are the ids."""
 
+    def __init__(self, size=97, template=None):
+        self.size, self.chat_template = size, template
+
     def decode(self, ids, skip_special_tokens):
         return " ".join(map(str, ids.tolist()))
 
     def get_vocab(self):
-        return {str(i): i for i in range(97)}
+        return {str(i): i for i in range(self.size)}
 
 
 def prompts_of(seed=0, spans=SPANS, tokenizer=None):

@@ -66,41 +66,19 @@ SIZES = {
 }
 """Of every tiny model."""
 
-_MORE = {
-    "sliding_window": 24,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 97,
-    "global_head_dim": 32,
-    "attention_chunk_size": 24,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
+_BY_SIZE = {
+    1: "n_shared_experts first_k_dense_replace n_group topk_group attn_layer_offset mamba_n_groups",
+    2: "num_experts_per_tok moe_k linear_num_key_heads attn_layer_period",
+    4: "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads",
+    8: "hidden_size_per_layer_input qk_nope_head_dim qk_rope_head_dim mamba_n_heads mamba_d_state",
+    16: "kv_lora_rank q_lora_rank v_head_dim linear_key_head_dim linear_value_head_dim "
+    "mamba_d_head mamba_chunk_size",
+    24: "sliding_window attention_chunk_size",
+    32: "moe_intermediate_size shared_expert_intermediate_size global_head_dim",
+    97: "vocab_size_per_layer_input",
+}
+_MORE = {name: size for size, names in _BY_SIZE.items() for name in names.split()} | {
     "block_auto_adjust_ff_dim": False,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 16,
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
     "attn_layer_indices": [1, 3],
 }
 _TOKENS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))

@@ -163,31 +163,6 @@ def test_gains_match_the_definitions(seed: int) -> None:
             )
 
 
-def test_floor_candidates_are_extracted_first_and_by_score() -> None:
-    context = tree_context(5)
-    bounds = context.partition.bounds.tolist()
-    slot = max(range(len(bounds) - 1), key=lambda j: bounds[j + 1] - bounds[j])
-    a, b = bounds[slot] - bounds[0], bounds[slot + 1] - bounds[0]
-    forced = torch.full_like(context.scores, -torch.inf, dtype=torch.float64)
-    forced[0, 1, [a + 1, b - 2]] = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    forest = build_forest(dataclasses.replace(context, forced=forced), Prototype(), BinaryExtract())
-    tree = context.partition.slots + slot
-    kids = range(
-        int(forest.first_child[tree]), int(forest.first_child[tree] + forest.child_count[tree])
-    )
-    spans = [(int(forest.start[k]), int(forest.end[k])) for k in kids]
-    best = b - 2 + bounds[0]
-    assert (best, best + 1) in spans
-
-
-def test_determinism() -> None:
-    context = with_floor(tree_context(11), 11)
-    first = build_forest(context, Prototype(), BinaryExtract())
-    second = build_forest(context, Prototype(), BinaryExtract())
-    for name in ("start", "end", "parent", "split_gain", "add_gain", "relevance"):
-        assert torch.equal(getattr(first, name), getattr(second, name))
-
-
 def test_curvature_refiners_say_what_they_miss() -> None:
     context = dataclasses.replace(tree_context(0), curvature=None)
     with pytest.raises(ConfigError, match="candidates=0"):

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.errors import BackendUnavailableError, ConfigError
-from gracekv.prefill import Prefill
 from gracekv.segment import Partition
 from gracekv.tree import Nodes, Prototype, PrototypeRule, TreeContext
 from gracekv.tree.engines.base import select_engine
@@ -102,25 +101,6 @@ def test_a_spike_beside_a_flat_interval_is_not_drowned() -> None:
     keys[0][0, region.start] = 40 * query / query.norm()
     spiked = dataclasses.replace(context.prefill, keys=tuple(keys))
     compare(dataclasses.replace(context, prefill=spiked), Prototype(), tolerance=2e-4)
-
-
-def test_identical_tokens_merge_without_loss() -> None:
-    """Equal keys and values without rotation: Z~ = Z and M~ = M, the multiplicity's exact limit."""
-    context = tree_context(2)
-    prefill: Prefill = context.prefill
-    still = dataclasses.replace(
-        prefill,
-        keys=tuple(torch.ones_like(k) for k in prefill.keys),
-        values=tuple(torch.ones_like(v) for v in prefill.values),
-        rope=type(prefill.rope)(
-            torch.ones_like(prefill.rope.cos), torch.zeros_like(prefill.rope.sin)
-        ),
-    )
-    evaluator, batch = evaluator_of(dataclasses.replace(context, prefill=still), "auto", layers=[0])
-    costs = evaluator(batch.roots())
-    real = torch.arange(costs.prefix.shape[1]) < batch.length[:, None]
-    assert float(costs.prefix[real].abs().max()) < 1e-6  # |M|^2 in fp32
-    assert float(costs.suffix[real].abs().max()) < 1e-6
 
 
 def test_numba_without_numba_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,13 +92,6 @@ def test_every_term_and_option():
     check(dataclasses.replace(context, rule=rule), [38, 20])
 
 
-def test_tokens_whose_scores_are_zero():
-    context = in_slots(tree_context(6, layers=1, context=60), 40)
-    tokens = context.scores.clone()
-    tokens[..., :20] = 0.0
-    check(dataclasses.replace(context, scores=tokens), [40, 40, 12, 12])
-
-
 def test_more_probes_than_a_program_takes():
     context = in_slots(tree_context(7, layers=1, context=120, dim=128), 60)
     distortion = Prototype(evidence_slots=2, evidence_per_slot=45)
@@ -140,11 +133,6 @@ def test_grows_the_same_trees():
     for name in ("start", "end", "parent", "child_count"):
         assert torch.equal(getattr(forests[0], name), getattr(forests[1], name)), name
     torch.testing.assert_close(forests[1].distortion, forests[0].distortion, rtol=1e-4, atol=1e-8)
-
-
-def test_auto_on_the_cpu_does_not_take_the_interpreter():
-    evaluator, _ = evaluator_of(tree_context(10), "auto")
-    assert type(evaluator).__name__ in ("NumbaEvaluator", "TorchEvaluator")
 
 
 def test_wide_heads_are_refused():

@@ -96,33 +96,14 @@ def test_operator_keeps_torch_contract(tail_length):
     problem = attention_problem(4, [20, 3], group=2, batch=2, tokens=2, tail=tail_length)
     table = BACKEND.prepare(problem.packed).tables.tables[0]
     layer = problem.packed
-    packed = (
-        layer.keys,
-        layer.values,
-        layer.log_multiplicity,
-        table.parts[0].items,
-        table.parts[0].item_first,
-        table.row_first,
-        torch.zeros(2, dtype=torch.int64),
-    )
+    part, rows = table.parts[0], torch.zeros(2, dtype=torch.int64)
+    packed = layer.keys, layer.values, layer.log_multiplicity, part.items, part.item_first
     length = torch.tensor([4, 2]) if tail_length else None
+    step = problem.keys, problem.values, length, None, 0.125, table.slots, part.most, 8, [], []
 
     torch.library.opcheck(
         torch.ops.gracekv.ragged_attention.default,
-        (
-            problem.query,
-            *packed,
-            problem.keys,
-            problem.values,
-            length,
-            None,
-            0.125,
-            table.slots,
-            table.parts[0].most,
-            8,
-            [],
-            [],
-        ),
+        (problem.query, *packed, table.row_first, rows, *step),
     )
 
 

@@ -19,16 +19,8 @@ from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
     group=st.integers(1, 3),
     question=st.integers(0, 40),
 )
-def test_output_projection_equals_the_reference(seed, layers, kv_heads, group, question):
-    prefill = synthetic_prefill(
-        layers=layers,
-        kv_heads=kv_heads,
-        group=group,
-        dim=4,
-        context=8,
-        question=question,
-        seed=seed,
-    )
+def test_output_projection_equals_the_reference(**shape):
+    prefill = synthetic_prefill(dim=4, context=8, **shape)
     omega = OutputProjection()(prefill)
     slow = reference.output_projection(OutputProjection(), prefill)
     torch.testing.assert_close(omega.double(), slow, rtol=1e-5, atol=0)

@@ -1,7 +1,6 @@
 """Exported contexts: what the folder holds, what is refused, and that keys are moved to zero."""
 
 import json
-import threading
 
 import pytest
 import torch
@@ -158,30 +157,6 @@ def test_an_export_that_is_killed_leaves_the_old_or_the_new_context(book, tmp_pa
     assert count > 30
     assert set(seen) == {0, 1}
     assert len(list(before.iterdir())) == 2
-
-
-def test_two_exports_and_a_reader_see_whole_contexts_only(book, tmp_path):
-    others = [book, gracekv.compress(book.model, book.prompt, ratio=3)]
-    export(book, tmp_path / "book")
-    errors = []
-
-    def write(result):
-        try:
-            for _ in range(8):
-                export(result, tmp_path / "book")
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=write, args=(result,)) for result in others]
-    for thread in threads:
-        thread.start()
-    store, seen = ContextStore(tmp_path), 0
-    while any(thread.is_alive() for thread in threads):
-        store.load("book")
-        seen += 1
-    assert seen
-    assert not errors
-    assert len(list((tmp_path / "book").iterdir())) == 2
 
 
 def test_a_failed_export_leaves_nothing(book, tmp_path, monkeypatch):

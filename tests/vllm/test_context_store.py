@@ -134,12 +134,18 @@ def test_contexts_of_other_models_are_refused(root):
         ContextStore(root, model=facts).header("c0")
 
 
-def test_entries_are_loaded_once_and_shared_by_threads(root, monkeypatch):
-    store, reads, read = ContextStore(root), [], ContextStore._read
+@pytest.fixture
+def reads(monkeypatch):
+    """Names of the contexts that were read, in order."""
+    found, read = [], ContextStore._read
     monkeypatch.setattr(
-        ContextStore, "_read", lambda self, *a: reads.append(a[0]) or read(self, *a)
+        ContextStore, "_read", lambda self, *a: found.append(a[0]) or read(self, *a)
     )
-    found = []
+    return found
+
+
+def test_entries_are_loaded_once_and_shared_by_threads(root, reads):
+    store, found = ContextStore(root), []
     threads = [threading.Thread(target=lambda: found.append(store.load("c0"))) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -150,16 +156,6 @@ def test_entries_are_loaded_once_and_shared_by_threads(root, monkeypatch):
     digest = found[0].header.digest
     shutil.rmtree(root / "c0")
     assert store.load("c0", digest) is found[0]
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """Names of the contexts that were read, in order."""
-    found, read = [], ContextStore._read
-    monkeypatch.setattr(
-        ContextStore, "_read", lambda self, *a: found.append(a[0]) or read(self, *a)
-    )
-    return found
 
 
 def test_a_refusal_is_remembered_until_the_files_change(root, reads):
