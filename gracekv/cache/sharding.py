@@ -27,9 +27,7 @@ def gathered_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
     One layer of all processes is held on top of the result.
     """
     return _mapped(
-        cache,
-        lambda part: _whole_part(part, shard),
-        lambda x: shard.all_heads(x.cpu(), 1),
+        cache, lambda part: _whole_part(part, shard), lambda x: shard.all_heads(x.cpu(), 1)
     )
 
 
@@ -39,16 +37,12 @@ def own_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
     Raises `CacheError` if the heads cannot be divided among the processes.
     """
     return _mapped(
-        cache,
-        lambda part: _own_part(part, shard),
-        lambda x: shard.own_heads(x, 1).contiguous(),
+        cache, lambda part: _own_part(part, shard), lambda x: shard.own_heads(x, 1).contiguous()
     )
 
 
 def _mapped(
-    cache: CompressedCache,
-    parts: Callable[[Any], Any],
-    states: Callable[[Tensor], Tensor],
+    cache: CompressedCache, parts: Callable[[Any], Any], states: Callable[[Tensor], Tensor]
 ) -> CompressedCache:
     """The cache with every part, and every state [S, G, n, d] of sliding layers, replaced."""
 

@@ -145,13 +145,7 @@ def _query(capture: LayerCapture, head: int, q: int, queries: QuerySet) -> Tenso
 
 
 def matched_head(
-    keys: Tensor,
-    values: Tensor,
-    asked: Tensor,
-    kept: Tensor,
-    least: float,
-    most: float,
-    steps: int,
+    keys: Tensor, values: Tensor, asked: Tensor, kept: Tensor, least: float, most: float, steps: int
 ) -> tuple[Tensor, Tensor]:
     """Values [E, d] and multiplicities [E] of `least_squares`, float64.
 

@@ -49,9 +49,7 @@ def _tile(vectors: int) -> Callable[..., Any]:
             number, word = ir.FloatType(), ir.IntType(64)
             vector = ir.VectorType(number, _LANES)
             add = cgutils.get_or_insert_function(
-                builder.module,
-                ir.FunctionType(vector, [vector] * 3),
-                f"llvm.fmuladd.v{_LANES}f32",
+                builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fmuladd.v{_LANES}f32"
             )
             a, b, c = (builder.inttoptr(x, number.as_pointer()) for x in (a, b, c))
             last = builder.sub(rows, word(1))

@@ -21,16 +21,9 @@ _ROUND = 16
 
 @inner(fastmath={"reassoc", "contract"})
 def products(
-    queries: Any,
-    count: int,
-    keys: Any,
-    first: int,
-    entries: int,
-    ahead: Any,
-    at: int,
-    out: Any,
+    queries: Any, count: int, keys: Any, first: int, entries: int, ahead: Any, at: int, out: Any,
     to: int = 0,
-) -> None:
+) -> None:  # fmt: skip
     """out[j, to + e] = q_j . k_e, four keys a round; prefetches rows of `ahead` from `at`."""
     dim = keys.shape[1]
     e = 0
@@ -65,16 +58,9 @@ def products(
 
 @inner(fastmath={"contract"})
 def mixtures(
-    weights: Any,
-    count: int,
-    values: Any,
-    first: int,
-    entries: int,
-    ahead: Any,
-    at: int,
-    out: Any,
+    weights: Any, count: int, values: Any, first: int, entries: int, ahead: Any, at: int, out: Any,
     start: int = 0,
-) -> None:
+) -> None:  # fmt: skip
     """out[j, :d] = sum_e w_je v_e, a few values a round; prefetches rows of `ahead` from `at`.
 
     The weights are those from `start` on; where that is not 0, the sum is added to `out`.

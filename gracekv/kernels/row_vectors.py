@@ -123,16 +123,9 @@ def largest_of(context: Any, x: Any, vectors: Any) -> Any:
 
 def _adder(channels: int) -> Any:
     def add(
-        context: Any,
-        weights: Any,
-        weight: Any,
-        values: Any,
-        value: Any,
-        dim: Any,
-        rows: Any,
-        out: Any,
-        to: Any,
-    ) -> Any:
+        context: Any, weights: Any, weight: Any, values: Any, value: Any, dim: Any, rows: Any,
+        out: Any, to: Any,
+    ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             kinds = signature.args
             weights, weight, values, value, dim, rows, out, to = arguments

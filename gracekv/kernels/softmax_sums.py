@@ -9,7 +9,7 @@ Source: ours.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -83,12 +83,8 @@ def softmax_columns(
         raise BackendUnavailableError(
             f"Engine {engine!r} does not support a logit softcap. Use engine 'torch'."
         )
-    compute: Any
-    if engine == "numba":
-        from gracekv.kernels.softmax_sums_numba import softmax_columns as compute
-    else:
-        from gracekv.kernels.softmax_sums_triton import softmax_columns as compute
-    columns: Tensor = compute(asked)
+    compiled = importlib.import_module(f"gracekv.kernels.softmax_sums_{engine}")
+    columns: Tensor = compiled.softmax_columns(asked)
     return columns
 
 

@@ -23,13 +23,7 @@ import torch
 from numba import carray, cfunc, types  # type: ignore[import-untyped,unused-ignore]
 from torch import Tensor
 
-from gracekv.kernels import (
-    intrinsics,
-    matmul,
-    numba_softmax,
-    omp_threads,
-    row_vectors,
-)
+from gracekv.kernels import intrinsics, matmul, numba_softmax, omp_threads, row_vectors
 from gracekv.kernels.addresses import address
 from gracekv.kernels.columns import Columns
 from gracekv.kernels.compiled import cached

@@ -56,44 +56,23 @@ def softmax_columns(asked: Columns) -> Tensor:
     lse = torch.empty(heads, count, device=keys.device, dtype=torch.float32)
     output = torch.empty(chunks, heads, length, device=keys.device, dtype=torch.float32)
     sizes = block_sizes(dim, keys.dtype)
-    numbers = {
+    # The interpreter computes with bfloat16's bits as if they were integers.
+    upcast = interpreted() and torch.bfloat16 in (queries.dtype, keys.dtype)
+    shared = {
         "count": count, "length": length, "features": dim, "scale": asked.scale * _LOG2_E,
         "query_head_stride": queries.stride(0), "query_row_stride": queries.stride(1),
         "key_head_stride": keys.stride(0), "key_row_stride": keys.stride(1),
+        "GROUP": heads // groups, "D": dim, "UPCAST": upcast, "enable_fp_fusion": True, **sizes,
     }  # fmt: skip
-    # The interpreter computes with bfloat16's bits as if they were integers.
-    upcast = interpreted() and torch.bfloat16 in (queries.dtype, keys.dtype)
-    constants = {"GROUP": heads // groups, "D": dim, "UPCAST": upcast}
-    one = queries[None]
     with torch.cuda.device_of(keys):
         row_logsumexp[(-(-count // sizes["BLOCK_Q"]), heads)](
-            one,
-            keys,
-            asked.seen,
-            sinks,
-            lse,
-            sink_head_stride=sinks.stride(0),
-            sink_row_stride=sinks.stride(1),
-            **numbers,
-            **constants,
-            **sizes,
-            enable_fp_fusion=True,
-        )
+            queries[None], keys, asked.seen, sinks, lse, sink_head_stride=sinks.stride(0),
+            sink_row_stride=sinks.stride(1), **shared,
+        )  # fmt: skip
         reduce_columns[(-(-length // sizes["BLOCK_K"]), heads, chunks)](
-            one,
-            keys,
-            asked.seen,
-            lse,
-            asked.weights.contiguous(),
-            output,
-            **numbers,
-            chunk=_QUERIES,
-            power=float(asked.power),
-            MAXIMUM=asked.maximum,
-            **constants,
-            **sizes,
-            enable_fp_fusion=True,
-        )
+            queries[None], keys, asked.seen, lse, asked.weights.contiguous(), output,
+            chunk=_QUERIES, power=float(asked.power), MAXIMUM=asked.maximum, **shared,
+        )  # fmt: skip
     if chunks == 1:
         return output[0]
     return output.amax(dim=0) if asked.maximum else output.sum(dim=0)
@@ -101,23 +80,14 @@ def softmax_columns(asked: Columns) -> Tensor:
 
 @triton.jit
 def _logits(
-    queries,  # [Q, D] of the head
-    keys,  # [T, D] of the head
-    q,  # [BLOCK_Q]
-    known,
-    k,  # [BLOCK_K]
-    inside,
-    query_row_stride,
-    key_row_stride,
-    scale,
-    features,  # D
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    queries, keys, q, known, k, inside, query_row_stride, key_row_stride, scale, features,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
-):
-    """[BLOCK_Q, BLOCK_K] float32, in powers of 2."""
+):  # fmt: skip
+    """[BLOCK_Q, BLOCK_K] float32, in powers of 2, of a head's queries [Q, D] and keys [T, D].
+
+    Rows `q` [BLOCK_Q] count where they are `known`, and `k` [BLOCK_K] where they are `inside`.
+    """
     logits = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     for i in range(0, features, BLOCK_D):
         feature = i + tl.arange(0, BLOCK_D)
@@ -149,23 +119,12 @@ def row_logsumexp(
     seen,  # [Q]
     sinks,  # [H, Q], the logit of each query's sink, or -inf
     lse,  # [H, Q], log2 of the sums of powers of 2
-    count,  # Q
-    length,  # T
-    features,
+    count, length, features,  # Q, T and D
     scale,  # of the logits, times log2(e)
-    query_head_stride,
-    query_row_stride,
-    key_head_stride,
-    key_row_stride,
-    sink_head_stride,
-    sink_row_stride,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    query_head_stride, query_row_stride, key_head_stride, key_row_stride, sink_head_stride,
+    sink_row_stride, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Program (block of queries, query head)."""
     head = tl.program_id(1).to(tl.int64)
     q = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -198,30 +157,15 @@ def row_logsumexp(
 
 @triton.jit(do_not_specialize=["count", "length", "features", "chunk", "power", "scale"])
 def reduce_columns(
-    queries,
-    keys,
-    seen,
-    lse,
+    queries, keys, seen, lse,
     weights,  # [Q]
     output,  # [C, H, T]
-    count,
-    length,
-    features,
+    count, length, features,
     chunk,  # queries of a program
-    power,
-    scale,
-    query_head_stride,
-    query_row_stride,
-    key_head_stride,
-    key_row_stride,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    UPCAST: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-):
+    power, scale, query_head_stride, query_row_stride, key_head_stride, key_row_stride,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, UPCAST: tl.constexpr, MAXIMUM: tl.constexpr,
+):  # fmt: skip
     """Program (block of keys, query head, chunk of queries)."""
     head, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)

@@ -11,14 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
-from gracekv.prefill.observer import (
-    Accumulator,
-    LayerObserver,
-    Part,
-    Projection,
-    Source,
-    TokenRun,
-)
+from gracekv.prefill.observer import Accumulator, LayerObserver, Part, Projection, Source, TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, TokenColumns, part_scores, rank_scores
 from gracekv.value.window_attention import WindowAttention

@@ -11,14 +11,7 @@ from torch import Tensor
 
 from gracekv.kernels.small_tensors import on_device
 from gracekv.prefill import Needs, Prefill, PromptSpans
-from gracekv.prefill.observer import (
-    Accumulator,
-    LayerObserver,
-    Part,
-    Projection,
-    Source,
-    TokenRun,
-)
+from gracekv.prefill.observer import Accumulator, LayerObserver, Part, Projection, Source, TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SENSITIVITIES, Sensitivity
 

@@ -170,11 +170,7 @@ class Replay(Scorer):
 
 
 def replayed_powers(
-    capture: LayerCapture,
-    at: Tensor,
-    weights: Tensor,
-    region: Region,
-    power: float = 2.0,
+    capture: LayerCapture, at: Tensor, weights: Tensor, region: Region, power: float = 2.0
 ) -> Tensor:
     """sum_u w_u p_{u,t}^power of queries rotated to the last position: float32 [G, N].
 
