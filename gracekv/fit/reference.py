@@ -77,9 +77,7 @@ def agreed_share(
             lost, size = (
                 float(weight @ x.square().sum(dim=1)) for x in (output - seen.targets, seen.targets)
             )
-            mass = (seen.kept * torch.cat([factor, torch.ones(1, dtype=torch.float32)])).sum(
-                dim=1
-            ) + seen.sink[:, 0]
+            mass = seen.masses(factor).sum(dim=1) + seen.sink[:, 0]
             errors[step] += lost / size + MASS_SHARE * float(weight @ (mass - 1).square())
     return errors
 
@@ -98,9 +96,13 @@ class _Seen:
     sink: Tensor
     targets: Tensor
 
+    def masses(self, factor: Tensor) -> Tensor:
+        """float64 [M, E + 1]: `kept` where the multiplicities of entries change by `factor` [E]."""
+        return self.kept * torch.cat([factor, factor.new_ones(1)])
+
     def shares(self, factor: Tensor) -> Tensor:
         """float64 [M, E + 1]: attention over kept entries whose multiplicities change [E]."""
-        rows = self.kept * torch.cat([factor, torch.ones(1, dtype=torch.float32)])
+        rows = self.masses(factor)
         return rows / (rows.sum(dim=1, keepdim=True) + self.sink)
 
 
@@ -111,7 +113,7 @@ def _attended(capture: LayerCapture, head: int, packed: RaggedEntries, queries: 
     for number in range(capture.group):
         for q, asked in enumerate(queries.asked_at.tolist()):
             query = _query(capture, head * capture.group + number, q, queries)
-            sink = torch.zeros(1, dtype=torch.float32).double()
+            sink = keys.new_zeros(1)
             if capture.sinks is not None:
                 sink = capture.sinks[head * capture.group + number].double().exp()[None]
             logits, own_logits = (
@@ -121,11 +123,7 @@ def _attended(capture: LayerCapture, head: int, packed: RaggedEntries, queries: 
             full = torch.exp(logits)
             own = torch.exp(own_logits + log_m.double()) * (positions <= asked)
             total = full.sum() + sink
-            again = (
-                full[-1:]
-                if asked == capture.spans.length - 1
-                else torch.zeros(1, dtype=torch.float32).double()
-            )
+            again = full[-1:] * float(asked == capture.spans.length - 1)
             kept.append(torch.cat([own, again]) / total)
             sinks.append(sink / total)
             targets.append((full @ values[: asked + 1]) / total)
@@ -163,9 +161,8 @@ def matched_head(
     logits = asked.double() @ keys.double().T
     mass = torch.exp(logits - logits.amax(dim=1, keepdim=True))
     design, total = mass[:, kept], mass.sum(dim=1)
-    found = (
-        torch.linalg.lstsq(design, total[:, None], driver="gels").solution[:, 0].clamp(least, most)
-    )
+    found = torch.linalg.lstsq(design, total[:, None], driver="gels").solution[:, 0]
+    found = found.clamp(least, most)
     along = torch.ones_like(found)
     for _ in range(3):
         along = design.T @ (design @ along)

@@ -75,12 +75,6 @@ def mean_over_heads(tokens: Tensor, epsilon: float) -> list[float]:
     return normalised([sum(row[t] for row in rows) / len(rows) for t in range(length)], epsilon)
 
 
-def _with_seeds(tokens: Tensor) -> TokenScores:
-    """Scores [L, G, N] with their mean over heads."""
-    seed_scores = mean_over_heads(tokens, 1e-12)
-    return TokenScores(tokens, torch.tensor(seed_scores, dtype=torch.float64))
-
-
 def seeds(scores: list[float], mass: float, limit: int) -> list[int]:
     """Best tokens until their sum reaches `mass` of the total, at most `limit`; best first."""
     target, chosen, reached = mass * sum(scores), list[int](), 0.0
@@ -130,8 +124,8 @@ def multi_hop(scorer: MultiHop, prefill: Prefill, region: Region) -> TokenScores
     return TokenScores(tokens, torch.tensor(seed_scores, dtype=torch.float64))
 
 
-def window_attention(scorer: WindowAttention, prefill: Prefill, region: Region) -> TokenScores:
-    """SnapKV's score: mean over window and group, then pooling inside the region; float64."""
+def window_attention(scorer: WindowAttention, prefill: Prefill, region: Region) -> Tensor:
+    """SnapKV's score [L, G, N] float64: mean over window and group, pooled inside the region."""
     spans, half = prefill.spans, scorer.kernel // 2
     if scorer.observation == "prompt_tail":
         window = [u for u in range(spans.length) if u >= spans.length - scorer.window]
@@ -150,14 +144,13 @@ def window_attention(scorer: WindowAttention, prefill: Prefill, region: Region) 
                     tokens[layer, head, t] = max(near)
                 elif scorer.pooling == "avg":
                     tokens[layer, head, t] = sum(near) / scorer.kernel
-    return _with_seeds(tokens)
+    return tokens
 
 
-def column_sums(prefill: Prefill, region: Region) -> TokenScores:
-    """H2O's score from the full T x T attention of every head; float64."""
+def column_sums(prefill: Prefill, region: Region) -> Tensor:
+    """H2O's score [L, G, N] from the full T x T attention of every head; float64."""
     everyone = dict.fromkeys(range(prefill.spans.length), 1 / prefill.group)
-    tokens = group_sums(prefill, everyone, region)
-    return _with_seeds(tokens)
+    return group_sums(prefill, everyone, region)
 
 
 def chunk_order(scorer: ChunkOrder, scores: Tensor) -> list[list[list[int]]]:
@@ -179,8 +172,8 @@ def chunk_order(scorer: ChunkOrder, scores: Tensor) -> list[list[list[int]]]:
     return orders
 
 
-def expected_attention(scorer: ExpectedAttention, prefill: Prefill, region: Region) -> TokenScores:
-    """The closed form per key, with rotations averaged position by position; float64.
+def expected_attention(scorer: ExpectedAttention, prefill: Prefill, region: Region) -> Tensor:
+    """[L, G, N]: the closed form per key, with rotations averaged position by position; float64.
 
     Needs a prompt as long as the future reaches: the table holds only what the model used.
     """
@@ -214,8 +207,7 @@ def expected_attention(scorer: ExpectedAttention, prefill: Prefill, region: Regi
                 score *= prefill.values[layer][g, :end].double().norm(dim=-1)
             tokens[layer, g] = score
         tokens[layer, :, :first] = tokens[layer, :, first:].max() + 1
-    tokens = tokens[..., region.start : region.end]
-    return _with_seeds(tokens)
+    return tokens[..., region.start : region.end]
 
 
 def output_projection(sensitivity: OutputProjection, prefill: Prefill) -> Tensor:

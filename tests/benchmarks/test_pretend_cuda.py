@@ -68,6 +68,8 @@ def test_launches_and_waits_are_bounded(counted, recipe):
     launches, waits = MOST[recipe]
     assert row["launches"] <= launches * LAYERS
     assert row["syncs"] <= waits
+    # The prompt is one chunk, which attends in one call a layer.
+    assert row["attention"] == {"flash": LAYERS}
     assert not row["refused"], "a GPU would raise"
     if recipe in WAITS_FOR_NO_LAYER:
         assert row["syncs"] == counted[LAYERS // 2][recipe]["syncs"]

@@ -40,8 +40,8 @@ def test_scores_equal_their_references(case):
     at, weights = replay.select_queries(prefill.layer(0), region, {})
     window, columns, blocks = WindowAttention(window=5), ColumnSums(), BlockReplay(12)
     pairs = [
-        (window, reference.window_attention(window, prefill, region).scores),
-        (columns, reference.column_sums(prefill, region).scores),
+        (window, reference.window_attention(window, prefill, region)),
+        (columns, reference.column_sums(prefill, region)),
         (replay, reference.replay(prefill, at, weights, region, replay.mean_power)),
         (blocks, reference.block_replay(blocks, prefill, region)),
     ]
