@@ -19,9 +19,10 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from einops import rearrange, reduce
+from einops import reduce
 from torch import Tensor
 
+from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.prefill.observer import Part, Passes, PassObserver, TokenRun
 from gracekv.registry import bounded
@@ -32,8 +33,6 @@ _PART = "\n\nRepeat the part of the previous context exactly, starting with"
 # How many tokens of the chunk before lead into a later one, and the first prompt tokens that the
 # softmax always holds.
 _LEAD, _SINKS = 8, 4
-# Bytes of float32 logits at once.
-_LOGITS = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def _attend(
 ) -> None:
     """Append the attention that tokens of `part` got in one layer; this pass starts at `end`."""
     seen, own = run.keys[:, :end], run.keys[:, end:]
-    found.append(received_attention(run.queries, seen, own, part, run.scale, power=power))
+    found.append(received_attention(run.queries, seen, own, part, run.scale, power))
 
 
 @SCORERS.register("kvzip_two_pass")
@@ -135,14 +134,7 @@ def repetitions(passes: Passes, chunk: int) -> Iterator[tuple[Region, Tensor]]:
 
 
 def received_attention(
-    queries: Tensor,
-    seen: Tensor,
-    own: Tensor,
-    part: Region,
-    scale: float,
-    *,
-    power: float = 0.0,
-    block: int | None = None,
+    queries: Tensor, seen: Tensor, own: Tensor, part: Region, scale: float, power: float = 0.0
 ) -> Tensor:
     """The largest attention to each token of `part`, or a sum of its powers: float32 [G, n].
 
@@ -155,25 +147,12 @@ def received_attention(
         part: absolute positions of the n tokens.
         scale: of the logits.
         power: exponent of the summed attention; 0 for the maximum.
-        block: queries at once; by default as many as `_LOGITS` bytes hold.
     """
-    groups, count, heads = len(seen), queries.shape[1], len(queries)
-    sinks = min(_SINKS, part.start)
-    fixed = torch.cat([seen[:, :sinks], seen[:, part.start : part.end]], dim=1)
-    whole = torch.cat([fixed, own], dim=1).float()
-    width = fixed.shape[1]
-    rows = block or max(1, _LOGITS // (4 * heads * whole.shape[1]))
-    found = whole.new_zeros(groups, part.length)
-    for first in range(0, count, rows):
-        stop = min(first + rows, count)
-        asked = rearrange(queries[:, first:stop].float(), "(g n) q d -> g (n q) d", g=groups)
-        logits = scale * asked @ whole[:, : width + stop].transpose(1, 2)
-        logits = rearrange(logits, "g (n q) s -> g n q s", q=stop - first)
-        place = torch.arange(stop, device=queries.device)
-        logits[..., width:].masked_fill_(place > place[first:, None], -torch.inf)
-        chances = torch.softmax(logits, dim=-1)[..., sinks:width]
-        if power:
-            found += reduce(chances.pow_(power), "g n q s -> g s", "sum") * (groups / heads)
-        else:
-            found = torch.maximum(found, reduce(chances, "g n q s -> g s", "max"))
-    return found
+    sinks, over = min(_SINKS, part.start), "mean" if power else "max"
+    keys = torch.cat([seen[:, :sinks], seen[:, part.start : part.end], own], dim=1)
+    width = sinks + part.length
+    visible = torch.arange(width + 1, keys.shape[1] + 1, device=keys.device)
+    columns = softmax_columns(
+        queries, keys, visible, scale=scale, power=power or 1.0, maximum=not power
+    )
+    return reduce(columns[:, sinks:width], "(g n) t -> g t", over, g=len(keys))
