@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from gracekv.backends import AttentionSpec, Auto, Triton
 from gracekv.backends.triton_splits import (
-    split_size,
     split_table,
     split_tables,
     tail_splits,
@@ -97,20 +96,6 @@ def test_more_readers_take_larger_splits():
     made = split_tables(layer_of(1, [5000]), 16, 32, 2)
     picked = [made.tables.index(made.for_readers(n)) for n in (1, 3, 4, 15, 16, 63, 64)]
     assert picked == [0, 0, 1, 1, 2, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("entries", "size"),
-    [
-        (16_384, 128),  # 32K at 8x with four heads: 128 splits on 132 processors
-        (8_192, 64),  # too few entries to give every processor a longer split
-        (24_576, 192),
-        (65_536, 256),
-        (131_072, 512),  # two splits a processor are long enough
-    ],
-)
-def test_splits_take_several_kernel_steps_where_they_still_fill_the_gpu(entries, size):
-    assert split_size(entries, 64, 132, 2) == size
 
 
 @given(

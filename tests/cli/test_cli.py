@@ -54,6 +54,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(
         "gracekv.hf.loading.load_model", lambda name, dtype: (f"{name}:{dtype}", None)
     )
+    monkeypatch.setattr("gracekv.prefill.supported.check_model", lambda model: None)
     monkeypatch.setattr("gracekv.hf.compress.per_byte", lambda model, budget: "bfloat16" in model)
     return seen
 

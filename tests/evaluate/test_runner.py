@@ -91,14 +91,6 @@ def test_a_finished_run_changes_nothing(experiment, tiny, finished):
     assert (finished / "rows-main.jsonl").read_bytes() == before
 
 
-def test_another_method_runs_alone_on_the_same_samples(experiment, tiny, finished):
-    panel = replace(experiment.panels[0], methods=("gracekv", "gracekv-no-floor"))
-    more = run(replace(experiment, panels=(panel,)), finished, **tiny)
-    assert (more.written, more.kept) == (8, 8)
-    rows = read_rows(finished)
-    assert len({row["key"] for row in rows}) == len(rows)
-
-
 def test_a_failure_is_a_row_and_the_run_goes_on(experiment, tiny, tmp_path):
     # 400x leaves less than the recent window.
     panel = replace(experiment.panels[0], ratios=(2.0, 400.0))

@@ -9,7 +9,6 @@ from transformers import pipeline as hf_pipeline
 import gracekv
 from gracekv.errors import BudgetError, ConfigError, PromptError
 from gracekv.hf import GraceTextGeneration
-from gracekv.hf.text_generation import register
 from gracekv.testing.models import tiny_llama
 
 WORDS = [f"w{i}" for i in range(90)]
@@ -43,11 +42,6 @@ def text(seed, length):
 
 CONTEXT = text(0, 220)
 QUESTIONS = [text(1, 4), text(2, 25), text(3, 11)]
-
-
-def test_registering_twice_changes_nothing(caplog):
-    register()
-    assert "already registered" not in caplog.text
 
 
 def test_a_question_is_answered_within_its_budget(pipe, model, tokenizer):
