@@ -19,13 +19,12 @@ from gracekv.cache.serialization import write_cache
 from gracekv.cache.sharding import gathered_cache
 from gracekv.decode import Limit
 from gracekv.distributed.agreement import in_step
-from gracekv.errors import CacheError, ConfigError
+from gracekv.errors import CacheError, expect
 from gracekv.files import VERSION, path_of
 from gracekv.hf.attention import set_attention
 from gracekv.hf.cache import GraceCache, held_memory
 from gracekv.hf.generation import continue_ids, padded_inputs
 from gracekv.hf.limited import LimitedCache
-from gracekv.hf.saving import prompt_facts
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.prefill.fingerprint import fingerprint
@@ -103,11 +102,7 @@ class BaseResult(ABC):
         """
         if limit is None:
             return self._cache.with_empty_tail()
-        if not isinstance(limit, Limit):
-            raise ConfigError(
-                f"limit takes a gracekv.Limit; got {limit!r}. Use Limit(entries_per_head=512), for "
-                f"example."
-            )
+        expect(limit, Limit, "limit takes a gracekv.Limit, such as Limit(entries_per_head=512)")
         each = [run.entry_scores() for run in self._runs]
         known = [own for own in each if own is not None]
         scores = None
@@ -224,3 +219,20 @@ class BaseResult(ABC):
             f"{kept.spent:,} of {full:,} context entries, {kept.bytes:,} of "
             f"{kept.full_bytes:,} bytes{'' if kept.budget_bytes is None else ' in 16 bits'})"
         )
+
+
+def prompt_facts(prompt: Prompt, run: Run) -> dict[str, Any]:
+    """The header's facts of one prompt, ready for JSON, without its text and tokenizer."""
+    kept = run.accounting
+    entries = {
+        "entries": kept.entries.tolist(),
+        "backend_bytes": 0,
+        "widths": [dataclasses.asdict(share) for share in kept.widths],
+    }
+    return {
+        "spans": dataclasses.asdict(prompt.spans),
+        "format": [prompt.separator, prompt.template, prompt.messages],
+        "plan": dataclasses.asdict(run.plan),
+        "accounting": {f.name: getattr(kept, f.name) for f in dataclasses.fields(kept)} | entries,
+        "timings": dict(run.timings.as_dict()),
+    }

@@ -48,7 +48,7 @@ class GraceCache(Cache):  # type: ignore[misc]
     layers: list[Any]
     # Whether `ReplayedForward` makes the model's inputs, which then need no check.
     is_replayed = False
-    # What the cache may hold while it grows.
+    # The most that the cache may hold while it grows, or None.
     limit: Limit | None = None
 
     def __init__(self, packed: CompressedCache, backend: Backend | None = None) -> None:
@@ -111,7 +111,7 @@ class GraceCache(Cache):  # type: ignore[misc]
         super().crop(tokens_to_remove)
 
     def mark(self) -> Callable[[], None]:
-        """Remember this state; calling what is returned goes back to it, if only tokens came."""
+        """Return a function that goes back to this state, if only tokens were added since."""
         tail = self.grace_layers[0].logical_length
         states = [(layer, layer.state()) for layer in self.layers if is_resumed(layer)]
 
@@ -133,7 +133,7 @@ class GraceCache(Cache):  # type: ignore[misc]
 
     @property
     def accounting(self) -> Occupancy:
-        """Entries and bytes, now and at most: packed prompts, and what was written since."""
+        """Current and largest number of entries and bytes, of packed prompts and tails."""
         entries = size = 0
         for layer in self.grace_layers:
             packed = layer.packed.entries
@@ -144,7 +144,7 @@ class GraceCache(Cache):  # type: ignore[misc]
 
     @property
     def history(self) -> CutHistory:
-        """What a limit's cuts left. Raises `CacheError` where nobody asked for it to be noted."""
+        """The entries that each cut of a limit left; `CacheError` unless they were recorded."""
         raise CacheError(
             "This cache noted no history of cuts. Write one answer, a single row, on "
             "result.new_cache(gracekv.Limit(..., history=True))."
@@ -211,7 +211,7 @@ def held_memory(cache: GraceCache, *parts: Any) -> dict[str, int]:
     """Bytes by device, such as {"cuda:0": ..., "cpu": ...}, of `cache` and the tensors in `parts`.
 
     Tensors are found in dataclasses, tuples, lists and mappings; memory that several share counts
-    once. What the backend holds counts where its layer lies.
+    once. The backend's copies count on the device of their layer.
     """
     storages = {}
     for tensor in (x for x in parts_of((cache.packed, *parts)) if isinstance(x, Tensor)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,20 +29,26 @@ from gracekv.pipeline import Pipeline
 from gracekv.pipeline.compression import Compression
 from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
-from gracekv.prefill.base import Prefill, seconds_by_stage
+from gracekv.prefill.base import Prefill
 from gracekv.prefill.capture_memory import (
     check_memory,
     chunk_room,
     free_bytes,
     is_out_of_memory,
-    out_of_memory_message,
+    memory_advice,
     trim_memory,
 )
 from gracekv.prefill.fingerprint import fingerprint
-from gracekv.prefill.layer_capture import CaptureInfo, LayerCapture
+from gracekv.prefill.layer_capture import (
+    CaptureInfo,
+    FiniteChecks,
+    LayerCapture,
+    check_observation,
+)
 from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.model_layers import cache_dtype, has_rope, head_sizes, model_layers, rotating
 from gracekv.prefill.needs import CaptureSizes, Needs, held_positions
+from gracekv.prefill.observations import seconds_by_stage
 from gracekv.prefill.observer import Observer
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.passes import ModelPasses
@@ -50,7 +56,6 @@ from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.query_pass import QueryPass
 from gracekv.prefill.supported import check_model, check_needs, check_passes, check_prompt_length
-from gracekv.prefill.tensor_checks import FiniteChecks, check_layer, check_observed
 from gracekv.segment.curvature import Curvature
 from gracekv.segment.surprisal import Surprisal
 from gracekv.value.output_projection import OutputProjection
@@ -62,18 +67,12 @@ _Result = TypeVar("_Result")
 _TRIM = 4
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ending:
-    """The rest of a capture, known once its last layer was read.
+# What is known once the last layer was read: states of the layers that are not compressed, and wall
+# seconds of the forward pass ("prefill") and of each observer beside it.
+_Ending = tuple[tuple[LayerState, ...], Mapping[str | Observer, float]]
 
-    Attributes:
-        other_layers: states of the layers that are not compressed.
-        seconds: wall seconds of the forward pass ("prefill"), and of each observer beside it.
-    """
-
-    other_layers: tuple[LayerState, ...]
-    seconds: Mapping[str | Observer, float]
-
+PROMPT = "Prompt, built with Prompt.from_chat or Prompt.from_ids"
+"""The argument as error messages name it."""
 
 EVERYTHING = (
     Needs(prompt_samples=1024, context_samples=frozenset({512}), recent=4, later_queries=True)
@@ -126,20 +125,11 @@ def capture(
     Warns (`LengthWarning`) where little room is left before a length at which the cache ends.
     """
     check_model(model)
-    check_prompt(prompt, "capture takes one Prompt")
+    expect(prompt, Prompt, f"capture takes one {PROMPT}", PromptError)
     expect(options, CaptureOptions, "capture's options are a gracekv.CaptureOptions")
     if needs is not None:
         expect(needs, Needs, "capture's needs are a gracekv.prefill.Needs")
     return run_capture(model, prompt, None, EVERYTHING if needs is None else needs, options)
-
-
-def check_prompt(prompt: object, takes: str) -> None:
-    """Raise `PromptError`, which says what a call `takes`, unless it is a `Prompt`."""
-    if not isinstance(prompt, Prompt):
-        raise PromptError(
-            f"{takes}; got {type(prompt).__name__}. Build it with Prompt.from_chat or "
-            f"Prompt.from_ids."
-        )
 
 
 @torch.no_grad()
@@ -168,7 +158,7 @@ def stream_layers(
     options: CaptureOptions,
     each: Callable[[LayerCapture], None],
     stays: float,
-) -> Ending:
+) -> _Ending:
     """As `run_capture`, a layer at a time: `each` is called with every layer once it is whole.
 
     The tensors of a layer are lent: the next layer overwrites them. Queries cannot be computed
@@ -223,7 +213,8 @@ def _read(
     # Not from the error, whose frames hold the tensors of the failed pass.
     trim_memory()
     free = free_bytes(input_device(model))
-    raise CaptureMemoryError(out_of_memory_message(length, size, len(held), sizes, free))
+    opening = f"Capturing {length} tokens ran out of memory"
+    raise CaptureMemoryError(memory_advice(opening, length, size, len(held), sizes, free))
 
 
 def _whole(reading: Reading, held: Tensor) -> Prefill:
@@ -259,7 +250,7 @@ def _whole(reading: Reading, held: Tensor) -> Prefill:
 
 def _by_layers(
     reading: Reading, held: Tensor, *, each: Callable[[LayerCapture], None], trims: bool
-) -> Ending:
+) -> _Ending:
     """Read one layer after the other; `trims` returns freed CPU memory to the system meanwhile.
 
     Without it the heap would grow with every layer, since kept entries lie between freed blocks.
@@ -290,8 +281,9 @@ def _by_layers(
         rope, sinks = record.rope_of(number), record.sinks.get(number)
         observed = reading.observations.layer_results(number, keys.device)
         capture = LayerCapture(info, number, keys, values, queries, rope, sinks, observed)
-        check_layer(capture, checks)
-        check_observed(capture, checks)
+        capture.check(checks)
+        for observer, seen in observed.items():
+            check_observation(observer, observer.shape(info)[1:], seen, checks)
         each(capture)
         record.drop(number)
         is_last = number + 1 == count
@@ -300,8 +292,7 @@ def _by_layers(
 
     reading.by_layers(show)
     checks.finish()
-    seconds = {"prefill": reading.seconds} | reading.observations.seconds
-    return Ending(reading.others.states, seconds)
+    return reading.others.states, {"prefill": reading.seconds} | reading.observations.seconds
 
 
 def prefilled_run(
@@ -328,8 +319,10 @@ def prefilled_run(
         if reason is None:
             stays = plan.total / (plan.layers * plan.heads * plan.context)
             try:
-                end = stream_layers(model, prompt, past, needs, options, made.layer, stays)
-                return made.finish(end.other_layers, seconds_by_stage(end.seconds, needs))
+                others, seconds = stream_layers(
+                    model, prompt, past, needs, options, made.layer, stays
+                )
+                return made.finish(others, seconds_by_stage(seconds, needs))
             except LayerOrderError as error:
                 if options.stream:
                     raise

@@ -13,7 +13,7 @@ from gracekv.allocate import Budget, BudgetOptions, BudgetPlan
 from gracekv.backends import BACKENDS, Backend
 from gracekv.distributed.agreement import call_facts, in_step
 from gracekv.errors import CacheError, ConfigError, PromptError, expect
-from gracekv.hf.capture import check_prompt, prefilled_run
+from gracekv.hf.capture import PROMPT, prefilled_run
 from gracekv.hf.result import BatchResult, CompressionResult
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
@@ -152,7 +152,7 @@ def _checked_plans(
         )
     plans = []
     for prompt, prefill in zip(prompts, prefills, strict=True):
-        check_prompt(prompt, "compress takes a Prompt or a list of them")
+        expect(prompt, Prompt, f"compress takes a list or one {PROMPT}", PromptError)
         if prefill is not None:
             check_prefill(model, prompt, prefill)
         plans.append(pipe.plan_for(model, prompt.spans, budget))
@@ -166,11 +166,7 @@ def _checked_plans(
 
 def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
     """Raise `CacheError` unless `prefill` is what `capture(model, prompt)` made."""
-    if not isinstance(prefill, Prefill):
-        raise CacheError(
-            f"prefill takes what gracekv.capture(model, prompt) returns; got "
-            f"{type(prefill).__name__}."
-        )
+    expect(prefill, Prefill, "prefill takes what capture(model, prompt) returns", CacheError)
     read = prompt.without_tail()
     if prefill.spans != read.spans or (
         prefill.token_ids is not None and not torch.equal(prefill.token_ids, read.ids)
@@ -222,11 +218,8 @@ def chosen_pipeline(
         pipeline = Pipeline.default(question=asked != {False}, per_byte=by_byte)
     elif isinstance(pipeline, str):
         pipeline = Pipeline.named(pipeline)
-    if not isinstance(pipeline, Pipeline):
-        raise ConfigError(
-            f"pipeline takes a recipe's name or a gracekv.Pipeline, which Pipeline.from_dict makes "
-            f"of a mapping; got {pipeline!r}."
-        )
+    takes = "pipeline takes a recipe's name or a gracekv.Pipeline (Pipeline.from_dict makes one)"
+    expect(pipeline, Pipeline, takes)
     if backend is None:
         return pipeline
     return dataclasses.replace(pipeline, backend=BACKENDS.parse(backend))

@@ -194,7 +194,7 @@ class Conversation:
         return held
 
     def report(self, path: str | os.PathLike[str]) -> None:
-        """Write the context's page, and what became of the turns: a limit with `history` noted it.
+        """Write the context's page; with `Limit(history=True)` it shows the turns' entries, too.
 
         Raises what `result.report` does.
         """

@@ -1,4 +1,4 @@
-"""A compressed context that goes on: a further passage, read over what is packed already."""
+"""Extends a compressed context by a passage, which is read over the packed entries."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def extended_run(
     check_model(result.model)
     model, pipeline, before, run = result.model, result.pipeline, result.prompts[0], result._runs[0]
     check_same_model(
-        run.fingerprint, model, "What is packed", "Compress the whole text with this model."
+        run.fingerprint, model, "The compressed context", "Compress the whole text with this model."
     )
     old, prompt = run.cache, before.extended(passage)
     read = prompt.without_tail()
@@ -63,7 +63,7 @@ def extended_run(
     if getattr(text_config(model), "attn_logit_softcapping", None) is not None:
         raise CacheError(
             f"{type(model).__name__} caps its attention logits, and a cap would count the "
-            f"multiplicities of what is packed. Compress the whole text anew."
+            f"multiplicities of packed entries. Compress the whole text anew."
         )
     shard = head_shard(model)
     if shard.ranks > 1:

@@ -118,7 +118,7 @@ def continue_ids(
 
 
 def setting(model: Any, options: dict[str, Any], name: str) -> Any:
-    """What `model.generate` takes for `name`: an option, else of its config, else the model's."""
+    """The value of a setting: the option, else that of its config, else the model's."""
     if name in options:
         return options[name]
     given = getattr(options.get("generation_config"), name, None)

@@ -30,18 +30,10 @@ _WARM_UP_STEPS = 2
 # the logits.
 _ROWS = ("num_beams", "num_return_sequences")
 _UNSUITED = (
-    "assistant_model",
-    "cache_implementation",
-    "compile_config",
-    "custom_generate",
-    "dola_layers",
-    "generation_config",
-    "output_attentions",
-    "output_hidden_states",
-    "penalty_alpha",
-    "prefill_chunk_size",
-    "prompt_lookup_num_tokens",
-)
+    "assistant_model", "cache_implementation", "compile_config", "custom_generate", "dola_layers",
+    "generation_config", "output_attentions", "output_hidden_states", "penalty_alpha",
+    "prefill_chunk_size", "prompt_lookup_num_tokens",
+)  # fmt: skip
 _lock = threading.Lock()
 
 

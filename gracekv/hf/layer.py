@@ -17,7 +17,7 @@ _FIRST_CAPACITY = 64
 
 
 class PackedStates:
-    """What `update` returns in place of the key and value states: a layer's packed part and tail.
+    """A layer's packed part and tail, which `update` returns in place of key and value states.
 
     Only gracekv's attention function reads it. In any other one, the first attribute access or
     torch operation raises a `CacheError` that says what to do.
@@ -65,7 +65,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         packed: the compressed part.
         tail_length: tokens since compression.
         rows: int64 [B] on the packed part's device, the packed sequence that each row continues;
-            None: the sequences in order, each by as many consecutive rows.
+            or None if the sequences are in order, each with as many consecutive rows.
     """
 
     is_sliding = False

@@ -1,4 +1,4 @@
-"""`load`: what `result.save` wrote, ready to generate."""
+"""`load`: reads a file that `result.save` wrote."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gracekv.allocate.plan import BudgetPlan
 from gracekv.backends import BACKENDS, Backend
-from gracekv.cache import CompressedCache, WidthShare
+from gracekv.cache import Accounting, CompressedCache, Timings, WidthShare
 from gracekv.cache.saved_states import AGAIN, refusing
 from gracekv.cache.serialization import SavedFile, opened
 from gracekv.cache.sharding import own_cache
@@ -21,7 +22,6 @@ from gracekv.distributed.agreement import in_step
 from gracekv.errors import ConfigError, PromptError, SavedCacheError, ShapeError
 from gracekv.files import path_of
 from gracekv.hf.result import BatchResult, CompressionResult
-from gracekv.hf.saving import saved_prompt, saved_run
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
@@ -29,10 +29,12 @@ from gracekv.prefill.fingerprint import differences, fingerprint
 from gracekv.prefill.layer_state import bytes_by_kind
 from gracekv.prefill.model_layers import head_sizes
 from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.spans import PromptSpans
 from gracekv.prefill.supported import check_model
+from gracekv.registry import check_values
 from gracekv.registry.plugins import missing_modules
 
-# What every file says of its model.
+# Every file has these facts of its model.
 _MARKS = {"model_class", "config", "dtype", "weights", "adapters"}
 
 
@@ -43,11 +45,11 @@ def load(
     tokenizer: Any = None,
     backend: str | Backend | None = None,
 ) -> CompressionResult | BatchResult:
-    """What `result.save(path)` wrote, ready to generate; the model is attached.
+    """Read a file that `result.save(path)` wrote, and attach the model.
 
     Continuations are those of the result that was saved. A model whose heads are spread over
-    processes need not be spread as when it was saved; all its processes call this. What the stages
-    made on the way is not in the file: `result.details` is None.
+    processes need not be spread as when it was saved; all its processes call this. The file does
+    not hold the results of the stages: `result.details` is None.
 
     Args:
         path: the file.
@@ -154,13 +156,11 @@ def _check_entries(prompt: Prompt, run: Run, vocabulary: int) -> None:
     spans, kept, packed = prompt.without_tail().spans, run.accounting, run.cache
     # Prefix and suffix, whose last token is fed again and has no entry.
     uncompressed = spans.length - 1 - spans.context_length
-    if not torch.equal(packed.entries() - uncompressed, kept.entries):
+    others, widths = bytes_by_kind(packed.other_layers), WidthShare.of(packed)
+    counted = kept.spent, kept.bytes, dict(kept.other_bytes), kept.widths
+    held = int(kept.entries.sum()), packed.kv_bytes, others, widths
+    if counted != held or not torch.equal(packed.entries() - uncompressed, kept.entries):
         raise ShapeError("the accounting counts other entries than the cache holds")
-    if dict(kept.other_bytes) != bytes_by_kind(packed.other_layers):
-        raise ShapeError("the accounting counts other layers than the cache holds")
-    sums = int(kept.entries.sum()), packed.kv_bytes, WidthShare.of(packed)
-    if (kept.spent, kept.bytes, kept.widths) != sums:
-        raise ShapeError("the accounting's sums are not those of the cache")
     if bool(((prompt.ids < 0) | (prompt.ids >= vocabulary)).any()):
         raise ShapeError(f"token ids are not from 0 to {vocabulary - 1}")
 
@@ -174,3 +174,39 @@ def _pipeline(path: Path, header: Mapping[str, Any]) -> Pipeline:
         raise SavedCacheError(
             f"The pipeline of {path} cannot be made here.{missing} {error}"
         ) from error
+
+
+def saved_prompt(facts: Mapping[str, Any], ids: Tensor, tokenizer: Any) -> Prompt:
+    """The prompt that a file's `facts` describe, with its `ids` int64 [T].
+
+    Raises `ConfigError` or another `ValueError` or `TypeError` if no result wrote them.
+    """
+    # Files of 0.2 have no third.
+    names = ("separator", "template", "messages")
+    written = dict(zip(names, facts["format"], strict=False))
+    check_values(Prompt, written)
+    return Prompt(ids, _made_of(PromptSpans, facts["spans"]), None, tokenizer, **written)
+
+
+def saved_run(
+    facts: Mapping[str, Any], packed: CompressedCache, identity: Mapping[str, str]
+) -> Run:
+    """The run that a file's `facts` describe, with its entries and the model's fingerprint.
+
+    Raises as `saved_prompt` does.
+    """
+    kept = dict(facts["accounting"])
+    if "kept_bytes" in kept:  # its name in files of 0.2
+        kept["other_bytes"] = kept.pop("kept_bytes")
+    counts = {
+        "entries": torch.tensor(kept["entries"]),
+        "widths": tuple(_made_of(WidthShare, share) for share in kept["widths"]),
+    }
+    accounting = _made_of(Accounting, {**kept, **counts})
+    timings = _made_of(Timings, facts["timings"])
+    return Run(_made_of(BudgetPlan, facts["plan"]), packed, accounting, timings, identity)
+
+
+def _made_of(cls: Any, data: Mapping[str, Any]) -> Any:
+    check_values(cls, data)
+    return cls(**data)

@@ -48,7 +48,7 @@ def load_model(name: str, dtype: str = "float32", device: str | None = None) -> 
 
 
 def name_of(saved: object) -> str:
-    """What `load_model` takes for the model name that a saved cache holds.
+    """The argument of `load_model` for the model that a saved cache names.
 
     A file may come from anyone, so nothing is downloaded because one names it.
 

@@ -18,8 +18,8 @@ class PackedLayer:
 
     Attributes:
         entries: the compressed entries.
-        prepared: what the backend holds for them.
-        backend: what attends to them.
+        prepared: the backend's data for them.
+        backend: the attention implementation that reads them.
         length: logical tokens that the entries stand for.
     """
 

@@ -43,7 +43,7 @@ from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.recorder import Recorder, no_rotation
 from gracekv.prefill.spans import Region
-from gracekv.prefill.stock_layers import StockLayers
+from gracekv.prefill.stock_cache import StockLayers
 from gracekv.undo import hooked, undone
 
 

@@ -59,7 +59,7 @@ class ResumedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
             raise CacheError(_cannot_go_back(self._state))
 
     def state(self) -> Any:
-        """What `set_state` takes to come back here; tensors are replaced, never changed."""
+        """The state, for `set_state`; its tensors are replaced, never changed."""
         return self.keys, self.values, self.cumulative_length
 
     def set_state(self, state: Any) -> None:
@@ -117,7 +117,7 @@ class ResumedStates(LinearAttentionLayer):  # type: ignore[misc]
         self.set_state({name: x[indices.to(x.device)] for name, x in self.state().items()})
 
     def state(self) -> Any:
-        """What `set_state` takes to come back here; copies, since steps change the states."""
+        """Copies of the states, for `set_state`, since steps change them in place."""
         return read_states(self)
 
     def set_state(self, state: Any) -> None:
@@ -126,7 +126,7 @@ class ResumedStates(LinearAttentionLayer):  # type: ignore[misc]
 
 
 class HybridLayer(ResumedStates, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
-    """States beside compressed keys and values: what concerns the latter is left to `attention`.
+    """States beside compressed keys and values, which `attention` holds.
 
     Args:
         state: the states, of S prompts.

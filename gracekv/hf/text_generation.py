@@ -132,7 +132,7 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
         ]
 
     def postprocess(self, outputs: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
-        """What a call returns, question by question, as `_forward` made it."""
+        """The answers, as `_forward` made them."""
         return outputs
 
 

@@ -32,8 +32,8 @@ from gracekv.pipeline.run import Run, accounted
 from gracekv.precision import AllocatingPrecision
 from gracekv.precision.base import EXACT
 from gracekv.prefill import CaptureInfo, LayerCapture, Needs, Prefill, Region
-from gracekv.prefill.base import seconds_by_stage
 from gracekv.prefill.layer_state import LayerState
+from gracekv.prefill.observations import seconds_by_stage
 from gracekv.segment.tokens import token_slots
 from gracekv.undo import full_float32
 from gracekv.value import Memory, Relevance, TokenScores

@@ -1,4 +1,4 @@
-"""`Prefill`: everything that one standard prefill leaves behind for compression to read."""
+"""`Prefill`: the tensors of one standard prefill, for compression to read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ import torch
 from torch import Tensor
 
 from gracekv.distributed.sharding import WHOLE, HeadShard
-from gracekv.errors import MissingCaptureError, renamed
+from gracekv.errors import MissingCaptureError, ShapeError, renamed
 from gracekv.kernels.rope import Rope
-from gracekv.prefill.layer_capture import ADVICE, CaptureInfo, LayerCapture, missing_observation
+from gracekv.prefill.layer_capture import (
+    ADVICE,
+    CaptureInfo,
+    FiniteChecks,
+    LayerCapture,
+    check_observation,
+    missing_observation,
+)
 from gracekv.prefill.layer_state import LayerState
-from gracekv.prefill.needs import Needs
 from gracekv.prefill.observer import LayerObserver, Observer
 from gracekv.prefill.spans import PromptSpans, Region
-from gracekv.prefill.tensor_checks import check_tensors
 
 _PART = 1024  # Positions whose queries are computed again at once.
 
@@ -44,12 +49,12 @@ class Prefill:
             A view by `with_queries` for some layers has n = 0 in the others.
         rope: the rotations that made `keys`, for positions 0..T-1; of a layer: `rope_of`.
         unrotated: layers without RoPE.
-        softcap: c of the logits c tanh(s q.k / c) that the model computes; None: they are s q.k.
+        softcap: c of the logits c tanh(s q.k / c), or None for s q.k.
         sink_logits: L tensors [H], a logit of each query head that joins the softmax without a
             value; empty if there are none.
-        other_layers: what the layers that are not compressed hold after all tokens but the last.
+        other_layers: states of the layers that are not compressed after all tokens but the last.
         scale: factor of q . k before the softmax (1/sqrt(d) in most models).
-        observed: what each observer of the capture saw, [...]; read it by `observation`.
+        observed: the result of each observer, [...]; read it by `observation`.
         query_source: computes queries that were not captured, by running their tokens once more;
             None for a prefill built from tensors.
         logits: [vocab] of the last position, or None for a prefill built from tensors.
@@ -87,7 +92,22 @@ class Prefill:
     kept = renamed("kept", "other_layers")
 
     def __post_init__(self) -> None:
-        check_tensors(self)
+        if not len(self.keys) == len(self.values) == len(self.queries) > 0:
+            raise ShapeError(
+                f"Prefill takes keys, values and queries of the same L > 0 layers; got "
+                f"{len(self.keys)}, {len(self.values)} and {len(self.queries)}."
+            )
+        if self.rope.cos.shape[0] < self.spans.length:
+            raise ShapeError(
+                f"The RoPE table covers {self.rope.cos.shape[0]} positions, the prompt has "
+                f"{self.spans.length}."
+            )
+        checks = FiniteChecks()
+        for capture in self:
+            capture.check(checks)
+        for observer, seen in self.observed.items():
+            check_observation(observer, observer.shape(self), seen, checks)
+        checks.finish()
 
     @property
     def layers(self) -> int:
@@ -161,19 +181,20 @@ class Prefill:
             queries=self.queries[number],
             rope=self.rope_of(number),
             sinks=self.sink_logits[number] if self.sink_logits else None,
-            observed={x: seen[number] for x, seen in self.observed.items() if self._by_layer(seen)},
+            # Those of the decoder's end do not have one row a layer.
+            observed={
+                x: seen[number]
+                for x, seen in self.observed.items()
+                if seen.shape[:1] == (self.layers,)
+            },
         )
-
-    def _by_layer(self, seen: Tensor) -> bool:
-        """Whether an observation may have one row a layer; those of the decoder's end do not."""
-        return seen.shape[:1] == (self.layers,)
 
     def __iter__(self) -> Iterator[LayerCapture]:
         """The layers, ascending; a prefill can be iterated again."""
         return map(partial(self._layer, self.info), range(self.layers))
 
     def observation(self, observer: Observer) -> Tensor:
-        """What `observer` saw, [...]; `MissingCaptureError`, naming it, if it was not there."""
+        """The result of `observer`, [...]; raises `MissingCaptureError` if it was not there."""
         found = self.observed.get(observer)
         if found is None:
             raise missing_observation(observer, self.observed)
@@ -198,7 +219,7 @@ class Prefill:
 
         Args:
             positions: P absolute ones, in any order: numbers, or int64 [P].
-            layers: which layers' queries are read; None: all.
+            layers: the layers whose queries are read, by default all.
 
         Returns:
             `self` if it holds them all, else a prefill that shares everything else with it.
@@ -237,10 +258,9 @@ class Prefill:
         return self._replaced(queries=tuple(found), query_positions=wanted)
 
     def with_observations(self, observers: Iterable[Observer]) -> Self:
-        """A view that also holds what those see that were not there and can be shown it now.
+        """A view with the observations of those that read queries, keys and values alone.
 
-        These read queries, keys and values alone. Raises `MissingCaptureError` if a query was not
-        captured and cannot be computed again.
+        Raises `MissingCaptureError` if a query was not captured and cannot be computed again.
         """
         missing: dict[Observer, Tensor] = {
             x: self.observe(x)
@@ -250,10 +270,7 @@ class Prefill:
         return self._replaced(observed={**self.observed, **missing}) if missing else self
 
     def observe(self, observer: LayerObserver) -> Tensor:
-        """What `observer` saw, [...]; if it was not there, what it sees of captured tokens.
-
-        Args:
-            observer: reads queries, keys and values alone.
+        """The observation [...] of an observer of queries, keys and values, now if not before.
 
         Raises `MissingCaptureError` if a query was not captured and cannot be computed again.
         """
@@ -272,7 +289,7 @@ class Prefill:
         return observer.combine({i: x.result() for i, x in enumerate(made) if x is not None})
 
     def without(self, *observers: type[Observer]) -> Self:
-        """Shares everything but what observers of these classes saw."""
+        """A view without the results of observers of these classes."""
         left = {x: seen for x, seen in self.observed.items() if not isinstance(x, observers)}
         return self._replaced(observed=left)
 
@@ -282,15 +299,3 @@ class Prefill:
         for name, value in fields.items():
             object.__setattr__(view, name, value)
         return view
-
-
-def seconds_by_stage(seconds: Mapping[str | Observer, float], needs: Needs) -> dict[str, float]:
-    """Seconds of the forward pass and of what was captured for `needs`, by stage of `Timings`.
-
-    A capture that serves several pipelines holds more; each counts only its own observers.
-    """
-    found = {"prefill": seconds["prefill"]} if "prefill" in seconds else {}
-    for observer in needs.observers:
-        if observer in seconds:
-            found[observer.part] = found.get(observer.part, 0.0) + seconds[observer]
-    return found

@@ -54,28 +54,22 @@ def check_memory(length: int, chunk: int, held: int, sizes: CaptureSizes, free: 
     """Raise `CaptureMemoryError` if a capture cannot fit into `free` bytes; arguments as below."""
     if sizes.held(length, held) + min(chunk, length) * sizes.activations > free:
         opening = f"Capturing {length} tokens needs more memory than is free"
-        raise CaptureMemoryError(_advice(opening, length, chunk, held, sizes, free))
+        raise CaptureMemoryError(memory_advice(opening, length, chunk, held, sizes, free))
 
 
-def out_of_memory_message(
-    length: int, chunk: int, held: int, sizes: CaptureSizes, free: int
+def memory_advice(
+    opening: str, length: int, chunk: int, held: int, sizes: CaptureSizes, free: int
 ) -> str:
     """The message of an error: what did not fit, and what would.
 
     Args:
+        opening: what happened.
         length: T, tokens.
         chunk: tokens of one pass.
-        held: positions whose queries were held.
+        held: positions whose queries are held.
         sizes: sizes of one token.
-        free: free bytes after the failed capture was released.
+        free: free bytes, without a capture that failed.
     """
-    opening = f"Capturing {length} tokens ran out of memory"
-    return _advice(opening, length, chunk, held, sizes, free)
-
-
-def _advice(
-    opening: str, length: int, chunk: int, held: int, sizes: CaptureSizes, free: int
-) -> str:
     mib, by_layer = 2**20, sizes.stream > 0
     kv = sizes.kv * sizes.at_once
     text = (

@@ -1,4 +1,4 @@
-"""`LayerState`: what a layer that is not compressed holds, as a stock cache would."""
+"""`LayerState`: the state of a layer that is not compressed, as a stock cache has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each decoder layer of a model is, how it rotates its keys, and what is not compressed."""
+"""The kinds of a model's decoder layers, and how each rotates its keys."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _INTERLEAVED, _ONE_HALF = frozenset({"glm4"}), frozenset({"gpt_oss"})
 # Families whose layers with full attention have no RoPE, while those that slide do.
 _ONLY_SLIDING_ROTATES = frozenset({"cohere2"})
 
-# What the self-check found for families that are not listed.
+# Rotations that the self-check found in families that are not listed.
 _found: WeakKeyDictionary[Any, Mapping[int, Rotation]] = WeakKeyDictionary()
 
 
@@ -45,7 +45,7 @@ class ModelLayer:
     Attributes:
         number: 0-based, in the model.
         kind: as transformers names it: "full_attention", "sliding_attention" and so on.
-        window: tokens that a sliding layer sees; None for others.
+        window: size of a sliding layer's window in tokens, or None.
         rotation: of its keys and queries.
     """
 
@@ -90,7 +90,7 @@ def compressed_layers(model: Any) -> tuple[ModelLayer, ...]:
 
 
 def other_layers(model: Any) -> tuple[ModelLayer, ...]:
-    """The layers that hold something which stays as it is, or nothing: all others, and hybrids."""
+    """The layers that are not compressed, and hybrid ones, whose states stay as they are."""
     compressed = compressed_layers(model)
     return tuple(
         layer for layer in model_layers(model) if layer.has_states or layer not in compressed
@@ -103,7 +103,7 @@ def text_config(model: Any) -> Any:
 
 
 def final_logits(model: Any) -> tuple[float, float | None]:
-    """What multiplies the head's products, and what then caps them (None: nothing does)."""
+    """The factor of the head's products and the softcap after it, or None."""
     config = text_config(model)
     scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
     factor = float(scale or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
@@ -156,7 +156,7 @@ def rope_parameters(model: Any) -> Mapping[str, Any]:
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """What each layer is, as transformers names it."""
+    """The kind of each layer, as transformers names it."""
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return list(kinds)
@@ -165,19 +165,19 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 def rotation_kind(model: Any) -> tuple[str, ...]:
-    """What `rotary_emb` takes with positions where kinds of layers have their own RoPE."""
+    """The last argument of `rotary_emb` where kinds of layers have a RoPE of their own."""
     parameters = getattr(text_config(model), "rope_parameters", None) or {}
     return tuple(kind for kind in COMPRESSED if isinstance(parameters.get(kind), dict))[:1]
 
 
 def attention_module(layer: Any) -> Any:
-    """The module of a decoder layer that attends, as most families name it; None: not found."""
+    """The attention module of a decoder layer, by the names of most families, or None."""
     attention = getattr(layer, "self_attn", None)
     return getattr(layer, "mixer", None) if attention is None else attention
 
 
 def output_projection(attention: Any) -> Any:
-    """The linear layer after an attention module's heads; None: not found."""
+    """The linear layer after an attention module's heads, or None if it is not found."""
     projection = getattr(attention, "o_proj", None)
     return getattr(attention, "out_proj", None) if projection is None else projection
 
@@ -249,5 +249,5 @@ def table_of_rope(rope: Rope, rotation: Rotation) -> tuple[Tensor, Tensor]:
 
 
 def rotating(layers: Sequence[ModelLayer]) -> Rotation:
-    """How those of `layers` rotate that do; "none" if none does."""
+    """The rotation of those `layers` that have one, else "none"."""
     return next((layer.rotation for layer in layers if layer.rotation != "none"), "none")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gracekv.errors import ObserverError
 from gracekv.kernels.clock import Clock
+from gracekv.prefill.needs import Needs
 from gracekv.prefill.observer import (
     Accumulator,
     FinalObserver,
@@ -31,10 +32,10 @@ def check_observers(
     """Raise `ObserverError` if an observer reads what a driver cannot give.
 
     Args:
-        observers: what is asked for.
-        gives: what the driver gives beyond queries, keys and values.
-        driver: it, in words, as the subject of a sentence.
-        advice: what to do instead, a sentence.
+        observers: those that were asked for.
+        gives: the data that the driver gives beyond queries, keys and values.
+        driver: its name, as the subject of a sentence.
+        advice: a sentence that says how to go on.
     """
     for observer in sorted(observers, key=repr):
         missing = sorted(observer.reads - gives)
@@ -50,7 +51,7 @@ class Observations:
     """The accumulators of one prefill.
 
     Args:
-        observers: what is captured.
+        observers: the observers.
         layers: L, compressed layers.
         spans: of the prompt.
     """
@@ -92,12 +93,12 @@ class Observations:
 
     @property
     def seconds(self) -> dict[Observer, float]:
-        """What each observer took so far. Waits for a GPU to reach this point."""
+        """The seconds of each observer so far. Waits for a GPU to reach this point."""
         return dict.fromkeys(self._observers, 0.0) | self._time.seconds()
 
     @property
     def running_seconds(self) -> float:
-        """What the layers' observers took so far, which is part of the model's forward time."""
+        """The seconds of the layers' observers so far, a part of the model's forward time."""
         return sum(took for x, took in self.seconds.items() if isinstance(x, LayerObserver))
 
     def layer_results(self, layer: int, device: torch.device) -> dict[Observer, Tensor]:
@@ -110,7 +111,7 @@ class Observations:
         return results
 
     def results(self, device: torch.device, passes: Passes | None) -> dict[Observer, Tensor]:
-        """What each observed, [...]; `Prefill` checks shapes and numbers.
+        """The result of each observer, [...]; `Prefill` checks shapes and numbers.
 
         Args:
             device: to wait for.
@@ -137,3 +138,15 @@ class Observations:
         runs_model = isinstance(observer, PassObserver)
         with self._time.time(observer, device), nullcontext() if runs_model else full_float32():
             yield
+
+
+def seconds_by_stage(seconds: Mapping[str | Observer, float], needs: Needs) -> dict[str, float]:
+    """Seconds of the forward pass and of what was captured for `needs`, by stage of `Timings`.
+
+    A capture that serves several pipelines holds more; each counts only its own observers.
+    """
+    found = {"prefill": seconds["prefill"]} if "prefill" in seconds else {}
+    for observer in needs.observers:
+        if observer in seconds:
+            found[observer.part] = found.get(observer.part, 0.0) + seconds[observer]
+    return found

@@ -65,8 +65,7 @@ class CaptureOptions(Configurable):
             by_layers: whether all chunks go through one layer before the next.
             room: tokens whose activations a GPU has memory for, or None on a CPU.
         """
-        default = _CHUNK if room is None else max(_GPU_LEAST, min(room, _GPU_MOST))
-        size = self.chunk or default
+        size = self.chunk or (_CHUNK if room is None else max(_GPU_LEAST, min(room, _GPU_MOST)))
         whole = size if self.chunk or by_layers else max(size, _ONE_PASS)
         return size if length > whole and (self.chunk or splits) else length
 

@@ -27,7 +27,7 @@ class ModelPasses:
 
     Args:
         model: as for `capture`.
-        prompt: what was prefilled, T tokens.
+        prompt: the prefilled prompt, T tokens.
         keys: L tensors [G, T, d].
         values: L tensors [G, T, d].
         rope: of a layer, the rotations of positions 0..T-1.

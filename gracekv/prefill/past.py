@@ -37,7 +37,7 @@ class Past:
         keys: L tensors [G, P, d + 8].
         values: L tensors [G, P, d + 8], whose last 8 are 0.
         length: logical tokens that it stands for; the passage's first token is at this position.
-        other_layers: what the layers that are not compressed hold of them.
+        other_layers: states of the layers that are not compressed.
     """
 
     keys: tuple[Tensor, ...]

@@ -1,4 +1,4 @@
-"""A model of an unlisted family, tried on a short random prompt.
+"""Tries a model of an untested family on a short random prompt.
 
 Compression takes attention for what most models compute: softmax(s q.k + mask) v, capped or with
 sinks where the model says so, over the keys that the cache holds, which RoPE rotates in one of a
@@ -36,7 +36,6 @@ from gracekv.prefill.model_layers import (
     remember_rotations,
     rope_of_table,
 )
-from gracekv.prefill.stock_layers import StockLayers
 from gracekv.undo import hooked
 
 _TOKENS = 24
@@ -142,7 +141,7 @@ class _Seen:
 
 
 def _rotations(model: Any, seen: _Seen) -> dict[int, Rotation]:
-    """How each layer rotates: which rotation makes its keys of those without one."""
+    """The rotation of each layer: the one that turns its plain keys into its rotated ones."""
     plain: dict[int, Tensor] = {}
 
     def catch(call: AttentionCall) -> Any:
@@ -189,6 +188,8 @@ def _rotation(
 
 def _last_step(model: Any, ids: Tensor, seen: _Seen) -> Tensor:
     """Logits [vocabulary] of the last token over what is cached of those before it."""
+    from gracekv.prefill.stock_cache import StockLayers
+
     keys, values, others = dict(seen.keys), dict(seen.values), StockLayers(model, (), 0)
     count, with_states = ids.shape[1], any(layer.has_states for layer in model_layers(model))
     # Sliding layers beside states have their window from the stock cache.

@@ -1,4 +1,4 @@
-"""Stock cache layers of transformers, for what a model holds beside compressed entries.
+"""Stock cache layers of transformers for the layers that are not compressed.
 
 While the prompt is read they run as in any cache; where one token less is wanted afterwards, since
 decoding feeds the last one again, sliding ones go back by it. States cannot: with them the last
@@ -7,7 +7,8 @@ token is read alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +21,10 @@ from transformers.cache_utils import (
 )
 
 from gracekv.prefill.layer_state import LayerState
-from gracekv.prefill.model_layers import ModelLayer
+from gracekv.prefill.model_layers import ModelLayer, model_layers, other_layers
+
+# How stock cache layers call the number of tokens that they have read.
+_COUNT = "cumulative_length"
 
 
 class PassedOn(CacheLayerMixin):  # type: ignore[misc]
@@ -100,7 +104,7 @@ def reading_cache(
     Args:
         layers: all of the model.
         others: those that hold something which is not compressed, or nothing.
-        before: what they hold of the `seen` tokens before; none at the start of a sequence.
+        before: their states after the `seen` tokens before; none at the start of a sequence.
         seen: tokens before.
     """
     made: list[Any] = [PassedOn(seen) for _ in layers]
@@ -152,7 +156,7 @@ def read_states(layer: Any) -> dict[str, Tensor]:
 
 
 def states_of(cache: Cache, layers: Sequence[ModelLayer]) -> tuple[LayerState, ...]:
-    """What `layers` hold."""
+    """The states of `layers`."""
     states = []
     for layer in layers:
         held, tensors = cache.layers[layer.number], dict[str, Tensor]()
@@ -162,3 +166,68 @@ def states_of(cache: Cache, layers: Sequence[ModelLayer]) -> tuple[LayerState, .
             tensors = read_states(held)
         states.append(LayerState(layer.number, layer.kind, layer.window, tensors))
     return tuple(states)
+
+
+class StockLayers:
+    """The uncompressed layers of a model, which run over a stock cache as without a capture.
+
+    Args:
+        model: as for `capture`.
+        before: their states before; empty at the start of a sequence.
+        seen: tokens before.
+
+    Attributes:
+        states: their states after all tokens but the last, once everything is read; empty where
+            all layers are compressed.
+    """
+
+    def __init__(self, model: Any, before: Sequence[LayerState], seen: int) -> None:
+        self._layers, self._seen = other_layers(model), seen
+        self._cache: Any = None
+        # States cannot go back by a token.
+        self._last_alone = any(layer.has_states for layer in self._layers)
+        self.states: tuple[LayerState, ...] = tuple(before) if self._last_alone else ()
+        if self._layers:
+            self._cache = reading_cache(model_layers(model), self._layers, before, seen)
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the model's forward."""
+        if self._cache is None:
+            return {"use_cache": False}
+        return {"use_cache": True, "past_key_values": self._cache}
+
+    @contextmanager
+    def beginning(self, tokens: int) -> Iterator[None]:
+        """Inside, each layer reports that it has read `tokens` of this prompt.
+
+        A model makes its masks by that before the first layer runs.
+        """
+        counting = [x for x in getattr(self._cache, "layers", ()) if hasattr(x, _COUNT)]
+        counts = [getattr(x, _COUNT) for x in counting]
+        for layer in counting:
+            setattr(layer, _COUNT, self._seen + tokens)
+        yield
+        for layer, count in zip(counting, counts, strict=True):
+            setattr(layer, _COUNT, count)
+
+    def edges(self, start: int, stop: int, size: int) -> list[int]:
+        """Edges of chunks of at most `size` tokens from `start` to `stop`."""
+        end = stop - 1 if self._last_alone else stop
+        return [*range(start, end, size), *([end] if self._last_alone else []), stop]
+
+    def read(self, left: int, number: int | None = None) -> None:
+        """Note that all layers, or layer `number` alone, read a chunk; `left` tokens follow.
+
+        At the end `states` are set.
+        """
+        if self._cache is None:
+            return
+        layers = self._cache.layers
+        for layer in layers if number is None else [layers[number]]:
+            # Decoding feeds the last token again.
+            layer.crop(-1 if left == 0 and not self._last_alone else 0)
+        if left == self._last_alone:
+            own = [x for x in self._layers if number in (None, x.number)]
+            numbers = {x.number for x in own}
+            before = [x for x in self.states if x.number not in numbers]
+            self.states = (*before, *states_of(self._cache, own))

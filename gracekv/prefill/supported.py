@@ -1,4 +1,4 @@
-"""Which models, and which lengths of prompt and continuation, can be captured and decoded."""
+"""Checks that a model, and lengths of prompt and continuation, are supported."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ TESTED_ROPE_TYPES = frozenset(
 """Rotations that rotate_half of one table of cosines and sines describes. "dynamic" and "longrope"
 also depend on the sequence's length: see `check_prompt_length`."""
 
+_TESTED = f"Tested families: {', '.join(sorted(TESTED_MODEL_TYPES))}."
+
 KINDS = frozenset(COMPRESSED) | {"sliding_attention"} | WITH_STATES | WITHOUT_CACHE
 """Kinds of layers, as transformers names them, that a cache may hold."""
 
@@ -67,8 +69,7 @@ def check_model(model: Any) -> None:
     ):
         raise UnsupportedModelError(
             f"{name} ({family}) attends to an encoder's output as well, whose keys and values no "
-            f"prompt makes. gracekv takes decoder-only models; tested families: "
-            f"{_listed(TESTED_MODEL_TYPES)}."
+            f"prompt makes; gracekv takes decoder-only models. {_TESTED}"
         )
     # The other methods of peft change weights, these the sequence.
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -82,8 +83,7 @@ def check_model(model: Any) -> None:
             raise UnsupportedModelError(
                 f"Layer {number} of {name} ({family}) is of kind {kind}; gracekv compresses keys "
                 f"and values of kinds {_listed(COMPRESSED)}, leaves layers of kinds "
-                f"{_listed(KINDS - set(COMPRESSED))} as they are, and knows no others. Tested "
-                f"families: {_listed(TESTED_MODEL_TYPES)}."
+                f"{_listed(KINDS - set(COMPRESSED))} as they are, and knows no others. {_TESTED}"
             )
     has_states = bool(WITH_STATES & set(kinds))
     if has_states and not set(COMPRESSED) & set(kinds):
@@ -103,18 +103,13 @@ def check_model(model: Any) -> None:
     if rotates and not rope:
         raise UnsupportedModelError(
             f"{name} ({family}) has no rotary position embedding (RoPE), which merging keys "
-            f"relies on, and no layers with states that would tell positions. Tested families: "
-            f"{_listed(TESTED_MODEL_TYPES)}."
+            f"relies on, and no layers with states that would tell positions. {_TESTED}"
         )
-    if not hasattr(model.get_decoder(), "layers"):
-        raise UnsupportedModelError(
-            f"{name} ({family}) does not have its decoder's layers in a list named layers. Tested "
-            f"families: {_listed(TESTED_MODEL_TYPES)}."
-        )
-    if len(kinds) != len(model.get_decoder().layers):
+    count = len(getattr(model.get_decoder(), "layers", ()))
+    if len(kinds) != count:
         raise UnsupportedModelError(
             f"The config of {name} ({family}) describes {len(kinds)} layers, its decoder has "
-            f"{len(model.get_decoder().layers)}; gracekv takes one attention a layer."
+            f"{count} in a list named layers; gracekv takes one attention a layer. {_TESTED}"
         )
     if rotates and rope["rope_type"] not in TESTED_ROPE_TYPES:
         raise UnsupportedModelError(

@@ -9,8 +9,9 @@ import torch
 import gracekv
 from gracekv.errors import CacheError, ObserverError, SavedCacheError, UnsupportedModelError
 from gracekv.hf import attach
+from gracekv.hf.base_result import prompt_facts
 from gracekv.hf.capture import capture
-from gracekv.hf.saving import prompt_facts, saved_run
+from gracekv.hf.load_result import saved_run
 from gracekv.prefill.options import CaptureOptions
 from gracekv.testing.models import tiny_model, tiny_tokenizer
 from gracekv.vllm import export

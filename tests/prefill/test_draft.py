@@ -6,7 +6,7 @@ import torch
 from gracekv.errors import UnsupportedModelError
 from gracekv.hf.capture import capture
 from gracekv.prefill import Needs
-from gracekv.prefill.base import seconds_by_stage
+from gracekv.prefill.observations import seconds_by_stage
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama
 from gracekv.value.draft_attention import Draft

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gracekv.errors import UnsupportedModelError
 from gracekv.hf.capture import capture
 from gracekv.prefill import Needs, Region, partial_attention
-from gracekv.prefill.base import seconds_by_stage
+from gracekv.prefill.observations import seconds_by_stage
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama, tiny_model
 from gracekv.value.kvzip_two_pass import Reconstruction, received_attention, repetitions

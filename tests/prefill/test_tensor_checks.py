@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gracekv.errors import NonFiniteError
-from gracekv.prefill.tensor_checks import FiniteChecks, is_finite
+from gracekv.prefill.layer_capture import FiniteChecks, is_finite
 from support.devices import two_devices
 
 
