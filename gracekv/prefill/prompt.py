@@ -232,7 +232,7 @@ class Prompt:
         the context, this is the prompt itself.
         """
         end = self.spans.context_end + 1
-        if self.has_question or end >= self.spans.length:
+        if end <= self.spans.question_end or end >= self.spans.length:
             return self
         spans = PromptSpans(self.spans.context_start, end - 1, end - 1, end)
         return replace(self, ids=self.ids[:end], spans=spans, parts=None)
