@@ -166,7 +166,7 @@ def _checked_plans(
 
 def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
     """Raise `CacheError` unless `prefill` is what `capture(model, prompt)` made."""
-    expect(prefill, Prefill, "prefill takes what capture(model, prompt) returns", CacheError)
+    expect(prefill, Prefill, "prefill takes what gracekv.capture returns", CacheError)
     read = prompt.without_tail()
     if prefill.spans != read.spans or (
         prefill.token_ids is not None and not torch.equal(prefill.token_ids, read.ids)

@@ -262,7 +262,7 @@ def missing_observation(observer: Observer, observed: Iterable[Observer]) -> Mis
 def check_observation(
     observer: Observer, wanted: Sequence[int | None], seen: Tensor, checks: FiniteChecks
 ) -> None:
-    """Raise `ShapeError` unless an observation has the shape `wanted`; None is any length."""
+    """Raise `ShapeError` unless `seen` [...] has the shape `wanted`; None is any length."""
     got = list(seen.shape)
     if len(wanted) != len(got) or any(
         size not in (None, other) for size, other in zip(wanted, got, strict=True)
