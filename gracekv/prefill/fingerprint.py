@@ -177,7 +177,8 @@ def _elements(device: torch.device, held: list[tuple[Tensor, Tensor]]) -> list[T
 
     There is one copy to a device and one back, since a GPU's host waits for every one.
     """
-    plain = all(data.is_contiguous() for data, _ in held)
+    # A tensor may say that it lies on a GPU and have no memory there.
+    plain = all(data.is_contiguous() and data.data_ptr() for data, _ in held)
     if device.type == "cuda" and plain and obstacle(device, "torch") is None:
         from gracekv.kernels.byte_reads_triton import bytes_at
 
