@@ -131,22 +131,16 @@ def _last_operation(ops: Operations, candidates: Tensor) -> tuple[Tensor, Tensor
             f"{list(candidates.shape)}. Take candidates and forest from one plan."
         )
     flat = candidates.flatten().to(ops.cost.device)
-    wanted = where_true(flat > -torch.inf)
-    wanted = wanted[torch.sort(flat[wanted], descending=True, stable=True).indices]
-
     # Exact nodes hold as many entries as tokens: singletons, and nodes kept as they are.
-    length = forest.length
-    single = where_true(length == 1)
-    whole = where_true((length > 1) & (forest.entries == length))
-    row, within = rows_and_steps(length[whole])
-    holder = torch.cat([single, whole[row]])
-    place = forest.head_of_node()[holder] * tokens + forest.start[holder] - first
-    place[len(single) :] += within
+    exact = where_true(forest.entries == forest.length)
+    row, within = rows_and_steps(forest.length[exact])
+    holder = exact[row]
+    place = forest.head_of_node()[holder] * tokens + forest.start[holder] - first + within
     node_of = torch.full_like(flat, -1, dtype=torch.int64)
     node_of[place] = holder
+    wanted = where_true((flat > -torch.inf) & (node_of >= 0))
+    wanted = wanted[torch.sort(flat[wanted], descending=True, stable=True).indices]
     node = node_of[wanted]
-    exact = where_true(node >= 0)
-    wanted, node = wanted[exact], node[exact]
 
     # A root appears by its own Add, any other node by its parent's Split.
     split_of = torch.full((forest.nodes,), -1, device=node.device)

@@ -12,6 +12,7 @@ from torch import Tensor
 from gracekv.allocate import Selection
 from gracekv.cache.coded import Coding
 from gracekv.kernels.ragged import rows_and_steps
+from gracekv.kernels.small_tensors import on_device
 from gracekv.precision.allocating import AllocatingPrecision
 from gracekv.precision.base import PRECISIONS
 from gracekv.precision.quantise import check_finite, quantised
@@ -55,20 +56,28 @@ class AllocatedPrecision(AllocatingPrecision):
     def stored(self) -> tuple[UniformPrecision, ...]:
         return tuple(UniformPrecision(bits, self.group, sinks=self.sinks) for bits in (4, 8))
 
-    def measured(self, capture: LayerCapture, region: Region) -> Tensor:
-        """float64 [G, 2]: the losses of 4 and 8 bits, see `rounding_loss`."""
-        return rounding_loss(capture, region, self.codings[::-1])
+    def measured(self, capture: LayerCapture, region: Region) -> tuple[Tensor, ...]:
+        """The losses of 4 and 8 bits float64 [G, 2], see `rounding_loss`.
+
+        On a GPU its arguments, because it rounds those of all layers at once.
+        """
+        sampled = samples(capture, region, self.group)
+        if capture.info.device.type == "cuda":
+            return sampled
+        return (rounding_loss(*sampled, self.codings[::-1]),)
 
     def allocate(
         self,
         info: CaptureInfo,
-        measured: Sequence[Tensor],
+        measured: Sequence[tuple[Tensor, ...]],
         candidates: Selection,
         worth: Tensor,
         budget: int,
     ) -> Tensor:
         costs = WidthCosts.of(self.stored, info)
-        loss = torch.cat([own.to(measured[0].device) for own in measured]).cpu()
+        device = measured[0][0].device
+        parts = [torch.cat([x.to(device) for x in own]) for own in zip(*measured, strict=True)]
+        loss = (parts[0] if len(parts) == 1 else rounding_loss(*parts, self.codings[::-1])).cpu()
         check_finite([loss], info.dtype)
         loss = self.rounding * loss
         head = candidates.head_of_entry()
@@ -102,7 +111,20 @@ def _places(head: Tensor, info: CaptureInfo) -> Tensor | None:
 _TOKENS, _QUERIES = 256, 16
 
 
-def rounding_loss(capture: LayerCapture, region: Region, codings: Sequence[Coding]) -> Tensor:
+def samples(capture: LayerCapture, region: Region, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Evenly spaced entries of `region`, and queries: the arguments of `rounding_loss`."""
+    count, dim = min(_TOKENS, region.length), capture.info.entry_dim
+    # Blocks of keys are filled up with the last token, as in the cache.
+    filled = torch.arange(-(-count // group) * group).clamp_(max=count - 1)
+    at = on_device(region.start + filled * region.length // max(count, 1), capture.keys.device)
+    queries = capture.queries_at(list(capture.spans.last(_QUERIES)))[..., :dim].float()
+    queries = rearrange(queries * capture.scale, "(g n) p d -> g (n p) d", g=capture.kv_heads)
+    return capture.keys[:, at, :dim], capture.values[:, at[:count], :dim], queries
+
+
+def rounding_loss(
+    keys: Tensor, values: Tensor, queries: Tensor, codings: Sequence[Coding]
+) -> Tensor:
     r"""float64 [G, C]: the output error of rounding an entry over that of dropping it.
 
     Rounding adds d_v + (q . d_k) (v - mean) to an entry's share of the output, where q is a query
@@ -112,27 +134,20 @@ def rounding_loss(capture: LayerCapture, region: Region, codings: Sequence[Codin
     Source: ours.
 
     Args:
-        capture: one layer.
-        region: the positions that are sampled; each head's sample has blocks of its own.
+        keys: [G, B, d] of n entries of each head, in whole blocks.
+        values: [G, n, d].
+        queries: [G, Q, d] float32, times the attention scale.
         codings: C codings with one group size.
     """
-    count, dim = min(_TOKENS, region.length), capture.info.entry_dim
+    heads, count, dim = values.shape
     if not count:
-        return torch.zeros(capture.kv_heads, len(codings), dtype=torch.float64)
+        return torch.zeros(heads, len(codings), dtype=torch.float64)
     (group,) = {coding.group for coding in codings}
     levels = [coding.most for coding in codings]
-    keys, values = capture.keys, capture.values
-    # Blocks of keys are filled up with the last token, as in the cache.
-    filled = torch.arange(-(-count // group) * group, device=keys.device).clamp_(max=count - 1)
-    at = region.start + filled * region.length // count
-    keys = keys[:, at, :dim].unflatten(1, (-1, group))
+    keys = keys.unflatten(1, (-1, group))
     codes, scale, zero = quantised(keys, -2, *levels)
     off = (zero + scale * codes - keys).float().flatten(2, 3)[:, :, :count]
-    asking = list(capture.spans.last(_QUERIES))
-    queries = capture.queries_at(asking)[..., :dim].float() * capture.scale
-    queries = rearrange(queries, "(g n) p d -> g (n p) d", g=capture.kv_heads)
     of_keys = (queries @ off.mT).square().mean(dim=(2, 3))
-    values = values[:, at[:count], :dim]
     spread = values.float()
     spread = (spread - spread.mean(dim=1, keepdim=True)).square().sum(dim=(1, 2))
     values = values.unflatten(2, (-1, min(group, dim)))

@@ -101,7 +101,7 @@ def allocated_widths(
     level = torch.zeros_like(entries.head)
     level.scatter_reduce_(0, operation.entry[:bought], operation.target[:bought], "amax")
     # What is left is bought one by one, and so on the CPU.
-    level, head = level.cpu(), entries.head.cpu()
+    level, head = torch.stack([level, entries.head]).cpu()
     buy_in_turn(_Waiting(operation.after(bought), level, head, costs), left, shard)
     return level
 
@@ -175,8 +175,10 @@ class _Operations:
 
     def after(self, count: int) -> _Operations:
         """The operations after the first `count`, on the CPU."""
-        fields = (self.entry, self.source, self.target, self.rate, self.tie)
-        return _Operations(*(x[count:].cpu() for x in fields))
+        rate = self.rate.view(torch.int64)
+        fields = torch.stack([self.entry, self.source, self.target, rate, self.tie])
+        entry, source, target, rate, tie = fields[:, count:].cpu()
+        return _Operations(entry, source, target, rate.view(torch.float64), tie)
 
     def bytes(self, entries: Entries, costs: WidthCosts) -> Tensor:
         """int64 [M]: the cost of each operation after all operations before it."""

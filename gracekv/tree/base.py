@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from gracekv.distributed.sharding import WHOLE, HeadShard
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Forest:
     """Every node of every (layer, KV head, slot) tree; V nodes, R trees, no object per node.
 
@@ -71,7 +72,7 @@ class Forest:
         """R = L * G * J."""
         return self.layers * self.heads * self.slots
 
-    @property
+    @cached_property
     def region(self) -> tuple[int, int]:
         """The first compressible position, and the one after the last."""
         # The roots of the first head cover it.

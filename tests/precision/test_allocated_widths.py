@@ -12,7 +12,7 @@ from gracekv.allocate.top_tokens import entry_gains
 from gracekv.errors import BudgetError, ConfigError, NonFiniteError
 from gracekv.pipeline import Pipeline
 from gracekv.precision import AllocatedPrecision, reference
-from gracekv.precision.allocated import rounding_loss
+from gracekv.precision.allocated import rounding_loss, samples
 from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths, rates
 from gracekv.testing import synthetic_prefill
 from gracekv.testing.selections import check_run
@@ -64,7 +64,11 @@ def test_the_loss_is_that_of_rounding_a_sample():
     prefill = synthetic_prefill(context=90, dim=16, layers=2, kv_heads=2, group=2, seed=3)
     region = prefill.spans.region(4)
     codings = AllocatedPrecision(group=8).codings
-    got = torch.cat([rounding_loss(prefill.layer(layer), region, codings) for layer in range(2)])
+    sampled = [samples(capture, region, 8) for capture in prefill]
+    got = torch.cat([rounding_loss(*own, codings) for own in sampled])
+    # A GPU rounds all layers at once.
+    together = rounding_loss(*map(torch.cat, zip(*sampled, strict=True)), codings)
+    torch.testing.assert_close(together, got)
     asking = list(prefill.spans.last(16))
     for unit in range(4):
         layer, head = divmod(unit, 2)
@@ -150,9 +154,8 @@ def test_values_that_are_all_alike_lose_nothing_but_by_their_keys():
     prefill = synthetic_prefill(context=60, dim=8, layers=1)
     prefill.keys[0].fill_(1.5)
     prefill.values[0].fill_(-0.75)
-    loss = rounding_loss(
-        prefill.layer(0), prefill.spans.region(4), AllocatedPrecision(group=8).codings
-    )
+    sampled = samples(prefill.layer(0), prefill.spans.region(4), 8)
+    loss = rounding_loss(*sampled, AllocatedPrecision(group=8).codings)
     assert torch.equal(loss, torch.zeros_like(loss))
 
 
