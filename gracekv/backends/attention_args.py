@@ -19,7 +19,7 @@ class CodedArgs(ctypes.Structure):
         bias: float32 [E].
         offsets, blocks: int64 [Z + 1], the first entry and the first block of each row.
         entries, block_count, columns: E, N, C.
-        bits, group_size: of `Coding`.
+        bits, group_size: fields of `Coding`.
     """
 
     _fields_ = _integers(

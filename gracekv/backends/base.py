@@ -22,9 +22,9 @@ class AttentionSpec:
 
     Attributes:
         device: where queries, keys and values lie.
-        dtype: of the queries and of entries that are not quantised, or None for any.
+        dtype: dtype of queries and unquantised entries, or None for any.
         dim: d, the head dimension, or None for any.
-        codings: the coding of each width of quantised entries.
+        codings: the codings of quantised entries, one for each width.
     """
 
     device: torch.device
@@ -59,10 +59,10 @@ class AttentionStep:
             any finite numbers. Only without a mask. By default T = C.
         rows: int64 [B] on the query's device, the sequence that each row continues. By default
             each sequence is continued by B // S consecutive rows, in order.
-        softcap: c; logits x become c tanh(x / c) (Gemma 2). An entry stands for m tokens of the
-            same capped logit, so log m is added afterwards. None if there is no cap.
-        sink_logits: [H], of a token without a value that each query head sees besides all others
-            (GPT-OSS): it only adds to the softmax's denominator. None if there is no such token.
+        softcap: logit softcap c, or None: logits x become c tanh(x / c) (Gemma 2). An entry stands
+            for m tokens of the same capped logit, so log m is added afterwards.
+        sink_logits: [H] sink logits (GPT-OSS), or None. A sink acts like a token without a value:
+            it only adds to the softmax's denominator.
     """
 
     query: Tensor

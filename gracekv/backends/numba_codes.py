@@ -109,11 +109,11 @@ def coded_rows(
     Args:
         half: an array of the numbers that scales and zero points are.
         parts: `CodedArgs`.
-        part: which coded part it is, counted from 1.
-        of_keys: whether keys are asked for, or values.
-        row: of the part, the head's.
+        part: number of the coded part, counted from 1.
+        of_keys: True for keys, False for values.
+        row: the head's row in the part.
         first: index of the first one in the part.
-        count: of rows.
+        count: number of rows.
         wide: float32 [count or more, d].
         s: float32 [1, count * d or more] for scales; overwritten, as is `z`.
         z: for zero points.

@@ -49,9 +49,9 @@ class HeadViews:
     Attributes:
         heads: G.
         sequences: S.
-        threads: that read the entries of a head side by side.
-        exact: of each of S*G rows, keys [n, d], values [n, d] and log multiplicities [n].
-        coded: quantised parts, and the offsets of the rows of each.
+        threads: number of threads that read a head's entries side by side.
+        exact: for each of S*G rows, keys [n, d], values [n, d] and log multiplicities [n].
+        coded: quantised parts, each with its row offsets.
     """
 
     heads: int
@@ -176,7 +176,7 @@ def fused(
         rows: queries [B, H, M, d].
         keys: [B, H, E, d].
         values: [B, H, E, d].
-        bias: of the logits [B, H, 1 or M, E], or None.
+        bias: [B, H, 1 or M, E] to add to the logits, or None.
         scale: factor of q . k.
     """
     if bias is not None:
@@ -206,7 +206,7 @@ def plain(
         rows: queries [B, H, M, d].
         keys: [B, H, E, d].
         values: [B, H, E, d].
-        bias: of the capped logits [B, H, 1 or M, E], or None.
+        bias: [B, H, 1 or M, E] to add to the capped logits, or None.
         scale: factor of q . k.
         softcap: bound of the logits, or None.
     """

@@ -47,7 +47,7 @@ class SplitEntries:
 
     Attributes:
         layer: the packed entries.
-        views: of its heads, for steps that the kernel does not take.
+        views: views of its heads, for steps that the kernel does not take.
         held_bytes: bytes of the latest splits.
     """
 

@@ -34,8 +34,8 @@ class TritonEntries:
         heads: G.
         sequences: S.
         tables: the splits.
-        capability: of the GPU.
-        programs: how many kernel programs to aim at.
+        capability: the GPU's compute capability.
+        programs: number of kernel programs to aim at.
         coded: quantised entries, the splits of each in `tables` too.
         copied: bytes of keys and values that had to be copied to make their rows contiguous.
     """
@@ -64,8 +64,8 @@ class Triton(AttentionBackend):
 
     Attributes:
         splits_per_processor: splits per streaming multiprocessor; two fit on each.
-        processors: how many to plan for; by default those of the GPU. A fixed number gives the
-            same bits on GPUs of different size.
+        processors: streaming multiprocessors to plan for, by default the GPU's own. A fixed number
+            gives the same bits on GPUs of different size.
 
     Needs: the extra `gracekv[triton]` and a GPU of compute capability 8.0 or newer. Reads float32,
     float16 and bfloat16 with heads of dimension 256 or less. Nothing is copied or padded.

@@ -60,17 +60,17 @@ def ragged_attention(
         rows: int64 [B], or None: sequences in order, each for B // S batch rows.
         tail_keys: [B, G, C, d].
         tail_values: [B, G, C, d].
-        tail_length: int [B], how many of the C places are used, or None for all.
+        tail_length: int [B], number of places in use, or None for all C.
         mask: bool or additive float [B or 1, 1, Tq, C]; None is causal, aligned at the length.
         scale: factor of q . k.
         slots: see `SplitTable`.
         packed_splits: `PartSplits.most`.
-        programs: how many kernel programs to aim at.
-        codes: of each coded part, codes, scales and zero points of keys, then of values, as in
-            `Codes`, float32 [E] bias, and items and item_first of its `PartSplits`.
-        codings: of each coded part, bits, group and `PartSplits.most`.
-        softcap: of the logits, or None.
-        sink_logits: [H], or None.
+        programs: number of kernel programs to aim at.
+        codes: for each coded part, the codes, scales and zero points of its keys, then of its
+            values, as in `Codes`, float32 [E] bias, and items and item_first of its `PartSplits`.
+        codings: for each coded part, its bits, group and `PartSplits.most`.
+        softcap: logit softcap, or None.
+        sink_logits: [H] sink logits, or None.
 
     Returns:
         Output [B, H, Tq, d], laid out as [B, Tq, H, d].

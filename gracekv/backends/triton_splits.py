@@ -96,7 +96,7 @@ class SplitTables:
     """Tables of one layer from small splits to large ones.
 
     Attributes:
-        tables: of growing splits; the last has one per head.
+        tables: tables with growing splits; the last has one split per head.
     """
 
     tables: tuple[SplitTable, ...]
@@ -125,7 +125,7 @@ def split_tables(
     Args:
         layer: S sequences.
         block: entries of a kernel step; splits are whole blocks where the head allows.
-        processors: of the GPU.
+        processors: streaming multiprocessors of the GPU.
         per_processor: splits to aim at for each of them.
     """
     total = int(layer.lengths.sum())
@@ -218,7 +218,7 @@ def tail_splits(size: int, readers: int, programs: int, block: int) -> tuple[int
     Args:
         size: C; places, not tokens: the grid must not depend on a length that grows.
         readers: programs without a split.
-        programs: how many programs to aim at.
+        programs: number of programs to aim at.
         block: places of a kernel step; a split has at least two of them (ours).
     """
     if size == 0:

@@ -24,12 +24,12 @@ class Tiles:
     """One kernel configuration.
 
     Attributes:
-        queries: rows of a query tile, query heads times new tokens.
-        keys: entries of a step.
-        warps: of a program.
-        stages: of the software pipeline that loads ahead.
-        precision: of float32 matrix products: "tf32x3", three tf32 products of split operands, or
-            "ieee", plain multiplications; either keeps float32's bits.
+        queries: rows in a query tile, query heads times new tokens.
+        keys: entries read in one step.
+        warps: warps in a program.
+        stages: stages of the software pipeline that loads ahead.
+        precision: how float32 matrices are multiplied: "tf32x3", three tf32 products of split
+            operands, or "ieee", plain multiplications; either keeps float32's bits.
     """
 
     queries: int
@@ -80,7 +80,7 @@ def tiles(dim: int, dtype: torch.dtype, capability: tuple[int, int], queries: in
 
     Args:
         dim: d.
-        dtype: of queries, keys and values.
+        dtype: dtype of queries, keys and values.
         capability: (major, minor).
         queries: rows that share a KV head; the tile is the smallest that holds them, or the
             largest there is.

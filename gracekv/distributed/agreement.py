@@ -38,8 +38,8 @@ def call_facts(
 
     Args:
         prompts: each with `ids` and `spans`.
-        pipeline: what compresses them.
-        budget: of each.
+        pipeline: the pipeline that compresses them.
+        budget: the budget of each prompt.
         others: further arguments, by the name that an error gives them.
     """
     return {

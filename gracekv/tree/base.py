@@ -41,7 +41,7 @@ class Forest:
             prototype or singleton; its token count for a node kept as its original tokens.
         add_gain: float64 [R], Delta_add, Eq. (A5) (not clipped).
         split_gain: float64 [V], Delta_split (not clipped); 0 for leaves.
-        shard: which of all processes' KV heads these are, which G counts; by default all.
+        shard: the process's part of all KV heads; G counts this part. By default all heads.
     """
 
     layers: int

@@ -42,9 +42,9 @@ class HeadArrays(
         lambda_z: weight of the partition error.
         lambda_m: weight of the value-aggregate error.
         epsilon: guards both denominators.
-        uniform_base: that field of `gracekv.tree.merge.PrototypeRule`.
-        rule_epsilon: the rule's field `epsilon`.
-        multiplicity: the rule's field of that name.
+        uniform_base: field of `gracekv.tree.merge.PrototypeRule`.
+        rule_epsilon: field `epsilon` of the rule.
+        multiplicity: field of the rule.
     """
 
 
@@ -55,7 +55,7 @@ class Node(namedtuple("Node", "head first length row")):
         head: index among the U heads.
         first: place of its first token in the region.
         length: tokens.
-        row: of its first token in arrays over all heads' tokens.
+        row: row of its first token in arrays over all heads' tokens.
     """
 
 
@@ -81,7 +81,7 @@ class Scratch(
         key_sum: [d], running sum of keys.
         gram_sum: [W], running sum of rows of `gram`.
         weighted_gram_sum: [W], the same, weighted by the tokens' scores.
-        pending_z: [R, Q], Z of R pending intervals; what follows is of these too.
+        pending_z: [R, Q], Z of R pending intervals, to which the following fields belong, too.
         pending_m_square: [R, Q], |M|^2.
         logits: [R, Q], of the prototypes; then Z~, then errors.
         m_dot_v: [R, Q], M.v~.

@@ -20,7 +20,7 @@ def mark_candidates(kappa: Any, first: int, n: int, cuts: int, chosen: Any, top:
     Args:
         kappa: float64, token k's at first + k; ties: the earlier.
         first, n: the node's tokens; n >= 2.
-        cuts: how many.
+        cuts: number of candidates besides the midpoint.
         chosen: bool [n or more], filled.
         top: int64 [cuts or more], scratch.
     """
