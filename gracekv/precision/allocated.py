@@ -77,7 +77,11 @@ class AllocatedPrecision(AllocatingPrecision):
         costs = WidthCosts.of(self.stored, info)
         device = measured[0][0].device
         parts = [torch.cat([x.to(device) for x in own]) for own in zip(*measured, strict=True)]
-        loss = (parts[0] if len(parts) == 1 else rounding_loss(*parts, self.codings[::-1])).cpu()
+        loss = parts[0]
+        if len(parts) > 1:
+            keys, values, queries = parts
+            loss = rounding_loss(keys, values, queries, self.codings[::-1])
+        loss = loss.cpu()
         check_finite([loss], info.dtype)
         loss = self.rounding * loss
         head = candidates.head_of_entry()
@@ -112,7 +116,10 @@ _TOKENS, _QUERIES = 256, 16
 
 
 def samples(capture: LayerCapture, region: Region, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Evenly spaced entries of `region`, and queries: the arguments of `rounding_loss`."""
+    """The tensors that `rounding_loss` reads, from evenly spaced positions of `region`.
+
+    Keys [G, B, d], values [G, n, d] and queries float32 [G, Q, d].
+    """
     count, dim = min(_TOKENS, region.length), capture.info.entry_dim
     # Blocks of keys are filled up with the last token, as in the cache.
     filled = torch.arange(-(-count // group) * group).clamp_(max=count - 1)

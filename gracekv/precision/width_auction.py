@@ -101,7 +101,7 @@ def allocated_widths(
     level = torch.zeros_like(entries.head)
     level.scatter_reduce_(0, operation.entry[:bought], operation.target[:bought], "amax")
     # What is left is bought one by one, and so on the CPU.
-    level, head = torch.stack([level, entries.head]).cpu()
+    level, head = torch.stack([level, entries.head]).cpu().unbind()
     buy_in_turn(_Waiting(operation.after(bought), level, head, costs), left, shard)
     return level
 
