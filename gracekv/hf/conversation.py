@@ -140,19 +140,25 @@ class Conversation:
         Raises what `ask` raises, and `EditedHistoryError` for a history that was edited.
         """
         self._check_alone(kwargs)
+        anew = False
         try:
             self._new_turns(messages, tools)
         except EditedHistoryError:
-            if edited != "compress":
+            anew = edited == "compress"
+            if not anew:
                 raise
-            with self._alone():
-                self._begin_anew()
-        return self._answer(messages, tools, max_new_tokens, kwargs)
+        return self._answer(messages, tools, max_new_tokens, kwargs, anew=anew)
 
     def _answer(
-        self, messages: Any, tools: Any, max_new_tokens: int, options: dict[str, Any]
+        self,
+        messages: Any,
+        tools: Any,
+        max_new_tokens: int,
+        options: dict[str, Any],
+        *,
+        anew: bool = False,
     ) -> str:
-        with self._turn(messages, tools, max_new_tokens) as turn:
+        with self._turn(messages, tools, max_new_tokens, anew=anew) as turn:
             return self._add(messages[-1], turn, self._generate(turn, max_new_tokens, options))
 
     def compress(
@@ -258,11 +264,15 @@ class Conversation:
         return new_turns(prompt.tokenizer, known, messages, prompt.messages, **how)
 
     @contextmanager
-    def _turn(self, messages: Any, tools: Any, max_new_tokens: int) -> Iterator[Tensor]:
+    def _turn(
+        self, messages: Any, tools: Any, max_new_tokens: int, *, anew: bool = False
+    ) -> Iterator[Tensor]:
         """The ids up to the answer; an error inside leaves the conversation as it was."""
         with self._alone():
             before, undo = dict(self.__dict__), self._cache.mark()
             try:
+                if anew:
+                    self._begin_anew()
                 *older, (_, last) = self._new_turns(messages, tools)
                 self._tail = [*self._tail, *((role, len(ids)) for role, ids in older)]
                 self._ids = torch.cat([self._ids, *(torch.tensor(ids) for _, ids in older)])
@@ -272,7 +282,7 @@ class Conversation:
                 check_room(self._model, self._prompt, len(ids), max_new_tokens, self._limit)
                 yield ids
             except BaseException:
-                self.__dict__.update(before)
+                self.__dict__.update(before | {"_closed": self._closed})
                 undo()
                 raise
 

@@ -95,6 +95,11 @@ def test_a_streamed_turn_counts_when_it_is_read_to_its_end(book):
         assert len(chat.messages) == 2
         assert chat._cache.get_seq_length() == length
         alone = chat.ask("Why?", max_new_tokens=6)
+        stream = chat.ask("And then?", max_new_tokens=64, stream=True)
+        next(stream)
+    stream.close()
+    with pytest.raises(CacheError, match="closed"):
+        chat.ask("Why?")
     with book.chat() as other:
         assert other.ask("Who fell?", max_new_tokens=8) == spoken
         assert other.ask("Why?", max_new_tokens=6) == alone
