@@ -64,18 +64,30 @@ def joined_scores(
     """The scores [E] of the entries of `joined_cache` by layer; inf where they are unknown.
 
     `parts` are its two caches with their scores; the first `places` of each head of the second are
-    left out.
+    left out. What no score was made for in the second, such as its recent window, gets the mean of
+    its head: if it stayed for good, a limit would fill with the windows of all passages.
     """
     heads = []
-    for cache, scores in parts:
-        if scores is None:
+    for number, (cache, scores) in enumerate(parts):
+        # A passage that is not compressed stays whole.
+        whole = scores is None or (number == 1 and bool((cache.entries() == cache.length).all()))
+        if scores is None or whole:
             scores = [torch.full((int(own.sum()),), torch.inf) for own in cache.entries()]
         lengths = (layer.lengths.tolist() for layer in cache.layers)
-        heads.append([own.split(count) for own, count in zip(scores, lengths, strict=True)])
+        split = [own.split(count) for own, count in zip(scores, lengths, strict=True)]
+        if number == 1 and not whole:
+            split = [tuple(map(_without_gaps, own)) for own in split]
+        heads.append(split)
     return tuple(
         torch.cat([x for a, b in zip(*pair, strict=True) for x in (a, b[places:])])
         for pair in zip(*heads, strict=True)
     )
+
+
+def _without_gaps(scores: Tensor) -> Tensor:
+    """Scores [E] of a head with their mean in place of inf."""
+    finite = scores[scores.isfinite()]
+    return scores.masked_fill(scores.isinf(), float(finite.mean()) if len(finite) else 0.0)
 
 
 def oldest_position(cache: CompressedCache) -> int:

@@ -187,6 +187,24 @@ def test_a_limit_cuts_as_a_conversation_s_does(model, ids, tmp_path, ranks, save
     assert sizes[0] < sizes[1]
 
 
+def test_passages_that_keep_all_entries_stay_and_the_windows_of_others_do_not(model, ids, tmp_path):
+    result, limit = compressed(model, ids), {"entries_per_head": 90, "every": 8, "window": 8}
+    export(result, tmp_path / "talk")
+    worker, stay = Worker(model, tmp_path), []
+    for number in range(8):
+        length = worker.store.header("talk").length
+        ratio = 1 if number == 2 else 2
+        passage = torch.cat([ids[:PASSAGE], ids[-1:]])
+        context, _ = extend(worker, model, result, passage, ratio=ratio, limit=limit)
+        stay.append([int(layer.scores.isinf().sum()) for layer in context.layers])
+        if ratio == 1:
+            whole = set(range(length, length + PASSAGE))
+    added = [b - a for a, b in zip(stay[0], stay[-1], strict=True)]
+    assert added == [4 * PASSAGE] * len(context.layers)
+    for layer in context.layers:
+        assert all(whole <= set(layer.head(g)[2].tolist()) for g in range(4))
+
+
 def test_scores_count_in_memory_and_in_the_file(model, ids, tmp_path):
     result = compressed(model, ids)
     export(result, tmp_path / "talk")
