@@ -18,6 +18,7 @@ from gracekv.kernels import omp_threads
 from gracekv.kernels.addresses import address
 from gracekv.vllm.context_attention import LayerCall
 from gracekv.vllm.context_batch import ContextBatch, Division
+from gracekv.vllm.numba_kernel import PagedArgs, work_kernel
 
 DIVISION = Division(rows=96, entries=1024, programs=512)
 """The size of units of work; results do not depend on the number of threads. Source: ours."""
@@ -73,14 +74,6 @@ def find_layout(write: Callable[[Tensor, Tensor, Tensor], None], page: Tensor) -
     return PageLayout(where[0].contiguous(), where[1].contiguous())
 
 
-def warm_up(dtype: torch.dtype) -> None:
-    """Compile the kernels of `attend` for contexts of `dtype`."""
-    from gracekv.vllm.numba_kernel import merge_kernel, work_kernel
-
-    work_kernel(dtype)
-    merge_kernel()
-
-
 def attend(
     batch: ContextBatch, layer: int, call: LayerCall, layout: PageLayout, scale: float
 ) -> None:
@@ -95,15 +88,13 @@ def attend(
 
     Log multiplicities are added to the logits; sums are in float32.
     """
-    from gracekv.vllm.numba_kernel import PagedArgs, merge_kernel, work_kernel
-
     pages, blocks = call.kv_cache, call.metadata.block_table.contiguous()
     heads, block = pages.shape[1:3]
     query_heads, dim = call.query.shape[1:]
     chosen = call.query[batch.places].float().contiguous()
     tokens, output = len(chosen), torch.empty_like(chosen)
     partial = torch.empty(batch.slots * query_heads, dim + 2, dtype=torch.float32)
-    counters = (ctypes.c_int64 * 2)()
+    counters = torch.zeros(1 + tokens * query_heads, dtype=torch.int64)
     int32, int64, float32 = torch.int32, torch.int64, torch.float32
     contexts = len(batch.contexts)
     # Blocks and heads may lie apart; a head's part of a block may not.
@@ -121,7 +112,6 @@ def attend(
         rows=address("rows", batch.rows, int64, tokens),
         first_slot=address("first_slot", batch.first_slot, int64, tokens + 1),
         tokens=tokens,
-        merged=batch.merged,
         slots=batch.slots,
         blocks=address("blocks", blocks, int32, *blocks.shape),
         table_rows=blocks.shape[0],
@@ -136,7 +126,7 @@ def attend(
         query=address("query", chosen, float32, tokens, query_heads, dim),
         output=address("output", output, float32, tokens, query_heads, dim),
         partial=address("partial", partial, float32, batch.slots * query_heads, dim + 2),
-        counters=ctypes.addressof(counters),
+        counters=address("counters", counters, int64, 1 + tokens * query_heads),
         longest=batch.longest,
         heads=heads,
         group=query_heads // heads,
@@ -144,6 +134,4 @@ def attend(
         scale=scale,
     )
     omp_threads.run(work_kernel(pages.dtype), ctypes.addressof(args))
-    if batch.merged:
-        omp_threads.run(merge_kernel(), ctypes.addressof(args))
     call.output[batch.places] = output.to(call.output.dtype)

@@ -14,6 +14,7 @@ from gracekv.vllm import attention
 from gracekv.vllm.attention import PageLayout, find_layout
 from gracekv.vllm.context_attention import ContextAttention, LayerCall, Step
 from gracekv.vllm.context_batch import ContextBatch, plan_batch
+from gracekv.vllm.numba_kernel import work_kernel
 
 
 class GraceCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):  # type: ignore[misc]
@@ -35,7 +36,7 @@ class GraceCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):  # type:
 
     @classmethod
     def warm_up(cls, kv_cache: Tensor, group: int) -> None:
-        attention.warm_up(kv_cache.dtype)
+        work_kernel(kv_cache.dtype)
 
     def _find_layout(self, layer: Any, kv_cache: Tensor) -> PageLayout:
         inner = kv_cache.stride()[2:]

@@ -2,8 +2,9 @@
 
 One call serves all requests of a step, whatever their contexts: threads take units of work (see
 `gracekv.vllm.context_batch`) from a shared counter. A unit reads its entries once, in short pieces,
-with all its queries at a time, and keeps a running maximum and sum (online softmax). A second call
-merges the partial results of each token. Results are the same to the bit on any number of threads.
+with all its queries at a time, and keeps a running maximum and sum (online softmax). The thread
+that finishes the last unit of a query row merges its partial results, in the order of their slots.
+Results are the same to the bit on any number of threads.
 
 Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothing.
 """
@@ -37,7 +38,7 @@ _SOURCES = (intrinsics, numba_products, numba_softmax, row_vectors)
 
 
 class PagedArgs(ctypes.Structure):
-    """Arguments of both kernels: addresses of contiguous arrays, and sizes.
+    """Arguments of the kernel: addresses of contiguous arrays, and sizes.
 
     Fields, with n tokens, G KV heads, q query heads of each, W units of work, S slots:
         work: int64 [W, 6], units as in `ContextBatch`.
@@ -50,8 +51,7 @@ class PagedArgs(ctypes.Structure):
         key_places, value_places: int32 [block, d].
         query, output: float32 [n, G, q, d].
         partial: float32 [S * G * q, d + 2]: output, maximum and sum.
-        counters: int64 [2] zeros: numbers of units and tokens taken so far.
-        merged: number of tokens with slots, which come first.
+        counters: int64 [1 + n G q] zeros: units taken so far, and finished ones of each query row.
         longest: the most query rows of a unit.
     """
 
@@ -60,7 +60,7 @@ class PagedArgs(ctypes.Structure):
             "work", "units", "contexts", "context_count", "positions", "rows", "first_slot",
             "tokens", "slots", "blocks", "table_rows", "block_stride", "pages", "page_elements",
             "page_stride", "head_stride", "block", "key_places", "value_places", "query", "output",
-            "partial", "counters", "merged", "longest", "heads", "group", "dim",
+            "partial", "counters", "longest", "heads", "group", "dim",
         )),
         ("scale", ctypes.c_double),
     ]  # fmt: skip
@@ -103,7 +103,7 @@ def _gather(pages: Any, base: int, first: int, count: int, places: Any, rows: An
 
 @inner()
 def _run_work(args: Any, like: Any) -> None:
-    """Take units of work from the shared counter until there are none left; `like`: a page."""
+    """Take units of work from the first counter until there are none left; `like`: a page."""
     dim, heads, group, block = args.dim, args.heads, args.group, args.block
     work = carray(pointer(args.work), (args.units, 6), np.int64)
     contexts = carray(pointer(args.contexts), (args.context_count, 4), np.int64)
@@ -120,14 +120,12 @@ def _run_work(args: Any, like: Any) -> None:
 
     most = args.longest
     scratch = np.empty((_PIECE, dim), np.float32)
-    page_keys, page_values = (
-        np.empty((_PIECE, dim), like.dtype),
-        np.empty((_PIECE, dim), like.dtype),
-    )
+    page_keys = np.empty((_PIECE, dim), like.dtype)
+    page_values = np.empty_like(page_keys)
     queries, mixed = np.empty((most, dim), np.float32), np.empty((most, dim), np.float32)
     sums, weights = np.empty((most, dim + 2), np.float32), np.empty((most, _PIECE), np.float32)
     bits = np.empty(_PIECE, np.int32)
-    power, row_of_sums = bits.view(np.float32), np.empty(1, np.int64)
+    power, rows_of = bits.view(np.float32), np.empty(max(1, args.slots), np.int64)
 
     taken = fetch_and_add(counters, 0)
     while taken < args.units * heads:
@@ -181,34 +179,20 @@ def _run_work(args: Any, like: Any) -> None:
                 begin += entries
         for j in range(count):
             token, query_head = (first + j) // group, head * group + (first + j) % group
+            of = token * heads * group + query_head
             if context >= 0 and reads_pages:
-                row_of_sums[0] = j
-                merge(sums, row_of_sums, 1, output, token * heads * group + query_head)
-            else:
-                slot = first_slot[token] if context >= 0 else first_slot[token + 1] - parts
-                of = (slot + part) * heads * group + query_head
-                for i in range(dim + 2):
-                    partial[of, i] = sums[j, i]
+                rows_of[0] = j
+                merge(sums, rows_of, 1, output, of)
+                continue
+            start, end = first_slot[token], first_slot[token + 1]
+            slot = part + (start if context >= 0 else end - parts)
+            for i in range(dim + 2):
+                partial[slot * heads * group + query_head, i] = sums[j, i]
+            if fetch_and_add(counters, 1 + of) + 1 == end - start:
+                for p in range(end - start):
+                    rows_of[p] = (start + p) * heads * group + query_head
+                merge(partial, rows_of, end - start, output, of)
         taken = fetch_and_add(counters, 0)
-
-
-@inner(inline="always")
-def _run_merges(args: Any) -> None:
-    """Merge the partial results of tokens until there are none left."""
-    all_heads = args.heads * args.group
-    first_slot = carray(pointer(args.first_slot), (args.tokens + 1,), np.int64)
-    partial = carray(pointer(args.partial), (args.slots * all_heads, args.dim + 2), np.float32)
-    output = carray(pointer(args.output), (args.tokens * all_heads, args.dim), np.float32)
-    counters = pointer(args.counters)
-    slots = np.empty(args.slots, np.int64)
-    token = fetch_and_add(counters, 1)
-    while token < args.merged:
-        count = first_slot[token + 1] - first_slot[token]
-        for h in range(all_heads):
-            for p in range(count):
-                slots[p] = (first_slot[token] + p) * all_heads + h
-            merge(partial, slots, count, output, token * all_heads + h)
-        token = fetch_and_add(counters, 1)
 
 
 @functools.cache
@@ -225,17 +209,5 @@ def work_kernel(dtype: torch.dtype) -> Any:
         args = carray(address, (1,), _ARGS)[0]
         pages = carray(pointer(args.pages), (args.page_elements,), number)
         _run_work(args, pages)
-
-    return cached(partial(cfunc, types.void(types.voidptr)), kernel)
-
-
-@functools.cache
-def merge_kernel() -> Any:
-    """The kernel that merges partial results: a C callback on the address of `PagedArgs`."""
-    sources = digest(*_SOURCES)
-
-    def kernel(address: Any) -> None:
-        _ = sources
-        _run_merges(carray(address, (1,), _ARGS)[0])
 
     return cached(partial(cfunc, types.void(types.voidptr)), kernel)

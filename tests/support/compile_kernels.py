@@ -25,12 +25,12 @@ def every_kernel():
     from gracekv.kernels.intrinsics import NUMBERS
     from gracekv.kernels.softmax_sums_numba import pack_keys, reduce_columns
     from gracekv.tree.engines.numba_kernel import distortion_kernel
-    from gracekv.vllm.numba_kernel import merge_kernel, work_kernel
+    from gracekv.vllm.numba_kernel import work_kernel
 
     yield attend, NUMBERS
     yield distortion_kernel, ()
     yield work_kernel, NUMBERS
-    yield from ((kernel, ()) for kernel in (reduce_columns, merge_kernel))
+    yield reduce_columns, ()
     yield pack_keys, NUMBERS
 
 
