@@ -196,12 +196,17 @@ def rotary_positions(model: Any, places: Tensor) -> Tensor:
 
 
 def rotations_up_to(model: Any, last: int) -> list[Rope]:
-    """The rotations of positions 0..last, of each compressed layer."""
-    layers, device = compressed_layers(model), model.get_input_embeddings().weight.device
+    """The rotations of positions 0..last, of each compressed layer.
+
+    The model's weights may be on the device "meta".
+    """
+    layers = compressed_layers(model)
     if not has_rope(model):
-        return [Rope.none(last + 1, device) for _ in layers]
+        return [Rope.none(last + 1) for _ in layers]
+    rotary = model.get_decoder().rotary_emb
+    device = next(rotary.buffers()).device
     places = rotary_positions(model, torch.arange(last + 1, device=device)[None])
-    made = model.get_decoder().rotary_emb(
+    made = rotary(
         torch.zeros((), device=device, dtype=torch.float32), places, *rotation_kind(model)
     )
     cos, sin = (x[0].float() for x in made)

@@ -12,7 +12,7 @@ from typing import Any
 from gracekv.errors import StoreError
 from gracekv.vllm.front import Front
 from gracekv.vllm.header import PARAMETER, check_name
-from gracekv.vllm.orders import FRONT, Compression, Deletion, Listing, Order, order_of
+from gracekv.vllm.orders import FRONT, Compression, Deletion, Order, names_of, order_of
 from gracekv.vllm.serving import has_store, refusal
 
 _fronts: weakref.WeakKeyDictionary[Any, Front] = weakref.WeakKeyDictionary()
@@ -106,27 +106,17 @@ def check(processor: Any, params: Any) -> str | Order | None:
         if processor not in _fronts:
             _fronts[processor] = Front(processor.vllm_config)
         front = _fronts[processor]
-        order = order_of(transfer[PARAMETER], recipe_of=front.recipe_of)
-        if isinstance(order, Compression):
-            _check_alone(params)
+        order = order_of(transfer[PARAMETER], recipe_of=lambda name: front.known(name)[0])
+        allowed = {"n": 1, "logprobs": None, "prompt_logprobs": None}
+        others = [x for x, value in allowed.items() if getattr(params, x, value) != value]
+        if isinstance(order, Compression) and others:
+            raise StoreError(f"A request that compresses takes no {' and no '.join(others)}.")
         found = check_name(transfer[PARAMETER]) if order is None else order
-        if not isinstance(found, Listing):
-            name = found if isinstance(found, str) else found.name
+        for name in [found] if isinstance(found, str) else names_of(found):
             front.store.check_allowed(name, transfer)
-            source = getattr(found, "source", None)
-            if source is not None:
-                front.store.check_allowed(source, transfer)
         if isinstance(order, Deletion):
             front.orders.pop(order.name, None)
         return found
-
-
-def _check_alone(params: Any) -> None:
-    """Raise `StoreError` for options that a compressing request cannot have."""
-    allowed = {"n": 1, "logprobs": None, "prompt_logprobs": None}
-    found = [x for x, value in allowed.items() if getattr(params, x, value) != value]
-    if found:
-        raise StoreError(f"A request that compresses takes no {' and no '.join(found)}.")
 
 
 def _put_ids(processor: Any, found: str | Order, made: Any, params: Any) -> None:

@@ -112,7 +112,11 @@ class Compressor:
         """
         job = self._job
         if job is not None and job.context is not None and job.request in made:
-            self._serve(job.order, job.context)
+            try:
+                self._store.put(job.context.header, job.order.name, job.context, job.order.save)
+            # Requests for it are refused, and the engine goes on.
+            except Exception as error:
+                LOG.error("Context %r cannot be held.", job.order.name, exc_info=error)
         if job is not None and job.request != current:
             self._drop()
         if chunk is None:
@@ -136,13 +140,6 @@ class Compressor:
         if self._recording is not None:
             self._recording.cancel()
         self._job = None
-
-    def _serve(self, order: Compression, context: StoredContext) -> None:
-        try:
-            self._store.put(context.header, order.name, context, saved=order.save)
-        # Requests for it are refused, and the engine goes on.
-        except Exception as error:
-            LOG.error("Context %r cannot be held.", order.name, exc_info=error)
 
     def _begun(self, chunk: Chunk) -> _Job:
         # On a GPU, observers launch their kernels in the model's own stream.
@@ -217,8 +214,8 @@ class Compressor:
             # The entries before were turned for a question right after them.
             added = cache.length - places
             before = RaggedCache(past.layers, past.header.length)
-            both = joined_scores([(before, before.scores), (cache, scores)], places)
-            scores = both if before.scores else None
+            parts = (before, before.scores), (cache, scores)
+            scores = joined_scores(parts, places) if before.scores else None
             cache = dequantised(joined_cache(before, cache, places, shard))
         cache = cache.with_scores(scores)
         if order.limit is not None:

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from gracekv.distributed.gloo_exchange import GlooExchange
 from gracekv.distributed.sharding import TIMEOUT, WHOLE, HeadShard
 from gracekv.vllm.compressing import Compressor
-from gracekv.vllm.context_attention import Asking, RecordedChunk, begin_step, end_step
+from gracekv.vllm.context_attention import Asking, Step, set_step
 from gracekv.vllm.jobs import refused
 from gracekv.vllm.scheduling import SchedulerSide, StepContexts, WorkerReport
 from gracekv.vllm.serving import attention_layers, check_attention, check_serving, open_store
@@ -68,7 +68,8 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
             block: Asking(self._store.load(name, digest), tokens)
             for block, (name, digest, tokens) in connector_metadata.named.items()
         }
-        begin_step(asking, RecordedChunk(recording, chunk) if recording and chunk else None)
+        reading = (recording, chunk) if recording and chunk else None
+        set_step(Step(asking, reading) if asking or reading else None)
 
     def _load(self, name: str, digest: str) -> dict[str, Any] | None:
         """Load a context; the reply to requests about it if that fails, else None."""
@@ -80,7 +81,7 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
-        end_step()
+        set_step(None)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         recorded = self._compressor.recorded
@@ -91,7 +92,7 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
         return WorkerReport(outcomes, dropped, self._opened, recorded) if found else None
 
     def shutdown(self) -> None:
-        end_step()
+        set_step(None)
         if self.role == KVConnectorRole.WORKER:
             self._compressor.shutdown()
 

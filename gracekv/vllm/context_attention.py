@@ -45,27 +45,18 @@ class LayerCall(NamedTuple):
     output: Tensor
 
 
-class RecordedChunk(NamedTuple):
-    """A request of a step whose prompt is recorded.
-
-    Attributes:
-        recording: takes its tokens.
-        chunk: its tokens in the step.
-    """
-
-    recording: Recording
-    chunk: Chunk
-
-
 class Step:
     """The requests of one step that have a context, and the one that is recorded.
 
     Args:
         asking: requests about contexts, by their first page.
-        reading: the request that is recorded, or None.
+        reading: the request whose prompt is recorded, its recording and its tokens in the step; or
+            None.
     """
 
-    def __init__(self, asking: dict[int, Asking], reading: RecordedChunk | None) -> None:
+    def __init__(
+        self, asking: dict[int, Asking], reading: tuple[Recording, Chunk] | None = None
+    ) -> None:
         self.asking, self.reading = asking, reading
         self._planned: tuple[Any, Any] | None = None
         self._found: tuple[Any, int] | None = None
@@ -110,15 +101,10 @@ class Step:
 _current: Step | None = None
 
 
-def begin_step(asking: dict[int, Asking], reading: RecordedChunk | None = None) -> None:
-    """Set the step that attention layers see; the arguments are those of `Step`."""
+def set_step(step: Step | None) -> None:
+    """Set the step that attention layers see, or None."""
     global _current
-    _current = Step(asking, reading) if asking or reading else None
-
-
-def end_step() -> None:
-    """Clear the step."""
-    begin_step({})
+    _current = step
 
 
 def current_step() -> Step | None:
@@ -172,9 +158,8 @@ class ContextAttention(abc.ABC):
             batch = running.plan(attn_metadata, lambda: self.plan(running, attn_metadata, kv_cache))
         if batch is None or not batch.covers_all:
             stock: Any = super()
-            parts = query, key, value
-            scales = output_scale, output_block_scale
-            stock.forward(layer, *parts, kv_cache, attn_metadata, output, *scales)
+            ours = layer, query, key, value, kv_cache, attn_metadata, output
+            stock.forward(*ours, output_scale, output_block_scale)
         if batch is not None:
             heads = (-1, self.num_heads, self.head_size)
             asked = (query.view(heads), kv_cache, attn_metadata, output.view(heads))

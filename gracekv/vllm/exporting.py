@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gracekv import recipes
 from gracekv.cache.base import RaggedCache
@@ -19,12 +18,7 @@ from gracekv.errors import UnsupportedModelError
 from gracekv.files import VERSION, path_of
 from gracekv.hf.base_result import BaseResult
 from gracekv.prefill.fingerprint import active_adapters, check_same_model, tokenizer_marks
-from gracekv.prefill.model_layers import (
-    model_layers,
-    other_layers,
-    rope_of_table,
-    rope_parameters,
-)
+from gracekv.prefill.model_layers import other_layers, rope_parameters, rotations_up_to
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import sliding_window, switch_point, trained_length
 from gracekv.vllm.context_folder import check_replaceable, write_context
@@ -65,13 +59,10 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
     folders = [path.parent / check_name(name) for name in names or [path.name]]
     for folder in folders:
         check_replaceable(folder)
-    # vLLM computes in the model's dtype.
-    caches = [
-        dequantised(result.packed.sequence(number)).with_scores(run.entry_scores())
-        for number, run in enumerate(result._runs)
-    ]
     model, recipe = result.model, recipes.label(result.pipeline)
-    for cache, prompt, folder in zip(caches, result.prompts, folders, strict=True):
+    for run, prompt, folder in zip(result._runs, result.prompts, folders, strict=True):
+        # vLLM computes in the model's dtype.
+        cache = dequantised(run.cache).with_scores(run.entry_scores())
         header = functools.partial(describe, model, _follow(prompt, cache), cache, recipe)
         write_context(moved(model, cache), header, folder)
     return folders if result.is_batch else folders[0]
@@ -154,26 +145,9 @@ def moved(model: Any, cache: RaggedCache, by: int | None = None) -> RaggedCache:
     Source: Eq. (T1).
     """
     by = cache.length if by is None else by
-    cos, sin = rotation_table(model, by)
     layers = []
-    for layer, own in zip(cache.layers, model_layers(model), strict=True):
-        turn = rope_of_table(cos, sin, own.rotation).moved(torch.tensor([by]), 0)
+    for layer, rope in zip(cache.layers, rotations_up_to(model, by), strict=True):
+        turn = rope.moved(torch.tensor([by]), 0)
         keys = turn.rotate(layer.keys.float(), torch.zeros(1, dtype=torch.int64))
         layers.append(replace(layer, keys=keys.to(layer.keys.dtype)))
     return RaggedCache(tuple(layers), cache.length)
-
-
-def rotation_table(model: Any, last: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [last + 1, n] of positions 0..last, in float32 on the CPU.
-
-    The model's weights may be on the device "meta".
-    """
-    rotary = model.get_decoder().rotary_emb
-    device = next(rotary.buffers()).device
-    with torch.inference_mode():
-        tables = rotary(
-            torch.zeros(1, device=device, dtype=torch.float32),
-            torch.arange(last + 1, device=device)[None],
-        )
-    cos, sin = (x[0].float().cpu() for x in tables)
-    return cos, sin

@@ -51,24 +51,20 @@ class Front:
         Raises `StoreError` if it does not continue the context. The prompt of an unknown context
         stays as it is; the scheduler knows the context, or refuses the request.
         """
-        follow = self._follow_of(name)
+        _, follow = self.known(name)
         return ids if follow is None else continuing(tokenizer, name, follow, ids)
 
-    def _follow_of(self, name: str) -> Continuation | None:
-        """How requests continue a context, or None if only the scheduler knows it."""
-        if name in self.orders:
-            return self.orders[name].follow
-        with contextlib.suppress(StoreError):
-            return self.store.header(name).continuation
-        return None
+    def known(self, name: str) -> tuple[str, Continuation | None]:
+        """A context's recipe and how requests continue it.
 
-    def recipe_of(self, name: str) -> str:
-        """The recipe of a context, or the default if only the scheduler knows the context."""
+        The default recipe and None if only the scheduler knows the context.
+        """
         if name in self.orders:
-            return self.orders[name].recipe
+            return self.orders[name].recipe, self.orders[name].follow
         with contextlib.suppress(StoreError):
-            return self.store.header(name).recipe
-        return DEFAULT_WITHOUT_QUESTION
+            header = self.store.header(name)
+            return header.recipe, header.continuation
+        return DEFAULT_WITHOUT_QUESTION, None
 
     def document(
         self, order: Compression, ids: Sequence[int], tokenizer: Any
@@ -96,7 +92,10 @@ class Front:
                 template=True,
             )
             order = replace(order, start=start, follow=self._format)
-        most = self._longest_prompt
+        cache, most = self._config.cache_config, self._config.model_config.max_model_len - 1
+        if cache.num_gpu_blocks:
+            # vLLM keeps one page for itself.
+            most = min(most, (cache.num_gpu_blocks - 1) * cache.block_size)
         if len(found) + 1 > most:
             raise StoreError(
                 f"The document has {len(found):,} tokens, and this engine computes at most "
@@ -114,7 +113,7 @@ class Front:
                 check_needs(served.model, order.pipeline.needs(), passage=True)
         except (BudgetError, ConfigError, UnsupportedModelError) as error:
             raise StoreError(str(error)) from error
-        follow = order.follow if order.source is None else self._follow_of(order.source)
+        follow = order.follow if order.source is None else self.known(order.source)[1]
         if follow is not None:
             self.orders[order.name] = replace(order, follow=follow)
         while len(self.orders) > _REMEMBERED:
@@ -124,11 +123,3 @@ class Front:
     @functools.cached_property
     def _served(self) -> ServedModel:
         return ServedModel.of(self._config)
-
-    @property
-    def _longest_prompt(self) -> int:
-        cache, most = self._config.cache_config, self._config.model_config.max_model_len - 1
-        if cache.num_gpu_blocks:
-            # vLLM keeps one page for itself.
-            most = min(most, (cache.num_gpu_blocks - 1) * cache.block_size)
-        return int(most)

@@ -152,7 +152,11 @@ class ContextHeader(Continuation):
         Raises `StoreError` if it is missing, damaged, edited, or has an unknown format.
         """
         try:
-            data = json.loads(_text(path))
+            with path.open("rb") as file:
+                text = file.read(_LARGEST + 1)
+            if len(text) > _LARGEST:
+                raise ValueError(f"more than {_LARGEST} bytes")
+            data = json.loads(text.decode())
         except FileNotFoundError as error:
             raise StoreError(
                 f"There is no context {name!r} in the store. Have the server compress a document "
@@ -175,14 +179,6 @@ class ContextHeader(Continuation):
             raise StoreError(
                 f"The header of context {name!r} is damaged or was edited. Export it again."
             ) from error
-
-
-def _text(path: Path) -> str:
-    with path.open("rb") as file:
-        data = file.read(_LARGEST + 1)
-    if len(data) > _LARGEST:
-        raise ValueError(f"more than {_LARGEST} bytes")
-    return data.decode()
 
 
 def _checksum(data: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from gracekv.errors import StoreError
 from gracekv.vllm.compressing import Outcome
 from gracekv.vllm.context_folder import delete_context
 from gracekv.vllm.header import is_missing
-from gracekv.vllm.orders import Compression, Listing, Order
+from gracekv.vllm.orders import Compression, Listing, Order, names_of
 from gracekv.vllm.serving import refusal
 from gracekv.vllm.store import ContextStore
 
@@ -95,12 +95,11 @@ class Jobs:
         Raises `StoreError` if the request may not use the name, or if the context to delete does
         not exist or is in the making.
         """
-        if not isinstance(order, Listing):
-            self._store.check_allowed(order.name, parameters)
+        for name in names_of(order):
+            self._store.check_allowed(name, parameters)
         if isinstance(order, Compression):
             order.spans(length)
             if order.source is not None:
-                self._store.check_allowed(order.source, parameters)
                 self._check_extendable(order.source, length - 1)
             self.jobs[request] = Job(request, order, length)
             return None
@@ -186,13 +185,12 @@ class Jobs:
             return
         ended, self._outcomes = self._outcomes, []
         order = self.jobs.pop(ended[0].request).order
-        reasons = [x.reason for x in ended if x.reason]
-        name, header = order.name, None if reasons else ended[0].header
+        reason = " ".join(dict.fromkeys(x.reason for x in ended if x.reason))
+        name, header = order.name, None if reason else ended[0].header
         known: dict[str, Any] = {"seconds": round(max(x.seconds for x in ended), 3)}
         known["recorded_bytes"], self._recorded = self._recorded, 0
         if header is None:
-            known |= {"name": name, "state": "failed", "reason": " ".join(dict.fromkeys(reasons))}
-            known["recipe"] = order.recipe
+            known |= {"name": name, "state": "failed", "reason": reason, "recipe": order.recipe}
         else:
             known["digest"] = header.digest
             self.made.add(ended[0].request)
@@ -232,14 +230,13 @@ class Jobs:
             held = self._recorded if job.request == self.current else 0
             made = {"name": name, "state": "compressing", "recipe": recipe, "recorded_bytes": held}
             found[name] = found.get(name, {}) | made
-        return [found[name] for name in sorted(found) if self._may_see(name, parameters)]
-
-    def _may_see(self, name: str, parameters: Mapping[str, Any]) -> bool:
-        # If the operator's function raises, the request may not see the context.
-        with contextlib.suppress(Exception):
-            self._store.check_allowed(name, parameters)
-            return True
-        return False
+        listed = []
+        for name in sorted(found):
+            # If the operator's function raises, the request may not see the context.
+            with contextlib.suppress(Exception):
+                self._store.check_allowed(name, parameters)
+                listed.append(found[name])
+        return listed
 
     def _described(self, name: str) -> dict[str, Any]:
         try:

@@ -95,6 +95,12 @@ class Compression:
 Order = Compression | Listing | Deletion
 
 
+def names_of(order: Order) -> list[str]:
+    """Names of the contexts that an order makes, reads or deletes."""
+    found = [getattr(order, x, None) for x in ("name", "source")]
+    return [name for name in found if name is not None]
+
+
 def order_of(
     given: Any,
     front: Mapping[str, Any] | None = None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,11 +83,10 @@ class Recording:
     ) -> None:
         needs = order.pipeline.needs()
         self.past = past
-        places, self._before = 0, None
-        if past is not None:
-            # All ranks begin in the same step, so they have no exchange here.
-            places, before = past.places, RaggedCache(past.layers, past.header.length)
-            self._before = past_of(before, places=places)
+        # All ranks begin in the same step, so they have no exchange here.
+        places = 0 if past is None else past.places
+        before = None if past is None else RaggedCache(past.layers, past.header.length)
+        self._before = None if before is None else past_of(before, places=places)
         self.order, self.spans, self._shard = order, order.spans(length, places), shard
         # An engine computes nothing twice, so hold whatever may be needed later from the start.
         once = CaptureSizes(kv=0, queries=0, again=False)
@@ -123,11 +121,8 @@ class Recording:
             return
         if self._before is not None:
             wide = self._before.keys[layer].shape[2]
-            query, key, value = (
-                widened(query, wide, 1 / scale),
-                widened(key, wide),
-                widened(value, wide),
-            )
+            query = widened(query, wide, 1 / scale)
+            key, value = widened(key, wide), widened(value, wide)
         keys, values, queries = self._parts[layer] or (
             key.new_empty(key.shape[1], length, key.shape[2]),
             value.new_empty(value.shape[1], length, value.shape[2]),
@@ -157,13 +152,10 @@ class Recording:
         if self._pool is None:
             self._observations.add(layer, run)
             return
-        self._waiting.append(self._pool.submit(self._show, layer, run))
+        show = torch.inference_mode()(self._observations.add)
+        self._waiting.append(self._pool.submit(show, layer, run))
         if len(self._waiting) > len(self._ends):
             self._waiting.popleft().result()
-
-    @torch.inference_mode()
-    def _show(self, layer: int, run: Callable[[], TokenRun]) -> None:
-        self._observations.add(layer, run)
 
     @property
     def bytes(self) -> int:

@@ -110,12 +110,13 @@ class SchedulerSide:
         self._skips[key] = request.skip_reading_prefix_cache
         request.skip_reading_prefix_cache = False
         try:
-            order = order_of(params[PARAMETER], params.get(FRONT), self._recipe_of)
+            front, header = params.get(FRONT), self._store.header
+            order = order_of(params[PARAMETER], front, lambda name: header(name).recipe)
             if order is not None:
                 reply = self._jobs.add(key, order, params, request.num_prompt_tokens)
                 self._replies |= {} if reply is None else {key: reply}
             if isinstance(order, Compression) and order.source is not None:
-                self._contexts[key] = order.source, self._store.header(order.source)
+                self._contexts[key] = order.source, header(order.source)
         # Any exception here would end the engine for everybody.
         except Exception as error:
             self._refuse(request, self._jobs.refused(error))
@@ -123,9 +124,6 @@ class SchedulerSide:
             if order is None:
                 self._ask(request, time.monotonic() + WAIT)
         _hash_again(request)
-
-    def _recipe_of(self, name: str) -> str:
-        return self._store.header(name).recipe
 
     def _ask(self, request: Any, end: float) -> None:
         """Take in a question, refuse it, or let it wait for its context until `end`."""

@@ -9,9 +9,9 @@ import torch
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.kernels.rope import Rope
-from gracekv.prefill.model_layers import model_layers, rope_of_table, rotating
+from gracekv.prefill.model_layers import model_layers, rotations_up_to
 from gracekv.prefill.supported import TESTED_MODEL_TYPES, check_model
-from gracekv.vllm.exporting import check_served, rotation_table
+from gracekv.vllm.exporting import check_served
 from gracekv.vllm.model_facts import config_facts
 
 
@@ -62,9 +62,10 @@ class ServedModel:
 
     def rope(self, length: int, device: torch.device, places: int = 0) -> Rope:
         """The rotations of positions 0..length - 1 after `places` rows of position 0."""
+        ropes = rotations_up_to(self.model, length - 1)
+        rope = next((x for n, x in enumerate(ropes) if n not in self.unrotated()), ropes[0])
         at = torch.arange(-places, length).clamp(min=0)
-        cos, sin = (x[at].to(device) for x in rotation_table(self.model, length - 1))
-        return rope_of_table(cos, sin, rotating(model_layers(self.model)))
+        return Rope(rope.cos[at].to(device), rope.sin[at].to(device), rope.interleaved)
 
     def unrotated(self) -> frozenset[int]:
         """Layers without RoPE."""

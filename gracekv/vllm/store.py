@@ -17,7 +17,7 @@ from gracekv.errors import StoreError
 from gracekv.prefill.fingerprint import differences
 from gracekv.vllm.context_folder import files_state, is_of_system
 from gracekv.vllm.header import HEADER, PARAMETER, ContextHeader, check_name, is_name
-from gracekv.vllm.stored_context import LoadedContexts, StoredContext, of_heads
+from gracekv.vllm.stored_context import LoadedContexts, StoredContext
 
 # The default limit: one of so many parts of the machine's memory, or of a GPU's, most of which vLLM
 # fills with pages. Source: ours.
@@ -237,7 +237,8 @@ class ContextStore:
             raise StoreError(f"Context {name!r} is damaged: its header is of other entries.")
         places = int(cache.entries().max())
         if self._heads is not None:
-            layers = tuple(of_heads(layer, *self._heads) for layer in layers)
+            # A copy, so that the other heads are freed.
+            layers = tuple(layer.rows(*self._heads).mapped(torch.clone) for layer in layers)
         return StoredContext(header, layers, places)
 
 

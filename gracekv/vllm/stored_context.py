@@ -66,10 +66,7 @@ class StoredContext:
         """The context with its entries on `device`."""
         if device == self.layers[0].device:
             return self
-        layers = []
-        for layer in self.layers:
-            moved = {name: part.to(device) for name, part in layer.tensors().items()}
-            layers.append(replace(layer, **{**moved, "offsets": layer.offsets}, sequences=1))
+        layers = (replace(x.mapped(lambda t: t.to(device)), offsets=x.offsets) for x in self.layers)
         return StoredContext(self.header, tuple(layers), self.places)
 
 
@@ -83,17 +80,8 @@ def heads_of_rank(heads: int, size: int, rank: int) -> tuple[int, int]:
         size: number of ranks.
         rank: this process's.
     """
-    if heads >= size:
-        share = heads // size
-        return rank * share, (rank + 1) * share
-    first = rank // (size // heads)
-    return first, first + 1
-
-
-def of_heads(layer: RaggedEntries, first: int, last: int) -> RaggedEntries:
-    """A copy of the entries of heads [first, last)."""
-    own = layer.rows(first, last)
-    return replace(own, **{k: x.clone() for k, x in own.tensors().items()}, sequences=1)
+    first, after = (x * heads // size for x in (rank, rank + 1))
+    return first, max(after, first + 1)
 
 
 class LoadedContexts:

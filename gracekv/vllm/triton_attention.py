@@ -46,19 +46,15 @@ def plan_gpu_batch(
     of_context: Counter[str] = Counter()
     for context, tokens in asking.values():
         of_context[context.header.digest] += tokens * group
-    tile = device_tile(pages.device, pages.shape[3] // 2, pages.dtype, max(of_context.values()))
+    capability, rows = gpu.capability(pages.device), max(of_context.values())
+    tile = unit_tile(pages.shape[3] // 2, pages.dtype, capability, rows)
     programs = _PROGRAMS * gpu.processors(pages.device)
     return plan_batch(asking, metadata, group, pages, Division(tile.queries, _ENTRIES, programs))
 
 
 @functools.cache
-def device_tile(device: torch.device, dim: int, dtype: torch.dtype, rows: int) -> Tiles:
-    """`unit_tile` on `device`; cached, since every layer calls it."""
-    return unit_tile(dim, dtype, gpu.capability(device), rows)
-
-
 def unit_tile(dim: int, dtype: torch.dtype, capability: tuple[int, int], rows: int) -> Tiles:
-    """The kernel's tile.
+    """The kernel's tile; cached, since every layer calls it.
 
     Args:
         dim: d.
@@ -114,7 +110,7 @@ def attend(batch: ContextBatch, layer: int, call: LayerCall, scale: float) -> No
     blocks = call.metadata.block_table
     query_heads, dim = query.shape[1:]
     heads, block = pages.shape[1:3]
-    tile = device_tile(pages.device, dim, pages.dtype, batch.longest)
+    tile = unit_tile(dim, pages.dtype, gpu.capability(pages.device), batch.longest)
     block_d = padded_dim(dim)
     # The interpreter computes on the bits of bfloat16 as if they were integers, and truncates
     # instead of rounding; so there the kernel writes float32, and torch rounds.

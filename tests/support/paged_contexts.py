@@ -12,9 +12,9 @@ from torch import Tensor
 from gracekv.cache.base import RaggedEntries
 from gracekv.kernels import ragged
 from gracekv.testing.attention import TOLERANCES, relative_error
-from gracekv.vllm import reference
 from gracekv.vllm.context_attention import Asking
 from gracekv.vllm.stored_context import StoredContext
+from support import paged_reference as reference
 
 LAYOUTS = ("heads first", "tokens first", "layers inside")
 """Of a block in memory: [G, block, 2d], [block, G, 2d], or the first with gaps between blocks."""

@@ -12,11 +12,11 @@ from gracekv.cache.base import RaggedEntries
 from gracekv.errors import ShapeError
 from gracekv.kernels import ragged
 from gracekv.testing.attention import TOLERANCES, relative_error
-from gracekv.vllm import reference
 from gracekv.vllm.attention import DIVISION, PageLayout, attend, find_layout
 from gracekv.vllm.context_attention import Asking, LayerCall
 from gracekv.vllm.context_batch import Division, plan_batch
 from gracekv.vllm.stored_context import StoredContext
+from support import paged_reference as reference
 
 HEADS, GROUP, DIM, BLOCK = 2, 3, 16, 32
 # Rows of a step: context or None, tokens of the sequence, tokens of it that are new.

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from gracekv.vllm.context_attention import RecordedChunk, begin_step, current_step, end_step
+from gracekv.vllm.context_attention import Step, current_step, set_step
 
 # Three requests of 1, 2 and 1 tokens; the second one's pages begin with block 7.
 METADATA = SimpleNamespace(
@@ -20,12 +20,12 @@ def names(monkeypatch):
     layers.extract_layer_index = lambda name: int(name.rpartition(".")[2])
     monkeypatch.setitem(sys.modules, layers.__name__, layers)
     yield
-    end_step()
+    set_step(None)
 
 
 def recorded(add):
     recording = SimpleNamespace(add=add, failure=None)
-    begin_step({}, RecordedChunk(recording, SimpleNamespace(block=7, start=40, count=2)))
+    set_step(Step({}, (recording, SimpleNamespace(block=7, start=40, count=2))))
     step, tokens = current_step(), torch.arange(4.0).view(4, 1, 1)
     step.record("layers.5", (tokens, tokens + 10, tokens + 20), METADATA, 0.5)
     return recording, step
