@@ -216,7 +216,8 @@ class Compression:
         pipe, plan, pool, info = self._pipeline, self._plan, self._pool, self._info
         relevance, by_bytes = compared.relevance, plan.bytes is not None and costs is not None
         if pool is not None and (self._allocating is not None or not by_bytes):
-            offered = AuctionResult(plan, pool.selection(), pool.utility())
+            utility = pool.utility() if self._allocating is None else 0.0
+            offered = AuctionResult(plan, pool.selection(), utility)
         else:
             auction = Auction(pipe.allocate, pipe.floor, pipe.quota, info, compared, pipe.certify)
             offered = auction.spend(plan, costs if self._allocating is None else None)
@@ -236,7 +237,7 @@ class Compression:
             plan=replace(plan, total=total),
             selection=selection,
             widths=widths[stays],
-            utility=float(gains[stays.to(gains.device)].sum()),
+            utility=float(gains.cpu()[stays].sum()),
         )
 
     def _packed(
@@ -264,9 +265,11 @@ class Compression:
         if bought.widths is None:
             region, precision = self._region(self._info), self._pipeline.precision
             return [precision.widths(start, region) for start in starts]
-        every = torch.nn.functional.pad(bought.widths.to(chosen[0].device), (0, 1), value=EXACT)
         # The last one stands for entries outside the region, whose index is -1.
-        return [every.to(own.device)[own] for own in chosen]
+        every = torch.nn.functional.pad(bought.widths.cpu(), (0, 1), value=EXACT)
+        home = chosen[0].device
+        index = torch.cat([own.to(home) for own in chosen]).cpu()
+        return list(every[index].split([len(own) for own in chosen]))
 
     def _stored_whole(self) -> CompressedCache:
         """Every token of every layer, stored by the precision."""

