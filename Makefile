@@ -27,7 +27,7 @@ COMPUTES := $(addprefix tests/,segment value fit precision \
 # of kernels that run once with their bounds checked.
 WRAPPERS := peft==0.21.2 torchao==0.18.0 bitsandbytes==0.50.2
 KERNEL_TESTS ?= $(addprefix tests/,kernels backends/test_numba.py tree/test_engines.py \
-	tree/test_numba_split_choice.py value/test_finished_logits.py)
+	tree/test_numba_split_choice.py value/test_finished_logits.py vllm/test_context_attention.py)
 
 LOCK_VENV ?= .venv-lock
 LOCKER := uv==0.13.9

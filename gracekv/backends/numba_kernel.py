@@ -208,9 +208,11 @@ def attend(dtype: torch.dtype) -> Any:
     def kernel(address: Any) -> None:
         _ = sources
         args = carray(address, (1,), _ARGS)[0]
-        packed, tails = (args.entries, args.dim), (args.batch * args.heads * args.tail, args.dim)
-        keys = carray(pointer(args.keys), packed, number)
-        values = carray(pointer(args.values), packed, number)
+        keys = carray(pointer(args.keys), (args.entries, args.dim), number)
+        values = carray(pointer(args.values), (args.entries, args.dim), number)
+        # A tail is a view of storage with more places; its last row is that of the last head.
+        before = (args.batch - 1) * args.tail_batch + (args.heads - 1) * args.tail_head
+        tails = before + args.tail, args.dim
         tail_keys = carray(pointer(args.tail_keys), tails, number)
         tail_values = carray(pointer(args.tail_values), tails, number)
         half = carray(address, (0,), half_number)
