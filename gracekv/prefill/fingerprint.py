@@ -59,7 +59,7 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         said = name
         if name == "adapters":
             said = f"adapters ({mine or 'none'} then, {other or 'none'} now)"
-        elif isinstance(mine, Mapping):
+        elif isinstance(mine, Mapping) and isinstance(other, Mapping):
             # Checkpoints may hold experts under other names, and tied weights twice.
             shared = [x for x in sorted(mine.keys() & other.keys()) if other[x] is not None]
             changed = [x for x in shared if mine[x] != other[x]]

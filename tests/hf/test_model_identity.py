@@ -5,6 +5,7 @@ import torch
 
 import gracekv
 from gracekv.errors import CacheError, SavedCacheError
+from gracekv.prefill.fingerprint import differences
 from gracekv.testing.models import tiny_llama
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -86,3 +87,9 @@ def test_an_adapter_that_was_switched_is_refused_by_name(model, tmp_path):
     layer.disable_adapters = True
     with pytest.raises(SavedCacheError, match=r"adapters \(law then, none now\) differ"):
         gracekv.load(tmp_path / "law.gracekv", model)
+
+
+def test_a_file_whose_marks_are_no_mapping_is_of_another_model():
+    marks = {"embed.weight": "0"}
+    assert differences({"weights": "x"}, {"weights": marks}) == ["weights"]
+    assert differences({"weights": marks}, {"weights": "x"}) == ["weights"]
