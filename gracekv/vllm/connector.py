@@ -10,7 +10,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
 from gracekv.distributed.gloo_exchange import GlooExchange
-from gracekv.distributed.sharding import TIMEOUT, WHOLE, HeadShard
+from gracekv.distributed.sharding import TIMEOUT, HeadShard
 from gracekv.vllm.compressing import Compressor
 from gracekv.vllm.context_attention import Asking, Step, set_step
 from gracekv.vllm.jobs import refused
@@ -41,7 +41,11 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
         # In a worker: replies of contexts that the step opens, by digest.
         self._opened: dict[str, dict[str, Any] | None] = {}
         if device is not None:
-            self._compressor = Compressor(vllm_config, store, device, _own_heads())
+            # With a process group beside vLLM's own.
+            group = get_tp_group()
+            exchange = GlooExchange(group.ranks, TIMEOUT) if group.world_size > 1 else None
+            heads = HeadShard(group.rank_in_group, group.world_size, exchange)
+            self._compressor = Compressor(vllm_config, store, device, heads)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -100,12 +104,3 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
         """Do nothing: contexts never go into pages, and pages are never saved."""
 
     wait_for_layer_load = save_kv_layer = wait_for_save = start_load_kv
-
-
-def _own_heads() -> HeadShard:
-    """The KV heads that this worker computes, with a process group beside vLLM's own."""
-    group = get_tp_group()
-    if group.world_size == 1:
-        return WHOLE
-    exchange = GlooExchange(group.ranks, TIMEOUT)
-    return HeadShard(group.rank_in_group, group.world_size, exchange)

@@ -91,14 +91,14 @@ def _allowing(given: Any) -> Allow | None:
     try:
         module, _, function = given.partition(":")
         found = getattr(importlib.import_module(module), function)
+        if not callable(found):
+            raise TypeError("not a function")
     # A module may raise anything while it is imported.
     except Exception as error:
         raise ConfigError(
             f"{_ALLOW!r} is a list of contexts' names, or 'module:function'; got {given!r} "
             f"({type(error).__name__}: {error})."
         ) from error
-    if not callable(found):
-        raise ConfigError(f"{_ALLOW!r} names {given!r}, which is not a function.")
     return cast(Allow, found)
 
 
