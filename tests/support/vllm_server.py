@@ -50,6 +50,13 @@ class VllmServer:
             time.sleep(0.5)
         raise AssertionError(self._log.read_text()[-3000:])
 
+    def memory(self):
+        """Bytes of memory of all its processes."""
+        import psutil
+
+        own = psutil.Process(self._process.pid)
+        return sum(one.memory_info().rss for one in [own, *own.children(recursive=True)])
+
     def kill(self):
         """End all its processes at once, as `kill -9` does."""
         import psutil

@@ -1,33 +1,21 @@
 """A server of a tiny model under load, and killed while it saves."""
 
 import itertools
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from support.engine_answers import MARGIN
-from support.vllm_server import NAME, vllm_server
+from support.loaded_server import answer, asked, loaded_server, same, words
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
-DOCUMENTS, AT_ONCE, TOKENS = 20, 4, 24
-QUESTION = "Why is she tired?"
+DOCUMENTS, AT_ONCE = 20, 4
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    from gracekv.testing.models import tiny_llama, tiny_tokenizer
-
-    folder = tmp_path_factory.mktemp("load")
-    tokenizer = tiny_tokenizer(vocabulary=500)
-    tiny_llama(vocabulary=500, dim=32).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    (folder / "store").mkdir()
-    options = ("--max-model-len", "2048", "--max-num-batched-tokens", "128", "--max-num-seqs", "12")
-    with vllm_server(folder, folder / "model", folder / "store", *options) as running:
-        running.tokenizer = tokenizer
+    with loaded_server(tmp_path_factory.mktemp("load")) as running:
         yield running
 
 
@@ -36,46 +24,6 @@ def client(server):
     from gracekv.vllm import Client
 
     return Client(f"{server.url}/v1", tokenizer=server.tokenizer)
-
-
-def words(seed, count=120):
-    """A text of its own for each seed."""
-    letters = random.Random(seed)
-    return " ".join("".join(letters.choices("abcdefgh", k=4)) for _ in range(count))
-
-
-def answer(server, ids, name=None):
-    """The tokens of a greedy answer with their log-probabilities."""
-    import httpx
-
-    body = {
-        "model": NAME, "prompt": list(ids), "max_tokens": TOKENS, "temperature": 0, "logprobs": 0,
-        "ignore_eos": True, "return_token_ids": True,
-    }  # fmt: skip
-    if name is not None:
-        body["kv_transfer_params"] = {"gracekv": name}
-    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
-    assert reply.status_code == 200, reply.text
-    (choice,) = reply.json()["choices"]
-    found = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-    assert [len(x) for x in found] == [TOKENS, TOKENS]
-    return list(zip(*found, strict=True))
-
-
-def same(found, wanted):
-    """Whether two greedy answers agree up to the first near-tie, which may part them."""
-    for (token, mine), (other, theirs) in zip(found, wanted, strict=True):
-        if abs(mine - theirs) > MARGIN:
-            return False
-        if token != other:
-            break
-    return True
-
-
-def asked(server, name):
-    from gracekv.vllm import request
-
-    return request(None, name, QUESTION, server.tokenizer).prompt_ids
 
 
 def test_documents_beside_ordinary_requests_lose_and_mix_nothing(server, client):

@@ -1,0 +1,90 @@
+"""Conversations in a server of a tiny model: killed while they are extended, and long ones."""
+
+import itertools
+import os
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from support.loaded_server import answer, asked, loaded_server, same, words
+
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
+
+# Turns of each of four conversations, and how often a server is killed; more by hand.
+TURNS = int(os.environ.get("GRACEKV_TEST_TURNS", 20))
+KILLS = int(os.environ.get("GRACEKV_TEST_KILLS", 3))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with loaded_server(tmp_path_factory.mktemp("talk")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    from gracekv.vllm import Client
+
+    return Client(f"{server.url}/v1", tokenizer=server.tokenizer)
+
+
+def test_four_conversations_at_once_stay_within_their_limit(server, client):
+    from gracekv import Compaction, Limit
+
+    limit = Limit(entries_per_head=150, every=64, window=8)
+    policy = Compaction(after=64, ratio=2, recent=2)
+    client.compress("book", words("book", 60), ratio=2)
+    chats = [client.chat("book", limit, policy) for _ in range(4)]
+    entries, memory = [], []
+
+    def talk(numbered, turn):
+        number, chat = numbered
+        said = words(f"{number} {turn}", 12)
+        chat.ask(f"{number} {turn} {said}", max_tokens=8)
+
+    with ThreadPoolExecutor(4) as pool:
+        for turn in range(TURNS):
+            list(pool.map(talk, enumerate(chats), itertools.repeat(turn)))
+            listed = [one for one in client.list() if one.entries is not None]
+            entries.append(max(one.entries for one in listed))
+            memory.append(server.memory())
+            # Each has the version that it reads, and at most one in the making.
+            assert len(listed) <= 1 + 2 * len(chats)
+    # Memory is printed, for long runs by hand.
+    print(f"MiB after each tenth: {[x >> 20 for x in memory[:: max(1, TURNS // 10)]]}")
+    units = 2 * 2
+    assert max(entries) <= (150 - 8) * units
+    assert sum(x == (150 - 8) * units for x in entries) > TURNS // 4, "the limit was not reached"
+    for chat in chats:
+        chat.close()
+
+
+def test_a_server_that_is_killed_while_it_extends_serves_the_old_or_the_new_context(server, client):
+    """At random times: the context on disk is whole, one of the two, and answers as it did."""
+    from gracekv.vllm import ContextStore
+
+    ids = server.tokenizer(words("further", 100)).input_ids
+    moments = random.Random(0)
+    client.compress("talk", words("talk"), ratio=3, save=True)
+    old = ContextStore(server.store).header("talk")
+    begun = time.monotonic()
+    client.extend("talk", ids, ratio=3, into="longer", save=True)
+    took = time.monotonic() - begun
+    lengths = old.length, ContextStore(server.store).header("longer").length
+    wanted = [answer(server, asked(server, name), name) for name in ("talk", "longer")]
+    assert not same(*wanted)
+    seen = []
+    for _ in range(KILLS):
+        client.extend("talk", ids, ratio=3, save=True, wait=False)
+        time.sleep(moments.uniform(0, took))
+        server.kill()
+        found = ContextStore(server.store).load("talk").header
+        seen.append(lengths.index(found.length))
+        server.start()
+        assert same(answer(server, asked(server, "talk"), "talk"), wanted[seen[-1]])
+        if seen[-1]:
+            client.compress("talk", words("talk"), ratio=3, save=True)
+            assert ContextStore(server.store).header("talk").length == old.length
+    print(f"old {seen.count(0)}, new {seen.count(1)}")
