@@ -72,7 +72,8 @@ def joined_scores(
         # A passage that is not compressed stays whole.
         whole = scores is None or (number == 1 and bool((cache.entries() == cache.length).all()))
         if scores is None or whole:
-            scores = [torch.full((int(own.sum()),), torch.inf) for own in cache.entries()]
+            sizes = [int(own.sum()) for own in cache.entries()]
+            scores = [torch.full((size,), torch.inf, dtype=torch.float32) for size in sizes]
         lengths = (layer.lengths.tolist() for layer in cache.layers)
         split = [own.split(count) for own, count in zip(scores, lengths, strict=True)]
         if number == 1 and not whole:

@@ -93,7 +93,7 @@ def entries_within(
     if shard.total(int(lengths.sum())) <= most:
         return None
     used = torch.arange(int(shard.maximum(lengths.amax()))) < lengths[..., None]
-    gains = torch.zeros(used.shape)
+    gains = torch.zeros(used.shape, dtype=torch.float32)
     # Of the elastic auction, an entry needs a gain above that of padding.
     gains[used] = torch.cat(list(scores)).float().cpu().clamp(min=_SMALLEST)
     stays = gains.isinf()
@@ -103,7 +103,7 @@ def entries_within(
             f"The limit leaves {most // units} entries per head beside its window, but "
             f"{-(-(most - left) // units)} must stay: what was never compressed. Raise the limit."
         )
-    ones = torch.ones(used.shape[:2])
+    ones = torch.ones(used.shape[:2], dtype=torch.float32)
     kept = top_tokens(gains.masked_fill(stays, 0.0), ones, left, None, elastic=True, shard=shard)
     return list((kept | stays)[used].split([len(own) for own in scores]))
 

@@ -206,7 +206,8 @@ class Compressor:
         run = order.pipeline.run(recording.prefill(), order.budget)
         cache, past, follow = dequantised(run.cache), recording.past, order.follow
         # A text that keeps all its entries has no scores, and stays whole.
-        stay = [torch.full((layer.entries,), torch.inf) for layer in cache.layers]
+        sizes = [layer.entries for layer in cache.layers]
+        stay = [torch.full((size,), torch.inf, dtype=torch.float32) for size in sizes]
         scores: Sequence[Tensor] | None = run.entry_scores() or stay
         added = None
         if past is not None:
