@@ -32,6 +32,8 @@ class VllmServer:
             sys.executable, "-m", "vllm.entrypoints.openai.api_server",
             "--model", str(model), "--served-model-name", NAME,
             "--dtype", "float32", "--enforce-eager",
+            # Of the machine's memory, which must be free: tests hold some of it.
+            "--gpu-memory-utilization", "0.5",
             "--host", "127.0.0.1", "--port", str(port),
             "--kv-transfer-config", json.dumps(kv_transfer_config(store)), *options,
         ]  # fmt: skip
