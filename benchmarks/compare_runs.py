@@ -20,7 +20,7 @@ import numpy as np
 
 from gracekv.evaluate.measures import measure
 from gracekv.evaluate.row_files import read_rows
-from gracekv.evaluate.statistics import interval
+from gracekv.evaluate.tables import interval
 from gracekv.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"

@@ -14,6 +14,8 @@ are left out.
 from __future__ import annotations
 
 import argparse
+import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,14 +24,14 @@ import suite_tables as tables
 from suites import NEEDLES, SUITES, TEXTS, Suite, in_bytes, suite_of
 
 from gracekv.evaluate.formats import footer, markdown
-from gracekv.evaluate.measures import measure
-from gracekv.evaluate.plots import plot
+from gracekv.evaluate.measures import Measure, measure
 from gracekv.evaluate.row_files import Row, latest, read_rows
-from gracekv.evaluate.tables import make_tables
+from gracekv.evaluate.tables import FULL, Table, make_tables
 from gracekv.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
 FIDELITY = ("log_kl", "top1")
+MARKERS = "osD^v<>PX*hd"
 
 
 def whole(rows: Sequence[Row]) -> list[Row]:
@@ -105,6 +107,44 @@ def fidelity(rows: Sequence[Row], suite: Suite) -> list[str]:
     return parts
 
 
+def plot(found: Sequence[Table], shown: Measure) -> bytes:
+    """A PNG of a panel for each table: a line for each method over the ratios, with 95 % bands."""
+    from matplotlib.figure import Figure
+
+    across = min(3, len(found))
+    down = math.ceil(len(found) / across)
+    figure = Figure(figsize=(4.6 * across, 3.6 * down + 1.2), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False).flat
+    methods = list(dict.fromkeys(m for table in found for m in table.methods))
+    lines = {}
+    for place, table in zip(axes, found, strict=False):
+        ratios = [column for column in table.columns if column.endswith("x")]
+        for method in table.methods:
+            if full := table.cells.get((method, FULL)):
+                lines[method] = place.axhline(full.mean, linestyle="--", color="0.4")
+                continue
+            at = [column for column in ratios if (method, column) in table.cells]
+            x, cells = [float(c[:-1]) for c in at], [table.cells[method, c] for c in at]
+            number = methods.index(method)
+            style, color = f"-{MARKERS[number % len(MARKERS)]}", f"C{number % 10}"
+            means = [cell.mean for cell in cells]
+            (lines[method],) = place.plot(x, means, style, color=color, lw=1.3, ms=4)
+            low, high = [cell.low for cell in cells], [cell.high for cell in cells]
+            place.fill_between(x, low, high, color=color, alpha=0.12, lw=0)
+        place.set_xscale("log", base=2)
+        place.set_xticks([float(c[:-1]) for c in ratios], ratios)
+        place.minorticks_off()
+        place.set_title(str(table.title), fontsize=9)
+        place.set_ylabel(shown.title, fontsize=8)
+        place.grid(alpha=0.3)
+    for place in axes[len(found) :]:
+        place.set_visible(False)
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=4, fontsize=8)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=150)
+    return out.getvalue()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path)
@@ -131,7 +171,7 @@ def main() -> None:
             drawn = [table for table in found if any(c.endswith("x") for c in table.columns)]
             picture = plot(tables.placed(drawn, suite), shown)
             write_atomically(RESULTS / f"{args.name}.png", picture)
-        # Differences with their tests for the first measure only: the rest would bury it.
+        # Differences for the first measure only: the rest would bury it.
         found = found if number == 0 else make_tables(rows, shown)
         text = markdown(found, shown).replace("\n### ", "\n#### ")
         parts += [f"## {shown.title}", "", text, ""]

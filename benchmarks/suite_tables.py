@@ -11,8 +11,7 @@ from suites import Suite
 
 from gracekv.evaluate.measures import Measure
 from gracekv.evaluate.row_files import Row, latest
-from gracekv.evaluate.statistics import interval
-from gracekv.evaluate.tables import Table
+from gracekv.evaluate.tables import Table, interval
 
 RESAMPLES = 4000
 
@@ -29,7 +28,7 @@ def standing(table: Table, column: str, shown: Measure, suite: Suite) -> tuple[i
     first, place = order[0], 1 + order.index(suite.ours)
     if place == 1:
         return 1, True, first
-    delta = table.against[first, column].delta
+    delta = table.against[first, column]
     return place, delta.low <= 0 <= delta.high, first
 
 

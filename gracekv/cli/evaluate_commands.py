@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Options that are named and spelled like the fields of a panel.
 _PANEL = (
-    "model", "dtype", "samples", "seed", "recent_share", "protocol", "max_new_tokens", "generate",
+    "model", "dtype", "samples", "seed", "protocol", "max_new_tokens", "generate",
     "fidelity", "truncate", "max_prompt",
 )  # fmt: skip
 MeasureNames = Annotated[str, Option("--metric", help="Metrics to show, such as score,kl.")]
@@ -41,7 +41,6 @@ class RunOptions:
     dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32"
     data: Annotated[Path | None, Option(help="Folder with essays/, qa/ and longbench/.")] = None
     seed: Annotated[int, Option(help="Seed of RULER's samples.")] = 42
-    recent_share: Annotated[float | None, Option(help="Recent tokens' largest share.")] = None
     protocol: Annotated[str, Option(help="query_aware or query_agnostic.")] = "query_aware"
     max_new_tokens: Annotated[int | None, Option(min=1, help="Most tokens of an answer.")] = None
     generate: Annotated[bool, Option(help="Generate and score answers.")] = True
@@ -72,8 +71,7 @@ class RunOptions:
 
     def run(self, experiment: Experiment) -> int:
         """Run the missing cells and print their number; returns the number of failed cells."""
-        from gracekv.evaluate.runner import run
-        from gracekv.evaluate.schedule import parse_shard
+        from gracekv.evaluate.runner import parse_shard, run
 
         shard, again = parse_shard(self.shard), self.retry_failed
         done = run(experiment, self.out, shard=shard, retry_failed=again, progress=True)
@@ -117,38 +115,25 @@ def evaluate(
 
 def table(
     runs: Annotated[Path, Argument(help="The --out of an evaluation; shards are merged.")],
-    format: Annotated[str, Option(help="markdown, latex or csv.")] = "markdown",
+    format: Annotated[str, Option(help="markdown or csv.")] = "markdown",
     metric: MeasureNames = "score",
     against: Annotated[
-        str | None, Option(help="Count wins, ties and losses against this method.")
+        str | None, Option(help="Also show each method's difference from this one.")
     ] = None,
-    plot: Annotated[Path | None, Option(help="Also plot the first metric over the ratio.")] = None,
     out: Annotated[Path | None, Option(help="Write to this file instead of the screen.")] = None,
 ) -> None:
     """Show means with 95 % bootstrap intervals on paired samples."""
-    from gracekv.evaluate.formats import FORMATS, footer
-    from gracekv.evaluate.measures import measure
-    from gracekv.evaluate.plots import plot as drawn
-    from gracekv.evaluate.tables import make_tables
+    from gracekv.evaluate.formats import FORMATS
 
     if format not in FORMATS:
         raise ConfigError(f"--format takes one of {', '.join(FORMATS)}; got {format!r}.")
-    measures = [measure(name) for name in _list(metric)]
-    for path in filter(None, (out, plot)):
-        check_output(path)
-    rows = _rows(runs)
-    texts = []
-    for shown in measures:
-        tables = make_tables(rows, shown, against)
-        texts.append(FORMATS[format](tables, shown))
-        if plot is not None and shown is measures[0]:
-            write_atomically(plot, drawn(tables, shown, plot.suffix))
-    if format == "markdown":
-        texts.append(footer(rows))
+    if out is not None:
+        check_output(out)
+    text = _tables(_rows(runs), metric, against, format)
     if out is None:
-        typer.echo("\n".join(texts))
+        typer.echo(text)
     else:
-        write_atomically(out, "\n".join(texts).encode())
+        write_atomically(out, text.encode())
 
 
 def ablate(
@@ -164,11 +149,8 @@ def ablate(
     metric: MeasureNames = "score",
 ) -> None:
     """Run a method and its variants; show paired differences. At 8x if no budget is given."""
-    from gracekv.evaluate.formats import deltas, footer
-    from gracekv.evaluate.measures import measure
     from gracekv.evaluate.methods import variants
 
-    measures = [measure(name) for name in _list(metric)]
     settings = set_ or []
     methods = variants(base, settings, not settings if ablations is None else ablations)
     if options.model is not None or options.tasks is not None:
@@ -176,9 +158,19 @@ def ablate(
             options = replace(options, ratios="8")
         options.run(options.experiment(methods))
     rows = [row for row in _rows(options.out) if row["method"] in methods]
-    typer.echo("\n".join([*(deltas(rows, base, shown) for shown in measures), footer(rows)]))
+    typer.echo(_tables(rows, metric, base))
     if any(row["error"] is not None for row in rows):
         raise typer.Exit(1)
+
+
+def _tables(rows: list[Row], metric: str, against: str | None, format: str = "markdown") -> str:
+    from gracekv.evaluate.formats import FORMATS, footer
+    from gracekv.evaluate.measures import measure
+    from gracekv.evaluate.tables import make_tables
+
+    measures = [measure(name) for name in _list(metric)]
+    texts = [FORMATS[format](make_tables(rows, x, against), x) for x in measures]
+    return "\n".join([*texts, footer(rows)] if format == "markdown" else texts)
 
 
 def _list(text: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from gracekv.allocate import Budget
 from gracekv.errors import ConfigError
 from gracekv.evaluate.methods import parse_method
-from gracekv.evaluate.rendering import Truncate
+from gracekv.evaluate.sample import Truncate
 from gracekv.evaluate.tasks import GIVEN, SHARED, Task, expand
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.config import parsed

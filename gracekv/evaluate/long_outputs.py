@@ -12,8 +12,11 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from gracekv.evaluate.sample import Sample
+from gracekv.allocate import Budget
+from gracekv.decode import Limit
+from gracekv.evaluate.sample import Rendered, Sample
 from gracekv.evaluate.sources import Sources
+from gracekv.pipeline import Pipeline
 
 EVERY = 64
 """Tokens between two cuts: these answers have about 500 tokens."""
@@ -89,3 +92,18 @@ def _made(name: str, rng: Random) -> tuple[str, str, str]:
         " Continue it.",
         "\n".join(["User: Hello.\nAssistant: Hello.", told, *turns, end]),
     )
+
+
+def within(budget: Budget, rendered: Rendered, pipeline: Pipeline) -> tuple[Budget, Limit]:
+    """The context's budget and the limit of prompt and answer, where `budget` counts both.
+
+    The rest of the prompt and the last tokens come first; context and answer share the remaining
+    limit equally, whatever the strategy (ours).
+    """
+    prompt, context = len(rendered.prompt.ids), rendered.prompt.spans.context_length
+    window, exact = 16, budget.kind == "entries_per_head"
+    length = prompt + len(rendered.answer_ids)
+    entries = int(budget.amount) if exact else int(length / budget.amount)
+    limit = Limit(entries_per_head=entries, every=EVERY, window=window, strategy=pipeline.decode)
+    left = max(pipeline.window.minimum, (entries - window - (prompt - context)) // 2)
+    return Budget.entries_per_head(min(left, context)), limit

@@ -65,7 +65,7 @@ def _share(part: str, of: str, whole: str) -> Callable[[Row], float | None]:
 
 def _log_kl(row: Row) -> float | None:
     # Of several questions over one cache the mean of their logarithms.
-    each = [_number("fidelity", "kl")(part) for part in row.get("questions", [row])]
+    each = [_number("fidelity", "kl")(part) for part in row.get("questions") or [row]]
     known = [kl for kl in each if kl is not None]
     if not known or len(known) < len(each):
         return None

@@ -74,31 +74,19 @@ def split_methods(text: str) -> list[str]:
 def sweep(base: str, settings: Sequence[str]) -> list[str]:
     """One method for each value of each ``stage.field=v1,v2``: one change at a time.
 
-    Several fields that change together are joined by ``;``, their values by ``:``, as in
-    ``distortion.lambda_z;distortion.lambda_m=0.25:0.75,0.5:0.5``. Raises `ConfigError`.
+    Raises `ConfigError` for what cannot be read.
     """
     match = _SPEC.fullmatch(base)
-    if match is None:
-        raise ConfigError(f"Cannot vary the method {base!r}.")
-    kept = [match["changes"]] if match["changes"] else []
     found = []
     for setting in settings:
-        paths, equals, values = setting.partition("=")
-        names = paths.split(";")
-        if not equals or not values:
+        path, _, values = setting.partition("=")
+        if match is None or not values:
             raise ConfigError(
-                f"--set takes stage.field=v1,v2, such as value.lambda_graph=0.1,0.3; got "
-                f"{setting!r}."
+                f"--set takes stage.field=v1,v2, such as value.lambda_graph=0.1,0.3, and varies "
+                f"a recipe or file; got {setting!r} of {base!r}."
             )
-        for value in re.split(r",(?![^\[]*\])", values):
-            parts = value.split(":")
-            if len(parts) != len(names):
-                raise ConfigError(
-                    f"{setting!r} names {len(names)} fields, {value!r} holds {len(parts)} values. "
-                    f"Join the values of fields that change together by ':'."
-                )
-            changes = [f"{name}={part}" for name, part in zip(names, parts, strict=True)]
-            found.append(f"{match['base']}[{';'.join([*kept, *changes])}]")
+        kept = f"{match['changes']};" if match["changes"] else ""
+        found += [f"{match['base']}[{kept}{path}={value}]" for value in split_methods(values)]
     return found
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +26,6 @@ from gracekv.evaluate.sample import Sample
 
 _CONTROL = re.compile("[\x00-\x1f]")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NUMBERS = re.compile(r"\d+")
-# Besides string.punctuation, as LongBench removes it from Chinese text.
-_CHINESE_PUNCTUATION = (
-    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟"
-    "〰〾〿–—‘’‛“”„‟…‧﹏."
-)
 
 
 def score(sample: Sample, prediction: str) -> dict[str, float]:
@@ -77,17 +71,6 @@ def qa_f1(prediction: str, answer: str) -> float:
     return _f1(_normal(prediction).split(), _normal(answer).split())
 
 
-def qa_f1_zh(prediction: str, answer: str) -> float:
-    """Token F1 of Chinese text cut by jieba, without punctuation and blanks."""
-    removed = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATION)
-
-    def tokens(text: str) -> list[str]:
-        kept = ("".join(t.lower().translate(removed).split()) for t in _cut(text))
-        return [token for token in kept if token]
-
-    return _f1(tokens(prediction), tokens(answer))
-
-
 def rouge_l(prediction: str, answer: str) -> float:
     """F1 of the longest common subsequence of blank-separated words."""
     score: float = _lcs_scorer().score(answer, prediction)["rougeL"].fmeasure
@@ -104,11 +87,6 @@ def rouge_l_longbench(prediction: str, answer: str) -> float:
     return score
 
 
-def rouge_l_zh(prediction: str, answer: str) -> float:
-    """LongBench's Rouge-L of Chinese text cut by jieba."""
-    return rouge_l_longbench(" ".join(_cut(prediction)), " ".join(_cut(answer)))
-
-
 def class_accuracy(prediction: str, answer: str, classes: Sequence[str]) -> float:
     """1 over the number of class names that the prediction holds, if the right one is among them.
 
@@ -122,28 +100,7 @@ def class_accuracy(prediction: str, answer: str, classes: Sequence[str]) -> floa
     return 1 / len(named) if answer in named else 0.0
 
 
-def retrieval(prediction: str, answer: str) -> float:
-    """Share of the prediction's numbers that equal the number of the reference paragraph."""
-    return count(prediction, _NUMBERS.findall(answer)[0])
-
-
-def count(prediction: str, answer: str) -> float:
-    """Share of the prediction's numbers that equal the reference; 0 without numbers."""
-    numbers = _NUMBERS.findall(prediction)
-    return numbers.count(str(answer)) / len(numbers) if numbers else 0.0
-
-
-def code_sim(prediction: str, answer: str) -> float:
-    """Edit similarity of the first line that is no comment and no code fence."""
-    lines = prediction.lstrip("\n").split("\n")
-    code = [line for line in lines if not any(mark in line for mark in ("`", "#", "//"))]
-    fuzz = required("rapidfuzz.fuzz", "evaluate")
-    # The official fuzzywuzzy rounds to whole percents.
-    return float(round(fuzz.ratio(code[0] if code else "", answer)) / 100)
-
-
-_BY_NAME = (qa_f1, qa_f1_zh, rouge_l, rouge_l_longbench, rouge_l_zh, retrieval, count, code_sim)
-PAIRWISE = {metric.__name__: metric for metric in _BY_NAME} | {"retrieval_zh": retrieval}
+PAIRWISE = {metric.__name__: metric for metric in (qa_f1, rouge_l, rouge_l_longbench)}
 
 
 def _normal(text: str) -> str:
@@ -163,8 +120,3 @@ def _f1(prediction: list[str], answer: list[str]) -> float:
 def _lcs_scorer() -> Any:
     scorer = required("rouge_score.rouge_scorer", "evaluate", "rouge-score")
     return scorer.RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=str.split))
-
-
-def _cut(text: str) -> Iterable[str]:
-    words: Iterable[str] = required("jieba", "evaluate").cut(text)
-    return words

@@ -20,15 +20,12 @@ from gracekv.errors import ConfigError, OutputError
 
 Row = dict[str, Any]
 
-# Required and optional fields of a row; their types are checked when it is read.
+# The fields of a row that are read again, and their types.
 _FIELDS: dict[str, Any] = {
     "key": str, "sample": str, "model": str, "dtype": str, "task": str, "group": str,
     "method": str, "column": str, "length": int | None, "seed": int, "index": int,
-    "settings": dict, "versions": dict,
-}  # fmt: skip
-_OPTIONAL: dict[str, Any] = {
-    "error": dict | None, "metric": str, "prompt_hash": str, "source": str, "marks": dict,
-    "questions": list,
+    "settings": dict, "versions": dict, "error": dict | None, "metric": str | None,
+    "prompt_hash": str | None, "source": str | None, "marks": dict | None, "questions": list | None,
 }  # fmt: skip
 # "full", "8x" or "512 entries".
 _COLUMN = re.compile(r"full|\d+(\.\d+)?(e[+-]\d\d)?(x| entries)")
@@ -129,9 +126,8 @@ def note_marks(row: Mapping[str, Any], known: dict[tuple[str, str], Any]) -> Non
     Raises `ConfigError` if an earlier row had others: a table would average both. Rows without
     `marks`, of samples that could not be made, fit any.
     """
-    if "marks" not in row:
-        return
-    marks, other = row["marks"], known.setdefault((row["model"], row["dtype"]), row["marks"])
+    marks = row.get("marks") or {}
+    other = known.setdefault((row["model"], row["dtype"]), marks) if marks else {}
     if marks != other:
         names = sorted(n for n in {*marks, *other} if marks.get(n) != other.get(n))
         raise ConfigError(
@@ -148,20 +144,17 @@ def _row(line: bytes) -> Row:
     json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
     if not isinstance(row, dict):
         raise ValueError("it is no mapping")
-    for name, kind in (*_FIELDS.items(), *((n, k) for n, k in _OPTIONAL.items() if n in row)):
-        if name not in row:
-            raise ValueError(f"it has no {name!r}")
-        if not isinstance(row[name], kind) or isinstance(row[name], bool):
-            raise ValueError(f"its {name!r} is {row[name]!r:.100}")
-    inside = [(row["settings"], "protocol"), *((row["versions"], name) for name in row["versions"])]
-    if (error := row.get("error")) is not None:
-        inside += [(error, "type"), (error, "message")]
-    else:
-        inside.append((row, "metric"))
-    for place, name in inside:
-        if not isinstance(place.get(name), str):
-            raise ValueError(f"its {name!r} is no text")
-    if not all(isinstance(part, dict) for part in row.get("questions", ())):
+    row.setdefault("length", None)
+    row.setdefault("error", None)
+    for name, kind in _FIELDS.items():
+        if not isinstance(row.get(name), kind) or isinstance(row.get(name), bool):
+            raise ValueError(f"its {name!r} is {row.get(name)!r:.100}")
+    error = row.get("error")
+    texts = [row["settings"].get("protocol"), *row["versions"].values()]
+    texts += [row.get("metric")] if error is None else [error.get("type"), error.get("message")]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("its protocol, versions, metric or error is no text")
+    if not all(isinstance(part, dict) for part in row.get("questions") or ()):
         raise ValueError("its 'questions' are no mappings")
     if not _COLUMN.fullmatch(row["column"]):
         raise ValueError(f"its 'column' is {row['column']!r:.100}")

@@ -1,20 +1,23 @@
-"""`run`: all rows of an experiment, resumable."""
+"""`run`: all rows of an experiment, resumable, and the schedule of samples that have none yet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from gracekv.evaluate.experiment import Experiment
-from gracekv.evaluate.row_files import Row, RowFile, note_marks, read_rows
-from gracekv.evaluate.schedule import Schedule, Shard, local_device, make_schedule
+import torch
+
+from gracekv.errors import ConfigError
+from gracekv.evaluate.experiment import Experiment, PendingSample
+from gracekv.evaluate.row_files import Row, RowFile, latest, note_marks, read_rows
 from gracekv.evaluate.sources import Sources
-from gracekv.evaluate.worker import Worker
+from gracekv.evaluate.worker import Worker, cell_fields, identity, sample_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ def run(
     data or the folder cannot be used, or if the folder holds rows of another model that had the
     same name.
     """
+    from rich import progress as rich
+
     folder, part = Path(out), shard or Shard()
     sources = Sources(None if experiment.data is None else Path(experiment.data))
 
@@ -73,7 +78,9 @@ def run(
         if model is None:
             from gracekv.hf.loading import load_model
 
-            loaded = load_model(experiment.model, experiment.dtype, local_device())
+            rank = os.environ.get("LOCAL_RANK") if torch.cuda.is_available() else None
+            device = None if rank is None else f"cuda:{rank}"
+            loaded = load_model(experiment.model, experiment.dtype, device)
         return Worker(experiment.model, experiment.dtype, *loaded, sources)
 
     marks: dict[tuple[str, str], Any] = {}
@@ -84,46 +91,139 @@ def run(
         schedule = make_schedule(experiment, rows, sources, worker, part.owns, retry_failed)
         note_marks(worker().named, marks)
         written = failed = 0
-        if schedule.samples:
-            with _bar(schedule, progress) as tick:
-                for row in chain.from_iterable(map(worker().rows, schedule.samples)):
-                    file.append(row)
-                    written += 1
-                    failed += row["error"] is not None
-                    tick(row)
+        columns = (
+            rich.TextColumn("{task.percentage:.0f} %"), rich.BarColumn(), rich.MofNCompleteColumn(),
+            rich.TextColumn("left"), rich.TimeRemainingColumn(),
+        )  # fmt: skip
+        new = chain.from_iterable(worker().rows(sample) for sample in schedule.samples)
+        cells = sum(len(sample.cells) for sample in schedule.samples)
+        # Cells come in bursts, a prefill before each: a short window would make the estimate jump.
+        with rich.Progress(*columns, speed_estimate_period=600, disable=not progress) as bar:
+            for row in bar.track(new, cells):
+                file.append(row)
+                written += 1
+                if (error := row["error"]) is not None:
+                    failed += 1
+                    where = f"{row['task']} {row['index']} {row['method']} {row['column']}"
+                    told = f"failed: {where}: {error['type']}: {error['message']}"
+                    bar.console.print(told, markup=False) if progress else None
     return Summary(written, schedule.failed + failed, schedule.done, folder)
 
 
-@contextmanager
-def _bar(schedule: Schedule, shown: bool) -> Iterator[Callable[[Row], None]]:
-    """A progress bar over cells with the time left, called with every row; or nothing."""
-    if not shown:
-        yield lambda row: None
-        return
-    from rich import progress as rich
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One process's part of a run.
 
-    columns = (
-        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(),
-        rich.TimeElapsedColumn(), rich.TextColumn("left"), rich.TimeRemainingColumn(),
-    )  # fmt: skip
-    # Cells come in bursts, a prefill before each: a short window would make the estimate jump.
-    with rich.Progress(*columns, speed_estimate_period=600) as bar:
-        task = bar.add_task("starting", total=sum(len(x.cells) for x in schedule.samples))
-        printed: set[tuple[str, str]] = set()
+    Attributes:
+        index: number of this part, from 0.
+        count: number of parts.
+    """
 
-        def tick(row: Row) -> None:
-            place = "" if row["length"] is None else f" @{row['length']}"
-            bar.update(
-                task, advance=1, description=f"{row['task']}{place} {row['method']} {row['column']}"
-            )
-            # A sample that fails as a whole fails in every cell: it is printed once.
-            failed = (row["sample"], str(row["error"]))
-            if row["error"] is not None and failed not in printed:
-                printed.add(failed)
-                bar.console.print(
-                    f"failed: {row['task']} {row['index']} {row['method']} {row['column']}: "
-                    f"{row['error']['type']}: {row['error']['message']}",
-                    markup=False,
+    index: int = 0
+    count: int = 1
+
+    @property
+    def name(self) -> str:
+        """Names the shard's file of rows."""
+        return "main" if self.count == 1 else f"{self.index}of{self.count}"
+
+    def owns(self, number: int) -> bool:
+        """Whether unit `number` of the plan is this shard's."""
+        return number % self.count == self.index
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The work of a run.
+
+    Attributes:
+        samples: samples to run, in order.
+        done: number of cells that have a row already.
+        failed: number of those cells that failed.
+    """
+
+    samples: tuple[PendingSample, ...]
+    done: int
+    failed: int
+
+
+def make_schedule(
+    experiment: Experiment,
+    rows: Sequence[Row],
+    sources: Sources,
+    worker: Callable[[], Worker],
+    owns: Callable[[int], bool] = lambda number: True,
+    retry_failed: bool = False,
+) -> Schedule:
+    """Schedule every cell of the experiment that `rows` lack.
+
+    Args:
+        experiment: the panels to run.
+        rows: existing rows, of all shards.
+        sources: where texts come from.
+        worker: returns the loaded model; only called if samples are chosen by length ("skip").
+        owns: whether the n-th sample belongs to this process.
+        retry_failed: whether failed cells are run again.
+
+    Raises `TaskError` if data are missing.
+    """
+    known = {
+        key: row
+        for key, row in latest(list(rows)).items()
+        if row.get("error") is None or not retry_failed
+    }
+    hashes = {row["sample"]: row["prompt_hash"] for row in rows if row.get("prompt_hash")}
+    # Panels with the same sample under the same settings share its prefill.
+    numbers: dict[str, int] = {}
+    pending: dict[str, tuple[int, PendingSample]] = {}
+    seen: set[str] = set()
+    done = failed = 0
+    for panel in experiment.panels:
+        cells = panel.cells()
+        for task in panel.all_tasks():
+            task.source(sources)
+            indices: Iterable[int] = task.available(panel.samples, sources, panel.first)
+            if panel.truncate == "skip" and task.length is None:
+                loaded = worker()
+                longest = loaded.longest_prompt(panel, task)
+                indices = task.fitting(
+                    panel.samples, sources, loaded.tokenizer, longest, panel.first
                 )
+            for rank, index in enumerate(indices):
+                about = identity(experiment.model, experiment.dtype, panel, task, index)
+                sample = sample_key(about)
+                if not owns(numbers.setdefault(sample, len(numbers))):
+                    continue
+                keys = {cell_fields(about, cell)["key"]: cell for cell in cells}
+                new = {key: cell for key, cell in keys.items() if key not in seen}
+                seen |= new.keys()
+                before = [known[key] for key in new if key in known]
+                done += len(before)
+                failed += sum(row.get("error") is not None for row in before)
+                if missing := [cell for key, cell in new.items() if key not in known]:
+                    earlier = pending[sample][1].cells if sample in pending else ()
+                    every = (*earlier, *missing)
+                    entry = PendingSample(panel, task, index, every, hashes.get(sample))
+                    pending[sample] = (rank, entry)
+    # Every task's first sample before any task's second: a run that is cut short is balanced.
+    ordered = sorted(pending.values(), key=lambda pair: pair[0])
+    return Schedule(tuple(entry for _, entry in ordered), done, failed)
 
-        yield tick
+
+def parse_shard(text: str | None, environment: Mapping[str, str] = os.environ) -> Shard:
+    """``i/n`` with i from 0; without it torchrun's RANK and WORLD_SIZE; without those everything.
+
+    Raises `ConfigError` if it cannot be read or i is not below n.
+    """
+    if text is None:
+        rank, size = environment.get("RANK"), environment.get("WORLD_SIZE")
+        if rank is None or size is None:
+            return Shard()
+        text = f"{rank}/{size}"
+    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ConfigError(
+            f"A shard is i/n with i from 0 to n-1, such as 0/4; got {text!r} (from --shard, or "
+            f"from RANK and WORLD_SIZE)."
+        )
+    return Shard(int(match[1]), int(match[2]))

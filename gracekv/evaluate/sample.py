@@ -1,11 +1,19 @@
-"""`Sample`: one or more questions about one long text, with answers and how they are scored."""
+"""`Sample`: questions about one long text, and the token ids of them that every method sees."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from gracekv.errors import ConfigError
+import torch
+from torch import Tensor
+
+from gracekv.errors import ConfigError, TaskError
+from gracekv.prefill.chat_text import next_turn
+from gracekv.prefill.prompt import Prompt
+
+Truncate = Literal["middle", "start", "error", "skip"]
 
 
 class FurtherQuestion(NamedTuple):
@@ -90,3 +98,143 @@ class Sample:
             return text.strip()
         parts = text.split()
         return text.strip() if len(parts) <= words else " ".join(parts[:words])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rendered:
+    """One question's prompt and the reference answer's tokens.
+
+    Attributes:
+        sample: the question.
+        prompt: ids and spans; the same for all methods.
+        answer_ids: int64 [A], the reference as it would follow the prompt.
+        removed: context tokens that truncation took away.
+    """
+
+    sample: Sample
+    prompt: Prompt
+    answer_ids: Tensor
+    removed: int = 0
+
+    @property
+    def digest(self) -> str:
+        """Identifies ids, spans and reference answer."""
+        spans = self.prompt.spans
+        borders = torch.tensor([spans.context_start, spans.context_end, spans.question_end])
+        mark = hashlib.sha256()
+        for tensor in (self.prompt.ids, borders, self.answer_ids):
+            mark.update(tensor.numpy().tobytes())
+            mark.update(b"|")
+        return mark.hexdigest()[:16]
+
+
+def chat_prompt(sample: Sample, tokenizer: Any) -> Prompt:
+    """The sample's full prompt, not truncated."""
+    return Prompt.from_chat(
+        tokenizer,
+        instruction=sample.instruction,
+        context=sample.context,
+        question=sample.question,
+        answer_prefix=sample.answer_prefix,
+        separator="",
+        template=sample.chat,
+    )
+
+
+def render(
+    sample: Sample, tokenizer: Any, limit: int, truncate: Truncate, answer_words: int
+) -> Rendered:
+    """Prompt and reference answer.
+
+    Args:
+        sample: the question and its texts.
+        tokenizer: a Hugging Face tokenizer.
+        limit: most tokens of the prompt.
+        truncate: how a longer one is handled. "middle" keeps the context's first and last halves
+            of the room, "start" its first tokens, in token space; instruction and question stay
+            whole. "error" refuses, as the paper's protocol does, and so does "skip", since its
+            caller leaves out longer prompts.
+        answer_words: most words of the reference.
+
+    Raises `TaskError` if the prompt is too long and may not be cut, or cannot be cut enough.
+    """
+    full = chat_prompt(sample, tokenizer)
+    answer = _answer_ids(full, sample, tokenizer, answer_words)
+    excess = len(full.ids) - limit
+    if excess <= 0:
+        return Rendered(sample, full, answer)
+    spans = full.spans
+    room = spans.context_length - excess
+    if truncate in ("error", "skip") or room < 2:
+        raise TaskError(
+            f"Sample {sample.index} of {sample.task} has {len(full.ids)} tokens, more than the "
+            f"{limit} allowed. Allow more, or use truncate='middle' or 'skip'."
+        )
+    head = room if truncate == "start" else (room + 1) // 2
+    start, end = spans.context_start, spans.context_end
+    tail = full.ids[end - (room - head) : end]
+    ids = torch.cat([full.ids[: start + head], tail, full.ids[end:]])
+    cut = Prompt.from_ids(ids, (start, start + room), spans.question_end - excess, tokenizer)
+    return Rendered(sample, cut, answer, excess)
+
+
+def render_questions(
+    sample: Sample, tokenizer: Any, limit: int, truncate: Truncate, answer_words: int
+) -> tuple[Rendered, ...]:
+    """`render` for every question of a sample; all prompts are equal up to the first question.
+
+    A turn of a conversation follows the prompt and the reference answer of the turn before. Texts
+    with several questions are never cut.
+
+    Raises `TaskError` as `render` does, and if the tokenizer merges the context's end with
+    different questions.
+    """
+    asked = sample.questions()
+    if len(asked) > 1:
+        truncate = "error"
+    renderings = [render(one, tokenizer, limit, truncate, answer_words) for one in asked]
+    spans, ids = renderings[0].prompt.spans, renderings[0].prompt.ids
+    start, end = spans.context_start, spans.context_end
+    for number, one in enumerate(asked[1:] if sample.in_turns else (), 1):
+        before = renderings[number - 1]
+        turn = next_turn(tokenizer, one.question.strip(), "\n", one.chat, one.answer_prefix)
+        joint = torch.cat([before.prompt.ids, before.answer_ids, torch.tensor(turn)])
+        prompt = Prompt.from_ids(joint, (start, end), tokenizer=tokenizer)
+        renderings[number] = Rendered(one, prompt, renderings[number].answer_ids)
+    longest = max(len(rendered.prompt.ids) for rendered in renderings)
+    if len(asked) > 1 and longest > limit:
+        raise TaskError(
+            f"Sample {sample.index} of {sample.task} has {longest} tokens with all its turns, more "
+            f"than the {limit} allowed. Allow more, or ask for a smaller length."
+        )
+    if any(not torch.equal(one.prompt.ids[: end + 1], ids[: end + 1]) for one in renderings):
+        raise TaskError(
+            f"The questions of sample {sample.index} of {sample.task} do not share a context: the "
+            f"tokenizer joins its end with what follows. Begin all questions alike."
+        )
+    return tuple(renderings)
+
+
+def joint_digest(rendered: tuple[Rendered, ...]) -> str:
+    """Identifies all prompts and reference answers of a sample."""
+    if len(rendered) == 1:
+        return rendered[0].digest
+    return hashlib.sha256("|".join(one.digest for one in rendered).encode()).hexdigest()[:16]
+
+
+def _answer_ids(prompt: Prompt, sample: Sample, tokenizer: Any, words: int) -> Tensor:
+    """The reference's ids behind the prompt, as if both were one text where that is possible."""
+    assert prompt.parts is not None  # from_chat always keeps them
+    text = "".join(prompt.parts)
+    answer = sample.reference(words)
+    if not text[-1].isspace():
+        answer = " " + answer
+
+    def encode(part: str) -> list[int]:
+        return list(tokenizer(part, add_special_tokens=False, truncation=False)["input_ids"])
+
+    # A word's token may differ at the start of a text; ids of the joint text show it in place.
+    joint, alone = encode(text + answer), encode(text)
+    together = joint[: len(alone)] == alone
+    ids = joint[len(alone) :] if together else encode(answer)
+    return torch.tensor(ids, dtype=torch.int64)

@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gracekv.errors import ConfigError
 from gracekv.evaluate.measures import Measure
 from gracekv.evaluate.row_files import Row, latest, note_marks
-from gracekv.evaluate.statistics import Comparison, Interval, Values, compare, holm, interval
+
+Values = NDArray[np.float64]
 
 FULL = "full"
+RESAMPLES = 9_999
 # The fields that tell cells of one protocol apart.
 _PLACE = ("model", "task", "length", "seed", "index", "method", "column")
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean and its 95 % interval.
+
+    Attributes:
+        mean: mean of the tasks' means.
+        low: the interval's lower end; NaN where a task has fewer than two samples.
+        high: its upper end; NaN likewise.
+        samples: number of samples.
+    """
+
+    mean: float
+    low: float
+    high: float
+    samples: int
+
+
+def interval(tasks: Sequence[Values]) -> Interval:
+    """The unweighted mean of the tasks' means, with a percentile bootstrap of its samples.
+
+    Every task is resampled by itself, so that none gains weight. A paired comparison is the
+    interval of the differences. The random stream is fixed: the same rows give the same interval.
+    """
+    count = sum(len(values) for values in tasks)
+    mean, low, high = float(np.mean([np.mean(values) for values in tasks])), math.nan, math.nan
+    if min(len(values) for values in tasks) > 1:
+        rng = np.random.default_rng(0)
+        drawn = [rng.choice(values, (RESAMPLES, len(values))).mean(axis=1) for values in tasks]
+        low, high = np.quantile(np.mean(drawn, axis=0), (0.025, 0.975)).tolist()
+    return Interval(mean, low, high, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +88,7 @@ class Table:
         methods: names of the methods, in order of their first row.
         columns: budgets, generous ones first.
         cells: (method, column) to mean and interval; nothing where a method has no values.
-        against: (method, column) to its comparison with the reference method, Holm-adjusted over
-            the methods of a column.
+        against: (method, column) to its mean difference from the reference method, by sample.
         reference: the method compared with, or None.
         unpaired: values left out because another method lacks that sample.
     """
@@ -63,7 +98,7 @@ class Table:
     methods: tuple[str, ...]
     columns: tuple[str, ...]
     cells: dict[tuple[str, str], Interval]
-    against: dict[tuple[str, str], Comparison]
+    against: dict[tuple[str, str], Interval]
     reference: str | None
     unpaired: int
 
@@ -139,7 +174,7 @@ def _table(
     methods = tuple(dict.fromkeys(method for method, _ in values))
     columns = tuple(sorted({c for _, c in values if c != FULL}, key=_generosity))
     cells: dict[tuple[str, str], Interval] = {}
-    compared: dict[tuple[str, str], Comparison] = {}
+    compared: dict[tuple[str, str], Interval] = {}
     used: set[tuple[str, int, int]] = set()
     unpaired = 0
     full = [method for method in methods if (method, FULL) in values]
@@ -154,10 +189,10 @@ def _table(
         arrays = {m: _by_task(values[m, column], common) for m in present}
         cells |= {(m, column): interval(arrays[m]) for m in present}
         if against in arrays:
-            others = [m for m in present if m != against]
-            results = [compare(arrays[m], arrays[against], measure.higher) for m in others]
-            for m, result, p in zip(others, results, holm([r.p for r in results]), strict=True):
-                compared[m, column] = replace(result, p=p)
+            for m in present:
+                paired = zip(arrays[m], arrays[against], strict=True)
+                if m != against:
+                    compared[m, column] = interval([own - other for own, other in paired])
     for m in full:
         samples = used or set(values[m, FULL])
         cells[m, FULL] = interval(_by_task(values[m, FULL], samples))

@@ -11,8 +11,7 @@ from typing import Any
 
 from gracekv.errors import TaskError
 from gracekv.evaluate import long_outputs, ruler, shared_context
-from gracekv.evaluate.rendering import chat_prompt, render_questions
-from gracekv.evaluate.sample import Sample
+from gracekv.evaluate.sample import Sample, chat_prompt, render_questions
 from gracekv.evaluate.sources import Sources, longbench_forms, ruler_forms
 from gracekv.evaluate.texts import Family, largest, random_stream
 from gracekv.registry import suggestion
@@ -43,11 +42,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         f"ruler:niah_multi{what}" for what in ("key_1", "key_2", "key_3", "value", "query")
     ),
     "ruler": tuple(f"ruler:{name}" for name in ruler.TASKS),
-    "longbench": tuple(
-        f"longbench:{name}"
-        for name, form in longbench_forms().items()
-        if form["language"] == "en" and form["group"] != "code"
-    ),
+    "longbench": tuple(f"longbench:{name}" for name in longbench_forms()),
 }
 
 

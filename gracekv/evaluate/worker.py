@@ -1,10 +1,16 @@
-"""`Worker`: runs one sample through all its cells, on one prefill."""
+"""`Worker`: runs one sample through all its cells, on one prefill, and the fields of their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import json
+import platform
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import reduce
+from importlib.metadata import version
 from itertools import zip_longest
 from operator import or_
 from typing import Any
@@ -15,22 +21,15 @@ from gracekv.decode import Limit
 from gracekv.errors import TaskError
 from gracekv.evaluate.answers import AnswerOutputs, compare, greedy, teacher_force
 from gracekv.evaluate.experiment import Cell, Panel, PendingSample
-from gracekv.evaluate.long_outputs import EVERY
+from gracekv.evaluate.long_outputs import within
 from gracekv.evaluate.metrics import score
-from gracekv.evaluate.rendering import Rendered, joint_digest, render_questions
-from gracekv.evaluate.row_fields import (
-    cost_fields,
-    error_fields,
-    identity,
-    known_fields,
-    over_questions,
-)
 from gracekv.evaluate.row_files import Row
+from gracekv.evaluate.sample import Rendered, joint_digest, render_questions
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.tasks import LONG, Task
+from gracekv.files import VERSION
 from gracekv.hf.capture import capture
 from gracekv.hf.result import CompressionResult
-from gracekv.pipeline import Pipeline
 from gracekv.prefill import Needs, Prefill
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
@@ -100,8 +99,8 @@ class Worker:
     def _prepare(self, pending: PendingSample) -> _Prepared:
         panel, task, index = pending.panel, pending.task, pending.index
         sample = task.sample(index, self.sources, self.tokenizer)
-        limits = self.longest_prompt(panel, task), panel.truncate, panel.answer_words
-        rendered = render_questions(sample, self.tokenizer, *limits)
+        longest, words = self.longest_prompt(panel, task), panel.answer_words
+        rendered = render_questions(sample, self.tokenizer, longest, panel.truncate, words)
         digest = joint_digest(rendered)
         if pending.prompt_hash not in (None, digest):
             raise TaskError(
@@ -141,17 +140,18 @@ class Worker:
         return _Prepared(rendered, tuple(full), about, compressed, prefill)
 
     def _measure(self, panel: Panel, task: Task, prepared: _Prepared, cell: Cell) -> dict[str, Any]:
-        pipeline, spans = cell.pipeline, prepared.questions[0].prompt.spans
-        budget, limit = cell.budget or Budget.ratio(1), None
+        pipeline, budget, limit = cell.pipeline, cell.budget or Budget.ratio(1), None
         if task.name in LONG and cell.budget is not None:
-            budget, limit = _within(cell.budget, prepared, pipeline)
+            budget, limit = within(cell.budget, prepared.questions[0], pipeline)
         # Compressed once, however many questions there are.
         given, prefill = prepared.compressed, prepared.prefill
         result = compress(self.model, given, prefill=prefill, pipeline=pipeline, budget=budget)
         asked = zip_longest(prepared.questions, prepared.full)
         measured = [self._ask(panel, task, one, full, result, limit) for one, full in asked]
-        costs = cost_fields(result.accounting, result.timings, spans)
-        return {**costs, **(measured[0] if len(measured) == 1 else over_questions(measured))}
+        return {
+            **cost_fields(result),
+            **(measured[0] if len(measured) == 1 else over_questions(measured)),
+        }
 
     def _ask(
         self,
@@ -189,21 +189,106 @@ class Worker:
         return measured
 
 
-def _within(budget: Budget, prepared: _Prepared, pipeline: Pipeline) -> tuple[Budget, Limit]:
-    """The context's budget and the limit of prompt and answer, where `budget` counts both.
-
-    The rest of the prompt and the last tokens come first; context and answer share the remaining
-    limit equally, whatever the strategy (ours).
-    """
-    rendered, window = prepared.questions[0], 16
-    prompt, context = len(rendered.prompt.ids), rendered.prompt.spans.context_length
-    exact = budget.kind == "entries_per_head"
-    length = prompt + len(rendered.answer_ids)
-    entries = int(budget.amount) if exact else int(length / budget.amount)
-    limit = Limit(entries_per_head=entries, every=EVERY, window=window, strategy=pipeline.decode)
-    left = max(pipeline.window.minimum, (entries - window - (prompt - context)) // 2)
-    return Budget.entries_per_head(min(left, context)), limit
-
-
 def _cap(panel: Panel, task: Task) -> int:
     return min(task.max_new_tokens, panel.max_new_tokens or task.max_new_tokens)
+
+
+_PACKAGES = ("torch", "transformers", "numpy")
+# Settings of a panel that change what a row measures.
+_SETTINGS = (
+    "protocol", "generate", "max_new_tokens", "fidelity", "answer_words", "max_prompt", "truncate",
+)  # fmt: skip
+
+
+def identity(model: str, dtype: str, panel: Panel, task: Task, index: int) -> dict[str, Any]:
+    """The fields that tell one sample under a panel's settings from all others."""
+    return {
+        "model": model,
+        "dtype": dtype,
+        "task": task.name,
+        "length": task.length,
+        "seed": task.seed,
+        "index": index,
+        "settings": {name: getattr(panel, name) for name in _SETTINGS},
+    }
+
+
+def sample_key(sample: Mapping[str, Any]) -> str:
+    """Identifies the sample of that `identity`, without loading the model."""
+    return hashlib.sha256(json.dumps(sample, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def cell_fields(sample: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
+    """The method and the budget of one cell of a sample, and `key`.
+
+    Rows of the same key measure the same thing.
+    """
+    pipeline = cell.pipeline.to_dict()
+    fields = {"method": cell.method, "pipeline": pipeline, "column": cell.column}
+    return {"key": sample_key({**sample, **fields}), **fields}
+
+
+def known_fields(sample: Mapping[str, Any], group: str, cell: Cell) -> Row:
+    """The part of a row that is known before anything is run."""
+    return {
+        **cell_fields(sample, cell),
+        **sample,
+        "sample": sample_key(sample),
+        "group": group,
+        "budget": None if cell.budget is None else cell.budget.kind,
+        "versions": versions(),
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "error": None,
+    }
+
+
+def cost_fields(result: CompressionResult) -> dict[str, Any]:
+    """Entries, bytes and seconds of one compression."""
+    kept, timings, spans = result.accounting, result.timings, result.prompt.spans
+    return {
+        "entries": {
+            "budget": kept.budget,
+            "spent": kept.spent,
+            "full": kept.entries.numel() * spans.context_length,
+            "floor": kept.floor_spent,
+            "recent_per_head": kept.recent,
+        },
+        "bytes": {
+            "kv": kept.bytes,
+            "metadata": kept.metadata_bytes,
+            "backend": kept.backend_bytes,
+            "full_kv": kept.full_bytes,
+        },
+        "prefill_seconds": timings.prefill,
+        "construction_seconds": timings.construction,
+        "stage_seconds": dict(timings.as_dict()),
+        "certified_ratio": kept.certified_ratio,
+    }
+
+
+def over_questions(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means over the questions to one cache, with what each measured under "questions"."""
+
+    def mean(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], Mapping):
+            return {name: mean([value[name] for value in values]) for name in values[0]}
+        return sum(values) / len(values)
+
+    averaged = ("fidelity", "score", "scores", "new_tokens", "ms_per_token")
+    return {
+        **{name: mean([one[name] for one in measured]) for name in averaged if name in measured[0]},
+        "questions": [dict(one) for one in measured],
+    }
+
+
+def error_fields(error: Exception) -> dict[str, Any]:
+    """An error as data, with the place in the code that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    told = {"type": type(error).__name__, "message": str(error)[:2000]}
+    return {"error": {**told, "where": f"{last.name}:{last.lineno}"}}
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that can change a result."""
+    own = {"gracekv": VERSION, "python": platform.python_version()}
+    return own | {package: version(package) for package in _PACKAGES}

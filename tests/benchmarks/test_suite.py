@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from gracekv.evaluate import Experiment
+from support.evaluation_rows import grid, written
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 AGNOSTIC = ("smollm2_agnostic.yaml", "smollm2_agnostic_tuning.yaml")
+RATIOS = ("4x", "64x")
 CONFIGS = sorted(path.name for path in BENCHMARKS.glob("smollm2_*.yaml"))
 
 
@@ -59,3 +61,21 @@ def test_what_is_published_was_not_tuned_on():
             assert panel.seed != 142 or name == AGNOSTIC[1]
     of = dict(seeds)
     assert len(set(of.values())) == len(of) == 2
+
+
+def test_the_page_and_its_picture(suite, monkeypatch, tmp_path):
+    made = suite.SUITES["smollm2-agnostic"]
+    told = {"protocol": "query_agnostic"}
+    costs = {"construction_seconds": 1.0, "prefill_seconds": 2.0, "bytes": {"kv": 1, "full_kv": 4}}
+    scores = {(name, x): [0.5, 0.2 + n / 10] for n, name in enumerate(made.placed) for x in RATIOS}
+    rows = [
+        {**row, "settings": told, "score": None, **costs}
+        for row in grid({("fullkv", "full"): [1.0, 1.0], **scores})
+    ]
+    folder = written(tmp_path / "runs", rows)
+    monkeypatch.setattr("sys.argv", ["suite.py", str(folder), "--name", "smollm2-agnostic"])
+    suite.main()
+    assert (tmp_path / "smollm2-agnostic.png").read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "smollm2-agnostic.md").read_text()
+    assert "`gracekv-agnostic` is first in 0, tied with the first in 2 more" in text
+    assert "| kvzip-two-pass | 4x | " in text

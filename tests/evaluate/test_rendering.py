@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracekv.errors import TaskError
-from gracekv.evaluate.rendering import chat_prompt, render
+from gracekv.evaluate.sample import chat_prompt, render
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.tasks import FORMS, SUITES, Task, expand, record_sample
 

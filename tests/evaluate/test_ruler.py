@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gracekv.errors import TaskError
 from gracekv.evaluate import ruler
 from gracekv.evaluate.needles import noise_lines
-from gracekv.evaluate.rendering import chat_prompt
+from gracekv.evaluate.sample import chat_prompt
 from gracekv.evaluate.sources import Sources, ruler_forms
 from gracekv.evaluate.tasks import Task
 from gracekv.evaluate.texts import largest

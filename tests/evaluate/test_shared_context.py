@@ -11,7 +11,7 @@ import torch
 from gracekv.errors import ConfigError, TaskError
 from gracekv.evaluate import Experiment, read_rows, run
 from gracekv.evaluate.measures import measure
-from gracekv.evaluate.rendering import render_questions
+from gracekv.evaluate.sample import render_questions
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.tasks import SHARED, Task
 

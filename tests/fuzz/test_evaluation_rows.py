@@ -8,10 +8,10 @@ import pytest
 
 from gracekv.errors import ConfigError
 from gracekv.evaluate import Experiment
-from gracekv.evaluate.formats import FORMATS, deltas, footer
+from gracekv.evaluate.formats import FORMATS, footer
 from gracekv.evaluate.measures import MEASURES
 from gracekv.evaluate.row_files import read_rows
-from gracekv.evaluate.schedule import make_schedule
+from gracekv.evaluate.runner import make_schedule
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.tables import make_tables
 from support.covering import cases
@@ -60,7 +60,6 @@ def use(folder, experiment, rng):
         measure = MEASURES[name]
         for form in FORMATS.values():
             form(make_tables(rows, measure, "gracekv"), measure).encode()
-        deltas(rows, "gracekv", measure).encode()
 
 
 def test_crafted_rows_are_refused(rows, experiment, tmp_path, tally):
