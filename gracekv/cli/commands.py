@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import reduce
-from operator import or_
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Option
@@ -16,15 +14,7 @@ from typer import Option
 import gracekv
 from gracekv import recipes
 from gracekv.errors import ConfigError
-from gracekv.files import check_output, read_text, write_atomically
-
-if TYPE_CHECKING:
-    from gracekv import CompressionResult, Pipeline
-
-# Fields of `Accounting` that --json writes by their own names.
-_ACCOUNTING = (
-    "budget", "spent", "floor_spent", "recent", "metadata_bytes", "full_bytes", "utility", "bound",
-)  # fmt: skip
+from gracekv.files import check_output, read_text
 
 app = typer.Typer(
     help="Compress a language model's KV cache once after prefill.",
@@ -58,6 +48,26 @@ Imports = Annotated[
 """The callback imports the modules, so commands need not use the value."""
 
 
+def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the first argument of `command`, a dataclass, by one keyword per field.
+
+    Typer then makes an option of each.
+    """
+    first, *own = inspect.signature(command, eval_str=True).parameters.values()
+    options = first.annotation
+    shared = inspect.signature(options, eval_str=True).parameters
+
+    def called(**given: object) -> None:
+        command(options(**{name: given.pop(name) for name in shared}), **given)
+
+    called.__name__, called.__doc__ = command.__name__, command.__doc__
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [*shared.values(), *keywords]
+    )
+    return called
+
+
 def _version(shown: bool) -> None:
     if shown:
         typer.echo(f"gracekv {gracekv.__version__}")
@@ -75,7 +85,7 @@ def _root(
 
 @app.command()
 def demo(
-    out: Annotated[Path, Option(help="Folder for plot and report.")] = Path("demo-out"),
+    out: Annotated[Path, Option(help="Folder for the report.")] = Path("demo-out"),
     max_new_tokens: Annotated[int, Option(min=1, help="Most tokens of each answer.")] = 32,
 ) -> None:
     """Ask a 135M model about a chapter: full cache, 4x, 8x and 16x."""
@@ -116,9 +126,6 @@ def compress(
     ] = None,
     max_new_tokens: Annotated[int, Option(min=1, help="Most tokens of the answer.")] = 64,
     dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32",
-    json_out: Annotated[
-        Path | None, Option("--json", help="Also write answer and figures to this file.")
-    ] = None,
     save: Annotated[
         Path | None,
         Option(help="Also save the compressed cache, for gracekv ask, chat and generate."),
@@ -129,10 +136,6 @@ def compress(
     beyond_positions: Annotated[
         bool, Option(help="Accept a prompt longer than the model was trained for.")
     ] = False,
-    compare: Annotated[
-        list[str] | None,
-        Option(help="Recipe or file to compare in the report; may be repeated."),
-    ] = None,
     imports: Imports = None,
 ) -> None:
     """Compress one prompt's cache, then ask a question or save it."""
@@ -142,80 +145,42 @@ def compress(
             "There is nothing to do with the cache: add --question, --save to ask it later, or "
             "--report."
         )
-    if compare and report is None:
-        raise ConfigError("--compare writes to a report: add --report page.html.")
-    for out in filter(None, (save, report, json_out)):
+    for out in filter(None, (save, report)):
         check_output(out)
     # Imported here, since they take seconds, which a mistyped path should not cost.
     from gracekv.allocate import Budget
     from gracekv.hf import loading
-    from gracekv.hf.compress import per_byte
-    from gracekv.prefill.supported import check_model
+    from gracekv.pipeline.config import load_pipeline
 
-    named = [*([] if pipeline is None else [pipeline]), *(compare or [])]
-    _pipelines(named)  # refuses what cannot be read before the model is loaded
+    named = None if pipeline is None else load_pipeline(pipeline)
     if all(x is None for x in (ratio, compression_ratio, entries_per_head, kv_bytes)):
         ratio = "8"
     sizes = {"ratio": ratio, "compression_ratio": compression_ratio}
     amount = Budget.of({**sizes, "entries_per_head": entries_per_head, "kv_bytes": kv_bytes})
     loaded, tokenizer = loading.load_model(model, dtype)
-    if pipeline is None:
-        check_model(loaded)
-        by_byte = per_byte(loaded, amount)
-        named = [recipes.default(question=bool(question), per_byte=by_byte), *named]
-    pipelines, name = _pipelines(named), named[0]
     prompt = gracekv.Prompt.from_chat(
         tokenizer, context=text, question=question, instruction=instruction
     )
     with _progress() as progress:
         options = gracekv.CaptureOptions(progress=progress, beyond_positions=beyond_positions)
-        shared: dict[str, Any] = {"budget": amount, "capture": options}
-        # A single pipeline needs no shared prefill, so it compresses layer by layer.
-        if len(pipelines) > 1:
-            needs = reduce(or_, (pipe.needs() for pipe in pipelines.values()))
-            shared["prefill"] = gracekv.capture(loaded, prompt, needs, options)
-        results = {
-            one: gracekv.compress(loaded, prompt, pipeline=pipe, **shared)
-            for one, pipe in pipelines.items()
-        }
-    result = results[name]
+        result = gracekv.compress(loaded, prompt, pipeline=named, budget=amount, capture=options)
     if save is not None:
         result.save(save)
-    asked = results if question else {}
-    answers = {recipe: one.generate(max_new_tokens) for recipe, one in asked.items()}
-    if question:
-        typer.echo(answers[name])
-    if report is not None and compare:
-        gracekv.report.compare(results, report, answers=answers)
-    elif report is not None:
-        result.report(report, answer=answers.get(name))
-    facts = _facts(result)
+    answer = result.generate(max_new_tokens) if question else None
+    if answer is not None:
+        typer.echo(answer)
+    if report is not None:
+        result.report(report, answer=answer)
+    kept, seconds = result.accounting, result.timings
+    full = kept.entries.numel() * result.prompt.spans.context_length
     typer.echo(
-        f"\n{name} kept {facts['spent']:,} of {facts['full_entries']:,} context entries "
-        f"(budget {facts['budget']:,}); {facts['kv_bytes']:,} bytes of keys and values and "
-        f"{facts['metadata_bytes']:,} of metadata, full cache {facts['full_bytes']:,}"
-        f"{'' if result.accounting.budget_bytes is None else ' in 16 bits'}; "
-        f"prefill {facts['seconds']['prefill']:.2f} s, "
-        f"compression {facts['construction_seconds']:.2f} s",
+        f"\n{pipeline or recipes.label(result.pipeline)} kept {kept.spent:,} of {full:,} context "
+        f"entries (budget {kept.budget:,}); {kept.bytes:,} bytes of keys and values and "
+        f"{kept.metadata_bytes:,} of metadata, full cache {kept.full_bytes:,}"
+        f"{'' if kept.budget_bytes is None else ' in 16 bits'}; "
+        f"prefill {seconds.prefill:.2f} s, compression {seconds.construction:.2f} s",
         err=True,
     )
-    if json_out is not None:
-        plain = pipelines[name].to_dict()
-        record = {"answer": answers.get(name), "model": model, "pipeline": plain, **facts}
-        write_atomically(json_out, (json.dumps(record, indent=2) + "\n").encode())
-
-
-def _pipelines(names: list[str]) -> dict[str, Pipeline]:
-    """Load pipelines by recipe name or file; raises `ConfigError` for duplicates."""
-    from gracekv.pipeline.config import load_pipeline
-
-    pipelines = {one: load_pipeline(one) for one in names}
-    if len(pipelines) < len(names):
-        raise ConfigError(
-            f"--pipeline and each --compare must name different pipelines; got "
-            f"{', '.join(map(repr, names))}."
-        )
-    return pipelines
 
 
 @contextmanager
@@ -249,37 +214,20 @@ def list_(
     from gracekv import recipes as named
     from gracekv.registry import suggestion
 
-    stages = gracekv.strategies()
-    if stage is not None and stage not in stages:
-        raise ConfigError(
-            f"Unknown stage {stage!r}.{suggestion(stage, list(stages))} Stages: "
-            f"{', '.join(stages)}."
-        )
     shown: dict[str, list[tuple[str, ...]]] = {}
-    if not recipes:
-        shown = {x: list(rows.items()) for x, rows in stages.items() if stage in (None, x)}
-    if recipes or stage is None:
-        found = {name: named.find(name) for name in named.names()}
-        # Sources have a column of their own.
-        shown["recipes"] = [(name, x.summary, x.source) for name, x in found.items()]
+    shown |= {x: list(rows.items()) for x, rows in gracekv.strategies().items()}
+    if stage is not None and stage not in shown:
+        raise ConfigError(
+            f"Unknown stage {stage!r}.{suggestion(stage, list(shown))} Stages: {', '.join(shown)}."
+        )
+    found = [(name, named.find(name)) for name in named.names()]
+    # Sources have a column of their own.
+    shown["recipes"] = [(name, x.summary, x.source) for name, x in found]
     console = Console()
-    for title, lines in shown.items():
+    for title in [x for x in (stage, "recipes" if recipes else None) if x] or shown:
         table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        for line in lines:
+        for line in shown[title]:
             table.add_row(*line)
         console.print(table)
-
-
-def _facts(result: CompressionResult) -> dict[str, Any]:
-    """Accounting and timings as plain data."""
-    kept, context = result.accounting, result.prompt.spans.context_length
-    return {
-        **{name: getattr(kept, name) for name in _ACCOUNTING},
-        "full_entries": kept.entries.numel() * context,
-        "entries_per_head": kept.entries.tolist(),
-        "kv_bytes": kept.bytes,
-        "seconds": dict(result.timings.as_dict()),
-        "construction_seconds": result.timings.construction,
-    }

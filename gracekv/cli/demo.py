@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -20,9 +19,9 @@ from rich.table import Table
 import gracekv
 from gracekv import recipes
 from gracekv.errors import required
-from gracekv.files import check_output, write_atomically
+from gracekv.files import check_output
 from gracekv.hf.smollm2 import load_smollm2
-from gracekv.report import compare, plot_entries
+from gracekv.report import compare
 
 if TYPE_CHECKING:
     from gracekv import CompressionResult
@@ -56,13 +55,13 @@ class Trial:
 
 
 def run_demo(out: Path, max_new_tokens: int = 32) -> None:
-    """Load the embedded model, run every ratio, print tables, and write a plot and a report.
+    """Load the embedded model, run every ratio, and print tables.
 
-    Writes `out`/entries.png and `out`/report.html, which shows what became of every token. Uses at
-    most one torch thread per physical core.
+    Writes `out`/report.html, which shows what became of every token. Uses at most one torch thread
+    per physical core.
     """
-    path, page = out / "entries.png", out / "report.html"
-    check_output(path)
+    page = out / "report.html"
+    check_output(page)
     console = Console()
     threads = torch.get_num_threads()
     torch.set_num_threads(
@@ -78,12 +77,8 @@ def run_demo(out: Path, max_new_tokens: int = 32) -> None:
         f"{prompt.spans.context_length:,} are the chapter. Answers are decoded greedily and shown "
         f"unedited; one is right if it contains “{EXPECTED}”."
     )
-    for table in (_answers, _memory, _seconds):
-        console.print(table(trials))
-    plot = io.BytesIO()
-    plot_entries({t.label: t.result for t in trials[1:]}).savefig(plot, format="png", dpi=130)
-    write_atomically(path, plot.getvalue())
-    console.print(f"Entries kept per layer and head: [bold]{path.resolve()}[/bold]")
+    for table in (_answers(trials), _figures(trials)):
+        console.print(table)
     _, light, shown_first, hard, *others = trials
     shown = [shown_first, *others, light, hard]
     compare({t.label: t.result for t in shown}, page, answers={t.label: t.answer for t in shown})
@@ -132,36 +127,21 @@ def _answers(trials: Sequence[Trial]) -> Table:
     return table
 
 
-def _memory(trials: Sequence[Trial]) -> Table:
+def _figures(trials: Sequence[Trial]) -> Table:
+    """A column per cache; six fit a terminal of 80 columns."""
     kept = [trial.result.accounting for trial in trials]
+    timings = [trial.result.timings for trial in trials]
     rows = {
         "context entries": [f"{k.spent:,}" for k in kept],
-        "  of them the floor's": [f"{k.floor_spent:,}" for k in kept],
-        "  of them recent": [f"{k.recent * k.entries.numel():,}" for k in kept],
         "K and V, MiB": [f"{k.bytes / 2**20:.1f}" for k in kept],
         "  of FullKV's": [f"{k.bytes / k.full_bytes:.1%}" for k in kept],
         "metadata, MiB": [f"{k.metadata_bytes / 2**20:.2f}" for k in kept],
-        "backend's copies, MiB": [f"{k.backend_bytes / 2**20:.1f}" for k in kept],
+        "prefill, s": [f"{t.prefill:.2f}" for t in timings],
+        "compression, s": [f"{t.construction:.2f}" for t in timings],
+        "ms per decoded token": [f"{trial.decode * 1000:.0f}" for trial in trials],
     }
-    return _by_cache("Cache (physical tensors)", trials, rows)
-
-
-def _seconds(trials: Sequence[Trial]) -> Table:
-    timings = [trial.result.timings for trial in trials]
-    rows = {
-        stage: [f"{t.as_dict()[stage]:.2f}" for t in timings]
-        for stage in timings[0].as_dict()
-        # Leaves out stages that no pipeline of the demo has.
-        if any(t.as_dict()[stage] for t in timings)
-    }
-    rows["all but prefill"] = [f"{t.construction:.2f}" for t in timings]
-    rows["ms per decoded token"] = [f"{trial.decode * 1000:.0f}" for trial in trials]
-    return _by_cache("Seconds", trials, rows)
-
-
-def _by_cache(title: str, trials: Sequence[Trial], rows: Mapping[str, Sequence[str]]) -> Table:
-    """A table with a column per cache, which fits a terminal of 80 columns for six caches."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    table = Table(title="Caches (physical tensors) and times", title_justify="left")
+    table.box, table.padding, table.pad_edge = box.SIMPLE_HEAD, 0, False
     table.add_column("", no_wrap=True)
     for trial in trials:
         header = trial.label.replace(" ", "\n").replace("-", "-\n")

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from gracekv.cli.commands import Imports
-from gracekv.cli.options import with_shared_options
+from gracekv.cli.commands import Imports, with_shared_options
 from gracekv.errors import ConfigError
 from gracekv.files import check_output, write_atomically
 

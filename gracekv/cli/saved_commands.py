@@ -11,8 +11,7 @@ import typer
 from typer import Argument, Option
 
 import gracekv
-from gracekv.cli.commands import Imports
-from gracekv.cli.options import with_shared_options
+from gracekv.cli.commands import Imports, with_shared_options
 from gracekv.errors import CacheError, PromptError
 from gracekv.files import check_output
 

@@ -1,6 +1,5 @@
 """Commands that need no saved cache, their output and their errors; `compress` itself is a stub."""
 
-import json
 import os
 import re
 import subprocess
@@ -21,9 +20,9 @@ from gracekv.pipeline.stages import REGISTRIES
 class FakeResult:
     """What `compress` returns, as far as the command line reads it."""
 
-    def __init__(self, prompt, ratio):
+    def __init__(self, prompt, ratio, pipeline):
         entries = torch.full((3, 2), 10, dtype=torch.int64)
-        self.prompt = prompt
+        self.prompt, self.pipeline = prompt, pipeline or Pipeline.default()
         self.timings = Timings(prefill=2.0, tree=0.5, pack=0.25)
         self.accounting = Accounting(
             budget=int(120 / float(ratio)), spent=60, floor_spent=7, recent=4, entries=entries,
@@ -47,15 +46,14 @@ def calls(monkeypatch):
     def compress(model, prompt, **options):
         seen.append({"model": model, **prompt.texts, **options})
         budget = options["budget"]
-        return FakeResult(prompt, budget.amount if budget.kind == "ratio" else 2)
+        ratio = budget.amount if budget.kind == "ratio" else 2
+        return FakeResult(prompt, ratio, options["pipeline"])
 
     monkeypatch.setattr(gracekv, "Prompt", SimpleNamespace(from_chat=from_chat), raising=False)
     monkeypatch.setattr(gracekv, "compress", compress, raising=False)
     monkeypatch.setattr(
         "gracekv.hf.loading.load_model", lambda name, dtype: (f"{name}:{dtype}", None)
     )
-    monkeypatch.setattr("gracekv.prefill.supported.check_model", lambda model: None)
-    monkeypatch.setattr("gracekv.hf.compress.per_byte", lambda model, budget: "bfloat16" in model)
     return seen
 
 
@@ -168,28 +166,21 @@ def test_list_says_what_each_recipe_is_and_where_it_comes_from(run, monkeypatch)
 
 
 def test_compress_prints_answer_and_accounting(run, calls, story, tmp_path):
-    target = tmp_path / "new" / "out.json"
     status, out, err = run(
         "compress", "--model", "smollm2", "--context", story, "--question", "Why?",
-        "--instruction", "Read.", "--max-new-tokens", 5, "--dtype", "bfloat16", "--json", target,
-        "--save", tmp_path / "saved",
+        "--instruction", "Read.", "--max-new-tokens", 5, "--dtype", "bfloat16",
+        "--pipeline", "snapkv", "--save", tmp_path / "saved",
     )  # fmt: skip
     assert (status, out) == (0, "5 tokens\n")
     assert (tmp_path / "saved").read_text() == "entries"
-    assert "gracekv-plus-allocated kept 60 of 120 context entries (budget 15)" in err
+    assert "snapkv kept 60 of 120 context entries (budget 15)" in err
     assert "compression 0.75 s" in err
     (call,) = calls
     assert call["model"] == "smollm2:bfloat16"
     assert call["context"] == "Once “upon” a time."
     assert (call["question"], call["instruction"]) == ("Why?", "Read.")
     assert call["budget"] == Budget.ratio(8)
-    assert call["pipeline"] == Pipeline.named("gracekv-plus-allocated")
-    record = json.loads(target.read_text())
-    assert record["answer"] == "5 tokens"
-    assert record["entries_per_head"] == [[10, 10]] * 3
-    assert record["seconds"]["prefill"] == 2.0
-    assert Pipeline.from_dict(record["pipeline"]) == call["pipeline"]
-    assert [path.name for path in target.parent.iterdir()] == ["out.json"]
+    assert call["pipeline"] == Pipeline.named("snapkv")
 
 
 def test_other_budgets_replace_the_ratio(run, calls, story):
@@ -201,27 +192,14 @@ def test_other_budgets_replace_the_ratio(run, calls, story):
     assert [call["budget"] for call in calls] == [Budget.of(one) for one in given]
 
 
-def test_the_default_is_compared_with_what_it_is_not(run, calls, story, tmp_path, monkeypatch):
-    monkeypatch.setattr(gracekv, "report", SimpleNamespace(compare=lambda *args, **answers: None))
-    monkeypatch.setattr(gracekv, "capture", lambda *args: None, raising=False)
-    base = ("compress", "--context", story, "--question", "q", "--report", tmp_path / "page.html")
-    status, _, _ = run(*base, "--dtype", "bfloat16", "--compare", "gracekv-plus")
-    assert status == 0
-    assert [recipes.label(call["pipeline"]) for call in calls] == [
-        "gracekv-plus-allocated",
-        "gracekv-plus",
-    ]
-    status, _, err = run(*base, "--compare", "gracekv-plus")
-    assert (status, "must name different pipelines" in err) == (2, True)
-
-
 def test_without_a_question_the_cache_is_saved_to_be_asked_later(run, calls, story, tmp_path):
     status, out, err = run("compress", "--context", story, "--save", tmp_path / "book")
     assert (status, out) == (0, "")
-    assert "gracekv-agnostic kept 60" in err
+    assert "gracekv-plus kept 60" in err
     (call,) = calls
     assert (call["model"], call["question"]) == ("smollm2:float32", "")
-    assert call["pipeline"] == Pipeline.default(question=False)
+    # Which recipe that is, `gracekv.compress` decides.
+    assert call["pipeline"] is None
     status, _, err = run("compress", "--context", story)
     assert status == 2
     assert "nothing to do with the cache: add --question" in err
@@ -261,7 +239,7 @@ def test_errors_are_one_message_and_status_2(run, calls, story, argv, message):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("option", ["--save", "--report", "--json"])
+@pytest.mark.parametrize("option", ["--save", "--report"])
 def test_outputs_are_checked_before_the_model_is_loaded(run, story, calls, tmp_path, option):
     (tmp_path / "file").touch()
     for place in (tmp_path, tmp_path / "file" / "out", "/dev/full", "/proc/nothing/out"):

@@ -115,36 +115,6 @@ def test_the_command_writes_a_report(run, tmp_path):
     assert column["answer"] + "\n" == out
 
 
-def test_the_command_compares(run, model, tmp_path):
-    page = tmp_path / "page.html"
-    argv = ("--ratio", 3, "--compare", "snapkv", "--compare", "gracekv-no-floor", "--report", page)
-    status, out, _ = run(*argv)
-    assert status == 0
-    columns = header(page)["columns"]
-    assert [x["label"] for x in columns] == ["gracekv-plus", "snapkv", "gracekv-no-floor"]
-    prompt = gracekv.Prompt.from_chat(Letters(), context=TEXT, question="Who?")
-    for column in columns:
-        alone = gracekv.compress(model, prompt, ratio=3, pipeline=column["label"])
-        assert column["accounting"]["entries"] == alone.accounting.entries.tolist()
-        assert column["answer"] == alone.generate(6)
-    assert columns[0]["answer"] + "\n" == out
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--compare", "snapkv"], "add --report page.html"),
-        (["--compare", "gracekv-plus", "--report", "p.html"], "must name different pipelines"),
-        (["--compare", "h2o", "--compare", "h2o", "--report", "p.html"], "different pipelines"),
-        (["--compare", "snapkw", "--report", "p.html"], "Did you mean 'snapkv'?"),
-    ],
-)
-def test_what_the_command_refuses(run, argv, message):
-    status, _, err = run(*argv)
-    assert status == 2
-    assert message in err
-
-
 def test_the_demo_writes_one(model, monkeypatch, tmp_path):
     from rich.console import Console
 
@@ -159,7 +129,7 @@ def test_the_demo_writes_one(model, monkeypatch, tmp_path):
 
     monkeypatch.setattr(gracekv, "Prompt", Short, raising=False)
     demo.run_demo(tmp_path, max_new_tokens=3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["entries.png", "report.html"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html"]
     found = header(tmp_path / "report.html")["columns"]
     assert [x["label"] for x in found] == [
         "gracekv-plus 8x", "gracekv 8x", "snapkv 8x", "gracekv-plus 4x", "gracekv-plus 16x",
