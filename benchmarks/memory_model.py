@@ -10,6 +10,7 @@ from typing import Any
 
 import machine
 
+from gracekv.hf.capture import chunk_size
 from gracekv.prefill.needs import CaptureSizes, Needs, held_positions
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.spans import PromptSpans
@@ -123,7 +124,7 @@ def streamed(shape: Shape, length: int, needs: Needs, ratio: float) -> float:
 
 def _running(shape: Shape, length: int, *, by_layers: bool) -> int:
     """Bytes of a chunk's activations, and of the mask of some rows; one chunk alone has no mask."""
-    chunk = CaptureOptions().chunk_of(length, splits=True, by_layers=by_layers)
+    chunk = chunk_size(CaptureOptions(), length, splits=True, by_layers=by_layers)
     mask = 0 if chunk == length else min(256 * length, 2**22)
     return shape.activations(chunk) + mask * shape.unit
 

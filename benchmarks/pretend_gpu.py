@@ -110,8 +110,8 @@ def _patch_cuda() -> None:
 
 def _patch_gracekv() -> None:
     from gracekv.kernels import softmax_sums, softmax_sums_triton
-    from gracekv.kernels.clock import Clock
     from gracekv.prefill import fingerprint, projection
+    from gracekv.prefill.observations import Clock
     from gracekv.tree.engines import base, numba, triton
 
     # They take plain tensors only, and ask `type(x) is Tensor`.

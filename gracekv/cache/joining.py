@@ -15,7 +15,7 @@ from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.cache.quantised import QuantisedEntries
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.kernels.ragged import offsets
-from gracekv.prefill.past import Past
+from gracekv.prefill.spans import Past
 
 
 def past_of(cache: CompressedCache, shard: HeadShard = WHOLE, places: int | None = None) -> Past:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import SavedCacheError, ShapeError
-from gracekv.prefill.capture_memory import is_out_of_memory
 from gracekv.prefill.layer_state import WITHOUT_CACHE, LayerState
+from gracekv.prefill.options import is_out_of_memory
 
 AGAIN = "Compress and save again."
 """How every error about a damaged file ends."""

@@ -169,7 +169,7 @@ def connect(model: Any, *, timeout: float = TIMEOUT) -> HeadShard:
         ConfigError: the time-out is not positive.
         RankError: a process does not answer.
     """
-    from gracekv.distributed.gloo_exchange import GlooExchange
+    from gracekv.distributed.agreement import GlooExchange
 
     if not timeout > 0:
         raise ConfigError(f"timeout is a positive number of seconds; got {timeout!r}.")

@@ -17,9 +17,8 @@ from torch import Tensor
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.queries import QuerySet
 from gracekv.kernels import ragged
-from gracekv.kernels.linalg import batched_linear, transposed
+from gracekv.kernels.linalg import batched_linear, filled, on_device, transposed
 from gracekv.kernels.logits import capped
-from gracekv.kernels.small_tensors import filled, on_device
 from gracekv.prefill import LayerCapture, Region
 
 # Bytes of logits that are held at once.

@@ -8,7 +8,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gracekv.kernels.small_tensors import filled
+from gracekv.kernels.linalg import filled
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.registry import Configurable, bounded
 from gracekv.value import Memory, Replay

@@ -19,10 +19,9 @@ from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.precision import AllocatedPrecision
 from gracekv.prefill import Prefill
-from gracekv.prefill.capture_memory import trim_memory
 from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.model_layers import cache_dtype, head_sizes
-from gracekv.prefill.options import DEFAULTS, CaptureOptions
+from gracekv.prefill.options import DEFAULTS, CaptureOptions, trim_memory
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_model
 

@@ -15,11 +15,12 @@ from gracekv.allocate import BudgetOptions
 from gracekv.cache import Occupancy
 from gracekv.decode import Compaction, Limit
 from gracekv.errors import CacheError, EditedHistoryError, PromptError
-from gracekv.hf.asking import check_context, check_room
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.extend import limited_run
 from gracekv.hf.generation import (
+    check_context,
     check_one,
+    check_room,
     continue_ids,
     decode_rows,
     setting,

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from gracekv.distributed.sharding import head_shard
 from gracekv.errors import LayerOrderError
-from gracekv.kernels.clock import Clock
 from gracekv.prefill.attention_patch import (
     base_attention,
     input_device,
@@ -36,13 +35,12 @@ from gracekv.prefill.model_layers import (
     text_config,
 )
 from gracekv.prefill.needs import Needs
-from gracekv.prefill.observations import Observations
+from gracekv.prefill.observations import Clock, Observations
 from gracekv.prefill.observer import FinalRun
 from gracekv.prefill.partial_attention import CausalMasks, PartialAttention, rotations
-from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.recorder import Recorder, no_rotation
-from gracekv.prefill.spans import Region
+from gracekv.prefill.spans import Past, Region
 from gracekv.prefill.stock_cache import StockLayers
 from gracekv.undo import hooked, undone
 

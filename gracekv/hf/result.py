@@ -17,16 +17,21 @@ from gracekv.decode import Compaction, Limit
 from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import ConfigError, PromptError
-from gracekv.hf.asking import check_context, check_room
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.conversation import Conversation
 from gracekv.hf.extend import extended_run
-from gracekv.hf.generation import check_one, continue_ids, decode_rows, padding_id
+from gracekv.hf.generation import (
+    check_context,
+    check_one,
+    check_room,
+    continue_ids,
+    decode_rows,
+    padding_id,
+)
 from gracekv.pipeline.run import Run
-from gracekv.prefill.capture_memory import trim_memory
 from gracekv.prefill.chat_text import check_question, first_turn
-from gracekv.prefill.options import DEFAULTS, CaptureOptions
+from gracekv.prefill.options import DEFAULTS, CaptureOptions, trim_memory
 from gracekv.prefill.prompt import Prompt
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ShapeError
-from gracekv.kernels.small_tensors import on_device
+from gracekv.kernels.linalg import on_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

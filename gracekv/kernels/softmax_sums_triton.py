@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gracekv.kernels.columns import Columns
 from gracekv.kernels.device import interpreted
-from gracekv.kernels.small_tensors import filled
+from gracekv.kernels.linalg import filled
 
 LARGEST_DIM = 256
 # Queries of one program of the second kernel.

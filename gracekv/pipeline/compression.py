@@ -24,7 +24,6 @@ from gracekv.cache.base import LayerToPack
 from gracekv.cache.pool import EntryPool
 from gracekv.fit import NoFit
 from gracekv.fit.base import value_change
-from gracekv.kernels.clock import Clock
 from gracekv.pipeline.auction import Auction, AuctionResult
 from gracekv.pipeline.comparison import Compared, compare
 from gracekv.pipeline.composition import Composition
@@ -33,7 +32,7 @@ from gracekv.precision import AllocatingPrecision
 from gracekv.precision.base import EXACT
 from gracekv.prefill import CaptureInfo, LayerCapture, Needs, Prefill, Region
 from gracekv.prefill.layer_state import LayerState
-from gracekv.prefill.observations import seconds_by_stage
+from gracekv.prefill.observations import Clock, seconds_by_stage
 from gracekv.segment.tokens import token_slots
 from gracekv.undo import full_float32
 from gracekv.value import Memory, Relevance, TokenScores

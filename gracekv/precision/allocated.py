@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gracekv.allocate import Selection
 from gracekv.cache.coded import Coding
+from gracekv.kernels.linalg import on_device
 from gracekv.kernels.ragged import rows_and_steps
-from gracekv.kernels.small_tensors import on_device
 from gracekv.precision.allocating import AllocatingPrecision
 from gracekv.precision.base import PRECISIONS
 from gracekv.precision.quantise import check_finite, quantised

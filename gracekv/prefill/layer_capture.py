@@ -11,11 +11,10 @@ from torch import Tensor
 
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import MissingCaptureError, NonFiniteError, ShapeError
+from gracekv.kernels.linalg import on_device
 from gracekv.kernels.rope import Rope
-from gracekv.kernels.small_tensors import on_device
 from gracekv.prefill.observer import Observer, TokenRun
-from gracekv.prefill.past import ADDED
-from gracekv.prefill.spans import PromptSpans, Region
+from gracekv.prefill.spans import ADDED, PromptSpans, Region
 
 ADVICE = (
     "Capture for the pipeline that you run: gracekv.capture(model, prompt, needs=pipeline.needs())."
@@ -90,7 +89,7 @@ class CaptureInfo:
         """Dimension of a key as the cache stores it: the model's d.
 
         Keys of a passage that follows packed entries carry 8 more numbers in the capture, which
-        tell how many tokens an entry stands for (see `gracekv.prefill.past`).
+        tell how many tokens an entry stands for (see `gracekv.prefill.spans`).
         """
         return self.head_dim - (ADDED if self.spans.past else 0)
 

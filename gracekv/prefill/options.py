@@ -1,20 +1,19 @@
-"""`CaptureOptions`: how a prefill runs."""
+"""`CaptureOptions`: how a prefill runs; and whether it fits into memory."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+from gracekv.errors import CaptureMemoryError, required
+from gracekv.prefill.needs import CaptureSizes
 from gracekv.registry import Configurable, bounded
-
-# Tokens of a chunk, and of a prompt that runs in one pass all the same: its keys and values are
-# then those of the stock model to the bit. Layer by layer 2,000 tokens by 512 take a tenth of the
-# prefill less than in one pass, since less memory goes back to the system and is got again.
-_CHUNK, _ONE_PASS = 512, 2048
-# On GPUs each pass pays for its launches: 32K tokens of a 7B model take 5.3 s by 512, 4.0 by 2,048
-# and 3.6 by 8,192, for 0.2 and 0.9 GiB more (ours, one H100). Passes beyond 16,384 tokens would
-# only raise the peak: their products fill any GPU.
-_GPU_LEAST, _GPU_MOST = 512, 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class CaptureOptions(Configurable):
     """
 
     chunk: int | None = bounded(
-        None, at_least=1, hint=f"In tokens; leave it out for {_CHUNK}, more on GPUs."
+        None, at_least=1, hint="In tokens; leave it out for 512, more on GPUs."
     )
     memory_limit: int | None = bounded(
         None, at_least=0, hint="In bytes of queries; 0 recomputes all but those of windows."
@@ -54,21 +53,107 @@ class CaptureOptions(Configurable):
     stream: bool | None = None
     trim: bool = True
 
-    def chunk_of(
-        self, length: int, *, splits: bool, by_layers: bool, room: int | None = None
-    ) -> int:
-        """The number of tokens of a prompt that run at once.
-
-        Args:
-            length: tokens of the prompt.
-            splits: whether the model can run in parts.
-            by_layers: whether all chunks go through one layer before the next.
-            room: tokens whose activations a GPU has memory for, or None on a CPU.
-        """
-        size = self.chunk or (_CHUNK if room is None else max(_GPU_LEAST, min(room, _GPU_MOST)))
-        whole = size if self.chunk or by_layers else max(size, _ONE_PASS)
-        return size if length > whole and (self.chunk or splits) else length
-
 
 DEFAULTS = CaptureOptions()
 """The defaults of `capture` and `compress`."""
+
+
+# The chunk that error messages suggest.
+_LEAST_CHUNK = 128
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` is a failed allocation, on any device."""
+    text = str(error)
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or "not enough memory" in text
+        or "can't allocate memory" in text
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on `device`."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + reserved
+    psutil = required("psutil", "hf")
+    free = int(psutil.virtual_memory().available)
+    if psutil.LINUX:
+        process = psutil.Process()
+        limit = process.rlimit(psutil.RLIMIT_AS)[0]
+        if limit != psutil.RLIM_INFINITY:
+            free = max(0, min(free, limit - process.memory_info().vms))
+    return free
+
+
+def chunk_room(length: int, held: int, sizes: CaptureSizes, free: int) -> int:
+    """The number of tokens whose activations fit into `free` bytes; arguments as below.
+
+    Uses at most half of the bytes that held tensors leave: allocators keep blocks, and scores need
+    memory too.
+    """
+    return max(0, free - sizes.held(length, held)) // (2 * max(1, sizes.activations))
+
+
+def check_memory(length: int, chunk: int, held: int, sizes: CaptureSizes, free: int) -> None:
+    """Raise `CaptureMemoryError` if a capture cannot fit into `free` bytes; arguments as below."""
+    if sizes.held(length, held) + min(chunk, length) * sizes.activations > free:
+        opening = f"Capturing {length} tokens needs more memory than is free"
+        raise CaptureMemoryError(memory_advice(opening, length, chunk, held, sizes, free))
+
+
+def memory_advice(
+    opening: str, length: int, chunk: int, held: int, sizes: CaptureSizes, free: int
+) -> str:
+    """The message of an error: what did not fit, and what would.
+
+    Args:
+        opening: what happened.
+        length: T, tokens.
+        chunk: tokens of one pass.
+        held: positions whose queries are held.
+        sizes: sizes of one token.
+        free: free bytes, without a capture that failed.
+    """
+    mib, by_layer = 2**20, sizes.stream > 0
+    kv = sizes.kv * sizes.at_once
+    text = (
+        f"{opening}: keys and values "
+        f"{'of one layer and of all kept entries ' if by_layer else ''}take "
+        f"{length * kv / mib:,.0f} MiB, held queries {held * sizes.queries / mib:,.0f} MiB, and "
+        f"{min(chunk, length)} tokens run at once. The model is as it was before."
+    )
+    options = []
+    if min(chunk, length) > _LEAST_CHUNK:
+        options.append(f"chunk={_LEAST_CHUNK}")
+    if held and not by_layer:
+        options.append("memory_limit=0")
+    if options:
+        text += f" Try {' and '.join(options)}."
+    # A fifth is left for one chunk's activations and the allocator, which are not counted.
+    fits = int(0.8 * free / (kv + sizes.stream))
+    enough = f"a prompt of about {fits:,} tokens" if fits < length else "this prompt"
+    return f"{text} {free / mib:,.0f} MiB are free, which is enough for {enough}."
+
+
+def trim_memory() -> None:
+    """Return freed heap memory to the system, on Linux with glibc; otherwise do nothing.
+
+    glibc keeps freed memory for later allocations: after a compression, several times the size of
+    the compressed cache. Takes milliseconds. GPU memory belongs to torch's allocator and is not
+    touched.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Any:
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None

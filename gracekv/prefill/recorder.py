@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
+from gracekv.kernels.linalg import on_device
 from gracekv.kernels.rope import Rope
-from gracekv.kernels.small_tensors import on_device
 from gracekv.prefill.attention_patch import AttentionCall, own_thread
 from gracekv.prefill.model_layers import (
     ModelLayer,
@@ -23,9 +23,8 @@ from gracekv.prefill.model_layers import (
 from gracekv.prefill.observations import Observations
 from gracekv.prefill.observer import TokenRun
 from gracekv.prefill.partial_attention import PartialAttention
-from gracekv.prefill.past import Past, widened
 from gracekv.prefill.projection import Projection
-from gracekv.prefill.spans import PromptSpans, Region
+from gracekv.prefill.spans import Past, PromptSpans, Region, widened
 from gracekv.undo import hooked
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 from gracekv.errors import NonFiniteError
 from gracekv.prefill import Needs, Prefill, PromptSpans, depth_layers
 from gracekv.prefill.observer import Accumulator, LayerObserver, Part, Source, TokenRun
-from gracekv.prefill.past import reflected
+from gracekv.prefill.spans import reflected
 from gracekv.registry import Configurable, bounded
 
 # Rows per matrix product: (rows + width) / width times the needed products are computed, so small

@@ -12,8 +12,8 @@ from gracekv.kernels.linalg import linear
 from gracekv.kernels.logits import capped
 from gracekv.prefill import Prefill, PromptSpans
 from gracekv.prefill.observer import FinalAccumulator, FinalObserver, FinalRun, Part
-from gracekv.prefill.past import reflected
 from gracekv.prefill.projection import plain_weight
+from gracekv.prefill.spans import reflected
 
 # Logits (positions x vocabulary entries) held at once, in float32: 2 MiB, which stays in a CPU's
 # cache between the product that makes them and the sums that read them.

@@ -6,7 +6,7 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from gracekv.kernels.small_tensors import filled
+from gracekv.kernels.linalg import filled
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.needs import prompt_samples
 from gracekv.registry import bounded

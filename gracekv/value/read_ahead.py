@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.errors import ConfigError
-from gracekv.kernels.small_tensors import filled, stream_of
+from gracekv.kernels.linalg import filled, stream_of
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums, noted

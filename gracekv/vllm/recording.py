@@ -19,7 +19,7 @@ from gracekv.prefill import Prefill
 from gracekv.prefill.needs import CaptureSizes, held_positions
 from gracekv.prefill.observations import Observations
 from gracekv.prefill.observer import TokenRun
-from gracekv.prefill.past import widened
+from gracekv.prefill.spans import widened
 from gracekv.vllm.orders import Compression
 from gracekv.vllm.served_model import ServedModel
 from gracekv.vllm.stored_context import StoredContext

@@ -12,7 +12,7 @@ from public_names import PACKAGE
 PREAMBLE = Path(__file__).parent / "preambles" / "docstrings.py"
 # Modules whose docstrings set off formulas as code is set off.
 FORMULAS = {
-    "cache/cam.py", "cache/d2o.py", "fit/values.py", "prefill/past.py", "kernels/rope.py",
+    "cache/cam.py", "cache/d2o.py", "fit/values.py", "prefill/spans.py", "kernels/rope.py",
     "segment/curvature.py", "tree/merge.py", "tree/prototype.py", "value/expected_attention.py",
 }  # fmt: skip
 

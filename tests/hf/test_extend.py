@@ -20,7 +20,7 @@ from gracekv.fit import FITTERS
 from gracekv.hf.capture import run_capture
 from gracekv.prefill import Needs, PromptSpans
 from gracekv.prefill.options import CaptureOptions
-from gracekv.prefill.past import Past
+from gracekv.prefill.spans import Past
 from gracekv.testing.models import tiny_llama, tiny_model, tiny_tokenizer
 from support.lean_prefills import without_queries
 from support.margins import assert_same_choice, assert_same_tokens

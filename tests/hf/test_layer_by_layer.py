@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import gracekv
-from gracekv import CaptureOptions, Pipeline, Prompt
+from gracekv import CaptureOptions, Prompt
 from gracekv.errors import (
     ConfigError,
     LayerOrderError,
     UnsupportedModelError,
     WholeCacheWarning,
 )
-from gracekv.hf.capture import stream_layers
+from gracekv.pipeline.compression import Compression
 from gracekv.testing.models import tiny_llama
 from support.families import FAMILIES
 from support.tried_families import TRIED, tried_model
@@ -105,14 +105,15 @@ def test_passages_and_turns_are_compressed_as_they_are_read():
     assert_same(*books)
 
 
-def test_only_one_layer_is_held():
-    model, held = tiny_llama(layers=4), []
+def test_only_one_layer_is_held(monkeypatch):
+    model, held, own = tiny_llama(layers=4), [], Compression.layer
 
-    def spy(capture):
+    def spy(self, capture):
         held.append((capture.number, list(capture.keys.shape), capture.keys.data_ptr()))
+        own(self, capture)
 
-    options, needs = CaptureOptions(chunk=30), Pipeline.named("gracekv-plus").needs()
-    stream_layers(model, prompt_of(), None, needs, options, spy, 0.25)
+    monkeypatch.setattr(Compression, "layer", spy)
+    gracekv.compress(model, prompt_of(), ratio=4, capture=CaptureOptions(chunk=30))
     assert [x[:2] for x in held] == [(layer, held[0][1]) for layer in range(4)]
     # Each layer is written where the one before it was.
     assert len({x[2] for x in held}) == 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gracekv.kernels.clock import Clock
+from gracekv.prefill.observations import Clock
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

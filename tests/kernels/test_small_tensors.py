@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from gracekv.kernels import small_tensors
-from gracekv.kernels.small_tensors import filled, on_device
+from gracekv.kernels import linalg
+from gracekv.kernels.linalg import filled, on_device
 
 
 @pytest.fixture
 def copies(monkeypatch):
     """The keys of what is put on a GPU; the CPU stands for it."""
-    made, upload = [], small_tensors._uploaded.__wrapped__
+    made, upload = [], linalg._uploaded.__wrapped__
 
     def uploaded(data, dtype, shape, device, stream):
         made.append(data)
@@ -19,7 +19,7 @@ def copies(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: type("", (), {"cuda_stream": 0})
     )
-    monkeypatch.setattr(small_tensors, "_uploaded", uploaded)
+    monkeypatch.setattr(linalg, "_uploaded", uploaded)
     return made
 
 

@@ -136,8 +136,8 @@ def test_the_model_does_not_run_for_what_is_refused():
     pytest.importorskip("transformers")
     from gracekv.hf.capture import capture, run_capture
     from gracekv.prefill.options import DEFAULTS
-    from gracekv.prefill.past import Past
     from gracekv.prefill.prompt import Prompt
+    from gracekv.prefill.spans import Past
     from support.families import FAMILIES
 
     model = FAMILIES["gemma2"].model()

@@ -4,8 +4,9 @@ import pytest
 
 from gracekv import CaptureOptions
 from gracekv.errors import CaptureMemoryError
-from gracekv.prefill.capture_memory import check_memory, chunk_room
+from gracekv.hf.capture import chunk_size
 from gracekv.prefill.needs import CaptureSizes
+from gracekv.prefill.options import check_memory, chunk_room
 
 
 @pytest.mark.parametrize(
@@ -19,9 +20,9 @@ from gracekv.prefill.needs import CaptureSizes
 )  # fmt: skip
 def test_long_prompts_run_in_chunks_on_gpus_as_their_memory_allows(length, room, by_layers, size):
     kind = {"room": room, "by_layers": by_layers}
-    assert CaptureOptions().chunk_of(length, splits=True, **kind) == size
-    assert CaptureOptions().chunk_of(length, splits=False, **kind) == length
-    assert CaptureOptions(chunk=300).chunk_of(length, splits=True, **kind) == 300
+    assert chunk_size(CaptureOptions(), length, splits=True, **kind) == size
+    assert chunk_size(CaptureOptions(), length, splits=False, **kind) == length
+    assert chunk_size(CaptureOptions(chunk=300), length, splits=True, **kind) == 300
 
 
 def test_half_of_what_is_left_of_a_gpu_holds_a_chunk():
