@@ -30,22 +30,20 @@ class ExactDP(Allocator):
 
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0 (ours).
-        max_operations: most operations that it takes on (ours).
         max_cells: largest table, operations times budget (ours; 8 bytes each).
 
     Raises:
-        ConfigError: the problem exceeds a limit.
+        ConfigError: the table would exceed the limit.
     """
 
     elastic: bool = False
-    max_operations: int = bounded(2_000, at_least=1)
     max_cells: int = bounded(20_000_000, at_least=1)
 
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
         ops = Operations.of(start.forest)
         executed = ops.executed(start)
         left = RemainingBudget.of(ops, start, quota)
-        problem = _Problem.of(ops, executed, self)
+        problem = _Problem.of(ops, ops.offered(executed, elastic=self.elastic))
         budget = min(left.total, int(problem.cost.sum()))
         cells = (len(problem.cost) + 1) * (budget + 1)
         if cells > self.max_cells:
@@ -80,18 +78,9 @@ class _Problem:
     head: np.ndarray
 
     @classmethod
-    def of(cls, ops: Operations, executed: Tensor, solver: ExactDP) -> _Problem:
-        """All operations but `executed` (bool [M]); elastic: only those reached by gains > 0.
-
-        Raises `ConfigError` if they are too many.
-        """
-        index = ops.offered(executed, elastic=solver.elastic).nonzero().flatten()
-        if len(index) > solver.max_operations:
-            raise ConfigError(
-                f"ExactDP solves at most max_operations = {solver.max_operations} operations; this "
-                f"forest leaves {len(index)}. Raise max_operations if you can wait, or use "
-                f"'greedy' or 'lagrangian', whose bound tells how far from optimal they are."
-            )
+    def of(cls, ops: Operations, offered: Tensor) -> _Problem:
+        """The operations that are `offered` (bool [M])."""
+        index = offered.nonzero().flatten()
         index = index[torch.argsort(ops.tie_order(index))] if len(index) else index
         place = torch.full((len(ops) + 1,), -1, device=index.device)
         place[index] = torch.arange(len(index), device=index.device)

@@ -17,10 +17,6 @@ from gracekv.prefill import Needs
 from gracekv.registry import bounded
 from gracekv.value.column_sums import ReceivedAttention
 
-Denominator = Literal["mean_next", "max_next", "max_with_sinks"]
-
-# Attention sinks of "max_with_sinks", as everywhere: the first tokens of the prompt.
-_SINKS = 4
 # Tokens that `replayed` solves for at once: few steps, and triangles that stay small.
 _BLOCK = 128
 
@@ -35,7 +31,7 @@ class CamPacker(Packer):
     tokens are gathered. With A_t the attention that token t received (column sums, mean over a KV
     head's group) and m_t = min(merge, N - 1 - t),
 
-        p_t = clamp(A_t / mean(A_{t+1}, ..., A_{t+m_t}), 0, 1)      ("mean_next").
+        p_t = clamp(A_t / mean(A_{t+1}, ..., A_{t+m_t}), 0, 1).
 
     A token to which nothing is added is unchanged to the bit. The selection decides which tokens
     stay; of a node of several tokens the one of the highest score stays, as with `evict`. Values
@@ -50,9 +46,6 @@ class CamPacker(Packer):
 
     Attributes:
         merge: m, tokens that share a dropped value (CaM's 32).
-        denominator: divides A_t: "mean_next" (the paper), "max_next" (the largest of the following
-            m_t), or "max_with_sinks" (of those and of the prompt's first 4 tokens; the released
-            question-answering code).
         seed: of the draws. Each layer draws one block of uniforms [G, N] from (seed, layer), so
             they depend neither on the budget nor on the order of layers.
     """
@@ -60,7 +53,6 @@ class CamPacker(Packer):
     represents: ClassVar[Literal["node", "token", "mixture"]] = "mixture"
 
     merge: int = bounded(32, at_least=1, hint="CaM's is 32; for no merging use the packer 'evict'.")
-    denominator: Denominator = "mean_next"
     seed: int = bounded(0, at_least=0)
 
     def needs(self) -> Needs:
@@ -76,7 +68,6 @@ class CamPacker(Packer):
         received = reduce(columns, "(g n) t -> g t", "mean", g=capture.kv_heads)
         share = self.shares(
             received[:, spans.context_start : spans.context_end],
-            received[:, :_SINKS].amax(dim=1),
             ~kept,
             self.uniforms(capture.kv_heads, spans.context_length, capture.number).to(device),
         )
@@ -95,37 +86,30 @@ class CamPacker(Packer):
         drawn = np.random.default_rng([self.seed, layer]).random((heads, length))
         return torch.from_numpy(drawn)
 
-    def shares(self, received: Tensor, sinks: Tensor, dropped: Tensor, uniforms: Tensor) -> Tensor:
+    def shares(self, received: Tensor, dropped: Tensor, uniforms: Tensor) -> Tensor:
         """c_t = M_t / m_t of the dropped tokens, 0 for the kept: float32 [G, N].
 
         Args:
             received: A [G, N].
-            sinks: [G], the most that one of the prompt's first tokens received.
             dropped: bool [G, N].
             uniforms: [G, N] in [0, 1); M_t = 1 where it is below p_t.
         """
         count = self._following(received)
-        merges = dropped & (uniforms < self.probabilities(received, sinks)) & (count > 0)
+        merges = dropped & (uniforms < self.probabilities(received)) & (count > 0)
         return torch.where(merges, 1.0 / count.clamp(min=1), 0.0).float()
 
-    def probabilities(self, received: Tensor, sinks: Tensor) -> Tensor:
+    def probabilities(self, received: Tensor) -> Tensor:
         """p [G, N] float64; arguments as in `shares`.
 
         Where the denominator is 0, as for the last token: 1 if A_t > 0, else 0.
         """
         attention = received.double()
-        if self.denominator == "mean_next":
-            total = functional.pad(attention.cumsum(dim=1), (1, 0))
-            count = self._following(received)
-            first = torch.arange(1, attention.shape[1] + 1, device=attention.device)
-            window = total[:, first + count] - total[:, first]
-            # A difference of running sums can miss 0 by a rounding.
-            other = window.clamp(min=0) / count.clamp(min=1)
-        else:
-            after = functional.pad(attention, (0, self.merge), value=-torch.inf)[:, 1:]
-            other = functional.max_pool1d(after, self.merge, stride=1).clamp(min=0)
-            if self.denominator == "max_with_sinks":
-                other = torch.maximum(other, sinks.double()[:, None])
+        total = functional.pad(attention.cumsum(dim=1), (1, 0))
+        count = self._following(received)
+        first = torch.arange(1, attention.shape[1] + 1, device=attention.device)
+        window = total[:, first + count] - total[:, first]
+        # A difference of running sums can miss 0 by a rounding.
+        other = window.clamp(min=0) / count.clamp(min=1)
         certain = torch.where(attention > 0, 1.0, 0.0).double()
         return torch.where(other > 0, (attention / other).clamp(0, 1), certain)
 

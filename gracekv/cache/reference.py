@@ -9,17 +9,10 @@ import torch
 from torch import Tensor
 
 
-def cam_probability(
-    attention: Sequence[float], token: int, merge: int, denominator: str, sinks: float
-) -> float:
-    """p_t of one head: `attention` is A over its N context tokens, `sinks` the sinks' largest."""
+def cam_probability(attention: Sequence[float], token: int, merge: int) -> float:
+    """p_t of one head: `attention` is A over its N context tokens."""
     following = attention[token + 1 : token + 1 + merge]
-    if denominator == "mean_next":
-        other = sum(following) / len(following) if following else 0.0
-    else:
-        other = max(following, default=0.0)
-        if denominator == "max_with_sinks":
-            other = max(other, sinks)
+    other = sum(following) / len(following) if following else 0.0
     if other <= 0:
         return 1.0 if attention[token] > 0 else 0.0
     return min(max(attention[token] / other, 0.0), 1.0)

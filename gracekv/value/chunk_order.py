@@ -18,9 +18,9 @@ from gracekv.value.window_attention import WindowAttention
 class ChunkOrder(Scorer):
     """Tokens by the mean score of their chunk of 10, inside it by their own (ChunkKV).
 
-    The b best tokens are whole chunks, then the best tokens of the next chunk, so that any b is met
-    exactly. Ties go to the earlier chunk and the earlier token. Scores are ranks; a head's scores
-    sum to 1.
+    All heads of a layer rank alike, by the sum of their scores. The b best tokens are whole chunks,
+    then the best tokens of the next chunk, so that any b is met exactly. Ties go to the earlier
+    chunk and the earlier token. Scores are ranks; a head's scores sum to 1.
 
     Source: Liu et al. (2025), arXiv:2502.00299, in the form of its code in kvpress (token scores
     summed over KV heads, averaged inside a chunk). Ours: the remaining budget is spent inside the
@@ -31,16 +31,10 @@ class ChunkOrder(Scorer):
     Attributes:
         scorer: the token scores (SnapKV's window attention, unpooled, since chunks smooth already).
         chunk_size: tokens per chunk, counted from the start of the region (ChunkKV's 10).
-        share_heads: all heads of a layer rank by the sum of their scores (ChunkKV); else each by
-            its own scores.
-        reuse_layers: number of consecutive layers that use the order of the first of them
-            (ChunkKV's layer-wise index reuse; 1: none).
     """
 
     scorer: Scorer = field(default_factory=lambda: WindowAttention(pooling="none"))
     chunk_size: int = bounded(10, at_least=1, hint="ChunkKV's is 10.")
-    share_heads: bool = True
-    reuse_layers: int = bounded(1, at_least=1, hint="1 ranks every layer by its own scores.")
 
     @property
     def parts(self) -> tuple[Scorer, ...]:
@@ -49,13 +43,8 @@ class ChunkOrder(Scorer):
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Ranks as scores [G, N]."""
-        if capture.number % self.reuse_layers == 0:
-            scores = part_scores(self.scorer, capture, region, memory).double()
-            if self.share_heads:
-                scores = scores.sum(dim=0, keepdim=True)
-            memory[self] = rank_scores(self._order(scores)).expand(capture.kv_heads, -1)
-        ranks: Tensor = memory[self]
-        return ranks
+        scores = part_scores(self.scorer, capture, region, memory).double().sum(dim=0)
+        return rank_scores(self._order(scores)).expand(capture.kv_heads, -1)
 
     def _order(self, scores: Tensor) -> Tensor:
         """int64 as `scores` [..., N]: tokens from first to last."""

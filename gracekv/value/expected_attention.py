@@ -105,14 +105,12 @@ class ExpectedAttention(Scorer):
     Attributes:
         future_positions: number of next positions that a query may have (512).
         sinks: first prompt tokens that are left out of the statistics and always kept (4).
-        covariance: use Sigma; without it only the mean query counts.
         value_norm: multiply by |v|.
         epsilon: added to the expected attention before that (0).
     """
 
     future_positions: int = bounded(512, at_least=1, hint="The published number is 512.")
     sinks: int = bounded(4, at_least=0, hint="The published number is 4.")
-    covariance: bool = True
     value_norm: bool = True
     epsilon: float = bounded(0.0, at_least=0, hint="The published value is 0.")
 
@@ -148,7 +146,7 @@ class ExpectedAttention(Scorer):
         mean, covariance = moments[:, 0], moments[:, 1:]
         turn = rotation.to(mean.device)
         mean = capture.scale * mean @ turn
-        spread = 0.5 * capture.scale**2 * turn.T @ covariance @ turn if self.covariance else None
+        spread = 0.5 * capture.scale**2 * turn.T @ covariance @ turn
         keys = capture.keys[:, seen.start : seen.end]
         blocks = keys.split(_block_rows(capture.query_heads, capture.head_dim), dim=1)
         logits = [_log_expected(some.float(), mean, spread) for some in blocks]
@@ -160,14 +158,12 @@ class ExpectedAttention(Scorer):
         return score * norms
 
 
-def _log_expected(keys: Tensor, mean: Tensor, spread: Tensor | None) -> Tensor:
+def _log_expected(keys: Tensor, mean: Tensor, spread: Tensor) -> Tensor:
     """log E exp(logit) [G, n, t] of keys [G, t, d] for scaled mean [H, d] and spread [H, d, d]."""
     groups = keys.shape[0]
     logits = rearrange(mean, "(g n) d -> g n d", g=groups) @ keys.transpose(1, 2)
-    if spread is not None:
-        shared = rearrange(spread, "(g n) i j -> g n i j", g=groups)
-        logits += ((keys[:, None] @ shared) * keys[:, None]).sum(dim=-1)
-    return logits
+    shared = rearrange(spread, "(g n) i j -> g n i j", g=groups)
+    return logits.add_(((keys[:, None] @ shared) * keys[:, None]).sum(dim=-1))
 
 
 def mean_rotation(rope: Rope, dim: int, start: int, count: int) -> Tensor:

@@ -15,12 +15,12 @@ from gracekv.value.base import SCORERS, Memory, Scorer, part_scores
 from gracekv.value.mean_attention import MeanAttention
 from gracekv.value.read_ahead import ReadAhead
 
-Rule = Literal["sum", "rms", "geometric", "max"]
+Rule = Literal["sum", "rms", "geometric"]
 
 
 @SCORERS.register("mixture", works_sharded=True)
 class Mixture(Scorer):
-    """Sum, root of summed squares, geometric mean or maximum of other scores.
+    """Sum, root of summed squares or geometric mean of other scores.
 
     Scores are not normalised: they should be on one scale (attention shares are), except under
     "geometric", where scale does not matter.
@@ -31,9 +31,8 @@ class Mixture(Scorer):
 
     Attributes:
         scorers: the scores that are combined, at least one.
-        weights: one per scorer, positive; empty for equal weights. They are normalised to sum 1,
-            except under "max", where they are factors.
-        rule: "sum" sum w x, "rms" sqrt(sum w x^2), "geometric" prod x^w, "max" max w x.
+        weights: one per scorer, positive; empty for equal weights. They are normalised to sum 1.
+        rule: "sum" sum w x, "rms" sqrt(sum w x^2), "geometric" prod x^w.
     """
 
     scorers: tuple[Scorer, ...] = field(default_factory=lambda: (ReadAhead(), MeanAttention()))
@@ -67,13 +66,10 @@ class Mixture(Scorer):
 def combine_scores(scores: list[Tensor], weights: tuple[float, ...], rule: Rule) -> Tensor:
     """Combine scores [..., N] as `Mixture` does: float32, computed in float64."""
     stacked, share = torch.stack(scores), torch.tensor(weights, dtype=torch.float64)
-    if rule != "max":
-        share = share / share.sum()
+    share = share / share.sum()
     if rule == "rms":
         share = share.sqrt()
     share = on_device(share, stacked.device).view(-1, *[1] * scores[0].ndim)
-    if rule == "max":
-        return (share * stacked).amax(dim=0).float()
     if rule == "sum":
         return (share * stacked).sum(dim=0).float()
     if rule == "rms":

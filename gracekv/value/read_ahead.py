@@ -17,8 +17,6 @@ from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums, noted
 
-Kernel = Literal["geometric", "flat"]
-
 # Tokens of a block that one product sums.
 _BLOCK = 256
 
@@ -41,7 +39,6 @@ class ReadAhead(Scorer):
         tail_probes: last prompt positions whose attention counts (the paper's 16).
         lookahead: mean number of tokens that attention is spread over; 1: none. Ours: fewer lose
             the ends of long answers, more blur the score.
-        kernel: "geometric", or "flat", which weighs `lookahead` tokens equally.
         power: exponent of the power mean over probes and query heads: 1 is the mean, 2 the root
             mean square, in which a single probe with much attention weighs more.
         max_weight: weight of the maximum over probes and query heads; the mean has the rest. With
@@ -53,7 +50,6 @@ class ReadAhead(Scorer):
     lookahead: int = bounded(
         25, at_least=1, hint="In tokens; 1 with power=1 is the mean attention."
     )
-    kernel: Kernel = "geometric"
     power: float = bounded(1.0, at_least=1)
     max_weight: float = bounded(0.0, at_least=0, at_most=1)
 
@@ -88,7 +84,7 @@ class ReadAhead(Scorer):
             score = asked("max")
         else:
             score = torch.lerp(asked("mean"), asked("max"), self.max_weight)
-        spread = spread_ahead(score, self.lookahead, self.kernel)
+        spread = spread_ahead(score, self.lookahead)
         return spread if self.power == 1 else spread ** (1.0 / self.power)
 
     def _attention(
@@ -109,27 +105,19 @@ class ReadAhead(Scorer):
         return noted(memory, asked, capture, reduced)
 
 
-def spread_ahead(score: Tensor, length: int, kernel: Kernel) -> Tensor:
+def spread_ahead(score: Tensor, length: int) -> Tensor:
     """Weighted sum of the scores of each token and the tokens before it; the weights sum to 1.
 
     Args:
         score: [..., N], non-negative.
-        length: tokens, at least 1.
-        kernel: "flat" weighs `length` tokens equally, "geometric" the i-th before by
-            (1 - 1/length)^i / length, for all i.
+        length: mean number of tokens, at least 1: the i-th token before weighs
+            (1 - 1/length)^i / length.
 
     Returns [..., N] in score's dtype; sums run in float64.
     """
     if length == 1:
         return score
     width = score.shape[-1]
-    if kernel == "flat":
-        sums = score.double() / length
-        sums = functional.pad(sums.cumsum(-1), (1, 0))
-        stop = torch.arange(1, width + 1, device=score.device)
-        # Differences of cumulative sums are not exactly 0 where all scores are.
-        window = sums[..., stop] - sums[..., (stop - length).clamp(min=0)]
-        return window.clamp(min=0).to(score.dtype)
     # Blocks of tokens are summed by a product, then what each hands on to the next ones.
     blocks = -(-width // _BLOCK)
     inside, onwards, across = _decays(blocks, length, score.device, stream_of(score.device))

@@ -127,11 +127,7 @@ def multi_hop(scorer: MultiHop, prefill: Prefill, region: Region) -> TokenScores
 def window_attention(scorer: WindowAttention, prefill: Prefill, region: Region) -> Tensor:
     """SnapKV's score [L, G, N] float64: mean over window and group, pooled inside the region."""
     spans, half = prefill.spans, scorer.kernel // 2
-    if scorer.observation == "prompt_tail":
-        window = [u for u in range(spans.length) if u >= spans.length - scorer.window]
-    else:
-        context = range(spans.context_start, spans.context_end)
-        window = [u for u in context if u >= spans.context_end - scorer.window]
+    window = [u for u in range(spans.length) if u >= spans.length - scorer.window]
     share = 1 / (len(window) * prefill.group)
     mean = group_sums(prefill, dict.fromkeys(window, share), region)
     tokens = mean.clone()
@@ -160,9 +156,8 @@ def chunk_order(scorer: ChunkOrder, scores: Tensor) -> list[list[list[int]]]:
     chunks = [range(first, min(first + scorer.chunk_size, length)) for first in starts]
     orders: list[list[list[int]]] = []
     for layer in range(layers):
-        rows = scores[layer - layer % scorer.reuse_layers].double().tolist()
-        if scorer.share_heads:
-            rows = [[sum(row[t] for row in rows) for t in range(length)]] * heads
+        rows = scores[layer].double().tolist()
+        rows = [[sum(row[t] for row in rows) for t in range(length)]] * heads
         orders.append([])
         for row in rows:
             means = [sum(row[t] for t in chunk) / len(chunk) for chunk in chunks]
@@ -196,10 +191,7 @@ def expected_attention(scorer: ExpectedAttention, prefill: Prefill, region: Regi
             covariance = turn.T @ covariance.reshape(dim, dim) @ turn
             for t in range(first, end):
                 key = prefill.scale * prefill.keys[layer][head // group, t].double()
-                logit = float(key @ mean)
-                if scorer.covariance:
-                    logit += float(key @ covariance @ key) / 2
-                shares[head, t] = math.exp(logit)
+                shares[head, t] = math.exp(float(key @ mean + key @ covariance @ key / 2))
             shares[head] /= shares[head].sum()
         for g in range(prefill.kv_heads):
             score = shares[g * group : (g + 1) * group].mean(0) + scorer.epsilon
@@ -244,9 +236,8 @@ def read_ahead(scorer: ReadAhead, prefill: Prefill, region: Region) -> Tensor:
     ahead = torch.zeros_like(score)
     for t in range(region.length):
         for i in range(t + 1):
-            weight = (1 - 1 / scorer.lookahead) ** i if scorer.kernel == "geometric" else 1.0
-            if scorer.kernel == "geometric" or i < scorer.lookahead:
-                ahead[..., t] += weight * score[..., t - i] / scorer.lookahead
+            weight = (1 - 1 / scorer.lookahead) ** i
+            ahead[..., t] += weight * score[..., t - i] / scorer.lookahead
     return ahead ** (1 / scorer.power)
 
 

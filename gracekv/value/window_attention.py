@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from einops import reduce
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
+from gracekv.prefill import LayerCapture, Needs, Region
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums
 
-Observation = Literal["prompt_tail", "context_tail"]
 Pooling = Literal["max", "avg", "none"]
 
 
@@ -32,15 +30,12 @@ class WindowAttention(Scorer):
 
     Attributes:
         window: observation queries (SnapKV's benchmark setting, 32).
-        observation: where they end: "prompt_tail" includes the question (SnapKV), "context_tail"
-            does not.
         pooling: "max" (SnapKV's benchmark setting; pads with -infinity), "avg" (pads with zeros
             that count in the denominator) or "none".
         kernel: pooling width in tokens, odd (SnapKV's benchmark setting, 7).
     """
 
     window: int = bounded(32, at_least=1, hint="A number of positions; SnapKV's is 32.")
-    observation: Observation = "prompt_tail"
     pooling: Pooling = "max"
     kernel: int = bounded(
         7, at_least=1, odd=True, hint="SnapKV's is 7; give pooling='none' for no pooling."
@@ -50,19 +45,9 @@ class WindowAttention(Scorer):
         """The queries of the window."""
         return Needs(last_queries=self.window)
 
-    def observers(self, spans: PromptSpans) -> range:
-        """Absolute positions of the observation queries; fewer than `window` in a short prompt."""
-        if self.observation == "prompt_tail":
-            return spans.last(self.window)
-        return range(max(spans.context_start, spans.context_end - self.window), spans.context_end)
-
-    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """The observation queries, int64 [P]."""
-        return torch.tensor(self.observers(prefill.spans))
-
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Pooled attention [G, N], not normalised."""
-        observers = self.observers(capture.spans)
+        observers = capture.spans.last(self.window)
         per_head = attention_sums(capture, observers, region) / len(observers)
         return self._pooled(reduce(per_head, "(g n) t -> g t", "mean", g=capture.kv_heads))
 

@@ -17,7 +17,6 @@ def changed(recipe, **fields):
 @pytest.mark.parametrize(
     "value",
     [
-        {"name": "window_attention", "observation": "context_tail"},
         {"name": "window_attention", "pooling": "avg", "kernel": 5},
         {"name": "window_attention", "window": 8},
     ],

@@ -23,12 +23,11 @@ from gracekv.value.expected_attention import QueryMoments, mean_rotation
     context=st.integers(1, 30),
     future_positions=st.integers(1, 12),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    covariance=st.booleans(),
     value_norm=st.booleans(),
     epsilon=st.sampled_from([0.0, 0.01]),
 )
 def test_equals_the_reference(
-    seed, kv_heads, group, prefix, context, future_positions, dtype, covariance, value_norm, epsilon
+    seed, kv_heads, group, prefix, context, future_positions, dtype, value_norm, epsilon
 ):
     prefill = synthetic_prefill(
         kv_heads=kv_heads, group=group, dim=8, prefix=prefix, context=context, question=9, tail=3,
@@ -37,7 +36,6 @@ def test_equals_the_reference(
     region = prefill.spans.region(min(2, context - 1))
     scorer = ExpectedAttention(
         future_positions=future_positions,
-        covariance=covariance,
         value_norm=value_norm,
         epsilon=epsilon,
     )

@@ -37,7 +37,6 @@ def small(seed=0, context=40):
         ("sum", lambda a, b: 0.25 * a + 0.75 * b),
         ("rms", lambda a, b: (0.25 * a**2 + 0.75 * b**2).sqrt()),
         ("geometric", lambda a, b: a**0.25 * b**0.75),
-        ("max", lambda a, b: torch.maximum(a, 3 * b)),
     ],
 )
 def test_rules(rule, want):
@@ -53,7 +52,7 @@ def test_weights_default_to_equal_and_survive_plain_data():
     assert torch.equal(
         even(prefill, REGION).scores, Mixture(scorers, (2.0, 2.0))(prefill, REGION).scores
     )
-    nested = Mixture((even, SCORERS.build("recency")), (1.0, 0.5), "max")
+    nested = Mixture((even, SCORERS.build("recency")), (1.0, 0.5), "rms")
     assert SCORERS.parse(nested.to_dict()) == nested
 
 

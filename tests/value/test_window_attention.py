@@ -1,6 +1,5 @@
 """SnapKV's score."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,28 +20,14 @@ def small(seed=0, context=30, dtype=torch.float32):
     context=st.integers(4, 30),
     recent=st.integers(0, 3),
     window=st.integers(1, 12),
-    observation=st.sampled_from(["prompt_tail", "context_tail"]),
     pooling=st.sampled_from(["max", "avg", "none"]),
     kernel=st.sampled_from([1, 3, 7]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_equals_the_reference(seed, context, recent, window, observation, pooling, kernel, dtype):
+def test_equals_the_reference(seed, context, recent, window, pooling, kernel, dtype):
     prefill = small(seed, context, dtype)
     region = prefill.spans.region(recent)
-    scorer = WindowAttention(window, observation, pooling, kernel)
+    scorer = WindowAttention(window, pooling, kernel)
     fast, slow = scorer(prefill, region).scores, reference.window_attention(scorer, prefill, region)
     # float32 sums against float64; bfloat16 inputs are raised before any arithmetic.
     torch.testing.assert_close(fast.double(), slow, rtol=5e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("scorer", "expected"),
-    [
-        (WindowAttention(window=8), range(31, 39)),
-        (WindowAttention(window=8, observation="context_tail"), range(25, 33)),
-        (WindowAttention(window=99), range(39)),
-        (WindowAttention(window=99, observation="context_tail"), range(3, 33)),
-    ],
-)
-def test_observers(scorer, expected):
-    assert scorer.observers(small().spans) == expected
