@@ -1,8 +1,8 @@
-"""Reports on compressed caches: an HTML page, tables, and figures for papers.
+"""Reports on compressed caches: an HTML page, tables, and a figure for papers.
 
 `result.report("page.html")` writes a page for one result, `compare` a page for several results of
-one prompt. `token_statuses` lists the entry that holds a token in each head. Figures need
-matplotlib, which is imported when one is drawn.
+one prompt. `token_statuses` lists the entry that holds a token in each head. The figure needs
+matplotlib, which is imported when it is drawn.
 """
 
 from gracekv.allocate.curve import AuctionCurve as AuctionCurve
@@ -10,10 +10,7 @@ from gracekv.decode.history import CutHistory as CutHistory
 from gracekv.report.data import ReportColumn as ReportColumn
 from gracekv.report.data import ReportData as ReportData
 from gracekv.report.entries import KeptEntries as KeptEntries
-from gracekv.report.figures import plot_auction as plot_auction
 from gracekv.report.figures import plot_entries as plot_entries
-from gracekv.report.figures import plot_map as plot_map
-from gracekv.report.figures import plot_resolution as plot_resolution
 from gracekv.report.page import compare as compare
 from gracekv.report.page import write as write
 from gracekv.report.page import write_all as write_all

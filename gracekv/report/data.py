@@ -61,19 +61,6 @@ class ReportColumn:
     timings: Timings
     answer: str | None = None
 
-    def resolution(self) -> Tensor:
-        """int64 [n+1]: how many (head, token) pairs of the region lie in entries of 0..n tokens.
-
-        Index 0 counts dropped tokens, 1 exact ones; n is the length of the longest entry.
-        """
-        entries = self.entries
-        counts = torch.bincount(entries.length, minlength=2) * torch.arange(
-            max(2, int(entries.length.max()) + 1 if len(entries.start) else 2)
-        )
-        first, last = entries.region
-        counts[0] = entries.layers * entries.heads * (last - first) - counts.sum()
-        return counts
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReportData:

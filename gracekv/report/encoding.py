@@ -17,8 +17,8 @@ from gracekv.report.data import ReportColumn, ReportData
 from gracekv.report.entries import KeptEntries
 from gracekv.value.coded import CodedRelevance
 
-# Relevance that takes more bytes in all columns is averaged over heads, then over layers. A page of
-# 32K tokens then stays below 15 MB. Source: ours.
+# Relevance that takes more bytes in all columns is averaged over heads. A page of 32K tokens then
+# stays below 15 MB. Source: ours.
 _RELEVANCE_BYTES = 7 * 2**20
 
 
@@ -109,12 +109,10 @@ def _relevance(
     coded = columns[number].relevance
     if coded is None:
         return None
-    heads = coded.codes.shape[1]
     everything = sum(x.relevance.codes.numel() for x in columns if x.relevance is not None)
     if everything > _RELEVANCE_BYTES:
-        layers = torch.stack([layer.mean(0, keepdim=True) for layer in coded.decoded()])
-        whole = everything // heads > _RELEVANCE_BYTES
-        coded = CodedRelevance.of(layers.mean(0, keepdim=True) if whole else layers)
+        layers = [layer.mean(0, keepdim=True) for layer in coded.decoded()]
+        coded = CodedRelevance.of(torch.stack(layers))
     parts[f"relevance.{number}"] = coded.codes.numpy().tobytes()
     shape = dict(zip(("layers", "heads", "length"), coded.codes.shape, strict=True))
     return {**shape, "low": coded.low, "high": coded.high}

@@ -92,15 +92,6 @@ class KeptEntries:
         holder[self.head_of_entry()[at]] = at
         return holder
 
-    def entry_lengths(self) -> Tensor:
-        """int64 [L*G, W]: the length of each token's entry, 0 where the token is dropped."""
-        first, last = self.region
-        steps = torch.zeros(len(self.offsets) - 1, last - first + 1, dtype=torch.int64)
-        row = self.head_of_entry() * steps.shape[1] - first
-        steps.view(-1).index_add_(0, row + self.start, self.length)
-        steps.view(-1).index_add_(0, row + self.end, -self.length)
-        return steps.cumsum(1)[:, :-1]
-
 
 def kept_entries(result: Result) -> KeptEntries:
     """The context entries of `result`, and the tokens that each stands for.

@@ -68,21 +68,14 @@ class TokenStatuses:
         lines = [
             f"token {self.position}: exact in {self.count('exact')} heads, merged in "
             f"{self.count('merged')}, dropped in {self.count('dropped')}",
-            f"{'layer':>5} {'head':>4} {'state':<8} {'entry':>15} {'tokens':>6} {'weight':>7} "
-            f"{'depth':>5} {'floor':>5} {'relevance':>9} {'moved':>6}",
+            f"{'layer':>5} {'head':>4} {'state':<8} {'entry':>15} {'weight':>7} {'relevance':>9}",
         ]
         for row in self.rows:
-            gone = row.state == "dropped"
-            entry = "–" if gone else f"[{row.start}, {row.end})"
-            tokens = "–" if gone else str(row.end - row.start)
-            weight = "–" if gone else f"{row.multiplicity:.2f}"
-            depth = "–" if row.depth < 0 else str(row.depth)
-            floor = "–" if row.floor is None or gone else ("yes" if row.floor else "no")
-            moved = "–" if row.value_change is None else f"{row.value_change:.0%}"
+            entry = "–" if row.end < 0 else f"[{row.start}, {row.end})"
             relevance = "–" if row.relevance is None else f"{row.relevance:.2e}"
             lines.append(
-                f"{row.layer:>5} {row.head:>4} {row.state:<8} {entry:>15} {tokens:>6} "
-                f"{weight:>7} {depth:>5} {floor:>5} {relevance:>9} {moved:>6}"
+                f"{row.layer:>5} {row.head:>4} {row.state:<8} {entry:>15} {row.multiplicity:>7.2f} "
+                f"{relevance:>9}"
             )
         return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +15,6 @@ from gracekv.testing.promises import hold
 from gracekv.tree.base import Forest
 
 Gains = Literal["normal", "heavy", "ties", "zeros"]
-_COLUMNS = ("start", "end", "parent", "first_child", "child_count", "tree", "level", "entries")
 
 
 def random_forest(
@@ -32,7 +32,7 @@ def random_forest(
     """A forest with the structure of a real one and random gains.
 
     Nodes are cut in two, have one token extracted, or split into all their tokens (costs 1, 2 and
-    larger). Built level by level, so a million operations take about a second.
+    larger).
 
     Args:
         seed: seed of the random numbers.
@@ -47,67 +47,38 @@ def random_forest(
         whole: chance that such a leaf keeps its original tokens (`entries` = its length).
     """
     rng = np.random.default_rng(seed)
-    base = int(rng.integers(0, 9))
-    bounds = base + np.concatenate([[0], rng.integers(1, slot_tokens + 1, slots).cumsum()])
-    units = layers * heads
-    start, end = np.tile(bounds[:-1], units), np.tile(bounds[1:], units)
-    trees = len(start)
-    tree, parent = np.arange(trees), np.full(trees, -1)
-    parts: list[tuple[np.ndarray, ...]] = []
-    nodes = 0
-    while len(start):
-        length = end - start
-        leaf = (length == 1) | (rng.random(len(start)) < prune)
-        inner = np.flatnonzero(~leaf)
-        owner, child_start, child_end = _children(rng, start[inner], end[inner], explode)
-        count = np.zeros(len(start), dtype=np.int64)
-        count[inner] = np.bincount(owner, minlength=len(inner))
-        first = np.where(leaf, -1, nodes + len(start) + count.cumsum() - count)
-        kept = leaf & (rng.random(len(start)) < whole)
-        level = np.full(len(start), len(parts))
-        entries = np.where(kept, length, 1)
-        parts.append((start, end, parent, first, count, tree, level, entries))
-        parent, tree = nodes + inner[owner], tree[inner[owner]]
-        nodes += len(start)
-        start, end = child_start, child_end
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    start, end, parent, first, count, tree, level, entries = columns
-    prefix = np.concatenate([[0], entries.cumsum()])
-    leaf = count == 0
-    cost = np.where(leaf, 0, prefix[np.where(leaf, 0, first + count)])
-    cost -= np.where(leaf, 0, prefix[np.where(leaf, 0, first)] + entries)
-    named = dict(zip(_COLUMNS, columns, strict=True))
-    named |= {"relevance": rng.random(nodes), "distortion": rng.random(nodes)}
-    named |= {"drop": rng.random(trees), "add_gain": _gains(rng, gains, entries[:trees])}
-    named["split_gain"] = np.where(leaf, 0.0, _gains(rng, gains, cost))
-    tensors: dict[str, Any] = {name: torch.from_numpy(x) for name, x in named.items()}
+    bounds = rng.integers(0, 9) + np.r_[0, rng.integers(1, slot_tokens + 1, slots).cumsum()]
+    trees = layers * heads * slots
+    roots = np.tile(np.stack([bounds[:-1], bounds[1:]], 1), (layers * heads, 1)).tolist()
+    nodes = [(*root, -1, number, 0) for number, root in enumerate(roots)]
+    first, count, entries = [], [], []
+    # Nodes are appended while the list is walked, so levels and siblings follow one another.
+    for at, (start, end, _, tree, level) in enumerate(nodes):
+        leaf = end - start == 1 or rng.random() < prune
+        cuts = [] if leaf else _cuts(rng, start, end, explode)
+        first.append(-1 if leaf else len(nodes))
+        count.append(max(0, len(cuts) - 1))
+        entries.append(end - start if leaf and rng.random() < whole else 1)
+        nodes += [(*child, at, tree, level + 1) for child in itertools.pairwise(cuts)]
+    cost = [sum(entries[a : a + n]) - own for a, n, own in zip(first, count, entries, strict=True)]
+    split_gain = _gains(rng, gains, np.array(cost))
+    split_gain[np.array(count) == 0] = 0.0
+    named = dict(zip(("start", "end", "parent", "tree", "level"), np.array(nodes).T, strict=True))
+    named |= {"first_child": np.array(first), "child_count": np.array(count)}
+    named |= {"entries": np.array(entries), "split_gain": split_gain, "drop": rng.random(trees)}
+    named |= {name: rng.random(len(nodes)) for name in ("relevance", "distortion")}
+    named["add_gain"] = _gains(rng, gains, named["entries"][:trees])
+    tensors: dict[str, Any] = {name: torch.from_numpy(x.copy()) for name, x in named.items()}
     return Forest(layers=layers, heads=heads, slots=slots, **tensors)
 
 
-def _children(
-    rng: Generator, start: np.ndarray, end: np.ndarray, explode: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Owner, start and end of the children, by owner and start; every node has two or more."""
-    length = end - start
-    apart = rng.random(len(start)) < explode
-    # Extraction and the binary cut are both two cuts x <= y; a binary one has x = y.
-    extract = rng.random(len(start)) < 0.5
-    token = start + rng.integers(0, length)
-    cut = start + rng.integers(1, np.maximum(length, 2))
-    x, y = np.where(extract, token, cut), np.where(extract, token + 1, cut)
-    edges = np.stack([start, x, y, end], 1)
-    owner = np.repeat(np.arange(len(start)), 3)
-    begins, ends = edges[:, :3].ravel(), edges[:, 1:].ravel()
-    keep = (begins < ends) & ~apart[owner]
-    sizes = np.where(apart, length, 0)
-    tokens_owner = np.repeat(np.arange(len(start)), sizes)
-    within = np.arange(len(tokens_owner)) - np.repeat(sizes.cumsum() - sizes, sizes)
-    tokens = start[tokens_owner] + within
-    owner = np.concatenate([owner[keep], tokens_owner])
-    begins = np.concatenate([begins[keep], tokens])
-    ends = np.concatenate([ends[keep], tokens + 1])
-    order = np.lexsort((begins, owner))
-    return owner[order], begins[order], ends[order]
+def _cuts(rng: Generator, start: int, end: int, explode: float) -> list[int]:
+    """Borders of the children: all tokens, one token beside the rest, or two parts."""
+    if rng.random() < explode:
+        return list(range(start, end + 1))
+    token, cut = (int(rng.integers(low, end)) for low in (start, start + 1))
+    inner = (token, token + 1) if rng.random() < 0.5 else (cut,)
+    return sorted({start, *inner, end})
 
 
 def _gains(rng: Generator, kind: Gains, cost: np.ndarray) -> np.ndarray:
@@ -117,9 +88,8 @@ def _gains(rng: Generator, kind: Gains, cost: np.ndarray) -> np.ndarray:
         return rng.normal(0.5, 1.0, size)
     if kind == "heavy":
         return rng.lognormal(0.0, 3.0, size) * np.where(rng.random(size) < 0.1, -1, 1)
-    if kind == "ties":
-        unit = rng.integers(-1, 4, size)
-    else:
+    unit = rng.integers(-1, 4, size)
+    if kind == "zeros":
         unit = np.where(rng.random(size) < 0.9, -rng.integers(0, 2, size), 1)
     return np.asarray(unit * cost, dtype=np.float64)
 
