@@ -22,14 +22,14 @@ from numba.core.codegen import (  # type: ignore[import-untyped,unused-ignore]
 from numba.extending import intrinsic  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.kernels.intrinsics import inner
+from gracekv.kernels.row_vectors import FLOATS, WIDTH, broadcast, multiply_add
 
-COLUMNS = 16
+COLUMNS = WIDTH
 """The number of columns must be a multiple of this."""
 
 _ROWS = 4
+# The sums of a tile take at most half of the registers.
 _WIDE = "+avx512f" in get_host_cpu_features()
-# Numbers of a vector, and vectors of a row: the tile's sums take at most half of the registers.
-_LANES, _VECTORS = (16, 4) if _WIDE else (8, 2)
 
 
 def _tile(vectors: int) -> Callable[..., Any]:
@@ -46,63 +46,30 @@ def _tile(vectors: int) -> Callable[..., Any]:
     ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             a, lda, b, ldb, c, ldc, rows, first, stop = arguments
-            number, word = ir.FloatType(), ir.IntType(64)
-            vector = ir.VectorType(number, _LANES)
-            add = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fmuladd.v{_LANES}f32"
-            )
-            a, b, c = (builder.inttoptr(x, number.as_pointer()) for x in (a, b, c))
-            last = builder.sub(rows, word(1))
+            word, single, pointer = ir.IntType(64), ir.FloatType(), FLOATS.as_pointer()
+            a, b, c = (builder.inttoptr(x, single.as_pointer()) for x in (a, b, c))
+            last, places = builder.sub(rows, word(1)), [word(v * WIDTH) for v in range(vectors)]
             row = [
                 builder.select(builder.icmp_signed("<", word(r), last), word(r), last)
                 for r in range(_ROWS)
             ]
             sources = [builder.gep(a, [builder.mul(r, lda)]) for r in row]
-            before, body = builder.block, builder.append_basic_block("summing")
-            after = builder.append_basic_block("summed")
-            builder.cbranch(builder.icmp_signed("<", first, stop), body, after)
-
-            zero = ir.Constant(vector, None)
-            builder.position_at_end(body)
-            s = builder.phi(word)
-            s.add_incoming(first, before)
-            sums = [builder.phi(vector) for _ in range(_ROWS * vectors)]
-            line = builder.gep(b, [builder.mul(s, ldb)])
-            parts = []
-            for v in range(vectors):
-                at = builder.gep(line, [word(v * _LANES)])
-                parts.append(builder.load(builder.bitcast(at, vector.as_pointer()), align=4))
-            products = []
-            lanes = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), None)
-            for r in range(_ROWS):
-                factor = builder.load(builder.gep(sources[r], [s]), align=4)
-                some = ir.Constant(vector, ir.Undefined)
-                some = builder.insert_element(some, factor, ir.IntType(32)(0))
-                every = builder.shuffle_vector(some, ir.Constant(vector, ir.Undefined), lanes)
-                products += [
-                    builder.call(add, [every, part, sums[r * vectors + v]])
-                    for v, part in enumerate(parts)
-                ]
-            following = builder.add(s, word(1))
-            s.add_incoming(following, body)
-            for total, new in zip(sums, products, strict=True):
-                total.add_incoming(zero, before)
-                total.add_incoming(new, body)
-            builder.cbranch(builder.icmp_signed("<", following, stop), body, after)
-
-            builder.position_at_end(after)
-            results = []
-            for new in products:
-                result = builder.phi(vector)
-                result.add_incoming(zero, before)
-                result.add_incoming(new, body)
-                results.append(result)
-            for r in range(_ROWS):
-                target = builder.gep(c, [builder.mul(row[r], ldc)])
-                for v in range(vectors):
-                    at = builder.gep(target, [word(v * _LANES)])
-                    at = builder.bitcast(at, vector.as_pointer())
-                    builder.store(results[r * vectors + v], at, align=4)
+            zero = ir.Constant(FLOATS, [0.0] * WIDTH)
+            sums = [[cgutils.alloca_once_value(builder, zero) for _ in places] for _ in row]
+            with cgutils.for_range_slice(builder, first, stop, word(1), intp=word) as (s, _):
+                line = builder.gep(b, [builder.mul(s, ldb)])
+                at = [builder.bitcast(builder.gep(line, [place]), pointer) for place in places]
+                parts = [builder.load(x, align=4) for x in at]
+                for source, totals in zip(sources, sums, strict=True):
+                    factor = broadcast(builder, builder.load(builder.gep(source, [s]), align=4))
+                    for part, total in zip(parts, totals, strict=True):
+                        new = multiply_add(builder, factor, part, builder.load(total))
+                        builder.store(new, total)
+            for r, totals in zip(row, sums, strict=True):
+                target = builder.gep(c, [builder.mul(r, ldc)])
+                for place, total in zip(places, totals, strict=True):
+                    at = builder.bitcast(builder.gep(target, [place]), pointer)
+                    builder.store(builder.load(total), at, align=4)
             return context.get_dummy_value()
 
         word = types.int64
@@ -111,8 +78,7 @@ def _tile(vectors: int) -> Callable[..., Any]:
     return tile  # type: ignore[no-any-return]
 
 
-_tiles = tuple(_tile(vectors) for vectors in range(1, _VECTORS + 1))
-_one, _two, _three, _four = _tiles if _WIDE else (*_tiles, *_tiles)
+_one, _two, _three, _four = (_tile(vectors) for vectors in range(1, 5))
 
 
 @inner()
@@ -139,9 +105,9 @@ def multiply(
             elif _WIDE and left >= 48:
                 _three(source, lda, b + 4 * at, ldb, target + 4 * at, ldc, some, first, stop)
                 at += 48
-            elif _WIDE and left < 32:
+            elif _WIDE and left >= 32:
+                _two(source, lda, b + 4 * at, ldb, target + 4 * at, ldc, some, first, stop)
+                at += 32
+            else:
                 _one(source, lda, b + 4 * at, ldb, target + 4 * at, ldc, some, first, stop)
                 at += 16
-            else:
-                _two(source, lda, b + 4 * at, ldb, target + 4 * at, ldc, some, first, stop)
-                at += 2 * _LANES

@@ -27,24 +27,13 @@ def products(
     """out[j, to + e] = q_j . k_e, four keys a round; prefetches rows of `ahead` from `at`."""
     dim = keys.shape[1]
     e = 0
-    while e + 4 <= entries:
+    while dim % WIDTH == 0 and e + 4 <= entries:
         prefetch(ahead, at + e, 4)
         prefetch(keys, first + e + _PREFETCH_KEYS, 4)
         r = first + e
         for j in range(count):
-            if dim % WIDTH == 0:
-                p = j * out.shape[1] + to + e
-                dot_four(queries, j * queries.shape[1], keys, r * dim, dim, out, p)
-                continue
-            t0, t1, t2, t3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-            for i in range(dim):
-                x = queries[j, i]
-                t0 += x * keys[r, i]
-                t1 += x * keys[r + 1, i]
-                t2 += x * keys[r + 2, i]
-                t3 += x * keys[r + 3, i]
-            p = to + e
-            out[j, p], out[j, p + 1], out[j, p + 2], out[j, p + 3] = t0, t1, t2, t3
+            p = j * out.shape[1] + to + e
+            dot_four(queries, j * queries.shape[1], keys, r * dim, dim, out, p)
         e += 4
     prefetch(ahead, at + e, entries - e)
     while e < entries:

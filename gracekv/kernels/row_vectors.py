@@ -34,9 +34,9 @@ def vector_at(
 
 
 def broadcast(builder: Any, number: Any) -> Any:
-    """<16 x float>, all of them `number`."""
-    none, first = ir.Constant(FLOATS, ir.Undefined), ir.Constant(ir.IntType(32), 0)
-    same = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH)
+    """16 times `number`."""
+    none = ir.Constant(ir.VectorType(number.type, WIDTH), ir.Undefined)
+    first, same = ir.IntType(32)(0), ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH)
     return builder.shuffle_vector(builder.insert_element(none, number, first), none, same)
 
 
