@@ -96,6 +96,9 @@ class Reference:
                 if len(place):
                     logits[..., -len(place) :].masked_fill_(unseen[part[1]], -torch.inf)
                 torch.amax(logits, dim=-1, out=top[part])
+                if queries.within is not None:
+                    # A query before the first of these keys sees none: no mass, no output.
+                    top[part] = top[part].clamp_min(torch.finfo(torch.float32).min)
                 if sinks is not None:
                     top[part] = torch.maximum(top[part], sinks[part])
                     sink[part] = (sinks[part] - top[part]).exp()
@@ -104,7 +107,8 @@ class Reference:
                 if sinks is not None:
                     total[part] += sink[part]
                 product = batched_linear(chance, across)
-                torch.div(product, total[part][..., None], out=output[part])
+                # Where a key is seen, the largest alone adds 1.
+                torch.div(product, total[part][..., None].clamp_min(1e-30), out=output[part])
         weights = (queries.weights.expand(capture.group, -1) / capture.group).flatten()
         weights = on_device(weights, device).expand(heads, -1)
         last = torch.stack([keys[:, -1], values[:, -1]])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gracekv.allocate import Budget
 from gracekv.errors import ConfigError, MissingCaptureError
-from gracekv.fit import FITTERS, LeastSquares, reference
+from gracekv.fit import FITTERS, LeastSquares, ReferenceQueries, reference
 from gracekv.pipeline import Pipeline
 from gracekv.testing import synthetic_prefill
 from gracekv.value import RepeatedAttention
@@ -128,6 +128,20 @@ def test_entries_that_depend_on_each_other_get_a_ridge():
     torch.testing.assert_close(
         solved(wide, torch.ones(2, 1)), torch.ones(5, 1) * wide.sum(0)[:, None]
     )
+
+
+def test_queries_from_before_the_region_ask_for_nothing():
+    prefill = synthetic_prefill(layers=2, prefix=4, context=9, question=1, tail=3, dim=8)
+    region = prefill.spans.region(0)
+    run = Pipeline.named("snapkv").run(prefill, Budget.entries_per_head(5))
+    fitter = LeastSquares(queries=ReferenceQueries())
+    asked = fitter.reference(prefill.layer(0), region, {})
+    assert (asked.total == 0).any()
+    assert (asked.total >= 0).all()
+    assert not asked.output[asked.total == 0].any()
+    for layer in fitted_cache(fitter, prefill, region, run.cache).layers:
+        assert layer.values.isfinite().all()
+        assert layer.values.any(dim=1).all()
 
 
 def test_bad_input_is_refused_by_name():
