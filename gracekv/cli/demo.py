@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn
 from rich.table import Table
 
 import gracekv
@@ -86,12 +85,8 @@ def run_demo(out: Path, max_new_tokens: int = 32) -> None:
 
 
 def _trials(console: Console, max_new_tokens: int) -> list[Trial]:
-    columns = SpinnerColumn(), *Progress.get_default_columns()
     trials = []
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(
-            "Loading the model (converted on first use)", total=len(RATIOS) + len(OTHERS) + 2
-        )
+    with console.status("Loading the model (converted on first use)") as status:
         model, tokenizer = load_smollm2()
         document = (files("gracekv") / "data" / DOCUMENT).read_text(encoding="utf-8")
         asked = partial(
@@ -99,20 +94,18 @@ def _trials(console: Console, max_new_tokens: int) -> list[Trial]:
         )
         prompt, opening = asked(context=document), asked(context=document[:2000])
         # The seconds below are then those of a second use.
-        progress.update(bar, description="Compiling kernels (once a machine, half a minute)")
+        status.update("Compiling kernels (once a machine, half a minute)")
         gracekv.compress(model, opening, ratio=2, pipeline="gracekv")
         for recipe, ratio in (("fullkv", 1), *((recipes.DEFAULT, x) for x in RATIOS), *OTHERS):
             label = recipe if ratio == 1 else f"{recipe} {ratio}x"
-            progress.update(bar, advance=1, description=f"{label}: prefill and compression")
+            status.update(f"{label}: prefill, compression and answer")
             result = gracekv.compress(model, prompt, ratio=ratio, pipeline=recipe)
-            progress.update(bar, description=f"{label}: decoding")
             # The answer also warms up, so that the timed run measures decoding alone.
             answer = result.generate(max_new_tokens=max_new_tokens)
             start = time.perf_counter()
             result.generate(max_new_tokens=_TIMED_TOKENS, min_new_tokens=_TIMED_TOKENS)
             decode = (time.perf_counter() - start) / _TIMED_TOKENS
             trials.append(Trial(label, result, answer.strip(), decode))
-        progress.update(bar, advance=1, description="Done")
     return trials
 
 

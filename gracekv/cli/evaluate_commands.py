@@ -44,7 +44,7 @@ class RunOptions:
     max_new_tokens: Annotated[int | None, Option(min=1, help="Most tokens of an answer.")] = None
     generate: Annotated[bool, Option(help="Generate and score answers.")] = True
     fidelity: Annotated[bool, Option(help="Compare with FullKV on the reference answer.")] = True
-    truncate: Annotated[str, Option(help="Long prompts: middle, start, error, skip.")] = "middle"
+    truncate: Annotated[str, Option(help="Long prompts: middle, start or error.")] = "middle"
     max_prompt: Annotated[int | None, Option(min=1, help="Most prompt tokens.")] = None
     shard: Annotated[str | None, Option(help="i/n; default: RANK and WORLD_SIZE.")] = None
     retry_failed: Annotated[bool, Option("--retry-failed", help="Run failed cells again.")] = False

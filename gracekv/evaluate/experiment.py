@@ -67,7 +67,7 @@ class Panel(Configurable):
         fidelity: whether the reference answer is fed over every cache, to compare with FullKV.
         answer_words: most words of the reference answer that are fed.
         max_prompt: most prompt tokens, or None for the model's positions.
-        truncate: how longer prompts are handled: "middle", "start", "error" or "skip".
+        truncate: how longer prompts are handled: "middle", "start" or "error".
 
     Raises:
         ConfigError: a field has a value that is not allowed.

@@ -73,11 +73,8 @@ def _log_kl(row: Row) -> float | None:
 
 
 _KEPT, _BYTES = _share("entries", "spent", "full"), _share("bytes", "kv", "full_kv")
-_ROUGE, _STRICT = _percent("scores", "rouge_l_longbench"), _percent("scores", "strict_recall")
 _ALL = (
     Measure("score", "score x 100", _percent("score"), True, 1),
-    Measure("rouge_l_longbench", "LongBench's Rouge-L x 100", _ROUGE, True, 1),
-    Measure("strict_recall", "strict recall x 100", _STRICT, True, 1),
     Measure("kl", "KL to FullKV, nats", _number("fidelity", "kl"), False, 3),
     Measure("log_kl", "log KL to FullKV", _log_kl, False, 2),
     Measure("dnll", "NLL minus FullKV's, nats", _number("fidelity", "dnll"), False, 3),

@@ -1,14 +1,9 @@
 """The benchmarks' official metrics, each from 0 to 1.
 
-Sources: RULER's `string_match_all` and `string_match_part`, LongBench's `metrics.py`. Rouge comes
-in two variants that must not share a table, because they lie on different scales:
-
-* `rouge_l`: F1 of the longest common subsequence of blank-separated words, exact and
-  case-sensitive, over the whole text; the paper's word-level Rouge-L. By the package rouge-score
-  with a tokenizer that only splits at blanks, without stemming.
-* `rouge_l_longbench`: "rouge-l"/"f" of the package rouge 1.0.1, as LongBench's leaderboard has it.
-  It works on sets of words of matched sentences. Like the official code it gives 0 where the
-  package fails (empty texts, and texts of about a thousand words without a full stop).
+Sources: RULER's `string_match_all` and `string_match_part`, LongBench's `metrics.py`. `rouge_l` is
+the paper's word-level Rouge-L: F1 of the longest common subsequence of blank-separated words, exact
+and case-sensitive, over the whole text, by the package rouge-score with a tokenizer that only
+splits at blanks, without stemming. LongBench's own, on sets of words, lies on another scale.
 """
 
 from __future__ import annotations
@@ -28,42 +23,22 @@ _CONTROL = re.compile("[\x00-\x1f]")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
-def score(sample: Sample, prediction: str) -> dict[str, float]:
-    """The sample's primary metric first, then those that are reported with it."""
-    names = [sample.metric]
-    if sample.metric == "rouge_l":
-        names.append("rouge_l_longbench")
-    if sample.task in ("ruler:cwe", "ruler:fwe"):
-        names.append("strict_recall")
-    return {name: evaluate(name, prediction, sample) for name in names}
-
-
-def evaluate(name: str, prediction: str, sample: Sample) -> float:
-    """Metric `name` of a prediction against the sample's references."""
-    if name in ("set_recall", "set_any", "strict_recall"):
-        return _found(name, prediction, sample.answers)
+def score(sample: Sample, prediction: str) -> float:
+    """The sample's metric of a prediction against its references."""
+    if sample.metric in ("set_recall", "set_any"):
+        text = clean(prediction).lower()
+        hits = [answer.lower() in text for answer in sample.answers]
+        return float(any(hits)) if sample.metric == "set_any" else sum(hits) / len(hits)
     if sample.first_line:
         prediction = prediction.lstrip("\n").split("\n")[0]
-    if name == "classification":
+    if sample.metric == "classification":
         return max(class_accuracy(prediction, answer, sample.classes) for answer in sample.answers)
-    return max(PAIRWISE[name](prediction, answer) for answer in sample.answers)
+    return max(PAIRWISE[sample.metric](prediction, answer) for answer in sample.answers)
 
 
 def clean(prediction: str) -> str:
     """RULER's post-processing: control characters become line ends."""
     return _CONTROL.sub("\n", prediction.strip()).strip()
-
-
-def _found(name: str, prediction: str, answers: Sequence[str]) -> float:
-    text = clean(prediction).lower()
-    wanted = [answer.lower() for answer in answers]
-    if name == "strict_recall":
-        # Diagnostic (ours): whole words only, so that "oak" is not found in "soak", and no more
-        # guesses than there are answers.
-        guesses = list(dict.fromkeys(w for w in re.findall(r"[^\W\d_][\w'-]*", text)))
-        return sum(answer in guesses[: len(wanted)] for answer in wanted) / len(wanted)
-    hits = [answer in text for answer in wanted]
-    return float(any(hits)) if name == "set_any" else sum(hits) / len(hits)
 
 
 def qa_f1(prediction: str, answer: str) -> float:
@@ -74,16 +49,6 @@ def qa_f1(prediction: str, answer: str) -> float:
 def rouge_l(prediction: str, answer: str) -> float:
     """F1 of the longest common subsequence of blank-separated words."""
     score: float = _lcs_scorer().score(answer, prediction)["rougeL"].fmeasure
-    return score
-
-
-def rouge_l_longbench(prediction: str, answer: str) -> float:
-    """LongBench's Rouge-L: the package rouge, 0 where it fails."""
-    scorer = required("rouge", "evaluate").Rouge()
-    try:
-        score: float = scorer.get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
-    except (ValueError, RecursionError, ZeroDivisionError):
-        return 0.0
     return score
 
 
@@ -100,7 +65,7 @@ def class_accuracy(prediction: str, answer: str, classes: Sequence[str]) -> floa
     return 1 / len(named) if answer in named else 0.0
 
 
-PAIRWISE = {metric.__name__: metric for metric in (qa_f1, rouge_l, rouge_l_longbench)}
+PAIRWISE = {metric.__name__: metric for metric in (qa_f1, rouge_l)}
 
 
 def _normal(text: str) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,6 @@ def run(
     folder, part = Path(out), shard or Shard()
     sources = Sources(None if experiment.data is None else Path(experiment.data))
 
-    @cache
     def worker() -> Worker:
         loaded = (model, tokenizer)
         if model is None:
@@ -88,14 +86,15 @@ def run(
         rows = read_rows(folder)
         for row in rows:
             note_marks(row, marks)
-        schedule = make_schedule(experiment, rows, sources, worker, part.owns, retry_failed)
-        note_marks(worker().named, marks)
+        schedule = make_schedule(experiment, rows, sources, part.owns, retry_failed)
+        ready = worker()
+        note_marks(ready.named, marks)
         written = failed = 0
         columns = (
             rich.TextColumn("{task.percentage:.0f} %"), rich.BarColumn(), rich.MofNCompleteColumn(),
             rich.TextColumn("left"), rich.TimeRemainingColumn(),
         )  # fmt: skip
-        new = chain.from_iterable(worker().rows(sample) for sample in schedule.samples)
+        new = chain.from_iterable(ready.rows(sample) for sample in schedule.samples)
         cells = sum(len(sample.cells) for sample in schedule.samples)
         # Cells come in bursts, a prefill before each: a short window would make the estimate jump.
         with rich.Progress(*columns, speed_estimate_period=600, disable=not progress) as bar:
@@ -151,7 +150,6 @@ def make_schedule(
     experiment: Experiment,
     rows: Sequence[Row],
     sources: Sources,
-    worker: Callable[[], Worker],
     owns: Callable[[int], bool] = lambda number: True,
     retry_failed: bool = False,
 ) -> Schedule:
@@ -161,7 +159,6 @@ def make_schedule(
         experiment: the panels to run.
         rows: existing rows, of all shards.
         sources: where texts come from.
-        worker: returns the loaded model; only called if samples are chosen by length ("skip").
         owns: whether the n-th sample belongs to this process.
         retry_failed: whether failed cells are run again.
 
@@ -182,14 +179,7 @@ def make_schedule(
         cells = panel.cells()
         for task in panel.all_tasks():
             task.source(sources)
-            indices: Iterable[int] = task.available(panel.samples, sources, panel.first)
-            if panel.truncate == "skip" and task.length is None:
-                loaded = worker()
-                longest = loaded.longest_prompt(panel, task)
-                indices = task.fitting(
-                    panel.samples, sources, loaded.tokenizer, longest, panel.first
-                )
-            for rank, index in enumerate(indices):
+            for rank, index in enumerate(task.available(panel.samples, sources, panel.first)):
                 about = identity(experiment.model, experiment.dtype, panel, task, index)
                 sample = sample_key(about)
                 if not owns(numbers.setdefault(sample, len(numbers))):

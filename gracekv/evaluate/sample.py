@@ -13,7 +13,7 @@ from gracekv.errors import ConfigError, TaskError
 from gracekv.prefill.chat_text import next_turn
 from gracekv.prefill.prompt import Prompt
 
-Truncate = Literal["middle", "start", "error", "skip"]
+Truncate = Literal["middle", "start", "error"]
 
 
 class FurtherQuestion(NamedTuple):
@@ -152,8 +152,7 @@ def render(
         limit: most tokens of the prompt.
         truncate: how a longer one is handled. "middle" keeps the context's first and last halves
             of the room, "start" its first tokens, in token space; instruction and question stay
-            whole. "error" refuses, as the paper's protocol does, and so does "skip", since its
-            caller leaves out longer prompts.
+            whole. "error" refuses, as the paper's protocol does.
         answer_words: most words of the reference.
 
     Raises `TaskError` if the prompt is too long and may not be cut, or cannot be cut enough.
@@ -165,10 +164,10 @@ def render(
         return Rendered(sample, full, answer)
     spans = full.spans
     room = spans.context_length - excess
-    if truncate in ("error", "skip") or room < 2:
+    if truncate == "error" or room < 2:
         raise TaskError(
             f"Sample {sample.index} of {sample.task} has {len(full.ids)} tokens, more than the "
-            f"{limit} allowed. Allow more, or use truncate='middle' or 'skip'."
+            f"{limit} allowed. Allow more, or use truncate='middle'."
         )
     head = room if truncate == "start" else (room + 1) // 2
     start, end = spans.context_start, spans.context_end

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from gracekv.errors import TaskError
@@ -161,21 +160,6 @@ class Task:
         if part in ("squad", "hotpotqa"):
             return len(sources.questions(part)[0])
         return len(sources.records(part))
-
-    def fitting(
-        self, samples: int, sources: Sources, tokenizer: Any, limit: int, first: int = 0
-    ) -> Iterator[int]:
-        """`samples` numbers of given texts from `first` on, of at most `limit` prompt tokens.
-
-        Of texts that are made here `samples` are tried, so there may be fewer.
-        """
-        there = self._given(sources)
-        every = range(first, first + samples if there is None else there)
-
-        def fits(index: int) -> bool:
-            return len(chat_prompt(self.sample(index, sources, tokenizer), tokenizer).ids) <= limit
-
-        return islice(filter(fits, every), samples)
 
 
 def record_sample(name: str, index: int, sources: Sources) -> Sample:

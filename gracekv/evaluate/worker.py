@@ -178,11 +178,9 @@ class Worker:
         if panel.generate:
             sample, cache, cap = question.sample, result.new_cache(limit), _cap(panel, task)
             text, tokens, seconds = greedy(self.model, self.tokenizer, ids, cache, sample, cap)
-            scores = score(sample, text)
             measured |= {
                 "prediction": text,
-                "score": scores[sample.metric],
-                "scores": scores,
+                "score": score(sample, text),
                 "new_tokens": tokens,
                 "ms_per_token": 1000 * seconds / tokens,
             }
@@ -274,7 +272,7 @@ def over_questions(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             return {name: mean([value[name] for value in values]) for name in values[0]}
         return sum(values) / len(values)
 
-    averaged = ("fidelity", "score", "scores", "new_tokens", "ms_per_token")
+    averaged = ("fidelity", "score", "new_tokens", "ms_per_token")
     return {
         **{name: mean([one[name] for one in measured]) for name in averaged if name in measured[0]},
         "questions": [dict(one) for one in measured],

@@ -1,8 +1,8 @@
 """Stage after fitting: the bits of each number in a kept entry."""
 
 from gracekv.precision.allocated import AllocatedPrecision as AllocatedPrecision
-from gracekv.precision.allocating import AllocatingPrecision as AllocatingPrecision
 from gracekv.precision.base import PRECISIONS as PRECISIONS
+from gracekv.precision.base import AllocatingPrecision as AllocatingPrecision
 from gracekv.precision.base import Precision as Precision
 from gracekv.precision.full import FullPrecision as FullPrecision
 from gracekv.precision.rate_distortion import RateDistortion as RateDistortion

@@ -13,8 +13,7 @@ from gracekv.allocate import Selection
 from gracekv.cache.coded import Coding
 from gracekv.kernels.linalg import on_device
 from gracekv.kernels.ragged import rows_and_steps
-from gracekv.precision.allocating import AllocatingPrecision
-from gracekv.precision.base import PRECISIONS
+from gracekv.precision.base import PRECISIONS, AllocatingPrecision
 from gracekv.precision.quantise import check_finite, quantised
 from gracekv.precision.uniform import UniformPrecision
 from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths

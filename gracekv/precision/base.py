@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gracekv.allocate import BudgetPlan
+from gracekv.allocate import BudgetPlan, Selection
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.batches import apart, batches
@@ -19,7 +19,7 @@ from gracekv.cache.entries import CompressedCache
 from gracekv.cache.quantised import QuantisedEntries
 from gracekv.kernels import ragged
 from gracekv.precision.quantise import blocks_of, check_finite, coded, quantised
-from gracekv.prefill import PromptSpans, Region
+from gracekv.prefill import CaptureInfo, LayerCapture, PromptSpans, Region
 from gracekv.registry import Registry, Strategy
 
 EXACT = 16
@@ -140,6 +140,55 @@ class Precision(Strategy, abc.ABC):
                 there = iter(flat.to(batch.device).split(sizes))
                 parts = [_Part(next(there), next(there).view(x.blocks.shape), x[2]) for x in parts]
             yield batch, some.stop - some.start, parts
+
+
+class AllocatingPrecision(Precision):
+    """Chooses the width of each entry, or drops it, if the budget counts bytes.
+
+    With a budget in entries, all entries stay as they are.
+    """
+
+    @property
+    @abc.abstractmethod
+    def stored(self) -> tuple[Precision, ...]:
+        """The precisions that `allocate` chooses from, one for each width, the narrowest first."""
+
+    @property
+    def codings(self) -> tuple[Coding, ...]:
+        return tuple(coding for width in self.stored[::-1] for coding in width.codings)
+
+    def entry_bytes(self, dim: int, itemsize: int, spans: PromptSpans) -> EntryBytes | None:
+        """The least bytes of entries, at the narrowest width."""
+        return self.stored[0].entry_bytes(dim, itemsize, spans)
+
+    def widths(self, start: Tensor, region: Region) -> Tensor:
+        return torch.full_like(start, EXACT, dtype=torch.uint8)
+
+    def keeps_all(self, plan: BudgetPlan, entry_bytes: int) -> bool:
+        return plan.keeps_all and (plan.compressible <= 0 or plan.holds(entry_bytes))
+
+    def measured(self, capture: LayerCapture, region: Region) -> Any:
+        """The measurements of one layer that `allocate` needs."""
+        return None
+
+    @abc.abstractmethod
+    def allocate(
+        self,
+        info: CaptureInfo,
+        measured: Sequence[Any],
+        candidates: Selection,
+        worth: Tensor,
+        budget: int,
+    ) -> Tensor:
+        """uint8 [E]: bits of a number of each candidate, or 0 if it is dropped.
+
+        Args:
+            info: facts of the sequence.
+            measured: the results of `measured`, layer by layer.
+            candidates: the entries that would fit at the narrowest width.
+            worth: float64 [E], the loss if a candidate is dropped.
+            budget: bytes allowed for the candidates of all processes.
+        """
 
 
 class _Part(NamedTuple):

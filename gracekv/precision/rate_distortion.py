@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import Selection
-from gracekv.precision.allocating import AllocatingPrecision
-from gracekv.precision.base import PRECISIONS
+from gracekv.precision.base import PRECISIONS, AllocatingPrecision
 from gracekv.precision.uniform import UniformPrecision
 from gracekv.precision.width_auction import Entries, WidthCosts, widths_by_head
 from gracekv.prefill import CaptureInfo

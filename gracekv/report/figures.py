@@ -19,7 +19,9 @@ def plot_entries(results: Result | Mapping[str, Result]) -> Figure:
     """Draw heat maps [L, G] of the context entries kept in each head, one per result.
 
     All maps share one logarithmic colour scale, so their colours can be compared. `results` is one
-    result, or several by label. Raises `MissingDependencyError` without matplotlib.
+    result, or several by label.
+
+    Raises `ReportError` without results, `MissingDependencyError` without matplotlib.
     """
     drawn, colors = (required(f"matplotlib.{name}", "cli") for name in ("figure", "colors"))
     named = results if isinstance(results, Mapping) else labelled([results])

@@ -32,8 +32,7 @@ from gracekv.testing.attention import attention_problem, check_attention
 from gracekv.testing.forests import check_forest, check_frontier, random_forest
 from gracekv.testing.observers import with_observed
 from gracekv.testing.prefills import synthetic_prefill
-from gracekv.testing.promises import hold
-from gracekv.testing.selections import check_partition, check_run
+from gracekv.testing.selections import check_partition, check_run, hold
 from gracekv.value import Memory, Scorer, Sensitivity
 
 

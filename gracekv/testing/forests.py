@@ -11,7 +11,7 @@ from numpy.random import Generator
 from torch import Tensor
 
 from gracekv.allocate.base import Frontier
-from gracekv.testing.promises import hold
+from gracekv.testing.selections import hold
 from gracekv.tree.base import Forest
 
 Gains = Literal["normal", "heavy", "ties", "zeros"]

@@ -7,7 +7,12 @@ import torch
 from gracekv.pipeline.run import Run
 from gracekv.prefill import Prefill, Region
 from gracekv.segment.base import Partition
-from gracekv.testing.promises import hold
+
+
+def hold(promise: bool, broken: str) -> None:
+    """Raise `AssertionError` with the sentence `broken` unless `promise`."""
+    if not promise:
+        raise AssertionError(broken)
 
 
 def check_run(run: Run, prefill: Prefill, recent: int | None = None) -> None:

@@ -24,9 +24,6 @@ def sample(metric, *answers, **fields):
         ("set_recall", "ALPHA", ["alpha"], 1),
         ("set_recall", "1\x072", ["12"], 0),
         ("set_recall", "soak", ["oak"], 1),
-        ("strict_recall", "soak", ["oak"], 0),
-        ("strict_recall", "a, b, oak", ["oak"], 0),
-        ("strict_recall", "1. oak 2. elm", ["elm", "oak"], 1),
         ("set_any", "it was Rollo.", ["Rollo", "Hrolf"], 1),
         ("set_any", "nobody", ["Rollo", "Hrolf"], 0),
         ("qa_f1", "", ["Paris"], 0),
@@ -39,15 +36,10 @@ def sample(metric, *answers, **fields):
         ("rouge_l", "A b", ["a b"], 0.5),
         ("rouge_l", "b a", ["a b"], 0.5),
         ("rouge_l", "x y", ["a b", "x y"], 1),
-        ("rouge_l_longbench", "", ["a b"], 0),
-        ("rouge_l_longbench", ".", ["a b"], 0),
-        ("rouge_l_longbench", "a a a", ["a"], 1),
-        ("rouge_l_longbench", "x. a b", ["a b. x"], 1),
-        ("rouge_l_longbench", "a b. ", ["a b."], 0.8),
     ],
 )
 def test_cases(metric, prediction, answers, expected):
-    got = metrics.evaluate(metric, prediction, sample(metric, *answers))
+    got = metrics.score(sample(metric, *answers), prediction)
     assert got == pytest.approx(expected, abs=1e-7)
 
 
@@ -65,24 +57,18 @@ def test_cases(metric, prediction, answers, expected):
 )
 def test_classification(prediction, answer, classes, expected):
     case = sample("classification", answer, classes=tuple(classes))
-    assert metrics.evaluate("classification", prediction, case) == expected
+    assert metrics.score(case, prediction) == expected
 
 
 def test_a_few_shot_answer_is_its_first_line():
     case = sample("qa_f1", "Paris", first_line=True)
-    assert metrics.evaluate("qa_f1", "\n\nParis\nQuestion: and Rome?", case) == 1
-    assert metrics.evaluate("qa_f1", "Paris\nRome", replace(case, first_line=False)) < 1
+    assert metrics.score(case, "\n\nParis\nQuestion: and Rome?") == 1
+    assert metrics.score(replace(case, first_line=False), "Paris\nRome") < 1
 
 
 def test_an_empty_reference_is_an_error():
     with pytest.raises(ConfigError, match="no usable reference"):
         sample("set_recall", "12", " ")
-
-
-def test_score_reports_the_primary_metric_first_and_its_company():
-    assert list(metrics.score(sample("rouge_l", "a b"), "a")) == ["rouge_l", "rouge_l_longbench"]
-    words = replace(sample("set_recall", "oak"), task="ruler:cwe")
-    assert list(metrics.score(words, "oak")) == ["set_recall", "strict_recall"]
 
 
 def golden(folder, name):
@@ -101,22 +87,21 @@ def test_agrees_with_longbench_on_real_predictions(real_data):
             first_line=form["first_line_only"],
             classes=tuple(case.get("all_classes") or ()),
         )
-        official = {"rouge_l": "rouge_l_longbench"}.get(form["metric"], form["metric"])
-        got = metrics.evaluate(official, case["prediction"], one)
-        assert got == pytest.approx(case["score"], abs=1e-9), case["dataset"]
-        if "rougeL_plain_lcs_f1" in case:
-            got = metrics.evaluate("rouge_l", case["prediction"], one)
-            assert got == pytest.approx(case["rougeL_plain_lcs_f1"], abs=1e-6)
+        if form["metric"] != "rouge_l":
+            assert metrics.score(one, case["prediction"]) == pytest.approx(case["score"], abs=1e-9)
+        elif "rougeL_plain_lcs_f1" in case:
+            expected = pytest.approx(case["rougeL_plain_lcs_f1"], abs=1e-6)
+            assert metrics.score(one, case["prediction"]) == expected
 
 
 def test_agrees_with_longbench_on_edge_cases(real_data):
     for case in golden(real_data, "edge_cases"):
-        name = {"rouge": "rouge_l_longbench"}.get(case["metric"], case["metric"])
-        answers = [answer or " " for answer in case["answers"]]
-        if name == "classification":
-            got = metrics.class_accuracy(case["prediction"], answers[0], case["all_classes"])
-        elif name not in metrics.PAIRWISE:
-            continue
+        if case["metric"] == "classification":
+            got = metrics.class_accuracy(
+                case["prediction"], case["answers"][0] or " ", case["all_classes"]
+            )
+        elif case["metric"] == "qa_f1":
+            got = max(metrics.qa_f1(case["prediction"], answer) for answer in case["answers"])
         else:
-            got = max(metrics.PAIRWISE[name](case["prediction"], a) for a in case["answers"])
+            continue
         assert got == pytest.approx(case["score"], abs=1e-9), case

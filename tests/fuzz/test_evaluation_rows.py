@@ -52,7 +52,7 @@ def rows():
 def use(folder, experiment, rng):
     """Everything that reads rows: the schedule of a run that goes on, and tables."""
     rows = read_rows(folder)
-    schedule = make_schedule(experiment, rows, Sources(), lambda: None)
+    schedule = make_schedule(experiment, rows, Sources())
     planned = sum(len(sample.cells) for sample in schedule.samples)
     assert planned + schedule.done == 3 * len(METHODS)
     footer(rows)
