@@ -22,9 +22,9 @@ KNOWS = {
     "allocate": "distributed tree.base",
     # The packer reads the nodes and merges their tokens by the trees' own rule.
     "cache": "allocate distributed files prefill tree.base tree.merge value.column_sums",
-    "fit": "cache.base cache.batches prefill value",
+    "fit": "cache.base cache.quantised prefill value",
     "decode": "allocate cache.base distributed fit",
-    "precision": "allocate cache.base cache.batches cache.coded cache.entries cache.quantised "
+    "precision": "allocate cache.base cache.coded cache.entries cache.quantised "
     "distributed prefill",
     "backends": "cache.base cache.coded cache.entries cache.quantised",
     "pipeline": "allocate backends cache decode distributed files fit precision prefill recipes "

@@ -12,8 +12,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 
 import torch
 
-from gracekv.allocate.entry_bytes import EntryBytes
-from gracekv.allocate.plan import BudgetPlan
+from gracekv.allocate.plan import BudgetPlan, EntryBytes
 from gracekv.errors import BudgetError, ConfigError
 from gracekv.registry import Configurable, bounded, suggestion
 

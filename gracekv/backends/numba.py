@@ -14,8 +14,7 @@ from gracekv.backends.attention_args import AttentionArgs
 from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionSpec, AttentionStep
 from gracekv.backends.sdpa import Layer, Sdpa
 from gracekv.backends.split_kv import SplitEntries, SplitKV
-from gracekv.kernels import omp_threads
-from gracekv.kernels.addresses import address
+from gracekv.kernels.compiled import address, on_all_threads, threads_obstacle
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -48,7 +47,7 @@ class Numba(AttentionBackend):
             )
         if importlib.util.find_spec("numba") is None:
             return "numba is not installed. Run: pip install 'gracekv[cpu]', or use backend 'sdpa'."
-        return omp_threads.obstacle()
+        return threads_obstacle()
 
     def prepare(self, layer: Layer) -> SplitEntries:
         """The layer; `BackendUnavailableError` where the kernel cannot run, saying why."""
@@ -128,7 +127,7 @@ def _attend(step: AttentionStep, splits: SplitKV, layer: Layer) -> Tensor:
     if sinks is not None:
         sinks = sinks.detach().float().contiguous()
         args.sink_logits = address("sink_logits", sinks, torch.float32, heads)
-    omp_threads.run(_kernel(layer), ctypes.addressof(args))
+    on_all_threads(_kernel(layer), ctypes.addressof(args))
     return output if output.dtype == query.dtype else output.to(query.dtype)
 
 

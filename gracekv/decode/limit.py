@@ -1,4 +1,4 @@
-"""`Limit`: the most that a cache may hold while generating."""
+"""`Limit`: the most that a cache may hold while generating; `CutHistory`: what cuts left."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
+
+from torch import Tensor
 
 from gracekv.allocate import Budget
 from gracekv.allocate.budget import Number
@@ -83,3 +85,24 @@ class Limit(Configurable):
         if budget.kind == "ratio":
             return units * math.floor(length / budget.amount)
         return units * int(budget.amount)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CutHistory:
+    """The tokens that a cache with a limit read after its packed prompt, and those its cuts left.
+
+    All tensors but `keys` are on the CPU.
+
+    Attributes:
+        first: position of the first token of `ids`, which is the prompt's last one, fed again.
+        ids: int64 [n] tokens that were read since; -1 for those given as embeddings.
+        held: for each cut int32 [tokens so far], in how many heads of all layers a token has an
+            entry of its own.
+        keys: [E, d] of the last layer's entries at the start. They depend on the whole prompt, and
+            so identify the result; None if unknown.
+    """
+
+    first: int
+    ids: Tensor
+    held: tuple[Tensor, ...]
+    keys: Tensor | None = None

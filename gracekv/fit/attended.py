@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
-from gracekv.fit.queries import QuerySet
+from gracekv.fit.base import QuerySet
 from gracekv.kernels import ragged
 from gracekv.kernels.linalg import batched_linear, filled, on_device, transposed
 from gracekv.kernels.logits import capped

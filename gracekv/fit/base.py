@@ -1,20 +1,118 @@
-"""The interface of fitters, which change kept entries, never which ones are kept."""
+"""`Fitter` changes kept entries, never which ones are kept; `ReferenceQueries`: what it asks."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from gracekv.cache.base import RaggedCache, RaggedEntries
-from gracekv.cache.batches import batches
-from gracekv.prefill import LayerCapture, Prefill, PrefillReader, Region
-from gracekv.registry import Registry, Strategy
-from gracekv.value import Memory
+from gracekv.cache.quantised import batches
+from gracekv.kernels.linalg import filled
+from gracekv.prefill import LayerCapture, Needs, Prefill, PrefillReader, Region
+from gracekv.registry import Configurable, Registry, Strategy, bounded
+from gracekv.value import Memory, Replay
+from gracekv.value.repeated_attention import RepeatedQueries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuerySet:
+    """Q reference queries: first those of a second reading or of the context, then the tail.
+
+    Attributes:
+        positions: int64 [n], the prompt positions whose queries are asked again from its end.
+        tail: the prompt's last positions, whose queries are asked at their own places.
+        asked_at: int64 [Q] on the CPU, the position that each is asked from: it sees the keys up
+            to there.
+        weights: float32 [Q], with sum 1.
+        repeated: [H, R, d], queries of a second reading at their own places, in place of those at
+            `positions`; or None.
+        within: the keys that count, without the sink, or None for all keys.
+    """
+
+    positions: Tensor
+    tail: Region
+    asked_at: Tensor
+    weights: Tensor
+    repeated: Tensor | None = None
+    within: Region | None = None
+
+    def rotated(self, capture: LayerCapture) -> Tensor:
+        """float32 [G, n*Q, d]: the queries at `asked_at`, times the attention scale.
+
+        Raises `MissingCaptureError` if one was not captured.
+        """
+        like, end, count = capture.queries, self.tail.end, len(self.asked_at)
+        asked = like.new_empty(len(like), count, like.shape[2], dtype=torch.float32)
+        first = asked[:, : count - self.tail.length]
+        if self.repeated is None:
+            moved = capture.rope.moved(slice(0, end), end - 1)
+            moved.rotate(capture.queries_at(self.positions), self.positions, first)
+        else:
+            first.copy_(self.repeated)
+        asked[:, first.shape[1] :] = capture.queries_at(range(self.tail.start, end))
+        asked *= capture.scale
+        return rearrange(asked, "(g n) q d -> g (n q) d", g=capture.kv_heads)
+
+
+@dataclass(frozen=True)
+class ReferenceQueries(Configurable):
+    """Replayed context queries, asked from the prompt's end, and the prompt's last queries.
+
+    With `repeat`, the queries of a real second reading take the place of the replayed ones. They
+    see prefix and context, as they did in that pass.
+
+    Attributes:
+        replay: which context queries are asked again, and how much each counts.
+        tail: how many of the prompt's last queries are asked at their own places.
+        tail_share: share of the total weight that the tail has, spread evenly.
+        repeat: how many queries of a second pass over the context are used, evenly spaced; 0 for
+            no second pass.
+    """
+
+    replay: Replay = field(default_factory=lambda: Replay(max_queries=64))
+    tail: int = bounded(16, at_least=0)
+    tail_share: float = bounded(0.4, at_least=0, at_most=1)
+    repeat: int = bounded(0, at_least=0, hint="0: no second pass; Attention Matching's is 512.")
+
+    def needs(self) -> Needs:
+        """The queries of the context and of the tail."""
+        own = Needs.observed(RepeatedQueries(self.repeat)) if self.repeat else self.replay.needs()
+        return own | Needs(last_queries=self.tail)
+
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """int64 [P]: positions of the queries of all layers."""
+        tail = torch.tensor(prefill.spans.last(self.tail), dtype=torch.int64)
+        if self.repeat:
+            return tail
+        return torch.cat([self.replay.asks(prefill, region, memory), tail])
+
+    def __call__(self, capture: LayerCapture, region: Region, memory: Memory) -> QuerySet:
+        """The queries of one layer; `MissingCaptureError` if there was no second pass to ask."""
+        spans, repeated = capture.spans, None
+        tail = Region(spans.last(self.tail).start, spans.length)
+        share = self.tail_share if tail.length else 0.0
+        if self.repeat:
+            repeated = capture.observation(RepeatedQueries(self.repeat))
+            positions, count = torch.zeros(0, dtype=torch.int64), repeated.shape[1]
+            end = spans.context_end
+            weights = torch.full((count,), (1 - share) / count, dtype=torch.float32)
+        else:
+            positions, weights = self.replay.select_queries(capture, region, memory, 1 - share)
+            count, end = len(positions), spans.length
+        asked = torch.full((count + tail.length,), end - 1)
+        asked[count:] = torch.arange(tail.start, tail.end)
+        if tail.length:
+            each = filled(tail.length, share / tail.length, weights.dtype, weights.device)
+            weights = torch.cat([weights, each])
+        return QuerySet(positions, tail, asked, weights, repeated)
+
 
 # Bytes of values, as float32, that are compared at once on a GPU.
 _BATCH = 64 * 2**20

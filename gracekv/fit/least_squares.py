@@ -12,8 +12,7 @@ from torch import Tensor
 from gracekv.cache.base import RaggedEntries
 from gracekv.errors import ConfigError
 from gracekv.fit.attended import Reference, attended, scattered
-from gracekv.fit.base import FITTERS
-from gracekv.fit.queries import ReferenceQueries
+from gracekv.fit.base import FITTERS, ReferenceQueries
 from gracekv.fit.values import QueryFitter, ridge
 from gracekv.prefill import LayerCapture, Region
 from gracekv.registry import bounded

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
-from gracekv.fit.queries import QuerySet
+from gracekv.fit.base import QuerySet
 from gracekv.fit.values_and_mass import LEAST, MASS_SHARE, MOST, STEPS
 from gracekv.kernels.logits import capped
 from gracekv.prefill import LayerCapture, Region

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedCache, RaggedEntries
-from gracekv.cache.batches import apart, batches
+from gracekv.cache.quantised import apart, batches
 from gracekv.fit.attended import KeptMass, LayerAttention, Reference, attended, scattered
-from gracekv.fit.base import FITTERS, Fitter
-from gracekv.fit.queries import ReferenceQueries
+from gracekv.fit.base import FITTERS, Fitter, ReferenceQueries
 from gracekv.kernels.linalg import batched_linear, transposed
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.registry import bounded

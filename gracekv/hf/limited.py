@@ -18,7 +18,7 @@ from gracekv.cache.base import RaggedEntries
 from gracekv.cache.joining import oldest_position
 from gracekv.decode import Decoder, HeldLayer, Limit
 from gracekv.decode.cut import closed, kept_entries, packed_entries
-from gracekv.decode.history import CutHistory
+from gracekv.decode.limit import CutHistory
 from gracekv.distributed import head_shard
 from gracekv.errors import BudgetError, CacheError
 from gracekv.hf.cache import GraceCache

@@ -1,11 +1,24 @@
-"""Compiles kernels for CPUs, and keeps them on disk where it can be written."""
+"""Compiled kernels for CPUs: kept on disk, given addresses, and run on torch's threads.
+
+A second pool of threads would compete with torch's, whose threads wait by spinning: while one pool
+uses all cores, the other one waits.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import ShapeError
 
 
 def cached(compiler: Callable[..., Any], function: Callable[..., None]) -> Any:
@@ -30,3 +43,69 @@ def _warn() -> None:
         "takes seconds. Set NUMBA_CACHE_DIR to a folder that can be written.",
         stacklevel=2,
     )
+
+
+CPU = torch.device("cpu")
+
+
+def address(
+    name: str, tensor: Tensor, dtype: torch.dtype, *shape: int, device: torch.device = CPU
+) -> int:
+    """The address of a contiguous tensor [shape] of `dtype`, by default on the CPU.
+
+    Raises `ShapeError` with the tensor's `name` if it is another one: a kernel would read, or
+    write, beyond it.
+    """
+    fits = tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous()
+    if not fits or tensor.device != device:
+        raise ShapeError(
+            f"A compiled kernel takes {name!r} as a contiguous tensor {list(shape)} of {dtype} on "
+            f"{device}; got {list(tensor.shape)} of {tensor.dtype}, strides "
+            f"{list(tensor.stride())}, on {tensor.device}."
+        )
+    return tensor.data_ptr()
+
+
+@functools.cache
+def _parallel() -> Any:
+    """The OpenMP function of torch's own library that starts a parallel region, or None."""
+    entry = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
+    if entry is not None:
+        entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        entry.restype = None
+    return entry
+
+
+def threads_obstacle() -> str | None:
+    """The reason why torch's threads cannot be used; None if they can, or there is only one."""
+    if torch.get_num_threads() == 1 or _parallel() is not None:
+        return None
+    return (
+        "This build of torch has no OpenMP threads that can be shared (builds for Linux have). "
+        "Call torch.set_num_threads(1), or use backend 'sdpa'."
+    )
+
+
+def on_all_threads(function: Any, argument: int) -> None:
+    """Call function(argument) on all of torch's threads, and wait for them.
+
+    Always on all of them: OpenMP ends the threads that a smaller team leaves out, and the next
+    operation of torch would have to start them again. Where they are not available (see
+    `threads_obstacle`), on as many threads of our own.
+
+    Args:
+        function: a C callback of numba, void (void*).
+        argument: an address.
+    """
+    threads = torch.get_num_threads()
+    if (parallel := _parallel()) is not None:
+        parallel(function.address, argument, threads, 0)
+    else:
+        # ctypes releases Python's lock during the call.
+        list(_pool(os.getpid(), threads).map(function.ctypes, [argument] * threads))
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """This process's thread pool; a forked process cannot use its parent's."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="gracekv")

@@ -1,6 +1,8 @@
-"""Softcaps and sinks of attention logits."""
+"""Softcaps and sinks of attention logits, and `Columns`, what asks for their sums."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,3 +24,33 @@ def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
         return torch.softmax(logits, dim=-1, out=logits)
     total = torch.logaddexp(logits.logsumexp(dim=-1, keepdim=True), sinks.to(logits))
     return logits.sub_(total).exp_()
+
+
+class Columns(NamedTuple):
+    """The arguments of `softmax_sums.softmax_columns`, on the keys' device.
+
+    Attributes:
+        queries: [H, Q, d].
+        keys: [G, T, d].
+        seen: int64 [Q].
+        weights: float32 [Q].
+        scale: factor of the logits.
+        power: exponent of the probabilities, at least 1.
+        maximum: reduce over queries by the maximum, not the sum.
+        sinks: float32 [H, Q], or None.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    seen: Tensor
+    weights: Tensor
+    scale: float
+    power: float
+    maximum: bool
+    sinks: Tensor | None
+
+    @property
+    def scaled(self) -> Tensor:
+        """float32 [H, Q, d]: the queries times the scale."""
+        queries = self.queries.float()
+        return queries if self.scale == 1.0 else queries * self.scale

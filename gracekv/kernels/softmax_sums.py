@@ -16,9 +16,8 @@ from torch import Tensor
 
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import device as triton_device
-from gracekv.kernels.columns import Columns
 from gracekv.kernels.linalg import filled, linear, on_device
-from gracekv.kernels.logits import capped, softmax
+from gracekv.kernels.logits import Columns, capped, softmax
 
 Engine = Literal["auto", "torch", "numba", "triton"]
 

@@ -23,11 +23,10 @@ import torch
 from numba import carray, cfunc, types  # type: ignore[import-untyped,unused-ignore]
 from torch import Tensor
 
-from gracekv.kernels import intrinsics, matmul, numba_softmax, omp_threads, row_vectors
-from gracekv.kernels.addresses import address
-from gracekv.kernels.columns import Columns
-from gracekv.kernels.compiled import cached
+from gracekv.kernels import intrinsics, matmul, numba_softmax, row_vectors
+from gracekv.kernels.compiled import address, cached, on_all_threads
 from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, inner, pointer
+from gracekv.kernels.logits import Columns
 from gracekv.kernels.matmul import multiply
 from gracekv.kernels.numba_softmax import exponentials, largest
 
@@ -237,7 +236,7 @@ def softmax_columns(asked: Columns) -> Tensor:
         power=asked.power,
     )
     with torch.profiler.record_function("softmax_columns (numba)"):
-        omp_threads.run(pack_keys(keys.dtype), ctypes.addressof(args))
+        on_all_threads(pack_keys(keys.dtype), ctypes.addressof(args))
         counter.value = 0
-        omp_threads.run(reduce_columns(), ctypes.addressof(args))
+        on_all_threads(reduce_columns(), ctypes.addressof(args))
     return total.amax(dim=1) if asked.maximum else total.sum(dim=1)

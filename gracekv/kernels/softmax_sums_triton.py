@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gracekv.kernels.columns import Columns
 from gracekv.kernels.device import interpreted
 from gracekv.kernels.linalg import filled
+from gracekv.kernels.logits import Columns
 
 LARGEST_DIM = 256
 # Queries of one program of the second kernel.

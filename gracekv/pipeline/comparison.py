@@ -1,4 +1,4 @@
-"""`compare`: the stages that need all layers at once, before each layer is compressed."""
+"""`compare`: the stages that need all layers at once, and `Auction`: which entries are bought."""
 
 from __future__ import annotations
 
@@ -6,11 +6,23 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from gracekv.allocate import BudgetPlan, Quota
+from gracekv.allocate import (
+    Allocator,
+    BudgetPlan,
+    Floor,
+    Frontier,
+    Quota,
+    Selection,
+    upper_bound,
+)
+from gracekv.allocate.plan import EntryBytes
+from gracekv.allocate.top_tokens import entry_gains, top_tokens
+from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.pipeline.composition import Composition
-from gracekv.prefill import Prefill
+from gracekv.prefill import CaptureInfo, Prefill
 from gracekv.segment import Curvature, Partition
 from gracekv.segment.curvature import BlockInput
 from gracekv.tree import Forest, TreeContext
@@ -92,3 +104,142 @@ def compare(
         limit = plan.base if prunes and found.quota is None else None
         forest = build_forest(context, pipe.distortion, pipe.refine, limit)
     return prefill, replace(found, forest=forest, candidates=candidates)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AuctionResult:
+    """The entries that floor and auction bought.
+
+    Attributes:
+        plan: the budget in entries that was spent.
+        selection: the entries that stay.
+        utility: summed gains.
+        floor: the nodes that the floor bought; None without trees.
+        frontier: the nodes that both bought; None without trees. Where bits are allocated, those
+            that were offered.
+        widths: uint8 [E], bits of a number of each entry, where bits are allocated; else None.
+    """
+
+    plan: BudgetPlan
+    selection: Selection
+    utility: float
+    floor: Frontier | None = None
+    frontier: Frontier | None = None
+    widths: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Auction:
+    """Floor and allocator over the trees of one prompt, or a top-k where there are none.
+
+    Attributes:
+        allocate: the allocator.
+        floor: the floor.
+        quota: how many entries each head may hold.
+        info: facts of the sequence.
+        compared: scores, and the trees unless every token is a slot that stays or goes.
+        certify: also bound from above what any allocation could reach.
+    """
+
+    allocate: Allocator
+    floor: Floor
+    quota: Quota
+    info: CaptureInfo
+    compared: Compared
+    certify: bool = False
+
+    @property
+    def elastic(self) -> bool:
+        """Whether budget is left unspent rather than buy what gains nothing."""
+        return bool(getattr(self.allocate, "elastic", False))
+
+    def spend(self, plan: BudgetPlan, costs: EntryBytes | None) -> AuctionResult:
+        """Spend the budget; with `costs`, the most entries that take at most `plan.bytes`."""
+        if costs is None or plan.bytes is None:
+            return self.choose(plan)
+        return within_bytes(plan, costs, self.choose, self.info.shard)
+
+    def choose(self, plan: BudgetPlan) -> AuctionResult:
+        """Spend `plan.base` entries, which are those of the heads of all processes."""
+        shard, compared = self.info.shard, self.compared
+        quota = compared.quota_of(self.quota, plan)
+        if quota is not None:
+            quota = shard.own_heads(quota, 1)
+        if compared.forest is None:
+            prices = (compared.relevance.scores, compared.relevance.sensitivity)
+            kept = top_tokens(*prices, plan.base, quota, elastic=self.elastic, shard=shard)
+            selection = Selection.of_tokens(kept, self.info.spans.context_start)
+            return AuctionResult(plan, selection, float(entry_gains(*prices, selection).sum()))
+        floor = self.floor.realize(compared.forest, compared.candidates, plan, quota)
+        frontier = self.allocate(floor, quota)
+        if self.certify:
+            empty = Frontier.empty(compared.forest, plan.base)
+            bound = upper_bound(empty, quota, elastic=self.elastic)
+            frontier = replace(frontier, bound=max(bound, frontier.utility))
+        selection = Selection.of_frontier(frontier, floor)
+        return AuctionResult(plan, selection, frontier.utility, floor, frontier)
+
+
+def within_bytes(
+    plan: BudgetPlan,
+    costs: EntryBytes,
+    choose: Callable[[BudgetPlan], AuctionResult],
+    shard: HeadShard = WHOLE,
+) -> AuctionResult:
+    """The selection of the most entries that take at most `plan.bytes`.
+
+    What a selection takes depends on how its entries lie: the last block of each head is as dear
+    as a full one. So the number is searched for, between the recent window alone and `plan.total`,
+    by secants and halves in turn; one entry more would not fit. Where a larger budget keeps all
+    that a smaller one keeps, as a top-k does, no number beyond it fits either.
+
+    Source: ours.
+
+    Args:
+        plan: with `bytes`; its `total` is an upper bound.
+        costs: bytes of the entries.
+        choose: the selection for a plan of fewer entries.
+        shard: which heads the selections are of; by default all.
+    """
+    limit = plan.bytes
+    assert limit is not None  # a plan of entries is spent as it is
+
+    def attempt(total: int) -> tuple[int, AuctionResult]:
+        """Bytes that a selection of so many entries leaves, and the selection."""
+        result = choose(replace(plan, total=total))
+        return limit - selection_bytes(result.selection, plan, costs, shard), result
+
+    # A total of `low` entries leaves `spare` bytes, one of `high` exceeds the limit by `excess`.
+    low, high = plan.layers * plan.heads * plan.recent, plan.total
+    left, largest = attempt(high)
+    if left >= 0:
+        return largest
+    spare, excess = limit - low * costs.exact, -left
+    best: AuctionResult | None = None
+    halve = False
+    while high - low > 1:
+        guess = low + max(1, (high - low) * spare // (spare + excess))
+        middle = (low + high) // 2 if halve else min(guess, high - 1)
+        left, result = attempt(middle)
+        if left >= 0:
+            low, spare, best = middle, left, result
+        else:
+            high, excess = middle, -left
+        halve = not halve
+    return attempt(low)[1] if best is None else best
+
+
+def selection_bytes(
+    selection: Selection, plan: BudgetPlan, costs: EntryBytes, shard: HeadShard
+) -> int:
+    """Bytes of the context's entries: those of `selection`, and the recent window of `plan`.
+
+    Of the selections of all processes of `shard`.
+    """
+    counts, exact = selection.offsets.diff(), 0
+    if costs.sinks:
+        stays = (selection.start < selection.region[0] + costs.sinks).cpu()
+        own = torch.bincount(selection.head_of_entry()[stays], minlength=len(counts))
+        counts, exact = counts - own, int(own.sum())
+    size = shard.total(costs.heads(exact, counts))
+    return plan.layers * plan.heads * plan.recent * costs.exact + size

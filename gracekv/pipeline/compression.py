@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan
-from gracekv.allocate.entry_bytes import EntryBytes
+from gracekv.allocate.plan import EntryBytes
 from gracekv.allocate.top_tokens import candidates, entry_gains
 from gracekv.cache import CompressedCache, RaggedCache, RaggedEntries, Timings
 from gracekv.cache.base import LayerToPack
 from gracekv.cache.pool import EntryPool
 from gracekv.fit import NoFit
 from gracekv.fit.base import value_change
-from gracekv.pipeline.auction import Auction, AuctionResult
-from gracekv.pipeline.comparison import Compared, compare
+from gracekv.pipeline.comparison import Auction, AuctionResult, Compared, compare
 from gracekv.pipeline.composition import Composition
 from gracekv.pipeline.run import Run, accounted
 from gracekv.precision import AllocatingPrecision

@@ -1,7 +1,8 @@
-"""`Run`: the results of all stages of a pipeline, for one sequence."""
+"""`Run`: the results of all stages for one sequence, and `RunRecord`: what stays of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,16 +11,127 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Frontier, Selection
-from gracekv.allocate.entry_bytes import EntryBytes
+from gracekv.allocate.curve import AuctionCurve, auction_curve
+from gracekv.allocate.plan import EntryBytes
 from gracekv.cache import Accounting, CompressedCache, Timings, WidthShare
 from gracekv.distributed.sharding import HeadShard
-from gracekv.pipeline.auction import AuctionResult
-from gracekv.pipeline.record import RunRecord
+from gracekv.pipeline.comparison import AuctionResult
 from gracekv.prefill import CaptureInfo
 from gracekv.prefill.layer_state import bytes_by_kind
 from gracekv.segment import Partition
 from gracekv.tree import Forest
 from gracekv.value import Relevance
+
+# Values below this share of the largest become 0. Source: ours.
+_SMALLEST_SHARE = 1e-7
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedRelevance:
+    """Relevance in multiples of the head's mean, on a logarithmic scale; tensors on the CPU.
+
+    Attributes:
+        codes: uint8 [L, G, N]; 0 stands for 0 and for values below 1e-7 of the largest.
+        low: logarithm of the value of code 1.
+        high: logarithm of the value of code 255.
+        mean: float32 [L, G], each head's mean.
+    """
+
+    codes: Tensor
+    low: float
+    high: float
+    mean: Tensor
+
+    @classmethod
+    def of(cls, relevance: Tensor) -> CodedRelevance:
+        """Encode relevance [L, G, N], which is not negative. Waits for a GPU twice.
+
+        Logarithms are off by at most (high - low) / 508, so values by about 3 %.
+        """
+        scaled = relevance.to(torch.float64, copy=True)
+        mean = scaled.mean(-1)
+        scaled *= mean.reciprocal().nan_to_num_(posinf=0.0)[..., None]
+        low, high, codes = 0.0, 0.0, torch.zeros_like(relevance, dtype=torch.uint8)
+        if relevance.numel():
+            largest = scaled.amax()
+            large = scaled >= (largest * _SMALLEST_SHARE).clamp_min(1e-300)
+            smallest = torch.where(large, scaled, torch.inf).amin()
+            ends = torch.stack([smallest, largest]).log().tolist()
+            if math.isfinite(ends[1]):
+                low, high = ends
+                steps = scaled.log_().sub_(low).div_((high - low) / 254 or 1.0).round_().add_(1)
+                codes = torch.where(large, steps, 0).to(torch.uint8)
+        return cls(codes.cpu(), low, high, mean.float().cpu())
+
+    def decoded(self) -> Tensor:
+        """float32 [L, G, N], in multiples of the head's mean."""
+        return self._decode(self.codes)
+
+    def at(self, token: int) -> Tensor:
+        """float32 [L, G]: the relevance of one token, counted from the context's start."""
+        return self._decode(self.codes[..., token]) * self.mean
+
+    def _decode(self, codes: Tensor) -> Tensor:
+        step = (self.high - self.low) / 254
+        return torch.where(codes > 0, (self.low + step * (codes.float() - 1)).exp(), 0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunRecord:
+    """The scores and the selection of one run, compactly; tensors on the CPU.
+
+    A limit's first cut ranks the packed entries by these scores, and `gracekv.report` shows them.
+
+    Attributes:
+        region: first compressible position, and the one after the last.
+        selection: the entries that stay; None if they are single tokens of no tree, whose positions
+            are the cache's own.
+        slots: int32 [J + 1] absolute slot borders; None if every token is a slot.
+        relevance: of the compressible tokens.
+        curve: utility over entries spent.
+    """
+
+    region: tuple[int, int]
+    selection: Selection | None
+    slots: Tensor | None
+    relevance: CodedRelevance
+    curve: AuctionCurve
+
+    @classmethod
+    def of(
+        cls,
+        partition: Partition,
+        relevance: Relevance,
+        selection: Selection,
+        floor: Frontier | None,
+        frontier: Frontier | None,
+        elastic: bool,
+    ) -> RunRecord:
+        """The record of a run; arguments are named as in `gracekv.pipeline.run.Run`."""
+        whole = partition.slots == partition.region.length
+        prices = relevance.scores, relevance.sensitivity
+        return cls(
+            region=selection.region,
+            selection=None if selection.end is None else selection.cpu(),
+            slots=None if whole else partition.bounds.to("cpu", torch.int32),
+            relevance=CodedRelevance.of(relevance.scores),
+            curve=auction_curve(selection, *prices, floor, frontier, elastic),
+        )
+
+    def entry_scores(self, cache: CompressedCache) -> tuple[Tensor, ...]:
+        """L tensors float32 [E]: the relevance of the token of each entry of the run's `cache`.
+
+        inf for entries outside `region`.
+        """
+        first, last = self.region
+        scores = self.relevance.decoded() * self.relevance.mean[..., None]
+        found = []
+        for own, layer in zip(scores, cache.layers, strict=True):
+            row, position, _ = layer.index()
+            inside = (position >= first) & (position < last)
+            found.append(torch.full(row.shape, torch.inf, dtype=torch.float32))
+            found[-1][inside] = own[row[inside], position[inside] - first]
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

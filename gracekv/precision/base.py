@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Selection
-from gracekv.allocate.entry_bytes import EntryBytes
+from gracekv.allocate.plan import EntryBytes
 from gracekv.cache.base import RaggedCache, RaggedEntries
-from gracekv.cache.batches import apart, batches
 from gracekv.cache.coded import Coding
 from gracekv.cache.entries import CompressedCache
-from gracekv.cache.quantised import QuantisedEntries
+from gracekv.cache.quantised import QuantisedEntries, apart, batches
 from gracekv.kernels import ragged
 from gracekv.precision.quantise import blocks_of, check_finite, coded, quantised
 from gracekv.prefill import CaptureInfo, LayerCapture, PromptSpans, Region

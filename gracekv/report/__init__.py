@@ -6,7 +6,7 @@ matplotlib, which is imported when it is drawn.
 """
 
 from gracekv.allocate.curve import AuctionCurve as AuctionCurve
-from gracekv.decode.history import CutHistory as CutHistory
+from gracekv.decode.limit import CutHistory as CutHistory
 from gracekv.report.data import ReportColumn as ReportColumn
 from gracekv.report.data import ReportData as ReportData
 from gracekv.report.entries import KeptEntries as KeptEntries

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from gracekv.allocate.curve import AuctionCurve
 from gracekv.cache import Accounting, Timings, dequantised
-from gracekv.decode.history import CutHistory
+from gracekv.decode.limit import CutHistory
 from gracekv.errors import ReportError
+from gracekv.pipeline.run import CodedRelevance
 from gracekv.prefill import PromptSpans
 from gracekv.report.entries import KeptEntries, Result, kept_entries
-from gracekv.value.coded import CodedRelevance
 
 # The character that decoders put in place of incomplete bytes.
 _INCOMPLETE = "\ufffd"

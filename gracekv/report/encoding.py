@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gracekv.pipeline.run import CodedRelevance
 from gracekv.report.data import ReportColumn, ReportData
 from gracekv.report.entries import KeptEntries
-from gracekv.value.coded import CodedRelevance
 
 # Relevance that takes more bytes in all columns is averaged over heads. A page of 32K tokens then
 # stays below 15 MB. Source: ours.

@@ -107,7 +107,7 @@ def slot_profit(
 
 
 def best_partition(profit: Floats, min_length: int) -> tuple[Floats, NDArray[np.int64]]:
-    """Cut [0, N) into slots of greatest total profit; as `partition_dp.best_partition`.
+    """Cut [0, N) into slots of greatest total profit; as `curvature_dp.best_partition`.
 
     Source: Eq. (S12).
     """

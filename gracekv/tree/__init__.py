@@ -4,7 +4,6 @@ from gracekv.tree.base import Forest as Forest
 from gracekv.tree.binary import Binary as Binary
 from gracekv.tree.binary_extract import BinaryExtract as BinaryExtract
 from gracekv.tree.build import build_forest as build_forest
-from gracekv.tree.cost_table import CostTable as CostTable
 from gracekv.tree.distortion import DISTORTIONS as DISTORTIONS
 from gracekv.tree.distortion import Distortion as Distortion
 from gracekv.tree.distortion import DistortionEvaluator as DistortionEvaluator
@@ -18,6 +17,7 @@ from gracekv.tree.nodes import IntervalCosts as IntervalCosts
 from gracekv.tree.nodes import Nodes as Nodes
 from gracekv.tree.prototype import Prototype as Prototype
 from gracekv.tree.refine import REFINERS as REFINERS
+from gracekv.tree.refine import CostTable as CostTable
 from gracekv.tree.refine import Refiner as Refiner
 from gracekv.tree.tree_batch import TreeBatch as TreeBatch
 from gracekv.tree.tree_batch import TreeContext as TreeContext

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from gracekv.registry import bounded
-from gracekv.tree.refine import REFINERS, RuleRefiner
-from gracekv.tree.split_rule import SplitRule
+from gracekv.tree.refine import REFINERS, RuleRefiner, SplitRule
 
 
 @REFINERS.register("binary")

@@ -13,8 +13,7 @@ from gracekv.tree.distortion import Distortion, DistortionEvaluator, TableSplitt
 from gracekv.tree.nodes import Nodes
 from gracekv.tree.prune import Pruner
 from gracekv.tree.refine import Refiner
-from gracekv.tree.tree_batch import TreeBatch, TreeContext
-from gracekv.tree.workspace import Workspace, scratch_bytes
+from gracekv.tree.tree_batch import TreeBatch, TreeContext, Workspace, scratch_bytes
 
 # Layers whose gathered tokens fit this grow together: few large steps instead of many small ones.
 # None: as much as `scratch_bytes` says.

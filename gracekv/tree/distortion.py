@@ -9,11 +9,9 @@ from torch import Tensor
 
 from gracekv.prefill import PrefillReader
 from gracekv.registry import Registry, Strategy
-from gracekv.tree.cost_table import CostTable
 from gracekv.tree.nodes import IntervalCosts, Nodes, RootCosts, Split, Splitter
-from gracekv.tree.refine import Refiner
-from gracekv.tree.tree_batch import TreeBatch, TreeContext
-from gracekv.tree.workspace import Workspace
+from gracekv.tree.refine import CostTable, Refiner
+from gracekv.tree.tree_batch import TreeBatch, TreeContext, Workspace
 
 
 class DistortionEvaluator(abc.ABC):

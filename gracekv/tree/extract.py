@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gracekv.tree.refine import REFINERS, RuleRefiner
-from gracekv.tree.split_rule import SplitRule
+from gracekv.tree.refine import REFINERS, RuleRefiner, SplitRule
 
 
 @REFINERS.register("extract")

@@ -6,9 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from gracekv.tree.cost_table import CostTable
 from gracekv.tree.nodes import Children, Nodes
-from gracekv.tree.refine import REFINERS, Refiner
+from gracekv.tree.refine import REFINERS, CostTable, Refiner
 
 
 @REFINERS.register("leaf_only")

@@ -10,8 +10,7 @@ from torch import Tensor
 from gracekv.kernels.linalg import linear
 from gracekv.kernels.logits import capped
 from gracekv.prefill import Prefill, Region
-from gracekv.tree.tree_batch import TreeBatch
-from gracekv.tree.workspace import Workspace
+from gracekv.tree.tree_batch import TreeBatch, Workspace
 
 
 def probe_queries(prefill: Prefill, layer: int, probes: Tensor) -> Tensor:

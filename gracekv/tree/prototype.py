@@ -24,8 +24,7 @@ from gracekv.tree.engines.numba import NumbaEvaluator
 from gracekv.tree.engines.torch import TorchEvaluator
 from gracekv.tree.engines.triton import TritonEvaluator
 from gracekv.tree.probes import ProbeAttention
-from gracekv.tree.tree_batch import TreeBatch, TreeContext
-from gracekv.tree.workspace import Workspace
+from gracekv.tree.tree_batch import TreeBatch, TreeContext, Workspace
 
 
 @DISTORTIONS.register("prototype", works_sharded=True)

@@ -1,14 +1,208 @@
-"""`Refiner`, the interface that chooses the children of a node."""
+"""`Refiner` chooses the children of nodes, by the costs in a `CostTable`; most by a `SplitRule`."""
 
 from __future__ import annotations
 
 import abc
+from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
+from gracekv.kernels.ragged import rows_and_steps
 from gracekv.registry import Registry, Strategy
-from gracekv.tree.cost_table import CostTable
-from gracekv.tree.nodes import Children, Nodes
-from gracekv.tree.split_rule import SplitRule
+from gracekv.tree.nodes import Children, IntervalCosts, Nodes, Split
+from gracekv.tree.tree_batch import TreeBatch
+
+
+class CostTable:
+    """What a refiner reads about V nodes of up to w tokens, on a grid [V, w] of their tokens.
+
+    Args:
+        nodes: the nodes.
+        batch: their trees.
+        intervals: D of their prefixes and suffixes.
+        node_cost: D of the nodes themselves, float64 [V].
+        forced: bool [V], nodes that hold a floor candidate.
+
+    Attributes:
+        nodes: as given.
+        forced: as given.
+        last: int64 [V], index of each node's last token.
+        padding: bool [V, w], columns that hold no token.
+        node_cost: D of each node, float64 [V, 1].
+        cost_before: D of the tokens before k, float64 [V, w]; 0 at k = 0.
+        cost_from: D of the tokens from k on, float64 [V, w]; 0 in padding.
+        cost_after: D of the tokens after k, float64 [V, w]; 0 at the last.
+        mass: mean normalised probe mass of token k, float32 [V, w].
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        batch: TreeBatch,
+        intervals: IntervalCosts,
+        node_cost: Tensor,
+        forced: Tensor,
+    ) -> None:
+        self.nodes, self.forced, self.mass = nodes, forced, intervals.mass
+        self._batch, self._width = batch, intervals.mass.shape[1]
+        self.last = nodes.length - 1
+        self.step = torch.arange(self._width, device=self.last.device)
+        self.padding = self.step > self.last[:, None]
+        self.node_cost = node_cost[:, None]
+        # A column of zeros on both sides: nothing comes before the first token or after the last.
+        self._costs = node_cost.new_zeros(2, len(nodes), self._width + 2)
+        inner = self._costs[..., 1:-1]
+        inner.copy_(intervals.costs).masked_fill_(self.padding, 0.0)
+        self.cost_before = self._costs[0, :, :-2]
+        self.cost_from, self.cost_after = inner[1], self._costs[1, :, 2:]
+
+    @property
+    def valid(self) -> Tensor:
+        """bool [V, w], columns that hold a token."""
+        return ~self.padding
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        """int64 [V, w], flat row of token k; padding repeats the last."""
+        first = self._batch.first_row(self.nodes)
+        return first[:, None] + torch.minimum(self.step, self.last[:, None])
+
+    def curvatures(self) -> Tensor:
+        """kappa of token k, float64 [V, w]; padding repeats the last token's."""
+        return self._batch.curvatures(self._rows)
+
+    def floor_scores(self) -> Tensor | None:
+        """Floor score of token k (-inf: no candidate), float64 [V, w]; None without a floor.
+
+        Padding repeats the last token's.
+        """
+        return self._batch.floor_scores(self._rows)
+
+    def holds_candidate(self) -> Tensor:
+        """bool [V]: nodes with a floor candidate inside."""
+        return self.forced
+
+    def outer_costs(self, low: Tensor, high: Tensor) -> Tensor:
+        """D float64 [V, 2] of the tokens before `low` and from `high` on, int64 [V] each.
+
+        Both count from the node's start and lie between 0 and its length.
+        """
+        index = torch.stack([low, high + 1])[..., None]
+        return self._costs.gather(2, index)[..., 0].T
+
+    def split(self, children: Children) -> Split:
+        """The nodes' `children` with their distortion.
+
+        Each must be a single token, or begin or end where its node does.
+        """
+        count = children.count
+        row, place = rows_and_steps(count)
+        first, last = children.start - self.nodes.start[row], children.end - self.nodes.start[row]
+        is_prefix = first == 0
+        # Columns of zeros come before and after.
+        column = torch.where(is_prefix, last, first + 1)
+        cost = self._costs[(~is_prefix).long(), row, column]
+        places = int(count.max())
+        # Places without a child lie at the node's end.
+        start = self.nodes.end[:, None].repeat(1, places)
+        end, distortion = start.clone(), self.node_cost.new_zeros(start.shape)
+        start[row, place], end[row, place] = children.start, children.end
+        distortion[row, place] = torch.where(last - first > 1, cost, 0.0)
+        return Split(start, end, distortion)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRule:
+    """A node is cut in two, or a token is extracted, whichever gains more per added entry.
+
+    Gains may be negative. Ties go to the cut. Source: Eqs. (T8) to (T10).
+
+    Attributes:
+        cuts: a cut is considered at the midpoint and at the `cuts` tokens of highest kappa; None:
+            nodes are not cut.
+        reward: lambda_kappa, weight of the normalised curvature in a cut's gain.
+        extracts: whether the salient token may be extracted. A floor candidate then must be.
+    """
+
+    cuts: int | None
+    reward: float
+    extracts: bool
+
+    @property
+    def uses_curvature(self) -> bool:
+        """Whether kappa is read."""
+        return bool(self.cuts) or self.reward > 0
+
+    def __call__(self, table: CostTable) -> tuple[Tensor, Tensor]:
+        """Where the nodes of `table` are cut, twice: int64 [V] each, counted from their starts.
+
+        Both are the same where a node is cut in two; else the token between them is extracted.
+        """
+        if self.cuts is None:
+            token = salient_token(table)
+            return token, token + 1
+        low, gain = best_cut(table, self.cuts, self.reward)
+        if not self.extracts:
+            return low, low
+        token = salient_token(table)
+        extracts = table.forced | (extraction_utility(table, token) > gain)
+        low = torch.where(extracts, token, low)
+        return low, low + extracts
+
+
+def best_cut(table: CostTable, cuts: int, reward: float) -> tuple[Tensor, Tensor]:
+    """The cut of largest D(I) - D(left) - D(right) + reward * kappa-hat, and that gain float64 [V].
+
+    Cuts are int64 [V], counted from the node's start: of the midpoint and the `cuts` inner tokens
+    of highest kappa (ties: the earlier) the best, and of equals the first. kappa-hat is kappa,
+    min-max normalised over the node's own tokens, 0 where it is constant (departures 5).
+
+    Source: Eqs. (T8) and (T10).
+    """
+    excluded = table.padding[:, 1:]
+    gain = table.node_cost - table.cost_before[:, 1:] - table.cost_from[:, 1:]
+    if cuts or reward:
+        kappa = table.curvatures()
+        if reward:
+            low, high = kappa.aminmax(dim=1, keepdim=True)
+            span = (high - low).clamp(min=torch.finfo(kappa.dtype).tiny)
+            gain += reward * ((kappa[:, 1:] - low) / span)
+    if cuts < gain.shape[1]:
+        inner, excluded = excluded, table.step[1:] != (table.last[:, None] + 1) // 2
+        if cuts:
+            order = (
+                kappa[:, 1:]
+                .masked_fill(inner, -torch.inf)
+                .argsort(dim=1, descending=True, stable=True)
+            )
+            excluded = excluded.scatter_(1, order[:, :cuts], False) | inner
+    best = gain.masked_fill_(excluded, -torch.inf).max(dim=1)
+    return best.indices + 1, best.values
+
+
+def salient_token(table: CostTable) -> Tensor:
+    """int64 [V]: the token to extract, counted from the node's start; ties go to the earlier one.
+
+    The floor candidate of the highest floor score if the node holds one, else the token of the
+    largest mean normalised probe mass. Source: the paper, "Recursive refinement rule".
+    """
+    mass, score = table.mass, table.floor_scores()
+    if score is not None:
+        mass = torch.where(table.forced[:, None], score, mass)
+    return mass.masked_fill(table.padding, -torch.inf).argmax(dim=1)
+
+
+def extraction_utility(table: CostTable, token: Tensor) -> Tensor:
+    """float64 [V]: gain per added entry of extracting `token`, int64 [V] from the node's start.
+
+    Source: Eqs. (T9) and (T10); D of the extracted token is 0.
+    """
+    before, after = table.outer_costs(token, token + 1).unbind(1)
+    added = token.clamp(max=1) + (table.last - token).clamp(max=1)
+    return (table.node_cost[:, 0] - before - after) / added
 
 
 class Refiner(Strategy, abc.ABC):

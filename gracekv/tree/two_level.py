@@ -6,9 +6,8 @@ import math
 from typing import ClassVar
 
 from gracekv.kernels.ragged import rows_and_steps
-from gracekv.tree.cost_table import CostTable
 from gracekv.tree.nodes import Children, Nodes
-from gracekv.tree.refine import REFINERS, Refiner
+from gracekv.tree.refine import REFINERS, CostTable, Refiner
 
 
 @REFINERS.register("two_level")

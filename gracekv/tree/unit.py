@@ -6,8 +6,7 @@ import torch
 
 from gracekv.tree.distortion import DISTORTIONS, Distortion, DistortionEvaluator
 from gracekv.tree.nodes import IntervalCosts, Nodes
-from gracekv.tree.tree_batch import TreeBatch
-from gracekv.tree.workspace import Workspace
+from gracekv.tree.tree_batch import TreeBatch, Workspace
 
 
 class UnitEvaluator(DistortionEvaluator):

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ShapeError
-from gracekv.kernels import omp_threads
-from gracekv.kernels.addresses import address
+from gracekv.kernels.compiled import address, on_all_threads
 from gracekv.vllm.context_attention import LayerCall
 from gracekv.vllm.context_batch import ContextBatch, Division
 from gracekv.vllm.numba_kernel import PagedArgs, work_kernel
@@ -133,5 +132,5 @@ def attend(
         dim=dim,
         scale=scale,
     )
-    omp_threads.run(work_kernel(pages.dtype), ctypes.addressof(args))
+    on_all_threads(work_kernel(pages.dtype), ctypes.addressof(args))
     call.output[batch.places] = output.to(call.output.dtype)

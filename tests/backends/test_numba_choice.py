@@ -9,7 +9,7 @@ from gracekv.backends import AttentionSpec, AttentionStep, Auto, Eager, Numba, S
 from gracekv.backends import numba as backend_module
 from gracekv.cache.base import RaggedEntries
 from gracekv.errors import BackendUnavailableError
-from gracekv.kernels import omp_threads
+from gracekv.kernels import compiled
 from gracekv.testing.attention import TOLERANCES, relative_error
 from support.decode_steps import ragged, step
 
@@ -147,7 +147,7 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch, threads):
         Numba().prepare(doubled)
     assert "the kernel is for CPUs" in Numba().obstacle(AttentionSpec(torch.device("meta")))
     threads(2)
-    monkeypatch.setattr(omp_threads, "_parallel", lambda: None)
+    monkeypatch.setattr(compiled, "_parallel", lambda: None)
     with pytest.raises(BackendUnavailableError, match=r"Call torch.set_num_threads\(1\)"):
         Numba().prepare(layer)
     threads(1)

@@ -7,7 +7,7 @@ import torch
 
 from gracekv.allocate import Budget
 from gracekv.cache.base import RaggedEntries
-from gracekv.cache.batches import apart
+from gracekv.cache.quantised import apart
 from gracekv.fit import values as fitting
 from gracekv.pipeline import Pipeline
 from gracekv.precision import base as precision

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from gracekv.fit.queries import ReferenceQueries
+from gracekv.fit.base import ReferenceQueries
 from gracekv.segment.curvature import BlockInput
 from gracekv.segment.surprisal import Surprisal
 from gracekv.testing.prefills import synthetic_prefill

@@ -7,13 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.allocate.entry_bytes import EntryBytes
-from gracekv.allocate.plan import BudgetPlan
+from gracekv.allocate.plan import BudgetPlan, EntryBytes
 from gracekv.allocate.ranking import affordable, first_offer
 from gracekv.allocate.selection import Selection
 from gracekv.allocate.top_tokens import top_tokens
 from gracekv.distributed.sharding import WHOLE
-from gracekv.pipeline.auction import AuctionResult, within_bytes
+from gracekv.pipeline.comparison import AuctionResult, within_bytes
 from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths
 from support.thread_exchange import in_threads
 

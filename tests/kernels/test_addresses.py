@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gracekv.errors import ShapeError
-from gracekv.kernels.addresses import address
+from gracekv.kernels.compiled import address
 from support.devices import two_devices
 
 

@@ -7,7 +7,7 @@ import torch
 
 numba = pytest.importorskip("numba")
 
-from gracekv.kernels import omp_threads  # noqa: E402
+from gracekv.kernels import compiled  # noqa: E402
 from gracekv.kernels.intrinsics import fetch_and_add, pointer  # noqa: E402
 
 
@@ -27,9 +27,9 @@ def three_threads():
 @pytest.mark.parametrize("shared", [True, False])
 def test_every_thread_is_called_once(shared, three_threads, monkeypatch):
     if not shared:
-        monkeypatch.setattr(omp_threads, "_parallel", lambda: None)
-    elif omp_threads.obstacle() is not None:
+        monkeypatch.setattr(compiled, "_parallel", lambda: None)
+    elif compiled.threads_obstacle() is not None:
         pytest.skip("this build of torch has no OpenMP threads that can be shared")
     count = ctypes.c_int64(0)
-    omp_threads.run(add_one, ctypes.addressof(count))
+    compiled.on_all_threads(add_one, ctypes.addressof(count))
     assert count.value == 3

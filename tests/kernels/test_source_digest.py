@@ -28,7 +28,7 @@ def compiled(module):
     names = {node.module for node in words if isinstance(node, ast.ImportFrom)}
     folders = ("gracekv.kernels.", "gracekv.tree.engines.", "gracekv.backends.")
     # These hold no code that a kernel is compiled from.
-    helpers = {"gracekv.kernels.compiled", "gracekv.kernels.addresses"}
+    helpers = {"gracekv.kernels.compiled"}
     names = {n for n in names - helpers if n.startswith(folders)}
     found = {importlib.import_module(name) for name in names}
     return found.union(*(compiled(other) for other in found))

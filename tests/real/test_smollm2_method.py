@@ -18,7 +18,7 @@ from gracekv.segment.curvature import hidden_at
 from gracekv.segment.surprisal import Surprisal
 from gracekv.tree import Nodes, Prototype, PrototypeRule, TreeBatch, TreeContext
 from gracekv.tree.engines.reference import ReferenceDistortion, prototype_of
-from gracekv.tree.workspace import Workspace
+from gracekv.tree.tree_batch import Workspace
 from gracekv.value import MultiHop, OutputProjection
 
 pytestmark = [

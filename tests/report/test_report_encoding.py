@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gracekv.pipeline.run import CodedRelevance
 from gracekv.report import encoding
 from gracekv.report.data import ReportData
-from gracekv.value.coded import CodedRelevance
 from support.report_pages import entry_lengths
 
 RECIPES = ["gracekv", "snapkv", "chunkkv", "gracekv-no-multiresolution", "fullkv"]

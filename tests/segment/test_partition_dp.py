@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.segment import partition_dp, reference
+from gracekv.segment import curvature_dp, reference
 
 seeds = st.integers(0, 2**32 - 1)
 
 
 def best_partition(profit, min_length):
-    found = partition_dp.best_partition(torch.from_numpy(profit), min_length)
+    found = curvature_dp.best_partition(torch.from_numpy(profit), min_length)
     return tuple(x.numpy() for x in found)
 
 

@@ -17,7 +17,7 @@ from gracekv.tree import (
     TreeContext,
 )
 from gracekv.tree.engines.base import Engine
-from gracekv.tree.workspace import Workspace
+from gracekv.tree.tree_batch import Workspace
 
 
 def evaluator_of(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from gracekv.cache import Accounting, Timings
+from gracekv.pipeline.run import CodedRelevance
 from gracekv.prefill import PromptSpans
 from gracekv.report.data import ReportColumn, ReportData
 from gracekv.report.entries import KeptEntries
-from gracekv.value.coded import CodedRelevance
 
 _WORDS = (" the", " rabbit", " ran", " away", ".\n", " because", " it", " was", " late", ",")
 

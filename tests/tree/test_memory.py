@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gracekv.tree.workspace import scratch_bytes
+from gracekv.tree.tree_batch import scratch_bytes
 
 
 def test_a_cpu_gets_what_its_cache_bears() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("numba")
 from gracekv.segment import Partition
 from gracekv.tree import CostTable, IntervalCosts, Nodes, TreeBatch
 from gracekv.tree.engines import numba_split_choice
-from gracekv.tree.split_rule import best_cut, extraction_utility, salient_token
+from gracekv.tree.refine import best_cut, extraction_utility, salient_token
 from support.trees import tree_context
 
 

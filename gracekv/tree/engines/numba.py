@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.kernels import omp_threads
-from gracekv.kernels.addresses import address
+from gracekv.kernels.compiled import address, on_all_threads
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import EngineInputs
 from gracekv.tree.nodes import IntervalCosts, Nodes, RootCosts, Split, Splitter
-from gracekv.tree.refine import Refiner
-from gracekv.tree.split_rule import SplitRule
+from gracekv.tree.refine import Refiner, SplitRule
 from gracekv.tree.tree_batch import TreeBatch
 
 # Fields of `DistortionArgs` that are float64; other floating-point fields are float32.
@@ -100,7 +98,7 @@ class NumbaEvaluator(DistortionEvaluator):
             mode=mode,
         )
         with torch.profiler.record_function("distortion (numba)"):
-            omp_threads.run(distortion_kernel(), ctypes.addressof(arguments))
+            on_all_threads(distortion_kernel(), ctypes.addressof(arguments))
 
 
 class NumbaSplitter(Splitter):

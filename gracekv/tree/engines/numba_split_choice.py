@@ -1,4 +1,4 @@
-"""How a node of known costs is split, compiled: `gracekv.tree.split_rule` for one node.
+"""How a node of known costs is split, compiled: `gracekv.tree.refine` for one node.
 
 In float64 and in the order of that file, nothing contracted, so that the choice is the same.
 """

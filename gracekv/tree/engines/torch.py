@@ -19,7 +19,7 @@ from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import MAX_EXPONENT, EngineInputs
 from gracekv.tree.merge import representative_positions
 from gracekv.tree.nodes import IntervalCosts, Nodes
-from gracekv.tree.workspace import Workspace
+from gracekv.tree.tree_batch import Workspace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
