@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -148,6 +147,9 @@ def compress(
     for out in filter(None, (save, report)):
         check_output(out)
     # Imported here, since they take seconds, which a mistyped path should not cost.
+    from rich.console import Console
+    from rich.progress import Progress
+
     from gracekv.allocate import Budget
     from gracekv.hf import loading
     from gracekv.pipeline.config import load_pipeline
@@ -161,7 +163,13 @@ def compress(
     prompt = gracekv.Prompt.from_chat(
         tokenizer, context=text, question=question, instruction=instruction
     )
-    with _progress() as progress:
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("Reading the context", visible=False)
+
+        def progress(done: int, total: int) -> None:
+            # A prompt of one chunk is done at the first call.
+            bar.update(task, completed=done, total=total, visible=done < total)
+
         options = gracekv.CaptureOptions(progress=progress, beyond_positions=beyond_positions)
         result = gracekv.compress(loaded, prompt, pipeline=named, budget=amount, capture=options)
     if save is not None:
@@ -181,23 +189,6 @@ def compress(
         f"prefill {seconds.prefill:.2f} s, compression {seconds.construction:.2f} s",
         err=True,
     )
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A callback that draws a progress bar while a prompt of several chunks is read."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("Reading the context", visible=False)
-
-        def progress(done: int, total: int) -> None:
-            # A prompt of one chunk is done at the first call.
-            bar.update(task, completed=done, total=total, visible=done < total)
-
-        yield progress
 
 
 @app.command("list")

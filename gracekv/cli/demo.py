@@ -10,14 +10,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import gracekv
 from gracekv import recipes
-from gracekv.errors import required
 from gracekv.files import check_output
 from gracekv.hf.smollm2 import load_smollm2
 from gracekv.report import compare
@@ -56,20 +54,12 @@ class Trial:
 def run_demo(out: Path, max_new_tokens: int = 32) -> None:
     """Load the embedded model, run every ratio, and print tables.
 
-    Writes `out`/report.html, which shows what became of every token. Uses at most one torch thread
-    per physical core.
+    Writes `out`/report.html, which shows what became of every token.
     """
     page = out / "report.html"
     check_output(page)
     console = Console()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(
-        min(threads, required("psutil", "hf").cpu_count(logical=False) or threads)
-    )
-    try:
-        trials = _trials(console, max_new_tokens)
-    finally:
-        torch.set_num_threads(threads)
+    trials = _trials(console, max_new_tokens)
     prompt = trials[0].result.prompt
     console.print(
         f"\n[bold]{QUESTION}[/bold]\n{len(prompt.ids):,} prompt tokens, of which "

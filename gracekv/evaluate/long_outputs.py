@@ -1,15 +1,13 @@
-"""Tasks whose answers are long traces: four of LongProc, and two that ask for the far past.
+"""Tasks whose answers are long traces: four of LongProc.
 
 The reference trace is fed behind the prompt, an interval at a time, over a cache that a limit cuts.
 
-Source: LongProc (Ye et al. 2025, arXiv:2501.05414), its prompts and records at 0.5K; the made-up
-tasks are ours.
+Source: LongProc (Ye et al. 2025, arXiv:2501.05414), its prompts and records at 0.5K.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from random import Random
 from typing import Any
 
 from gracekv.allocate import Budget
@@ -22,36 +20,28 @@ EVERY = 64
 """Tokens between two cuts: these answers have about 500 tokens."""
 
 
-# Where the question begins in LongProc's prompt; None for made-up tasks.
+# Where the question begins in LongProc's prompt.
 TASKS = {
     "path_traversal": "\n\nNow find the route",
     "countdown": "\n\n[Problem]",
     "tom_tracking": "\n\n[QUESTION]",
     "pseudo_to_code": "\n\n[CODE]",
-    "list_recall": None,
-    "early_turn": None,
 }
-_WORDS = ("amber", "basin", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty")
 
 
 def forms() -> dict[str, dict[str, Any]]:
     """The fixed facts of each task."""
     form = {"group": "long_output", "max_new_tokens": 1024}
-    return {x: form | {"part": asks and f"longproc:{x}"} for x, asks in TASKS.items()}
+    return {x: form | {"part": f"longproc:{x}"} for x in TASKS}
 
 
 def record_sample(name: str, index: int, sources: Sources) -> Sample:
     """Sample `index` of the task; raises `TaskError` if there is none."""
-    asks = TASKS[name]
-    if asks is None:
-        context, question, answer = _made(name, Random(index))
-    else:
-        records, template = sources.records(f"longproc:{name}"), sources.longproc_prompt(name)
-        text, answer = _fields(name, records[index], records[index - 1], template)
-        context, mark, question = text.rpartition(asks)
-        question = mark + question
+    records, template = sources.records(f"longproc:{name}"), sources.longproc_prompt(name)
+    text, answer = _fields(name, records[index], records[index - 1], template)
+    context, mark, question = text.rpartition(TASKS[name])
     task = f"long_output:{name}"
-    return Sample(task, index, "", context, question, "", (answer,), "rouge_l", whole=True)
+    return Sample(task, index, "", context, mark + question, "", (answer,), "rouge_l", whole=True)
 
 
 def _fields(
@@ -71,27 +61,6 @@ def _fields(
     code = "\n".join(record["code_lines"])
     pseudocode = "\n".join(record["pseudocode_lines"])
     return template.format(pseudocode=pseudocode), f"```cpp\n{code}\n```"
-
-
-def _made(name: str, rng: Random) -> tuple[str, str, str]:
-    """Context, question and a trace whose end needs its beginning."""
-    pairs = [f"{word} {rng.randint(100, 999)}" for word in rng.sample(_WORDS, 8)]
-    if name == "list_recall":
-        steps = [f"Step {n}: {n} times {n} is {n * n}." for n in range(1, 41)]
-        trace = ["The list: " + ", ".join(pairs) + ".", *steps]
-        return (
-            "Write down a list of words with numbers, then work through forty steps.",
-            " At the end, repeat the list.",
-            "\n".join([*trace, "The list again: " + ", ".join(pairs) + "."]),
-        )
-    turns = [f"User: Note {n}, please.\nAssistant: Noted, number {n}." for n in range(3, 33)]
-    told = f"User: Remember {', '.join(pairs)}.\nAssistant: I will remember."
-    end = f"User: What did I ask you to remember?\nAssistant: {', '.join(pairs)}."
-    return (
-        "A conversation of many turns follows, in which the assistant forgets nothing.",
-        " Continue it.",
-        "\n".join(["User: Hello.\nAssistant: Hello.", told, *turns, end]),
-    )
 
 
 def within(budget: Budget, rendered: Rendered, pipeline: Pipeline) -> tuple[Budget, Limit]:

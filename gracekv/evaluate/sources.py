@@ -1,4 +1,4 @@
-"""Where benchmark texts come from: a local folder, the package, or the hub.
+"""Where benchmark texts come from: a local folder or the package.
 
 Questions about documents are read from SQuAD's and HotpotQA's files, prompt strings from the
 package's own data.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -16,10 +15,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gracekv.errors import TaskError, required
+from gracekv.errors import TaskError
 
 BUILT_IN = "alice_chapter_1.txt"
-_LONGBENCH = "THUDM/LongBench"
 # The files of a part in the folder; "longbench:NAME" is found by its first word.
 _FILES = {
     "essay": "essays/PaulGrahamEssays.json",
@@ -30,11 +28,13 @@ _FILES = {
     "longproc": "longproc/NAME_0.5k*.json",
     "longproc_prompt": "longproc/NAME.prompts.yaml",
 }
+_LONGPROC = "its records at 0.5K and its prompts.yaml (princeton-pli/LongProc)"
 _WHERE_FROM = {
+    "longbench": "the file of LongBench's data.zip (huggingface.co/datasets/THUDM/LongBench)",
     "squad": "SQuAD v2's dev-v2.0.json (rajpurkar.github.io/SQuAD-explorer)",
     "hotpotqa": "HotpotQA's hotpot_dev_distractor_v1.json (hotpotqa.github.io)",
-    "longproc": "its records at 0.5K and its prompts.yaml (princeton-pli/LongProc)",
-    "longproc_prompt": "its records at 0.5K and its prompts.yaml (princeton-pli/LongProc)",
+    "longproc": _LONGPROC,
+    "longproc_prompt": _LONGPROC,
 }
 
 
@@ -72,8 +72,7 @@ class Sources:
 
     Looks for `essays/PaulGrahamEssays.json`, `qa/squad*.json`, `qa/hotpot*.json`,
     `longbench/NAME.*jsonl`, `longproc/NAME_0.5k*.json` and `longproc/NAME.prompts.yaml`. Without
-    essays the haystack is the public-domain chapter that comes with gracekv, repeated; LongBench
-    then comes from the hub.
+    essays the haystack is the public-domain chapter that comes with gracekv, repeated.
 
     Parts are "essay", "squad", "hotpotqa", "longbench:NAME" and "longproc:NAME".
 
@@ -116,7 +115,7 @@ class Sources:
     def records(self, part: str) -> list[dict[str, Any]]:
         """The records of "longbench:NAME" or, at 0.5K, "longproc:NAME", in file order.
 
-        Raises `TaskError` if they are not in the folder, and LongBench's not on the hub either.
+        Raises `TaskError` if they are not in the folder.
         """
         found: list[dict[str, Any]] = self._once(
             part, json.loads if part.startswith("longproc") else _json_lines
@@ -150,8 +149,6 @@ class Sources:
             label, raw = found[0].name, found[0].read_bytes()
         elif kind == "essay":
             label, raw = BUILT_IN, (files("gracekv") / "data" / BUILT_IN).read_bytes()
-        elif kind == "longbench":
-            label, raw = f"{_LONGBENCH}/{name}.jsonl", self._download(name)
         else:
             raise TaskError(
                 f"Tasks of {part} need {pattern} and find none under "
@@ -160,20 +157,6 @@ class Sources:
             )
         self._digests[part] = f"{label} {hashlib.sha256(raw).hexdigest()[:16]}"
         return label, raw
-
-    def _download(self, name: str) -> bytes:
-        hub = required("huggingface_hub", "evaluate")
-        # The hub's copy is a loading script, which current `datasets` refuse to run, around one
-        # archive: reading the archive runs no code of others.
-        try:
-            archive = hub.hf_hub_download(_LONGBENCH, "data.zip", repo_type="dataset")
-            with zipfile.ZipFile(archive) as opened:
-                return opened.read(f"data/{name}.jsonl")
-        except Exception as error:
-            raise TaskError(
-                f"LongBench's {name} could not be read from {_LONGBENCH}: {error}. Put the file "
-                f"in a folder as longbench/{name}.jsonl and give the folder as --data."
-            ) from error
 
 
 @cache

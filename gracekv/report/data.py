@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -111,8 +110,8 @@ class ReportData:
                 if read(main) != read(other):
                     raise ReportError(
                         f"Results side by side must be of one prompt, context and model; {first!r} "
-                        f"and {label!r} have different {what} ({_apart(read(main), read(other))}). "
-                        f"Compress the same Prompt with both pipelines."
+                        f"and {label!r} have different {what}. Compress the same Prompt with both "
+                        f"pipelines."
                     )
         tokenizer = next((x for r in results.values() if (x := r.prompt.tokenizer)), None)
         config = getattr(main.model, "config", None)
@@ -166,14 +165,6 @@ def report_column(label: str, result: Result, answer: str | None = None) -> Repo
         timings=run.timings,
         answer=answer,
     )
-
-
-def _apart(one: Any, other: Any) -> str:
-    """Say how two values differ: for lists, their lengths and the first difference."""
-    if not isinstance(one, list):
-        return f"{one!r}, {other!r}"
-    at = next(n for n, pair in enumerate(zip_longest(one, other)) if pair[0] != pair[1])
-    return f"of {len(one)} and {len(other)} tokens, the first at position {at}"
 
 
 def token_texts(ids: Tensor, tokenizer: Any) -> list[str]:

@@ -1,8 +1,5 @@
 """From samples to ids: nothing lost, one BOS, and truncation of the context alone."""
 
-import json
-import zipfile
-
 import pytest
 import torch
 from hypothesis import given
@@ -89,25 +86,9 @@ def test_suites_hold_known_tasks_only():
         expand(["retreival"])
 
 
-def test_longbench_comes_from_the_hubs_archive_if_it_is_not_here(monkeypatch, tmp_path):
-    import huggingface_hub
-
-    archive = tmp_path / "data.zip"
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("data/qasper.jsonl", json.dumps({"input": "q", "answers": ["a"]}) + "\n")
-    asked = []
-
-    def download(*args, **options):
-        asked.append((args, options))
-        return str(archive)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    sources = Sources(tmp_path)
-    assert sources.records("longbench:qasper") == [{"input": "q", "answers": ["a"]}]
-    assert asked == [(("THUDM/LongBench", "data.zip"), {"repo_type": "dataset"})]
-    assert sources.digest("longbench:qasper").startswith("THUDM/LongBench/qasper.jsonl ")
-    with pytest.raises(TaskError, match=r"longbench/trec\.jsonl and give the folder"):
-        sources.records("longbench:trec")
+def test_longbench_that_is_not_here_is_named(small_data):
+    with pytest.raises(TaskError, match=r"longbench/trec\.\*jsonl .* data\.zip"):
+        Sources(small_data).records("longbench:trec")
 
 
 def test_a_data_folder_that_is_not_there_is_refused(tmp_path):

@@ -137,14 +137,12 @@ def test_the_demo_writes_one(model, monkeypatch, tmp_path):
     assert all(x["answer"] for x in found)
 
 
-@pytest.mark.parametrize(("ids", "said"), [
-    (torch.cat([torch.arange(30), torch.tensor([7]), torch.arange(31, 60)]), "at position 30"),
-    (torch.arange(61), "of 60 and 61 tokens, the first at position 60"),
-])  # fmt: skip
-def test_prompts_that_differ_are_told_apart(model, tmp_path, ids, said):
+def test_prompts_that_differ_are_told_apart(model, tmp_path):
     results = {
-        name: gracekv.compress(model, gracekv.Prompt.from_ids(own, (4, 50)), ratio=2)
-        for name, own in (("one", torch.arange(60)), ("other", ids))
+        str(length): gracekv.compress(
+            model, gracekv.Prompt.from_ids(torch.arange(length), (4, 50)), ratio=2
+        )
+        for length in (60, 61)
     }
-    with pytest.raises(ReportError, match=f"different token ids .*{said}"):
+    with pytest.raises(ReportError, match="'60' and '61' have different token ids"):
         gracekv.report.compare(results, tmp_path / "page.html")
