@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from gracekv.hf.result import BatchResult as BatchResult
     from gracekv.hf.result import CompressionResult as CompressionResult
     from gracekv.pipeline import Pipeline as Pipeline
+    from gracekv.pipeline.composition import strategies as strategies
     from gracekv.pipeline.run import Run as Run
-    from gracekv.pipeline.stages import strategies as strategies
     from gracekv.prefill import Prefill as Prefill
     from gracekv.prefill import PromptSpans as PromptSpans
     from gracekv.prefill.options import CaptureOptions as CaptureOptions
@@ -47,7 +47,7 @@ _HOMES = {
     "compress": "gracekv.hf.compress",
     "generate": "gracekv.hf.custom_generate",
     "load": "gracekv.hf.load_result",
-    "strategies": "gracekv.pipeline.stages",
+    "strategies": "gracekv.pipeline.composition",
 }
 
 __all__ = ["__version__", "recipes", *_HOMES]

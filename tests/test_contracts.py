@@ -9,7 +9,7 @@ import torch
 from gracekv.allocate import Greedy
 from gracekv.backends import AttentionSpec, Eager
 from gracekv.errors import PluginError
-from gracekv.pipeline.stages import REGISTRIES
+from gracekv.pipeline.composition import REGISTRIES
 from gracekv.registry import Registry
 from gracekv.segment import Partition, Segmenter, Uniform
 from gracekv.testing import contracts

@@ -10,7 +10,7 @@ import pytest
 
 import gracekv
 from gracekv.errors import ConfigError
-from gracekv.pipeline.stages import REGISTRIES
+from gracekv.pipeline.composition import REGISTRIES
 from gracekv.registry import Strategy
 from gracekv.registry.hyperparameter import bounds_of, parts_of
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from gracekv import recipes
 from gracekv.pipeline import Pipeline
-from gracekv.pipeline.stages import REGISTRIES
+from gracekv.pipeline.composition import REGISTRIES
 from gracekv.prefill import Needs
 from gracekv.registry import Registry, Strategy
 from gracekv.value.column_sums import ReceivedAttention

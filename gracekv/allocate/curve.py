@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gracekv.allocate.base import Frontier
-from gracekv.allocate.lagrangian import upper_bound
 from gracekv.allocate.operations import Operations
 from gracekv.allocate.selection import Selection
 from gracekv.allocate.top_tokens import entry_gains
 
-# Points of the drawn curve, and budgets at which the bound is computed. Source: ours.
+# Points of the drawn curve. Source: ours.
 _POINTS = 240
-_BOUNDS = 12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,15 +24,14 @@ class AuctionCurve:
         entries: int64 [P] ascending from 0, entries spent so far (recent window not counted).
         utility: float64 [P], sum of gains so far; the last is `accounting.utility`.
         floor_entries: entries that the floor spent.
-        bound_entries: int64 [Q] budgets of `bound`; empty without a certificate.
-        bound: float64 [Q], upper bound of any allocation of that many entries over the same trees.
+        bound: the certificate, which no allocation of the budget over the same trees exceeds; None
+            without one.
     """
 
     entries: Tensor
     utility: Tensor
     floor_entries: int
-    bound_entries: Tensor
-    bound: Tensor
+    bound: float | None
 
 
 def auction_curve(
@@ -50,11 +47,10 @@ def auction_curve(
     `scores` [L, G, N] and `sensitivity` [L, G] are those of the run's `Relevance`.
 
     Operations are put in the order of the greedy auction (least unit utility on the path, falling),
-    whichever allocator chose them. With a certificate, the bound is computed at a dozen budgets, as
-    often as `certify` did; quotas are ignored, which can only raise it.
+    whichever allocator chose them.
     """
     zero = torch.zeros(1, dtype=torch.int64)
-    budgets, bounds, floor_entries = zero[:0], zero[:0].double(), 0
+    floor_entries = 0
     if frontier is None:
         gains = entry_gains(scores, sensitivity, selection)
         gained = gains.sort(descending=True).values.cumsum(0).cpu()
@@ -71,23 +67,11 @@ def auction_curve(
         gained = ops.gain[order].cumsum(0).cpu()
         floor_entries = int(torch.where(before, ops.cost, 0).sum())
     at = _subsampled(spent, floor_entries)
-    if frontier is not None and frontier.bound is not None:
-        budgets = (
-            torch.linspace(0, frontier.budget, _BOUNDS + 1, dtype=torch.float32)[1:].long().unique()
-        )
-        budgets = budgets[budgets > 0]
-        empty = Frontier.empty(frontier.forest, frontier.budget)
-        offered = (replace(empty, budget=budget) for budget in budgets.tolist())
-        found = [upper_bound(x, elastic=elastic) for x in offered]
-        bounds = torch.tensor(found, dtype=torch.float64)
-        # At the whole budget the certificate itself, which knows the quotas.
-        bounds[-1:] = frontier.bound
     return AuctionCurve(
         entries=torch.cat([zero, spent[at]]),
         utility=torch.cat([zero.double(), gained[at]]),
         floor_entries=floor_entries,
-        bound_entries=budgets,
-        bound=bounds,
+        bound=None if frontier is None else frontier.bound,
     )
 
 

@@ -13,8 +13,8 @@ from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
 from gracekv.allocate.greedy import auction
 from gracekv.allocate.operations import Operations, RemainingBudget
 from gracekv.allocate.ranking import where_true
-from gracekv.registry import bounded
 
+# Most evaluations of the dual function per bracket; fewer once it is tight. Source: ours.
 _ITERATIONS = 60
 
 
@@ -37,23 +37,21 @@ class Lagrangian(Allocator):
 
     Source: ours (the problem is Eq. (A8)); departures 9.
 
-    Cost: at most a few times `iterations` passes over the levels of the forest, O(V) each, and one
+    Cost: at most a few times 60 passes over the levels of the forest, O(V) each, and one
     greedy auction.
 
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0.
-        iterations: most evaluations of the dual function per bracket; fewer once it is tight.
     """
 
     elastic: bool = False
-    iterations: int = bounded(_ITERATIONS, at_least=1)
 
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
         ops = Operations.of(start.forest)
         executed = ops.executed(start)
         left = RemainingBudget.of(ops, start, quota)
         dual = _Dual(ops, executed, left, elastic=self.elastic)
-        bound, low, high = dual.minimum(self.iterations)
+        bound, low, high = dual.minimum()
         # They fit, but for rounding: then the last ones are left out.
         bought = executed | _first_trees(ops, dual.best_subtrees(high) & ~executed, left)
         # Trees whose best subtree changes inside the bracket gain about its price per entry.
@@ -82,7 +80,7 @@ def upper_bound(start: Frontier, quota: Tensor | None = None, *, elastic: bool =
     """
     ops = Operations.of(start.forest)
     left = RemainingBudget.of(ops, start, quota)
-    return _Dual(ops, ops.executed(start), left, elastic=elastic).minimum(_ITERATIONS)[0]
+    return _Dual(ops, ops.executed(start), left, elastic=elastic).minimum()[0]
 
 
 class _Dual:
@@ -135,7 +133,7 @@ class _Dual:
         result[self.index[self._inside(self._net(price))]] = True
         return result
 
-    def minimum(self, iterations: int) -> tuple[float, Tensor, Tensor]:
+    def minimum(self) -> tuple[float, Tensor, Tensor]:
         """The bound, and the lower and higher prices of the bracket, [L * G].
 
         Subtrees at the higher price fit budget and quotas; at the lower they may not.
@@ -154,7 +152,7 @@ class _Dual:
                 return price * caps + value, caps - spent
 
             # Where its quota binds, a head has a price of its own, above the common one.
-            _, own, own_low, own_high = _bracket(head_duals, highest.expand(self.heads), iterations)
+            _, own, own_low, own_high = _bracket(head_duals, highest.expand(self.heads))
 
         def dual(price: Tensor) -> tuple[Tensor, Tensor]:
             charged = torch.maximum(price, own)
@@ -164,7 +162,7 @@ class _Dual:
             slope = budget - torch.where(capped, caps, spent).sum()
             return total.view(1), slope.view(1)
 
-        least, _, low, high = _bracket(dual, highest, iterations)
+        least, _, low, high = _bracket(dual, highest)
         return self.held + float(least), torch.maximum(low, own_low), torch.maximum(high, own_high)
 
 
@@ -181,7 +179,7 @@ def _first_trees(ops: Operations, wanted: Tensor, left: RemainingBudget) -> Tens
 
 
 def _bracket(
-    function: Callable[[Tensor], tuple[Tensor, Tensor]], highest: Tensor, iterations: int
+    function: Callable[[Tensor], tuple[Tensor, Tensor]], highest: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Minimise convex functions side by side on [0, highest].
 
@@ -196,7 +194,7 @@ def _bracket(
     best_point = torch.where(left[1] <= right[1], low, highest)
     settled = left[2] >= 0
     right[0] = torch.where(settled, low, highest)
-    for iteration in range(iterations):
+    for iteration in range(_ITERATIONS):
         (low, low_value, low_slope), (high, high_value, high_slope) = left, right
         # The tangents at both ends meet at the least value that is still possible.
         run = (high_slope - low_slope).clamp(min=torch.finfo(torch.float64).tiny)

@@ -52,12 +52,7 @@ class Eager(AttentionBackend):
 
 def _weights(logits: Tensor, sink: Tensor | None) -> Tensor:
     """Softmax of logits [B, Tq, any] and a `sink` []; 0 in rows that see nothing."""
-    top = logits.amax(dim=-1, keepdim=True) if logits.shape[-1] else logits.new_zeros(())
+    total = logits.logsumexp(dim=-1, keepdim=True)
     if sink is not None:
-        top = torch.maximum(top, sink)
-    top = torch.where(top == -torch.inf, 0.0, top)
-    weights = (logits - top).exp()
-    total = weights.sum(dim=-1, keepdim=True)
-    if sink is not None:
-        total = total + (sink - top).exp()
-    return weights / total.clamp(min=torch.finfo(torch.float32).tiny)
+        total = torch.logaddexp(total, sink)
+    return (logits - total.clamp(min=torch.finfo(torch.float32).min)).exp()

@@ -214,12 +214,10 @@ def plain(
     logits = capped(rows.float() @ keys.float().mT * scale, softcap)
     if bias is not None:
         logits = logits + bias
-    top = logits.amax(dim=-1, keepdim=True)
-    top = torch.where(top == -math.inf, 0.0, top)
-    weights = (logits - top).exp()
-    total = weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    output = (weights / total) @ values.float()
-    return output.to(rows.dtype), (top + total.log())[..., 0]
+    lse = logits.logsumexp(dim=-1, keepdim=True)
+    # Rows that see nothing: their weights are 0.
+    weights = (logits - lse.clamp(min=torch.finfo(torch.float32).min)).exp()
+    return (weights @ values.float()).to(rows.dtype), lse[..., 0]
 
 
 def _windowed(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
 from gracekv.kernels.linalg import batched_linear
-from gracekv.kernels.logits import capped
+from gracekv.kernels.logits import capped, softmax
 from gracekv.registry import Registry, Strategy
 
 
@@ -72,11 +72,7 @@ class HeldLayer:
 
     def attention(self) -> Tensor:
         """float32 [G, n*Q, N]: attention weights of the moved queries."""
-        logits = self.logits()
-        if self.sink_logits is None:
-            return logits.softmax(-1)
-        total = torch.logaddexp(logits.logsumexp(-1), self.sinks())
-        return logits.sub_(total[..., None]).exp_()
+        return softmax(self.logits(), None if self.sink_logits is None else self.sinks()[..., None])
 
 
 class Decoder(Strategy, abc.ABC):

@@ -1,4 +1,4 @@
-"""`Composition`: one strategy a stage, and what follows from them alone."""
+"""`Composition`: one strategy a stage, what follows from them alone, and what is registered."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any, Self
 
 from gracekv import recipes
 from gracekv.allocate import (
+    ALLOCATORS,
+    FLOORS,
+    QUOTAS,
     Allocator,
     Budget,
     BudgetPlan,
@@ -16,18 +19,18 @@ from gracekv.allocate import (
     Quota,
     RecentWindow,
 )
-from gracekv.backends import Auto, Backend
-from gracekv.cache import Packer
-from gracekv.decode import Decoder, NoCut
+from gracekv.backends import BACKENDS, Auto, Backend
+from gracekv.cache import PACKERS, Packer
+from gracekv.decode import DECODERS, Decoder, NoCut
 from gracekv.errors import ConfigError, expect
-from gracekv.fit import Fitter, NoFit
-from gracekv.precision import AllocatingPrecision, FullPrecision, Precision
+from gracekv.fit import FITTERS, Fitter, NoFit
+from gracekv.precision import PRECISIONS, AllocatingPrecision, FullPrecision, Precision
 from gracekv.prefill import Needs, Prefill, PromptSpans
 from gracekv.prefill.model_layers import cache_dtype, compressed_layers, head_sizes
-from gracekv.registry import Configurable
-from gracekv.segment import Curvature, Partition, Segmenter, Tokens
-from gracekv.tree import Distortion, PrototypeRule, Refiner, Unit
-from gracekv.value import Scorer, Sensitivity
+from gracekv.registry import Configurable, Registry
+from gracekv.segment import SEGMENTERS, Curvature, Partition, Segmenter, Tokens
+from gracekv.tree import DISTORTIONS, REFINERS, Distortion, PrototypeRule, Refiner, Unit
+from gracekv.value import SCORERS, SENSITIVITIES, Scorer, Sensitivity
 from gracekv.value.column_sums import ReceivedAttention
 
 
@@ -189,3 +192,28 @@ class Composition(Configurable):
             and self.allocate.prunable
             and not self.certify
         )
+
+
+REGISTRIES: dict[str, Registry[Any]] = {
+    "segment": SEGMENTERS,
+    "value": SCORERS,
+    "sensitivity": SENSITIVITIES,
+    "distortion": DISTORTIONS,
+    "refine": REFINERS,
+    "floor": FLOORS,
+    "quota": QUOTAS,
+    "allocate": ALLOCATORS,
+    "pack": PACKERS,
+    "fit": FITTERS,
+    "precision": PRECISIONS,
+    "decode": DECODERS,
+    "backend": BACKENDS,
+}
+
+
+def strategies() -> dict[str, dict[str, str]]:
+    """Every registered strategy: {stage: {name: one-line description}}."""
+    return {
+        stage: {name: registry.get(name).summary() for name in registry}
+        for stage, registry in REGISTRIES.items()
+    }

@@ -1,4 +1,4 @@
-"""`Compression`: one run of a pipeline, over the layers of a sequence as they come.
+"""`Pipeline`, and `Compression`: one run of it, over the layers of a sequence as they come.
 
 The loop scores each layer, notes what later stages need of it, and keeps its best entries. Stages
 that compare layers (hops, quotas over all scores, trees with one auction) run before the loop, over
@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gracekv.allocate import BudgetPlan
+from gracekv.allocate import Budget, BudgetPlan
 from gracekv.allocate.plan import EntryBytes
 from gracekv.allocate.top_tokens import candidates, entry_gains
 from gracekv.cache import CompressedCache, RaggedCache, RaggedEntries, Timings
 from gracekv.cache.base import LayerToPack
 from gracekv.cache.pool import EntryPool
+from gracekv.distributed.sharding import check_works_sharded
 from gracekv.fit import NoFit
 from gracekv.fit.base import value_change
 from gracekv.pipeline.comparison import Auction, AuctionResult, Compared, compare
@@ -142,7 +143,13 @@ class Compression:
             timings = Timings(**seconds, **self._clock.seconds())
             return Run(plan, stored, account, timings, info.fingerprint)
         with self._stage("value", info.device):
-            compared = self._compared or self._scored()
+            compared = self._compared
+            if compared is None:
+                scored = TokenScores.from_scores(torch.stack(self._scores), info.shard)
+                self._scores.clear()
+                omega = torch.stack(self._omega)
+                relevance = Relevance(scored.scores, scored.seed_scores, omega)
+                compared = Compared(relevance, token_slots(self._region(info)))
         with self._stage("allocate", info.device):
             bought = self._bought(compared, costs)
         with self._stage("pack", info.device):
@@ -202,13 +209,6 @@ class Compression:
             caps = None if quota is None else quota[number]
         return None if caps is None else self._info.shard.own_heads(caps, 0)
 
-    def _scored(self) -> Compared:
-        """The relevance of all layers from that of each."""
-        scored = TokenScores.from_scores(torch.stack(self._scores), self._info.shard)
-        self._scores.clear()
-        relevance = Relevance(scored.scores, scored.seed_scores, torch.stack(self._omega))
-        return Compared(relevance, token_slots(self._region(self._info)))
-
     def _bought(self, compared: Compared, costs: EntryBytes | None) -> AuctionResult:
         """The entries that the budget buys, and their widths if bits are allocated."""
         pipe, plan, pool, info = self._pipeline, self._plan, self._pool, self._info
@@ -219,12 +219,10 @@ class Compression:
         else:
             auction = Auction(pipe.allocate, pipe.floor, pipe.quota, info, compared, pipe.certify)
             offered = auction.spend(plan, costs if self._allocating is None else None)
-        if self._allocating is None:
+        if self._allocating is None or plan.bytes is None or costs is None:
             return offered
         selection = offered.selection
         gains = entry_gains(relevance.scores, relevance.sensitivity, selection)
-        assert plan.bytes is not None
-        assert costs is not None
         budget = plan.bytes - (plan.total - plan.base) * costs.exact
         widths = self._allocating.allocate(info, self._measured, selection, gains, budget)
         stays = widths > 0
@@ -248,8 +246,7 @@ class Compression:
             for packed, chosen in self._pool.pop(bought.selection):
                 yield packed, packed.positions, chosen
             return
-        # Only a pool does without.
-        assert prefill is not None
+        assert prefill is not None  # only a pool does without
         rule = self._pipeline.prototype
         layouts = bought.selection.layouts(prefill.spans.length, prefill.keys)
         for capture, layout in zip(prefill, layouts, strict=True):
@@ -278,3 +275,26 @@ class Compression:
         with self._stage("precision", self._info.device):
             widths = [pipe.precision.widths(layer.positions, region) for layer in cache.layers]
             return pipe.precision(cache, widths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(Composition):
+    """Compression as a composition of strategies.
+
+    `Pipeline.named("gracekv")` is the paper's method, `Pipeline.default` what `compress` uses.
+    Change one stage with `dataclasses.replace(pipeline, floor=FLOORS.build("none"))`, or in plain
+    data with `Pipeline.from_dict({"floor": "none"})`, whose other fields are the paper's. The
+    constructor takes every stage by name: it has no defaults of its own.
+
+    Attributes: see `Composition`.
+    """
+
+    def run(self, prefill: Prefill, budget: Budget) -> Run:
+        """Compress one prefill: segment, value, tree, allocate, pack, fit, precision.
+
+        Raises `BudgetError` if the budget is too small, `MissingCaptureError` if the prefill was
+        captured for another pipeline.
+        """
+        plan = self.plan(prefill, budget)
+        check_works_sharded(self, prefill.shard)
+        return Compression(self, plan).run(prefill)

@@ -27,7 +27,7 @@ _ACCOUNTING = (
     "budget", "spent", "floor_spent", "recent", "bytes", "metadata_bytes", "full_bytes",
     "backend_bytes", "utility", "bound", "certified_ratio", "entries",
 )  # fmt: skip
-_CURVE = ("entries", "utility", "floor_entries", "bound_entries", "bound")
+_CURVE = ("entries", "utility", "floor_entries", "bound")
 
 
 def encode(data: ReportData) -> tuple[dict[str, Any], bytes]:

@@ -24,7 +24,7 @@ from gracekv.backends import AttentionSpec, Backend
 from gracekv.decode import Decoder, HeldLayer
 from gracekv.errors import ShapeError
 from gracekv.pipeline import Pipeline
-from gracekv.pipeline.stages import REGISTRIES
+from gracekv.pipeline.composition import REGISTRIES
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import Strategy
 from gracekv.segment import Segmenter

@@ -19,7 +19,7 @@ from torch import Tensor
 from gracekv.prefill import Needs
 from gracekv.registry import bounded
 from gracekv.tree.distortion import DISTORTIONS, Distortion, DistortionEvaluator
-from gracekv.tree.engines.base import DistortionWeights, Engine, EngineInputs, select_engine
+from gracekv.tree.engines.base import Engine, EngineInputs, select_engine
 from gracekv.tree.engines.numba import NumbaEvaluator
 from gracekv.tree.engines.torch import TorchEvaluator
 from gracekv.tree.engines.triton import TritonEvaluator
@@ -94,7 +94,9 @@ class Prototype(Distortion):
     def evaluator(self, batch: TreeBatch, workspace: Workspace) -> DistortionEvaluator:
         prefill = batch.context.prefill
         inputs = EngineInputs(
-            weights=DistortionWeights(self.lambda_z, self.lambda_m, self.epsilon),
+            lambda_z=self.lambda_z,
+            lambda_m=self.lambda_m,
+            epsilon=self.epsilon,
             attention=ProbeAttention.of(batch, self.probes(batch.context), workspace),
             batch=batch,
             rope=prefill.rope_of(batch.layers[0]).in_halves(prefill.head_dim)[0],

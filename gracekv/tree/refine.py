@@ -59,11 +59,6 @@ class CostTable:
         self.cost_before = self._costs[0, :, :-2]
         self.cost_from, self.cost_after = inner[1], self._costs[1, :, 2:]
 
-    @property
-    def valid(self) -> Tensor:
-        """bool [V, w], columns that hold a token."""
-        return ~self.padding
-
     @cached_property
     def _rows(self) -> Tensor:
         """int64 [V, w], flat row of token k; padding repeats the last."""
@@ -80,10 +75,6 @@ class CostTable:
         Padding repeats the last token's.
         """
         return self._batch.floor_scores(self._rows)
-
-    def holds_candidate(self) -> Tensor:
-        """bool [V]: nodes with a floor candidate inside."""
-        return self.forced
 
     def outer_costs(self, low: Tensor, high: Tensor) -> Tensor:
         """D float64 [V, 2] of the tokens before `low` and from `high` on, int64 [V] each.
@@ -223,7 +214,8 @@ class Refiner(Strategy, abc.ABC):
     @property
     def uses_curvature(self) -> bool:
         """Whether nodes are cut where curvature peaks, so that the table must hold kappa."""
-        return False
+        rule = self.rule()
+        return rule is not None and rule.uses_curvature
 
     def rule(self) -> SplitRule | None:
         """This refiner as a `SplitRule`, by which engines compute costs and split in one pass.
@@ -239,10 +231,6 @@ class Refiner(Strategy, abc.ABC):
 
 class RuleRefiner(Refiner):
     """A refiner that is a `SplitRule`."""
-
-    @property
-    def uses_curvature(self) -> bool:
-        return self.rule().uses_curvature
 
     @abc.abstractmethod
     def rule(self) -> SplitRule: ...

@@ -14,7 +14,7 @@ from gracekv import recipes
 from gracekv.allocate import Budget
 from gracekv.cache import Accounting, Timings
 from gracekv.pipeline import Pipeline
-from gracekv.pipeline.stages import REGISTRIES
+from gracekv.pipeline.composition import REGISTRIES
 
 
 class FakeResult:

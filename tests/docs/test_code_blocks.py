@@ -27,8 +27,8 @@ from shell_lines import check
 
 from gracekv import recipes
 from gracekv.evaluate import Experiment
+from gracekv.pipeline.composition import REGISTRIES
 from gracekv.pipeline.config import load_pipeline
-from gracekv.pipeline.stages import REGISTRIES
 from gracekv.registry.plugins import GROUP
 
 PREAMBLES = Path(__file__).parent / "preambles"

@@ -16,7 +16,7 @@ from docs_tools import tool
 from page_blocks import ROOT, pages
 from public_names import PACKAGE, exported
 
-from gracekv.pipeline.stages import REGISTRIES
+from gracekv.pipeline.composition import REGISTRIES
 from support.covering import LONG
 
 # Sites that pages may link to; nobody follows the links here.

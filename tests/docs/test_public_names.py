@@ -13,7 +13,7 @@ from public_names import (
     without_shapes,
 )
 
-from gracekv.pipeline.stages import REGISTRIES
+from gracekv.pipeline.composition import REGISTRIES
 
 CLASSES, FUNCTIONS = classes_and_functions()
 STAGES = ("segment", "value", "tree", "allocate", "cache", "backends", "prefill")

@@ -3,7 +3,7 @@
 import dataclasses
 
 from gracekv import Pipeline, strategies
-from gracekv.pipeline.stages import REGISTRIES
+from gracekv.pipeline.composition import REGISTRIES
 from gracekv.registry import Strategy
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-import gracekv.pipeline.stages  # noqa: F401  (imports every strategy)
+import gracekv.pipeline.composition  # noqa: F401  (imports every strategy)
 from gracekv.errors import MissingCaptureError, NonFiniteError, ObserverError, ShapeError
 from gracekv.prefill import LayerObserver, Needs, Observer
 from gracekv.prefill.observations import Observations, check_observers

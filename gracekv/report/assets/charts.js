@@ -182,7 +182,7 @@ function drawAuction(report) {
   const curved = report.columns.filter((x) => x.curve && x.curve.entries.length > 1);
   byId("auctionSection").hidden = curved.length === 0;
   byId("auction").replaceChildren(...curved.map((column) => auctionFigure(column)));
-  const bounded = curved.some((x) => x.curve.bound.length);
+  const bounded = curved.some((x) => x.curve.bound !== null);
   byId("auctionHint").textContent =
     "Utility over entries spent: the floor's purchases first, then operations by falling utility per entry. " +
     (bounded
@@ -192,17 +192,17 @@ function drawAuction(report) {
 }
 
 function auctionFigure(column) {
-  const { entries, utility, floor_entries: floorEntries, bound_entries: boundEntries, bound } = column.curve;
+  const { entries, utility, floor_entries: floorEntries, bound } = column.curve;
   const [wide, high, left, bottom, top, right] = [460, 240, 56, 34, 12, 14];
-  const mostX = Math.max(entries[entries.length - 1], ...boundEntries);
-  const mostY = Math.max(utility[utility.length - 1], ...bound) || 1;
+  const mostX = entries[entries.length - 1];
+  const mostY = Math.max(utility[utility.length - 1], bound ?? 0) || 1;
   const x = (n) => left + ((wide - left - right) * n) / mostX;
   const y = (u) => high - bottom - ((high - bottom - top) * u) / mostY;
   const path = (xs, ys) => xs.map((n, i) => `${i ? "L" : "M"}${x(n).toFixed(1)} ${y(ys[i]).toFixed(1)}`).join("");
   const last = utility[utility.length - 1];
   const said =
     `${column.label}: ${count(entries[entries.length - 1])} entries reach utility ${short(last)}` +
-    (bound.length ? `, the bound is ${short(bound[bound.length - 1])}` : "");
+    (bound === null ? "" : `, the bound is ${short(bound)}`);
   const figure = svg("svg", { viewBox: `0 0 ${wide} ${high}`, role: "img", "aria-label": said });
   if (floorEntries) {
     figure.append(
@@ -219,7 +219,7 @@ function auctionFigure(column) {
     figure.append(svg("text", { class: anchor, x: x(part * mostX), y: high - bottom + 16 }, count(Math.round(part * mostX))));
   }
   figure.append(svg("text", { class: "middle", x: x(mostX / 2), y: high - 3 }, "entries spent"));
-  if (bound.length) figure.append(svg("path", { class: "bound", d: path([0, ...boundEntries], [0, ...bound]) }));
+  if (bound !== null) figure.append(svg("path", { class: "bound", d: path([0, mostX], [bound, bound]) }));
   figure.append(
     svg("path", { class: "curve", d: path(entries, utility) }),
     svg("circle", { class: "dot", cx: x(entries[entries.length - 1]), cy: y(last), r: 3.5 }),

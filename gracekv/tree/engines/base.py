@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,33 +33,22 @@ _READ = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class DistortionWeights:
-    """The weights of `Prototype`, as its engines read them.
-
-    Attributes:
-        lambda_z: weight of the partition error.
-        lambda_m: weight of the value-aggregate error.
-        epsilon: guards both denominators.
-    """
-
-    lambda_z: float
-    lambda_m: float
-    epsilon: float
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineInputs:
     """The inputs of an engine, for the heads of some layers.
 
     Attributes:
-        weights: the weights of the distortion.
+        lambda_z: weight of the partition error.
+        lambda_m: weight of the value-aggregate error.
+        epsilon: guards both denominators.
         attention: the probes' attention to these heads.
         batch: the trees of these heads.
         rope: the rotations of all positions, in halves.
     """
 
-    weights: DistortionWeights
+    lambda_z: float
+    lambda_m: float
+    epsilon: float
     attention: ProbeAttention
     batch: TreeBatch
     rope: Rope
@@ -77,7 +65,7 @@ class EngineInputs:
         """The numbers that kernels read of region, distortion and rule, by name."""
         rule = self.batch.context.rule
         return {
-            **{name: float(x) for name, x in dataclasses.asdict(self.weights).items()},
+            **{name: float(getattr(self, name)) for name in ("lambda_z", "lambda_m", "epsilon")},
             "tokens": len(self.attention.visible_probes),
             "region_start": self.batch.region_start,
             "uniform_base": float(rule.uniform_base),

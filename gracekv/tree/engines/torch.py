@@ -181,7 +181,7 @@ class TorchEvaluator(DistortionEvaluator):
         self, z: Tensor, z_tilde: Tensor, m_square: Tensor, m_dot_v: Tensor, v_square: Tensor
     ) -> Tensor:
         """Z D_q [R, w, P]; all arguments but the last are overwritten."""
-        weights = self.inputs.weights
+        weights = self.inputs
         error = m_dot_v.addcmul_(z_tilde, v_square[..., None]).mul_(z_tilde)
         error.add_(m_square).clamp_(min=0.0).mul_(weights.lambda_m)
         error.div_(m_square.clamp_(min=0.0).add_(weights.epsilon))
