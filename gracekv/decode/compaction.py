@@ -46,6 +46,9 @@ class Compaction(Configurable):
             (tokens, 1.0 if role in self.keep or number in self.keep else self.ratio)
             for number, (role, tokens) in older
         )
+        if runs and runs[-1][1] != 1 and runs[-1][0] < _SHORT:
+            # It waits for what follows.
+            runs.pop()
         return _joined((tokens, 1.0 if tokens < _SHORT else ratio) for tokens, ratio in runs)
 
 

@@ -121,16 +121,31 @@ def packed_entries(held: HeldLayer, kept: Tensor, strategy: Decoder) -> RaggedEn
     return strategy.fit(held, kept, entries)
 
 
-def closed(entries: RaggedEntries, now: int, rope: Rope) -> RaggedEntries:
-    """The entries of each head at positions without gaps, the last one before `now`.
+def closed(entries: RaggedEntries, now: int, rope: Rope, reach: int) -> RaggedEntries:
+    """The entries of each head, the first of them at most `reach` positions before `now`.
+
+    Only the longest gaps between a head's entries are shortened, to one length: short distances are
+    what many heads look at. A head of more than `reach` entries has no gaps left.
 
     Args:
         entries: those of one sequence; keys are rotated on from their positions.
         now: position of the next token, to which distances count.
         rope: the layer's rotations, up to `now`.
+        reach: in positions.
     """
-    lengths = entries.lengths.to(entries.device)
-    ends = lengths.cumsum(0).repeat_interleave(lengths, output_size=entries.entries)
-    to = now - ends + torch.arange(entries.entries, device=entries.device)
+    heads = entries.positions.long().split(entries.lengths.tolist())
+    to = torch.cat([_within_reach(own, now, reach) for own in heads])
     keys = rope.moved(entries.positions.long(), to).rotate(entries.keys.float(), None)
     return dataclasses.replace(entries, keys=keys.to(entries.dtype), positions=to.int())
+
+
+def _within_reach(positions: Tensor, now: int, reach: int) -> Tensor:
+    """Positions [n] of a head whose gaps are shortened for `closed`."""
+    if not len(positions):
+        return positions
+    gaps = torch.cat([positions, positions.new_tensor([now])]).diff().clamp(min=1)
+    rising = gaps.sort().values
+    counts = torch.arange(len(gaps), 0, -1, device=gaps.device)
+    # Where the shortest gaps stay, the others share what they leave of the reach.
+    longest = ((reach - rising.cumsum(0) + rising) // counts).max().clamp(min=1)
+    return now - gaps.clamp(max=longest).flip(0).cumsum(0).flip(0)

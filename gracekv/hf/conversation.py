@@ -16,7 +16,7 @@ from gracekv.cache import Occupancy
 from gracekv.decode import Compaction, Limit
 from gracekv.errors import CacheError, EditedHistoryError, PromptError
 from gracekv.hf.base_result import BaseResult
-from gracekv.hf.extend import limited_run
+from gracekv.hf.extend import closed_run, limited_run
 from gracekv.hf.generation import (
     check_context,
     check_one,
@@ -26,6 +26,7 @@ from gracekv.hf.generation import (
     setting,
     stream_text,
 )
+from gracekv.pipeline.run import Run
 from gracekv.prefill.chat_text import check_question
 from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.history import Message, new_turns
@@ -184,15 +185,21 @@ class Conversation:
                 raise PromptError(
                     "There is no turn that is not compressed yet. Ask something first."
                 )
-            longer = self._result.extend(turns, capture=capture, **budget)
-            self._begin_after(self._within_limit(longer))
+            self._extend(turns, [(len(turns), {"capture": capture, **budget})])
 
-    def _within_limit(self, result: Any) -> Any:
-        """`result`, cut by the scores of its entries where the limit says so."""
-        if self._limit is None:
-            return result
-        run = limited_run(result, self._limit)
-        return type(result).from_runs(result.model, result.prompts, [run], result.pipeline)
+    def _extend(self, turns: Tensor, runs: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        """Go on after the context and runs of `turns`, each its number of tokens and options.
+
+        Before each, gaps are closed if the limit says so; at last all entries are cut to it.
+        """
+        result: Any = self._result
+        for tokens, how in runs:
+            if self._limit is not None and self._limit.positions == "closed":
+                result = _of_run(result, closed_run(result, tokens))
+            result, turns = result.extend(turns[:tokens], **how), turns[tokens:]
+        if self._limit is not None:
+            result = _of_run(result, limited_run(result, self._limit))
+        self._begin_after(result)
 
     @property
     def accounting(self) -> Occupancy:
@@ -292,16 +299,14 @@ class Conversation:
         if self._compact is None:
             return
         runs = self._compact.runs(self._tail, len(self.messages) - len(self._tail))
-        left, ids, result = sum(tokens for tokens, _ in runs), self._ids, self._result
-        tail, kept = ids[len(ids) - sum(tokens for _, tokens in self._tail) :], list(self._tail)
-        for tokens, ratio in runs:
-            result = result.extend(tail[:tokens], ratio=ratio)
-            tail = tail[tokens:]
+        left, ids, kept = sum(tokens for tokens, _ in runs), self._ids, list(self._tail)
         if runs:
-            self._begin_after(self._within_limit(result))
+            tail = ids[len(ids) - sum(tokens for _, tokens in kept) :]
+            self._extend(tail, [(tokens, {"ratio": ratio}) for tokens, ratio in runs])
+            self._ids = torch.cat([self._ids, tail[left:]])
             while left > 0:
                 left -= kept.pop(0)[1]
-            self._ids, self._tail = torch.cat([self._ids, tail]), kept
+            self._tail = kept
 
     def _generate(self, ids: Tensor, max_new_tokens: int, options: dict[str, Any]) -> Tensor:
         """int64 [n], the answer without the token that ends it, which is not in the cache."""
@@ -339,3 +344,8 @@ class Conversation:
     def _check_open(self) -> None:
         if self._closed:
             raise CacheError("This conversation is closed. Begin another with result.chat().")
+
+
+def _of_run(result: Any, run: Run) -> Any:
+    """A result as `result` is, of this run."""
+    return type(result).from_runs(result.model, result.prompts, [run], result.pipeline)

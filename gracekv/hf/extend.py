@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import Budget, BudgetPlan
-from gracekv.cache import Accounting, Timings, dequantised
+from gracekv.cache import Accounting, CompressedCache, Timings, dequantised
 from gracekv.cache.joining import joined_cache, joined_scores, oldest_position, past_of
 from gracekv.decode import Limit
 from gracekv.decode.cut import closed, entries_within
@@ -58,8 +58,15 @@ def extended_run(
     old, prompt = run.cache, before.extended(passage)
     read = prompt.without_tail()
     first = oldest_position(old)
-    lengths = [x.spans.length - first for x in (before.without_tail(), read)]
-    _check_length(model, lengths[0], lengths[1], capture)
+    held, length = (x.spans.length - first for x in (before.without_tail(), read))
+    bound = longest_sequence(model, held)
+    if bound is not None and length > bound[0]:
+        raise CacheError(
+            f"With the passage the prompt has {length} tokens and passes a length of {bound[0]}, "
+            f"where {type(model).__name__} no longer fits its cache: {bound[1]}. Extend by "
+            f"{max(0, bound[0] - held)} tokens at most, or compress the whole text anew."
+        )
+    check_prompt_length(model, length, beyond_positions=capture.beyond_positions)
     if getattr(text_config(model), "attn_logit_softcapping", None) is not None:
         raise CacheError(
             f"{type(model).__name__} caps its attention logits, and a cap would count the "
@@ -82,18 +89,6 @@ def extended_run(
     plan = pipeline.plan_for(model, passage_prompt.spans, budget)
     added = prefilled_run(model, passage_prompt, past, pipeline, plan, capture)
     return prompt, _joined(run, added, past.places, shard)
-
-
-def _check_length(model: Any, before: int, length: int, capture: CaptureOptions) -> None:
-    """Raise `CacheError` if the cache of `before` tokens cannot grow to `length`; see `capture`."""
-    bound = longest_sequence(model, before)
-    if bound is not None and length > bound[0]:
-        raise CacheError(
-            f"With the passage the prompt has {length} tokens and passes a length of {bound[0]}, "
-            f"where {type(model).__name__} no longer fits its cache: {bound[1]}. Extend by "
-            f"{max(0, bound[0] - before)} tokens at most, or compress the whole text anew."
-        )
-    check_prompt_length(model, length, beyond_positions=capture.beyond_positions)
 
 
 def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:
@@ -131,23 +126,39 @@ def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:
 def limited_run(result: BaseResult, limit: Limit) -> Run:
     """The run of `result`, of one prompt, with its entries of highest scores that fit `limit`.
 
-    The limit's window is left free. Gaps are closed if the limit says so and the oldest entry lies
-    farther away than half of the model's positions; entries then have the closed positions.
+    The limit's window is left free.
     """
-    model, run, cache = result.model, result._runs[0], dequantised(result._runs[0].cache)
+    run, cache = result._runs[0], dequantised(result._runs[0].cache)
     scores, layers = run.entry_scores(), list[Any](cache.layers)
     masks = None if scores is None else entries_within(limit, cache, scores)
     if scores is None or masks is None:
         return run
     layers = [layer.where(mask) for layer, mask in zip(layers, masks, strict=True)]
-    known = closable_length(model) if limit.positions == "closed" else None
-    if known is not None and 2 * (cache.length - oldest_position(cache)) > known:
-        ropes = rotations_up_to(model, cache.length)
-        layers = [closed(x, cache.length, rope) for x, rope in zip(layers, ropes, strict=True)]
+    kept = tuple(own[mask] for own, mask in zip(scores, masks, strict=True))
+    return _with_layers(run, cache, layers, kept)
+
+
+def closed_run(result: BaseResult, tokens: int) -> Run:
+    """The run of `result`, of one prompt, with room for `tokens` before the model's last position.
+
+    Gaps between entries are closed if less than a quarter of all positions would be left; entries
+    then have the closed positions, which take half of them where `tokens` fit the other half.
+    """
+    model, run, cache = result.model, result._runs[0], dequantised(result._runs[0].cache)
+    known, layers = closable_length(model), list[Any](cache.layers)
+    used = cache.length - oldest_position(cache) + tokens
+    if known is None or 4 * used <= 3 * known:
+        return run
+    reach, ropes = min(known // 2, known - tokens), rotations_up_to(model, cache.length)
+    layers = [closed(x, cache.length, rope, reach) for x, rope in zip(layers, ropes, strict=True)]
+    return _with_layers(run, cache, layers, run.entry_scores())
+
+
+def _with_layers(run: Run, cache: CompressedCache, layers: Any, scores: Any) -> Run:
+    """The run with other entries of its dequantised `cache`."""
     packed = dataclasses.replace(cache, layers=tuple(layers))
     entries = run.accounting.entries - run.cache.entries() + packed.entries()
     accounting = dataclasses.replace(
         run.accounting, entries=entries, spent=int(entries.sum()), **physical_sizes(packed, WHOLE)
     )
-    kept = tuple(own[mask] for own, mask in zip(scores, masks, strict=True))
-    return Run(run.plan, packed, accounting, run.timings, run.fingerprint, scores=kept)
+    return Run(run.plan, packed, accounting, run.timings, run.fingerprint, scores=scores)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -189,10 +189,10 @@ class LimitedCache(GraceCache):
         first, new = self.grace_layers[0], tokens.shape[1]
         used = first.tail_length
         room = self._room(used + new)
-        known = math.inf if self._known is None else self._known
+        known = sys.maxsize if self._known is None else self._known
         far = self._reach + used + new > known and self._strategy.name != "none"
         if far or (used + new > room and (used or self._carried is not None)):
-            self._cut(mask, closes=far)
+            self._cut(mask, min(known // 2, known - new) if far else None)
             used, room = 0, self._room(new)
         if self._reach + used + new > known:
             raise CacheError(
@@ -223,8 +223,8 @@ class LimitedCache(GraceCache):
         return (most - self._largest) // self._units
 
     @torch.no_grad()
-    def _cut(self, mask: Any, *, closes: bool = False) -> None:
-        """Cut every row by itself, and give each its own packed part; `closes` closes gaps."""
+    def _cut(self, mask: Any, within: int | None = None) -> None:
+        """Cut every row by itself; entries move `within` so many positions, unless that is None."""
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             raise CacheError(
                 "A cut has to know which tokens are padding. Pass a 2D attention_mask [B, length], "
@@ -252,7 +252,8 @@ class LimitedCache(GraceCache):
                     made = packed_entries(layer, own, strategy)
                     if layer.places is not None:
                         moved = replace(made, positions=layer.places[own].int())
-                        moved = closed(moved, layer.now, ropes[number]) if closes else moved
+                        if within is not None:
+                            moved = closed(moved, layer.now, ropes[number], within)
                         places[number].append(moved.positions)
                         made = replace(moved, positions=made.positions)
                     entries[number].append(made)
@@ -263,8 +264,8 @@ class LimitedCache(GraceCache):
         if self._places is not None:
             self._places = [torch.cat(parts) for parts in places]
         self._reach += first.tail_length
-        if closes:
-            self._reach = max(int(x.lengths.max()) for parts in entries for x in parts)
+        if within is not None:
+            self._reach = max(within, *(int(x.lengths.max()) for own in entries for x in own))
         for layer, parts in zip(self.grace_layers, entries, strict=True):
             backend, joined = layer.packed.backend, RaggedEntries.stack(parts)
             layer.place(PackedLayer(joined, backend.prepare(joined), backend, length))

@@ -40,6 +40,8 @@ def test_short_runs_stay_whole():
     turns = [("user", 50), ("assistant", 9), ("user", 60)]
     policy = gracekv.Compaction(after=100, ratio=4, recent=0, keep=("user",))
     assert policy.runs(turns, 0) == [(119, 1.0)]
+    # The last one may still grow.
+    assert policy.runs([*turns, ("assistant", 9)], 0) == [(119, 1.0)]
 
 
 @given(
@@ -47,16 +49,20 @@ def test_short_runs_stay_whole():
     recent=st.integers(0, 5),
     keep=st.sampled_from([(), ("user",), ("assistant", 2), (0, 1)]),
 )
-def test_runs_hold_every_older_message_once_and_in_order(tail, recent, keep):
+def test_runs_hold_older_messages_once_and_in_order(tail, recent, keep):
     runs = gracekv.Compaction(after=100, ratio=4, recent=recent, keep=keep).runs(tail, 0)
     older = tail[: max(0, len(tail) - recent)]
     if not runs:
-        assert not older or sum(tokens for _, tokens in tail) <= 100
+        assert sum(tokens for _, tokens in tail) <= 100 or sum(n for _, n in older) < 32
         return
     ratios = [ratio for tokens, ratio in runs for _ in range(tokens)]
-    assert len(ratios) == sum(tokens for _, tokens in older)
+    assert sum(tokens for _, tokens in older) - len(ratios) < 32
     assert all(a != b for (_, a), (_, b) in itertools.pairwise(runs))
     for number, (role, tokens) in enumerate(older):
+        if not ratios:
+            # What waits is short, and not kept whole.
+            assert not {role, number} & set(keep)
+            continue
         own, ratios = ratios[:tokens], ratios[tokens:]
         assert len(set(own)) == 1
         assert own[0] == 1 or not (role in keep or number in keep)

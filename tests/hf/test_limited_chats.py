@@ -60,6 +60,23 @@ def test_what_a_conversation_compresses_stays_within_its_limit():
     assert max(held) == 4 * (150 - 8)
 
 
+def test_a_conversation_that_no_cut_reaches_goes_on_beyond_the_positions():
+    """Before a run of messages is read, its place is made."""
+    tokenizer = tiny_tokenizer([TEXT])
+    model = tiny_model(vocabulary=len(tokenizer), positions=512)
+    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=4)
+    limit = Limit(entries_per_head=300, every=192, window=8, positions="closed")
+    with book.chat(limit, gracekv.Compaction(after=64, ratio=8)) as chat:
+        while len(chat._ids) < 1400:
+            chat.ask(f"word5 {TEXT[:120]}", max_new_tokens=4)
+            layers = chat._result.packed.layers
+            # Nothing was cut, and half of the positions stay in use.
+            assert len(chat._ids) < 600 or min(len(x.positions) for x in layers) > 40
+            assert all(int(x.positions.min()) > len(chat._ids) - 512 for x in layers)
+        assert chat._cache.cuts == 0
+        assert all(len(chat._ids) - int(x.positions.min()) > 256 for x in layers)
+
+
 def _stops(ids, scores, **_):
     raise RuntimeError("stop")
 
