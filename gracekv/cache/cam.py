@@ -23,31 +23,31 @@ _BLOCK = 128
 
 @PACKERS.register("cam")
 class CamPacker(Packer):
-    r"""Dropped values are added at random to the 32 context tokens after them; keys stay (CaM).
+    r"""Adds the values of dropped tokens, at random, to the 32 context tokens after them (CaM).
 
-    Dropped tokens are processed from first to last, in the order of the per-step policy. Each draws
-    M_t ~ Bernoulli(p_t) and adds M_t v_t / m_t to the values of the m_t context tokens that follow
-    it, kept or not; v_t is its current value, with everything added to it before. Then the kept
-    tokens are gathered. With A_t the attention that token t received (column sums, mean over a KV
-    head's group) and m_t = min(merge, N - 1 - t),
+    Keys stay as they are. Dropped tokens are taken from first to last, as the per-step policy would
+    drop them. Token t draws M_t ~ Bernoulli(p_t) and adds M_t v_t / m_t to the value of each of the
+    m_t context tokens that follow it, kept or not; v_t already includes what earlier tokens have
+    added to it. Then the kept tokens are gathered. Let A_t be the attention that token t received
+    (column sums, averaged over a KV head's group) and m_t = min(merge, N - 1 - t). Then
 
         p_t = clamp(A_t / mean(A_{t+1}, ..., A_{t+m_t}), 0, 1).
 
-    A token to which nothing is added is unchanged to the bit. The selection decides which tokens
-    stay; of a node of several tokens the one of the highest score stays, as with `evict`. Values
-    may be added to recent tokens.
+    Tokens that receive no addition keep their exact bits. The selection decides which tokens stay;
+    a node of several tokens keeps the one with the highest score, as `evict` does. Recent tokens
+    may receive additions, too.
 
-    Source: Zhang et al. (2024), CaM, ICML, Eq. 14 and Algorithm 1. Ours: one event after prefill
-    (adding each dropped value to the next *survivors* instead would multiply their norms), and the
-    cascade over dropped tokens.
+    Source: Zhang et al. (2024), CaM, ICML, Eq. 14 and Algorithm 1. Ours: everything happens once,
+    after prefill, and dropped tokens pass on what they received (adding each dropped value to the
+    next *survivors* instead would multiply their norms).
 
     Cost: the attention that each position received (another attention pass, unless the scorer
-    computes it), and O(N (merge + 1) d) a head for the values.
+    computes it), and O(N (merge + 1) d) for the values of a head.
 
     Attributes:
-        merge: m, tokens that share a dropped value (CaM's 32).
-        seed: of the draws. Each layer draws one block of uniforms [G, N] from (seed, layer), so
-            they depend neither on the budget nor on the order of layers.
+        merge: number of tokens that share a dropped value (CaM's 32).
+        seed: seed of the draws. Each layer draws its uniforms [G, N] from (seed, layer), so they do
+            not depend on the budget or on the order of layers.
     """
 
     represents: ClassVar[Literal["node", "token", "mixture"]] = "mixture"
@@ -59,7 +59,10 @@ class CamPacker(Packer):
         return Needs.observed(ReceivedAttention())
 
     def layer(self, given: LayerToPack) -> RaggedEntries:
-        """Its entries [E, d]; `MissingCaptureError` without the attention that tokens received."""
+        """The layer's entries [E, d].
+
+        Raises `MissingCaptureError` if the attention that tokens received was not captured.
+        """
         capture = given.capture
         packed, spans = best_tokens(given), capture.spans
         entry, (head, at), kept = kept_in_context(given, packed)
@@ -87,7 +90,7 @@ class CamPacker(Packer):
         return torch.from_numpy(drawn)
 
     def shares(self, received: Tensor, dropped: Tensor, uniforms: Tensor) -> Tensor:
-        """c_t = M_t / m_t of the dropped tokens, 0 for the kept: float32 [G, N].
+        """M_t / m_t for dropped tokens, 0 for kept ones: float32 [G, N].
 
         Args:
             received: A [G, N].
@@ -99,9 +102,9 @@ class CamPacker(Packer):
         return torch.where(merges, 1.0 / count.clamp(min=1), 0.0).float()
 
     def probabilities(self, received: Tensor) -> Tensor:
-        """p [G, N] float64; arguments as in `shares`.
+        """p, float64 [G, N], from A [G, N].
 
-        Where the denominator is 0, as for the last token: 1 if A_t > 0, else 0.
+        Where the denominator is 0, as it is for the last token, p is 1 if A_t > 0, else 0.
         """
         attention = received.double()
         total = functional.pad(attention.cumsum(dim=1), (1, 0))
@@ -124,14 +127,14 @@ def replayed(values: Tensor, share: Tensor, reach: int, *, block: int = _BLOCK) 
 
         out_s = values_s + sum_{s - reach <= t < s} share_t out_t
 
-    A unit lower triangular system with a band of `reach`, solved block by block of tokens: a block
-    needs the additions from the `reach` tokens before it, and one small triangle.
+    This is a unit lower triangular system with a band of `reach`. It is solved in blocks of tokens:
+    each block needs the additions from the `reach` tokens before it, and one small triangle.
 
     Args:
         values: float32 [G, N, d].
         share: float32 [G, N].
         reach: m.
-        block: tokens a step; changes speed only.
+        block: tokens in a block; it only changes the speed.
     """
     out = values.clone()
     place = torch.arange(values.shape[1], device=values.device)
@@ -151,7 +154,7 @@ def replayed(values: Tensor, share: Tensor, reach: int, *, block: int = _BLOCK) 
 
 
 def reached(share: Tensor, reach: int) -> Tensor:
-    """bool [G, N]: tokens to which at least one of the `reach` before them is added."""
+    """bool [G, N]: whether at least one of the `reach` tokens before a token is added to it."""
     total = functional.pad((share > 0).cumsum(dim=1), (1, 0))
     here = torch.arange(share.shape[1], device=share.device)
     return (total[:, here] - total[:, (here - reach).clamp(min=0)]) > 0

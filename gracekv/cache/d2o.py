@@ -19,32 +19,33 @@ _BLOCK = 64 * 2**20
 
 @PACKERS.register("d2o")
 class D2OPacker(Packer):
-    r"""Dropped tokens merge into the kept token of the most similar key, if similar enough (D2O).
+    r"""Merges dropped tokens into the kept token with the most similar key (D2O).
 
-    In each KV head, u_i is the largest cosine between the post-RoPE keys of dropped token i and of
-    a kept context token, c(i) that token (ties: the earlier), and tau the mean of all u_i of the
-    layer. Tokens with u_i >= tau merge, the others are dropped. With E_c the tokens merged into c,
+    For dropped token i of a KV head, u_i is the largest cosine between its post-RoPE key and those
+    of the kept context tokens, and c(i) is the token that reaches it (ties go to the earlier one).
+    tau is the mean of all u_i of the layer. Tokens with u_i >= tau are merged, the others are lost.
+    With E_c the tokens that are merged into c, keys and values alike become
 
         x_c <- (e x_c + sum_{i in E_c} exp(u_i) x_i) / (e + sum_{i in E_c} exp(u_i))
 
-    for keys and values alike; e = exp(1) is the weight of c's similarity to itself. Recent tokens
-    may be targets; prefix and suffix never are. Kept tokens that are no target are unchanged to the
-    bit. The selection decides which tokens stay; of a node of several tokens the one of the highest
-    score stays, as with `evict`.
+    where e = exp(1) weighs c by its similarity to itself. Recent tokens may be targets, the prefix
+    and the suffix never are. Kept tokens into which nothing is merged keep their exact bits. The
+    selection decides which tokens stay; a node of several tokens keeps the one with the highest
+    score, as `evict` does.
 
-    Source: Wan et al. (2024), D2O, arXiv:2406.13035, Eqs. 9-12. Ours: one event after prefill, so
-    the threshold's moving average never starts; each head accepts by its own u_i (the released code
-    mixes heads by rank, and shrinks norms).
+    Source: Wan et al. (2024), D2O, arXiv:2406.13035, Eqs. 9-12. Ours: everything happens
+    once, after prefill, so the threshold has no moving average; each head accepts tokens by its own
+    u_i (the released code mixes heads by rank, and shrinks norms).
 
-    Cost: cosines of all dropped with all kept keys, in blocks: O(N E d) for the E kept tokens of a
-    head.
+    Cost: the cosines between all dropped and all kept keys, in blocks: O(N E d) for a head that
+    keeps E tokens.
     """
 
     represents: ClassVar[Literal["node", "token", "mixture"]] = "mixture"
 
     def layer(self, given: LayerToPack) -> RaggedEntries:
         capture, packed = given.capture, best_tokens(given)
-        # The targets.
+        # Kept tokens of the context are the possible targets.
         entry, _, kept = kept_in_context(given, packed)
         context = slice(capture.spans.context_start, capture.spans.context_end)
         keys = capture.keys[:, context]
@@ -95,12 +96,12 @@ def best_matches(
     Args:
         keys: [G, N, d] of one layer's context.
         kept: bool [G, N].
-        block: dropped tokens of each head at once; None: as many as `_BLOCK` bytes hold, so that
-            memory does not grow with dropped x kept.
+        block: dropped tokens of each head that are compared at once; None takes as many as fit
+            `_BLOCK` bytes, so that memory does not grow with dropped x kept.
 
-    Returns M rows: the dropped token (int64, g * N + t), its target (int64, its number among all
-    kept tokens in the order of (head, position); ties: the earlier), and the cosine (float32).
-    Heads that keep nothing have no rows.
+    Returns three tensors [M]: each dropped token as g * N + t (int64), its target as a number among
+    all kept tokens, ordered by head and position (int64; ties go to the earlier one), and their
+    cosine (float32). Dropped tokens of heads that keep nothing are left out.
     """
     heads, length = kept.shape
     unit = functional.normalize(keys.float(), dim=-1)

@@ -21,25 +21,25 @@ from gracekv.value import Memory
 
 @FITTERS.register("least_squares")
 class LeastSquares(QueryFitter):
-    r"""Masses by bounded least squares, then values by plain least squares (Attention Matching).
+    r"""Fits multiplicities by bounded, values by plain least squares (Attention Matching).
 
-    Only the compressible tokens count, in the context as in what is kept of it. With e_t the
-    unnormalised attention of a reference query to kept entry t, Z its sum over all those tokens and
-    o its output over them, the multiplicities m minimise the sum of |sum_t m_t e_t - Z|^2 between
-    `least` and `most`: the least-squares solution is clipped, and `steps` projected gradient steps
-    follow. The values X then minimise the sum of |p X - o|^2, where p is the attention over the
-    kept entries with these multiplicities. Nothing holds them to the original values. Where the
-    entries depend on each other a ridge of 1e-6 does, as in the public code.
+    Only compressible tokens count, among the original ones and among the kept ones. Let e_t be the
+    unnormalised attention of a reference query to kept entry t, Z the sum of its attention over all
+    those tokens, and o its output over them. The multiplicities m minimise the sum over queries of
+    |sum_t m_t e_t - Z|^2 between `least` and `most`: the least-squares solution is clipped, then
+    `steps` projected gradient steps follow. With p the attention over the kept entries under these
+    multiplicities, the values X minimise the sum of |p X - o|^2. Nothing ties X to the original
+    values; only where entries depend on each other, a ridge of 1e-6 does, as in the public code.
 
     Source: Zweiger et al. (2026), Attention Matching, arXiv:2602.16284, with the numbers of its
-    code. Ours: power iteration starts from equal numbers, not from random ones; reference queries
-    are weighed alike by the recipe.
+    code. Ours: power iteration starts from equal numbers, not from random ones, and all reference
+    queries have the same weight.
 
-    Cost: attention of the reference queries over all keys, O(L H Q T d), and for each head two
-    least-squares problems of Q H/G rows and as many unknowns as entries, on their own.
+    Cost: the attention of the reference queries over all keys, O(L H Q T d), and two least-squares
+    problems for each head, with Q H/G rows and as many unknowns as the head has entries.
 
     Attributes:
-        queries: reference queries, by default of a repetition.
+        queries: reference queries, by default those of a repetition of the context.
         least: smallest multiplicity (e^-3).
         most: largest multiplicity (e^3).
         steps: projected gradient steps (2).
@@ -84,7 +84,7 @@ class LeastSquares(QueryFitter):
 
 
 def bounded_masses(mass: Tensor, total: Tensor, least: float, most: float, steps: int) -> Tensor:
-    """m float32 [W] between bounds that brings mass [M, W] m near total [M]; see `LeastSquares`."""
+    """m, float32 [W] within bounds, for which mass [M, W] m is close to total [M]."""
     found = solved(mass, total[:, None])[:, 0].clamp_(least, most)
     if steps:
         # The square of the largest singular value, by power iteration.
@@ -99,9 +99,9 @@ def bounded_masses(mass: Tensor, total: Tensor, least: float, most: float, steps
 
 
 def solved(rows: Tensor, target: Tensor) -> Tensor:
-    """x float32 [W, d] that brings rows [M, W] x nearest to target [M, d]; of several the shortest.
+    """x, float32 [W, d], for which rows [M, W] x is closest to target [M, d]; the shortest such x.
 
-    By QR. Where that fails, since columns or rows depend on each other, by a ridge of 1e-6.
+    It is found by QR, or with a ridge of 1e-6 where columns or rows depend on each other.
     """
     try:
         found: Tensor = torch.linalg.lstsq(rows, target, driver="gels").solution

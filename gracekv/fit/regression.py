@@ -26,29 +26,30 @@ _WEIGHT, _STEPS, _TOLERANCE = 6.0, 16, 1e-6
 class Regression(QueryFitter):
     r"""Ridge regression of values, then of keys, towards the full attention's output (GRKV).
 
-    With p the attention of a reference query over the kept entries and o its output over all
-    tokens, the change of the values minimises the weighted sum of |p (V + X) - o|^2 plus
-    penalty |X|^2, by its dual system. Keys follow, linearised at the new values, by 16 steps of
-    conjugate gradients over the layer. A head's change is scaled to at most a share of what it
-    changes, and less where rounding goes beyond. Of nothing, values, and both, the layer keeps
-    what has the least objective, that of the nonlinear output with both changes' penalties.
+    Let p be the attention of a reference query over the kept entries and o its output over all
+    tokens. The change X of the values minimises the weighted sum of |p (V + X) - o|^2 plus
+    penalty |X|^2; the dual system is solved. The keys follow, linearised at the new values, by 16
+    steps of conjugate gradients over the layer. Each head's change is scaled down to a fixed share
+    of the norm of what it changes, and further where rounding would exceed that. The layer then
+    keeps the best of three candidates: no change, new values, or new values and keys. The best has
+    the least error of its actual (nonlinear) output plus the penalty of its changes.
 
     Source: Peng et al. (2026), GRKV, arXiv:2605.31105, with the numbers of its code. Ours: queries
-    are evenly spaced with both ends, and the entries that stay are those that the reference queries
-    read most, not those of the highest scores.
+    are evenly spaced and include both ends, and the entries that may not change are those that the
+    reference queries read most, not those with the highest scores.
 
-    Cost: attention of the reference queries over all keys, O(L H Q T d), a system of Q H/G
+    Cost: the attention of the reference queries over all keys, O(L H Q T d), a system of Q H/G
     unknowns for each head, and 32 products of the queries with the entries.
 
     Attributes:
         queries: reference queries, by default 32 of the context, moved to the prompt's end.
-        penalty: factor of squared changes (0.01).
-        value_cap: largest change of a head's values as a share of their norm (0.1).
-        key_cap: the same for keys (0.025).
+        penalty: weight of squared changes (0.01).
+        value_cap: largest change of a head's values, as a share of their norm (0.1).
+        key_cap: largest change of a head's keys, as a share of their norm (0.025).
         guard: share of a head's entries that stay as they are (0.1).
     """
 
-    # What a layer keeps is chosen for all its heads.
+    # The three candidates are compared for a whole layer.
     by_head: ClassVar[bool] = False
 
     queries: ReferenceQueries = field(
@@ -122,11 +123,11 @@ def key_change(seen: LayerAttention, reference: Reference, free: Tensor, penalty
 def bounded_move(
     numbers: Tensor, change: Tensor, attention: LayerAttention, free: Tensor, cap: float
 ) -> Tensor:
-    """`numbers` [E, d] with `change` [G, W, d], scaled to `cap` of each head's free norm."""
+    """`numbers` [E, d] plus `change` [G, W, d], at most `cap` times each head's free norm."""
     old, mask = numbers.float()[attention.columns], free[..., None]
     change, limit = mask * change, cap * (mask * old).norm(dim=(1, 2), keepdim=True)
     scale = (limit / change.norm(dim=(1, 2), keepdim=True).clamp_min(1e-30)).clamp(max=1.0)
-    # Rounding to the cache's dtype may go beyond; a head that does not stop stays as it was.
+    # Rounding to the cache's dtype may exceed the limit; a head that still does is not changed.
     for shrink in (0.9, 0.9, 0.9, 0.9, 0.0):
         new = (old + scale * change).to(numbers.dtype).float()
         over = (mask * (new - old)).norm(dim=(1, 2), keepdim=True) > limit
