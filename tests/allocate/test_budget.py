@@ -70,3 +70,30 @@ def test_numbers_of_numpy_are_budgets():
     for wrong in (np.float64(5.0), np.int64(0), 2.5):
         with pytest.raises(BudgetError, match="positive whole number"):
             Limit(entries_per_head=wrong)
+
+
+def recent(window, entries, context=1000):
+    plan = Budget.entries_per_head(entries).plan(
+        layers=2, heads=3, context=context, entry_bytes=8, window=window
+    )
+    return plan.recent
+
+
+@pytest.mark.parametrize(
+    ("entries", "paper", "at_most_half", "half"),
+    [(200, 32, 32, 100), (40, 32, 20, 20), (21, 21, 10, 10), (7, 7, 4, 3), (5, 5, 4, 2)],
+)
+def test_rules(entries, paper, at_most_half, half):
+    assert recent(RecentWindow(), entries) == paper
+    assert recent(RecentWindow(share=0.5), entries) == at_most_half
+    assert recent(RecentWindow(rule="half"), entries) == half
+
+
+def test_half_keeps_the_last_token_and_no_more_than_there_is():
+    assert recent(RecentWindow(minimum=1, rule="half"), 1) == 1
+    assert recent(RecentWindow(rule="half"), 90, context=50) == 25
+
+
+def test_refuses_an_unknown_rule():
+    with pytest.raises(ConfigError, match=r"'fixed'.*'half'.*'third'"):
+        RecentWindow(rule="third")

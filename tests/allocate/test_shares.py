@@ -1,4 +1,4 @@
-"""Whole shares that add up."""
+"""Shares and quotas in whole entries: they add up, and follow their rules."""
 
 from fractions import Fraction
 
@@ -7,9 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.allocate import BudgetPlan, PerHead
+from gracekv.allocate import AdaptiveHeads, Budget, BudgetPlan, Density, PerHead, Pyramid
+from gracekv.allocate.adaptive_heads import winners
+from gracekv.allocate.density import proportional
 from gracekv.allocate.plan import equal_shares, largest_remainder
-from gracekv.errors import BudgetError
+from gracekv.allocate.reference import adaptive_heads
+from gracekv.errors import BudgetError, ConfigError
+from support.scored_plans import scored_plans
 
 
 # Few examples miss a share that is rounded the other way.
@@ -70,3 +74,138 @@ def test_equal_shares_spend_everything_and_favour_the_first(layers, heads, recen
     tokens = torch.zeros(layers, heads, 500 - recent)
     assert torch.equal(PerHead(remainder=True)(tokens, plan), shares)
     assert PerHead()(tokens, plan).eq(base // units).all()
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    layers=st.integers(1, 40),
+    heads=st.integers(1, 8),
+    context=st.integers(2, 400),
+    recent=st.integers(0, 8),
+    share=st.floats(0, 1),
+    spread=st.floats(0, 4),
+)
+def test_shares_add_up_within_their_limits(seed, layers, heads, context, recent, share, spread):
+    recent = min(recent, context - 1)
+    floor = layers * heads * recent
+    total = floor + int(share * (layers * heads * context - floor))
+    plan = BudgetPlan(layers, heads, context, total, recent)
+    rng = torch.Generator().manual_seed(seed)
+    columns = torch.rand(layers, 2 * heads, context + 5, generator=rng) ** spread
+    caps = Density()(columns, plan)
+    assert caps.shape == (layers, heads)
+    assert caps.dtype == torch.int64
+    assert int(caps.sum()) == plan.base
+    assert int(caps.max()) <= plan.compressible
+    assert int(caps.min()) >= (1 if plan.base >= layers * heads else 0)
+    # Heads of a layer share equally, the first ones take what is left over.
+    assert bool((caps[:, :1] - caps <= 1).all())
+    assert bool((caps.diff(dim=1) <= 0).all())
+
+
+def test_weights_by_hand():
+    """Variances 0, 2 | 0, 2, 1 ...: normalised over heads, averaged, softmax of the negative."""
+    step = torch.tensor([-1.0, 0.0, 1.0])
+    scales = torch.tensor([[0.0, 2.0, 1.0], [0.0, 100.0, 0.0]])
+    columns = 5 + scales[..., None].sqrt() * step
+    # Layer 0: v = 0, 2, 1 -> 0, 1, 1/2; layer 1: 0, 100, 0 -> 0, 1, 0.
+    want = torch.softmax(-torch.tensor([0.5, 1 / 3], dtype=torch.float64), dim=0)
+    torch.testing.assert_close(Density().weights(columns), want, rtol=1e-5, atol=1e-6)
+
+
+def test_what_limits_take_is_redistributed_in_proportion():
+    weights = [Fraction(1), Fraction(2), Fraction(7)]
+    assert proportional(weights, 100, 0, 100) == [10, 20, 70]
+    assert proportional(weights, 100, 0, 40) == [20, 40, 40]
+    assert proportional(weights, 100, 15, 100) == [15, Fraction(170, 9), Fraction(595, 9)]
+    # Both sides clamp at first, but the x that adds up leaves the small one alone.
+    assert proportional(weights, 100, 12, 45) == [Fraction(55, 3), Fraction(110, 3), 45]
+    assert proportional(weights, 30, 10, 45) == [10, 10, 10]
+
+
+@given(
+    weights=st.lists(st.integers(1, 1000), min_size=1, max_size=20),
+    least=st.integers(0, 20),
+    extra=st.integers(0, 100),
+    share=st.fractions(0, 1),
+)
+def test_one_scale_explains_all_proportional_shares(weights, least, extra, share):
+    most = least + extra
+    total = len(weights) * least + int(share * len(weights) * extra)
+    shares = proportional([Fraction(w) for w in weights], total, least, most)
+    assert sum(shares) == total
+    assert all(least <= x <= most for x in shares)
+    scales = {x / w for x, w in zip(shares, weights, strict=True) if least < x < most}
+    assert len(scales) <= 1
+    for scale in scales:
+        want = [min(max(scale * w, Fraction(least)), Fraction(most)) for w in weights]
+        assert shares == want
+
+
+def test_needs_a_positive_epsilon():
+    with pytest.raises(ConfigError, match="> 0"):
+        Density(epsilon=0.0)
+
+
+def plan_of(layers, heads, context, ratio):
+    return Budget.ratio(ratio).plan(layers=layers, heads=heads, context=context, entry_bytes=8)
+
+
+def shares(quota, plan):
+    return quota(torch.zeros(plan.layers, plan.heads, plan.compressible), plan)
+
+
+@settings(max_examples=200)
+@given(
+    layers=st.integers(1, 80),
+    heads=st.integers(1, 8),
+    context=st.integers(64, 32768),
+    ratio=st.floats(1.5, 16),
+    beta=st.sampled_from([1.0, 2.5, 20.0]),
+)
+def test_spends_exactly_the_budget_and_falls_with_depth(layers, heads, context, ratio, beta):
+    plan = plan_of(layers, heads, context, ratio)
+    got = shares(Pyramid(beta), plan)
+    assert int(got.sum()) == plan.base
+    assert bool(((got >= 0) & (got <= plan.compressible)).all())
+    assert bool((got.sum(1).diff() <= 0).all())
+    assert bool((got.diff(dim=1) <= 0).all())
+    assert int((got.amax(1) - got.amin(1)).max()) <= 1
+    wanted = Pyramid(beta).layer_shares(plan)
+    for row, share in zip(got.tolist(), wanted, strict=True):
+        assert abs(sum(row) - heads * share) < 1
+
+
+def test_pyramid_by_hand():
+    plan = BudgetPlan(layers=3, heads=2, context=1000, total=6 * 120, recent=20)
+    # m = 100: the last layer gets 5, the first 195.
+    assert Pyramid().layer_shares(plan) == [195, 100, 5]
+    assert shares(Pyramid(), plan).tolist() == [[195, 195], [100, 100], [5, 5]]
+    # The first layer cannot hold more than there is; the last one gets the difference.
+    short = BudgetPlan(layers=3, heads=2, context=170, total=6 * 120, recent=20)
+    assert Pyramid().layer_shares(short) == [150, 100, 50]
+
+
+@given(
+    problem=scored_plans(),
+    floor=st.sampled_from([0.0, 0.2, 0.35, 1.0]),
+    rule=st.sampled_from(["mix", "safeguard"]),
+)
+def test_equals_the_reference_and_leaves_layers_equal(problem, floor, rule):
+    tokens, plan = problem
+    quota = AdaptiveHeads(floor, rule)
+    got = quota(tokens, plan)
+    assert got.tolist() == adaptive_heads(quota, tokens, plan)
+    assert torch.equal(got.sum(1), equal_shares(plan).sum(1))
+    assert bool((got <= plan.compressible).all())
+
+
+def test_adaptive_heads_by_hand():
+    tokens = torch.tensor([[[9.0, 8, 7, 6, 5], [4.0, 1, 1, 1, 0]]])
+    plan = BudgetPlan(layers=1, heads=2, context=7, total=10, recent=2)
+    # Six entries: five winners in the first head, one in the second; a fifth in equal parts.
+    assert winners(tokens[0], 6).tolist() == [5, 1]
+    assert AdaptiveHeads()(tokens, plan).tolist() == [[5, 1]]  # 4.6 and 1.4
+    assert AdaptiveHeads(floor=0.5)(tokens, plan).tolist() == [[4, 2]]
+    # Each head is sure of 0.8 of its 5 entries, two of which are its recent window.
+    assert AdaptiveHeads(0.8, "safeguard")(tokens, plan).tolist() == [[4, 2]]

@@ -1,11 +1,15 @@
-"""Kernels run where nothing can be written, and say once that they are compiled anew."""
+"""Compiled kernels: kept on disk, given addresses that are checked, run on torch's threads."""
 
 import warnings
 from functools import partial
 
 import pytest
+import torch
 
+from gracekv.errors import ShapeError
 from gracekv.kernels import compiled
+from gracekv.kernels.compiled import address
+from support.devices import two_devices
 
 numba = pytest.importorskip("numba")
 from numba.core import caching  # noqa: E402
@@ -23,3 +27,27 @@ def test_without_a_folder_kernels_are_compiled_uncached(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled.cached(partial(numba.cfunc, numba.types.int64()), one)
+
+
+def test_a_tensor_that_fits_gives_its_address():
+    tensor = torch.zeros(2, 3)
+    assert address("keys", tensor, torch.float32, 2, 3) == tensor.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(2, 3, dtype=torch.bfloat16),
+        torch.zeros(2, 2),
+        torch.zeros(6),
+        torch.zeros(3, 2).T,
+    ],
+)
+def test_others_are_refused_by_name(tensor):
+    with pytest.raises(ShapeError, match=r"takes 'keys' as a contiguous tensor \[2, 3\] of torch"):
+        address("keys", tensor, torch.float32, 2, 3)
+
+
+def test_so_is_one_on_another_device():
+    with two_devices() as there, pytest.raises(ShapeError, match="on cpu; got"):
+        address("keys", torch.zeros(2, 3).to(there), torch.float32, 2, 3)

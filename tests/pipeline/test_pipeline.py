@@ -7,12 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv import Budget, Pipeline, recipes
+from gracekv import Budget, Pipeline, recipes, strategies
 from gracekv.allocate import ALLOCATORS
 from gracekv.errors import BudgetError, ConfigError, MissingCaptureError, UnknownStrategyError
+from gracekv.pipeline.composition import REGISTRIES
 from gracekv.pipeline.run import Run
 from gracekv.prefill import Prefill
 from gracekv.prefill.observer import Observer
+from gracekv.registry import Strategy
 from gracekv.segment.curvature import BlockInput
 from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
@@ -212,3 +214,14 @@ def test_no_pipeline_pays_for_what_another_captured() -> None:
     assert captured("h2o") == 1.0
     assert captured("kvzip-two-pass") == 9.0
     assert captured("fullkv") == captured("kvzip-two-pass", ratio=1) == 1.0
+
+
+def test_strategies_lists_every_stage_with_descriptions() -> None:
+    listed = strategies()
+    assert set(listed) == set(REGISTRIES)
+    for stage, names in listed.items():
+        assert names, stage
+        assert all(line and not line.endswith(("(", ",")) for line in names.values())
+    stages = {f.name for f in dataclasses.fields(Pipeline)} & set(REGISTRIES)
+    assert stages == set(REGISTRIES)
+    assert all(isinstance(getattr(Pipeline.named("gracekv"), stage), Strategy) for stage in stages)

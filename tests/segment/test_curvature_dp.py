@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from gracekv.errors import ConfigError, MissingCaptureError, NonFiniteError
 from gracekv.prefill import Needs
-from gracekv.segment import Curvature, CurvatureDP, reference
+from gracekv.segment import Curvature, CurvatureDP, curvature, reference
 from gracekv.segment.curvature import BlockInput, hidden_at
+from gracekv.segment.curvature_dp import dispersion_table, robust_zscore
 from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
 
@@ -123,3 +124,56 @@ def test_refuses_surprisal_that_is_not_finite():
 def test_the_longest_slot_is_not_shorter_than_the_shortest():
     with pytest.raises(ConfigError, match="max_length"):
         CurvatureDP(min_length=20, max_length=19)
+
+
+def walks(layers: int, length: int, dim: int, seed: int) -> list[torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(length, dim, generator=rng).cumsum(0) for _ in range(layers)]
+
+
+@given(
+    layers=st.integers(1, 3),
+    length=st.integers(1, 24),
+    longest=st.integers(1, 12),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_matches_reference(layers, length, longest, seed):
+    states = walks(layers, length, 4, seed)
+    expected = torch.tensor(
+        [
+            [
+                reference.dispersion(states, a, a + n, 1e-6) if a + n <= length else 0.0
+                for n in range(1, longest + 1)
+            ]
+            for a in range(length)
+        ],
+        dtype=torch.float64,
+    )
+    torch.testing.assert_close(
+        dispersion_table(states, longest, 1e-6), expected, rtol=1e-10, atol=1e-12
+    )
+
+
+def test_chunks_do_not_show(monkeypatch):
+    states = walks(2, 100, 5, seed=0)
+    whole = dispersion_table(states, 20, 1e-6)
+    monkeypatch.setattr(curvature, "_CHUNK_BYTES", 1)
+    torch.testing.assert_close(dispersion_table(states, 20, 1e-6), whole, rtol=1e-10, atol=1e-12)
+
+
+@given(
+    length=st.integers(1, 40),
+    spread=st.sampled_from([1, 5, 10**6]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_zscore_matches_reference(length, spread, seed):
+    # Few distinct values, so that zero MADs and equal middles occur.
+    rng = torch.Generator().manual_seed(seed)
+    signal = torch.randint(-spread, spread + 1, (length,), generator=rng).double()
+    np.testing.assert_allclose(
+        robust_zscore(signal).numpy(), reference.robust_zscore(signal.tolist()), rtol=1e-12
+    )
+
+
+def test_computes_in_float64_whatever_comes_in():
+    assert robust_zscore(torch.arange(4, dtype=torch.float16)).dtype == torch.float64

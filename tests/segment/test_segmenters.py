@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.prefill import Region
-from gracekv.segment import SEGMENTERS, Partition
+from gracekv.segment import SEGMENTERS, Partition, Tokens, Uniform
 from gracekv.testing import contracts, synthetic_prefill
 from gracekv.testing.selections import check_partition
 
@@ -38,3 +38,23 @@ def test_the_contract_check_bites(bounds, curvature, message):
 def test_the_contract_check_wants_whole_positions():
     with pytest.raises(AssertionError, match="int64"):
         check_partition(Partition(torch.tensor([5.0, 20.0])), Region(5, 20), 30)
+
+
+def test_gives_every_token_a_slot():
+    assert Tokens()(synthetic_prefill(), Region(4, 8)).bounds.tolist() == [4, 5, 6, 7, 8]
+
+
+PREFILL = synthetic_prefill()
+
+
+@given(start=st.integers(0, 9), length=st.integers(1, 3000), target=st.integers(1, 200))
+def test_lengths_differ_by_at_most_one_and_no_other_count_is_nearer(start, length, target):
+    lengths = Uniform(target)(PREFILL, Region(start, start + length)).lengths
+    assert int(lengths.max() - lengths.min()) <= 1
+    exact = length / target
+    assert abs(len(lengths) - exact) <= 0.5 or (len(lengths) == 1 and exact < 0.5)
+
+
+@pytest.mark.parametrize(("length", "slots"), [(1, 1), (64, 1), (95, 1), (96, 2), (8192, 128)])
+def test_number_of_slots(length, slots):
+    assert Uniform()(PREFILL, Region(3, 3 + length)).slots == slots

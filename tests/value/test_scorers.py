@@ -5,9 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gracekv.errors import MissingCaptureError
+from gracekv.prefill import Needs
 from gracekv.testing import contracts, synthetic_prefill
-from gracekv.value import SCORERS
+from gracekv.value import SCORERS, ColumnSums, KVzipTwoPass, OutputProjection, Recency, reference
 from gracekv.value.base import mean_seed_scores
+from gracekv.value.kvzip_two_pass import Reconstruction
+from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
 
 
 @pytest.mark.parametrize("name", list(SCORERS))
@@ -28,3 +32,94 @@ def test_seed_scores_are_the_normalised_mean_over_heads():
     tokens = torch.tensor([[[1.0, 0.0, 3.0]], [[1.0, 4.0, 1.0]]])
     torch.testing.assert_close(mean_seed_scores(tokens), torch.tensor([0.2, 0.4, 0.4]))
     assert not mean_seed_scores(torch.zeros(1, 1, 3)).any()
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    layers=st.integers(1, 4),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    question=st.integers(0, 40),
+)
+def test_output_projection_equals_the_reference(**shape):
+    prefill = synthetic_prefill(dim=4, context=8, **shape)
+    omega = OutputProjection()(prefill)
+    slow = reference.output_projection(OutputProjection(), prefill)
+    torch.testing.assert_close(omega.double(), slow, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("missing", [ProjectionNorms, ProjectedNorms])
+def test_output_projection_needs_the_norms(missing):
+    assert OutputProjection().needs() == Needs.observed(ProjectionNorms(), ProjectedNorms())
+    prefill = synthetic_prefill().without(missing)
+    with pytest.raises(MissingCaptureError, match=missing.__name__):
+        OutputProjection()(prefill)
+
+
+def small(seed=0, kv_heads=2, group=2, dtype=torch.float32):
+    return synthetic_prefill(
+        kv_heads=kv_heads, group=group, dim=8, prefix=2, context=20, question=3, tail=1,
+        seed=seed, dtype=dtype,
+    )  # fmt: skip
+
+
+@settings(max_examples=10)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_equals_the_reference(seed, kv_heads, group, dtype):
+    prefill = small(seed, kv_heads, group, dtype)
+    region = prefill.spans.region(4)
+    fast, slow = ColumnSums()(prefill, region).scores, reference.column_sums(prefill, region)
+    # float32 sums against float64; bfloat16 inputs are raised before any arithmetic.
+    torch.testing.assert_close(fast.double(), slow, rtol=5e-5, atol=1e-6)
+
+
+@given(
+    prefix=st.integers(0, 6),
+    context=st.integers(2, 40),
+    recent=st.integers(0, 1),
+    sinks=st.integers(0, 6),
+    kept=st.integers(1, 40),
+)
+def test_the_best_tokens_are_the_free_sinks_and_the_latest(prefix, context, recent, sinks, kept):
+    prefill = synthetic_prefill(dim=4, prefix=prefix, context=context)
+    region = prefill.spans.region(recent)
+    scores = Recency(sinks)(prefill, region).scores
+    kept = min(kept, region.length)
+    best = scores.argsort(descending=True, stable=True)[..., :kept].sort().values + region.start
+    # The prefix holds the prompt's first tokens already.
+    first = [t for t in range(sinks) if region.start <= t < region.end][:kept]
+    rest = [t for t in range(region.start, region.end) if t not in first]
+    expected = first + rest[len(rest) - (kept - len(first)) :]
+    assert bool((best == torch.tensor(expected)).all())
+
+
+def test_scores_stay_distinct_and_sum_to_one_over_a_long_context():
+    prefill = synthetic_prefill(layers=1, kv_heads=1, dim=2, prefix=0, context=50_000)
+    scores = Recency()(prefill, prefill.spans.region(0))
+    row = scores.scores[0, 0]
+    assert len(row.unique()) == len(row)
+    assert bool((row[4:].diff() > 0).all())
+    torch.testing.assert_close(row.sum(), torch.tensor(1.0))
+    torch.testing.assert_close(scores.seed_scores, row)
+
+
+def test_sinks_in_the_region_outrank_everything():
+    prefill = synthetic_prefill(context=40, prefix=1)
+    tokens = KVzipTwoPass()(prefill, prefill.spans.region(7)).scores
+    assert bool((tokens[..., :3] > tokens[..., 3:].amax()).all())
+    assert torch.equal(tokens[..., 3:], prefill.observation(Reconstruction())[..., 3:33])
+    plain = KVzipTwoPass(sinks=0)(prefill, prefill.spans.region(7)).scores
+    assert torch.equal(plain, prefill.observation(Reconstruction())[..., :33])
+
+
+def test_needs_the_second_pass_and_says_so():
+    assert KVzipTwoPass().needs().observers == {Reconstruction()}
+    assert "second pass" in KVzipTwoPass.summary()
+    prefill = synthetic_prefill().without(Reconstruction)
+    with pytest.raises(MissingCaptureError, match="Reconstruction"):
+        KVzipTwoPass()(prefill, prefill.spans.region(4))
