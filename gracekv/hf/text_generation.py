@@ -38,33 +38,24 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
     constructor's.
     """
 
-    _load_processor: ClassVar[bool] = False
-    _load_image_processor: ClassVar[bool] = False
-    _load_feature_extractor: ClassVar[bool] = False
     _load_tokenizer: ClassVar[bool] = True
+    _load_processor = _load_image_processor = _load_feature_extractor = False
 
-    def _sanitize_parameters(self, **kwargs: Any) -> tuple[dict[str, Any], ...]:
-        prompt = {name: kwargs.pop(name) for name in _PROMPT if name in kwargs}
-        return prompt, kwargs, {}
+    def _sanitize_parameters(self, **options: Any) -> tuple[dict[str, Any], ...]:
+        return {}, options, {}
 
     def __call__(
-        self,
-        *,
-        context: str,
-        question: str | Sequence[str] = "",
-        reuse: bool | None = None,
-        **kwargs: Any,
+        self, *, context: str, question: str | Sequence[str] = "", **options: Any
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """Answer one question, or each of several about the same context.
 
         Args:
             context: the long text, the only part that is compressed.
             question: a text, or a list of them.
-            reuse: one prefill and one compressed context for all questions; default: the
-                constructor's, or False.
-            kwargs: `instruction`, `answer_prefix`, `separator`, `template` as in
-                `Prompt.from_chat`; a budget, `pipeline`, `backend` and `capture` as in
-                `gracekv.compress`; everything else, such as `max_new_tokens`, goes to `generate`.
+            options: `reuse`, whether one prefill and one compressed context serve all questions;
+                `instruction`, `answer_prefix`, `separator`, `template` as in `Prompt.from_chat`; a
+                budget, `pipeline`, `backend` and `capture` as in `gracekv.compress`; everything
+                else, such as `max_new_tokens`, goes to `generate`.
 
         Returns:
             For each question {"question", "answer", "budget", "spent", "kv_bytes", "full_bytes"}:
@@ -72,68 +63,51 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
 
         Raises:
             PromptError: `question` is an empty list; with `reuse`, as `CompressionResult.ask`.
-            ConfigError: `reuse` with an `answer_prefix`, which would stand before the question.
+            ConfigError: `reuse` with an `answer_prefix`, which would stand before the question; or
+                the pipeline has no tokenizer.
         """
-        prompt_options, options, _ = self._sanitize_parameters(**kwargs)
-        prompt_options = self._preprocess_params | prompt_options
-        defaults = dict(self._forward_params)
-        if any(options.get(name) is not None for name in _BUDGET):
-            defaults = {name: x for name, x in defaults.items() if name not in _BUDGET}
-        options = defaults | options
-        default = options.pop("reuse", False)
-        reuse = default if reuse is None else reuse
         questions = [question] if isinstance(question, str) else list(question)
         if not questions:
             raise PromptError("question takes a text or a list of at least one; got an empty list.")
-        if reuse and prompt_options.get("answer_prefix"):
-            raise ConfigError(
-                "answer_prefix stands after a question that the prompt holds; with reuse=True the "
-                "prompt holds none. Leave answer_prefix out, or reuse=True."
-            )
-        answers = []
-        for asked in [questions] if reuse else questions:
-            inputs = {"context": context, "question": asked}
-            answers += self.run_single(inputs, prompt_options, options, {})
+        defaults = dict(self._forward_params)
+        if any(options.get(name) is not None for name in _BUDGET):
+            defaults = {name: x for name, x in defaults.items() if name not in _BUDGET}
+        answers = self._forward({"context": context, "questions": questions}, **defaults | options)
         return answers[0] if isinstance(question, str) else answers
 
-    def preprocess(self, inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """The prompt of one question, or for a list of questions the prompt without any.
-
-        Raises `ConfigError` if the pipeline has no tokenizer.
-        """
+    def _forward(
+        self, inputs: dict[str, Any], *, reuse: bool = False, **options: Any
+    ) -> list[dict[str, Any]]:
         if self.tokenizer is None:
             raise ConfigError(
                 f"{TASK} needs a tokenizer. Use pipeline({TASK!r}, model=model, "
                 f"tokenizer=tokenizer)."
             )
-        texts = dict(inputs)
-        if isinstance(texts["question"], list):
-            texts["question"] = ""
-        return {"prompt": Prompt.from_chat(self.tokenizer, **texts, **options)} | inputs
-
-    def _forward(self, inputs: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+        if reuse and options.get("answer_prefix"):
+            raise ConfigError(
+                "answer_prefix stands after a question that the prompt holds; with reuse=True the "
+                "prompt holds none. Leave answer_prefix out, or reuse=True."
+            )
+        texts = {name: options.pop(name) for name in _PROMPT if name in options}
         compression = {name: options.pop(name) for name in _COMPRESSION if name in options}
-        result = compress(self.model, inputs["prompt"], **compression)
-        kept, questions = result.accounting, inputs["question"]
-        if isinstance(questions, list):
-            answers = result.ask(questions, **options)
-        else:
-            questions, answers = [questions], [result.generate(**options)]
-        return [
-            {
-                "question": question,
-                "answer": answer,
-                "budget": kept.budget,
-                "spent": kept.spent,
-                "kv_bytes": kept.bytes,
-                "full_bytes": kept.full_bytes,
-            }
-            for question, answer in zip(questions, answers, strict=True)
-        ]
+        questions, found = inputs["questions"], []
+        for asked in [questions] if reuse else [[one] for one in questions]:
+            texts |= {"context": inputs["context"], "question": "" if reuse else asked[0]}
+            prompt = Prompt.from_chat(self.tokenizer, **texts)
+            result = compress(self.model, prompt, **compression)
+            answers = result.ask(asked, **options) if reuse else [result.generate(**options)]
+            kept = result.accounting
+            sizes = {"budget": kept.budget, "spent": kept.spent}
+            sizes |= {"kv_bytes": kept.bytes, "full_bytes": kept.full_bytes}
+            both = zip(asked, answers, strict=True)
+            found += [{"question": x, "answer": answer, **sizes} for x, answer in both]
+        return found
 
-    def postprocess(self, outputs: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
-        """The answers, as `_forward` made them."""
-        return outputs
+    def preprocess(self, inputs: Any, **_: Any) -> Any:
+        """Nothing: `_forward` renders the prompts and returns the answers."""
+        return inputs
+
+    postprocess = preprocess
 
 
 def register() -> None:
