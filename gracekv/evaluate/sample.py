@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ConfigError, TaskError
-from gracekv.prefill.chat_text import next_turn
+from gracekv.prefill.chat_text import turn_ids
 from gracekv.prefill.prompt import Prompt
 
 Truncate = Literal["middle", "start", "error"]
@@ -196,7 +196,8 @@ def render_questions(
     start, end = spans.context_start, spans.context_end
     for number, one in enumerate(asked[1:] if sample.in_turns else (), 1):
         before = renderings[number - 1]
-        turn = next_turn(tokenizer, one.question.strip(), "\n", one.chat, one.answer_prefix)
+        said = [{"role": "user", "content": one.question.strip()}]
+        turn = turn_ids(tokenizer, said, "\n", one.chat, answer_prefix=one.answer_prefix)[0]
         joint = torch.cat([before.prompt.ids, before.answer_ids, torch.tensor(turn)])
         prompt = Prompt.from_ids(joint, (start, end), tokenizer=tokenizer)
         renderings[number] = Rendered(one, prompt, renderings[number].answer_ids)

@@ -27,9 +27,8 @@ from gracekv.hf.generation import (
     stream_text,
 )
 from gracekv.pipeline.run import Run
-from gracekv.prefill.chat_text import check_question
+from gracekv.prefill.chat_text import Message, check_question, new_turns
 from gracekv.prefill.fingerprint import check_same_model
-from gracekv.prefill.history import Message, new_turns
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
 

@@ -1,4 +1,7 @@
-"""Renders prompts and turns in the tokenizer's chat format, and encodes them as token ids."""
+"""Renders prompts and turns in the tokenizer's chat format, and encodes them as token ids.
+
+Of a list of messages, those that a conversation has not read yet are encoded.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from itertools import pairwise
 from os.path import commonprefix
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
-from gracekv.errors import PromptError
+from gracekv.errors import EditedHistoryError, PromptError
 
 # The leads that `continued` encodes before a text, in order. A word merges with a letter before
 # it, rarely with a line end or a full stop; the rest serve texts that start with one of those.
 _LEADS = ("a", "\n", ".", "0", "|", "\u4e2d")
+Message = Mapping[str, Any]
+# Other fields, which clients add, are not rendered.
+_COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 _CHANGED = (
     "The chat template does not show a message and the one after it once and unchanged. Render the "
     "conversation yourself and use model.generate with result.new_cache()."
@@ -32,15 +35,24 @@ def render(
     """The rendered text before and after the context.
 
     The template runs once, with a placeholder for the context, so that headers, default system
-    prompts and stripped blanks are the template's own. Raises `PromptError` if the placeholder does
-    not appear exactly once and unchanged.
+    prompts and stripped blanks are the template's own. Raises `PromptError` if the template fails,
+    or the placeholder does not appear exactly once and unchanged.
     """
     number = 0
     while (mark := f"[[context {number}]]") in instruction + question:
         number += 1
     content = separator.join(text for text in (instruction, mark, question) if text)
     if chat:
-        content = templated(tokenizer, [{"role": "user", "content": content}])
+        asked = [{"role": "user", "content": content}]
+        try:
+            content = tokenizer.apply_chat_template(
+                asked, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template may raise anything
+            raise PromptError(
+                f"The tokenizer's chat template fails on a user's message: {error}. Render the "
+                f"prompt yourself and use Prompt.from_ids, or set another template."
+            ) from error
     if content.count(mark) != 1:
         raise PromptError(
             f"The chat template shows the user's message {content.count(mark)} times; it must show "
@@ -48,24 +60,6 @@ def render(
         )
     before, _, after = content.partition(mark)
     return before, after
-
-
-def templated(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """The text of `messages` up to the start of the next answer, by the chat template.
-
-    Raises `PromptError` if the template fails.
-    """
-    try:
-        text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-    except Exception as error:  # a template may raise anything
-        raise PromptError(
-            f"The tokenizer's chat template fails on the roles "
-            f"{', '.join(message['role'] for message in messages)}: {error}. Render the prompt "
-            f"yourself and use Prompt.from_ids, or set another template."
-        ) from error
-    return text
 
 
 def check_text(name: str, text: object) -> None:
@@ -92,20 +86,6 @@ def check_question(question: object) -> None:
     check_text("question", question)
 
 
-def question_end(after: str, question: str) -> int:
-    """The offset in `after` at which the question ends; `PromptError` if it is not there."""
-    wanted = question.strip()
-    if not wanted:
-        return 0
-    at = after.find(wanted)
-    if at < 0:
-        raise PromptError(
-            "The chat template changes the question's text, so its end cannot be found. Render "
-            "the prompt yourself and use Prompt.from_ids."
-        )
-    return at + len(wanted)
-
-
 def encode(
     tokenizer: Any, parts: tuple[str, str, str, str], *, special: bool
 ) -> tuple[list[int], list[int]]:
@@ -113,8 +93,28 @@ def encode(
 
     `special`: add the tokenizer's special tokens.
     """
-    fast = getattr(tokenizer, "is_fast", False)
-    return (_encode_whole if fast else _encode_parts)(tokenizer, parts, special)
+    if not getattr(tokenizer, "is_fast", False):
+        return _encode_parts(tokenizer, parts, special)
+    encoded = tokenizer(
+        "".join(parts), add_special_tokens=special, return_offsets_mapping=True, truncation=False
+    )
+    ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
+    ids = _without_eos(tokenizer, ids, special)
+    offsets = offsets[: len(ids)]
+    prefix, context, question, _ = (len(part) for part in parts)
+    borders = [prefix, prefix + context, prefix + context + question]
+
+    # A token across a border belongs to the side with most of its characters; on a tie, to the
+    # context rather than the template, and to the question rather than the tail.
+    starts, first = list[int](), 0
+    for border, least in zip(borders, (1, 0, 0), strict=True):
+        while first < len(ids):
+            start, end = offsets[first]
+            if end > border and (start >= border or 2 * border - start - end < least):
+                break
+            first += 1
+        starts.append(first)
+    return ids, starts
 
 
 def first_turn(tokenizer: Any, question: str, separator: str, template: bool) -> list[int]:
@@ -124,18 +124,6 @@ def first_turn(tokenizer: Any, question: str, separator: str, template: bool) ->
     """
     asked = [{"role": "user", "content": question}]
     return turn_ids(tokenizer, asked, separator, template, after="context")[0]
-
-
-def next_turn(
-    tokenizer: Any, question: str, separator: str, template: bool, answer_prefix: str = ""
-) -> list[int]:
-    """Ids of a question after an answer, from the end of its turn to the start of the next answer.
-
-    `answer_prefix` is the given start of the next answer. Raises `PromptError` if the chat template
-    changes the texts.
-    """
-    asked = [{"role": "user", "content": question}]
-    return turn_ids(tokenizer, asked, separator, template, answer_prefix=answer_prefix)[0]
 
 
 def turn_ids(
@@ -217,32 +205,6 @@ def continued(tokenizer: Any, text: str) -> list[int]:
     return plain(text) if text else []
 
 
-def _encode_whole(
-    tokenizer: Any, parts: tuple[str, str, str, str], special: bool
-) -> tuple[list[int], list[int]]:
-    """Ids of the whole text, and the tokens where context, suffix and tail start."""
-    encoded = tokenizer(
-        "".join(parts), add_special_tokens=special, return_offsets_mapping=True, truncation=False
-    )
-    ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
-    ids = _without_eos(tokenizer, ids, special)
-    offsets = offsets[: len(ids)]
-    prefix, context, question, _ = (len(part) for part in parts)
-    borders = [prefix, prefix + context, prefix + context + question]
-
-    # A token across a border belongs to the side with most of its characters; on a tie, to the
-    # context rather than the template, and to the question rather than the tail.
-    starts, first = list[int](), 0
-    for border, least in zip(borders, (1, 0, 0), strict=True):
-        while first < len(ids):
-            start, end = offsets[first]
-            if end > border and (start >= border or 2 * border - start - end < least):
-                break
-            first += 1
-        starts.append(first)
-    return ids, starts
-
-
 def _encode_parts(
     tokenizer: Any, parts: tuple[str, str, str, str], special: bool
 ) -> tuple[list[int], list[int]]:
@@ -271,31 +233,56 @@ def _without_eos(tokenizer: Any, ids: list[int], special: bool) -> list[int]:
     return ids
 
 
-def checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
-    """Convert ids [T] or [1, T] to int64 [T] on the CPU.
+def new_turns(
+    tokenizer: Any,
+    known: Sequence[Message],
+    given: Sequence[Message],
+    context: int = 0,
+    *,
+    tools: Sequence[Any] | None = None,
+    separator: str = "\n\n",
+    template: bool = True,
+) -> list[tuple[str, list[int]]]:
+    """Role and token ids of each message of `given` that was not read yet.
 
-    Raises `PromptError` unless they are ids of one sequence.
+    The last one's ids go up to the start of the answer.
+
+    Args:
+        tokenizer: renders and encodes messages.
+        known: the messages that were read, the last one an answer; none before the first turn.
+        given: the whole history as OpenAI's clients send it.
+        context: how many messages the compressed context consists of; 0 if it is a document, whose
+            turn the first message goes on with.
+        tools: the definitions of tools, which belong to the context.
+        separator: between a document and the first message.
+        template: whether the chat format is used.
+
+    Raises:
+        EditedHistoryError: a message differs from the one that was read in its place.
+        PromptError: there is no new message, or the template cannot show it after the context.
     """
-    try:
-        tensor = torch.as_tensor(ids)
-    except (TypeError, ValueError, RuntimeError) as error:
+    for number, old in enumerate(known):
+        if number >= len(given) or not _is_same(old, given[number]):
+            raise EditedHistoryError(
+                f"Message {number}, of role {old['role']!r}, is not the one that was read. Send "
+                f'the history unchanged, or compress it anew with edited="compress".'
+            )
+    new = given[max(len(known), context) :]
+    if not known and not context and (tools or (new and new[0]["role"] != "user")):
         raise PromptError(
-            f"ids must be token ids of one sequence, [T] whole numbers ({error})."
-        ) from error
-    if tensor.ndim == 2 and len(tensor) == 1:
-        tensor = tensor[0]
-    if tensor.ndim != 1:
-        raise PromptError(
-            f"ids must be one sequence of shape [T] or [1, T]; got shape "
-            f"{list(tensor.shape)}. Compress the sequences of a batch one by one: "
-            f"Prompt.from_ids(ids[0], ...)."
+            "A system prompt and tools stand before the context, which is a document here: after "
+            "it, the first message is a user's. Compress Prompt.from_messages(tokenizer, messages, "
+            "tools=tools) instead."
         )
-    kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
-    if len(tensor) and tensor.dtype not in kinds:
-        raise PromptError(f"ids must be whole numbers; got {tensor.dtype}.")
-    if len(tensor) and int(tensor.min()) < 0:
-        raise PromptError(
-            f"Token ids are not negative; got {int(tensor.min())}. Remove padding and label "
-            f"masks (-100) first."
-        )
-    return tensor.detach().to("cpu", torch.int64)
+    if not new and (known or not context):
+        raise PromptError("There is no new message to answer.")
+    after: Any = "answer" if known else "messages" if context else "context"
+    ids = turn_ids(tokenizer, new, separator, template, after=after, tools=tools)
+    return list(zip([one["role"] for one in new] or [given[-1]["role"]], ids, strict=True))
+
+
+def _is_same(old: Message, given: Message) -> bool:
+    """Whether `given` is `old`; an answer may come back as the tool calls that it was read as."""
+    if old["role"] == given["role"] == "assistant" and given.get("tool_calls"):
+        return old.get("tool_calls") in (None, given["tool_calls"])
+    return all((old.get(name) or "") == (given.get(name) or "") for name in _COMPARED)

@@ -13,11 +13,9 @@ from gracekv.errors import PromptError
 from gracekv.prefill.chat_text import (
     check_question,
     check_text,
-    checked_ids,
     continued,
     encode,
     has_chat_template,
-    question_end,
     render,
 )
 from gracekv.prefill.spans import PromptSpans
@@ -75,7 +73,7 @@ class Prompt:
 
         Raises `PromptError` if ids or spans cannot be used.
         """
-        checked = checked_ids(ids)
+        checked = _checked_ids(ids)
         if (
             not isinstance(context, tuple | list)
             or len(context) != 2
@@ -144,7 +142,7 @@ class Prompt:
             )
         chat = template and has_chat_template(tokenizer)
         before, after = render(tokenizer, instruction, question, separator, chat)
-        question_chars = question_end(after, question)
+        question_chars = _question_end(after, question)
         parts = (before, context, after[:question_chars], after[question_chars:] + answer_prefix)
         ids, borders = encode(tokenizer, parts, special=not chat)
         start, end, last = borders
@@ -216,7 +214,7 @@ class Prompt:
             check_text("passage", passage)
             new = torch.tensor(continued(self.tokenizer, passage), dtype=torch.int64)
         else:
-            new = checked_ids(passage)
+            new = _checked_ids(passage)
         if not len(new):
             raise PromptError("The passage is empty: there is nothing to read.")
         spans, end = self.spans, self.spans.context_end
@@ -236,3 +234,47 @@ class Prompt:
             return self
         spans = PromptSpans(self.spans.context_start, end - 1, end - 1, end)
         return replace(self, ids=self.ids[:end], spans=spans, parts=None)
+
+
+def _checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
+    """Convert ids [T] or [1, T] to int64 [T] on the CPU.
+
+    Raises `PromptError` unless they are ids of one sequence.
+    """
+    try:
+        tensor = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PromptError(
+            f"ids must be token ids of one sequence, [T] whole numbers ({error})."
+        ) from error
+    if tensor.ndim == 2 and len(tensor) == 1:
+        tensor = tensor[0]
+    if tensor.ndim != 1:
+        raise PromptError(
+            f"ids must be one sequence of shape [T] or [1, T]; got shape "
+            f"{list(tensor.shape)}. Compress the sequences of a batch one by one: "
+            f"Prompt.from_ids(ids[0], ...)."
+        )
+    kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    if len(tensor) and tensor.dtype not in kinds:
+        raise PromptError(f"ids must be whole numbers; got {tensor.dtype}.")
+    if len(tensor) and int(tensor.min()) < 0:
+        raise PromptError(
+            f"Token ids are not negative; got {int(tensor.min())}. Remove padding and label "
+            f"masks (-100) first."
+        )
+    return tensor.detach().to("cpu", torch.int64)
+
+
+def _question_end(after: str, question: str) -> int:
+    """The offset in `after` at which the question ends; `PromptError` if it is not there."""
+    wanted = question.strip()
+    if not wanted:
+        return 0
+    at = after.find(wanted)
+    if at < 0:
+        raise PromptError(
+            "The chat template changes the question's text, so its end cannot be found. Render "
+            "the prompt yourself and use Prompt.from_ids."
+        )
+    return at + len(wanted)

@@ -9,7 +9,7 @@ transformers' attention function, and compared with what the model itself gives.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
@@ -51,61 +51,62 @@ class _Enough(Exception):
 
 @torch.no_grad()
 def self_check(model: Any) -> None:
-    """Try `model`, once: its attention, its rotations, and a step over cached keys and values.
+    """Try `model`, once: its rotations, and a step over cached keys, values and states.
 
     Warns (`UntestedModelWarning`) if all are as expected. Raises `UnsupportedModelError` with the
     first layer that differs, or what else does.
     """
     if model in _passed:
         return
-    name, family = type(model).__name__, model.config.model_type
+    family, layers = model.config.model_type, model.get_decoder().layers
     attending = {
-        layer.number: attention_module(model.get_decoder().layers[layer.number])
+        layer.number: attention_module(layers[layer.number])
         for layer in model_layers(model)
         if layer.has_attention
     }
     for number, attention in attending.items():
-        if output_projection(attention) is None:
-            layer = model.get_decoder().layers[number]
-            raise UnsupportedModelError(
-                f"Layer {number} of {name} ({family}) is a {type(layer).__name__} without the "
-                f"modules self_attn and self_attn.o_proj, which gracekv reads."
-            )
-        if hasattr(attention, "kv_b_proj"):
-            raise UnsupportedModelError(
-                f"Layer {number} of {name} ({family}) has multi-head latent attention (MLA): its "
-                f"cache holds one small latent of each token for all heads, which gracekv does not "
-                f"compress; it compresses keys and values of heads."
+        if output_projection(attention) is None or hasattr(attention, "kv_b_proj"):
+            raise _refusal(
+                model,
+                f"is a {type(layers[number]).__name__}, without the modules self_attn and "
+                f"self_attn.o_proj over keys and values of heads, which gracekv reads; multi-head "
+                f"latent attention (MLA) caches one latent of each token for all heads",
+                number,
             )
     ids = torch.arange(1, _TOKENS + 1) * 7919 % model.get_input_embeddings().num_embeddings
     ids = ids[None].to(input_device(model))
-    seen = _Seen()
-    with patched_attention(model, seen.attend), hooked() as hooks:
+    calls: dict[int, AttentionCall] = {}
+    inputs: dict[int, tuple[Any, Any]] = {}
+
+    def attend(call: AttentionCall) -> Any:
+        calls[call.layer] = call
+        return call.output(call.query, call.key, call.value, call.mask)
+
+    with patched_attention(model, attend), hooked() as hooks:
         for number, attention in attending.items():
-            before = own_thread(seen.before(number))
-            hooks.append(attention.register_forward_pre_hook(before, with_kwargs=True))
+
+            def before(module: Any, args: Any, kwargs: Any, number: int = number) -> None:
+                inputs[number] = args, kwargs
+
+            hook = own_thread(before)
+            hooks.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
         stock = model(input_ids=ids, use_cache=False).logits[0, -1]
-    missing = sorted(attending.keys() - seen.keys.keys())
+    missing = sorted(attending.keys() - calls.keys())
     if missing:
-        raise UnsupportedModelError(
-            f"Layer {missing[0]} of {name} ({family}) does not call transformers' attention "
-            f"function, so gracekv cannot read its keys and queries."
+        raise _refusal(
+            model,
+            "does not call transformers' attention function, so gracekv cannot read its keys and "
+            "queries",
+            missing[0],
         )
-    for number, difference in sorted(seen.differences.items()):
-        if difference > _tolerance(model):
-            raise UnsupportedModelError(
-                f"The attention of layer {number} of {name} ({family}) differs by "
-                f"{difference:.1g} from softmax attention over its keys; gracekv computes nothing "
-                f"else for a family that it does not know."
-            )
-    rotations = _rotations(model, seen)
-    again = _last_step(model, ids, seen)
-    difference = _difference(again, stock)
+    rotations = {number: _rotation(model, calls[number], *inputs[number]) for number in inputs}
+    difference = _difference(_last_step(model, ids, calls), stock)
     if difference > _tolerance(model):
-        raise UnsupportedModelError(
-            f"A step of {name} ({family}) over cached keys, values and states differs by "
-            f"{difference:.1g} from the whole prompt at once, so it keeps more than them between "
-            f"steps."
+        raise _refusal(
+            model,
+            f"differs by {difference:.1g} from the whole prompt at once in a step over cached "
+            f"keys, values and states, so its attention is no softmax over its keys, or it keeps "
+            f"more than them between steps",
         )
     remember_rotations(model, rotations)
     _passed.add(model)
@@ -117,102 +118,74 @@ def self_check(model: Any) -> None:
     )
 
 
-class _Seen:
-    """What the attention modules were given and computed."""
-
-    def __init__(self) -> None:
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
-        self.differences: dict[int, float] = {}
-        self.inputs: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-
-    def before(self, number: int) -> Callable[..., None]:
-        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.inputs[number] = args, kwargs
-
-        return hook
-
-    def attend(self, call: AttentionCall) -> Any:
-        self.keys[call.layer], self.values[call.layer] = call.key, call.value
-        output = call.output(call.query, call.key, call.value, call.mask)
-        plain = _softmax_attention(call.query, call.key, call.value, call)
-        self.differences[call.layer] = _difference(plain, output[0])
-        return output
+def _refusal(model: Any, problem: str, layer: int | None = None) -> UnsupportedModelError:
+    place = "" if layer is None else f"Layer {layer} of "
+    name, family = type(model).__name__, model.config.model_type
+    return UnsupportedModelError(f"{place}{name} ({family}) {problem}.")
 
 
-def _rotations(model: Any, seen: _Seen) -> dict[int, Rotation]:
-    """The rotation of each layer: the one that turns its plain keys into its rotated ones."""
-    plain: dict[int, Tensor] = {}
+def _rotation(model: Any, call: AttentionCall, args: Any, kwargs: Any) -> Rotation:
+    """The one that turns the plain keys of a layer into the rotated ones of its `call`."""
+    pair, plain = kwargs.get("position_embeddings"), list[Tensor]()
+    if pair is None and not has_rope(model):
+        return "none"
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise _refusal(
+            model,
+            "is not given cos and sin as `position_embeddings`, so its rotation is unknown",
+            call.layer,
+        )
 
-    def catch(call: AttentionCall) -> Any:
-        plain[call.layer] = call.key
+    def catch(own: AttentionCall) -> Any:
+        plain.append(own.key[0].float())
         raise _Enough
 
-    rotations: dict[int, Rotation] = {}
-    with patched_attention(model, catch):
-        for number, (args, kwargs) in seen.inputs.items():
-            pair = kwargs.get("position_embeddings")
-            if pair is None and not has_rope(model):
-                rotations[number] = "none"
-                continue
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                raise UnsupportedModelError(
-                    f"Layer {number} of {type(model).__name__} ({model.config.model_type}) is not "
-                    f"given cos and sin as `position_embeddings`, so its rotation is unknown."
-                )
-            cos, sin = pair
-            still = kwargs | {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
-            with suppress(_Enough):
-                attention_module(model.get_decoder().layers[number])(*args, **still)
-            rotations[number] = _rotation(model, number, plain[number], seen.keys[number], cos, sin)
-    return rotations
-
-
-def _rotation(
-    model: Any, number: int, plain: Tensor, rotated: Tensor, cos: Tensor, sin: Tensor
-) -> Rotation:
+    cos, sin = pair
+    still = kwargs | {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+    with patched_attention(model, catch), suppress(_Enough):
+        call.module(*args, **still)
     places, differences = torch.arange(cos.shape[1]), dict[Rotation, float]()
     for rotation in ROTATIONS:
         rope = rope_of_table(cos[0].float(), sin[0].float(), rotation)
-        if rope.cos.shape[1] <= plain.shape[-1]:
-            made = rope.rotate(plain[0].float(), places)
-            differences[rotation] = _difference(made, rotated[0])
+        if rope.cos.shape[1] <= plain[0].shape[-1]:
+            differences[rotation] = _difference(rope.rotate(plain[0], places), call.key[0])
     best = min(differences, key=lambda rotation: differences[rotation])
-    if differences[best] <= _tolerance(model):
-        return best
-    raise UnsupportedModelError(
-        f"Layer {number} of {type(model).__name__} ({model.config.model_type}) rotates its keys in "
-        f"a way that gracekv does not know; it knows {', '.join(ROTATIONS)}."
-    )
+    if differences[best] > _tolerance(model):
+        raise _refusal(
+            model,
+            f"rotates its keys in a way that gracekv does not know; it knows "
+            f"{', '.join(ROTATIONS)}",
+            call.layer,
+        )
+    return best
 
 
-def _last_step(model: Any, ids: Tensor, seen: _Seen) -> Tensor:
+def _last_step(model: Any, ids: Tensor, calls: Mapping[int, AttentionCall]) -> Tensor:
     """Logits [vocabulary] of the last token over what is cached of those before it."""
     from gracekv.prefill.stock_cache import StockLayers
 
-    keys, values, others = dict(seen.keys), dict(seen.values), StockLayers(model, (), 0)
     count, with_states = ids.shape[1], any(layer.has_states for layer in model_layers(model))
     # Sliding layers beside states have their window from the stock cache.
     by_hand = {x.number for x in (compressed_layers if with_states else model_layers)(model)}
     options: dict[str, Any] = {"use_cache": False}
     if with_states:
+        others = StockLayers(model, (), 0)
         options = others.options()
         try:
             model(input_ids=ids[:, :-1], **options)
         except (AttributeError, TypeError, ValueError) as error:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} ({model.config.model_type}) does not run over the cache "
-                f"layers that transformers has for its kinds of layers: {error}"
+            raise _refusal(
+                model,
+                f"does not run over the cache layers that transformers has for its kinds of "
+                f"layers: {error}",
             ) from error
         others.read(1)
 
     def step(call: AttentionCall) -> Any:
-        key, value = call.key, call.value
+        key, value, known = call.key, call.value, calls[call.layer]
         if call.layer in by_hand:
-            key, value = (
-                torch.cat([known[call.layer][:, :, :-1], new], dim=2)
-                for known, new in ((keys, key), (values, value))
-            )
+            key = torch.cat([known.key[:, :, :-1], key], dim=2)
+            value = torch.cat([known.value[:, :, :-1], value], dim=2)
         output = _softmax_attention(call.query, key, value, call)
         return output.to(call.query.dtype), None
 

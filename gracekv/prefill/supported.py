@@ -39,6 +39,8 @@ TESTED_ROPE_TYPES = frozenset(
 """Rotations that rotate_half of one table of cosines and sines describes. "dynamic" and "longrope"
 also depend on the sequence's length: see `check_prompt_length`."""
 
+# A prompt that leaves less than this to a bounded sequence is warned about. Source: ours.
+_ROOM = 1024
 _TESTED = f"Tested families: {', '.join(sorted(TESTED_MODEL_TYPES))}."
 
 KINDS = frozenset(COMPRESSED) | {"sliding_attention"} | WITH_STATES | WITHOUT_CACHE
@@ -61,90 +63,88 @@ def check_model(model: Any) -> None:
     see `self_check`. `check_prompt_length` checks what depends on the length.
     """
     check_decoder(model)
-    config = model.config
-    family, name = getattr(config, "model_type", "unknown"), type(model).__name__
     check_sharding(model)
-    if getattr(config, "is_encoder_decoder", False) or getattr(
-        config, "add_cross_attention", False
-    ):
-        raise UnsupportedModelError(
-            f"{name} ({family}) attends to an encoder's output as well, whose keys and values no "
-            f"prompt makes; gracekv takes decoder-only models. {_TESTED}"
-        )
-    # The other methods of peft change weights, these the sequence.
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise UnsupportedModelError(
-            f"{name} puts learned tokens before a prompt (prompt or prefix tuning), which gracekv "
-            f"does not count. It takes adapters that change weights, such as LoRA."
-        )
-    kinds = layer_kinds(text_config(model))
-    for number, kind in enumerate(kinds):
-        if kind not in KINDS:
-            raise UnsupportedModelError(
-                f"Layer {number} of {name} ({family}) is of kind {kind}; gracekv compresses keys "
-                f"and values of kinds {_listed(COMPRESSED)}, leaves layers of kinds "
-                f"{_listed(KINDS - set(COMPRESSED))} as they are, and knows no others. {_TESTED}"
-            )
-    has_states = bool(WITH_STATES & set(kinds))
-    if has_states and not set(COMPRESSED) & set(kinds):
-        raise UnsupportedModelError(
-            f"{name} ({family}) has no layer of kind full_attention, so nothing of its cache grows "
-            f"with the prompt and there is nothing to compress."
-        )
-    # Of linear layers `check_sharding` sees that every process holds all states.
-    divided = [x for x, kind in enumerate(kinds) if kind in WITH_STATES - {"linear_attention"}]
-    if divided and is_sharded(model):
-        number = divided[0]
-        raise UnsupportedModelError(
-            f"Layer {number} of {name} ({family}) is of kind {kinds[number]}, whose states are not "
-            f"divided among processes. Load the model without tp_plan."
-        )
-    rope, rotates = rope_parameters(model), has_rope(model) or not has_states
-    if rotates and not rope:
-        raise UnsupportedModelError(
-            f"{name} ({family}) has no rotary position embedding (RoPE), which merging keys "
-            f"relies on, and no layers with states that would tell positions. {_TESTED}"
-        )
-    count = len(getattr(model.get_decoder(), "layers", ()))
-    if len(kinds) != count:
-        raise UnsupportedModelError(
-            f"The config of {name} ({family}) describes {len(kinds)} layers, its decoder has "
-            f"{count} in a list named layers; gracekv takes one attention a layer. {_TESTED}"
-        )
-    if rotates and rope["rope_type"] not in TESTED_ROPE_TYPES:
-        raise UnsupportedModelError(
-            f"The RoPE variant {rope['rope_type']!r} of {name} is not supported; supported: "
-            f"{_listed(TESTED_ROPE_TYPES)}."
-        )
-    shared = getattr(text_config(model), "num_kv_shared_layers", None) or 0
-    if shared:
-        raise UnsupportedModelError(
-            f"Layer {len(kinds) - shared} of {name} ({family}) attends to the keys and values of "
-            f"an earlier layer; what several layers read is not compressed yet."
-        )
+    problem = _problem(model)
+    if problem is not None:
+        raise UnsupportedModelError(problem)
     head_sizes(model)
     if model.training:
         raise UnsupportedModelError(
             "The model is in training mode, where dropout makes its cache random. Call "
             "model.eval() first."
         )
-    if family not in TESTED_MODEL_TYPES:
+    if model.config.model_type not in TESTED_MODEL_TYPES:
         self_check(model)
+
+
+def _problem(model: Any) -> str | None:
+    """Why the layers of `model` cannot be compressed, or None if they can."""
+    config, kinds = model.config, layer_kinds(text_config(model))
+    name = f"{type(model).__name__} ({getattr(config, 'model_type', 'unknown')})"
+    if getattr(config, "is_encoder_decoder", False) or getattr(
+        config, "add_cross_attention", False
+    ):
+        return (
+            f"{name} attends to an encoder's output as well, whose keys and values no prompt "
+            f"makes; gracekv takes decoder-only models. {_TESTED}"
+        )
+    # The other methods of peft change weights, these the sequence.
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return (
+            f"{name} puts learned tokens before a prompt (prompt or prefix tuning), which gracekv "
+            f"does not count. It takes adapters that change weights, such as LoRA."
+        )
+    for number, kind in enumerate(kinds):
+        if kind not in KINDS:
+            return (
+                f"Layer {number} of {name} is of kind {kind}; gracekv compresses keys and values "
+                f"of kinds {_listed(COMPRESSED)}, leaves layers of kinds "
+                f"{_listed(KINDS - set(COMPRESSED))} as they are, and knows no others. {_TESTED}"
+            )
+        # Of linear layers `check_sharding` sees that every process holds all states.
+        if kind in WITH_STATES - {"linear_attention"} and is_sharded(model):
+            return (
+                f"Layer {number} of {name} is of kind {kind}, whose states are not divided among "
+                f"processes. Load the model without tp_plan."
+            )
+    has_states = bool(WITH_STATES & set(kinds))
+    if has_states and not set(COMPRESSED) & set(kinds):
+        return (
+            f"{name} has no layer of kind full_attention, so nothing of its cache grows with the "
+            f"prompt and there is nothing to compress."
+        )
+    count = len(getattr(model.get_decoder(), "layers", ()))
+    if len(kinds) != count:
+        return (
+            f"The config of {name} describes {len(kinds)} layers, its decoder has {count} in a "
+            f"list named layers; gracekv takes one attention a layer. {_TESTED}"
+        )
+    rope = rope_parameters(model).get("rope_type")
+    if rope not in TESTED_ROPE_TYPES and (has_rope(model) or not has_states):
+        return (
+            f"The RoPE variant {rope!r} of {name} is not supported; supported: "
+            f"{_listed(TESTED_ROPE_TYPES)}. Merging keys relies on a rotary position embedding, "
+            f"or on layers with states that tell positions."
+        )
+    shared = getattr(text_config(model), "num_kv_shared_layers", None) or 0
+    if shared:
+        return (
+            f"Layer {len(kinds) - shared} of {name} attends to the keys and values of an earlier "
+            f"layer; what several layers read is not compressed yet."
+        )
+    return None
 
 
 def check_needs(model: Any, needs: Needs, *, passage: bool = False) -> None:
     """Raise `ObserverError` if the model, or a passage, cannot give what an observer reads."""
-    others = other_layers(model)
-    driver = "gracekv.capture"
+    others, driver = other_layers(model), "gracekv.capture"
     if passage:
         driver = "a passage, whose context is mostly gone,"
     elif others:
-        first = others[0]
-        driver = f"{type(model).__name__}, whose layer {first.number} ({first.kind}) does not "
-        driver += "hold every token,"
+        layer = f"layer {others[0].number} ({others[0].kind})"
+        driver = f"{type(model).__name__}, whose {layer} does not hold every token,"
     gives: frozenset[Source] = frozenset(get_args(Source))
-    if passage or others:
-        gives -= {"passes"}
+    gives -= {"passes"} if passage or others else set()
     advice = "Use a recipe that reads once, such as 'gracekv-plus' or 'gracekv-agnostic'."
     check_observers(needs.observers, gives, driver, advice)
 
@@ -164,10 +164,6 @@ def check_passes(model: Any, needs: Needs, spans: PromptSpans) -> None:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
-
-
-# A prompt that leaves less than this to a bounded sequence is warned about. Source: ours.
-_ROOM = 1024
 
 
 def sliding_window(model: Any) -> int | None:

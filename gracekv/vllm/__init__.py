@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gracekv.vllm.chatting import ServedConversation
 from gracekv.vllm.client import Client, Context
-from gracekv.vllm.documents import document
-from gracekv.vllm.requests import Request, request
+from gracekv.vllm.requests import Request, document, request
 from gracekv.vllm.serving import kv_transfer_config
 from gracekv.vllm.store import ContextStore
 

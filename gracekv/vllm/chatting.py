@@ -10,8 +10,7 @@ from typing import Any, Literal
 from gracekv.decode.compaction import Compaction
 from gracekv.decode.limit import Limit
 from gracekv.errors import EditedHistoryError, PromptError, StoreError
-from gracekv.prefill.chat_text import check_question, continued
-from gracekv.prefill.history import Message, new_turns
+from gracekv.prefill.chat_text import Message, check_question, continued, new_turns
 from gracekv.vllm.header import SEPARATOR
 from gracekv.vllm.requests import Request
 

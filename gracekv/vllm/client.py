@@ -14,9 +14,8 @@ from gracekv.decode.limit import Limit
 from gracekv.errors import PromptError, StoreError, required
 from gracekv.prefill.chat_text import check_text, continued
 from gracekv.vllm.chatting import ServedConversation
-from gracekv.vllm.documents import document
 from gracekv.vllm.header import PARAMETER
-from gracekv.vllm.requests import Request, request
+from gracekv.vllm.requests import Request, document, request
 
 # Seconds between two looks at a context that is being made. Source: ours.
 _LOOK = 0.2

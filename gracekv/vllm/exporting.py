@@ -14,17 +14,16 @@ from gracekv import recipes
 from gracekv.cache.base import RaggedCache
 from gracekv.cache.quantised import dequantised
 from gracekv.distributed.sharding import check_whole
-from gracekv.errors import UnsupportedModelError
 from gracekv.files import VERSION, path_of
 from gracekv.hf.base_result import BaseResult
-from gracekv.prefill.fingerprint import active_adapters, check_same_model, tokenizer_marks
-from gracekv.prefill.model_layers import other_layers, rope_parameters, rotations_up_to
+from gracekv.prefill.fingerprint import check_same_model, tokenizer_marks
+from gracekv.prefill.model_layers import rotations_up_to
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.supported import sliding_window, switch_point, trained_length
+from gracekv.prefill.supported import trained_length
 from gracekv.vllm.context_folder import check_replaceable, write_context
-from gracekv.vllm.documents import question_text
 from gracekv.vllm.header import ContextHeader, Continuation, check_name
-from gracekv.vllm.model_facts import model_facts
+from gracekv.vllm.requests import question_text
+from gracekv.vllm.served_model import check_served, model_facts
 
 
 def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path]:
@@ -66,30 +65,6 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
         header = functools.partial(describe, model, _follow(prompt, cache), cache, recipe)
         write_context(moved(model, cache), header, folder)
     return folders if result.is_batch else folders[0]
-
-
-def check_served(model: Any) -> None:
-    """Raise `UnsupportedModelError` if vLLM would not see the entries as this model does."""
-    others, adapters = other_layers(model), active_adapters(model)
-    rope, window = rope_parameters(model), sliding_window(model)
-    changing = rope.get("rope_type") in ("dynamic", "longrope") or switch_point(model) is not None
-    cap = getattr(model.config, "attn_logit_softcapping", None)
-    obstacles = [
-        others and f"layer {others[0].number} is of kind {others[0].kind}",
-        adapters and f"it has the adapters {', '.join(adapters)}, which are not in its weights",
-        "mrope_section" in rope and "it also numbers rows and columns of images",
-        changing and f"its RoPE {rope.get('rope_type')!r} depends on the sequence's length",
-        cap is not None and f"it caps its attention logits at {cap}",
-        window is not None and f"its layers have a sliding window of {window} tokens",
-    ]
-    found = [text for text in obstacles if text]
-    if found:
-        raise UnsupportedModelError(
-            f"vLLM cannot serve contexts of {type(model).__name__}: {'; '.join(map(str, found))}. "
-            f"Serve a text model with full attention in every layer, RoPE of type default, linear, "
-            f"llama3 or yarn, and no cap on logits; merge adapters into the weights first. Every "
-            f"recipe works with it."
-        )
 
 
 def _follow(prompt: Prompt, cache: RaggedCache) -> Continuation:

@@ -1,18 +1,98 @@
-"""`ServedModel`: the config, layers and rotations of the model that vLLM serves."""
+"""`ServedModel`: the config, layers and rotations of the model that vLLM serves.
+
+Its facts must agree with those of the model that made a context: `gracekv.prefill.fingerprint`
+compares them. Unlike its `fingerprint` they can be read from a checkpoint, without a model.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.kernels.rope import Rope
-from gracekv.prefill.model_layers import model_layers, rotations_up_to
-from gracekv.prefill.supported import TESTED_MODEL_TYPES, check_model
-from gracekv.vllm.exporting import check_served
-from gracekv.vllm.model_facts import config_facts
+from gracekv.prefill.fingerprint import active_adapters, sampled_digest
+from gracekv.prefill.model_layers import (
+    model_layers,
+    other_layers,
+    rope_parameters,
+    rotations_up_to,
+)
+from gracekv.prefill.supported import TESTED_MODEL_TYPES, check_model, sliding_window, switch_point
+
+_SIZES = {
+    "hidden_size": "hidden_size",
+    "layers": "num_hidden_layers",
+    "query_heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "vocabulary": "vocab_size",
+}
+# Parts of a weight's name that only the model has, or only its checkpoint.
+_WRAPPERS = {"model", "language_model", "base_layer"}
+
+
+def config_facts(config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Family, sizes, RoPE, dtype and quantisation, from a config of transformers or vLLM."""
+    sizes = {name: getattr(config, field, None) for name, field in _SIZES.items()}
+    sizes["kv_heads"] = sizes["kv_heads"] or sizes["query_heads"]
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {
+        "family": config.model_type,
+        **sizes,
+        "head_dim": dim,
+        "rope": {name: value for name, value in sorted(rope.items()) if value is not None},
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantised": getattr(config, "quantization_config", None) is not None,
+    }
+
+
+def model_facts(model: Any) -> dict[str, Any]:
+    """`config_facts` of a transformers model, with a digest of each weight (a sample of elements).
+
+    Weights that are quantised or offloaded have no digest.
+    """
+    facts = config_facts(model.config.get_text_config(), model.dtype)
+    plain = (
+        (name, weight)
+        for name, weight in model.named_parameters()
+        if type(weight.detach()) is Tensor and weight.device.type != "meta"
+    )
+    return facts | {"weights": None if facts["quantised"] else _digests(plain, model.dtype)}
+
+
+def checkpoint_digests(folder: Path, dtype: torch.dtype) -> dict[str, str] | None:
+    """The weights of `model_facts` from a folder of safetensors files, or None without any."""
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, str] = {}
+    try:
+        index = folder / "model.safetensors.index.json"
+        homes = {"model.safetensors"}
+        if index.is_file():
+            homes = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        for home in sorted(homes):
+            with safe_open(folder / home, "pt") as file:
+                weights = ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+                found |= _digests(weights, dtype)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return found
+
+
+def _digests(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, str]:
+    """Digests of each weight's shape and sampled elements in `dtype`, by the weight's name."""
+    found = {}
+    for name, weight in weights:
+        place = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        found[place] = sampled_digest([(place, weight)], dtype=dtype)
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,3 +151,27 @@ class ServedModel:
         """Layers without RoPE."""
         layers = enumerate(model_layers(self.model))
         return frozenset(number for number, layer in layers if layer.rotation == "none")
+
+
+def check_served(model: Any) -> None:
+    """Raise `UnsupportedModelError` if vLLM would not see the entries as this model does."""
+    others, adapters = other_layers(model), active_adapters(model)
+    rope, window = rope_parameters(model), sliding_window(model)
+    changing = rope.get("rope_type") in ("dynamic", "longrope") or switch_point(model) is not None
+    cap = getattr(model.config, "attn_logit_softcapping", None)
+    obstacles = [
+        others and f"layer {others[0].number} is of kind {others[0].kind}",
+        adapters and f"it has the adapters {', '.join(adapters)}, which are not in its weights",
+        "mrope_section" in rope and "it also numbers rows and columns of images",
+        changing and f"its RoPE {rope.get('rope_type')!r} depends on the sequence's length",
+        cap is not None and f"it caps its attention logits at {cap}",
+        window is not None and f"its layers have a sliding window of {window} tokens",
+    ]
+    found = [text for text in obstacles if text]
+    if found:
+        raise UnsupportedModelError(
+            f"vLLM cannot serve contexts of {type(model).__name__}: {'; '.join(map(str, found))}. "
+            f"Serve a text model with full attention in every layer, RoPE of type default, linear, "
+            f"llama3 or yarn, and no cap on logits; merge adapters into the weights first. Every "
+            f"recipe works with it."
+        )

@@ -14,7 +14,7 @@ import torch
 from gracekv.errors import ConfigError, StoreError
 from gracekv.vllm.context_attention import ContextAttention
 from gracekv.vllm.header import is_name
-from gracekv.vllm.model_facts import checkpoint_digests, config_facts
+from gracekv.vllm.served_model import checkpoint_digests, config_facts
 from gracekv.vllm.store import ContextStore
 from gracekv.vllm.stored_context import heads_of_rank
 

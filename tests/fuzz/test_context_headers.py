@@ -10,7 +10,7 @@ import gracekv
 from gracekv.errors import PromptError, StoreError
 from gracekv.testing.models import tiny_model, tiny_tokenizer
 from gracekv.vllm import ContextStore, export, request
-from gracekv.vllm.model_facts import model_facts
+from gracekv.vllm.served_model import model_facts
 from support.covering import LONG, cases
 from support.forged_contexts import signed
 from support.mutations import JUNK, mutated_bytes

@@ -11,7 +11,7 @@ from tokenizers.trainers import BpeTrainer, UnigramTrainer
 from transformers import PreTrainedTokenizerFast
 
 from gracekv.errors import PromptError
-from gracekv.prefill.chat_text import check_question, continued, first_turn, next_turn
+from gracekv.prefill.chat_text import check_question, continued, turn_ids
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_tokenizer
 
@@ -97,8 +97,9 @@ def test_a_context_goes_on_with_the_passage(passage):
 
 @pytest.mark.parametrize("question", ["no one was there?", "then?", "a"])
 def test_questions_without_a_separator_are_read_as_they_are(question):
-    for turn in (first_turn, next_turn):
-        ids = turn(BYTES, question, separator="", template=False)
+    for after in ("context", "answer"):
+        asked = [{"role": "user", "content": question}]
+        [ids] = turn_ids(BYTES, asked, separator="", template=False, after=after)
         assert BYTES.decode(ids) == question
 
 

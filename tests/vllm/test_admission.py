@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from gracekv.errors import ConfigError, StoreError
-from gracekv.vllm import admission, front
+from gracekv.vllm import admission
 
 
 class Refused(Exception):
@@ -53,7 +53,7 @@ def test_any_error_refuses_that_request(processor, monkeypatch, error, said):
         raise error
 
     store = SimpleNamespace(check_allowed=allowed)
-    monkeypatch.setattr(front, "open_store", lambda config: store)
+    monkeypatch.setattr(admission, "open_store", lambda config: store)
     with pytest.raises(Refused, match=said):
         processor.process_inputs("0", [5], asking({"gracekv": "book"}))
     for plain in ({}, {"remote": 1}, None):
@@ -64,7 +64,7 @@ def test_a_store_that_cannot_be_opened_refuses_requests(processor, monkeypatch):
     def gone(config):
         raise ConfigError("is no folder")
 
-    monkeypatch.setattr(front, "open_store", gone)
+    monkeypatch.setattr(admission, "open_store", gone)
     with pytest.raises(Refused, match=r"cannot be used \(ConfigError\)"):
         processor.process_inputs("0", [5], asking({"gracekv": "book"}))
     processor.vllm_config = SimpleNamespace(kv_transfer_config=None)

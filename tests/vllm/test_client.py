@@ -10,7 +10,7 @@ pytest.importorskip("openai")
 import gracekv
 from gracekv import Compaction, Limit
 from gracekv.errors import EditedHistoryError, MissingDependencyError, PromptError, StoreError
-from gracekv.prefill.chat_text import continued, first_turn, next_turn
+from gracekv.prefill.chat_text import continued, turn_ids
 from gracekv.testing.models import tiny_tokenizer
 from gracekv.vllm import Client, Context, document, request
 from support.context_server import MODEL, context_server
@@ -216,8 +216,8 @@ def whole_of(chat, tokenizer):
         if message["role"] == "assistant":
             ids += continued(tokenizer, message["content"])
         else:
-            encode = next_turn if number else first_turn
-            ids += encode(tokenizer, message["content"], "\n\n", True)
+            after = "answer" if number else "context"
+            ids += turn_ids(tokenizer, [message], "\n\n", True, after=after)[0]
     return ids
 
 

@@ -14,7 +14,7 @@ from gracekv.prefill.model_layers import model_layers
 from gracekv.testing.models import tiny_model, tiny_tokenizer
 from gracekv.vllm import ContextStore, export, request
 from gracekv.vllm.exporting import moved
-from gracekv.vllm.model_facts import checkpoint_digests, model_facts
+from gracekv.vllm.served_model import checkpoint_digests, model_facts
 from support.killed import killed_at_each_line
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 6
@@ -274,6 +274,6 @@ def test_no_weight_changes_unnoticed():
 
 
 def test_a_model_with_an_active_adapter_is_refused(book, tmp_path, monkeypatch):
-    monkeypatch.setattr("gracekv.vllm.exporting.active_adapters", lambda model: ["poet"])
+    monkeypatch.setattr("gracekv.vllm.served_model.active_adapters", lambda model: ["poet"])
     with pytest.raises(UnsupportedModelError, match="adapters poet"):
         export(book, tmp_path / "book")

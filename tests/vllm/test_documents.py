@@ -12,7 +12,7 @@ from gracekv.errors import PromptError, StoreError
 from gracekv.prefill.fingerprint import tokenizer_marks
 from gracekv.testing.models import tiny_tokenizer
 from gracekv.vllm import document, request
-from gracekv.vllm.documents import continuing, opened, question_text
+from gracekv.vllm.requests import continuing, opened, question_text
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank."
 SYSTEM = (
