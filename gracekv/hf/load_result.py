@@ -35,7 +35,7 @@ from gracekv.registry import check_values
 from gracekv.registry.plugins import missing_modules
 
 # Every file has these facts of its model.
-_MARKS = {"model_class", "config", "dtype", "weights", "adapters"}
+_MARKS = {"model_class", "config", "dtype", "adapters"}
 
 
 def load(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.distributed.sharding import HeadShard, head_shard
+from gracekv.distributed.sharding import is_sharded
 from gracekv.errors import CacheError
 
 # Where the model came from may differ between machines; its computation may not.
@@ -26,9 +26,10 @@ _INFORMATIVE = ("model_name",)
 def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
     """The marks that identify a model and its tokenizer.
 
-    Class, name, dtype, active adapters, a hash of the config, and one of a sample of the weights
-    (see `weights_digest`); of a tokenizer `tokenizer_marks`. All processes of a sharded model call
-    this together.
+    Class, name, dtype, active adapters, a hash of the config, and one of names, shapes and a few
+    elements of all weights; of a tokenizer `tokenizer_marks`. Adapters that are not active do not
+    count, nor do elements of weights that cannot be read: offloaded ones and those of a quantising
+    class. Weights that are spread over processes have no hash, so they are not compared.
     """
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
     # Saving a model adds these to its config; they do not change what it computes.
@@ -40,8 +41,9 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
         "config": _digest(json.dumps(config, sort_keys=True, default=repr)),
         "dtype": str(model.dtype).removeprefix("torch."),
         "adapters": ", ".join(active_adapters(model)),
-        "weights": weights_digest(model),
     }
+    if not is_sharded(model):
+        marks["weights"] = sampled_digest(_weights(model))
     return marks if tokenizer is None else marks | tokenizer_marks(tokenizer)
 
 
@@ -94,16 +96,6 @@ def _digest(text: str) -> str:
 _READS = 16
 
 
-def weights_digest(model: Any) -> str:
-    """Hash of names, shapes and a few elements of all weights, active adapters' included.
-
-    Adapters that are not active do not count, nor do weights' elements that cannot be read:
-    offloaded ones and those of a quantising class. All processes of a sharded model call this
-    together, and get what the whole model would.
-    """
-    return sampled_digest(_weights(model), shard=head_shard(model))
-
-
 def active_adapters(model: Any) -> list[str]:
     """Names of the adapters (of peft) that take part in what the model computes, sorted."""
     return sorted({name for layer in _adapted(model).values() for name in _active(layer)})
@@ -125,10 +117,7 @@ def sample_places(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def sampled_digest(
-    weights: Iterable[tuple[str, Tensor]],
-    *,
-    dtype: torch.dtype | None = None,
-    shard: HeadShard | None = None,
+    weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None = None
 ) -> str:
     """16 hexadecimal digits of the weights' names and shapes, and of their elements at
     `sample_places`.
@@ -136,34 +125,20 @@ def sampled_digest(
     Args:
         weights: [...] by name; their order counts.
         dtype: convert elements to this dtype first; by default they keep the weight's own.
-        shard: gathers the elements of weights that are spread over processes; without it these
-            elements are not read.
     """
-    digest = hashlib.sha256()
-    marks, samples, apart = [], dict[str, Tensor](), []
+    marks, samples = [], dict[str, Tensor]()
     own: dict[torch.device, dict[str, tuple[Tensor, Tensor]]] = defaultdict(dict)
     for name, weight in weights:
-        data = weight.detach()
+        data, at = weight.detach(), sample_places(name, tuple(weight.shape))
         marks.append((name, f"{name} {list(weight.shape)} {dtype or weight.dtype} "))
-        sharded = shard is not None and hasattr(data, "placements")
         # Quantised tensors of their own class cannot be relied on to be sliced.
-        if (not sharded and type(data) is not Tensor) or data.device.type == "meta":
-            continue
-        at = sample_places(name, tuple(weight.shape))
-        if sharded:
-            apart.append(name)
-            samples[name] = _own_elements(data, at)
-        elif len(at):
+        if len(at) and type(data) is Tensor and data.device.type != "meta":
             own[data.device][name] = data, at
     for device, held in own.items():
         read = _elements(device, list(held.values()))
         few = [(x if dtype is None else x.to(dtype)).view(torch.uint8) for x in read]
         samples |= dict(zip(held, few, strict=True))
-    if shard is not None and apart:
-        # Each element lies in one process; the others give zeros.
-        flat = shard.maximum(torch.cat([samples[name].flatten() for name in apart]))
-        sizes = [samples[name].numel() for name in apart]
-        samples |= dict(zip(apart, flat.split(sizes), strict=True))
+    digest = hashlib.sha256()
     for name, mark in marks:
         digest.update(mark.encode())
         if name in samples:
@@ -221,24 +196,3 @@ def _adapted(model: Any) -> dict[str, Any]:
 
 def _active(layer: Any) -> list[str]:
     return [] if layer.disable_adapters else list(layer.active_adapters)
-
-
-def _own_elements(weight: Any, at: Tensor) -> Tensor:
-    """uint8 [n, itemsize]: elements `at` (flat) of a DTensor on a 1-D mesh; 0 where elsewhere."""
-    local, placement = weight.to_local(), weight.placements[0]
-    mesh, rank = weight.device_mesh, weight.device_mesh.get_local_rank()
-    place = list(torch.unravel_index(at, weight.shape))
-    own = torch.full_like(at, rank == 0, dtype=torch.bool)
-    if not placement.is_replicate():
-        dim = placement.dim % weight.ndim
-        # Packed weights are split block by block, others as one block; each as torch.chunk cuts.
-        blocks = getattr(placement, "split_factor", 1)
-        size = weight.shape[dim] // blocks
-        chunk = math.ceil(size / mesh.size())
-        block, within = place[dim] // size, place[dim] % size
-        own = within // chunk == rank
-        place[dim] = block * (local.shape[dim] // blocks) + within % chunk
-    result = torch.zeros(len(at), weight.element_size(), dtype=torch.uint8)
-    inside = tuple(x[own].to(local.device) for x in place)
-    result[own] = local[inside].cpu().view(torch.uint8).view(-1, weight.element_size())
-    return result

@@ -138,8 +138,8 @@ class PartialAttention:
 def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor | None:
     """Attention of the last C of S tokens, [1, C, H, d], by a kernel that takes no mask.
 
-    None if torch has no such kernel for these tensors; warns (`SlowAttentionWarning`) once for each
-    reason not to use FlashAttention.
+    None if torch has no such kernel for these tensors; warns (`SlowAttentionWarning`) once where
+    FlashAttention takes none of them.
 
     Args:
         query: [1, H, C, d].
@@ -150,13 +150,12 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
     # Under a dispatch mode, such as torch's FlopCounterMode, a tensor subclass cannot be made.
     with _disable_current_modes():
         bias = causal_lower_right(query.shape[2], keys.shape[1])
-    reason = _no_flash(query, values)
-    if reason is None:
+    if _takes_flash(query, values):
         output = scaled_dot_product_attention(
             query, keys[None], values[None], attn_mask=bias, scale=scale, enable_gqa=True
         )
         return output.transpose(1, 2)
-    _warn_once(reason)
+    _warn_once()
     shared, keys, values = _by_group(query, keys, values)
     params = torch.backends.cuda.SDPAParams(shared, keys, values, None, 0.0, False, False)
     if not torch.backends.cuda.can_use_efficient_attention(params):
@@ -175,25 +174,21 @@ def _by_group(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tens
     return shared, keys[:, None].expand(size), values[:, None].expand(size)
 
 
-def _no_flash(query: Tensor, values: Tensor) -> str | None:
-    """The reason why torch's FlashAttention does not take these heads, or None if it does."""
-    dim = query.shape[-1]
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes float16 and bfloat16, not {str(query.dtype).removeprefix('torch.')}"
-    if dim > _FLASH_DIM or values.shape[-1] != dim:
-        return (
-            f"it takes equal head dimensions up to {_FLASH_DIM} for keys and values, not {dim} and "
-            f"{values.shape[-1]}"
-        )
-    if capability(query.device) < (8, 0):
-        return "it needs a GPU of compute capability 8.0 or newer"
-    return None
+def _takes_flash(query: Tensor, values: Tensor) -> bool:
+    """Whether torch's FlashAttention takes these heads."""
+    return (
+        query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] == values.shape[-1] <= _FLASH_DIM
+        and capability(query.device) >= (8, 0)
+    )
 
 
 @functools.cache
-def _warn_once(reason: str) -> None:
+def _warn_once() -> None:
     warnings.warn(
-        f"Chunks of the prompt attend without FlashAttention, which takes longer: {reason}.",
+        f"Chunks of the prompt attend without FlashAttention, which takes longer. It takes float16 "
+        f"and bfloat16, equal head dimensions up to {_FLASH_DIM} for keys and values, and GPUs of "
+        f"compute capability 8.0 or newer.",
         SlowAttentionWarning,
         stacklevel=2,
     )
