@@ -4,6 +4,7 @@ Every process calls `gracekv.compress` with the same arguments, holds its own KV
 them what one process holding all heads would keep.
 """
 
-from gracekv.distributed.sharding import HeadShard, connect, head_shard, is_sharded
-
-__all__ = ["HeadShard", "connect", "head_shard", "is_sharded"]
+from gracekv.distributed.sharding import HeadShard as HeadShard
+from gracekv.distributed.sharding import connect as connect
+from gracekv.distributed.sharding import head_shard as head_shard
+from gracekv.distributed.sharding import is_sharded as is_sharded

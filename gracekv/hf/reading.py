@@ -84,7 +84,7 @@ class Reading:
         before, seen = ((), 0) if past is None else (past.other_layers, past.length)
         self.others, self._clock = StockLayers(model, before, seen), Clock[str]()
         length, start = prompt.spans.length, prompt.spans.past
-        edges = self.others.edges(start, length, size)
+        self._total, edges = length - start, self.others.edges(start, length, size)
         self._chunks = [Region(*pair) for pair in itertools.pairwise(edges)]
         self._in_parts = len(self._chunks) > 1 or past is not None
         self._places = torch.arange(length, device=self.device)[None]
@@ -103,7 +103,7 @@ class Reading:
             for chunk in self._chunks:
                 self._begin(chunk)
                 output = self._timed(partial(self._forward, chunk))
-                self.others.read(self._left(chunk))
+                self.others.read(self.prompt.spans.length - chunk.end)
                 self._finish(chunk)
                 self._tell(chunk.end - self.prompt.spans.past)
         logits: Tensor = output.logits[0, -1]
@@ -145,7 +145,7 @@ class Reading:
                 for chunk, run in zip(self._chunks, runs, strict=True):
                     self._begin(chunk)
                     reached = self._timed(run.switch)
-                    self.others.read(self._left(chunk), number)
+                    self.others.read(self.prompt.spans.length - chunk.end, number)
                     if number + 1 < len(blocks):
                         self._check_order(reached, number + 1)
                     else:
@@ -158,10 +158,6 @@ class Reading:
         logits: Tensor = outputs[0].logits[0, -1]
         return logits
 
-    @property
-    def _total(self) -> int:
-        return self.prompt.spans.length - self.prompt.spans.past
-
     def _check_order(self, reached: Any, number: int) -> None:
         if not isinstance(reached, int) or reached != number:
             raise LayerOrderError(
@@ -169,9 +165,6 @@ class Reading:
                 f"other, so it cannot be read layer by layer, but as a whole: "
                 f"CaptureOptions(stream=False)."
             )
-
-    def _left(self, chunk: Region) -> int:
-        return self.prompt.spans.length - chunk.end
 
     def _tell(self, done: int) -> None:
         if self._progress is not None:

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 )
 
 from gracekv.prefill.layer_state import LayerState
-from gracekv.prefill.model_layers import ModelLayer, model_layers, other_layers
+from gracekv.prefill.model_layers import model_layers, other_layers
 
 # How stock cache layers call the number of tokens that they have read.
 _COUNT = "cumulative_length"
@@ -93,38 +93,6 @@ class ReadHybrid(PassedOn, ReadStates, LinearAttentionAndFullAttentionLayer):  #
         LinearAttentionAndFullAttentionLayer.lazy_initialization(self, *args, **kwargs)
 
 
-def reading_cache(
-    layers: Sequence[ModelLayer],
-    others: Sequence[ModelLayer],
-    before: Sequence[LayerState],
-    seen: int,
-) -> Cache:
-    """The cache of a capture.
-
-    Args:
-        layers: all of the model.
-        others: those that hold something which is not compressed, or nothing.
-        before: their states after the `seen` tokens before; none at the start of a sequence.
-        seen: tokens before.
-    """
-    made: list[Any] = [PassedOn(seen) for _ in layers]
-    for layer in others:
-        made[layer.number] = _reading_layer(layer, seen)
-    for state in before:
-        fill(made[state.number], state, seen)
-    cache = Cache(layers=made)
-    cache.activate_past_recording()
-    return cache
-
-
-def _reading_layer(layer: ModelLayer, seen: int) -> Any:
-    if layer.window is not None:
-        return DynamicSlidingWindowLayer(layer.window)
-    if layer.has_states:
-        return ReadHybrid(seen) if layer.has_attention else ReadStates()
-    return WithoutCache()
-
-
 def fill(layer: Any, state: LayerState, seen: int) -> None:
     """Set a stock layer to `state`, which it holds of `seen` tokens; `state` is never changed."""
     if state.window is None:
@@ -155,19 +123,6 @@ def read_states(layer: Any) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in states.items() if x is not None}
 
 
-def states_of(cache: Cache, layers: Sequence[ModelLayer]) -> tuple[LayerState, ...]:
-    """The states of `layers`."""
-    states = []
-    for layer in layers:
-        held, tensors = cache.layers[layer.number], dict[str, Tensor]()
-        if layer.window is not None:
-            tensors = {"keys": held.keys.contiguous(), "values": held.values.contiguous()}
-        elif layer.has_states:
-            tensors = read_states(held)
-        states.append(LayerState(layer.number, layer.kind, layer.window, tensors))
-    return tuple(states)
-
-
 class StockLayers:
     """The uncompressed layers of a model, which run over a stock cache as without a capture.
 
@@ -187,8 +142,20 @@ class StockLayers:
         # States cannot go back by a token.
         self._last_alone = any(layer.has_states for layer in self._layers)
         self.states: tuple[LayerState, ...] = tuple(before) if self._last_alone else ()
-        if self._layers:
-            self._cache = reading_cache(model_layers(model), self._layers, before, seen)
+        if not self._layers:
+            return
+        made: list[Any] = [PassedOn(seen) for _ in model_layers(model)]
+        for layer in self._layers:
+            own: Any = WithoutCache()
+            if layer.window is not None:
+                own = DynamicSlidingWindowLayer(layer.window)
+            elif layer.has_states:
+                own = ReadHybrid(seen) if layer.has_attention else ReadStates()
+            made[layer.number] = own
+        for state in before:
+            fill(made[state.number], state, seen)
+        self._cache = Cache(layers=made)
+        self._cache.activate_past_recording()
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward."""
@@ -226,8 +193,16 @@ class StockLayers:
         for layer in layers if number is None else [layers[number]]:
             # Decoding feeds the last token again.
             layer.crop(-1 if left == 0 and not self._last_alone else 0)
-        if left == self._last_alone:
-            own = [x for x in self._layers if number in (None, x.number)]
-            numbers = {x.number for x in own}
-            before = [x for x in self.states if x.number not in numbers]
-            self.states = (*before, *states_of(self._cache, own))
+        if left != self._last_alone:
+            return
+        own = [x for x in self._layers if number in (None, x.number)]
+        numbers = {x.number for x in own}
+        states = [x for x in self.states if x.number not in numbers]
+        for layer in own:
+            held, tensors = layers[layer.number], dict[str, Tensor]()
+            if layer.window is not None:
+                tensors = {"keys": held.keys.contiguous(), "values": held.values.contiguous()}
+            elif layer.has_states:
+                tensors = read_states(held)
+            states.append(LayerState(layer.number, layer.kind, layer.window, tensors))
+        self.states = tuple(states)

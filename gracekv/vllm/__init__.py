@@ -8,26 +8,17 @@ configures vLLM, and the plugin does the rest. Importing this does not import vL
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gracekv.vllm.chatting import ServedConversation
-from gracekv.vllm.client import Client, Context
-from gracekv.vllm.requests import Request, document, request
-from gracekv.vllm.serving import kv_transfer_config
-from gracekv.vllm.store import ContextStore
+from gracekv.vllm.chatting import ServedConversation as ServedConversation
+from gracekv.vllm.client import Client as Client
+from gracekv.vllm.client import Context as Context
+from gracekv.vllm.requests import Request as Request
+from gracekv.vllm.requests import document as document
+from gracekv.vllm.requests import request as request
+from gracekv.vllm.serving import kv_transfer_config as kv_transfer_config
+from gracekv.vllm.store import ContextStore as ContextStore
 
 if TYPE_CHECKING:
-    from gracekv.vllm.exporting import export
-
-__all__ = [
-    "Client",
-    "Context",
-    "ContextStore",
-    "Request",
-    "ServedConversation",
-    "document",
-    "export",
-    "kv_transfer_config",
-    "request",
-]
+    from gracekv.vllm.exporting import export as export
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,6 @@
 """Attaching a model, and leaving it as it was; what importing registers."""
 
 import copy
-import queue
 import subprocess
 import sys
 
@@ -159,19 +158,3 @@ def test_a_call_checks_its_model_once(monkeypatch, tmp_path):
         call()
         counts.append(len(checks))
     assert counts == [1, 2, 1, 1, 1]
-
-
-def _answer(model, results):
-    prompt = gracekv.Prompt.from_ids(torch.arange(60) + 1, (4, 60))
-    results.put(gracekv.compress(model, prompt, ratio=2).generate_ids(4).tolist())
-
-
-def test_a_spawned_process_takes_an_attached_model():
-    processes, model = torch.multiprocessing.get_context("spawn"), tiny_llama()
-    here, there = queue.Queue(), processes.SimpleQueue()
-    _answer(model, here)
-    child = processes.Process(target=_answer, args=(model, there))
-    child.start()
-    child.join(120)
-    assert child.exitcode == 0
-    assert there.get() == here.get()

