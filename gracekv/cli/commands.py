@@ -151,7 +151,7 @@ def compress(
     from rich.progress import Progress
 
     from gracekv.allocate import Budget
-    from gracekv.hf import loading
+    from gracekv.hf import smollm2
     from gracekv.pipeline.config import load_pipeline
 
     named = None if pipeline is None else load_pipeline(pipeline)
@@ -159,7 +159,7 @@ def compress(
         ratio = "8"
     sizes = {"ratio": ratio, "compression_ratio": compression_ratio}
     amount = Budget.of({**sizes, "entries_per_head": entries_per_head, "kv_bytes": kv_bytes})
-    loaded, tokenizer = loading.load_model(model, dtype)
+    loaded, tokenizer = smollm2.load_model(model, dtype)
     prompt = gracekv.Prompt.from_chat(
         tokenizer, context=text, question=question, instruction=instruction
     )

@@ -39,13 +39,13 @@ class Saved:
     def load(self) -> CompressionResult | BatchResult:
         """Load the model and the result in the file."""
         from gracekv.cache.serialization import read_header
-        from gracekv.hf import loading
+        from gracekv.hf import smollm2
 
         # Refuses a file that is not a cache before the model is loaded.
         saved = read_header(self.cache).get("model")
         facts = saved if isinstance(saved, dict) else {}
-        name = self.model or loading.name_of(facts.get("model_name"))
-        loaded, tokenizer = loading.load_model(name, self.dtype or facts.get("dtype", "float32"))
+        name = self.model or smollm2.name_of(facts.get("model_name"))
+        loaded, tokenizer = smollm2.load_model(name, self.dtype or facts.get("dtype", "float32"))
         return gracekv.load(self.cache, loaded, tokenizer=tokenizer)
 
     def load_one(self) -> CompressionResult:

@@ -74,7 +74,7 @@ def run(
     def worker() -> Worker:
         loaded = (model, tokenizer)
         if model is None:
-            from gracekv.hf.loading import load_model
+            from gracekv.hf.smollm2 import load_model
 
             rank = os.environ.get("LOCAL_RANK") if torch.cuda.is_available() else None
             device = None if rank is None else f"cuda:{rank}"

@@ -20,6 +20,7 @@ from gracekv.errors import ConfigError, PromptError
 from gracekv.hf import graph_replay
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
+from gracekv.hf.graph_replay import setting as setting
 from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_continuation, trained_length
@@ -120,14 +121,6 @@ def continue_ids(
         )
     sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
     return sequences[:, inputs["input_ids"].shape[1] :]
-
-
-def setting(model: Any, options: dict[str, Any], name: str) -> Any:
-    """The value of a setting: the option, else that of its config, else the model's."""
-    if name in options:
-        return options[name]
-    given = getattr(options.get("generation_config"), name, None)
-    return getattr(model.generation_config, name, None) if given is None else given
 
 
 def check_one(

@@ -37,19 +37,23 @@ _UNSUITED = (
 _lock = threading.Lock()
 
 
+def setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
+    """The value of a setting: the option, else that of its config, else the model's."""
+    if name in options:
+        return options[name]
+    given = getattr(options.get("generation_config"), name, None)
+    return getattr(model.generation_config, name, None) if given is None else given
+
+
 def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[str, Any]) -> bool:
     """Whether generation with these `options` replays a graph: plain steps on one NVIDIA GPU."""
-
-    def setting(name: str) -> Any:
-        return options.get(name, getattr(model.generation_config, name, None))
-
     return (
         not cache.packed.other_layers
         and cache.grace_layers[0].packed.entries.device.type == "cuda"
         and max_new_tokens >= _FEWEST_TOKENS
-        and all(setting(name) in (None, 1) for name in _ROWS)
-        and not any(setting(name) for name in _UNSUITED)
-        and setting("use_cache") is not False
+        and all(setting(model, options, name) in (None, 1) for name in _ROWS)
+        and not any(setting(model, options, name) for name in _UNSUITED)
+        and setting(model, options, "use_cache") is not False
         and len({parameter.device for parameter in model.parameters()}) == 1
         and all(layer.packed.backend.name == "triton" for layer in cache.grace_layers)
     )

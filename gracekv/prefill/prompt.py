@@ -256,12 +256,10 @@ def _checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
             f"Prompt.from_ids(ids[0], ...)."
         )
     kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
-    if len(tensor) and tensor.dtype not in kinds:
-        raise PromptError(f"ids must be whole numbers; got {tensor.dtype}.")
-    if len(tensor) and int(tensor.min()) < 0:
+    if len(tensor) and (tensor.dtype not in kinds or int(tensor.min()) < 0):
         raise PromptError(
-            f"Token ids are not negative; got {int(tensor.min())}. Remove padding and label "
-            f"masks (-100) first."
+            f"Token ids must be whole numbers of at least 0; got {tensor.dtype}, {tensor.min()} "
+            f"among them. Remove padding and label masks (-100) first."
         )
     return tensor.detach().to("cpu", torch.int64)
 

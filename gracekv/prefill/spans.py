@@ -65,26 +65,14 @@ class PromptSpans:
     past: int = 0
 
     def __post_init__(self) -> None:
-        if self.length < 2:
+        start, end = self.context_start, self.context_end
+        ordered = 0 <= self.past <= start < end <= self.question_end <= self.length
+        if not ordered or self.length < 2:
             raise PromptError(
-                f"A prompt needs at least 2 tokens (the last one is fed again to start decoding); "
-                f"got {self.length}."
-            )
-        if not 0 <= self.context_start < self.context_end <= self.length:
-            raise PromptError(
-                f"The context must be a non-empty span inside the prompt: 0 <= start < end <= "
-                f"{self.length}; got ({self.context_start}, {self.context_end})."
-            )
-        if not 0 <= self.past <= self.context_start:
-            raise PromptError(
-                f"The part that was compressed before lies in the prefix: 0 <= past <= "
-                f"{self.context_start}; got {self.past}."
-            )
-        if not self.context_end <= self.question_end <= self.length:
-            raise PromptError(
-                f"question_end must lie between the context's end and the prompt's end, "
-                f"{self.context_end} <= question_end <= {self.length}; got {self.question_end}. "
-                f"Leave it out if the prompt has no template tail."
+                f"A prompt has at least 2 tokens (the last one is fed again to start decoding), "
+                f"and 0 <= past <= context start < context end <= question_end <= length; got "
+                f"past {self.past}, context ({start}, {end}), question_end {self.question_end} and "
+                f"length {self.length}. Leave question_end out if there is no template tail."
             )
 
     @property

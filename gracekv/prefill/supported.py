@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from gracekv.distributed.sharding import check_sharding, is_sharded
@@ -59,8 +59,7 @@ def check_model(model: Any) -> None:
     """Raise `UnsupportedModelError` if compressing this model's cache would break an assumption.
 
     Looks for weights sharded otherwise than by heads, encoders, layers of other kinds, missing or
-    unknown RoPE and training mode. A family that is not tested is tried on a short random prompt:
-    see `self_check`. `check_prompt_length` checks what depends on the length.
+    unknown RoPE and training mode. `self_check` tries a family that is not tested.
     """
     check_decoder(model)
     check_sharding(model)
@@ -98,8 +97,9 @@ def _problem(model: Any) -> str | None:
         if kind not in KINDS:
             return (
                 f"Layer {number} of {name} is of kind {kind}; gracekv compresses keys and values "
-                f"of kinds {_listed(COMPRESSED)}, leaves layers of kinds "
-                f"{_listed(KINDS - set(COMPRESSED))} as they are, and knows no others. {_TESTED}"
+                f"of kinds {', '.join(COMPRESSED)}, leaves layers of kinds "
+                f"{', '.join(sorted(KINDS - set(COMPRESSED)))} as they are, and knows no others. "
+                f"{_TESTED}"
             )
         # Of linear layers `check_sharding` sees that every process holds all states.
         if kind in WITH_STATES - {"linear_attention"} and is_sharded(model):
@@ -123,8 +123,8 @@ def _problem(model: Any) -> str | None:
     if rope not in TESTED_ROPE_TYPES and (has_rope(model) or not has_states):
         return (
             f"The RoPE variant {rope!r} of {name} is not supported; supported: "
-            f"{_listed(TESTED_ROPE_TYPES)}. Merging keys relies on a rotary position embedding, "
-            f"or on layers with states that tell positions."
+            f"{', '.join(sorted(TESTED_ROPE_TYPES))}. Merging keys relies on a rotary position "
+            f"embedding, or on layers with states that tell positions."
         )
     shared = getattr(text_config(model), "num_kv_shared_layers", None) or 0
     if shared:
@@ -160,10 +160,6 @@ def check_passes(model: Any, needs: Needs, spans: PromptSpans) -> None:
                 f"{type(model).__name__} was made for {trained}. Use a shorter context, a recipe "
                 f"that reads once, or CaptureOptions(beyond_positions=True)."
             )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
 
 
 def sliding_window(model: Any) -> int | None:
@@ -232,11 +228,10 @@ def longest_sequence(model: Any, prompt_length: int) -> tuple[int, str] | None:
 def check_prompt_length(model: Any, length: int, *, beyond_positions: bool = False) -> None:
     """Refuse or warn about a prompt of `length` tokens that the model cannot treat as usual.
 
-    Raises `UnsupportedModelError` if a sliding window does not cover the prompt, and `PromptError`
-    beyond the trained length (where dynamic RoPE stretches it, its factor times that), unless
-    `beyond_positions` makes that a warning, and at the one length at which transformers drops the
-    cache of a Phi-3 at the first step. Warns (`LengthWarning`) where little room is left before a
-    length at which the cache ends.
+    Raises `UnsupportedModelError` if a sliding window does not cover it, and `PromptError` beyond
+    the trained length (or that times dynamic RoPE's factor), unless `beyond_positions` makes it a
+    warning, and where transformers drops a Phi-3's cache at the first step. Warns
+    (`LengthWarning`) where little room is left before a length at which the cache ends.
     """
     name = type(model).__name__
     window, switch, trained = sliding_window(model), switch_point(model), trained_length(model)

@@ -15,7 +15,7 @@ from gracekv.hf.smollm2 import MODEL_NAME
 @pytest.fixture
 def loads(monkeypatch):
     """Every name leads to a tiny model; returns the names and dtypes that were asked for."""
-    from gracekv.hf import loading
+    from gracekv.hf import smollm2
     from gracekv.testing.models import tiny_llama, tiny_tokenizer
 
     model, tokenizer = tiny_llama(vocabulary=2000, positions=4096), tiny_tokenizer()
@@ -25,7 +25,7 @@ def loads(monkeypatch):
         seen.append((name, dtype))
         return model, tokenizer
 
-    monkeypatch.setattr(loading, "load_model", load_model)
+    monkeypatch.setattr(smollm2, "load_model", load_model)
     return SimpleNamespace(seen=seen, model=model, tokenizer=tokenizer)
 
 

@@ -93,7 +93,7 @@ def test_a_loaded_result_reports_or_says_why_not(model, prompt, tmp_path):
 @pytest.fixture
 def run(monkeypatch, capsys, model, tmp_path):
     """Run `gracekv compress` on the tiny model: (exit status, stdout, stderr)."""
-    monkeypatch.setattr("gracekv.hf.loading.load_model", lambda name, dtype: (model, Letters()))
+    monkeypatch.setattr("gracekv.hf.smollm2.load_model", lambda name, dtype: (model, Letters()))
     story = tmp_path / "story.txt"
     story.write_text(TEXT)
 
