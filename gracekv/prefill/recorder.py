@@ -74,10 +74,14 @@ class Recorder:
         self.sinks: dict[int, Tensor] = {}
         self._index = {layer.number: i for i, layer in enumerate(layers)}
 
-    def follow(self, past: Past, rotation: tuple[Tensor, Tensor]) -> None:
-        """The sequence begins with `past`; `rotation` is cos and sin [1, P, d] of its places."""
+    def follow(self, past: Past, rotation: tuple[Tensor, Tensor] | None) -> None:
+        """The sequence begins with `past`; `rotation` is cos and sin [1, P, d] of its places.
+
+        None where the rotations are known otherwise.
+        """
         self._past = past
-        self._rotations.append(_table(rotation))
+        if rotation is not None:
+            self._rotations.append(_table(rotation))
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys [G, T, d], values [G, T, d] and queries [H, n, d] of a layer."""
@@ -95,26 +99,37 @@ class Recorder:
         """The attention of the capture."""
         if call.layer not in self._index:
             return call.output(call.query, call.key, call.value, call.mask)
-        layer, self.scale = self._index[call.layer], call.scale
+        layer, dim = self._index[call.layer], call.query.shape[-1]
         self.softcap, sinks = call.logits["softcap"], call.logits["sinks"]
         if sinks is not None:
             self.sinks[layer] = sinks.detach().float()
-        dim, past = call.query.shape[-1], self._past
-        wide = dim if past is None else past.keys[layer].shape[-1]
-        query = widened(call.query, wide, 1 / self.scale)
-        key, value = widened(call.key, wide), widened(call.value, wide)
-        chunk = slice(self._chunk.start, self._chunk.end)
-        for place, new, part in ((self.keys, key, "keys"), (self.values, value, "values")):
-            known = None if past is None else getattr(past, part)[layer]
-            self._at(place, layer, new[0], self._spans.length, known)[:, chunk] = new[0]
+        query, key, value = self.write(layer, call.query, call.key, call.value, call.scale)
         if self._partial is None:
             output = call.output(query, key, value, call.mask)
         else:
             output, *rest = self._partial(call, query, self.keys[layer], self.values[layer])
             output = output[..., :dim], *rest
-        self._keep(layer, query[0])
         self._observations.add(layer, lambda: self._run(call.module, layer, query[0], output[0]))
         return output
+
+    def write(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Write the chunk's queries [1, H, C, d], keys and values [1, G, C, d] of a layer.
+
+        Returns them as they are read after a `Past`.
+        """
+        past, self.scale = self._past, scale
+        if past is not None:
+            wide = past.keys[layer].shape[-1]
+            query = widened(query, wide, 1 / scale)
+            key, value = widened(key, wide), widened(value, wide)
+        chunk = slice(self._chunk.start, self._chunk.end)
+        for place, new, part in ((self.keys, key, "keys"), (self.values, value, "values")):
+            known = None if past is None else getattr(past, part)[layer]
+            self._at(place, layer, new[0], self._spans.length, known)[:, chunk] = new[0]
+        self._keep(layer, query[0])
+        return query, key, value
 
     def _run(self, module: Any, layer: int, queries: Tensor, outputs: Tensor) -> TokenRun:
         """The chunk as observers see it, from `queries` [H, C, d] and `outputs` [1, C, H, d]."""

@@ -16,10 +16,12 @@ from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import StoreError
 from gracekv.kernels.rope import Rope
 from gracekv.prefill import Prefill
+from gracekv.prefill.model_layers import model_layers
 from gracekv.prefill.needs import CaptureSizes, held_positions
 from gracekv.prefill.observations import Observations
 from gracekv.prefill.observer import TokenRun
-from gracekv.prefill.spans import widened
+from gracekv.prefill.recorder import Recorder
+from gracekv.prefill.spans import Region
 from gracekv.vllm.orders import Compression
 from gracekv.vllm.served_model import ServedModel
 from gracekv.vllm.stored_context import StoredContext
@@ -86,7 +88,6 @@ class Recording:
         # All ranks begin in the same step, so they have no exchange here.
         places = 0 if past is None else past.places
         before = None if past is None else RaggedCache(past.layers, past.header.length)
-        self._before = None if before is None else past_of(before, places=places)
         self.order, self.spans, self._shard = order, order.spans(length, places), shard
         # An engine computes nothing twice, so hold whatever may be needed later from the start.
         once = CaptureSizes(kv=0, queries=0, again=False)
@@ -94,11 +95,14 @@ class Recording:
         recent = order.pipeline.plan_for(served.model, self.spans, order.budget).recent
         self._positions = held_positions(replace(needs, recent=recent), self.spans, once, None)
         self._observations = Observations(needs.observers, served.layers, self.spans)
+        layers = model_layers(served.model)
+        self._record = Recorder(self.spans, self._observations, self._positions, layers)
+        if before is not None:
+            self._record.follow(past_of(before, places=places), None)
         # As in a capture, only differences of positions matter, and places of `past` have none.
         self._rope, self._unrotated = served.rope(length, device, places), served.unrotated()
-        self._scale, self.failure = 0.0, None
-        # For each layer, keys and values [G, T, d], queries [H, n, d], and how much is written.
-        self._parts: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * served.layers
+        self.failure = None
+        # How much is written of each layer.
         self._ends = [places] * served.layers
         self._pool, self._waiting, self._run_bytes = pool, deque[Future[None]](), 0
 
@@ -119,25 +123,11 @@ class Recording:
         length, end = self.spans.length, start + len(query)
         if start != self._ends[layer] or end > length:
             return
-        if self._before is not None:
-            wide = self._before.keys[layer].shape[2]
-            query = widened(query, wide, 1 / scale)
-            key, value = widened(key, wide), widened(value, wide)
-        keys, values, queries = self._parts[layer] or (
-            key.new_empty(key.shape[1], length, key.shape[2]),
-            value.new_empty(value.shape[1], length, value.shape[2]),
-            query.new_empty(query.shape[1], len(self._positions), query.shape[2]),
-        )
-        if self._before is not None and self._parts[layer] is None:
-            keys[:, : self.spans.past] = self._before.keys[layer]
-            values[:, : self.spans.past] = self._before.values[layer]
-        self._parts[layer], self._ends[layer], self._scale = (keys, values, queries), end, scale
-        keys[:, start:end], values[:, start:end] = key.transpose(0, 1), value.transpose(0, 1)
-        rows = query.transpose(0, 1)
-        first, last = torch.searchsorted(self._positions, torch.tensor([start, end])).tolist()
-        at = self._positions[first:last] - start
-        queries[:, first:last] = rows if len(at) == len(query) else rows[:, at.to(rows.device)]
-
+        self._record.begin(Region(start, end), None)
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        rows = self._record.write(layer, query, key, value, scale)[0][0]
+        self._ends[layer] = end
+        keys, values, _ = self._record.layer(layer)
         if self._pool is not None:
             # The engine reuses this memory for the next layer.
             rows = rows.clone()
@@ -160,8 +150,9 @@ class Recording:
     @property
     def bytes(self) -> int:
         """The most bytes of keys, values and queries held beside vLLM's pages."""
-        held = sum(x.nbytes for parts in self._parts if parts for x in parts)
-        return held + self._run_bytes * len(self._ends)
+        record = self._record
+        held = (x for part in (record.keys, record.values, record.queries) for x in part.values())
+        return sum(x.nbytes for x in held) + self._run_bytes * len(self._ends)
 
     def cancel(self) -> None:
         """Stop showing tokens to the observers; the recording is of no use afterwards."""
@@ -181,9 +172,10 @@ class Recording:
             raise StoreError(
                 "The engine did not compute all tokens of the document. Send it again."
             )
-        parts: Any = zip(*filter(None, self._parts), strict=True)
+        parts: Any = zip(*map(self._record.layer, range(len(self._ends))), strict=True)
         keys, values, queries = (tuple(x) for x in parts)
-        self._parts.clear()
+        for held in (self._record.keys, self._record.values, self._record.queries):
+            held.clear()
         return Prefill(
             spans=self.spans,
             keys=keys,
@@ -191,7 +183,7 @@ class Recording:
             queries=queries,
             query_positions=self._positions,
             rope=self._rope,
-            scale=self._scale,
+            scale=self._record.scale,
             unrotated=self._unrotated,
             observed=self._observations.results(keys[0].device, None),
             shard=self._shard,
