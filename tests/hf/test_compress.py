@@ -35,14 +35,6 @@ def result(model, prompt):
     return gracekv.compress(model, prompt, ratio=3)
 
 
-def stock(model, **kwargs):
-    detach(model)
-    output = model.generate(
-        IDS[None], attention_mask=torch.ones_like(IDS)[None], pad_token_id=0, **kwargs
-    )
-    return output[:, 150:]
-
-
 def test_a_compressed_prompt_can_be_continued_again_and_again(result):
     first = result.generate_ids(8)
     assert first.shape == (1, 8)

@@ -6,7 +6,7 @@ import torch
 import gracekv
 from gracekv import recipes
 from gracekv.allocate import Budget
-from gracekv.errors import ConfigError, UnsupportedModelError
+from gracekv.errors import ConfigError
 from gracekv.hf.compress import per_byte
 from gracekv.testing.models import tiny_llama
 from support.asked_context import TEXT
@@ -67,14 +67,6 @@ def test_at_ratio_1_it_is_the_full_cache_bit_for_bit(model, asked):
         assert sum(part.entries for part in own.coded) == 0
         assert torch.equal(own.exact.keys, whole.keys)
         assert torch.equal(own.exact.values, whole.values)
-
-
-def test_a_model_without_support_is_named():
-    from transformers import AutoModel, GPT2Config
-
-    unknown = AutoModel.from_config(GPT2Config(n_layer=1, n_embd=32, n_head=1, vocab_size=8))
-    with pytest.raises(UnsupportedModelError):
-        gracekv.compress(unknown, gracekv.Prompt.from_ids([1, 2, 3], (0, 2)), kv_bytes=10**6)
 
 
 def test_prompts_of_both_kinds_are_told_their_defaults(model, prompt, asked):

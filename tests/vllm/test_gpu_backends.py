@@ -127,17 +127,6 @@ def test_what_layers_have_decides_what_is_served():
             check_attention(layers(ours), 128)
 
 
-def test_vllm_has_the_settings_that_are_refused():
-    """By these names `test_store_options` refuses what contexts are never served with."""
-    from vllm.config import CacheConfig, ParallelConfig
-
-    parallel = ParallelConfig()
-    assert parallel.decode_context_parallel_size == parallel.prefill_context_parallel_size == 1
-    assert parallel.pipeline_parallel_size == 1
-    assert not parallel.use_ubatching
-    assert CacheConfig().cache_dtype == "auto"
-
-
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "NONE"])
 @pytest.mark.parametrize("with_store", [True, False])
 def test_graphs_of_whole_steps_are_for_engines_without_contexts(
