@@ -140,6 +140,16 @@ class Prefill:
         return Rope.none(len(table), table.device) if layer in self.unrotated else self.rope
 
     @property
+    def entry_dim(self) -> int:
+        """Dimension of a key as the cache stores it, see `CaptureInfo.entry_dim`."""
+        return self.info.entry_dim
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one K/V pair as it is stored."""
+        return self.info.entry_bytes
+
+    @property
     def info(self) -> CaptureInfo:
         """Facts that all layers share."""
         return CaptureInfo(

@@ -41,7 +41,7 @@ def random_budget(rng, prefill):
         return Budget.compression_ratio(rng.choice([0.0, 0.25, 0.5, 0.9, 0.99]))
     if kind == "entries":
         return Budget.entries_per_head(rng.randint(1, 2 * context))
-    return Budget.kv_bytes(rng.randint(1, heads * context) * prefill.info.entry_bytes)
+    return Budget.kv_bytes(rng.randint(1, heads * context) * prefill.entry_bytes)
 
 
 def test_random_pipelines_hold_the_invariants(tally):

@@ -35,7 +35,7 @@ def context_bytes(run, prefill):
     )
     spans = prefill.spans
     beside = spans.context_start + max(0, spans.length - 1 - spans.context_end)
-    return stored - prefill.layers * prefill.kv_heads * beside * prefill.info.entry_bytes
+    return stored - prefill.layers * prefill.kv_heads * beside * prefill.entry_bytes
 
 
 @settings(max_examples=40)

@@ -104,7 +104,7 @@ EQUAL = (
 @given(seed=st.integers(0, 10_000), total=st.integers(6 * 8, 6 * 50))
 def test_budget_shapes(name, seed, total):
     prefill = synthetic_prefill(layers=3, kv_heads=2, context=70, dim=8, seed=seed)
-    run = Pipeline.named(name).run(prefill, Budget.kv_bytes(total * prefill.info.entry_bytes))
+    run = Pipeline.named(name).run(prefill, Budget.kv_bytes(total * prefill.entry_bytes))
     entries = run.accounting.entries
     share, left = divmod(total, 6)
     equal = torch.tensor([share + (unit < left) for unit in range(6)]).view(3, 2)
@@ -134,7 +134,7 @@ def test_streaming_llm_puts_sinks_before_the_shared_window():
 def test_chunkkv_spends_the_rest_on_the_next_chunks_best_tokens():
     prefill = synthetic_prefill(context=100, layers=2, kv_heads=2, seed=3)
     total = 4 * 37 + 2  # 5 candidates beside the recent window; two heads hold one more
-    run = Pipeline.named("chunkkv").run(prefill, Budget.kv_bytes(total * prefill.info.entry_bytes))
+    run = Pipeline.named("chunkkv").run(prefill, Budget.kv_bytes(total * prefill.entry_bytes))
     assert run.accounting.entries.tolist() == [[38, 38], [37, 37]]
     heads = [set(kept_positions(run, prefill, 0, head).tolist()) for head in range(2)]
     assert heads[0] == heads[1]
