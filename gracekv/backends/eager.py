@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionStep
 from gracekv.cache.entries import LayerEntries
-from gracekv.kernels.logits import capped
+from gracekv.kernels.linalg import capped
 
 
 @BACKENDS.register("eager")

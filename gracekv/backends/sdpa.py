@@ -27,7 +27,7 @@ from gracekv.cache.base import RaggedEntries
 from gracekv.cache.coded import CodedEntries
 from gracekv.cache.quantised import QuantisedEntries
 from gracekv.errors import BackendUnavailableError
-from gracekv.kernels.logits import capped
+from gracekv.kernels.linalg import capped
 
 # Logits (query rows x tail entries) that the tail may hold at once; longer turns go in blocks.
 _TAIL_LOGITS = 1 << 22

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
-from gracekv.kernels.linalg import batched_linear
-from gracekv.kernels.logits import capped, softmax
+from gracekv.kernels.linalg import batched_linear, capped, softmax
 from gracekv.registry import Registry, Strategy
 
 

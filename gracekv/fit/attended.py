@@ -17,8 +17,7 @@ from torch import Tensor
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.base import QuerySet
 from gracekv.kernels import ragged
-from gracekv.kernels.linalg import batched_linear, filled, on_device, transposed
-from gracekv.kernels.logits import capped
+from gracekv.kernels.linalg import batched_linear, capped, filled, on_device, transposed
 from gracekv.prefill import LayerCapture, Region
 
 # Bytes of logits that are held at once.

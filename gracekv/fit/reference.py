@@ -11,7 +11,7 @@ from torch import Tensor
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.base import QuerySet
 from gracekv.fit.values_and_mass import LEAST, MASS_SHARE, MOST, STEPS
-from gracekv.kernels.logits import capped
+from gracekv.kernels.linalg import capped
 from gracekv.prefill import LayerCapture, Region
 
 

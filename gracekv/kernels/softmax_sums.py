@@ -16,8 +16,7 @@ from torch import Tensor
 
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import device as triton_device
-from gracekv.kernels.linalg import filled, linear, on_device
-from gracekv.kernels.logits import Columns, capped, softmax
+from gracekv.kernels.linalg import Columns, capped, filled, linear, on_device, softmax
 
 Engine = Literal["auto", "torch", "numba", "triton"]
 

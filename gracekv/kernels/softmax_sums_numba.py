@@ -26,7 +26,7 @@ from torch import Tensor
 from gracekv.kernels import intrinsics, matmul, numba_softmax, row_vectors
 from gracekv.kernels.compiled import address, cached, on_all_threads
 from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, inner, pointer
-from gracekv.kernels.logits import Columns
+from gracekv.kernels.linalg import Columns
 from gracekv.kernels.matmul import multiply
 from gracekv.kernels.numba_softmax import exponentials, largest
 

@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gracekv.kernels.device import interpreted
-from gracekv.kernels.linalg import filled
-from gracekv.kernels.logits import Columns
+from gracekv.kernels.linalg import Columns, filled
 
 LARGEST_DIM = 256
 # Queries of one program of the second kernel.

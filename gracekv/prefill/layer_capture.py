@@ -175,7 +175,7 @@ class LayerCapture:
 
     @property
     def logits(self) -> dict[str, Any]:
-        """Arguments of `gracekv.kernels.logits` for the products of queries and keys."""
+        """Arguments of `gracekv.kernels.linalg` for the products of queries and keys."""
         return {"softcap": self.softcap, "sinks": self.sinks}
 
     def observation(self, observer: Observer) -> Tensor:

@@ -82,7 +82,7 @@ class TokenRun:
 
     @property
     def logits(self) -> dict[str, Any]:
-        """What `gracekv.kernels.logits` makes of the products of queries and keys."""
+        """What `gracekv.kernels.linalg` makes of the products of queries and keys."""
         return {"softcap": self.softcap, "sinks": self.sinks}
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError, UntestedModelWarning
-from gracekv.kernels.logits import capped, softmax
+from gracekv.kernels.linalg import capped, softmax
 from gracekv.prefill.attention_patch import (
     AttentionCall,
     input_device,

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gracekv.kernels.linalg import linear
-from gracekv.kernels.logits import capped
+from gracekv.kernels.linalg import capped, linear
 from gracekv.prefill import Prefill, PromptSpans
 from gracekv.prefill.observer import FinalAccumulator, FinalObserver, FinalRun, Part
 from gracekv.prefill.projection import plain_weight

@@ -1,6 +1,9 @@
 """Stage 3: a tree of prototypes for every (layer, KV head, slot)."""
 
+from gracekv.tree.base import Children as Children
 from gracekv.tree.base import Forest as Forest
+from gracekv.tree.base import IntervalCosts as IntervalCosts
+from gracekv.tree.base import Nodes as Nodes
 from gracekv.tree.binary import Binary as Binary
 from gracekv.tree.binary_extract import BinaryExtract as BinaryExtract
 from gracekv.tree.build import build_forest as build_forest
@@ -12,9 +15,6 @@ from gracekv.tree.leaf_only import LeafOnly as LeafOnly
 from gracekv.tree.merge import PrototypeRule as PrototypeRule
 from gracekv.tree.merge import Prototypes as Prototypes
 from gracekv.tree.merge import merge as merge
-from gracekv.tree.nodes import Children as Children
-from gracekv.tree.nodes import IntervalCosts as IntervalCosts
-from gracekv.tree.nodes import Nodes as Nodes
 from gracekv.tree.prototype import Prototype as Prototype
 from gracekv.tree.refine import REFINERS as REFINERS
 from gracekv.tree.refine import CostTable as CostTable

@@ -1,7 +1,9 @@
-"""`Forest`: all candidate nodes of all trees as flat arrays."""
+"""`Nodes` of one level and their costs, and `Forest`: all nodes of all trees as flat arrays."""
 
 from __future__ import annotations
 
+import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,6 +11,160 @@ import torch
 from torch import Tensor
 
 from gracekv.distributed.sharding import WHOLE, HeadShard
+
+
+@dataclass(frozen=True, eq=False)
+class Nodes:
+    """V nodes of the trees of a `TreeBatch`, ordered by tree and start.
+
+    Attributes:
+        tree: int64 [V], index of the tree in the batch.
+        start: int64 [V], relative to the slot.
+        end: int64 [V], exclusive.
+        longest: tokens of the longest node; None: `width` reads it from the device.
+    """
+
+    tree: Tensor
+    start: Tensor
+    end: Tensor
+    longest: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    @cached_property
+    def length(self) -> Tensor:
+        """int64 [V], tokens."""
+        return self.end - self.start
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest node."""
+        return int(self.length.max()) if self.longest is None else self.longest
+
+    def __getitem__(self, rows: Tensor | slice) -> Nodes:
+        """The nodes at `rows` (indices, a mask or a slice), in that order."""
+        return Nodes(self.tree[rows], self.start[rows], self.end[rows])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Children:
+    """The children of some nodes, in the nodes' order, each node's by start.
+
+    Attributes:
+        count: int64 [V], children of each node: at least 2, or 0 to leave the node a leaf.
+        start: int64 [sum(count)], relative to the slot.
+        end: int64 [sum(count)], exclusive.
+    """
+
+    count: Tensor
+    start: Tensor
+    end: Tensor
+
+    @classmethod
+    def of_cuts(cls, nodes: Nodes, low: Tensor, high: Tensor) -> Children:
+        """The non-empty ones of [start, low), [low, high), [high, end); int64 [V] cuts."""
+        bounds = torch.stack([nodes.start, low, high, nodes.end], dim=1)
+        start, end = bounds[:, :3], bounds[:, 1:]
+        kept = start < end
+        return cls(kept.sum(dim=1), start[kept], end[kept])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IntervalCosts:
+    """D of the prefixes and suffixes of V nodes of up to w tokens.
+
+    Refiners need no other intervals: the parts of a cut and of an extraction begin or end where
+    their node does. Columns beyond a node's length are undefined.
+
+    Attributes:
+        costs: float32 [2, V, w]: D of the node's tokens up to and including k, and D of its tokens
+            from k on.
+        mass: float32 [V, w]: mean normalised attention that token k receives from the probes that
+            see the whole node.
+        drop: D^drop float32 [V] of the whole node.
+    """
+
+    costs: Tensor
+    mass: Tensor
+    drop: Tensor
+
+    @property
+    def prefix(self) -> Tensor:
+        """[V, w]: D of the tokens up to and including k."""
+        return self.costs[0]
+
+    @property
+    def suffix(self) -> Tensor:
+        """[V, w]: D of the tokens from k on."""
+        return self.costs[1]
+
+    def __getitem__(self, rows: Tensor) -> IntervalCosts:
+        """The costs of the nodes at `rows`, in that order."""
+        return IntervalCosts(self.costs[:, rows], self.mass[rows], self.drop[rows])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Split:
+    """The children of V nodes and their distortion, in up to m places a node.
+
+    Its shape does not depend on the data, so that a GPU's host need not wait for it.
+
+    Attributes:
+        start: int64 [V, m], relative to the slot; never falls along a row.
+        end: int64 [V, m], exclusive; a place whose start is its end holds no child.
+        distortion: D float64 [V, m]; 0 where there is no child.
+    """
+
+    start: Tensor
+    end: Tensor
+    distortion: Tensor
+
+    @classmethod
+    def of_cuts(cls, nodes: Nodes, low: Tensor, high: Tensor, outer: Tensor) -> Split:
+        """Cut nodes at `low` and `high`, int64 [V] counted from their starts.
+
+        `outer` is D float64 [V, 2] of the parts before `low` and from `high` on. The part between
+        is empty or a single token.
+        """
+        bounds = torch.stack([nodes.start, nodes.start + low, nodes.start + high, nodes.end], dim=1)
+        distortion = outer.new_zeros(len(outer), 3)
+        distortion[:, ::2] = outer
+        return cls(bounds[:, :3], bounds[:, 1:], distortion)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RootCosts:
+    """The costs of the roots, before it is known which of them split.
+
+    Attributes:
+        distortion: D float64 [B].
+        drop: D^drop float64 [B].
+        split: the `Split` of the roots at indices int64 [V], each of two tokens or more, given
+            which of them must extract a floor candidate, bool [V].
+    """
+
+    distortion: Tensor
+    drop: Tensor
+    split: Callable[[Tensor, Tensor], Split]
+
+
+class Splitter(abc.ABC):
+    """Split the nodes of some layers, deterministically and each on its own."""
+
+    @abc.abstractmethod
+    def roots(self, nodes: Nodes) -> RootCosts:
+        """The costs of all B >= 1 roots; called before any other node is split."""
+
+    @abc.abstractmethod
+    def __call__(self, nodes: Nodes, distortion: Tensor, forced: Tensor) -> Split:
+        """The children of V >= 1 nodes below the roots, of two tokens or more.
+
+        Args:
+            nodes: the nodes.
+            distortion: their D, float64 [V].
+            forced: bool [V], nodes that hold a floor candidate.
+        """
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from gracekv.kernels.ragged import offsets, rows
-from gracekv.tree.base import Forest
+from gracekv.tree.base import Forest, Nodes
 from gracekv.tree.distortion import Distortion, DistortionEvaluator, TableSplitter
-from gracekv.tree.nodes import Nodes
 from gracekv.tree.prune import Pruner
 from gracekv.tree.refine import Refiner
 from gracekv.tree.tree_batch import TreeBatch, TreeContext, Workspace, scratch_bytes

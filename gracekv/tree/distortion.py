@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gracekv.prefill import PrefillReader
 from gracekv.registry import Registry, Strategy
-from gracekv.tree.nodes import IntervalCosts, Nodes, RootCosts, Split, Splitter
+from gracekv.tree.base import IntervalCosts, Nodes, RootCosts, Split, Splitter
 from gracekv.tree.refine import CostTable, Refiner
 from gracekv.tree.tree_batch import TreeBatch, TreeContext, Workspace
 

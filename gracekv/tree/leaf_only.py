@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from gracekv.tree.nodes import Children, Nodes
+from gracekv.tree.base import Children, Nodes
 from gracekv.tree.refine import REFINERS, CostTable, Refiner
 
 

@@ -19,11 +19,10 @@ from torch import Tensor
 from gracekv.prefill import Needs
 from gracekv.registry import bounded
 from gracekv.tree.distortion import DISTORTIONS, Distortion, DistortionEvaluator
-from gracekv.tree.engines.base import Engine, EngineInputs, select_engine
+from gracekv.tree.engines.base import Engine, EngineInputs, ProbeAttention, select_engine
 from gracekv.tree.engines.numba import NumbaEvaluator
 from gracekv.tree.engines.torch import TorchEvaluator
 from gracekv.tree.engines.triton import TritonEvaluator
-from gracekv.tree.probes import ProbeAttention
 from gracekv.tree.tree_batch import TreeBatch, TreeContext, Workspace
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gracekv.kernels.ragged import rows_and_steps
 from gracekv.registry import Registry, Strategy
-from gracekv.tree.nodes import Children, IntervalCosts, Nodes, Split
+from gracekv.tree.base import Children, IntervalCosts, Nodes, Split
 from gracekv.tree.tree_batch import TreeBatch
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from gracekv.errors import ConfigError
 from gracekv.prefill import Prefill
 from gracekv.segment.base import Partition
+from gracekv.tree.base import Nodes
 from gracekv.tree.merge import PrototypeRule
-from gracekv.tree.nodes import Nodes
 
 
 class Workspace:

@@ -6,7 +6,7 @@ import math
 from typing import ClassVar
 
 from gracekv.kernels.ragged import rows_and_steps
-from gracekv.tree.nodes import Children, Nodes
+from gracekv.tree.base import Children, Nodes
 from gracekv.tree.refine import REFINERS, CostTable, Refiner
 
 

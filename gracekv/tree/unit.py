@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from gracekv.tree.base import IntervalCosts, Nodes
 from gracekv.tree.distortion import DISTORTIONS, Distortion, DistortionEvaluator
-from gracekv.tree.nodes import IntervalCosts, Nodes
 from gracekv.tree.tree_batch import TreeBatch, Workspace
 
 

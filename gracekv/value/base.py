@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import abc
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from operator import or_
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
+from einops import reduce
 from torch import Tensor
 
 from gracekv.distributed.sharding import WHOLE, HeadShard
@@ -75,6 +76,7 @@ def attention_sums(
     *,
     power: float = 1.0,
     maximum: bool = False,
+    over: Literal["sum", "mean", "max"] | None = None,
 ) -> Tensor:
     """sum_u w_u pi_{u,t}^power: weighted attention that each token receives, float32 [H, N].
 
@@ -87,6 +89,7 @@ def attention_sums(
         weights: w [P], or None for equal weights of 1.
         power: exponent, at least 1.
         maximum: maximum over probes instead of the sum.
+        over: reduces the query heads of each KV head, to [G, N].
 
     Source: Eq. (V1); sums in blocks of probes are ours.
 
@@ -103,7 +106,8 @@ def attention_sums(
         maximum=maximum,
         **capture.logits,
     )
-    return columns[:, region.start : region.end]
+    inside = columns[:, region.start : region.end]
+    return reduce(inside, "(g n) t -> g t", over, g=capture.kv_heads) if over else inside
 
 
 def rank_scores(order: Tensor) -> Tensor:
@@ -178,7 +182,7 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
 
     def needs(self) -> Needs:
         """The needs of all parts."""
-        return reduce(or_, (part.needs() for part in self.parts), Needs())
+        return functools.reduce(or_, (part.needs() for part in self.parts), Needs())
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
         """int64 [P] on the CPU: positions whose queries `layer` reads, over all layers.

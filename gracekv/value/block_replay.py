@@ -23,7 +23,7 @@ from einops import reduce
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.kernels.logits import capped
+from gracekv.kernels.linalg import capped
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.observer import Accumulator, LayerObserver, TokenRun

@@ -8,8 +8,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gracekv.kernels.linalg import batched_linear
-from gracekv.kernels.logits import capped
+from gracekv.kernels.linalg import batched_linear, capped
 from gracekv.prefill import LayerCapture, Needs, Region
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer

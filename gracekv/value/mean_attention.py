@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from einops import reduce
 from torch import Tensor
 
 from gracekv.kernels.linalg import filled
@@ -47,5 +46,4 @@ class MeanAttention(Scorer):
         probes = self._probes(capture.spans, region)
         each = 1.0 / min(self.max_queries, capture.spans.length)
         weights = filled(len(probes), each, torch.float32, capture.keys.device)
-        per_head = attention_sums(capture, probes, region, weights)
-        return reduce(per_head, "(g n) t -> g t", "mean", g=capture.kv_heads)
+        return attention_sums(capture, probes, region, weights, over="mean")

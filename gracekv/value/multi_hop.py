@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from einops import reduce
 from torch import Tensor
 
 from gracekv.errors import ConfigError
@@ -91,8 +90,7 @@ class MultiHop(Scorer):
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """s-hat [G, N], the direct relevance in one layer, Eq. (V2)."""
-        per_head = attention_sums(capture, self._probes(capture.spans), region)
-        score = reduce(per_head, "(g n) t -> g t", "sum", g=capture.kv_heads)
+        score = attention_sums(capture, self._probes(capture.spans), region, over="sum")
         return score / (score.sum(-1, keepdim=True) + self.epsilon)
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:

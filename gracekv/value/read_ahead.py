@@ -7,7 +7,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-from einops import reduce
 from torch import Tensor
 from torch.nn import functional
 
@@ -96,10 +95,9 @@ class ReadAhead(Scorer):
             probes, maximum = self._probes(capture.spans), over == "max"
             each = 1.0 if maximum else 1.0 / len(probes)
             weights = filled(len(probes), each, torch.float32, capture.keys.device)
-            found = attention_sums(
-                capture, probes, region, weights, power=self.power, maximum=maximum
+            return attention_sums(
+                capture, probes, region, weights, power=self.power, maximum=maximum, over=over
             )
-            return reduce(found, "(g n) t -> g t", over, g=capture.kv_heads)
 
         asked = ("read_ahead", self.question_probes, self.tail_probes, self.power, over, region)
         return noted(memory, asked, capture, reduced)

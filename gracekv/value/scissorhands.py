@@ -8,7 +8,7 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
-from gracekv.kernels.logits import capped, softmax
+from gracekv.kernels.linalg import capped, softmax
 from gracekv.prefill import LayerCapture, Needs, Region
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, rank_scores

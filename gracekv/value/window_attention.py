@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from einops import reduce
 from torch import Tensor
 from torch.nn import functional
 
@@ -48,8 +47,8 @@ class WindowAttention(Scorer):
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Pooled attention [G, N], not normalised."""
         observers = capture.spans.last(self.window)
-        per_head = attention_sums(capture, observers, region) / len(observers)
-        return self._pooled(reduce(per_head, "(g n) t -> g t", "mean", g=capture.kv_heads))
+        score = attention_sums(capture, observers, region, over="mean") / len(observers)
+        return self._pooled(score)
 
     def _pooled(self, score: Tensor) -> Tensor:
         """[G, N] -> [G, N]."""

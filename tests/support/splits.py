@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from gracekv.tree import Forest, Nodes, Prototype, TreeBatch, TreeContext
+from gracekv.tree.base import Split
 from gracekv.tree.engines.reference import ReferenceDistortion
-from gracekv.tree.nodes import Split
 
 Span = tuple[int, int]
 

@@ -1,4 +1,4 @@
-"""The inputs of the engines that compute the prototype's distortion, and their choice."""
+"""The probes' attention, which the engines of the prototype's distortion read, and their choice."""
 
 from __future__ import annotations
 
@@ -7,13 +7,137 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels.device import obstacle
+from gracekv.kernels.linalg import capped, linear
 from gracekv.kernels.rope import Rope
-from gracekv.tree.probes import ProbeAttention
-from gracekv.tree.tree_batch import TreeBatch
+from gracekv.prefill import Prefill, Region
+from gracekv.tree.tree_batch import TreeBatch, Workspace
+
+
+def probe_queries(prefill: Prefill, layer: int, probes: Tensor) -> Tensor:
+    """[G, P, d] float32: probe i of KV head g uses query head g*n + i mod n."""
+    queries = prefill.queries_at(layer, probes).float()
+    n, heads = prefill.group, prefill.kv_heads
+    turn = torch.arange(len(probes), device=queries.device) % n
+    head = torch.arange(heads, device=queries.device)[:, None] * n + turn
+    return queries[head, torch.arange(len(probes), device=queries.device)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProbeAttention:
+    """Attention of P probes to the N compressible tokens of U heads (some layers' KV heads).
+
+    Tokens of all heads follow one another, so that one row index finds a token of a head.
+
+    Attributes:
+        positions: int64 [P] ascending probe positions.
+        queries: [U, P, d] float32, times the attention scale; like `unrotated_keys` in the order of
+            features that `Rope.in_halves` gives.
+        max_logit: [U, P], over the visible tokens.
+        inverse_sum: 1 / Z_C [U, P], Z_C the sum of `exponentials`.
+        exponentials: p [U*N, P], e^(logit - max_logit); 0 where the probe cannot see.
+        mass: sum over the probes of p / Z_C [U*N].
+        unrotated_keys: k^o [U*N, d].
+        key_norms: |k^o| [U*N].
+        values: [U*N, d].
+        scores: R^tok [U*N] float32.
+        visible_probes: float32 [N], probes that see each token.
+        first_probe: int64 [N+1], the first probe that sees each token (and the region's end).
+    """
+
+    positions: Tensor
+    queries: Tensor
+    max_logit: Tensor
+    inverse_sum: Tensor
+    exponentials: Tensor
+    mass: Tensor
+    unrotated_keys: Tensor
+    key_norms: Tensor
+    values: Tensor
+    scores: Tensor
+    visible_probes: Tensor
+    first_probe: Tensor
+
+    @classmethod
+    def of(cls, batch: TreeBatch, probes: Tensor, workspace: Workspace) -> ProbeAttention:
+        """Gather some layers; `probes` int64 [n] that see no token of the region are dropped.
+
+        The large tensors lie in `workspace.persistent`: the next call with it overwrites them.
+        """
+        layers, prefill = batch.layers, batch.context.prefill
+        region, device = batch.context.partition.region, prefill.keys[layers[0]].device
+        # Query heads take turns over all probes, so probes are dropped afterwards.
+        queries = torch.cat([probe_queries(prefill, layer, probes) for layer in layers])
+        queries = queries[:, probes >= region.start] * prefill.scale
+        probes = probes[probes >= region.start]
+        masked = int((probes < region.end - 1).sum())
+        probes = probes.to(device)
+        heads, tokens, dim = len(queries), region.length, prefill.head_dim
+        buffer = workspace.persistent
+        buffer.reserve(heads * tokens * (len(probes) + 2 * dim))
+        positions = torch.arange(region.start, region.end, device=device)
+        keys = buffer.take(heads, tokens, dim)
+        _copy([prefill.keys[layer] for layer in layers], region, keys)
+        logits = buffer.take(heads, tokens, len(probes))
+        _head_products(keys, queries, logits)
+        capped(logits, prefill.softcap)
+        logits[..., :masked].masked_fill_(positions[:, None] > probes[:masked], -torch.inf)
+        max_logit = logits.amax(dim=1)
+        exponentials = logits.sub_(max_logit[:, None]).exp_()
+        inverse_sum = 1.0 / exponentials.sum(dim=1)
+        rope = prefill.rope_of(layers[0])
+        unrotated = rope.unrotate(keys, positions, out=buffer.take(heads, tokens, dim))
+        _, order = rope.in_halves(dim)
+        if order is not None:
+            order = order.to(device)
+            queries, unrotated = queries[..., order], unrotated[..., order]
+        # Rotated keys are not read again, so values take their memory.
+        values = keys
+        _copy([prefill.values[layer] for layer in layers], region, values)
+        bounds = torch.arange(region.start, region.end + 1, device=device)
+        first_probe = torch.searchsorted(probes, bounds)
+        return cls(
+            positions=probes,
+            queries=queries,
+            max_logit=max_logit,
+            inverse_sum=inverse_sum,
+            exponentials=exponentials.flatten(0, 1),
+            mass=_weighted_sum(exponentials, inverse_sum),
+            unrotated_keys=unrotated.flatten(0, 1),
+            key_norms=unrotated.norm(dim=-1).flatten(),
+            values=values.flatten(0, 1),
+            scores=batch.scores.float().flatten(),
+            visible_probes=(len(probes) - first_probe[:-1]).float(),
+            first_probe=first_probe,
+        )
+
+
+def _copy(layers: list[Tensor], region: Region, out: Tensor) -> None:
+    """The region's tokens of some layers [G, T, d] to out [U, N, d] float32."""
+    for target, layer in zip(out.chunk(len(layers)), layers, strict=True):
+        target.copy_(layer[:, region.start : region.end])
+
+
+def _head_products(x: Tensor, y: Tensor, out: Tensor) -> None:
+    """out <- x y^T of each head: [U, N, d] and [U, P, d] to [U, N, P]."""
+    if x.device.type != "cpu":
+        torch.bmm(x, y.mT, out=out)
+        return
+    # Head by head: torch's batched product takes twice as long here.
+    for u in range(len(x)):
+        out[u] = linear(x[u], y[u])
+
+
+def _weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
+    """sum over p of x_p w_p of each head: [U, N, P] and [U, P] to [U*N]."""
+    if x.device.type != "cpu":
+        return torch.bmm(x, weights[..., None]).flatten()
+    return torch.cat([torch.mv(head, w) for head, w in zip(x, weights, strict=True)])
+
 
 Engine = Literal["auto", "numba", "torch", "triton"]
 

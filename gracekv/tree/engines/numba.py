@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.kernels.compiled import address, on_all_threads
+from gracekv.tree.base import IntervalCosts, Nodes, RootCosts, Split, Splitter
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import EngineInputs
-from gracekv.tree.nodes import IntervalCosts, Nodes, RootCosts, Split, Splitter
 from gracekv.tree.refine import Refiner, SplitRule
 from gracekv.tree.tree_batch import TreeBatch
 

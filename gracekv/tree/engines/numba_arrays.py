@@ -22,7 +22,7 @@ class HeadArrays(
         "epsilon uniform_base rule_epsilon multiplicity",
     )
 ):
-    """U heads: `gracekv.tree.probes.ProbeAttention`, and the distortion's weights.
+    """U heads: `gracekv.tree.engines.base.ProbeAttention`, and the distortion's weights.
 
     Attributes:
         exponentials: p [U*N, P].

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.kernels.linalg import linear
-from gracekv.kernels.logits import capped
+from gracekv.kernels.linalg import capped, linear
+from gracekv.tree.base import IntervalCosts, Nodes
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import MAX_EXPONENT, EngineInputs
 from gracekv.tree.merge import representative_positions
-from gracekv.tree.nodes import IntervalCosts, Nodes
 from gracekv.tree.tree_batch import Workspace
 
 

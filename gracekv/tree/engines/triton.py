@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from gracekv.tree.base import IntervalCosts, Nodes
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import EngineInputs
-from gracekv.tree.nodes import IntervalCosts, Nodes
 
 # Probes times features of a program, whose queries and sums fill registers; more probes are divided
 # among several programs.
