@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -24,24 +24,16 @@ from gracekv.errors import (
     WholeCacheWarning,
     expect,
 )
-from gracekv.hf.reading import Reading
+from gracekv.hf.reading import Reading, layer_by_layer
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.compression import Compression
 from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.base import Prefill
 from gracekv.prefill.fingerprint import fingerprint
-from gracekv.prefill.layer_capture import (
-    CaptureInfo,
-    FiniteChecks,
-    LayerCapture,
-    check_observation,
-)
-from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.model_layers import cache_dtype, has_rope, head_sizes, model_layers, rotating
 from gracekv.prefill.needs import CaptureSizes, Needs, held_positions
 from gracekv.prefill.observations import seconds_by_stage
-from gracekv.prefill.observer import Observer
 from gracekv.prefill.options import (
     DEFAULTS,
     CaptureOptions,
@@ -61,15 +53,6 @@ from gracekv.segment.surprisal import Surprisal
 from gracekv.value.output_projection import OutputProjection
 
 _Result = TypeVar("_Result")
-
-# Layers from one return of freed memory to the next. What goes back must be got again, which takes
-# longer than the return itself.
-_TRIM = 4
-
-
-# What is known once the last layer was read: states of the layers that are not compressed, and wall
-# seconds of the forward pass ("prefill") and of each observer beside it.
-_Ending = tuple[tuple[LayerState, ...], Mapping[str | Observer, float]]
 
 # Tokens of a chunk, and of a prompt that runs in one pass all the same: its keys and values are
 # then those of the stock model to the bit. Layer by layer 2,000 tokens by 512 take a tenth of the
@@ -262,56 +245,6 @@ def _whole(reading: Reading, held: Tensor) -> Prefill:
     )
 
 
-def _by_layers(
-    reading: Reading, held: Tensor, *, each: Callable[[LayerCapture], None], trims: bool
-) -> _Ending:
-    """Read a layer at a time: `each` is called with every layer once it is whole.
-
-    The tensors of a layer are lent: the next layer overwrites them. Queries cannot be computed
-    again, so all that are needed are held. `trims` returns freed CPU memory to the system
-    meanwhile: without it the heap would grow with every layer, since kept entries lie between
-    freed blocks.
-    """
-    record, count = reading.record, len(reading.layers)
-    identity = fingerprint(reading.model, reading.prompt.tokenizer)
-    devices: list[torch.device] = []
-    checks = FiniteChecks()
-
-    def show(number: int) -> None:
-        keys, values, queries = record.layer(number)
-        devices.append(keys.device)
-        info = CaptureInfo(
-            spans=reading.prompt.spans,
-            layers=count,
-            kv_heads=len(keys),
-            query_heads=len(queries),
-            head_dim=keys.shape[-1],
-            dtype=keys.dtype,
-            device=devices[0],
-            query_positions=held,
-            scale=record.scale,
-            softcap=record.softcap,
-            token_ids=reading.prompt.ids,
-            fingerprint=identity,
-            shard=reading.shard,
-        )
-        rope, sinks = record.rope_of(number), record.sinks.get(number)
-        observed = reading.observations.layer_results(number, keys.device)
-        capture = LayerCapture(info, number, keys, values, queries, rope, sinks, observed)
-        capture.check(checks)
-        for observer, seen in observed.items():
-            check_observation(observer, observer.shape(info)[1:], seen, checks)
-        each(capture)
-        record.drop(number)
-        is_last = number + 1 == count
-        if trims and reading.device.type == "cpu" and (is_last or number % _TRIM == 0):
-            trim_memory()
-
-    reading.by_layers(show)
-    checks.finish()
-    return reading.others.states, {"prefill": reading.seconds} | reading.observations.seconds
-
-
 def prefilled_run(
     model: Any,
     prompt: Prompt,
@@ -335,7 +268,7 @@ def prefilled_run(
         reason = pipeline.holds_all(plan, 2 * dim * cache_dtype(model).itemsize)
         if reason is None:
             stays = plan.total / (plan.layers * plan.heads * plan.context)
-            read = partial(_by_layers, each=made.layer, trims=options.trim)
+            read = partial(layer_by_layer, each=made.layer, trims=options.trim)
             try:
                 others, seconds = _read(model, prompt, past, needs, options, read, stays)
                 return made.finish(others, seconds_by_stage(seconds, needs))

@@ -9,7 +9,7 @@ holds the residual stream and the keys and values of one layer. Both use the sto
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from functools import partial
@@ -26,6 +26,14 @@ from gracekv.prefill.attention_patch import (
     own_thread,
     patched_attention,
 )
+from gracekv.prefill.fingerprint import fingerprint
+from gracekv.prefill.layer_capture import (
+    CaptureInfo,
+    FiniteChecks,
+    LayerCapture,
+    check_observation,
+)
+from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.model_layers import (
     compressed_layers,
     final_logits,
@@ -36,13 +44,23 @@ from gracekv.prefill.model_layers import (
 )
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.observations import Clock, Observations
-from gracekv.prefill.observer import FinalRun
+from gracekv.prefill.observer import FinalRun, Observer
+from gracekv.prefill.options import trim_memory
 from gracekv.prefill.partial_attention import CausalMasks, PartialAttention, rotations
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.recorder import Recorder, no_rotation
 from gracekv.prefill.spans import Past, Region
 from gracekv.prefill.stock_cache import StockLayers
 from gracekv.undo import hooked, undone
+
+# Layers from one return of freed memory to the next. What goes back must be got again, which takes
+# longer than the return itself.
+_TRIM = 4
+
+
+# What is known once the last layer was read: states of the layers that are not compressed, and wall
+# seconds of the forward pass ("prefill") and of each observer beside it.
+_Ending = tuple[tuple[LayerState, ...], Mapping[str | Observer, float]]
 
 
 class Reading:
@@ -227,3 +245,53 @@ def _rotation(model: Any, past: Past, places: Tensor) -> tuple[Tensor, Tensor]:
         past.keys[0], rotary_positions(model, places), *rotation_kind(model)
     )
     return rotation
+
+
+def layer_by_layer(
+    reading: Reading, held: Tensor, *, each: Callable[[LayerCapture], None], trims: bool
+) -> _Ending:
+    """Read a layer at a time: `each` is called with every layer once it is whole.
+
+    The tensors of a layer are lent: the next layer overwrites them. Queries cannot be computed
+    again, so all that are needed are held. `trims` returns freed CPU memory to the system
+    meanwhile: without it the heap would grow with every layer, since kept entries lie between
+    freed blocks.
+    """
+    record, count = reading.record, len(reading.layers)
+    identity = fingerprint(reading.model, reading.prompt.tokenizer)
+    devices: list[torch.device] = []
+    checks = FiniteChecks()
+
+    def show(number: int) -> None:
+        keys, values, queries = record.layer(number)
+        devices.append(keys.device)
+        info = CaptureInfo(
+            spans=reading.prompt.spans,
+            layers=count,
+            kv_heads=len(keys),
+            query_heads=len(queries),
+            head_dim=keys.shape[-1],
+            dtype=keys.dtype,
+            device=devices[0],
+            query_positions=held,
+            scale=record.scale,
+            softcap=record.softcap,
+            token_ids=reading.prompt.ids,
+            fingerprint=identity,
+            shard=reading.shard,
+        )
+        rope, sinks = record.rope_of(number), record.sinks.get(number)
+        observed = reading.observations.layer_results(number, keys.device)
+        capture = LayerCapture(info, number, keys, values, queries, rope, sinks, observed)
+        capture.check(checks)
+        for observer, seen in observed.items():
+            check_observation(observer, observer.shape(info)[1:], seen, checks)
+        each(capture)
+        record.drop(number)
+        is_last = number + 1 == count
+        if trims and reading.device.type == "cpu" and (is_last or number % _TRIM == 0):
+            trim_memory()
+
+    reading.by_layers(show)
+    checks.finish()
+    return reading.others.states, {"prefill": reading.seconds} | reading.observations.seconds

@@ -136,8 +136,8 @@ class Prefill:
 
     def rope_of(self, layer: int) -> Rope:
         """The rotations that made the keys of `layer`."""
-        table = self.rope.cos
-        return Rope.none(len(table), table.device) if layer in self.unrotated else self.rope
+        cos = self.rope.cos
+        return Rope.none(len(cos), cos.device) if layer in self.unrotated else self.rope
 
     @property
     def entry_dim(self) -> int:
@@ -203,9 +203,8 @@ class Prefill:
     def queries_at(self, layer: int, positions: Sequence[int] | Tensor) -> Tensor:
         """[H, P, d] queries of `layer` at absolute `positions`; not to be written to.
 
-        Positions on a GPU are copied to the host, unless all queries are held.
-
-        Raises `MissingCaptureError` if one of them was not captured.
+        Positions on a GPU are copied to the host, unless all queries are held. Raises
+        `MissingCaptureError` if one of them was not captured.
         """
         return self.layer(layer).queries_at(positions)
 
