@@ -66,8 +66,11 @@ def run_demo(out: Path, max_new_tokens: int = 32) -> None:
         f"{prompt.spans.context_length:,} are the chapter. Answers are decoded greedily and shown "
         f"unedited; one is right if it contains “{EXPECTED}”."
     )
-    for table in (_answers(trials), _figures(trials)):
-        console.print(table)
+    for trial in trials:
+        right = "right" if EXPECTED.lower() in trial.answer.lower() else "wrong"
+        said = trial.answer.replace("\n", " ")
+        console.print(f"{trial.label} ({right}): {said}", markup=False, highlight=False)
+    console.print(_figures(trials))
     _, light, shown_first, hard, *others = trials
     shown = [shown_first, *others, light, hard]
     compare({t.label: t.result for t in shown}, page, answers={t.label: t.answer for t in shown})
@@ -97,17 +100,6 @@ def _trials(console: Console, max_new_tokens: int) -> list[Trial]:
             decode = (time.perf_counter() - start) / _TIMED_TOKENS
             trials.append(Trial(label, result, answer.strip(), decode))
     return trials
-
-
-def _answers(trials: Sequence[Trial]) -> Table:
-    table = Table(title="Answers", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("cache", no_wrap=True)
-    table.add_column("right")
-    table.add_column("answer", overflow="fold")
-    for trial in trials:
-        right = EXPECTED.lower() in trial.answer.lower()
-        table.add_row(trial.label, "yes" if right else "no", trial.answer.replace("\n", " "))
-    return table
 
 
 def _figures(trials: Sequence[Trial]) -> Table:

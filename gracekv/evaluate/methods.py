@@ -43,27 +43,22 @@ def changed(pipeline: Pipeline, change: str) -> Pipeline:
     """
     import yaml
 
-    path, equals, text = change.partition("=")
-    names = [name.strip() for name in path.split(".")]
-    if not equals or len(names) > 2 or not all(names):
+    path, _, text = change.partition("=")
+    stage, *fields = (name.strip() for name in path.split("."))
+    data: dict[str, Any] = pipeline.to_dict()
+    inside = isinstance(data.get(stage), dict)
+    if not text or len(fields) > 1 or (fields and not inside):
         raise ConfigError(
             f"A change is written stage.field=value or stage=name, such as floor.alpha=0.4; got "
-            f"{change!r}."
+            f"{change!r}. Stages: {', '.join(x for x, y in data.items() if isinstance(y, dict))}."
         )
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{text!r} in {change!r} is not a value: {error}") from error
-    data: dict[str, Any] = pipeline.to_dict()
-    if len(names) == 1:
-        return Pipeline.from_dict({**data, names[0]: value})
-    stage, field = names
-    if not isinstance(data.get(stage), dict):
-        raise ConfigError(
-            f"{change!r} changes a field of {stage!r}, which is no stage. Stages: "
-            f"{', '.join(name for name, part in data.items() if isinstance(part, dict))}."
-        )
-    return Pipeline.from_dict({**data, stage: {**data[stage], field: value}})
+    return Pipeline.from_dict(
+        {**data, stage: {**data[stage], fields[0]: value} if fields else value}
+    )
 
 
 def split_methods(text: str) -> list[str]:

@@ -1,8 +1,7 @@
-"""Reports on compressed caches: an HTML page, tables, and a figure for papers.
+"""Reports on compressed caches: an HTML page, and tables.
 
 `result.report("page.html")` writes a page for one result, `compare` a page for several results of
-one prompt. `token_statuses` lists the entry that holds a token in each head. The figure needs
-matplotlib, which is imported when it is drawn.
+one prompt. `token_statuses` lists the entry that holds a token in each head.
 """
 
 from gracekv.allocate.curve import AuctionCurve as AuctionCurve
@@ -10,7 +9,6 @@ from gracekv.decode.limit import CutHistory as CutHistory
 from gracekv.report.data import ReportColumn as ReportColumn
 from gracekv.report.data import ReportData as ReportData
 from gracekv.report.entries import KeptEntries as KeptEntries
-from gracekv.report.figures import plot_entries as plot_entries
 from gracekv.report.page import compare as compare
 from gracekv.report.page import write as write
 from gracekv.report.page import write_all as write_all

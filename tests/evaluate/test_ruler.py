@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from gracekv.errors import TaskError
 from gracekv.evaluate import ruler
-from gracekv.evaluate.needles import noise_lines
 from gracekv.evaluate.sample import chat_prompt
 from gracekv.evaluate.sources import Sources, ruler_forms
 from gracekv.evaluate.tasks import Task
@@ -82,25 +81,6 @@ def test_every_needle_is_present_once_and_the_answer_is_derivable(make, name, se
     keys = max(args["num_needle_k"], args["num_needle_q"])
     if args["type_haystack"] != "needle":
         assert len(found) == keys * args["num_needle_v"]
-
-
-def test_one_value_is_asked_for_in_the_singular(make):
-    one, four = make("niah_multikey_1"), make("niah_multivalue")
-    assert one.instruction.startswith("A special magic number is hidden")
-    assert one.question.startswith("\nWhat is the special magic number for ")
-    assert one.answer_prefix.endswith("mentioned in the provided text is")
-    assert four.instruction.startswith("Some special magic numbers are hidden")
-    assert four.answer_prefix.endswith("mentioned in the provided text are")
-
-
-def test_needles_lie_at_different_depths_in_different_samples(make):
-    depths = []
-    for index in range(12):
-        context = make("niah_single_2", 1536, index=index).context
-        depths.append(context.index("One of the special") / len(context))
-    assert len({round(depth, 2) for depth in depths}) > 4
-    assert min(depths) < 0.4
-    assert max(depths) > 0.6
 
 
 @given(seed=st.integers(0, 2**32 - 1))
@@ -182,11 +162,6 @@ def test_documents_run_out(make):
 def test_questions_without_a_folder_name_the_file():
     with pytest.raises(TaskError, match=r"qa/squad\*\.json"):
         Sources().questions("squad")
-
-
-def test_noise_fills_up_with_part_of_a_line():
-    assert noise_lines(7)[1] == "The grass is green. The sky is blue."
-    assert len(noise_lines(10)) == 2
 
 
 @given(most=st.integers(0, 300), limit=st.integers(0, 300))

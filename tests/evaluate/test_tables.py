@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 
 import numpy as np
 import pytest
@@ -48,12 +47,6 @@ def test_the_interval_of_a_large_sample_is_the_normal_one(seed):
     half = 1.96 * values.std() / 20
     assert found.low == pytest.approx(values.mean() - half, abs=0.04)
     assert found.high == pytest.approx(values.mean() + half, abs=0.04)
-
-
-def test_one_sample_has_no_interval_and_equal_ones_no_width():
-    assert math.isnan(interval([np.array([0.5])]).low)
-    same = interval([np.full(5, 0.25)])
-    assert (same.low, same.mean, same.high) == (0.25, 0.25, 0.25)
 
 
 def test_pairs_are_compared_and_not_means():

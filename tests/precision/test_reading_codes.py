@@ -22,7 +22,6 @@ from gracekv.backends.reference import attention
 from gracekv.errors import BackendUnavailableError
 from gracekv.hf.packed_layer import PackedLayer
 from gracekv.testing.attention import TOLERANCES, relative_error
-from support.decode_steps import packed_alone
 from support.quantised_layers import of_mixed_widths, of_two_passages, quantised
 
 CPU = torch.device("cpu")
@@ -82,36 +81,6 @@ def test_equal_attention_in_float64(
             # Three roundings to the dtype: each part's output and their mixture.
             assert relative_error(output, want) <= 2 * bound, backend
             assert bool((output[(lse == -math.inf).all(0)] == 0).all())
-
-
-def test_the_same_bits_on_any_number_of_threads():
-    rng = torch.Generator().manual_seed(1)
-    layer = quantised(rng, [300, 5, 0, 120], 64, torch.bfloat16, 1)
-    query = torch.randn(1, 12, 1, 64, generator=rng).bfloat16()
-    keys, values = (torch.randn(1, 4, 9, 64, generator=rng).bfloat16() for _ in "kv")
-    prepared, before, found = Numba().prepare(layer), torch.get_num_threads(), []
-    for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        found += [Numba()(AttentionStep(query, prepared, keys, values, 0.125)) for _ in range(5)]
-    torch.set_num_threads(before)
-    assert all(torch.equal(one, found[0]) for one in found)
-
-
-def test_a_step_dequantises_pieces_and_never_a_whole_layer(monkeypatch):
-    monkeypatch.setattr(sdpa, "_PIECE", 8)
-    rng = torch.Generator().manual_seed(2)
-    layer = quantised(rng, [70, 70], 16, torch.float32, 1)
-    seen, real = [], type(layer.coded[0]).numbers
-
-    def watched(self, row, first, stop):
-        seen.append(stop - first)
-        return real(self, row, first, stop)
-
-    monkeypatch.setattr(type(layer.coded[0]), "numbers", watched)
-    query = torch.randn(1, 2, 1, 16, generator=rng)
-    Sdpa()(packed_alone(query, Sdpa().prepare(layer), 0.25))
-    assert max(seen) <= 8
-    assert sum(seen) == layer.coded[0].entries
 
 
 def test_auto_takes_a_backend_that_reads_codes():

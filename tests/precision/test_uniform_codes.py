@@ -97,12 +97,6 @@ def test_constant_groups_are_exact(seed, dtype, side, bits, size):
         assert torch.equal(got.to(dtype), x)
 
 
-def test_16_bit_numbers_that_float32_layers_repeat_are_exact():
-    coding, lengths = Coding(4, 32), torch.tensor([5])
-    x = torch.tensor([0.0, 1.5, -3.25, 1000.0]).expand(5, 4).contiguous()
-    assert torch.equal(read(x, lengths, coding, "keys"), x)
-
-
 def layer_of(rng, lengths, dim=8, dtype=torch.float32, sequences=1):
     counts = torch.tensor(lengths)
     total = int(counts.sum())

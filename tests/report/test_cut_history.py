@@ -222,10 +222,3 @@ def test_the_picture_tells_tokens_and_heads_and_chooses_a_cut(opened, shown):
         assert clear == pytest.approx(left, abs=0.03)
     assert page.problems == []
     page.close()
-
-
-def test_the_section_fits_a_phone(opened, shown):
-    page = opened(shown, viewport={"width": 390, "height": 844})
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert page.locator("#cutsPicture").bounding_box()["width"] > 250
-    page.close()

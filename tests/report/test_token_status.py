@@ -40,13 +40,6 @@ def test_rows_are_the_entries(make, recipe, seed, data):
             assert row.relevance == pytest.approx(float(scores[at]), rel=0.04, abs=1e-5)
 
 
-def test_recent_tokens_have_no_relevance(make):
-    result = make("gracekv", 3)
-    last = result.prompt.spans.context_end - 1
-    assert {row.relevance for row in token_statuses(result, last)} == {None}
-    assert {row.state for row in token_statuses(result, last)} == {"exact"}
-
-
 def test_prints_as_a_table(make):
     result = make("gracekv", 4)
     tables = [str(token_statuses(result, p)) for p in range(result.prompt.spans.length)]
