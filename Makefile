@@ -95,7 +95,7 @@ gpu: $(STAMP)
 	$(BIN)/python benchmarks/gpu.py
 
 # Everything, with every case of long lists (tests/support/covering.py), ten times as many random
-# examples, thousands of broken files, and what is marked `long`: twenty minutes, to
+# examples, thousands of broken files, and what is marked `long`: about an hour, to
 # benchmarks/results/test-long.md and fuzz.md. A part of it: make test-long LONG=tests/fuzz.
 test-long: export GRACEKV_LONG = 1
 test-long: $(STAMP)

@@ -14,3 +14,8 @@ from gracekv.report.page import write as write
 from gracekv.report.page import write_all as write_all
 from gracekv.report.token_status import TokenStatuses as TokenStatuses
 from gracekv.report.token_status import token_statuses as token_statuses
+
+
+def __getattr__(name: str) -> object:
+    why = " Figures went in 0.3: the page of `result.report` shows them." if "plot_" in name else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{why}")
