@@ -10,6 +10,7 @@ MOST_MINUTES = 150
 OUTSIDE = {
     "gpu": "`make gpu`, on a GPU that the machine of the other results does not have",
     "fuzz": "`make test-long`, a test",
+    "conversation": "`python benchmarks/conversation.py`, half an hour on a core",
 }
 """Files that are shown and are not made by `make results`, and what makes them."""
 

@@ -99,6 +99,7 @@ KNOWN = {
     "vllm_compress": Known("vllm.md"),
     "gpu": Known("limits.md", tables=False),
     "fuzz": Known("security.md"),
+    "conversation": Known("conversations.md", tables=False),
 }
 
 # What measures each file, a line each; shards are one, pages apart.
