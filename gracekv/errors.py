@@ -68,6 +68,10 @@ class WholeCacheWarning(UserWarning):
     """The full cache is held before it is compressed, since the model cannot be read by layers."""
 
 
+class SlowAttentionWarning(UserWarning):
+    """FlashAttention does not take the model's heads or dtype, so a slower kernel reads chunks."""
+
+
 class UntestedModelWarning(UserWarning):
     """The model's family is not tested; it passed a check on a short random prompt."""
 

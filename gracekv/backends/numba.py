@@ -14,7 +14,8 @@ from gracekv.backends.attention_args import AttentionArgs
 from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionSpec, AttentionStep
 from gracekv.backends.sdpa import Layer, Sdpa
 from gracekv.backends.split_kv import SplitEntries, SplitKV
-from gracekv.kernels.compiled import address, on_all_threads, threads_obstacle
+from gracekv.kernels.addresses import address
+from gracekv.kernels.compiled import on_all_threads, threads_obstacle
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

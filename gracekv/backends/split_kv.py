@@ -14,7 +14,7 @@ from gracekv.backends.base import sequence_of_row
 from gracekv.backends.sdpa import Layer, Sdpa
 from gracekv.cache.coded import CodedEntries, Codes
 from gracekv.kernels import ragged
-from gracekv.kernels.compiled import address
+from gracekv.kernels.addresses import address
 
 # Entries of a split: enough to outweigh its fixed cost, few enough to balance threads. Ours.
 _ENTRIES = 256

@@ -1,4 +1,4 @@
-"""Compiled kernels for CPUs: kept on disk, given addresses, and run on torch's threads.
+"""Compiled kernels for CPUs: kept on disk and run on torch's threads.
 
 A second pool of threads would compete with torch's, whose threads wait by spinning: while one pool
 uses all cores, the other one waits.
@@ -16,9 +16,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from gracekv.errors import ShapeError
 
 
 def cached(compiler: Callable[..., Any], function: Callable[..., None]) -> Any:
@@ -43,27 +40,6 @@ def _warn() -> None:
         "takes seconds. Set NUMBA_CACHE_DIR to a folder that can be written.",
         stacklevel=2,
     )
-
-
-CPU = torch.device("cpu")
-
-
-def address(
-    name: str, tensor: Tensor, dtype: torch.dtype, *shape: int, device: torch.device = CPU
-) -> int:
-    """The address of a contiguous tensor [shape] of `dtype`, by default on the CPU.
-
-    Raises `ShapeError` with the tensor's `name` if it is another one: a kernel would read, or
-    write, beyond it.
-    """
-    fits = tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous()
-    if not fits or tensor.device != device:
-        raise ShapeError(
-            f"A compiled kernel takes {name!r} as a contiguous tensor {list(shape)} of {dtype} on "
-            f"{device}; got {list(tensor.shape)} of {tensor.dtype}, strides "
-            f"{list(tensor.stride())}, on {tensor.device}."
-        )
-    return tensor.data_ptr()
 
 
 @functools.cache

@@ -24,7 +24,8 @@ from numba import carray, cfunc, types  # type: ignore[import-untyped,unused-ign
 from torch import Tensor
 
 from gracekv.kernels import intrinsics, matmul, numba_softmax, row_vectors
-from gracekv.kernels.compiled import address, cached, on_all_threads
+from gracekv.kernels.addresses import address
+from gracekv.kernels.compiled import cached, on_all_threads
 from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, inner, pointer
 from gracekv.kernels.linalg import Columns
 from gracekv.kernels.matmul import multiply

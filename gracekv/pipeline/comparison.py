@@ -18,7 +18,7 @@ from gracekv.allocate import (
     Selection,
     upper_bound,
 )
-from gracekv.allocate.plan import EntryBytes
+from gracekv.allocate.budget import EntryBytes
 from gracekv.allocate.top_tokens import entry_gains, top_tokens
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.pipeline.composition import Composition

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import Budget, BudgetPlan
-from gracekv.allocate.plan import EntryBytes
+from gracekv.allocate.budget import EntryBytes
 from gracekv.allocate.top_tokens import candidates, entry_gains
 from gracekv.cache import CompressedCache, RaggedCache, RaggedEntries, Timings
 from gracekv.cache.base import LayerToPack

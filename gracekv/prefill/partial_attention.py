@@ -6,6 +6,8 @@ tokens through the model while the keys and values of all tokens lie in one plac
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gracekv.errors import UnsupportedModelError
+from gracekv.errors import SlowAttentionWarning, UnsupportedModelError
 from gracekv.kernels.device import capability
 from gracekv.prefill.attention_patch import AttentionCall, own_thread
 from gracekv.undo import undone
@@ -136,7 +138,8 @@ class PartialAttention:
 def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor | None:
     """Attention of the last C of S tokens, [1, C, H, d], by a kernel that takes no mask.
 
-    None if torch has no such kernel for these tensors.
+    None if torch has no such kernel for these tensors; warns (`SlowAttentionWarning`) once where
+    FlashAttention takes none of them.
 
     Args:
         query: [1, H, C, d].
@@ -152,6 +155,7 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
             query, keys[None], values[None], attn_mask=bias, scale=scale, enable_gqa=True
         )
         return output.transpose(1, 2)
+    _warn_once()
     shared, keys, values = _by_group(query, keys, values)
     params = torch.backends.cuda.SDPAParams(shared, keys, values, None, 0.0, False, False)
     if not torch.backends.cuda.can_use_efficient_attention(params):
@@ -176,6 +180,17 @@ def _takes_flash(query: Tensor, values: Tensor) -> bool:
         query.dtype in (torch.float16, torch.bfloat16)
         and query.shape[-1] == values.shape[-1] <= _FLASH_DIM
         and capability(query.device) >= (8, 0)
+    )
+
+
+@functools.cache
+def _warn_once() -> None:
+    warnings.warn(
+        f"Chunks of the prompt attend without FlashAttention, which takes longer. It takes float16 "
+        f"and bfloat16, equal head dimensions up to {_FLASH_DIM} for keys and values, and GPUs of "
+        f"compute capability 8.0 or newer.",
+        SlowAttentionWarning,
+        stacklevel=2,
     )
 
 

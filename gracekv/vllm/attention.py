@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ShapeError
-from gracekv.kernels.compiled import address, on_all_threads
+from gracekv.kernels.addresses import address
+from gracekv.kernels.compiled import on_all_threads
 from gracekv.vllm.context_attention import LayerCall
 from gracekv.vllm.context_batch import ContextBatch, Division
 from gracekv.vllm.numba_kernel import PagedArgs, work_kernel

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
 from gracekv.errors import StoreError
-from gracekv.kernels.compiled import address
+from gracekv.kernels.addresses import address
 from gracekv.vllm.header import ContextHeader
 
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.allocate.plan import BudgetPlan, EntryBytes
+from gracekv.allocate.budget import EntryBytes
+from gracekv.allocate.plan import BudgetPlan
 from gracekv.allocate.ranking import affordable, first_offer
 from gracekv.allocate.selection import Selection
 from gracekv.allocate.top_tokens import top_tokens

@@ -8,7 +8,7 @@ import torch
 
 from gracekv.errors import ShapeError
 from gracekv.kernels import compiled
-from gracekv.kernels.compiled import address
+from gracekv.kernels.addresses import address
 from support.devices import two_devices
 
 numba = pytest.importorskip("numba")

@@ -1,10 +1,13 @@
 """Attention of a chunk by one call without a mask, against a masked one."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gracekv.errors import SlowAttentionWarning
 from gracekv.prefill import partial_attention
 from gracekv.prefill.partial_attention import causal_attention
 
@@ -46,7 +49,10 @@ def test_the_last_tokens_attend_to_all_up_to_their_own(seed, groups, shared, row
 
 def test_what_flash_attention_does_not_take_goes_to_another_kernel(monkeypatch):
     given = states(0, dtype=torch.float32)
-    assert causal_attention(*given, scale=0.3) is None  # no such kernel on a CPU
+    with pytest.warns(SlowAttentionWarning, match="without FlashAttention"):
+        assert causal_attention(*given, scale=0.3) is None  # no such kernel on a CPU
     monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda params: True)
-    output = causal_attention(*given, scale=0.3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        output = causal_attention(*given, scale=0.3)
     torch.testing.assert_close(output.double(), expected(*given, 0.3), rtol=1e-4, atol=1e-5)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.kernels.compiled import address, on_all_threads
+from gracekv.kernels.addresses import address
+from gracekv.kernels.compiled import on_all_threads
 from gracekv.tree.base import IntervalCosts, Nodes, RootCosts, Split, Splitter
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import EngineInputs

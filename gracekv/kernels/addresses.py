@@ -1,0 +1,28 @@
+"""Addresses of tensors for compiled kernels, which read whatever lies there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import ShapeError
+
+CPU = torch.device("cpu")
+
+
+def address(
+    name: str, tensor: Tensor, dtype: torch.dtype, *shape: int, device: torch.device = CPU
+) -> int:
+    """The address of a contiguous tensor [shape] of `dtype`, by default on the CPU.
+
+    Raises `ShapeError` with the tensor's `name` if it is another one: a kernel would read, or
+    write, beyond it.
+    """
+    fits = tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous()
+    if not fits or tensor.device != device:
+        raise ShapeError(
+            f"A compiled kernel takes {name!r} as a contiguous tensor {list(shape)} of {dtype} on "
+            f"{device}; got {list(tensor.shape)} of {tensor.dtype}, strides "
+            f"{list(tensor.stride())}, on {tensor.device}."
+        )
+    return tensor.data_ptr()
