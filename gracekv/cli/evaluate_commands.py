@@ -97,8 +97,7 @@ def evaluate(
     ] = "fullkv,gracekv",
 ) -> None:
     """Run methods on benchmark tasks, resumably. Writes a row per sample, method and budget."""
-    from gracekv.evaluate.experiment import Experiment
-    from gracekv.evaluate.methods import split_methods
+    from gracekv.evaluate.experiment import Experiment, split_methods
 
     if config is None:
         experiment = options.experiment(split_methods(methods))
@@ -148,7 +147,7 @@ def ablate(
     metric: MeasureNames = "score",
 ) -> None:
     """Run a method and its variants; show paired differences. At 8x if no budget is given."""
-    from gracekv.evaluate.methods import variants
+    from gracekv.evaluate.experiment import variants
 
     settings = set_ or []
     methods = variants(base, settings, not settings if ablations is None else ablations)

@@ -1,25 +1,33 @@
 """RULER's 13 tasks, generated locally from their published procedure, for any tokenizer.
 
-Families of hidden sentences are in `gracekv.evaluate.needles`; here are those of counting (cwe,
-fwe) and of questions about documents (qa).
+Counting (cwe, fwe), questions about documents (qa), and hidden sentences: those with a key and a
+value (niah_*) are hidden in essays, in noise, or among their like; variables (vt), each assigned
+the one before, among noise.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
+import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
-from gracekv.evaluate.needles import chains, needles
 from gracekv.evaluate.sample import FurtherQuestion
 from gracekv.evaluate.sources import Question, Sources, ruler_forms
-from gracekv.evaluate.texts import Family, Texts, letters, words
+from gracekv.evaluate.texts import Family, Texts, distinct, letters, words
 
 TASKS = tuple(ruler_forms()["tasks"])
 
 _ZETA_2 = math.pi**2 / 6
+# RULER draws depths from 40 evenly spaced percentages of the text.
+_DEPTHS = tuple(i / 39 for i in range(40))
+_SENTENCE = re.compile(r"(?<=[.!?])\s+")
+# Lines of vt's demonstration: what RULER's search finds for at most 500 tokens, one step of lines.
+_DEMONSTRATION = {"long": 10, "short": 5}
 
 
 def family(name: str, length: int, index: int, sources: Sources) -> Family:
@@ -80,13 +88,6 @@ def coded_words(task: Mapping[str, Any], length: int) -> Family:
     return Family(draw, least=80)
 
 
-_MADE = {
-    "variable_tracking": chains,
-    "common_words_extraction": common_words,
-    "freq_words_extraction": coded_words,
-}
-
-
 def documents(task: Mapping[str, Any], question: Question, corpus: Sequence[str]) -> Family:
     """qa_1 and qa_2: a question about one or two documents; sizes count characters of distractors.
 
@@ -128,3 +129,128 @@ def _asked_once(
 
 def _numbered(words: Sequence[str]) -> str:
     return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))
+
+
+def needles(task: Mapping[str, Any], essay: Sequence[str]) -> Family:
+    """A niah task; sizes count words of essay, sentences of noise, or distractor needles.
+
+    `essay` is the haystack as words; it is repeated where it ends. Sentences are cut at blanks
+    after '.', '!' or '?' (RULER: nltk's punkt, whose data would have to be downloaded; only the
+    places of the needles differ).
+    """
+    args = task["args"]
+    kind = args["type_haystack"]
+    queried = args["num_needle_q"]
+    keys, per_key = max(args["num_needle_k"], queried), args["num_needle_v"]
+    single = queried * per_key == 1
+
+    def draw(size: int, rng: Random) -> Texts:
+        taken: set[str] = set()
+        names = distinct(args["type_needle_k"], keys, rng, taken)
+        values = {k: distinct(args["type_needle_v"], per_key, rng, taken) for k in names}
+        hidden = [_needle(args, k, v) for k in names for v in values[k]]
+        rng.shuffle(hidden)
+        if kind == "essay":
+            repeated = itertools.islice(itertools.cycle(essay), size)
+            sentences = _SENTENCE.split(" ".join(repeated))
+            depths = sorted(rng.sample(_DEPTHS, len(hidden)))
+            places = [round(depth * len(sentences)) for depth in depths]
+            context = " ".join(_insert(sentences, places, hidden))
+        else:
+            lines = noise_lines(size)
+            if kind == "needle":
+                kinds = args["type_needle_k"], args["type_needle_v"]
+                drawn = [distinct(kind, size, rng, taken) for kind in kinds]
+                lines = [_needle(args, k, v) for k, v in zip(*drawn, strict=True)]
+            context = "\n".join(_among(lines, hidden, rng))
+        asked = rng.sample(names, queried)
+        query = asked[0] if queried == 1 else ", ".join(asked[:-1]) + ", and " + asked[-1]
+        fields = {"type_needle_v": args["type_needle_v"], "query": query}
+        if single:
+            fields["type_needle_v"] = fields["type_needle_v"].removesuffix("s")
+        texts = (task["prefix"], task["question"], task["answer_prefix"])
+        instruction, question, answer_prefix = (
+            (_singular(text) if single else text).format(**fields) for text in texts
+        )
+        answers = tuple(v for k in asked for v in values[k])
+        return Texts(instruction, context, (FurtherQuestion(question, answer_prefix, answers),))
+
+    return Family(draw, least=1)
+
+
+def chains(task: Mapping[str, Any], length: int) -> Family:
+    """vt, the variable tracing task; sizes count sentences of noise.
+
+    The demonstration, a solved instance with shorter names, stands before the instruction and is
+    never compressed (ours; RULER knows no compression).
+    """
+    lines = _DEMONSTRATION["long" if length >= 4096 else "short"]
+    names = task["args"]["num_hops"] + 1
+
+    def instance(sentences: int, letters_per_name: int, rng: Random) -> Texts:
+        variables = letters(letters_per_name, names, rng, string.ascii_uppercase)
+        value = str(rng.randint(10_000, 99_998))
+        form = ruler_forms()
+        chain = [form["vt_first"].format(x=variables[0], value=value)]
+        chain += [
+            form["vt_next"].format(y=new, x=old).rstrip()
+            for old, new in itertools.pairwise(variables)
+        ]
+        text = noise_lines(sentences)
+        places = sorted(rng.choices(range(len(text) + 1), k=names))
+        for place, line in reversed(list(zip(places, chain, strict=True))):
+            text.insert(place, line)
+        question, answer_prefix = (
+            task[part].format(query=value, num_v=names) for part in ("question", "answer_prefix")
+        )
+        asked = FurtherQuestion(question, answer_prefix, tuple(variables))
+        return Texts(task["prefix"], "\n".join(text), (asked,))
+
+    def draw(size: int, rng: Random) -> Texts:
+        # Its own stream: the demonstration must not change with the size of the real instance.
+        shown = instance(5 * lines, 3, Random(rng.getrandbits(64)))
+        solved = shown.solved() + " ".join(shown.asked[0].answers)
+        real = instance(size, 5, rng)
+        return real._replace(instruction=f"{solved}\n\n{real.instruction}")
+
+    return Family(draw, least=1)
+
+
+def noise_lines(sentences: int) -> list[str]:
+    """RULER's noise in lines of five sentences; the last may be shorter, to fill the length."""
+    line = _SENTENCE.split(ruler_forms()["noise"])
+    full, rest = divmod(sentences, len(line))
+    return [" ".join(line)] * full + ([" ".join(line[:rest])] if rest else [])
+
+
+def _needle(args: Mapping[str, Any], key: str, value: str) -> str:
+    form: str = ruler_forms()["needle"]
+    return form.format(type_needle_v=args["type_needle_v"], key=key, value=value)
+
+
+def _singular(text: str) -> str:
+    """RULER's rewriting where one value is asked for, of the task's text only."""
+    return text.replace("Some", "A").replace("are all", "is").replace("are", "is")
+
+
+def _among(lines: list[str], hidden: Sequence[str], rng: Random) -> list[str]:
+    # Short texts have fewer lines than needles; then several stand at one place.
+    places = [rng.randint(0, len(lines)) for _ in hidden]
+    if len(lines) >= len(hidden):
+        places = rng.sample(range(len(lines) + 1), len(hidden))
+    return _insert(lines, sorted(places), hidden)
+
+
+def _insert(pieces: list[str], places: Sequence[int], hidden: Sequence[str]) -> list[str]:
+    result = list(pieces)
+    # From the back, so that the places in front stay valid.
+    for place, text in sorted(zip(places, hidden, strict=True), key=lambda x: x[0], reverse=True):
+        result.insert(place, text)
+    return result
+
+
+_MADE = {
+    "variable_tracking": chains,
+    "common_words_extraction": common_words,
+    "freq_words_extraction": coded_words,
+}

@@ -164,11 +164,9 @@ def make_schedule(
 
     Raises `TaskError` if data are missing.
     """
-    known = {
-        key: row
-        for key, row in latest(list(rows)).items()
-        if row.get("error") is None or not retry_failed
-    }
+    known = latest(list(rows))
+    if retry_failed:
+        known = {key: row for key, row in known.items() if row.get("error") is None}
     hashes = {row["sample"]: row["prompt_hash"] for row in rows if row.get("prompt_hash")}
     # Panels with the same sample under the same settings share its prefill.
     numbers: dict[str, int] = {}

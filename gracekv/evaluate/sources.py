@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
@@ -103,9 +103,8 @@ class Sources:
 
         Raises `TaskError` if there is no file.
         """
-        parse = squad if dataset == "squad" else hotpot
-        found: tuple[list[Question], list[str]] = self._once(dataset, parse)
-        return found
+        questions, corpus = self._once(dataset, squad if dataset == "squad" else hotpot)
+        return questions, corpus
 
     @cached_property
     def articles(self) -> list[list[Passage]]:
@@ -117,10 +116,8 @@ class Sources:
 
         Raises `TaskError` if they are not in the folder.
         """
-        found: list[dict[str, Any]] = self._once(
-            part, json.loads if part.startswith("longproc") else _json_lines
-        )
-        return found
+        parse = json.loads if part.startswith("longproc") else _json_lines
+        return list(self._once(part, parse))
 
     def longproc_prompt(self, name: str) -> str:
         """The prompt of a LongProc task; raises `TaskError` if it is not in the folder."""
@@ -160,16 +157,15 @@ class Sources:
 
 
 @cache
-def ruler_forms() -> Mapping[str, Any]:
+def ruler_forms() -> Any:
     """RULER's prompt strings: the needle and noise lines, and under "tasks" one entry per task."""
     return _packaged("ruler.json")
 
 
 @cache
-def longbench_forms() -> Mapping[str, Any]:
+def longbench_forms() -> Any:
     """LongBench's prompt strings, one entry per data set."""
-    forms: Mapping[str, Any] = _packaged("longbench.json")["datasets"]
-    return forms
+    return _packaged("longbench.json")["datasets"]
 
 
 def _json_lines(raw: bytes) -> list[dict[str, Any]]:
@@ -216,8 +212,7 @@ def hotpot(raw: bytes) -> tuple[list[Question], list[str]]:
     The documents with supporting facts are the gold ones; at short lengths the question's other
     documents are left out first (RULER shows all ten, which fit from about 2,000 tokens on).
     """
-    questions: list[Question] = []
-    corpus: list[str] = []
+    questions, corpus = list[Question](), list[str]()
     for record in json.loads(raw):
         texts = {title: f"{title}\n{''.join(lines)}" for title, lines in record["context"]}
         corpus += texts.values()
@@ -228,7 +223,5 @@ def hotpot(raw: bytes) -> tuple[list[Question], list[str]]:
     return questions, list(dict.fromkeys(corpus))
 
 
-def _packaged(name: str) -> Mapping[str, Any]:
-    text = (files("gracekv.evaluate") / "data" / name).read_text(encoding="utf-8")
-    data: Mapping[str, Any] = json.loads(text)
-    return data
+def _packaged(name: str) -> Any:
+    return json.loads((files("gracekv.evaluate") / "data" / name).read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from gracekv.evaluate.measures import Measure
 from gracekv.evaluate.row_files import Row, latest, note_marks
 
 Values = NDArray[np.float64]
+# By task, seed and index.
+Samples = dict[tuple[str, int, int], float]
 
 FULL = "full"
 RESAMPLES = 9_999
@@ -120,22 +123,20 @@ def make_tables(rows: Sequence[Row], measure: Measure, against: str | None = Non
     Raises `ConfigError` if rows of one sample and method were made under different settings, if
     rows of one model's name come from different weights, or if `against` names no method.
     """
-    found: dict[Title, dict[tuple[str, str], dict[tuple[str, int, int], float]]] = {}
+    found: dict[Title, dict[tuple[str, str], Samples]] = {}
     for row in _trusted(rows):
         value = measure.read(row)
         if row.get("error") is not None or value is None:
             continue
-        title = Title(
-            row["model"], row["settings"]["protocol"], row["group"], row["metric"], row["length"]
-        )
+        shared = (row[name] for name in ("group", "metric", "length"))
+        title = Title(row["model"], row["settings"]["protocol"], *shared)
         sample = (row["task"], row["seed"], row["index"])
         found.setdefault(title, {}).setdefault((row["method"], row["column"]), {})[sample] = value
     known = {method for values in found.values() for method, _ in values}
     if against is not None and found and against not in known:
-        raise ConfigError(
-            f"No rows of the method {against!r}. Methods: {', '.join(sorted(known))}."
-        )
-    return [_table(title, values, measure, against) for title, values in found.items()]
+        others = ", ".join(sorted(known))
+        raise ConfigError(f"No rows of the method {against!r}. Methods: {others}.")
+    return [_table(title, values, against) for title, values in found.items()]
 
 
 def _trusted(rows: Sequence[Row]) -> list[Row]:
@@ -165,12 +166,7 @@ def _trusted(rows: Sequence[Row]) -> list[Row]:
     return chosen
 
 
-def _table(
-    title: Title,
-    values: dict[tuple[str, str], dict[tuple[str, int, int], float]],
-    measure: Measure,
-    against: str | None,
-) -> Table:
+def _table(title: Title, values: dict[tuple[str, str], Samples], against: str | None) -> Table:
     methods = tuple(dict.fromkeys(method for method, _ in values))
     columns = tuple(sorted({c for _, c in values if c != FULL}, key=_generosity))
     cells: dict[tuple[str, str], Interval] = {}
@@ -200,15 +196,10 @@ def _table(
     return Table(title, tasks, methods, columns, cells, compared, against, unpaired)
 
 
-def _by_task(
-    values: dict[tuple[str, int, int], float], samples: set[tuple[str, int, int]]
-) -> list[Values]:
+def _by_task(values: Samples, samples: set[tuple[str, int, int]]) -> list[Values]:
     """One array for each task, samples in order, so that methods can be paired."""
-    tasks = sorted({task for task, _, _ in samples})
-    return [
-        np.array([values[sample] for sample in sorted(samples) if sample[0] == task])
-        for task in tasks
-    ]
+    each = itertools.groupby(sorted(samples), lambda sample: sample[0])
+    return [np.array([values[sample] for sample in own]) for _, own in each]
 
 
 def _generosity(column: str) -> tuple[int, float]:

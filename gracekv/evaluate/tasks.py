@@ -86,9 +86,8 @@ class Task:
         return int(FORMS[self.name]["max_new_tokens"])
 
     @property
-    def _part(self) -> str | None:
-        part: str | None = FORMS[self.name].get("part", self.name)
-        return part
+    def _part(self) -> Any:
+        return FORMS[self.name].get("part", self.name)
 
     def source(self, sources: Sources) -> str:
         """The data behind the samples: file names and hashes, or "generated"."""
@@ -122,10 +121,8 @@ class Task:
 
         def build(family: Family, size: int) -> Sample:
             texts = family.draw(size, random_stream(stream, length, self.seed, index))
-            in_turns = form.get("in_turns", False)
-            return texts.sample(
-                task=self.name, index=index, metric=form["metric"], in_turns=in_turns
-            )
+            facts = {"metric": form["metric"], "in_turns": form.get("in_turns", False)}
+            return texts.sample(task=self.name, index=index, **facts)
 
         def fits(family: Family, size: int) -> bool:
             return _tokens(build(family, size), tokenizer) <= room
@@ -169,8 +166,6 @@ def record_sample(name: str, index: int, sources: Sources) -> Sample:
     never compressed.
     """
     form, record = longbench_forms()[name], sources.records(f"longbench:{name}")[index]
-    classes = tuple(record.get("all_classes") or ())
-    answers = [str(answer) for answer in record["answers"]]
     return Sample(
         task=f"longbench:{name}",
         index=index,
@@ -179,12 +174,12 @@ def record_sample(name: str, index: int, sources: Sources) -> Sample:
         # Not format(): queries hold braces.
         question=form["suffix"].replace("{input}", record["input"]),
         answer_prefix="",
-        answers=tuple(answer for answer in answers if answer.strip()),
+        answers=tuple(text for answer in record["answers"] if (text := str(answer)).strip()),
         metric=form["metric"],
         chat=form["chat_template"],
         first_line=form["first_line_only"],
         stop=form["extra_stop"],
-        classes=classes,
+        classes=tuple(record.get("all_classes") or ()),
     )
 
 

@@ -7,13 +7,12 @@ import json
 import platform
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import reduce
 from importlib.metadata import version
 from itertools import zip_longest
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 from gracekv import compress
 from gracekv.allocate import Budget
@@ -35,8 +34,7 @@ from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Prepared:
+class _Prepared(NamedTuple):
     """The data that all cells of one sample share.
 
     `full` holds FullKV's outputs for the reference answers, if they are compared; `about` the
@@ -45,7 +43,7 @@ class _Prepared:
     """
 
     questions: tuple[Rendered, ...]
-    full: tuple[AnswerOutputs, ...]
+    full: list[AnswerOutputs]
     about: dict[str, Any]
     compressed: Prompt
     prefill: Prefill
@@ -84,17 +82,30 @@ class Worker:
         """
         panel, task, index, cells = pending.panel, pending.task, pending.index, pending.cells
         sample = identity(self.named["model"], self.named["dtype"], panel, task, index)
-        known = [{**known_fields(sample, task.group, cell), **self.named} for cell in cells]
+        known = [
+            {
+                **cell_fields(sample, cell),
+                **sample,
+                "sample": sample_key(sample),
+                "group": task.group,
+                "budget": None if cell.budget is None else cell.budget.kind,
+                "versions": versions(),
+                "written": datetime.now(UTC).isoformat(timespec="seconds"),
+                "error": None,
+                **self.named,
+            }
+            for cell in cells
+        ]
         try:
             prepared = self._prepare(pending)
         except Exception as error:
-            yield from ({**row, **error_fields(error)} for row in known)
+            yield from ({**row, "error": _told(error)} for row in known)
             return
         for row, cell in zip(known, cells, strict=True):
             try:
                 yield {**row, **prepared.about, **self._measure(panel, task, prepared, cell)}
             except Exception as error:
-                yield {**row, **prepared.about, **error_fields(error)}
+                yield {**row, **prepared.about, "error": _told(error)}
 
     def _prepare(self, pending: PendingSample) -> _Prepared:
         panel, task, index = pending.panel, pending.task, pending.index
@@ -137,7 +148,7 @@ class Worker:
             "answers": answers[0] if len(answers) == 1 else answers,
             "metric": sample.metric,
         }
-        return _Prepared(rendered, tuple(full), about, compressed, prefill)
+        return _Prepared(rendered, full, about, compressed, prefill)
 
     def _measure(self, panel: Panel, task: Task, prepared: _Prepared, cell: Cell) -> dict[str, Any]:
         pipeline, budget, limit = cell.pipeline, cell.budget or Budget.ratio(1), None
@@ -148,10 +159,9 @@ class Worker:
         result = compress(self.model, given, prefill=prefill, pipeline=pipeline, budget=budget)
         asked = zip_longest(prepared.questions, prepared.full)
         measured = [self._ask(panel, task, one, full, result, limit) for one, full in asked]
-        return {
-            **cost_fields(result),
-            **(measured[0] if len(measured) == 1 else over_questions(measured)),
-        }
+        return cost_fields(result) | (
+            measured[0] if len(measured) == 1 else over_questions(measured)
+        )
 
     def _ask(
         self,
@@ -191,7 +201,6 @@ def _cap(panel: Panel, task: Task) -> int:
     return min(task.max_new_tokens, panel.max_new_tokens or task.max_new_tokens)
 
 
-_PACKAGES = ("torch", "transformers", "numpy")
 # Settings of a panel that change what a row measures.
 _SETTINGS = (
     "protocol", "generate", "max_new_tokens", "fidelity", "answer_words", "max_prompt", "truncate",
@@ -200,15 +209,9 @@ _SETTINGS = (
 
 def identity(model: str, dtype: str, panel: Panel, task: Task, index: int) -> dict[str, Any]:
     """The fields that tell one sample under a panel's settings from all others."""
-    return {
-        "model": model,
-        "dtype": dtype,
-        "task": task.name,
-        "length": task.length,
-        "seed": task.seed,
-        "index": index,
-        "settings": {name: getattr(panel, name) for name in _SETTINGS},
-    }
+    made = {"task": task.name, "length": task.length, "seed": task.seed, "index": index}
+    settings = {name: getattr(panel, name) for name in _SETTINGS}
+    return {"model": model, "dtype": dtype, **made, "settings": settings}
 
 
 def sample_key(sample: Mapping[str, Any]) -> str:
@@ -224,20 +227,6 @@ def cell_fields(sample: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
     pipeline = cell.pipeline.to_dict()
     fields = {"method": cell.method, "pipeline": pipeline, "column": cell.column}
     return {"key": sample_key({**sample, **fields}), **fields}
-
-
-def known_fields(sample: Mapping[str, Any], group: str, cell: Cell) -> Row:
-    """The part of a row that is known before anything is run."""
-    return {
-        **cell_fields(sample, cell),
-        **sample,
-        "sample": sample_key(sample),
-        "group": group,
-        "budget": None if cell.budget is None else cell.budget.kind,
-        "versions": versions(),
-        "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "error": None,
-    }
 
 
 def cost_fields(result: CompressionResult) -> dict[str, Any]:
@@ -272,21 +261,19 @@ def over_questions(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             return {name: mean([value[name] for value in values]) for name in values[0]}
         return sum(values) / len(values)
 
-    averaged = ("fidelity", "score", "new_tokens", "ms_per_token")
-    return {
-        **{name: mean([one[name] for one in measured]) for name in averaged if name in measured[0]},
-        "questions": [dict(one) for one in measured],
-    }
+    averaged = {"fidelity", "score", "new_tokens", "ms_per_token"} & measured[0].keys()
+    means = {name: mean([one[name] for one in measured]) for name in sorted(averaged)}
+    return {**means, "questions": [dict(one) for one in measured]}
 
 
-def error_fields(error: Exception) -> dict[str, Any]:
+def _told(error: Exception) -> dict[str, str]:
     """An error as data, with the place in the code that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     told = {"type": type(error).__name__, "message": str(error)[:2000]}
-    return {"error": {**told, "where": f"{last.name}:{last.lineno}"}}
+    return {**told, "where": f"{last.name}:{last.lineno}"}
 
 
 def versions() -> dict[str, str]:
     """Versions of the packages that can change a result."""
     own = {"gracekv": VERSION, "python": platform.python_version()}
-    return own | {package: version(package) for package in _PACKAGES}
+    return own | {package: version(package) for package in ("torch", "transformers", "numpy")}

@@ -8,7 +8,7 @@ import yaml
 from gracekv.cli.main import main
 from gracekv.errors import ConfigError, TaskError, UnknownStrategyError
 from gracekv.evaluate import Experiment
-from gracekv.evaluate.methods import parse_method, split_methods, sweep
+from gracekv.evaluate.experiment import parse_method, split_methods, sweep
 from gracekv.evaluate.runner import Shard, parse_shard
 from gracekv.pipeline import Pipeline
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.errors import ConfigError
+from gracekv.evaluate.experiment import variants
 from gracekv.evaluate.formats import as_csv, footer, markdown
 from gracekv.evaluate.measures import MEASURES, measure
-from gracekv.evaluate.methods import variants
 from gracekv.evaluate.tables import interval, make_tables
 from support.evaluation_rows import grid, row
 
