@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -29,10 +29,16 @@ from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import Strategy
 from gracekv.segment import Segmenter
 from gracekv.testing.attention import attention_problem, check_attention
-from gracekv.testing.forests import check_forest, check_frontier, random_forest
-from gracekv.testing.observers import with_observed
-from gracekv.testing.prefills import synthetic_prefill
-from gracekv.testing.selections import check_partition, check_run, hold
+from gracekv.testing.prefills import synthetic_prefill, with_observed
+from gracekv.testing.selections import (
+    Gains,
+    check_forest,
+    check_frontier,
+    check_partition,
+    check_run,
+    hold,
+    random_forest,
+)
 from gracekv.value import Memory, Scorer, Sensitivity
 
 
@@ -59,10 +65,8 @@ def check_value(strategy: Strategy) -> None:
     hold(cls.registry.parse(data) == strategy, f"{data} does not give {strategy} back")
     hold(hash(cls.registry.parse(data)) == hash(strategy), "equal strategies differ in their hash")
     line = cls.summary()
-    hold(
-        line.endswith(".") and not line.startswith(f"{cls.__name__}("),
-        f"the docstring of {cls.__name__} begins with no sentence",
-    )
+    sentence = line.endswith(".") and not line.startswith(f"{cls.__name__}(")
+    hold(sentence, f"the docstring of {cls.__name__} begins with no sentence")
 
 
 def check_stage(strategy: Strategy, seed: int) -> None:
@@ -212,10 +216,8 @@ def check_allocator(allocator: Allocator, start: Frontier, quota: Tensor | None)
         before, after = getattr(start, name), getattr(result, name)
         hold(not bool((before & ~after).any()), f"{name}: what the floor bought is gone")
         hold(torch.equal(after, getattr(again, name)), f"{name} differs between two calls")
-    hold(
-        (result.budget, result.floor_spent) == (start.budget, start.floor_spent),
-        "budget or floor_spent were changed",
-    )
+    same = (result.budget, result.floor_spent) == (start.budget, start.floor_spent)
+    hold(same, "budget or floor_spent were changed")
 
 
 def check_decoder(decoder: Decoder, prefill: Prefill) -> None:
@@ -274,9 +276,7 @@ def check_in_pipeline(strategy: Strategy, prefill: Prefill) -> None:
 
 
 def _check_auctions(strategy: Strategy, seed: int) -> None:
-    forest = random_forest(
-        seed, slot_tokens=9, gains=("normal", "heavy", "ties", "zeros")[seed % 4]
-    )
+    forest = random_forest(seed, slot_tokens=9, gains=get_args(Gains)[seed % 4])
     count = int(forest.end.max() - forest.start.min())
     rng = torch.Generator().manual_seed(seed)
     tokens = torch.rand(forest.layers, forest.heads, count, generator=rng, dtype=torch.float32) ** 4

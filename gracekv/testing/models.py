@@ -137,10 +137,8 @@ def tiny_model(
         attention_bias=bias,
         rope_parameters=parameters,
         tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
         attn_implementation=attention,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **extra,
     )
     # Gemma multiplies its embeddings by sqrt(D).

@@ -1,13 +1,26 @@
-"""Synthetic prefills with structure: topics, coherent slots, a few tokens of high attention."""
+"""Synthetic prefills, and the check of the promises that every observer makes on one.
+
+They have structure: topics, coherent slots, a few tokens of high attention.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 from gracekv.kernels.rope import Rope
-from gracekv.prefill import Observer, Prefill, PromptSpans
+from gracekv.prefill import Observer, PassObserver, Prefill, PromptSpans
+from gracekv.prefill.observations import Observations
+from gracekv.prefill.observer import FinalRun, Source, TokenRun
+from gracekv.prefill.projection import Projection
 from gracekv.segment.curvature import BlockInput
 from gracekv.segment.surprisal import Surprisal
 from gracekv.value.critical import WrittenNorms
@@ -17,7 +30,7 @@ from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
 from gracekv.value.repeated_attention import RepeatedQueries
 
 
-def normal(rng: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def normal(rng: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal random numbers [*shape] of `rng`, whatever torch's default dtype."""
     return torch.randn(*shape, generator=rng, dtype=dtype)
 
@@ -55,7 +68,7 @@ def synthetic_prefill(
     rope = Rope.of_theta(length, dim)
     positions = torch.arange(length)
 
-    def project(heads: int, rotate: bool) -> torch.Tensor:
+    def project(heads: int, rotate: bool) -> Tensor:
         flat = normed @ draw(hidden_dim, heads * dim) / hidden_dim**0.5
         x = flat.view(length, heads, dim).transpose(0, 1)
         return (rope.rotate(x, positions) if rotate else x).to(dtype).contiguous()
@@ -66,7 +79,7 @@ def synthetic_prefill(
     queries = tuple(project(heads, True) for _ in range(layers))
     probes = len(spans.question_probes())
 
-    observed: dict[Observer, torch.Tensor] = {
+    observed: dict[Observer, Tensor] = {
         # Any depth may be asked for, so every layer's input is there.
         BlockInput(layer / layers): (hidden + layer * draw(length, hidden_dim) * 0.1).to(dtype)
         for layer in range(layers)
@@ -92,3 +105,146 @@ def synthetic_prefill(
         observed={observer: x.to(device) for observer, x in observed.items()},
         token_ids=torch.arange(length),
     )
+
+
+_HIDDEN, _VOCABULARY = 24, 40
+
+
+def check_observer(
+    observer: Observer, seed: int = 0, *, rtol: float = 1e-3, atol: float = 1e-4
+) -> Tensor:
+    """Check `observer` on a random prompt and return its result, [...].
+
+    Raises `AssertionError` unless it is a hashable value, and its result has the declared shape, is
+    finite, and is the same (within `rtol` and `atol`) however the tokens are split into runs,
+    whichever layer comes first, whatever lies behind a run, and although all tensors are
+    overwritten after each run. The prompt follows packed entries where `seed` is odd and nothing
+    runs after it.
+    """
+    name = repr(observer)
+    assert dataclasses.is_dataclass(observer), f"{name} is no dataclass."
+    again = dataclasses.replace(observer)
+    assert again == observer, f"{name} is not equal to a copy of itself."
+    assert hash(again) == hash(observer), f"{name} has another hash than a copy of itself."
+    assert observer.reads <= set(get_args(Source)), f"{name} reads a source that no driver gives."
+    prefill = synthetic_prefill(context=90, prefix=6, question=9, layers=3, seed=seed)
+    if seed % 2 and not isinstance(observer, PassObserver):
+        spans = dataclasses.replace(prefill.spans, past=4)
+        prefill = dataclasses.replace(prefill, spans=spans, observed={})
+    drive = _Driver(prefill, seed)
+    seen = drive(observer, [prefill.spans.past, prefill.spans.length])
+    # Checks shape and numbers.
+    dataclasses.replace(prefill, observed={observer: seen})
+    draw = random.Random(seed)
+    for by_layer in (False, True):
+        inner = range(prefill.spans.past + 1, prefill.spans.length)
+        cuts = sorted(draw.sample(inner, draw.randint(1, 6)))
+        edges = [prefill.spans.past, *cuts, prefill.spans.length]
+        other = drive(observer, edges, by_layer=by_layer)
+        told = partial("{}, tokens split at {}: {}".format, name, edges)
+        torch.testing.assert_close(other, seen, rtol=rtol, atol=atol, msg=told)
+    return seen
+
+
+def with_observed(prefill: Prefill, observers: Iterable[Observer], seed: int = 0) -> Prefill:
+    """`prefill` with the results of `observers`; inputs that only a model has are random."""
+    drive, edges = _Driver(prefill, seed), [prefill.spans.past, prefill.spans.length]
+    seen = {observer: drive(observer, edges) for observer in observers}
+    return dataclasses.replace(prefill, observed={**prefill.observed, **seen})
+
+
+class _Driver:
+    """Shows a prompt as a model would: copies that are spoiled after each run."""
+
+    def __init__(self, prefill: Prefill, seed: int) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self._prefill, length = prefill, prefill.spans.length
+        heads, dim = prefill.query_heads, prefill.info.entry_dim
+        self._hidden = normal(rng, prefill.layers, length, _HIDDEN)
+        self._outputs = normal(rng, prefill.layers, heads, length, dim)
+        self._projection = _linear(heads * dim, _HIDDEN, rng)
+        self._head = _linear(_HIDDEN, _VOCABULARY, rng)
+        self._ids = torch.randint(_VOCABULARY, (length,), generator=rng)
+
+    def __call__(self, observer: Observer, edges: list[int], *, by_layer: bool = False) -> Tensor:
+        prefill = self._prefill
+        found = Observations([observer], prefill.layers, prefill.spans)
+        runs = list(itertools.product(range(prefill.layers), itertools.pairwise(edges)))
+        if not by_layer:
+            runs.sort(key=lambda run: run[1])
+        for layer, (start, end) in runs:
+            lent = self._run(observer, layer, start, end)
+            found.add(layer, lambda lent=lent: lent)  # type: ignore[misc]
+            for name in ("queries", "keys", "values", "hidden", "outputs"):
+                if getattr(lent, name) is not None:
+                    getattr(lent, name).fill_(torch.nan)
+        for start, end in itertools.pairwise(edges):
+            following = self._ids[start + 1 : end + 1].clone()
+            states = self._hidden[-1, start : start + len(following)].clone()
+            if len(following):
+                found.add_final(FinalRun(start, states, following, self._head, _VOCABULARY))
+                states.fill_(torch.nan)
+        passes = _Passes(prefill, self._ids) if "passes" in observer.reads else None
+        return found.results(torch.device("cpu"), passes)[observer]
+
+    def _run(self, observer: Observer, layer: int, start: int, end: int) -> TokenRun:
+        prefill, reads = self._prefill, observer.reads
+        own = {
+            "hidden": self._hidden[layer, start:end].clone(),
+            "outputs": self._outputs[layer, :, start:end].clone(),
+            "projection": Projection(self._projection, self._projection.in_features),
+        }
+        queries = prefill.queries[layer][:, start:end].clone()
+        keys, values = _known(prefill.keys[layer], end), _known(prefill.values[layer], end)
+        given: dict[str, Any] = {name: x for name, x in own.items() if name in reads}
+        rope = prefill.rope_of(layer)
+        return TokenRun(start, queries, keys, values, rope, prefill.scale, **given)
+
+
+class _Passes:
+    """A "model" whose keys and queries are looked up by token."""
+
+    def __init__(self, prefill: Prefill, ids: Tensor) -> None:
+        self.spans: PromptSpans = prefill.spans
+        self.ids, self.first, self.stops = ids, 7, frozenset[int]()
+        self.prefill = prefill
+        rng = torch.Generator().manual_seed(1)
+        heads, groups, dim = prefill.query_heads, prefill.kv_heads, prefill.head_dim
+        self.queries = normal(rng, _VOCABULARY, prefill.layers, heads, dim)
+        self.keys = normal(rng, _VOCABULARY, prefill.layers, groups, dim)
+
+    def after(self, end: int, count: int) -> Any:
+        known: list[int] = []
+
+        def run(ids: Tensor, observe: Callable[[int, TokenRun], None]) -> Tensor:
+            start = end + len(known)
+            known.extend(ids.tolist())
+            assert len(known) <= count, "More tokens run than were announced."
+            for layer, keys in enumerate(self.prefill.keys):
+                own = self.keys[known, layer].transpose(0, 1)
+                whole = torch.cat([keys[:, :end], own], dim=1)
+                queries = self.queries[ids, layer].transpose(0, 1).clone()
+                scale, rope = self.prefill.scale, self.prefill.rope
+                observe(layer, TokenRun(start, queries, whole, whole.clone(), rope, scale))
+            return self.queries[int(ids[-1]), 0].flatten()
+
+        return SimpleNamespace(run=run)
+
+    def likeliest(self, state: Tensor) -> int:
+        return int(state.argmax()) % _VOCABULARY
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % _VOCABULARY for letter in text]
+
+
+def _known(states: Tensor, end: int) -> Tensor:
+    """A copy of [G, T, d] of which nothing after `end` is known."""
+    copy = states.clone()
+    copy[:, end:] = torch.nan
+    return copy
+
+
+def _linear(inputs: int, outputs: int, rng: torch.Generator) -> torch.nn.Linear:
+    module = torch.nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
+    module.weight.copy_(normal(rng, outputs, inputs))
+    return module

@@ -22,7 +22,7 @@ from gracekv.allocate.operations import Operations
 from gracekv.allocate.reference import greedy_heap, integer_program
 from gracekv.errors import BudgetError, ConfigError, NonFiniteError, ShapeError
 from gracekv.testing.contracts import check_allocator
-from gracekv.testing.forests import check_frontier, random_forest
+from gracekv.testing.selections import check_frontier, random_forest
 from support.covering import LONG
 
 GAINS = ("normal", "heavy", "ties", "zeros")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gracekv.allocate import FLOORS, BudgetPlan, Frontier, NoFloor, Singleton
 from gracekv.allocate.reference import floor_candidates, realize_floor
 from gracekv.errors import ShapeError
-from gracekv.testing.forests import check_frontier, random_forest
+from gracekv.testing.selections import check_frontier, random_forest
 
 SEEDS = st.integers(0, 2**32 - 1)
 # From how many operations on the compiled walk is used: never, and always.

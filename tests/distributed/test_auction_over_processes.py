@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gracekv.allocate import Greedy, Singleton
 from gracekv.allocate.plan import BudgetPlan
-from gracekv.testing.forests import random_forest
+from gracekv.testing.selections import random_forest
 from support.thread_exchange import in_threads
 
 

@@ -8,8 +8,7 @@ from gracekv.allocate import Budget
 from gracekv.errors import GracekvError
 from gracekv.pipeline import Pipeline
 from gracekv.testing import synthetic_prefill
-from gracekv.testing.forests import check_forest, check_frontier
-from gracekv.testing.selections import check_run
+from gracekv.testing.selections import check_forest, check_frontier, check_run
 from support.covering import cases
 from support.random_pipelines import random_pipeline
 
