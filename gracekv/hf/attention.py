@@ -68,8 +68,7 @@ def detach(model: Any) -> None:
         for key in _hooks(model):
             del decoder._forward_pre_hooks[key]
             decoder._forward_pre_hooks_with_kwargs.pop(key, None)
-        others = (other for other in _attached if other is not model)
-        shared = any(other.config is model.config for other in others)
+        shared = any(x.config is model.config for x in _attached if x is not model)
         if model.config._attn_implementation in ATTACHED and not shared:
             model.set_attn_implementation(base_attention(model))
         # Last: a call that was interrupted can be made again.
@@ -145,7 +144,14 @@ def attention(
             "output_attentions=True without past_key_values."
         )
     layer, packed, places = key.layer, key.layer.packed, key.keys.shape[2]
-    _check_window(kwargs.get("sliding_window"), packed.length + places)
+    window, seen = kwargs.get("sliding_window"), packed.length + places
+    if window and seen > window and not torch.compiler.is_compiling():
+        # A sliding layer's cache was compressed as if the layer saw everything.
+        raise CacheError(
+            f"The sequence has grown to {seen} tokens, past the model's sliding window of "
+            f"{window}, so the compressed cache no longer fits. Generate fewer tokens, or use a "
+            f"model with full attention in every layer."
+        )
     positions = kwargs.get("position_ids")
     if attention_mask is None:
         if query.shape[2] > 1 and positions is not None and layer.length is None:
@@ -175,12 +181,7 @@ def attention(
 
 
 def _eager(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Any,
-    mask: Tensor | None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Any, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """The model's own eager attention, with sdpa's masks."""
     count, length = query.shape[2], key.shape[2]
@@ -219,25 +220,9 @@ def tail_mask(
         return None
     if base == "eager" and not kv_offset:
         kwargs["allow_is_causal_skip"] = False
-    mask: Tensor | None = sdpa_mask(
-        q_length=q_length,
-        kv_length=kv_length,
-        kv_offset=kv_offset,
-        q_offset=q_offset,
-        attention_mask=attention_mask,
-        **kwargs,
-    )
+    kwargs |= {"kv_length": kv_length, "kv_offset": kv_offset, "q_offset": q_offset}
+    mask: Tensor | None = sdpa_mask(q_length=q_length, attention_mask=attention_mask, **kwargs)
     return mask
-
-
-def _check_window(window: int | None, seen: int) -> None:
-    """A sliding layer's cache was compressed as if the layer saw everything."""
-    if window and seen > window and not torch.compiler.is_compiling():
-        raise CacheError(
-            f"The sequence has grown to {seen} tokens, past the model's sliding window of "
-            f"{window}, so the compressed cache no longer fits. Generate fewer tokens, or use a "
-            f"model with full attention in every layer."
-        )
 
 
 for _name, _base in ATTACHED.items():

@@ -79,10 +79,7 @@ class BaseResult(ABC):
             caches = [run.cache for run in runs]
             packed = CompressedCache.stack(caches) if cls.is_batch else caches[0]
         # The prompts' own copies would double the memory.
-        runs = [
-            dataclasses.replace(run, cache=packed.sequence(number))
-            for number, run in enumerate(runs)
-        ]
+        runs = [dataclasses.replace(x, cache=packed.sequence(n)) for n, x in enumerate(runs)]
         cache = GraceCache(packed, pipeline.backend)
         cache.warm_up(model)
         if not cls.is_batch:
@@ -105,9 +102,8 @@ class BaseResult(ABC):
         expect(limit, Limit, "limit takes a gracekv.Limit, such as Limit(entries_per_head=512)")
         each = [run.entry_scores() for run in self._runs]
         known = [own for own in each if own is not None]
-        scores = None
-        if len(known) == len(each):
-            scores = tuple(map(torch.cat, zip(*known, strict=True)))
+        whole = len(known) == len(each)
+        scores = tuple(map(torch.cat, zip(*known, strict=True))) if whole else None
         strategy = limit.decoder(self.pipeline.decode)
         source = self._cache
         if any(isinstance(layer, QuantisedEntries) for layer in self.packed.layers):
@@ -224,11 +220,8 @@ class BaseResult(ABC):
 def prompt_facts(prompt: Prompt, run: Run) -> dict[str, Any]:
     """The header's facts of one prompt, ready for JSON, without its text and tokenizer."""
     kept = run.accounting
-    entries = {
-        "entries": kept.entries.tolist(),
-        "backend_bytes": 0,
-        "widths": [dataclasses.asdict(share) for share in kept.widths],
-    }
+    widths = [dataclasses.asdict(share) for share in kept.widths]
+    entries = {"entries": kept.entries.tolist(), "backend_bytes": 0, "widths": widths}
     return {
         "spans": dataclasses.asdict(prompt.spans),
         "format": [prompt.separator, prompt.template, prompt.messages],

@@ -95,10 +95,8 @@ class GraceCache(Cache):  # type: ignore[misc]
             )
         rows = self.grace_layers[0].batch if rows is None else rows
         twin = copy.copy(self)
-        twin._place(
-            [StaticGraceLayer(layer, rows, capacity) for layer in self.grace_layers],
-            self.packed_length,
-        )
+        layers = [StaticGraceLayer(layer, rows, capacity) for layer in self.grace_layers]
+        twin._place(layers, self.packed_length)
         return twin
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -79,10 +79,7 @@ for."""
 
 
 def capture(
-    model: Any,
-    prompt: Prompt,
-    needs: Needs | None = None,
-    options: CaptureOptions = DEFAULTS,
+    model: Any, prompt: Prompt, needs: Needs | None = None, options: CaptureOptions = DEFAULTS
 ) -> Prefill:
     """Run the model once over the prompt and keep what compression reads.
 
@@ -141,12 +138,7 @@ def run_capture(
 
 
 def chunk_size(
-    options: CaptureOptions,
-    length: int,
-    *,
-    splits: bool,
-    by_layers: bool,
-    room: int | None = None,
+    options: CaptureOptions, length: int, *, splits: bool, by_layers: bool, room: int | None = None
 ) -> int:
     """The number of tokens of a prompt that run at once.
 

@@ -1,4 +1,4 @@
-"""`compress`: from a model and prompts to compressed caches."""
+"""`compress`: from a model and prompts to compressed caches; `generate`: inside its own call."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from typing import Any, Unpack, overload
 
 import torch
+from torch import Tensor
 
 from gracekv import recipes
 from gracekv.allocate import Budget, BudgetOptions, BudgetPlan
+from gracekv.allocate.budget import Number
 from gracekv.backends import BACKENDS, Backend
+from gracekv.decode import Limit
 from gracekv.distributed.agreement import call_facts, in_step
 from gracekv.errors import CacheError, ConfigError, PromptError, expect
 from gracekv.hf.capture import PROMPT, prefilled_run
@@ -167,19 +170,14 @@ def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
     """Raise `CacheError` unless `prefill` is what `capture(model, prompt)` made."""
     expect(prefill, Prefill, "prefill takes what gracekv.capture returns", CacheError)
     read = prompt.without_tail()
-    if prefill.spans != read.spans or (
-        prefill.token_ids is not None and not torch.equal(prefill.token_ids, read.ids)
-    ):
+    ids = read.ids if prefill.token_ids is None else prefill.token_ids
+    if prefill.spans != read.spans or not torch.equal(ids, read.ids):
         raise CacheError(
             f"The prefill is of another prompt: it has {prefill.spans}, the prompt "
             f"{read.spans}, or other ids. Use gracekv.capture(model, prompt)."
         )
-    check_same_model(
-        prefill.fingerprint,
-        model,
-        "The prefill",
-        "Use gracekv.capture(model, prompt) with the model that generates.",
-    )
+    advice = "Use gracekv.capture(model, prompt) with the model that generates."
+    check_same_model(prefill.fingerprint, model, "The prefill", advice)
 
 
 def per_byte(model: Any, budget: Budget) -> bool:
@@ -188,9 +186,8 @@ def per_byte(model: Any, budget: Budget) -> bool:
     So do budgets in bytes, and ratios where the model computes in 16 bits. A head keeps the model's
     dtype if its dimension is not a multiple of the group size. `check_model` accepts the model.
     """
-    counts = budget.kind == "kv_bytes" or (
-        budget.kind == "ratio" and cache_dtype(model).itemsize == 2
-    )
+    halves = budget.kind == "ratio" and cache_dtype(model).itemsize == 2
+    counts = budget.kind == "kv_bytes" or halves
     return counts and head_sizes(model)[2] % AllocatedPrecision().group == 0
 
 
@@ -222,3 +219,66 @@ def chosen_pipeline(
     if backend is None:
         return pipeline
     return dataclasses.replace(pipeline, backend=BACKENDS.parse(backend))
+
+
+def generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    *,
+    ratio: Number | None = None,
+    entries_per_head: int | None = None,
+    kv_bytes: int | str | None = None,
+    pipeline: str | Pipeline | None = None,
+    question_tokens: int = 64,
+    limit: Limit | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Compress the prompt's cache inside transformers' `model.generate`; for `custom_generate`.
+
+        model.generate(**inputs, custom_generate=gracekv.generate, ratio=8, max_new_tokens=64)
+
+    transformers prepares the arguments without a default and calls this in place of its own loop,
+    which then runs over the compressed cache.
+
+    Args:
+        model: as for `gracekv.compress`; it is attached.
+        input_ids: int64 [1, T]: one prompt, without padding.
+        logits_processor: transformers' own.
+        stopping_criteria: transformers' own.
+        generation_config: greedy decoding or sampling.
+        ratio: tokens per entry kept; or give `entries_per_head` or `kv_bytes`.
+        entries_per_head: as for `gracekv.compress`.
+        kv_bytes: as for `gracekv.compress`.
+        pipeline: as for `gracekv.compress`.
+        question_tokens: how many of the last tokens stay whole and say what matters, as the
+            question and the end of the chat format do; 0: the prompt has no question.
+        limit: the most that the cache may hold while decoding.
+        model_kwargs: transformers' own.
+
+    Raises what `gracekv.compress` raises, `PromptError` for several rows or padding, and
+    `ConfigError` for beams and for several answers.
+    """
+    if generation_config.num_beams != 1 or generation_config.num_return_sequences != 1:
+        raise ConfigError(
+            "custom_generate decodes one answer without beams. Use gracekv.compress and "
+            "result.generate(num_beams=...)."
+        )
+    mask = model_kwargs.pop("attention_mask", None)
+    if len(input_ids) != 1 or (mask is not None and not bool(mask.all())):
+        raise PromptError(
+            "custom_generate takes one prompt without padding. Use gracekv.compress with a list of "
+            "prompts."
+        )
+    end = input_ids.shape[1] - question_tokens
+    prompt = Prompt.from_ids(input_ids, (0, max(1, end)))
+    budget: Any = {"ratio": ratio, "entries_per_head": entries_per_head, "kv_bytes": kv_bytes}
+    result = compress(model, prompt, pipeline=pipeline, **budget)
+    # A mask as long as the ids says that they begin with what is cached.
+    model_kwargs |= {"attention_mask": torch.ones_like(input_ids)}
+    model_kwargs |= {"past_key_values": result.new_cache(limit)}
+    return model._sample(
+        input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+    )

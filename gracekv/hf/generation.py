@@ -150,13 +150,8 @@ def decode_rows(tokenizer: Any, rows: Tensor) -> list[str]:
 
 def padding_id(model: Any, tokenizer: Any) -> int:
     """The id that fills masked places; any id of the vocabulary would do."""
-    config = model.generation_config
-    candidates = (
-        config.pad_token_id,
-        getattr(tokenizer, "pad_token_id", None),
-        config.eos_token_id,
-    )
-    known = next((x for x in candidates if x is not None), 0)
+    config, own = model.generation_config, getattr(tokenizer, "pad_token_id", None)
+    known = next((x for x in (config.pad_token_id, own, config.eos_token_id) if x is not None), 0)
     return int(known[0] if isinstance(known, list) else known)
 
 
@@ -234,12 +229,9 @@ def check_room(
         return
     if limit is not None and limit.positions == "closed":
         return
-    room = most - length + 1
-    advice = (
-        f"Ask with max_new_tokens={room} or less."
-        if room > 0
-        else "Ask a shorter question, or begin a new conversation."
-    )
+    room, advice = most - length + 1, "Ask a shorter question, or begin a new conversation."
+    if room > 0:
+        advice = f"Ask with max_new_tokens={room} or less."
     raise PromptError(
         f"Context and question have {length} tokens, and with {new_tokens} new ones they pass the "
         f"{most} positions of {type(model).__name__}. {advice}"

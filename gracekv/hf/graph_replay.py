@@ -166,13 +166,8 @@ class ReplayedForward:
             options["cache_position"] = length[:1] + self.cache.packed_length
         self.cache.is_replayed = True
         try:
-            return self._forward(
-                input_ids=self._ids,
-                position_ids=positions,
-                past_key_values=self.cache,
-                attention_mask=None,
-                **options,
-            )
+            options |= {"past_key_values": self.cache, "attention_mask": None}
+            return self._forward(input_ids=self._ids, position_ids=positions, **options)
         finally:
             self.cache.is_replayed = False
 

@@ -31,9 +31,7 @@ class PackedStates:
     __slots__ = ("keys", "layer", "values")
 
     def __init__(self, layer: GraceLayer, keys: Tensor, values: Tensor) -> None:
-        self.layer = layer
-        self.keys = keys
-        self.values = values
+        self.layer, self.keys, self.values = layer, keys, values
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -162,16 +160,14 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises `CacheError` if `batch` is no multiple of the continuations so far.
         """
         packed = self.packed.entries
-        old_rows = self.batch if used else batch
-        times = repeats(old_rows, batch, "continuations")
+        times = repeats(self.batch if used else batch, batch, "continuations")
         buffers = []
         for old in (self._keys, self._values):
             shape = (batch, packed.heads, capacity, packed.dim)
             buffer = torch.zeros(shape, dtype=packed.dtype, device=packed.device)
             if old is not None and used:
                 # `generate` repeats its rows for beams and returned sequences, not the cache's.
-                rows = old[:, :, :used].repeat_interleave(times, dim=0)
-                buffer[:, :, :used] = rows
+                buffer[:, :, :used] = old[:, :, :used].repeat_interleave(times, dim=0)
             buffers.append(buffer)
         return buffers[0], buffers[1]
 

@@ -15,9 +15,8 @@ from gracekv.allocate.plan import BudgetPlan
 from gracekv.backends import BACKENDS, Backend
 from gracekv.cache import Accounting, CompressedCache, Timings, WidthShare
 from gracekv.cache.saved_states import AGAIN, refusing
-from gracekv.cache.serialization import SavedFile, opened
+from gracekv.cache.serialization import opened
 from gracekv.cache.sharding import own_cache
-from gracekv.distributed import head_shard
 from gracekv.distributed.agreement import in_step
 from gracekv.errors import ConfigError, PromptError, SavedCacheError, ShapeError
 from gracekv.files import path_of
@@ -67,31 +66,30 @@ def load(
     """
     path = path_of(path)
     check_model(model)
-    with in_step(model) as shard, opened(path) as saved:
-        shard.agree(file=saved.digest.encode())
-        return _loaded(path, saved, model, tokenizer, backend)
-
-
-def _loaded(
-    path: Path, file: SavedFile, model: Any, tokenizer: Any, backend: str | Backend | None
-) -> CompressionResult | BatchResult:
-    header = file.header
-    now = _checked_model(path, header, model, tokenizer)
-    pipeline = _pipeline(path, header)
-    packed, tensors = file.read(layer_devices(model))
-    _check_heads(path, packed, model)
-    if backend is not None:
-        pipeline = dataclasses.replace(pipeline, backend=BACKENDS.parse(backend))
-    vocabulary = model.get_input_embeddings().num_embeddings
-    with refusing(path, "whole prompts"):
-        prompts, runs = _prompts(header, tensors, packed, tokenizer, now)
-        for prompt, run in zip(prompts, runs, strict=True):
-            _check_entries(prompt, run, vocabulary)
-    shard = head_shard(model)
-    if shard.ranks > 1:
-        packed = own_cache(packed, shard)
-    result = BatchResult if header["batch"] else CompressionResult
-    return result.from_runs(model, prompts, runs, pipeline, packed=packed)
+    with in_step(model) as shard, opened(path) as file:
+        shard.agree(file=file.digest.encode())
+        header = file.header
+        now = _checked_model(path, header, model, tokenizer)
+        pipeline = _pipeline(path, header)
+        packed, tensors = file.read(layer_devices(model))
+        _, heads, dim = head_sizes(model)
+        for number, layer in enumerate(packed.layers):
+            if (layer.heads, layer.dim) != (heads, dim):
+                raise SavedCacheError(
+                    f"Layer {number} of {path} has {layer.heads} heads of {layer.dim} features, "
+                    f"those of the model have {heads} of {dim}. {AGAIN}"
+                )
+        if backend is not None:
+            pipeline = dataclasses.replace(pipeline, backend=BACKENDS.parse(backend))
+        vocabulary = model.get_input_embeddings().num_embeddings
+        with refusing(path, "whole prompts"):
+            prompts, runs = _prompts(header, tensors, packed, tokenizer, now)
+            for prompt, run in zip(prompts, runs, strict=True):
+                _check_entries(prompt, run, vocabulary)
+        if shard.ranks > 1:
+            packed = own_cache(packed, shard)
+        result = BatchResult if header["batch"] else CompressionResult
+        return result.from_runs(model, prompts, runs, pipeline, packed=packed)
 
 
 def layer_devices(model: Any) -> list[torch.device]:
@@ -141,16 +139,6 @@ def _prompts(
     return prompts, [saved_run(one, packed.sequence(n), made) for n, one in enumerate(facts)]
 
 
-def _check_heads(path: Path, packed: CompressedCache, model: Any) -> None:
-    _, heads, dim = head_sizes(model)
-    for number, layer in enumerate(packed.layers):
-        if (layer.heads, layer.dim) != (heads, dim):
-            raise SavedCacheError(
-                f"Layer {number} of {path} has {layer.heads} heads of {layer.dim} features, those "
-                f"of the model have {heads} of {dim}. {AGAIN}"
-            )
-
-
 def _check_entries(prompt: Prompt, run: Run, vocabulary: int) -> None:
     """Raise `ShapeError` unless the accounting counts the entries, and ids are the model's."""
     spans, kept, packed = prompt.without_tail().spans, run.accounting, run.cache
@@ -182,8 +170,7 @@ def saved_prompt(facts: Mapping[str, Any], ids: Tensor, tokenizer: Any) -> Promp
     Raises `ConfigError` or another `ValueError` or `TypeError` if no result wrote them.
     """
     # Files of 0.2 have no third.
-    names = ("separator", "template", "messages")
-    written = dict(zip(names, facts["format"], strict=False))
+    written = dict(zip(("separator", "template", "messages"), facts["format"], strict=False))
     check_values(Prompt, written)
     return Prompt(ids, _made_of(PromptSpans, facts["spans"]), None, tokenizer, **written)
 
@@ -198,11 +185,9 @@ def saved_run(
     kept = dict(facts["accounting"])
     if "kept_bytes" in kept:  # its name in files of 0.2
         kept["other_bytes"] = kept.pop("kept_bytes")
-    counts = {
-        "entries": torch.tensor(kept["entries"]),
-        "widths": tuple(_made_of(WidthShare, share) for share in kept["widths"]),
-    }
-    accounting = _made_of(Accounting, {**kept, **counts})
+    kept["entries"] = torch.tensor(kept["entries"])
+    kept["widths"] = tuple(_made_of(WidthShare, share) for share in kept["widths"])
+    accounting = _made_of(Accounting, kept)
     timings = _made_of(Timings, facts["timings"])
     return Run(_made_of(BudgetPlan, facts["plan"]), packed, accounting, timings, identity)
 

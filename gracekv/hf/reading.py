@@ -27,12 +27,7 @@ from gracekv.prefill.attention_patch import (
     patched_attention,
 )
 from gracekv.prefill.fingerprint import fingerprint
-from gracekv.prefill.layer_capture import (
-    CaptureInfo,
-    FiniteChecks,
-    LayerCapture,
-    check_observation,
-)
+from gracekv.prefill.layer_capture import CaptureInfo, FiniteChecks, LayerCapture, check_observation
 from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.model_layers import (
     compressed_layers,

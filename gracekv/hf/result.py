@@ -254,10 +254,8 @@ class BatchResult(BaseResult):
 
 
 def _check_one_answer(model: Any, options: dict[str, Any]) -> None:
-    rule = "One text is returned for each prompt or question"
-    check_one(
-        model, options, ["num_return_sequences"], rule, "Use generate_ids and decode its rows."
-    )
+    rule, advice = "One text is returned for each prompt or question", "Use generate_ids and decode"
+    check_one(model, options, ["num_return_sequences"], rule, f"{advice} its rows.")
 
 
 def ask_ids(

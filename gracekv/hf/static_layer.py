@@ -68,7 +68,14 @@ class StaticGraceLayer(GraceLayer):
         key_states = key_states.to(value_states.dtype)
         if not torch.compiler.is_compiling():
             self._check(key_states)
-            self._check_room(key_states)
+            rows, _, count, _ = key_states.shape
+            if rows != self.batch:
+                raise CacheError(
+                    f"The static cache was made for {self.batch} rows, the model was given {rows}. "
+                    f"Use cache.with_static_tail(capacity, rows={rows})."
+                )
+            if self.length.is_cpu and self.tail_length + count > self.capacity:
+                raise CacheError(tail_is_full(self.tail_length + count, self.capacity))
         new = key_states.shape[2]
         place = self.length[:1]
         if new > 1:
@@ -79,16 +86,6 @@ class StaticGraceLayer(GraceLayer):
         self.length.add_(new)
         states = PackedStates(self, keys, values)
         return states, states
-
-    def _check_room(self, key_states: Tensor) -> None:
-        rows, _, new, _ = key_states.shape
-        if rows != self.batch:
-            raise CacheError(
-                f"The static cache was made for {self.batch} rows, the model was given {rows}. Use "
-                f"cache.with_static_tail(capacity, rows={rows})."
-            )
-        if self.length.is_cpu and self.tail_length + new > self.capacity:
-            raise CacheError(tail_is_full(self.tail_length + new, self.capacity))
 
     @property
     def logical_length(self) -> Tensor:  # type: ignore[override]
