@@ -10,13 +10,7 @@ from torch import Tensor
 
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
 from gracekv.allocate.operations import Operations, RemainingBudget
-from gracekv.allocate.ranking import (
-    buy_in_turn,
-    dense_rank,
-    descending,
-    first_fitting,
-    where_true,
-)
+from gracekv.allocate.ranking import buy_in_turn, dense_rank, descending, first_fitting, where_true
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.kernels.ragged import offsets
 

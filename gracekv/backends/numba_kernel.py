@@ -24,12 +24,7 @@ from numba import carray, cfunc, types  # type: ignore[import-untyped,unused-ign
 from gracekv.backends import attention_args, numba_codes
 from gracekv.backends.attention_args import AttentionArgs, CodedArgs
 from gracekv.backends.numba_codes import coded_rows, codes_of
-from gracekv.kernels import (
-    intrinsics,
-    numba_products,
-    numba_softmax,
-    row_vectors,
-)
+from gracekv.kernels import intrinsics, numba_products, numba_softmax, row_vectors
 from gracekv.kernels.compiled import cached
 from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, inner, pointer
 from gracekv.kernels.numba_products import mixtures, products
@@ -185,14 +180,7 @@ def _run_splits(
 
 
 # Modules beside this one that its compiled functions come from.
-_SOURCES = (
-    attention_args,
-    intrinsics,
-    numba_codes,
-    numba_products,
-    numba_softmax,
-    row_vectors,
-)
+_SOURCES = (attention_args, intrinsics, numba_codes, numba_products, numba_softmax, row_vectors)
 
 
 @functools.cache

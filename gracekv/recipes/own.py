@@ -135,14 +135,10 @@ OWN: Mapping[str, Recipe] = {
         {**_by({"name": "draft_attention", "max_tokens": 64}), "fit": "none"},
     ),
     "gracekv-plus-no-fit": Recipe(
-        "gracekv-plus whose kept entries stay as they were",
-        "ours: an ablation",
-        _CHOSEN,
+        "gracekv-plus whose kept entries stay as they were", "ours: an ablation", _CHOSEN
     ),
     "gracekv-plus-no-replay": Recipe(
-        "gracekv-plus by read-ahead and mean attention alone",
-        "ours: an ablation",
-        _by(_POINTED),
+        "gracekv-plus by read-ahead and mean attention alone", "ours: an ablation", _by(_POINTED)
     ),
     "gracekv-plus-only-replay": Recipe(
         "gracekv-plus by replayed queries and the prompt's tail alone",

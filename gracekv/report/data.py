@@ -83,9 +83,7 @@ class ReportData:
 
     @classmethod
     def of(
-        cls,
-        results: Mapping[str, Result],
-        answers: Mapping[str, str] | None = None,
+        cls, results: Mapping[str, Result], answers: Mapping[str, str] | None = None
     ) -> ReportData:
         """Collect results of one prompt, keyed by label.
 

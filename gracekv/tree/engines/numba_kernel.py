@@ -19,11 +19,7 @@ from numba import carray, cfunc, types  # type: ignore[import-untyped,unused-ign
 from gracekv.kernels import intrinsics, matmul, numba_softmax, row_vectors
 from gracekv.kernels.compiled import cached
 from gracekv.kernels.intrinsics import digest, fetch_and_add, inner, pointer
-from gracekv.tree.engines import (
-    numba_arrays,
-    numba_interval_costs,
-    numba_split_choice,
-)
+from gracekv.tree.engines import numba_arrays, numba_interval_costs, numba_split_choice
 from gracekv.tree.engines.numba_arrays import HeadArrays, Node, new_scratch
 from gracekv.tree.engines.numba_interval_costs import add_intervals, flush, load_node, token_masses
 from gracekv.tree.engines.numba_split_choice import (
