@@ -82,6 +82,21 @@ def _by(scorer: object) -> dict[str, Any]:
     return {**_PLUS, "value": {**_FORESEEN, "scorer": scorer}}
 
 
+def _ablated(summary: str, pipeline: Mapping[str, Any]) -> Recipe:
+    return Recipe(summary, "ours: an ablation", pipeline)
+
+
+def _without(summary: str, label: str, pipeline: Mapping[str, Any]) -> Recipe:
+    return Recipe(summary, f"paper, ablation {label}", pipeline)
+
+
+def _allocated(name: str, pipeline: Mapping[str, Any], by: str) -> dict[str, Recipe]:
+    """The recipe `name` with entries of several widths."""
+    summary = f"{name} whose entries take 4, 8 or 16 bits a number, by {by}"
+    source = "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750"
+    return {f"{name}-allocated": Recipe(summary, source, {**pipeline, **_ALLOCATED})}
+
+
 OWN: Mapping[str, Recipe] = {
     "gracekv": Recipe("The paper's method, to the letter", "paper, Method"),
     "gracekv-plus": Recipe(
@@ -104,26 +119,14 @@ OWN: Mapping[str, Recipe] = {
         "ours: equal shares, no multiplicities",
         {**_AGNOSTIC, "quota": "per_head", "fit": _EQUAL_FIT},
     ),
-    "gracekv-plus-allocated": Recipe(
-        "gracekv-plus whose entries take 4, 8 or 16 bits a number, by what each byte brings",
-        "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
-        {**_PLUS, **_ALLOCATED},
-    ),
-    "gracekv-agnostic-allocated": Recipe(
-        "gracekv-agnostic whose entries take 4, 8 or 16 bits a number, by what each byte brings",
-        "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
-        {**_AGNOSTIC, **_ALLOCATED},
-    ),
+    **_allocated("gracekv-plus", _PLUS, "what each byte brings"),
+    **_allocated("gracekv-agnostic", _AGNOSTIC, "what each byte brings"),
     "gracekv-agnostic-two-pass": Recipe(
         "gracekv-agnostic that also reads the context a second time, for lookups in it",
         "ours; second pass: Kim et al. 2025, KVzip, arXiv:2505.23416; the question is not read",
         _TWO_PASS,
     ),
-    "gracekv-agnostic-two-pass-allocated": Recipe(
-        "gracekv-agnostic-two-pass whose entries take 4, 8 or 16 bits a number, by their bytes",
-        "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
-        {**_TWO_PASS, **_ALLOCATED},
-    ),
+    **_allocated("gracekv-agnostic-two-pass", _TWO_PASS, "their bytes"),
     "gracekv-draft": Recipe(
         "gracekv-plus after a look at what 16 drafted answer tokens read",
         "ours: 16 decoding steps on the full cache come before compression",
@@ -140,25 +143,18 @@ OWN: Mapping[str, Recipe] = {
     "gracekv-plus-no-replay": Recipe(
         "gracekv-plus by read-ahead and mean attention alone", "ours: an ablation", _by(_POINTED)
     ),
-    "gracekv-plus-only-replay": Recipe(
-        "gracekv-plus by replayed queries and the prompt's tail alone",
-        "ours: an ablation",
-        _by(_REPLAYED),
+    "gracekv-plus-only-replay": _ablated(
+        "gracekv-plus by replayed queries and the prompt's tail alone", _by(_REPLAYED)
     ),
-    "gracekv-plus-no-read-ahead": Recipe(
+    "gracekv-plus-no-read-ahead": _ablated(
         "gracekv-plus whose read-ahead only picks the queries that are replayed",
-        "ours: an ablation",
         _by(_both(_REPLAYED, "mean_attention")),
     ),
-    "gracekv-plus-no-mean-attention": Recipe(
-        "gracekv-plus without what the prompt looked at all along",
-        "ours: an ablation",
-        _by(_both(_REPLAYED, _AHEAD)),
+    "gracekv-plus-no-mean-attention": _ablated(
+        "gracekv-plus without what the prompt looked at all along", _by(_both(_REPLAYED, _AHEAD))
     ),
-    "gracekv-plus-no-norms": Recipe(
-        "gracekv-plus by attention alone, whatever it brings",
-        "ours: an ablation",
-        {**_PLUS, "value": _READING},
+    "gracekv-plus-no-norms": _ablated(
+        "gracekv-plus by attention alone, whatever it brings", {**_PLUS, "value": _READING}
     ),
     "gracekv-plus-trees": Recipe(
         "The scores of gracekv-plus under the paper's slots, trees, floor and auction",
@@ -166,43 +162,37 @@ OWN: Mapping[str, Recipe] = {
         {"value": _FORESEEN},
     ),
     "fullkv": Recipe("Nothing removed, whatever the budget", "paper, FullKV", {"keep_all": True}),
-    "fullkv-8bit": Recipe(
-        "Nothing removed, everything but prefix, question and sinks at 8 bits a number",
-        "Liu et al. 2024, KIVI, arXiv:2402.02750, its groups without its window",
-        {"keep_all": True, "precision": {"name": "uniform", "bits": 8}},
-    ),
-    "fullkv-4bit": Recipe(
-        "Nothing removed, everything but prefix, question and sinks at 4 bits a number",
-        "Liu et al. 2024, KIVI, arXiv:2402.02750, its groups without its window",
-        {"keep_all": True, "precision": {"name": "uniform", "bits": 4}},
-    ),
-    "gracekv-no-multihop": Recipe(
+    **{
+        f"fullkv-{bits}bit": Recipe(
+            f"Nothing removed, everything but prefix, question and sinks at {bits} bits a number",
+            "Liu et al. 2024, KIVI, arXiv:2402.02750, its groups without its window",
+            {"keep_all": True, "precision": {"name": "uniform", "bits": bits}},
+        )
+        for bits in (8, 4)
+    },
+    "gracekv-no-multihop": _without(
         "Direct relevance only, no hops along attention",
-        "paper, ablation w/o MH",
+        "w/o MH",
         {"value": {"name": "multi_hop", "hops": 0}},
     ),
-    "gracekv-no-floor": Recipe(
-        "No exact singletons before the auction",
-        "paper, ablation w/o SF (alpha = 0)",
-        {"floor": "none"},
+    "gracekv-no-floor": _without(
+        "No exact singletons before the auction", "w/o SF (alpha = 0)", {"floor": "none"}
     ),
-    "gracekv-no-curvature": Recipe(
+    "gracekv-no-curvature": _without(
         "Uniform slots of 64 tokens and midpoint cuts; extraction stays",
-        "paper, ablation w/o CS",
+        "w/o CS",
         {
             "segment": "uniform",
             "refine": {"name": "binary_extract", "candidates": 0, "reward": 0.0},
         },
     ),
-    "gracekv-no-multiresolution": Recipe(
+    "gracekv-no-multiresolution": _without(
         "One prototype a slot or all its tokens, nothing between",
-        "paper, ablation w/o MR; its trees: ours",
+        "w/o MR; its trees: ours",
         {"refine": "two_level"},
     ),
-    "gracekv-no-global": Recipe(
-        "Every head gets the same share of the budget",
-        "paper, ablation w/o GA",
-        {"quota": "per_head"},
+    "gracekv-no-global": _without(
+        "Every head gets the same share of the budget", "w/o GA", {"quota": "per_head"}
     ),
     "global-eviction": Recipe(
         "GraceKV's scores and sensitivity, one top-k of tokens over all heads, nothing merged",
