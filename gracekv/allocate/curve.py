@@ -66,21 +66,15 @@ def auction_curve(
         spent = ops.cost[order].cumsum(0).cpu()
         gained = ops.gain[order].cumsum(0).cpu()
         floor_entries = int(torch.where(before, ops.cost, 0).sum())
-    at = _subsampled(spent, floor_entries)
+    # About `_POINTS` evenly spaced points, the floor's end and the last too.
+    at = torch.arange(len(spent))
+    if len(spent) > _POINTS:
+        marks = torch.linspace(0, int(spent[-1]), _POINTS, dtype=torch.float32).long()
+        marks = torch.cat([marks, torch.tensor([floor_entries, int(spent[-1])])]).sort().values
+        at = torch.searchsorted(spent, marks).clamp(max=len(spent) - 1).unique()
     return AuctionCurve(
         entries=torch.cat([zero, spent[at]]),
         utility=torch.cat([zero.double(), gained[at]]),
         floor_entries=floor_entries,
         bound=None if frontier is None else frontier.bound,
     )
-
-
-def _subsampled(spent: Tensor, floor: int) -> Tensor:
-    """int64: about `_POINTS` evenly spaced points of `spent`, the floor's end and the last too."""
-    if len(spent) <= _POINTS:
-        return torch.arange(len(spent))
-    marks = torch.linspace(0, int(spent[-1]), _POINTS, dtype=torch.float32).long()
-    marks = torch.cat([marks, torch.tensor([floor, int(spent[-1])])]).sort().values
-    places: Tensor = torch.searchsorted(spent, marks).clamp(max=len(spent) - 1)
-    kept: Tensor = torch.unique(places)
-    return kept

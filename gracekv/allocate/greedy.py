@@ -144,7 +144,7 @@ def _finish(
     if left.total == 0:
         return executed
     queue = PurchaseQueue(ops, executed, left, elastic, shard)
-    buy_in_turn(queue, left.total, shard)
+    buy_in_turn(queue.first, queue.buy, left.total, shard)
     return queue.executed()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, int64, tensor
@@ -87,40 +86,21 @@ def buy_together(
     at = int(first_fitting(score.cpu(), ties.cpu(), paid, budget, shard).sum())
     left = list(caps)
     done, prices = bought(last[:at], left)
-    rest = _Rest(last, parent, cost, head, score, ties, left, done, at)
-    buy_in_turn(rest, budget - shard.total(sum(prices)), shard)
-    return done
 
-
-@dataclass(slots=True)
-class _Rest:
-    """The paths from `at` on, as `ranking.Offers`; the other fields are those of `buy_together`."""
-
-    last: list[int]
-    parent: list[int]
-    cost: list[int]
-    head: list[int]
-    score: Tensor
-    ties: Tensor
-    left: list[int]
-    done: list[bool]
-    at: int
-
-    def first(self, left: int) -> tuple[float, int, int] | None:
-        while self.at < len(self.last):
-            price, op = 0, self.last[self.at]
-            while op >= 0 and not self.done[op]:
-                price += self.cost[op]
-                op = self.parent[op]
-            if 0 < price <= min(left, self.left[self.head[self.last[self.at]]]):
-                return float(self.score[self.at]), int(self.ties[self.at]), price
-            self.at += 1
+    def first(most: int) -> tuple[float, int, int] | None:
+        nonlocal at
+        while at < len(last):
+            price, op = 0, last[at]
+            while op >= 0 and not done[op]:
+                price += cost[op]
+                op = parent[op]
+            if 0 < price <= min(most, left[head[last[at]]]):
+                return float(score[at]), int(ties[at]), price
+            at += 1
         return None
 
-    def buy(self) -> None:
-        op = self.last[self.at]
-        while op >= 0 and not self.done[op]:
-            self.done[op] = True
-            self.left[self.head[op]] -= self.cost[op]
-            op = self.parent[op]
-        self.at += 1
+    def buy() -> None:
+        buy_paths([last[at]], parent, cost, head, limit, left, done, [0])
+
+    buy_in_turn(first, buy, budget - shard.total(sum(prices)), shard)
+    return done

@@ -14,7 +14,8 @@ Source: ours (radix selection, all-reduced).
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -149,33 +150,32 @@ def affordable(
         begin, limit = begin + count, limit - int(spent)
 
 
-class Offers(Protocol):
-    """The purchases that one process still offers, in its order."""
-
-    def first(self, left: int) -> tuple[float, int, int] | None:
-        """Key, tie and price of the first purchase that fits into `left`, or None.
-
-        The larger key comes first, of equal keys the smaller tie.
-        """
-
-    def buy(self) -> None:
-        """Make the purchase that `first` returned."""
+Offer: TypeAlias = tuple[float, int, int]
+"""Key, tie and price of a purchase: the larger key comes first, of equal keys the smaller tie."""
 
 
-def buy_in_turn(offers: Offers, left: int, shard: HeadShard) -> None:
-    """Buy the first offer of all processes that fits into `left`, until no process has one."""
-    while (first := first_offer(offers.first(left), shard)) is not None:
-        rank, price = first
-        left -= price
-        if rank == shard.rank:
-            offers.buy()
+def buy_in_turn(
+    first: Callable[[int], Offer | None], buy: Callable[[], None], left: int, shard: HeadShard
+) -> None:
+    """Buy the first offer of all processes that fits into `left`, until no process has one.
+
+    Args:
+        first: the first purchase of this process that fits into a number, or None.
+        buy: makes the purchase that `first` returned.
+        left: what all may spend.
+        shard: reaches the other processes.
+    """
+    while (chosen := first_offer(first(left), shard)) is not None:
+        left -= chosen[1]
+        if chosen[0] == shard.rank:
+            buy()
 
 
-def first_offer(offer: tuple[float, int, int] | None, shard: HeadShard) -> tuple[int, int] | None:
+def first_offer(offer: Offer | None, shard: HeadShard) -> tuple[int, int] | None:
     """The process whose offer comes first, and its price; None if no process has one.
 
     Args:
-        offer: key, tie and price, as `Offers.first` returns them.
+        offer: key, tie and price, of this process, or None.
         shard: reaches the other processes.
     """
     if shard.ranks == 1:

@@ -41,18 +41,12 @@ class Eager(AttentionBackend):
                 logits = torch.cat(
                     [packed, tail if own_bias is None else tail + own_bias[:, 0]], dim=-1
                 )
-                weights = _weights(
-                    logits, None if step.sink_logits is None else step.sink_logits[head].float()
-                )
+                # Rows that see nothing get 0.
+                total = logits.logsumexp(dim=-1, keepdim=True)
+                if step.sink_logits is not None:
+                    total = torch.logaddexp(total, step.sink_logits[head].float())
+                weights = (logits - total.clamp(min=torch.finfo(torch.float32).min)).exp()
                 mixed = weights[..., : len(keys)] @ values.float()
                 mixed += weights[..., len(keys) :] @ step.values[rows, g].float()
                 output[rows, head] = mixed.to(output.dtype)
         return output
-
-
-def _weights(logits: Tensor, sink: Tensor | None) -> Tensor:
-    """Softmax of logits [B, Tq, any] and a `sink` []; 0 in rows that see nothing."""
-    total = logits.logsumexp(dim=-1, keepdim=True)
-    if sink is not None:
-        total = torch.logaddexp(total, sink)
-    return (logits - total.clamp(min=torch.finfo(torch.float32).min)).exp()

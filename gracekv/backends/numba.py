@@ -104,7 +104,10 @@ def _attend(step: AttentionStep, splits: SplitKV, layer: Layer) -> Tensor:
     query, keys, values = step.query, step.keys, step.values
     batch, heads, _, dim = query.shape
     length = keys.shape[2]
-    if not _same_row_layout(keys, values):
+    # Both have the same strides, all of them multiples of a contiguous row of d.
+    strides = keys.stride()
+    alike = values.stride() == strides and strides[2:] == (dim, 1)
+    if not alike or strides[0] % dim or strides[1] % dim:
         keys, values = keys.contiguous(), values.contiguous()
     mask, sinks = step.tail_bias(), step.sink_logits
     if mask is not None:
@@ -130,17 +133,6 @@ def _attend(step: AttentionStep, splits: SplitKV, layer: Layer) -> Tensor:
         args.sink_logits = address("sink_logits", sinks, torch.float32, heads)
     on_all_threads(_kernel(layer), ctypes.addressof(args))
     return output if output.dtype == query.dtype else output.to(query.dtype)
-
-
-def _same_row_layout(keys: Tensor, values: Tensor) -> bool:
-    """Whether both have the same strides, all of them multiples of a contiguous row of d."""
-    batch, head, token, number = keys.stride()
-    dim = keys.shape[3]
-    return (
-        values.stride() == keys.stride()
-        and (token, number) == (dim, 1)
-        and batch % dim == head % dim == 0
-    )
 
 
 def _kernel(layer: Layer) -> Any:

@@ -103,7 +103,8 @@ def allocated_widths(
     # What is left is bought one by one, and so on the CPU.
     known = torch.cat([level, entries.head, operation.after(bought)]).cpu()
     level, head, rest = torch.split(known, [len(level), len(level), len(known) - 2 * len(level)])
-    buy_in_turn(_Waiting(_Operations.unpacked(rest), level, head, costs), left, shard)
+    waiting = _Waiting(_Operations.unpacked(rest), level, head, costs)
+    buy_in_turn(waiting.first, waiting.buy, left, shard)
     return level
 
 
@@ -226,7 +227,7 @@ def rates(loss: Tensor, costs: WidthCosts) -> Tensor:
 
 
 class _Waiting:
-    """The operations that may still fit, as `ranking.Offers`.
+    """The operations that may still fit; `first` and `buy` are for `ranking.buy_in_turn`.
 
     Args:
         operations: those that are not bought yet.

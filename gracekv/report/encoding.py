@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gracekv.pipeline.run import CodedRelevance
 from gracekv.report.data import ReportColumn, ReportData
-from gracekv.report.entries import KeptEntries
 
 # Relevance that takes more bytes in all columns is averaged over heads. A page of 32K tokens then
 # stays below 15 MB. Source: ours.
@@ -65,8 +64,11 @@ def encode(data: ReportData) -> tuple[dict[str, Any], bytes]:
 def _column(parts: dict[str, bytes], number: int, data: ReportData) -> dict[str, Any]:
     column = data.columns[number]
     entries, curve = column.entries, column.curve
+    # Dropped tokens between each entry and the one before it in its head.
+    before = entries.end.roll(1)
+    before[entries.offsets[:-1][entries.offsets.diff() > 0]] = entries.region[0]
     parts[f"entryStarts.{number}"] = _u32(entries.offsets)
-    parts[f"gaps.{number}"] = _u32(_gaps(entries))
+    parts[f"gaps.{number}"] = _u32(entries.start - before)
     parts[f"sizes.{number}"] = _u32(entries.length)
     if entries.depth is not None:
         depth = torch.where(entries.depth < 0, 127, entries.depth.clamp(max=126))
@@ -93,14 +95,6 @@ def _column(parts: dict[str, bytes], number: int, data: ReportData) -> dict[str,
         "relevance": _relevance(parts, number, data.columns),
         "curve": None if curve is None else _plain(curve, *_CURVE),
     }
-
-
-def _gaps(entries: KeptEntries) -> Tensor:
-    """int64 [E]: dropped tokens between each entry and the one before it in its head."""
-    before = entries.end.roll(1)
-    first = entries.offsets[:-1][entries.offsets.diff() > 0]
-    before[first] = entries.region[0]
-    return entries.start - before
 
 
 def _relevance(

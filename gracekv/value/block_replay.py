@@ -114,17 +114,13 @@ class _BlockSums(TokenColumns):
                 continue
             rows = run.queries[:, start - run.start : stop - run.start]
             if stop - start < block.length:
-                rows = self._collected(rows, start - block.start, block.length)
+                if self._waiting is None:
+                    self._waiting = rows.new_empty(rows.shape[0], block.length, rows.shape[2])
+                self._waiting[:, start - block.start : stop - block.start] = rows
+                rows = self._waiting
             if stop == block.end:
                 self._replay.add_block(total, rows, block, run)
                 self._waiting = None
-
-    def _collected(self, rows: Tensor, at: int, length: int) -> Tensor:
-        """The block's queries so far, with `rows` [H, n, d] from its token `at` on."""
-        if self._waiting is None:
-            self._waiting = rows.new_empty(rows.shape[0], length, rows.shape[2])
-        self._waiting[:, at : at + rows.shape[1]] = rows
-        return self._waiting
 
 
 @SCORERS.register("block_replay", works_sharded=True)

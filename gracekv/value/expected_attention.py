@@ -149,21 +149,19 @@ class ExpectedAttention(Scorer):
         spread = 0.5 * capture.scale**2 * turn.T @ covariance @ turn
         keys = capture.keys[:, seen.start : seen.end]
         blocks = keys.split(_block_rows(capture.query_heads, capture.head_dim), dim=1)
-        logits = [_log_expected(some.float(), mean, spread) for some in blocks]
+        # log E exp(logit) [G, n, t] of some keys [G, t, d].
+        mean = rearrange(mean, "(g n) d -> g n d", g=capture.kv_heads)
+        spread = rearrange(spread, "(g n) i j -> g n i j", g=capture.kv_heads)
+        logits = []
+        for some in (block.float() for block in blocks):
+            square = ((some[:, None] @ spread) * some[:, None]).sum(dim=-1)
+            logits.append((mean @ some.mT).add_(square))
         expected = torch.softmax(torch.cat(logits, dim=-1), dim=-1)
         score = reduce(expected, "g n t -> g t", "mean") + self.epsilon
         if not self.value_norm:
             return score
         norms: Tensor = capture.values[:, seen.start : seen.end].float().norm(dim=-1)
         return score * norms
-
-
-def _log_expected(keys: Tensor, mean: Tensor, spread: Tensor) -> Tensor:
-    """log E exp(logit) [G, n, t] of keys [G, t, d] for scaled mean [H, d] and spread [H, d, d]."""
-    groups = keys.shape[0]
-    logits = rearrange(mean, "(g n) d -> g n d", g=groups) @ keys.transpose(1, 2)
-    shared = rearrange(spread, "(g n) i j -> g n i j", g=groups)
-    return logits.add_(((keys[:, None] @ shared) * keys[:, None]).sum(dim=-1))
 
 
 def mean_rotation(rope: Rope, dim: int, start: int, count: int) -> Tensor:

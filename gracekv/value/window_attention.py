@@ -48,10 +48,6 @@ class WindowAttention(Scorer):
         """Pooled attention [G, N], not normalised."""
         observers = capture.spans.last(self.window)
         score = attention_sums(capture, observers, region, over="mean") / len(observers)
-        return self._pooled(score)
-
-    def _pooled(self, score: Tensor) -> Tensor:
-        """[G, N] -> [G, N]."""
         if self.pooling == "none":
             return score
         pool = functional.max_pool1d if self.pooling == "max" else functional.avg_pool1d

@@ -75,7 +75,14 @@ class TorchEvaluator(DistortionEvaluator):
         z = _running_sum(p, self.workspace.take(*p.shape))
         z_tilde = self._prototype_mass(row, position, head.repeat_interleave(2))
         m_square, m_dot_v, v_square = self._aggregates(row, p)
-        error = self._errors(z, z_tilde, m_square, m_dot_v, v_square)
+        # Z D_q [R, w, P], in the memory of what it is made of.
+        weights = self.inputs
+        error = m_dot_v.addcmul_(z_tilde, v_square[..., None]).mul_(z_tilde)
+        error.add_(m_square).clamp_(min=0.0).mul_(weights.lambda_m)
+        error.div_(m_square.clamp_(min=0.0).add_(weights.epsilon))
+        z_error = z_tilde.sub_(z).square_().mul_(weights.lambda_z)
+        z_square = torch.mul(z, z, out=m_square)
+        error.add_(z_error.div_(z_square.add_(weights.epsilon))).mul_(z)
 
         # Probes inside a node do not see its later tokens; those before it have no mass in it.
         holds_probe = attention.first_probe[first[:, 0]] < attention.first_probe[last[:, 0]]
@@ -175,18 +182,6 @@ class TorchEvaluator(DistortionEvaluator):
         )
         m_square.mul_(p)
         return _running_sum(m_square, m_square), m_dot_v, v_square
-
-    def _errors(
-        self, z: Tensor, z_tilde: Tensor, m_square: Tensor, m_dot_v: Tensor, v_square: Tensor
-    ) -> Tensor:
-        """Z D_q [R, w, P]; all arguments but the last are overwritten."""
-        weights = self.inputs
-        error = m_dot_v.addcmul_(z_tilde, v_square[..., None]).mul_(z_tilde)
-        error.add_(m_square).clamp_(min=0.0).mul_(weights.lambda_m)
-        error.div_(m_square.clamp_(min=0.0).add_(weights.epsilon))
-        z_error = z_tilde.sub_(z).square_().mul_(weights.lambda_z)
-        z_square = torch.mul(z, z, out=m_square)
-        return error.add_(z_error.div_(z_square.add_(weights.epsilon))).mul_(z)
 
 
 def _running_sum(x: Tensor, out: Tensor) -> Tensor:
