@@ -172,8 +172,8 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
 
     @property
     def parts(self) -> tuple[Scorer, ...]:
-        """The scorers whose scores this one combines; by default none."""
-        return ()
+        """The scorers whose scores this one combines; by default its `scorer`, if it has one."""
+        return (self.scorer,) if hasattr(self, "scorer") else ()
 
     @property
     def compares_layers(self) -> bool:

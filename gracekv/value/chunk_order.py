@@ -36,11 +36,6 @@ class ChunkOrder(Scorer):
     scorer: Scorer = field(default_factory=lambda: WindowAttention(pooling="none"))
     chunk_size: int = bounded(10, at_least=1, hint="ChunkKV's is 10.")
 
-    @property
-    def parts(self) -> tuple[Scorer, ...]:
-        """The scorer whose order this one changes."""
-        return (self.scorer,)
-
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Ranks as scores [G, N]."""
         scores = part_scores(self.scorer, capture, region, memory).double().sum(dim=0)

@@ -69,11 +69,6 @@ class Critical(Scorer):
     first_stage: float = bounded(0.5, at_least=0, at_most=1, hint="The published share is 0.5.")
     epsilon: float = bounded(1e-4, at_least=0, hint="The published value is 1e-4.")
 
-    @property
-    def parts(self) -> tuple[Scorer, ...]:
-        """The scorer that the first stage ranks by."""
-        return (self.scorer,)
-
     def needs(self) -> Needs:
         """The needs of `scorer`, and the norms."""
         return self.scorer.needs() | Needs.observed(WrittenNorms())

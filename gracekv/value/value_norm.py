@@ -39,11 +39,6 @@ class ValueNorm(Scorer):
         0.0, at_least=0, at_most=1, hint="0: absolute norms; 1: relative to the layer's mean."
     )
 
-    @property
-    def parts(self) -> tuple[Scorer, ...]:
-        """The scorer whose scores are multiplied."""
-        return (self.scorer,)
-
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Weighted scores [G, N], not normalised."""
         scores = part_scores(self.scorer, capture, region, memory)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gracekv.pipeline.run import CodedRelevance
 from gracekv.report import encoding
 from gracekv.report.data import ReportData
+from gracekv.report.entries import KeptEntries
 from support.report_pages import entry_lengths
 
 RECIPES = ["gracekv", "snapkv", "chunkkv", "gracekv-no-multiresolution", "fullkv"]
@@ -127,9 +128,7 @@ def test_heads_without_entries_pack(make):
     heads = column.entries.offsets
     # One token of context, the last of the prompt: the cache covers none of it. And all dropped.
     for region in ((5, 5), (5, 8)):
-        empty = encoding.KeptEntries(
-            2, 2, region, torch.zeros_like(heads), none, none, none.float()
-        )
+        empty = KeptEntries(2, 2, region, torch.zeros_like(heads), none, none, none.float())
         bare = dataclasses.replace(column, entries=empty)
         header, block = encoding.encode(dataclasses.replace(data, columns=(bare,)))
         assert u32(part(header, block, "entryStarts.0")) == [0] * 5
