@@ -84,11 +84,7 @@ class Compressor:
     """
 
     def __init__(
-        self,
-        vllm_config: Any,
-        store: ContextStore,
-        device: torch.device,
-        shard: HeadShard = WHOLE,
+        self, vllm_config: Any, store: ContextStore, device: torch.device, shard: HeadShard = WHOLE
     ) -> None:
         self._config, self._store, self._device = vllm_config, store, device
         self._shard = shard

@@ -21,12 +21,7 @@ import numpy as np
 import torch
 from numba import carray, cfunc, types  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels import (
-    intrinsics,
-    numba_products,
-    numba_softmax,
-    row_vectors,
-)
+from gracekv.kernels import intrinsics, numba_products, numba_softmax, row_vectors
 from gracekv.kernels.compiled import cached
 from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, inner, pointer
 from gracekv.kernels.numba_products import mixtures, products
