@@ -134,7 +134,10 @@ def _put_ids(processor: Any, found: str | Order, made: Any, params: Any) -> None
     tokenizer = getattr(processor, "tokenizer", None)
     if isinstance(found, str):
         if tokenizer is not None and ids is not None:
-            made.prompt_token_ids = front.question(found, ids, tokenizer)
+            # Only the scheduler may know the context; then the prompt stays as it is.
+            follow = front.known(found)[1]
+            if follow is not None:
+                made.prompt_token_ids = continuing(tokenizer, found, follow, ids)
         return
     made.params.max_tokens, made.params.min_tokens = 1, 0
     if isinstance(found, Compression):
@@ -159,8 +162,7 @@ def _as_bad_request() -> Iterator[None]:
 
 def transfer_of(params: Any) -> dict[str, Any]:
     """The `kv_transfer_params` of sampling parameters, or {}."""
-    extra = getattr(params, "extra_args", None) or {}
-    transfer = extra.get("kv_transfer_params")
+    transfer = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
     return transfer if isinstance(transfer, dict) else {}
 
 
@@ -183,20 +185,7 @@ class Front:
         self._config, self.store = vllm_config, open_store(vllm_config)
         self.orders: OrderedDict[str, Compression] = OrderedDict()
         self._format: Continuation | None = None
-
-    def question(self, name: str, ids: Sequence[int], tokenizer: Any) -> Sequence[int]:
-        """The prompt with which a question continues its context.
-
-        Args:
-            name: of the context.
-            ids: the request's prompt.
-            tokenizer: the front's.
-
-        Raises `StoreError` if it does not continue the context. The prompt of an unknown context
-        stays as it is; the scheduler knows the context, or refuses the request.
-        """
-        _, follow = self.known(name)
-        return ids if follow is None else continuing(tokenizer, name, follow, ids)
+        self._served = functools.cache(lambda: ServedModel.of(vllm_config))
 
     def known(self, name: str) -> tuple[str, Continuation | None]:
         """A context's recipe and how requests continue it.
@@ -250,7 +239,7 @@ class Front:
         found += found[-1:]
         spans = order.spans(len(found))
         try:
-            served = self._served
+            served = self._served()
             check_works_sharded(order.pipeline, HeadShard(ranks=served.ranks))
             order.pipeline.plan_for(served.model, spans, order.budget)
             if order.source is not None:
@@ -260,10 +249,6 @@ class Front:
         follow = order.follow if order.source is None else self.known(order.source)[1]
         if follow is not None:
             self.orders[order.name] = replace(order, follow=follow)
-        while len(self.orders) > _REMEMBERED:
+        if len(self.orders) > _REMEMBERED:
             self.orders.popitem(last=False)
         return found, order
-
-    @functools.cached_property
-    def _served(self) -> ServedModel:
-        return ServedModel.of(self._config)

@@ -28,15 +28,10 @@ class ServedConversation:
     """
 
     def __init__(
-        self,
-        client: Any,
-        context: str,
-        limit: Limit | None,
-        compact: Compaction | None,
-        messages: int,
+        self, client: Any, context: str, limit: Limit | None, compact: Compaction | None, count: int
     ) -> None:
         self._client, self._limit, self._compact = client, limit, compact
-        self._first, self._count = context, messages
+        self._first, self._count = context, count
         self._own, self._made = f"chat-{secrets.token_hex(8)}", 0
         self._begin()
 

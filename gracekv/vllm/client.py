@@ -177,8 +177,7 @@ class Client:
     ) -> Iterator[str]:
         """Iterate over an answer's text as it comes; arguments and errors are those of `ask`."""
         asked = request(None, name, question, self._tokenizer)
-        for choice in self._choices(asked, max_tokens, options):
-            yield choice.text
+        yield from (choice.text for choice in self._choices(asked, max_tokens, options))
 
     def chat(
         self,

@@ -24,8 +24,7 @@ from gracekv.decode.cut import entries_within
 from gracekv.distributed.agreement import together
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import GracekvError, StoreError
-from gracekv.vllm.context_folder import write_context
-from gracekv.vllm.exporting import describe, moved
+from gracekv.vllm.exporting import describe, moved, write_context
 from gracekv.vllm.header import ContextHeader
 from gracekv.vllm.orders import Compression
 from gracekv.vllm.recording import Chunk, Recording
@@ -86,14 +85,10 @@ class Compressor:
     def __init__(
         self, vllm_config: Any, store: ContextStore, device: torch.device, shard: HeadShard = WHOLE
     ) -> None:
-        self._config, self._store, self._device = vllm_config, store, device
-        self._shard = shard
+        self._store, self._device, self._shard = store, device, shard
+        self._served = functools.cache(lambda: ServedModel.of(vllm_config))
         self._job: _Job | None = None
         self._pool = ThreadPoolExecutor(1, "gracekv", initializer=_give_way)
-
-    @functools.cached_property
-    def _served(self) -> ServedModel:
-        return ServedModel.of(self._config)
 
     def begin(
         self, chunk: Chunk | None, current: str | None, made: Set[str] = frozenset()
@@ -120,7 +115,16 @@ class Compressor:
         if chunk.start == 0:
             # A preempted request begins again, too.
             self._drop()
-            self._job = self._begun(chunk)
+            # On a GPU, observers launch their kernels in the model's own stream.
+            pool = self._pool if self._device.type == "cpu" else None
+            own = self._device, pool, self._shard
+            recording: Recording | Exception
+            try:
+                past = None if chunk.past is None else self._store.load(*chunk.past)
+                recording = Recording(chunk.order, chunk.length, self._served(), *own, past)
+            except Exception as error:
+                recording = error
+            self._job = _Job(chunk.request, chunk.order, recording)
         job = self._job
         if job is None or job.future is not None:
             return None
@@ -137,19 +141,6 @@ class Compressor:
             self._recording.cancel()
         self._job = None
 
-    def _begun(self, chunk: Chunk) -> _Job:
-        # On a GPU, observers launch their kernels in the model's own stream.
-        pool = self._pool if self._device.type == "cpu" else None
-        recording: Recording | Exception
-        try:
-            past = None if chunk.past is None else self._store.load(*chunk.past)
-            recording = Recording(
-                chunk.order, chunk.length, self._served, self._device, pool, self._shard, past
-            )
-        except Exception as error:
-            recording = error
-        return _Job(chunk.request, chunk.order, recording)
-
     def outcome(self, idle: bool) -> Outcome | None:
         """The result of a request that ended since the last call; called after each step.
 
@@ -161,9 +152,9 @@ class Compressor:
             return None
         if job.future is None and job.is_read:
             # Use the model's stream, so that no memory is freed while it is still read.
-            stream = None
-            if self._device.type == "cuda":
-                stream = torch.cuda.current_stream(self._device)
+            stream = (
+                torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+            )
             job.future = self._pool.submit(self._made, job, stream)
         if job.future is None or not wait([job.future], _PAUSE if idle else 0).done:
             return None
@@ -198,12 +189,11 @@ class Compressor:
             return self._compressed(job.order, recording)
 
     def _compressed(self, order: Compression, recording: Recording) -> StoredContext:
-        model, shard = self._served.model, self._shard
+        model, shard = self._served().model, self._shard
         run = order.pipeline.run(recording.prefill(), order.budget)
         cache, past, follow = dequantised(run.cache), recording.past, order.follow
         # A text that keeps all its entries has no scores, and stays whole.
-        sizes = [layer.entries for layer in cache.layers]
-        stay = [torch.full((size,), torch.inf, dtype=torch.float32) for size in sizes]
+        stay = [torch.full((x.entries,), torch.inf, dtype=torch.float32) for x in cache.layers]
         scores: Sequence[Tensor] | None = run.entry_scores() or stay
         added = None
         if past is not None:
@@ -223,17 +213,16 @@ class Compressor:
                 )
             masks = entries_within(order.limit, cache, scores, shard)
             if masks is not None:
-                layers = map(RaggedEntries.where, cache.layers, masks)
-                cache = replace(cache, layers=tuple(layers))
+                cache = replace(cache, layers=tuple(map(RaggedEntries.where, cache.layers, masks)))
         rotated = moved(model, cache, added)
         self._store.loaded.check(order.name, rotated.kv_bytes + rotated.metadata_bytes)
         entries, size = (shard.total(x) for x in (int(cache.entries().sum()), cache.kv_bytes))
 
         # A context that is not saved has no file to digest: any number of its own will do.
-        digest = secrets.token_hex(32)
-        made = describe(model, follow, cache, order.recipe, digest)
-        facts = dict(self._store.model or made.model)
-        made = replace(made, entries=entries, bytes=size, model=facts)
+        made = describe(model, follow, cache, order.recipe, secrets.token_hex(32))
+        made = replace(
+            made, entries=entries, bytes=size, model=dict(self._store.model or made.model)
+        )
         if order.save:
             whole = gathered_cache(rotated, shard) if shard.ranks > 1 else rotated
             if shard.rank == 0:

@@ -67,21 +67,19 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
         recording = self._compressor.begin(chunk, current, connector_metadata.made)
         for name, digest in connector_metadata.forgotten.items():
             self._store.forget(name, digest)
-        self._opened = {x: self._load(name, x) for x, name in connector_metadata.opening.items()}
+        self._opened = {}
+        for digest, name in connector_metadata.opening.items():
+            self._opened[digest] = None
+            try:
+                self._store.load(name, digest)
+            except Exception as error:
+                self._opened[digest] = refused(error)
         asking = {
             block: Asking(self._store.load(name, digest), tokens)
             for block, (name, digest, tokens) in connector_metadata.named.items()
         }
         reading = (recording, chunk) if recording and chunk else None
         set_step(Step(asking, reading) if asking or reading else None)
-
-    def _load(self, name: str, digest: str) -> dict[str, Any] | None:
-        """Load a context; the reply to requests about it if that fails, else None."""
-        try:
-            self._store.load(name, digest)
-        except Exception as error:
-            return refused(error)
-        return None
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
@@ -91,9 +89,9 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
         recorded = self._compressor.recorded
         outcome = self._compressor.outcome(self._get_connector_metadata().idle)
         dropped = self._store.dropped()
-        found = outcome or dropped or self._opened or recorded
-        outcomes = [outcome] if outcome else []
-        return WorkerReport(outcomes, dropped, self._opened, recorded) if found else None
+        if not (outcome or dropped or self._opened or recorded):
+            return None
+        return WorkerReport([outcome] if outcome else [], dropped, self._opened, recorded)
 
     def shutdown(self) -> None:
         set_step(None)

@@ -1,9 +1,14 @@
-"""`export`: write a compressed prompt as a folder that vLLM can serve."""
+"""`export`: write a compressed prompt as a folder that vLLM can serve.
+
+The folder of a context is written atomically, replaced, and deleted here.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +17,18 @@ import torch
 
 from gracekv import recipes
 from gracekv.cache.base import RaggedCache
+from gracekv.cache.entries import CompressedCache
 from gracekv.cache.quantised import dequantised
+from gracekv.cache.serialization import read_digest, write_cache
 from gracekv.distributed.sharding import check_whole
-from gracekv.files import VERSION, path_of
+from gracekv.errors import StoreError
+from gracekv.files import VERSION, check_output, path_of, replacing
 from gracekv.hf.base_result import BaseResult
 from gracekv.prefill.fingerprint import check_same_model, tokenizer_marks
 from gracekv.prefill.model_layers import rotations_up_to
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import trained_length
-from gracekv.vllm.context_folder import check_replaceable, write_context
-from gracekv.vllm.header import ContextHeader, Continuation, check_name
+from gracekv.vllm.header import HEADER, ContextHeader, Continuation, check_name, is_ours, is_served
 from gracekv.vllm.requests import question_text
 from gracekv.vllm.served_model import check_served, model_facts
 
@@ -126,3 +133,95 @@ def moved(model: Any, cache: RaggedCache, by: int | None = None) -> RaggedCache:
         keys = turn.rotate(layer.keys.float(), torch.zeros(1, dtype=torch.int64))
         layers.append(replace(layer, keys=keys.to(layer.keys.dtype)))
     return RaggedCache(tuple(layers), cache.length)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise `StoreError` if `folder` exists and is not a folder with files of exports only.
+
+    `OutputError` if it does not exist and cannot be made.
+    """
+    if not os.path.lexists(folder):
+        check_output(folder / HEADER)
+        return
+    if folder.is_symlink() or not folder.is_dir():
+        raise StoreError(f"{folder} is not a folder, and is not replaced. Choose another name.")
+    for path in folder.iterdir():
+        if not is_ours(path.name) or path.is_symlink() or path.is_dir():
+            raise StoreError(
+                f"{folder} holds {path.name!r}, which no export wrote, and is not replaced. Choose "
+                f"another name, or move it away."
+            )
+
+
+def write_context(
+    rotated: CompressedCache, header_of: Callable[[str], ContextHeader], folder: Path
+) -> ContextHeader:
+    """Write a context atomically, replacing an existing one.
+
+    Args:
+        rotated: entries, with keys rotated as they are served.
+        header_of: makes the header from the digest of the entries' file.
+        folder: the context's folder.
+
+    Returns:
+        The header.
+
+    Raises `StoreError` if `folder` holds other files, `OutputError` if writing fails.
+    """
+    check_replaceable(folder)
+    with _alone_in(folder):
+        try:
+            # The new context takes effect when its header replaces the old one: each header names
+            # its entries, and the old entries stay until then.
+            with replacing(folder / HEADER) as header_file:
+                entries, old = folder / "new.safetensors", folder / HEADER
+                # Keep the old context's permissions.
+                entries.touch(mode=old.stat().st_mode & 0o666 if old.exists() else 0o666)
+                write_cache(entries, rotated, {"engine": "vllm"}, {})
+                header = header_of(read_digest(entries))
+                header_file.write_text(header.to_json(), encoding="utf-8")
+                os.replace(entries, folder / header.entries_file)
+        except BaseException:
+            _delete(folder, lambda name: not is_served(name))
+            raise
+        _delete(folder, lambda name: name not in (HEADER, header.entries_file))
+    return header
+
+
+def delete_context(folder: Path) -> bool:
+    """Delete a context's files, the header first; return whether there was a context.
+
+    Raises `StoreError` if `folder` holds other files.
+    """
+    if not (folder / HEADER).is_file():
+        return False
+    check_replaceable(folder)
+    with _alone_in(folder):
+        (folder / HEADER).unlink(missing_ok=True)
+        _delete(folder, is_ours)
+    return True
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Make the folder and lock it against other exports; remove it at the end if it is empty."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        # The lock ends with the process, however it ends, and leaves no file. Not on every system.
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        os.close(handle)
+
+
+def _delete(folder: Path, unneeded: Callable[[str], bool]) -> None:
+    """Delete our files with unneeded names, also those of killed exports."""
+    for path in folder.iterdir():
+        if is_ours(path.name) and unneeded(path.name):
+            path.unlink()

@@ -173,7 +173,25 @@ class ContextHeader(Continuation):
                 f"Export it again."
             )
         try:
-            return _checked(cls, data)
+            if data.pop("sha256", None) != _checksum(data) or data.pop("kind", None) != _KIND:
+                raise ValueError("the checksum or the kind differs")
+            data["prompt_ids"] = tuple(data.get("prompt_ids", ()))
+            check_values(cls, data)
+            header, model = cls(**data), data["model"]
+            if not isinstance(model, dict):
+                raise TypeError("the model's facts are no mapping")
+            sizes = model.get("layers"), model.get("kv_heads")
+            fits = (
+                isinstance(header.tokenizer, dict)
+                and re.fullmatch("[0-9a-f]{64}", header.digest) is not None
+                and min(header.length, header.entries, header.bytes, *header.prompt_ids) >= 0
+                and all(type(x) is int and 0 < x < _MOST for x in sizes)
+                and isinstance(model.get("rope"), dict)
+                and isinstance(model.get("weights"), dict | None)
+            )
+            if not fits:
+                raise ValueError("an export writes no such value")
+            return header
         # Do not repeat what was given: it may have any size.
         except (TypeError, ValueError, RecursionError) as error:
             raise StoreError(
@@ -183,28 +201,3 @@ class ContextHeader(Continuation):
 
 def _checksum(data: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-
-def _checked(cls: type[ContextHeader], data: dict[str, Any]) -> ContextHeader:
-    """The header in `data`; raises `ValueError` or `TypeError` if no export wrote it."""
-    if data.pop("sha256", None) != _checksum(data):
-        raise ValueError("the checksum differs")
-    if data.pop("kind", None) != _KIND:
-        raise ValueError("the kind is unknown")
-    data["prompt_ids"] = tuple(data.get("prompt_ids", ()))
-    check_values(cls, data)
-    header = cls(**data)
-    model = header.model
-    fits = (
-        isinstance(model, dict)
-        and isinstance(header.tokenizer, dict)
-        and re.fullmatch("[0-9a-f]{64}", header.digest) is not None
-        and min(header.length, header.entries, header.bytes, *header.prompt_ids) >= 0
-        and all(type(model.get(x)) is int for x in ("layers", "kv_heads"))
-        and all(0 < model[x] < _MOST for x in ("layers", "kv_heads"))
-        and isinstance(model.get("rope"), dict)
-        and isinstance(model.get("weights"), dict | None)
-    )
-    if not fits:
-        raise ValueError("an export writes no such value")
-    return header

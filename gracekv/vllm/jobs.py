@@ -11,7 +11,7 @@ from typing import Any
 
 from gracekv.errors import StoreError
 from gracekv.vllm.compressing import Outcome
-from gracekv.vllm.context_folder import delete_context
+from gracekv.vllm.exporting import delete_context
 from gracekv.vllm.header import is_missing
 from gracekv.vllm.orders import Compression, Listing, Order, names_of
 from gracekv.vllm.serving import refusal
@@ -107,7 +107,9 @@ class Jobs:
             return {"contexts": self.listing(parameters)}
         if self.is_making(order.name):
             raise StoreError(f"Context {order.name!r} is being made. Delete it afterwards.")
-        in_memory = self._forget(order.name)
+        self.forgotten[order.name] = None
+        self._expiry.pop(order.name, None)
+        in_memory = self._store.forget(order.name)
         known = self._done.pop(order.name, None) is not None
         if not (delete_context(self._store.folder(order.name)) or in_memory or known):
             raise StoreError(
@@ -133,11 +135,6 @@ class Jobs:
                 f"model's {header.positions:,} positions. Send a shorter one."
             )
 
-    def _forget(self, name: str) -> bool:
-        self.forgotten[name] = None
-        self._expiry.pop(name, None)
-        return self._store.forget(name)
-
     def expire(self) -> None:
         """Delete contexts that have expired."""
         now = time.monotonic()
@@ -145,7 +142,7 @@ class Jobs:
             if now >= end and not self.is_making(name):
                 del self._expiry[name]
                 if self._store.forget(name, digest):
-                    self._forget(name)
+                    self.forgotten[name] = None
 
     def finished(self, request: str, computed: int) -> dict[str, Any]:
         """The reply to a compressing request that has ended.
@@ -203,7 +200,7 @@ class Jobs:
                 self._expiry[name] = time.monotonic() + order.expires, header.digest
         self._done[name] = known
         self._done.move_to_end(name)
-        while len(self._done) > _REMEMBERED:
+        if len(self._done) > _REMEMBERED:
             self._done.popitem(last=False)
 
     def refused(self, error: Exception, name: object = None) -> dict[str, Any]:
@@ -212,8 +209,7 @@ class Jobs:
         if reply["status"] == 404 and isinstance(name, str):
             if self.is_making(name):
                 reply["reason"] = f"Context {name!r} is still being made after {WAIT:.0f} s."
-            elif "reason" in self._done.get(name, {}):
-                reason = self._done[name]["reason"]
+            elif (reason := self._done.get(name, {}).get("reason")) is not None:
                 reply["reason"] = f"Context {name!r} could not be made. {reason}"
         return reply
 
@@ -255,5 +251,8 @@ class Jobs:
 
 def refused(error: Exception) -> dict[str, Any]:
     """The reply to a request that the scheduler or a worker refuses, with its HTTP status."""
-    status = 404 if is_missing(error) else 400
-    return {"state": "failed", "reason": refusal(error), "status": status}
+    return {
+        "state": "failed",
+        "reason": refusal(error),
+        "status": 404 if is_missing(error) else 400,
+    }

@@ -22,7 +22,7 @@ from gracekv.prefill.chat_text import (
 )
 from gracekv.prefill.fingerprint import tokenizer_marks
 from gracekv.prefill.prompt import Prompt
-from gracekv.vllm.header import PARAMETER, QUESTION, SEPARATOR, ContextHeader, Continuation
+from gracekv.vllm.header import PARAMETER, QUESTION, SEPARATOR, Continuation
 from gracekv.vllm.store import ContextStore
 
 
@@ -76,14 +76,8 @@ class Request:
         Raises `PromptError` if prompt and answer do not fit the model's positions.
         """
         self._check_room(max_tokens)
-        return {
-            "model": model,
-            "prompt": list(self.prompt_ids),
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            **options,
-            **self.extra_args,
-        }
+        fixed = {"model": model, "prompt": list(self.prompt_ids), "max_tokens": max_tokens}
+        return {**fixed, "temperature": 0.0, **options, **self.extra_args}
 
     def _check_room(self, max_tokens: int) -> None:
         if self.room is not None and len(self.prompt_ids) + max_tokens - 1 > self.room:
@@ -131,27 +125,20 @@ def request(
         )
     if question is not None:
         check_question(question)
-        _check_tokenizer(name, header, tokenizer)
+        if tokenizer is None:
+            raise PromptError("A question needs the tokenizer that made the context: tokenizer=...")
+        own, marks = header.tokenizer, tokenizer_marks(tokenizer)
+        other = [mark for mark, value in marks.items() if own.get(mark, value) != value]
+        if other:
+            raise StoreError(
+                f"The context {name!r} was made with another tokenizer: {', '.join(other)} differ."
+            )
         ids = (*ids, *first_turn(tokenizer, question, header.separator, header.template))
     # A context that is itself longer than the model's positions had its warning.
     room = None
     if header.positions is not None and header.length <= header.positions:
         room = header.positions - header.length
     return Request(name, ids, room)
-
-
-def _check_tokenizer(name: str, header: ContextHeader, tokenizer: Any) -> None:
-    if tokenizer is None:
-        raise PromptError("A question needs the tokenizer that made the context: tokenizer=...")
-    other = [
-        mark
-        for mark, value in tokenizer_marks(tokenizer).items()
-        if header.tokenizer.get(mark, value) != value
-    ]
-    if other:
-        raise StoreError(
-            f"The context {name!r} was made with another tokenizer: {', '.join(other)} differ."
-        )
 
 
 def document(tokenizer: Any, text: str) -> list[int]:
@@ -229,18 +216,15 @@ def continuing(tokenizer: Any, name: str, follow: Continuation, ids: Sequence[in
             f"gracekv.vllm.Client, or through /v1/chat/completions without a system message."
         )
     if opening and again:
-        between = _between(tokenizer, follow.separator) if closing else []
-        ids = between + ids[len(opening) :]
+        ids = ids[len(opening) :]
+        if closing:
+            # Blanks alone may have other tokens than blanks before a word.
+            word, both = continued(tokenizer, "a"), continued(tokenizer, follow.separator + "a")
+            cut = len(both) - len(word)
+            # One token may hold the end of the separator and the start of the word.
+            alone = both[cut:] != word
+            ids = (continued(tokenizer, follow.separator) if alone else both[:cut]) + ids
     return ids
-
-
-def _between(tokenizer: Any, separator: str) -> list[int]:
-    """Token ids of the separator before a question."""
-    # Blanks alone may have other tokens than blanks before a word.
-    word, both = continued(tokenizer, "a"), continued(tokenizer, separator + "a")
-    cut = len(both) - len(word)
-    # One token may hold the end of the separator and the start of the word.
-    return both[:cut] if both[cut:] == word else continued(tokenizer, separator)
 
 
 def _frame(

@@ -6,10 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from gracekv.vllm.compressing import Outcome
 from gracekv.vllm.header import PARAMETER, ContextHeader, is_missing
@@ -25,7 +22,7 @@ _AT_ONCE = 8
 
 
 @dataclass
-class StepContexts(KVConnectorMetadata):  # type: ignore[misc]
+class StepContexts(base.KVConnectorMetadata):  # type: ignore[misc]
     """The scheduler's message to the workers before a step.
 
     Attributes:
@@ -50,7 +47,7 @@ class StepContexts(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class WorkerReport(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
     """A worker's message to the scheduler after a step.
 
     Attributes:
@@ -200,22 +197,17 @@ class SchedulerSide:
         used = {header.digest for _, header in self._contexts.values()}
         self._open &= used
         self._opening = {x: name for x, name in self._opening.items() if x in used}
-        step_contexts = StepContexts(
-            opening=dict(self._opening),
-            used=used,
-            chunk=self._chunk(scheduler_output),
-            current=self._jobs.current,
-            made=self._jobs.made,
-            forgotten=self._jobs.forgotten,
-            idle=not (scheduler_output.total_num_scheduled_tokens or self._opening),
-        )
-        self._jobs.made, self._jobs.forgotten = set(), {}
+        named: dict[int, tuple[str, str, int]] = {}
         for request, count in scheduler_output.num_scheduled_tokens.items():
             if request in self._contexts:
                 name, header = self._contexts[request]
                 block = state.get_block_ids(request)[0][0]
-                step_contexts.named[block] = name, header.digest, count
-        return step_contexts
+                named[block] = name, header.digest, count
+        idle = not (scheduler_output.total_num_scheduled_tokens or self._opening)
+        jobs, opening, chunk = self._jobs, dict(self._opening), self._chunk(scheduler_output)
+        made, jobs.made = jobs.made, set()
+        forgotten, jobs.forgotten = jobs.forgotten, {}
+        return StepContexts(named, opening, used, chunk, jobs.current, made, forgotten, idle)
 
     def _chunk(self, scheduler_output: Any) -> Chunk | None:
         job = self._jobs.jobs.get(self._jobs.current or "")

@@ -137,8 +137,7 @@ def attention_layers(vllm_config: Any) -> list[Any]:
 
 def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise `ConfigError` for options of vLLM that contexts do not support."""
-    parallel = vllm_config.parallel_config
-    cache = vllm_config.cache_config
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     obstacles = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
@@ -15,8 +16,7 @@ from gracekv.cache.quantised import dequantised
 from gracekv.cache.serialization import read_cache
 from gracekv.errors import StoreError
 from gracekv.prefill.fingerprint import differences
-from gracekv.vllm.context_folder import files_state, is_of_system
-from gracekv.vllm.header import HEADER, PARAMETER, ContextHeader, check_name, is_name
+from gracekv.vllm.header import HEADER, PARAMETER, ContextHeader, check_name, is_name, is_served
 from gracekv.vllm.stored_context import LoadedContexts, StoredContext
 
 # The default limit: one of so many parts of the machine's memory, or of a GPU's, most of which vLLM
@@ -184,7 +184,7 @@ class ContextStore:
             folder = self.folder(name)
             if folder.name in self.loaded.made:
                 return self.loaded.made[folder.name]
-            state = files_state(folder)
+            state = _files_state(folder)
             known = self._known.get(folder.name)
             if known is None or known.state != state:
                 known = _Known(state)
@@ -200,11 +200,11 @@ class ContextStore:
                 if entries:
                     self.loaded.rename(folder.name, header.digest)
             except StoreError as error:
-                if files_state(folder) != state:
+                if _files_state(folder) != state:
                     # It was replaced while it was read.
                     return self._look(name, entries)
                 # A file that is missing or cannot be opened may come back.
-                if not is_of_system(error):
+                if not _is_of_system(error):
                     known.refusal = str(error)
                 raise
             return header
@@ -235,14 +235,37 @@ class ContextStore:
         facts = (cache.length, cache.sequences, int(cache.entries().sum()), cache.kv_bytes)
         if facts != (header.length, 1, header.entries, header.bytes):
             raise StoreError(f"Context {name!r} is damaged: its header is of other entries.")
-        places = int(cache.entries().max())
         if self._heads is not None:
             # A copy, so that the other heads are freed.
             layers = tuple(layer.rows(*self._heads).mapped(torch.clone) for layer in layers)
-        return StoredContext(header, layers, places)
+        return StoredContext(header, layers, int(cache.entries().max()))
 
 
 def _default_limit(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory // _SHARE_OF_GPU
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE
+
+
+def _files_state(folder: Path) -> object:
+    """A value that changes when a file of the context changes; () if there are no files.
+
+    Raises `StoreError` if one is not a regular file: links lead out of the store, pipes block.
+    """
+    try:
+        with os.scandir(folder) as files:
+            found = [(x.name, x.stat(follow_symlinks=False)) for x in files if is_served(x.name)]
+    except OSError:
+        return ()
+    if not all(stat.S_ISREG(x.st_mode) for _, x in found):
+        raise StoreError(f"Context {folder.name!r} holds links or devices. Use copies of files.")
+    return sorted((n, x.st_ino, x.st_size, x.st_mtime_ns, x.st_ctime_ns) for n, x in found)
+
+
+def _is_of_system(error: BaseException | None) -> bool:
+    """Whether a missing file, or one that cannot be opened, caused an error."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return True
+        error = error.__cause__
+    return False

@@ -11,7 +11,7 @@ import torch
 from gracekv.errors import OutputError, SavedCacheError, StoreError
 from gracekv.testing.models import tiny_model
 from gracekv.vllm import ContextStore
-from gracekv.vllm.context_folder import check_replaceable
+from gracekv.vllm.exporting import check_replaceable
 from gracekv.vllm.served_model import model_facts
 from gracekv.vllm.stored_context import heads_of_rank
 from support.forged_contexts import signed
