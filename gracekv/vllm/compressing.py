@@ -152,9 +152,8 @@ class Compressor:
             return None
         if job.future is None and job.is_read:
             # Use the model's stream, so that no memory is freed while it is still read.
-            stream = (
-                torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-            )
+            on_gpu = self._device.type == "cuda"
+            stream = torch.cuda.current_stream(self._device) if on_gpu else None
             job.future = self._pool.submit(self._made, job, stream)
         if job.future is None or not wait([job.future], _PAUSE if idle else 0).done:
             return None
@@ -220,9 +219,8 @@ class Compressor:
 
         # A context that is not saved has no file to digest: any number of its own will do.
         made = describe(model, follow, cache, order.recipe, secrets.token_hex(32))
-        made = replace(
-            made, entries=entries, bytes=size, model=dict(self._store.model or made.model)
-        )
+        facts = dict(self._store.model or made.model)
+        made = replace(made, entries=entries, bytes=size, model=facts)
         if order.save:
             whole = gathered_cache(rotated, shard) if shard.ranks > 1 else rotated
             if shard.rank == 0:

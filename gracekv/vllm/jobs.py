@@ -100,7 +100,22 @@ class Jobs:
         if isinstance(order, Compression):
             order.spans(length)
             if order.source is not None:
-                self._check_extendable(order.source, length - 1)
+                name, tokens = order.source, length - 1
+                if self.is_making(name):
+                    raise StoreError(f"Context {name!r} is being made. Extend it afterwards.")
+                header = self._store.header(name)
+                if header.has_question or header.prompt_ids:
+                    raise StoreError(
+                        f"The prompt of context {name!r} goes on after its entries, so a passage "
+                        f"cannot follow them. Compress a prompt without a question: "
+                        f"Prompt.from_chat(tokenizer, context=text)."
+                    )
+                room = tokens if header.positions is None else header.positions - header.length
+                if 0 <= room < tokens:
+                    raise StoreError(
+                        f"The passage has {tokens:,} tokens, and context {name!r} leaves {room:,} "
+                        f"of the model's {header.positions:,} positions. Send a shorter one."
+                    )
             self.jobs[request] = Job(request, order, length)
             return None
         if isinstance(order, Listing):
@@ -116,24 +131,6 @@ class Jobs:
                 f"There is no context {order.name!r} in the store to delete."
             ) from FileNotFoundError()
         return {"name": order.name, "state": "deleted"}
-
-    def _check_extendable(self, name: str, tokens: int) -> None:
-        """Raise `StoreError` if a passage of so many tokens cannot continue the context."""
-        if self.is_making(name):
-            raise StoreError(f"Context {name!r} is being made. Extend it afterwards.")
-        header = self._store.header(name)
-        if header.has_question or header.prompt_ids:
-            raise StoreError(
-                f"The prompt of context {name!r} goes on after its entries, so a passage cannot "
-                f"follow them. Compress a prompt without a question: Prompt.from_chat(tokenizer, "
-                f"context=text)."
-            )
-        room = tokens if header.positions is None else header.positions - header.length
-        if 0 <= room < tokens:
-            raise StoreError(
-                f"The passage has {tokens:,} tokens, and context {name!r} leaves {room:,} of the "
-                f"model's {header.positions:,} positions. Send a shorter one."
-            )
 
     def expire(self) -> None:
         """Delete contexts that have expired."""
