@@ -38,6 +38,7 @@ class ExactDP(Allocator):
 
     elastic: bool = False
     max_cells: int = bounded(20_000_000, at_least=1)
+    removed_fields = (("max_operations", 2_000),)
 
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
         ops = Operations.of(start.forest)

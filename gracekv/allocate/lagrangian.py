@@ -45,6 +45,7 @@ class Lagrangian(Allocator):
     """
 
     elastic: bool = False
+    removed_fields = (("iterations", 60),)
 
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
         ops = Operations.of(start.forest)

@@ -51,6 +51,7 @@ class CamPacker(Packer):
     """
 
     represents: ClassVar[Literal["node", "token", "mixture"]] = "mixture"
+    removed_fields = (("denominator", "mean_next"),)
 
     merge: int = bounded(32, at_least=1, hint="CaM's is 32; for no merging use the packer 'evict'.")
     seed: int = bounded(0, at_least=0)

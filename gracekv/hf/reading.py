@@ -248,9 +248,9 @@ def layer_by_layer(
     """Read a layer at a time: `each` is called with every layer once it is whole.
 
     The tensors of a layer are lent: the next layer overwrites them. Queries cannot be computed
-    again, so all that are needed are held. `trims` returns freed CPU memory to the system
-    meanwhile: without it the heap would grow with every layer, since kept entries lie between
-    freed blocks.
+    again, so those at the positions `held`, int64 [n], are all held. `trims`
+    returns freed CPU memory to the system meanwhile: without it the heap would grow with every
+    layer, since kept entries lie between freed blocks.
     """
     record, count = reading.record, len(reading.layers)
     identity = fingerprint(reading.model, reading.prompt.tokenizer)

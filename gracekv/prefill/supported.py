@@ -113,18 +113,18 @@ def _problem(model: Any) -> str | None:
             f"{name} has no layer of kind full_attention, so nothing of its cache grows with the "
             f"prompt and there is nothing to compress."
         )
-    count = len(getattr(model.get_decoder(), "layers", ()))
-    if len(kinds) != count:
-        return (
-            f"The config of {name} describes {len(kinds)} layers, its decoder has {count} in a "
-            f"list named layers; gracekv takes one attention a layer. {_TESTED}"
-        )
     rope = rope_parameters(model).get("rope_type")
     if rope not in TESTED_ROPE_TYPES and (has_rope(model) or not has_states):
         return (
             f"The RoPE variant {rope!r} of {name} is not supported; supported: "
             f"{', '.join(sorted(TESTED_ROPE_TYPES))}. Merging keys relies on a rotary position "
             f"embedding, or on layers with states that tell positions."
+        )
+    count = len(getattr(model.get_decoder(), "layers", ()))
+    if len(kinds) != count:
+        return (
+            f"The config of {name} describes {len(kinds)} layers, its decoder has {count} in a "
+            f"list named layers; gracekv takes one attention a layer. {_TESTED}"
         )
     shared = getattr(text_config(model), "num_kv_shared_layers", None) or 0
     if shared:

@@ -28,7 +28,13 @@ class Configurable:
     Fields may be numbers, strings, booleans, None, tuples of those, other `Configurable`s, or
     `Strategy`s (stored as ``{"name": ..., **fields}``). Types, choices (`Literal`) and bounds
     (`gracekv.registry.hyperparameter.bounded`) are checked when an instance is built.
+
+    Attributes:
+        removed_fields: names and values of fields that the class had in an earlier release. Saved
+            data that give one its only remaining value are read; another value is refused.
     """
+
+    removed_fields: ClassVar[tuple[tuple[str, object], ...]] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -50,6 +56,7 @@ class Configurable:
         """
         if not isinstance(data, Mapping):
             raise ConfigError(f"{cls.__name__} takes a mapping of its fields; got {data!r}.")
+        data = {key: value for key, value in data.items() if (key, value) not in cls.removed_fields}
         hints = typing.get_type_hints(cls)
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for key in data:

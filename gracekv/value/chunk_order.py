@@ -33,6 +33,7 @@ class ChunkOrder(Scorer):
         chunk_size: tokens per chunk, counted from the start of the region (ChunkKV's 10).
     """
 
+    removed_fields = (("share_heads", True), ("reuse_layers", 1))
     scorer: Scorer = field(default_factory=lambda: WindowAttention(pooling="none"))
     chunk_size: int = bounded(10, at_least=1, hint="ChunkKV's is 10.")
 

@@ -109,6 +109,7 @@ class ExpectedAttention(Scorer):
         epsilon: added to the expected attention before that (0).
     """
 
+    removed_fields = (("covariance", True),)
     future_positions: int = bounded(512, at_least=1, hint="The published number is 512.")
     sinks: int = bounded(4, at_least=0, hint="The published number is 4.")
     value_norm: bool = True

@@ -44,6 +44,7 @@ class ReadAhead(Scorer):
             the maximum, one probe that attends to a token is enough.
     """
 
+    removed_fields = (("kernel", "geometric"),)
     question_probes: int = bounded(32, at_least=0)
     tail_probes: int = bounded(16, at_least=0)
     lookahead: int = bounded(

@@ -34,6 +34,7 @@ class WindowAttention(Scorer):
         kernel: pooling width in tokens, odd (SnapKV's benchmark setting, 7).
     """
 
+    removed_fields = (("observation", "prompt_tail"),)
     window: int = bounded(32, at_least=1, hint="A number of positions; SnapKV's is 32.")
     pooling: Pooling = "max"
     kernel: int = bounded(

@@ -6,6 +6,7 @@ import pytest
 
 from gracekv.errors import ConfigError, GracekvError, UnknownStrategyError
 from gracekv.registry import Configurable, Registry, Strategy, suggestion
+from gracekv.value import SCORERS, ReadAhead
 
 TOYS: Registry["Toy"] = Registry("toy", "what is played")
 DICE: Registry["Dice"] = Registry("dice", "what is thrown")
@@ -176,3 +177,9 @@ def test_what_works_over_processes_says_so_when_it_is_registered():
     class Grey(Tough): ...
 
     assert [kite.works_sharded for kite in (Red, Blue, Grey)] == [True, False, True]
+
+
+def test_a_removed_field_is_read_with_its_last_value_only():
+    assert SCORERS.parse({"name": "read_ahead", "kernel": "geometric"}) == ReadAhead()
+    with pytest.raises(ConfigError, match="ReadAhead has no field 'kernel'"):
+        SCORERS.parse({"name": "read_ahead", "kernel": "box"})
