@@ -143,7 +143,7 @@ def _within_reach(positions: Tensor, now: int, reach: int) -> Tensor:
     """Positions [n] of a head whose gaps are shortened for `closed`."""
     if not len(positions):
         return positions
-    gaps = torch.cat([positions, positions.new_tensor([now])]).diff().clamp(min=1)
+    gaps = torch.cat([positions, positions.new_full((1,), now)]).diff().clamp(min=1)
     rising = gaps.sort().values
     counts = torch.arange(len(gaps), 0, -1, device=gaps.device)
     # Where the shortest gaps stay, the others share what they leave of the reach.

@@ -47,7 +47,7 @@ def load_plugins() -> None:
         try:
             entries = {(e.name, e.value): e for e in metadata.entry_points(group=GROUP)}
             for key in sorted(entries.keys() - _tried.keys()):
-                _tried[key] = _failure(entries[key].load)
+                _tried[key] = _described(_failure(entries[key].load))
             _loaded = True
         finally:
             _loading = False
@@ -62,15 +62,19 @@ def load_plugins() -> None:
                 )
 
 
-def _failure(action: Callable[[], object]) -> str:
-    """Type and message of what `action` raised, SystemExit included; interrupts pass through."""
+def _failure(action: Callable[[], object]) -> BaseException | None:
+    """The exception that `action` raised, SystemExit included; interrupts pass through."""
     try:
         action()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        return error
+    return None
+
+
+def _described(error: BaseException | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def import_modules(names: Iterable[str]) -> None:
@@ -85,9 +89,9 @@ def import_modules(names: Iterable[str]) -> None:
         if error := _failure(functools.partial(importlib.import_module, name)):
             raise PluginError(
                 f"The module {name!r}, which should register strategies, cannot be imported: "
-                f"{error}. Install its package, or run where "
+                f"{_described(error)}. Install its package, or run where "
                 f"{name.partition('.')[0]}.py lies."
-            )
+            ) from error
 
 
 def module_list(value: object, where: str) -> tuple[str, ...]:
