@@ -1,4 +1,4 @@
-"""KV-cache compression after prefill: one budget for coverage and resolution.
+"""Compress a language model's KV cache to one budget, and generate from what is left.
 
 `import gracekv` loads none of the heavy parts; they come with the first use of a name below, and
 transformers only with those that touch a model.

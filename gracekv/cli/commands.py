@@ -16,7 +16,7 @@ from gracekv.errors import ConfigError
 from gracekv.files import check_output, read_text
 
 app = typer.Typer(
-    help="Compress a language model's KV cache once after prefill.",
+    help="Compress a language model's KV cache to a budget, and ask it.",
     no_args_is_help=True,
     add_completion=False,
     # Rich's tables truncate option names on terminals of 80 columns.
@@ -79,7 +79,7 @@ def _root(
         bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Compress a language model's KV cache once after prefill."""
+    """Compress a language model's KV cache to a budget, and ask it."""
 
 
 @app.command()
@@ -103,7 +103,7 @@ def compress(
         str, Option(help="'smollm2' (embedded), or a transformers name or folder.")
     ] = "smollm2",
     ratio: Annotated[
-        str | None, Option(help="Shrink the cache this many times (default 8).")
+        str | None, Option(help="Keep 1/RATIO of the context (default 8; no question: try 2).")
     ] = None,
     compression_ratio: Annotated[
         str | None, Option(help="Remove this fraction of the cache, as in kvpress.")
@@ -112,7 +112,7 @@ def compress(
         int | None, Option(help="Keep this many entries per KV head and layer, on average.")
     ] = None,
     kv_bytes: Annotated[
-        str | None, Option(help="Keep this many bytes of keys and values, such as 64MiB.")
+        str | None, Option(help="Most bytes of the context's keys and values, such as 64MiB.")
     ] = None,
     instruction: Annotated[str, Option(help="Text before the context; never compressed.")] = "",
     pipeline: Annotated[

@@ -145,7 +145,7 @@ class GraceCache(Cache):  # type: ignore[misc]
         """The entries that each cut of a limit left; `CacheError` unless they were recorded."""
         raise CacheError(
             "This cache noted no history of cuts. Write one answer, a single row, on "
-            "result.new_cache(gracekv.Limit(..., history=True))."
+            "result.new_cache(limit), or begin result.chat(limit), with Limit(..., history=True)."
         )
 
     def make_room(self, tokens: Tensor, mask: Any) -> None:
