@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.base import QuerySet
-from gracekv.fit.values_and_mass import LEAST, MASS_SHARE, MOST, STEPS
+from gracekv.fit.values_and_mass import LEAST, MOST
 from gracekv.kernels.linalg import capped
 from gracekv.prefill import LayerCapture, Region
 
@@ -24,14 +23,17 @@ def fitted_head(
     trust: float,
     trust_read: float,
     mass_trust: float | None = None,
+    held_out: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Values [E_g, d] and log multiplicities [E_g] of one KV head, float64.
 
-    Multiplicities are fitted if `mass_trust` is a number. Source: ours, `gracekv.fit.values`.
+    Multiplicities are fitted if `mass_trust` is a number; `held_out` as in `ValuesAndMass`.
+    Source: ours, `gracekv.fit.values`.
     """
     own_values, log_m = (x.double() for x in packed.head(head)[1::2])
     seen = _attended(capture, head, packed, queries)
     weight = queries.weights.double().repeat(capture.group) / capture.group
+    part = torch.arange(len(weight)) % (1 + held_out)
     positions = packed.head(head)[2]
     columns = ((positions >= region.start) & (positions < region.end)).nonzero()[:, 0]
     factor, change = torch.ones_like(log_m), torch.zeros_like(own_values)
@@ -39,47 +41,13 @@ def fitted_head(
         plain = seen.kept[:, columns]
         if mass_trust is not None:
             missing = 1 - seen.sink - seen.kept.sum(dim=1, keepdim=True)
-            found = _least_squares(plain, missing, weight, mass_trust, trust_read)
+            found = _confirmed(plain, missing, weight, part, mass_trust, trust_read)
             factor[columns] = (1 + found[:, 0]).clamp(LEAST, MOST)
         shares = seen.shares(factor)
         error = seen.targets - shares @ torch.cat([own_values, capture.values[head, -1:].double()])
-        change[columns] = _least_squares(shares[:, columns], error, weight, trust, trust_read)
+        own = shares[:, columns]
+        change[columns] = _confirmed(own, error, weight, part, trust, trust_read)
     return own_values + change, log_m + factor.log()
-
-
-def agreed_share(
-    capture: LayerCapture,
-    head: int,
-    packed: RaggedEntries,
-    region: Region,
-    queries: QuerySet,
-    trust: tuple[float, float, float],
-    folds: int,
-) -> list[float]:
-    """The held-out error of each share of a head's change, as in `ValuesAndMass.agreed`.
-
-    `trust` holds those of values, of entries that are read, and of masses.
-    """
-    before, log_m = (x.double() for x in packed.head(head)[1::2])
-    seen, last = _attended(capture, head, packed, queries), capture.values[head, -1:].double()
-    part = torch.arange(len(queries.weights)) % folds
-    errors = [0.0] * (STEPS + 1)
-    for number in range(folds):
-        tested = torch.where(part == number, queries.weights, 0.0).double()
-        fitted_to = dataclasses.replace(queries, weights=(queries.weights - tested).double())
-        fitted_to.weights.div_(fitted_to.weights.sum())
-        after, log_after = fitted_head(capture, head, packed, region, fitted_to, *trust)
-        weight = (tested / tested.sum()).repeat(capture.group) / capture.group
-        for step in range(STEPS + 1):
-            share = step / STEPS
-            factor = (share * (log_after - log_m)).exp()
-            output = seen.shares(factor) @ torch.cat([before + share * (after - before), last])
-            lost, size = (
-                float(weight @ x.square().sum(dim=1)) for x in (output - seen.targets, seen.targets)
-            )
-            mass = seen.masses(factor).sum(dim=1) + seen.sink[:, 0]
-            errors[step] += lost / size + MASS_SHARE * float(weight @ (mass - 1).square())
-    return errors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,11 +144,26 @@ def matched_head(
     return torch.linalg.lstsq(shares, target, driver="gels").solution, found
 
 
-def _least_squares(a: Tensor, b: Tensor, weight: Tensor, trust: float, trust_read: float) -> Tensor:
-    """The ridge problem as ordinary least squares with a row for each unknown."""
+def _confirmed(
+    a: Tensor, b: Tensor, weight: Tensor, part: Tensor, trust: float, trust_read: float
+) -> Tensor:
+    """The ridge problem's solution, times the share of it that held-out parts of rows confirm."""
     read = (weight[:, None] * a.square()).sum(dim=0)
     mean = read.mean()
     penalty = (trust * mean + trust_read * read if mean > 0 else torch.ones_like(read)).sqrt()
+    whole, told = _least_squares(a, b, weight, penalty), torch.zeros_like(b)
+    if not part.any():
+        return whole
+    for number in part.unique().tolist():
+        others = torch.where(part != number, weight, 0.0) / weight[part != number].sum()
+        told[part == number] = (a @ _least_squares(a, b, others, penalty))[part == number]
+    along = float((weight[:, None] * told * b).sum())
+    size = float((weight[:, None] * told.square()).sum())
+    return whole * min(1.0, max(0.0, along / size if size else 0.0))
+
+
+def _least_squares(a: Tensor, b: Tensor, weight: Tensor, penalty: Tensor) -> Tensor:
+    """Ridge regression as ordinary least squares with a row for each unknown."""
     root = weight.sqrt()[:, None]
     top = torch.cat([a * root, penalty.diag()])
     right = torch.cat([b * root, b.new_zeros(a.shape[1], b.shape[1])])
