@@ -60,15 +60,18 @@ _AGNOSTIC: Mapping[str, Any] = {
         "trust_read": 0.1,
     },
 }  # fmt: skip
-# What a second reading does look at, beside what the first foresees, which counts twice. A token
-# needs both, or heads that repeat every token alike would take the whole budget.
+# What a second reading does look at, beside what the first foresees, which counts three times. A
+# token needs both, or heads that repeat every token alike would take the whole budget; after those
+# come the tokens that only the second reading looks at, such as identifiers.
+_SECOND: Mapping[str, Any] = {"name": "kvzip_two_pass", "mean_power": 3.0}
 _TWO_PASS: Mapping[str, Any] = {
     **_AGNOSTIC,
     "value": {
         **_AGNOSTIC["value"],
         "scorer": {
-            **_both("block_replay", {"name": "kvzip_two_pass", "mean_power": 3.0}),
-            "weights": [2.0, 1.0],
+            "name": "mixture",
+            "weights": [1.0, 0.03],
+            "scorers": [{**_both("block_replay", _SECOND), "weights": [3.0, 1.0]}, _SECOND],
         },
     },
 }
