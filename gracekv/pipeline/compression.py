@@ -85,7 +85,7 @@ class Compression:
                     asked.append(pipe.value.asks(prefill, self._region(info), self._memory))
             with self._stage("fit", info.device):
                 asked.append(pipe.fit.asks(prefill, self._region(info), self._memory))
-                prefill = prefill.with_queries(torch.cat(asked))
+                prefill = prefill.with_queries(torch.cat([*asked, pipe.precision.asks(info.spans)]))
         for capture in prefill:
             self.layer(capture)
         return self.finish(prefill.other_layers, seconds_by_stage(prefill.seconds, needs), prefill)

@@ -17,7 +17,7 @@ from gracekv.precision.base import PRECISIONS, AllocatingPrecision
 from gracekv.precision.quantise import check_finite, quantised
 from gracekv.precision.uniform import UniformPrecision
 from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths
-from gracekv.prefill import CaptureInfo, LayerCapture, Region
+from gracekv.prefill import CaptureInfo, LayerCapture, PromptSpans, Region
 from gracekv.registry import bounded
 
 
@@ -54,6 +54,9 @@ class AllocatedPrecision(AllocatingPrecision):
     @property
     def stored(self) -> tuple[UniformPrecision, ...]:
         return tuple(UniformPrecision(bits, self.group, sinks=self.sinks) for bits in (4, 8))
+
+    def asks(self, spans: PromptSpans) -> Tensor:
+        return torch.tensor(spans.last(_QUERIES))
 
     def measured(self, capture: LayerCapture, region: Region) -> tuple[Tensor, ...]:
         """The losses of 4 and 8 bits float64 [G, 2], see `rounding_loss`.

@@ -54,6 +54,10 @@ class Precision(Strategy, abc.ABC):
         """
         return None
 
+    def asks(self, spans: PromptSpans) -> Tensor:
+        """int64 [P] on the CPU: positions whose queries are read while layers are measured."""
+        return torch.zeros(0, dtype=torch.int64)
+
     @abc.abstractmethod
     def widths(self, start: Tensor, region: Region) -> Tensor:
         """uint8 [E]: bits of a number of each entry; `EXACT` stands for the model's dtype.

@@ -115,3 +115,19 @@ def test_tiny_budgets_are_refused_with_what_works():
     assert "ratio of at most 15, or kv_bytes of at least 512" in str(caught.value)
     assert pipeline.run(prefill, Budget.kv_bytes(512)).accounting.spent == 16
     pipeline.run(prefill, Budget.ratio(15))
+
+
+def test_queries_that_are_computed_again_leave_those_of_the_prompts_end():
+    prefill = synthetic_prefill(layers=2, context=200, question=0, tail=1, dim=8, seed=4)
+    pipeline, budget = Pipeline.named("gracekv-agnostic-allocated"), Budget.ratio(4)
+    full = prefill.with_observations(pipeline.needs().observers)
+    held = torch.arange(169, 201)
+    # As after a capture for another recent window: the fit's own queries are not there.
+    other = dataclasses.replace(
+        full,
+        queries=tuple(x[:, held] for x in prefill.queries),
+        query_positions=held,
+        query_source=lambda view, at, layers: [x[:, at] for x in prefill.queries],
+    )
+    got, want = (pipeline.run(x, budget).cache.layers for x in (other, full))
+    assert [x.kv_bytes for x in got] == [x.kv_bytes for x in want]
