@@ -20,7 +20,7 @@ _REPLAYED: Mapping[str, Any] = {
     "rule": "rms",
     "weights": [1.0, 0.5],
     "scorers": [
-        {"name": "replay", "power": 2.0, "mean_power": 3.0},
+        {"name": "replay", "power": 2.0, "mean_power": 3.0, "context_share": 0.4},
         {"name": "read_ahead", "question_probes": 0, "lookahead": 1, "power": 2.0},
     ],
 }

@@ -35,8 +35,8 @@ class Replay(Scorer):
     Source: ours; the idea that repeating the context shows what an answer will attend to is from
     Kim et al. (2025), KVzip, arXiv:2505.23416, which runs the model a second time.
 
-    Cost: attention rows of at most `max_queries` context queries in every layer, O(L H Q T d), and
-    the queries of every position must be captured.
+    Cost: attention rows of at most `max_queries` context queries in every layer, or of twice as
+    many (`context_share`), O(L H Q T d), and the queries of every position must be captured.
 
     Attributes:
         query_scorer: scores how likely a token is to appear in the answer: maximum over the heads
@@ -47,10 +47,13 @@ class Replay(Scorer):
             nearer to the maximum, for texts in which each token has one query of its own.
         uniform_weight: share of the weight that is equal for all queries; 1 ignores the question,
             and all queries are evenly spaced.
-        max_queries: number of queries; of a longer context, half are evenly spaced and half are
-            those of the likeliest tokens.
+        max_queries: number of queries; of a longer context, half are evenly spaced and the rest
+            are those of the likeliest tokens.
         likely_layers: how many layers tell a layer its likely tokens: itself and the next ones
             below, so that it can be scored as soon as it is read; 0: all layers.
+        context_share: of a longer context so large a share is asked, at most twice `max_queries`;
+            more of its words may be asked for. The uniform weight then goes to all queries, not
+            only to the evenly spaced ones. 0: `max_queries` whatever the length.
     """
 
     query_scorer: ReadAhead = field(default_factory=lambda: ReadAhead(lookahead=12, max_weight=1.0))
@@ -59,6 +62,7 @@ class Replay(Scorer):
     uniform_weight: float = bounded(0.5, at_least=0, at_most=1)
     max_queries: int = bounded(1024, at_least=2)
     likely_layers: int = bounded(4, at_least=0)
+    context_share: float = bounded(0.0, at_least=0, at_most=1)
 
     def needs(self) -> Needs:
         """Evenly spaced queries of the context, and those of likely words, known later."""
@@ -99,12 +103,14 @@ class Replay(Scorer):
         if self.uniform_weight == 1:
             at = region_samples(region, self.max_queries)
             return at, torch.full((len(at),), total / len(at), dtype=torch.float32)
-        likely, count = self._likely(capture, region, memory), min(self.max_queries, region.length)
+        share = min(int(self.context_share * region.length), 2 * self.max_queries)
+        count = min(max(self.max_queries, share), region.length)
+        likely = self._likely(capture, region, memory)
         if count == region.length:
             alike = count
             at = torch.arange(region.start, region.end, device=likely.device)
         else:
-            alike = len(self._spaced(region, self.max_queries))
+            alike = count if self.context_share else len(self._spaced(region, self.max_queries))
             best = self._ranks(likely, capture, region, memory)[:count]
             at, likely = best + region.start, likely[best]
         if (key := ("share", self, total, region)) not in memory:

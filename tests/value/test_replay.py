@@ -59,6 +59,21 @@ def test_queries_are_few_distinct_and_inside_and_their_weights_sum_to_one(
     assert bool((weights >= 0).all())
 
 
+@given(
+    context=st.integers(20, 60), queries=st.integers(2, 40), share=st.sampled_from([0.0, 0.4, 0.9])
+)
+def test_a_longer_context_asks_more_queries(context, queries, share):
+    prefill = small(context=context)
+    region = prefill.spans.region(4)
+    scorer = Replay(max_queries=queries, context_share=share)
+    at, weights = scorer.select_queries(prefill.layer(1), region, {})
+    most = max(queries, min(int(share * region.length), 2 * queries))
+    assert len(at.unique()) == len(at) == min(region.length, most)
+    torch.testing.assert_close(weights.sum(), torch.tensor(1.0))
+    if share:
+        assert float(weights.min()) > 0.4 / len(at)
+
+
 def test_uniform_weights_do_not_read_the_question():
     prefill, region = small(), Region(2, 20)
     at, weights = Replay(uniform_weight=1.0).select_queries(prefill.layer(0), region, {})
