@@ -144,11 +144,12 @@ def closed_run(result: BaseResult, tokens: int) -> Run:
     Gaps between entries are closed if less than a quarter of all positions would be left; entries
     then have the closed positions, which take half of them where `tokens` fit the other half.
     """
-    model, run, cache = result.model, result._runs[0], dequantised(result._runs[0].cache)
-    known, layers = closable_length(model), list[Any](cache.layers)
-    used = cache.length - oldest_position(cache) + tokens
+    model, run, known = result.model, result._runs[0], closable_length(result.model)
+    used = run.cache.length - oldest_position(run.cache) + tokens
     if known is None or 4 * used <= 3 * known:
         return run
+    cache = dequantised(run.cache)
+    layers = list[Any](cache.layers)
     reach, ropes = min(known // 2, known - tokens), rotations_up_to(model, cache.length)
     layers = [closed(x, cache.length, rope, reach) for x, rope in zip(layers, ropes, strict=True)]
     return _with_layers(run, cache, layers, run.entry_scores())
