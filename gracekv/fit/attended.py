@@ -17,8 +17,9 @@ from torch import Tensor
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.base import QuerySet
 from gracekv.kernels import ragged
-from gracekv.kernels.linalg import batched_linear, capped, filled, on_device, transposed
+from gracekv.kernels.linalg import batched_linear, capped, on_device, transposed
 from gracekv.prefill import LayerCapture, Region
+from gracekv.prefill.spans import ADDED, NOWHERE
 
 # Bytes of logits that are held at once.
 _CPU_BLOCK, _GPU_BLOCK = 8 * 2**20, 512 * 2**20
@@ -39,10 +40,13 @@ class Reference:
             the others see all tokens.
         top: float32 [G, M], the largest logit, the sink's included.
         total: float32 [G, M], the sum of exp(logit - top) over all visible tokens, and the sink.
-        sink: float32 [G, M], exp(sink logit - top); 0 where the model has none.
+        sink: float32 [G, M], exp(sink logit - top), 0 where the model has none; plus the mass of
+            the entries that came before the sequence.
+        before: float32 [G, M, d], attention output over these and the sink.
         output: float32 [G, M, d], attention output.
         weights: float32 [G, M] of the rows, with sum 1 in each head.
         last: float32 [2, G, d], key and value of the last prompt token, which decoding feeds again.
+        past: how many places of these entries the sequence begins with.
         length: T, prompt tokens.
         group: n.
         softcap: logit softcap, or None.
@@ -53,9 +57,11 @@ class Reference:
     top: Tensor
     total: Tensor
     sink: Tensor
+    before: Tensor
     output: Tensor
     weights: Tensor
     last: Tensor
+    past: int
     length: int
     group: int
     softcap: float | None
@@ -71,9 +77,8 @@ class Reference:
         asked = queries.rotated(capture)
         rows, output = asked.shape[1], torch.empty_like(asked)
         top, total = torch.empty_like(asked[..., 0]), torch.empty_like(asked[..., 0])
-        sink, sinks = filled(1, 0.0, torch.float32, device).expand(total.shape), None
+        sink, sinks = torch.zeros_like(total), None
         if capture.sinks is not None and queries.within is None:
-            sink = torch.empty_like(total)
             # One for each query head, and rows are those of a KV head's query heads in turn.
             own_sinks = capture.sinks.to(device).view(heads, -1)
             sinks = own_sinks.repeat_interleave(rows // capture.group, dim=1)
@@ -82,16 +87,23 @@ class Reference:
         all_see = min(queries.asked_at.tolist(), default=length) + 1
         place = torch.arange(max(inside.start, all_see), max(inside.end, all_see))
         unseen = on_device(place > queries.asked_at.repeat(capture.group)[:, None], device)
+        past = max(0, capture.spans.past - inside.start)
+        before = torch.zeros_like(asked)
         # Head by head on the CPU, since products want a copy of the values the other way round.
         limit, at_once = (_CPU_BLOCK, 1) if device.type == "cpu" else (_GPU_BLOCK, heads)
         block = max(1, limit // (4 * length * at_once))
         for head in range(0, heads, at_once):
             own = slice(head, head + at_once)
-            across = transposed(values[own, inside.start : inside.end])
-            own_keys = keys[own, inside.start : inside.end]
+            states = [x[own, inside.start : inside.end] for x in (keys, values)]
+            held = past
+            if past and at_once == 1:
+                # No query sees a head's padding, which comes last among its places.
+                held = int((states[0][0, :past, -ADDED] > NOWHERE / 2).sum())
+                states = [torch.cat([x[:, :held], x[:, past:]], 1) for x in states]
+            across = transposed(states[1])
             for first in range(0, rows, block):
                 part = own, slice(first, first + block)
-                logits = capped(batched_linear(asked[part], own_keys), capture.softcap)
+                logits = capped(batched_linear(asked[part], states[0]), capture.softcap)
                 if len(place):
                     logits[..., -len(place) :].masked_fill_(unseen[part[1]], -torch.inf)
                 torch.amax(logits, dim=-1, out=top[part])
@@ -103,9 +115,13 @@ class Reference:
                     sink[part] = (sinks[part] - top[part]).exp()
                 chance = logits.sub_(top[part][..., None]).exp_()
                 torch.sum(chance, dim=-1, out=total[part])
-                if sinks is not None:
-                    total[part] += sink[part]
+                total[part] += sink[part]
                 product = batched_linear(chance, across)
+                if past:
+                    known = chance[..., :held]
+                    sink[part] += known.sum(dim=-1)
+                    read = batched_linear(known, across[..., :held])
+                    torch.div(read, sink[part][..., None].clamp_min(1e-30), out=before[part])
                 # Where a key is seen, the largest alone adds 1.
                 torch.div(product, total[part][..., None].clamp_min(1e-30), out=output[part])
         weights = (queries.weights.expand(capture.group, -1) / capture.group).flatten()
@@ -113,15 +129,15 @@ class Reference:
         last = torch.stack([keys[:, -1], values[:, -1]])
         seeing_all = int((queries.asked_at == length - 1).long().cumprod(0).sum())
         blind = on_device(queries.asked_at[seeing_all:], device)
-        sizes = (length, capture.group, capture.softcap)
-        return cls(asked, blind, top, total, sink, output, weights, last, *sizes)
+        sizes = (capture.spans.past, length, capture.group, capture.softcap)
+        return cls(asked, blind, top, total, sink, before, output, weights, last, *sizes)
 
     @classmethod
     def stack(cls, layers: Sequence[Self]) -> Self:
         """Layers whose queries see the same positions as one, with the heads of all of them."""
         if len(layers) == 1:
             return layers[0]
-        names = ("asked", "top", "total", "sink", "output", "weights")
+        names = ("asked", "top", "total", "sink", "before", "output", "weights")
         joined: dict[str, Any] = {
             name: torch.cat([getattr(x, name) for x in layers]) for name in names
         }
@@ -140,7 +156,7 @@ class KeptMass:
         mass: float32 [G, M, W], exp(logit - top); multiplicities included, 0 in columns without an
             entry and where the query does not see it.
         total: float32 [G, M], as in `Reference`.
-        sink: float32 [G, M], as there.
+        sink: float32 [G, M], as there: mass that stays as it is.
         weights: float32 [M] or [G, M], as there.
     """
 
@@ -161,29 +177,38 @@ class LayerAttention(KeptMass):
     """The same over packed entries, with their values and the output over all tokens.
 
     The columns of a head are its packed entries and the last prompt token; heads with fewer are
-    padded to W columns. The entries of the compressible region are free.
+    padded to W columns. The entries of the compressible region are free. Entries that came before
+    the sequence have no columns: they count by `sink` and `before`.
 
     Attributes:
-        place: int64 [E], head * W + column of each packed entry.
+        place: int64 [E], head * W + column of each packed entry; the last token's if it has none.
         columns: int64 [G, W], the packed entry of each column; any for the last token and padding.
         values: float32 [G, W, d] of the entries and the last token.
-        output: float32 [G, M, d], as in `Reference`.
+        before: float32 [G, M, d], as in `Reference`.
+        output: float32 [G, M, d], as there.
     """
 
     place: Tensor
     columns: Tensor
     values: Tensor
+    before: Tensor
     output: Tensor
+
+    def found(self, shares: Tensor, values: Tensor) -> Tensor:
+        """float32 [G, M, d]: the output where the entries' `shares` and `values` are these."""
+        read = batched_linear(shares, transposed(values))
+        return read.addcmul_(self.before, 1.0 - shares.sum(dim=-1, keepdim=True))
 
 
 def attended(reference: Reference, packed: RaggedEntries, region: Region) -> LayerAttention:
     """The attention of the reference queries over the kept entries of their layer."""
     device = reference.asked.device
-    counts = packed.lengths
+    counts = packed.lengths - reference.past
     width = -(-(int(counts.max()) + 1) // _COLUMNS) * _COLUMNS
-    row, column = ragged.rows_and_steps(counts)
+    row, column = ragged.rows_and_steps(packed.lengths)
+    column = torch.where(column < reference.past, counts[row], column - reference.past)
     # One upload for all of them.
-    host = torch.cat([row * width + column, packed.offsets[:-1], counts])
+    host = torch.cat([row * width + column, packed.offsets[:-1] + reference.past, counts])
     place, first, counts = host.to(device).split([len(row), len(counts), len(counts)])
     step = torch.arange(width, device=device)
     # The last prompt token is no packed entry.
@@ -206,7 +231,7 @@ def attended(reference: Reference, packed: RaggedEntries, region: Region) -> Lay
     mass.clamp_(max=20.0).exp_().mul_(entry_mass[:, None])
     free = is_entry & (positions >= region.start) & (positions < region.end)
     kept = (free, mass, reference.total, reference.sink, reference.weights)
-    return LayerAttention(*kept, place, columns, values, reference.output)
+    return LayerAttention(*kept, place, columns, values, reference.before, reference.output)
 
 
 def scattered(packed: Tensor, attention: LayerAttention, changed: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class Regression(QueryFitter):
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
         attention = attended(reference, packed, region)
         shares, free = attention.shares(), self._free(attention)
-        error = attention.output - shares @ attention.values
+        error = attention.output - attention.found(shares, attention.values)
         change = ridge(shares, error, attention.weights, free / self.penalty)
         values = bounded_move(packed.values, change, attention, free, self.value_cap)
         fitted = dataclasses.replace(packed, values=values)
@@ -77,10 +77,10 @@ class Regression(QueryFitter):
 
         def objective(candidate: RaggedEntries) -> float:
             seen = attended(reference, candidate, region)
-            lost = (seen.shares() @ seen.values - seen.output).square().sum(dim=-1) * seen.weights
+            lost = (seen.found(seen.shares(), seen.values) - seen.output).square().sum(dim=-1)
             pairs = ((candidate.keys, packed.keys), (candidate.values, packed.values))
             moved = sum((new.float() - old.float()).square().sum() for new, old in pairs)
-            return float((lost.sum() + self.penalty * moved).nan_to_num(torch.inf))
+            return float(((lost * seen.weights).sum() + self.penalty * moved).nan_to_num(torch.inf))
 
         return min(found, key=objective)
 
@@ -95,7 +95,7 @@ class Regression(QueryFitter):
 def key_change(seen: LayerAttention, reference: Reference, free: Tensor, penalty: float) -> Tensor:
     """The ridge solution for keys, float32 [G, W, d], by conjugate gradients on its dual."""
     shares, asked, root = seen.shares(), reference.asked, seen.weights.sqrt()[..., None]
-    output, moving = shares @ seen.values, shares * free[:, None]
+    output, moving = seen.found(shares, seen.values), shares * free[:, None]
 
     def forward(change: Tensor) -> Tensor:
         shifted = moving * (asked @ change.mT)

@@ -115,7 +115,7 @@ def value_change(
     held_out: bool = False,
 ) -> Tensor:
     """float32 [G, W, d]: what is added to the values; the other arguments as in `ridge_change`."""
-    error = attention.output - batched_linear(shares, transposed(attention.values))
+    error = attention.output - attention.found(shares, attention.values)
     return ridge_change(attention, shares, error, trust, trust_read, held_out)
 
 

@@ -148,10 +148,9 @@ def closed_run(result: BaseResult, tokens: int) -> Run:
     used = run.cache.length - oldest_position(run.cache) + tokens
     if known is None or 4 * used <= 3 * known:
         return run
-    cache = dequantised(run.cache)
-    layers = list[Any](cache.layers)
-    reach, ropes = min(known // 2, known - tokens), rotations_up_to(model, cache.length)
-    layers = [closed(x, cache.length, rope, reach) for x, rope in zip(layers, ropes, strict=True)]
+    cache, reach = dequantised(run.cache), min(known // 2, known - tokens)
+    pairs: Any = zip(cache.layers, rotations_up_to(model, cache.length), strict=True)
+    layers = [closed(x, cache.length, rope, reach) for x, rope in pairs]
     return _with_layers(run, cache, layers, run.entry_scores())
 
 

@@ -116,7 +116,7 @@ class PromptSpans:
 # Coordinates added to a head; GPUs want a multiple of 8.
 ADDED = 8
 # The logit of a place without an entry.
-_NOWHERE = -1e4
+NOWHERE = -1e4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +160,7 @@ class Past:
             shape = (len(heads), places, like.shape[1] + ADDED)
             keys.append(like.new_zeros(shape))
             values.append(like.new_zeros(shape))
-            keys[-1][..., like.shape[1]] = _NOWHERE
+            keys[-1][..., like.shape[1]] = NOWHERE
             for g, (own_keys, own_values, log_m) in enumerate(heads):
                 count, dim = own_keys.shape
                 keys[-1][g, :count, :dim] = own_keys
