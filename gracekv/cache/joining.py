@@ -59,30 +59,39 @@ def joined_cache(
 
 
 def joined_scores(
-    parts: Sequence[tuple[CompressedCache, Sequence[Tensor] | None]], places: int
+    parts: Sequence[tuple[CompressedCache, Sequence[Tensor] | None]],
+    places: int,
+    seen: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """The scores [E] of the entries of `joined_cache` by layer; inf where they are unknown.
 
     `parts` are its two caches with their scores; the first `places` of each head of the second are
     left out. What no score was made for in the second, such as its recent window, gets the mean of
     its head: if it stayed for good, a limit would fill with the windows of all passages.
+
+    An old entry that the passage's queries give more, `seen` [G, P] by layer, has that from then
+    on: so entries of different passages can be compared.
     """
-    heads = []
-    for number, (cache, scores) in enumerate(parts):
+    (old, known), (new, scores) = parts
+    if bool((new.entries() == new.length).all()):
         # A passage that is not compressed stays whole.
-        whole = scores is None or (number == 1 and bool((cache.entries() == cache.length).all()))
-        if scores is None or whole:
-            sizes = [int(own.sum()) for own in cache.entries()]
-            scores = [torch.full((size,), torch.inf, dtype=torch.float32) for size in sizes]
-        lengths = (layer.lengths.tolist() for layer in cache.layers)
-        split = [own.split(count) for own, count in zip(scores, lengths, strict=True)]
-        if number == 1 and not whole:
-            split = [tuple(map(_without_gaps, own)) for own in split]
-        heads.append(split)
+        scores = None
+    before, after = _by_head(old, known), _by_head(new, scores)
+    for own, given in zip(before, seen or (), strict=False):
+        own[:] = [x.maximum(y[: len(x)]) for x, y in zip(own, given, strict=True)]
+    if scores is not None:
+        after = [list(map(_without_gaps, own)) for own in after]
     return tuple(
         torch.cat([x for a, b in zip(*pair, strict=True) for x in (a, b[places:])])
-        for pair in zip(*heads, strict=True)
+        for pair in zip(before, after, strict=True)
     )
+
+
+def _by_head(cache: CompressedCache, scores: Sequence[Tensor] | None) -> list[list[Tensor]]:
+    """The scores [E] of each head of each layer; inf where they are unknown."""
+    sizes = [layer.lengths.tolist() for layer in cache.layers]
+    every = scores or [torch.full((sum(x),), torch.inf, dtype=torch.float32) for x in sizes]
+    return [list(own.split(size)) for own, size in zip(every, sizes, strict=True)]
 
 
 def _without_gaps(scores: Tensor) -> Tensor:
@@ -107,7 +116,7 @@ def _joined_layer(old: RaggedEntries, new: RaggedEntries, places: int, shift: in
     for g in range(old.heads):
         keys, values, positions, log_m = (x[places:] for x in new.head(g))
         parts += [old.head(g), (keys, values, positions + shift, log_m)]
-    keys, values, positions, log_m = (torch.cat(column) for column in zip(*parts, strict=True))
+    keys, values, positions, log_m = map(torch.cat, zip(*parts, strict=True))
     bounds = offsets(old.lengths + new.lengths - places)
     return RaggedEntries(keys, values, positions, log_m, bounds)
 

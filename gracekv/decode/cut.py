@@ -70,7 +70,11 @@ def kept_entries(
 
 
 def entries_within(
-    limit: Limit, cache: RaggedCache, scores: Sequence[Tensor], shard: HeadShard = WHOLE
+    limit: Limit,
+    cache: RaggedCache,
+    scores: Sequence[Tensor],
+    shard: HeadShard = WHOLE,
+    known: int | None = None,
 ) -> list[Tensor] | None:
     """The entries of one sequence that a limit leaves, bool [E] by layer; None if all fit.
 
@@ -82,6 +86,8 @@ def entries_within(
         cache: the entries.
         scores: [E] by layer.
         shard: the KV heads of this process.
+        known: positions that the model knows, if gaps are to be closed: a head then holds at most
+            half as many entries, beside those whose score is inf. None for any number.
 
     Raises `BudgetError` if the limit is too small for the entries that must stay.
     """
@@ -104,7 +110,8 @@ def entries_within(
             f"{-(-(most - left) // units)} must stay: what was never compressed. Raise the limit."
         )
     ones = torch.ones(used.shape[:2], dtype=torch.float32)
-    kept = top_tokens(gains.masked_fill(stays, 0.0), ones, left, None, elastic=True, shard=shard)
+    quota = None if known is None else torch.full(used.shape[:2], known // 2)
+    kept = top_tokens(gains.masked_fill(stays, 0.0), ones, left, quota, elastic=True, shard=shard)
     return list((kept | stays)[used].split([len(own) for own in scores]))
 
 

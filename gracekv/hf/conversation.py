@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Unpack, overload
 
@@ -75,9 +75,8 @@ class Conversation:
 
     def _begin_after(self, result: Any) -> None:
         # Until the limit has let it be made, nothing has changed.
-        cache = result.new_cache(self._limit)
+        self._cache = result.new_cache(self._limit)
         self._result, self._model, self._prompt = result, result.model, result.prompts[0]
-        self._cache = cache
         self._ids = self._prompt.ids[: self._prompt.spans.context_end]
         # Role and tokens of each message that is not compressed.
         self._tail: list[tuple[str, int]] = []
@@ -111,9 +110,8 @@ class Conversation:
         if self._prompt.messages and not self.messages:
             raise PromptError("This context consists of messages: begin with chat.send(messages).")
         asked = [*self.messages, {"role": "user", "content": question}]
-        run: Any = self._stream if stream else self._answer
-        answer: str | Iterator[str] = run(asked, self._tools, max_new_tokens, kwargs)
-        return answer
+        run: Callable[..., str | Iterator[str]] = self._stream if stream else self._answer
+        return run(asked, self._tools, max_new_tokens, kwargs)
 
     def send(
         self,
@@ -177,7 +175,6 @@ class Conversation:
         Raises what `extend` raises, `CacheError` as `ask` does, and `PromptError` if there is no
         turn that is not compressed yet.
         """
-        self._check_open()
         with self._alone():
             turns = self._ids[self._prompt.spans.context_end :]
             if not len(turns):
@@ -309,17 +306,14 @@ class Conversation:
 
     def _generate(self, ids: Tensor, max_new_tokens: int, options: dict[str, Any]) -> Tensor:
         """int64 [n], the answer without the token that ends it, which is not in the cache."""
-        model = self._model
-        tokenizer = self._prompt.tokenizer
+        model, tokenizer = self._model, self._prompt.tokenizer
         rows = continue_ids(
             model, [ids], self._cache, tokenizer, max_new_tokens, options, keep_cache=True
         )
         answer = rows[0].cpu()
         ends = setting(model, options, "eos_token_id")
         known = () if ends is None else torch.as_tensor(ends).flatten().tolist()
-        if len(answer) and int(answer[-1]) in known:
-            answer = answer[:-1]
-        return answer
+        return answer[:-1] if len(answer) and int(answer[-1]) in known else answer
 
     def _add(self, message: Message, turn: Tensor, answer: Tensor) -> str:
         """Make the turn part of the conversation; returns the answer's text."""

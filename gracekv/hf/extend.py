@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.allocate import Budget, BudgetPlan
+from gracekv.allocate import Budget
 from gracekv.cache import Accounting, CompressedCache, Timings, dequantised
 from gracekv.cache.joining import joined_cache, joined_scores, oldest_position, past_of
 from gracekv.decode import Limit
@@ -74,10 +74,8 @@ def extended_run(
         )
     shard = head_shard(model)
     if shard.ranks > 1:
-        others = {
-            "result": run.accounting.entries.tolist(),
-            "limits": (capture.chunk, capture.memory_limit),
-        }
+        limits = capture.chunk, capture.memory_limit
+        others = {"result": run.accounting.entries.tolist(), "limits": limits}
         shard.agree(**call_facts([prompt], pipeline, budget, **others))
     past = past_of(old, shard)
     # A context that was not followed by anything has a last token without an entry.
@@ -98,13 +96,11 @@ def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:
     sizes = physical_sizes(packed, shard)
     plans, kept = (before.plan, run.plan), (before.accounting, run.accounting)
     in_bytes = [x.bytes for x in plans if x.bytes is not None]
-    plan = BudgetPlan(
-        run.plan.layers,
-        run.plan.heads,
-        sum(x.context for x in plans),
-        sum(x.total for x in plans),
-        run.plan.recent,
-        sum(in_bytes) if len(in_bytes) == len(plans) else None,
+    plan = dataclasses.replace(
+        run.plan,
+        context=sum(x.context for x in plans),
+        total=sum(x.total for x in plans),
+        bytes=sum(in_bytes) if len(in_bytes) == len(plans) else None,
     )
     spent = None if kept[1].spent_bytes is None else kept[0].spent_bytes
     accounting = dataclasses.replace(
@@ -116,21 +112,22 @@ def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:
         spent_bytes=None if spent is None else spent + sizes["bytes"] - kept[0].bytes,
         **sizes,
     )
-    seconds = before.timings.as_dict()
-    added = run.timings.as_dict()
+    seconds, added = before.timings.as_dict(), run.timings.as_dict()
     timings = Timings(**{stage: seconds[stage] + added[stage] for stage in seconds})
-    scores = joined_scores([(x.cache, x.entry_scores()) for x in (before, run)], places)
+    scores = joined_scores([(x.cache, x.entry_scores()) for x in (before, run)], places, run.past)
     return Run(plan, packed, accounting, timings, before.fingerprint, scores=scores)
 
 
 def limited_run(result: BaseResult, limit: Limit) -> Run:
     """The run of `result`, of one prompt, with its entries of highest scores that fit `limit`.
 
-    The limit's window is left free.
+    The limit's window is left free. Where positions are to be closed, a head holds at most half of
+    those that the model knows, so that what is read next has the others.
     """
     run, cache = result._runs[0], dequantised(result._runs[0].cache)
     scores, layers = run.entry_scores(), list[Any](cache.layers)
-    masks = None if scores is None else entries_within(limit, cache, scores)
+    known = closable_length(result.model) if limit.positions == "closed" else None
+    masks = None if scores is None else entries_within(limit, cache, scores, known=known)
     if scores is None or masks is None:
         return run
     layers = [layer.where(mask) for layer, mask in zip(layers, masks, strict=True)]

@@ -57,13 +57,13 @@ class Compression:
         self._memory: Memory = {}
         self._clock = Clock[str]()
         self._scores: list[Tensor] = []
+        self._past: list[Tensor] = []
         self._omega: list[Tensor] = []
         self._references: list[Any] = []
         self._measured: list[Any] = []
         self._whole: list[RaggedEntries] = []
         self._pool: EntryPool | None = None
         self._info: Any = None
-        # Made before the first layer where layers are compared.
         self._compared: Compared | None = None
 
     def run(self, prefill: Prefill) -> Run:
@@ -102,7 +102,8 @@ class Compression:
             return
         with self._stage("value", device):
             if self._compared is None:
-                scores = pipe.value.layer(capture, region, self._memory)
+                scores, *past = pipe.value.with_past(capture, region, self._memory)
+                self._past += past
                 omega = pipe.sensitivity.layer(capture)
                 self._scores.append(scores.to(info.device))
                 self._omega.append(omega.to(info.device))
@@ -114,13 +115,12 @@ class Compression:
         if self._allocating is not None:
             with self._stage("precision", device):
                 self._measured.append(self._allocating.measured(capture, region))
-        if not self._pools:
-            return
-        with self._stage("allocate", device):
-            if self._pool is None:
-                self._pool = EntryPool(info, region, self._plan.base)
-            caps = self._caps(scores, capture.number)
-            self._pool.add(capture, candidates(scores, omega, caps, pipe.elastic))
+        if self._pools:
+            with self._stage("allocate", device):
+                if self._pool is None:
+                    self._pool = EntryPool(info, region, self._plan.base)
+                caps = self._caps(scores, capture.number)
+                self._pool.add(capture, candidates(scores, omega, caps, pipe.elastic))
 
     def finish(
         self,
@@ -180,6 +180,7 @@ class Compression:
             selection=bought.selection,
             elastic=pipe.elastic,
             value_change=change,
+            past=tuple(self._past) or None,
         )
 
     def _region(self, info: CaptureInfo) -> Region:
@@ -243,8 +244,7 @@ class Compression:
         [E] in the selection, which is -1 outside the region.
         """
         if self._pool is not None:
-            for packed, chosen in self._pool.pop(bought.selection):
-                yield packed, packed.positions, chosen
+            yield from ((x, x.positions, at) for x, at in self._pool.pop(bought.selection))
             return
         assert prefill is not None  # only a pool does without
         rule = self._pipeline.prototype

@@ -159,6 +159,8 @@ class Run:
         record: what stays of the stages' results where they are released; else None.
         scores: L tensors float32 [E] after an extension; inf where a part has no record, as
             messages that keep all entries.
+        past: L tensors float32 [G, P], the scores that a passage's queries give the entries before
+            it; None if there are none, or the scorer does not say.
     """
 
     plan: BudgetPlan
@@ -176,6 +178,7 @@ class Run:
     value_change: Tensor | None = None
     record: RunRecord | None = None
     scores: tuple[Tensor, ...] | None = None
+    past: tuple[Tensor, ...] | None = None
 
     def recorded(self) -> RunRecord | None:
         """The record; None if nothing was selected (FullKV), or the run is from a file."""

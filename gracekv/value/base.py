@@ -153,7 +153,13 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
     can drop entries while the prompt is still being read. A scorer whose scores of a layer depend
     on the layers above it sets `compares_layers` and overrides `__call__`, which is given all
     layers; then the full cache is held until it has run.
+
+    Attributes:
+        reads_past: whether `layer` also scores the entries before a passage, in the same unit, if
+            the region begins with them; and so do its parts.
     """
+
+    reads_past: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Raise `PluginError` for a scorer that was written for gracekv 0.2."""
@@ -204,6 +210,17 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
 
         Raises `MissingCaptureError` if a query or an observation was not captured.
         """
+
+    def with_past(self, capture: LayerCapture, region: Region, memory: Memory) -> list[Tensor]:
+        """The scores of `layer`, then those [G, P] of entries before a passage, on the CPU.
+
+        The latter are left out without a passage, and where `layer` cannot score them.
+        """
+        places = capture.spans.past if all(x.reads_past for x in (self, *self.parts)) else 0
+        if not places:
+            return [self.layer(capture, region, memory)]
+        every = self.layer(capture, Region(0, region.end), memory)
+        return [every[:, region.start :], every[:, :places].float().cpu()]
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """The scores of all layers, float32 [L, G, N], and their mean over heads [N].

@@ -6,6 +6,10 @@ end, from which they see the whole block. A second reading also sees what it has
 token itself and those before it, once more. They stay at their old distance and take their share of
 attention, so that heads that look at near tokens only ask for nothing of the block.
 
+A passage that follows packed entries is short, and what comes after it is asked from farther away:
+its queries are moved beyond its end by its own length, at most 256 tokens, or its last tokens would
+be kept for being near. Its queries also score the entries before it, in the same unit.
+
 Keys and queries of a block are there while the prefill runs, so nothing of it is held longer, and
 the cost grows with the prompt, not with its square.
 
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from einops import reduce
@@ -34,6 +39,8 @@ from gracekv.value.base import SCORERS, Memory, Scorer, TokenColumns
 SINKS = 4
 # The fewest queries that share a window of near tokens.
 _ROWS = 32
+# How far beyond a passage its queries are moved at most. Source: ours.
+_BEYOND = 256
 
 
 @dataclass(frozen=True)
@@ -65,37 +72,45 @@ class BlockReplaySums(LayerObserver):
         for first in range(self.seen(spans).start, spans.context_end, self.block):
             yield Region(first, min(first + self.block, spans.context_end))
 
-    def add_block(self, total: Tensor, queries: Tensor, block: Region, run: TokenRun) -> None:
+    def add_block(
+        self, total: Tensor, queries: Tensor, block: Region, run: TokenRun, past: int = 0
+    ) -> None:
         """Add sum_u p_{u,t}^power of a block's queries to `total`; mean over a KV head's queries.
 
         The softmax runs over the prompt's first 4 tokens and the `block` keys up to the block's
         end, which only a short last block shares with the one before, and the near tokens, which
-        are no columns.
+        are no columns. Queries of a passage are then moved on beyond its end.
 
         Args:
             total: float32 [G, T], changed in place; on the keys' device.
             queries: [H, n, d] post-RoPE, of the block's n tokens.
             block: of the context.
             run: its keys reach at least to the block's end.
+            past: places before a passage, all of which its queries see, and which get their share.
         """
         keys, rope, softcap, sinks = run.keys, run.rope, run.softcap, run.sinks
-        first = block.end - self.block
-        first = first if first > SINKS else 0
+        first, before = block.end - self.block, max(SINKS, past)
+        if first <= before:
+            first = before = 0
         seen = keys[:, first : block.end]
         if first:
-            seen = torch.cat([keys[:, :SINKS], seen], dim=1)
-        before = SINKS if first else 0
+            seen = torch.cat([keys[:, :before], seen], dim=1)
         asked = queries.float() * run.scale
         if self.near:
             beside = near_logits(asked, keys[:, block.start : block.end], self.near, softcap)
             sinks = beside if sinks is None else torch.logaddexp(beside, sinks.to(beside)[:, None])
         moved = rope.moved(slice(block.start, block.end), block.end - 1).rotate(asked, None)
+        if past:
+            # Rotations add up, and the table ends with the prompt.
+            one, to = slice(block.start, block.start + 1), min(block.start + _BEYOND, block.end - 1)
+            moved = rope.moved(one, to).rotate(moved, None)
         columns = softmax_columns(
             moved, seen, seen.shape[1], power=self.power, softcap=softcap, sinks=sinks
         )
-        total[:, first : block.end] += reduce(
-            columns[:, before:], "(g n) t -> g t", "mean", g=len(keys)
-        )
+        columns = reduce(columns, "(g n) t -> g t", "mean", g=len(keys))
+        total[:, first : block.end] += columns[:, before:]
+        if first:
+            total[:, :past] += columns[:, :past]
 
 
 class _BlockSums(TokenColumns):
@@ -119,7 +134,7 @@ class _BlockSums(TokenColumns):
                 self._waiting[:, start - block.start : stop - block.start] = rows
                 rows = self._waiting
             if stop == block.end:
-                self._replay.add_block(total, rows, block, run)
+                self._replay.add_block(total, rows, block, run, self.spans.past)
                 self._waiting = None
 
 
@@ -146,6 +161,8 @@ class BlockReplay(Scorer):
             and those before it: heads that look at near tokens only are served by them. 0: none.
     """
 
+    reads_past: ClassVar[bool] = True
+
     block: int = bounded(2048, at_least=1)
     mean_power: float = bounded(3.0, at_least=1)
     near: int = bounded(64, at_least=0, hint="0: the block alone.")
@@ -161,7 +178,8 @@ class BlockReplay(Scorer):
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Power means of attention [G, N], not normalised."""
         sums = capture.observation(self._sums)
-        inside = sums[:, region.start : region.end] / region.length
+        asked = region.end - max(region.start, capture.spans.context_start)
+        inside = sums[:, region.start : region.end] / asked
         return inside.pow(1 / self.mean_power).to(capture.keys.device)
 
 

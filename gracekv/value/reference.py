@@ -243,8 +243,7 @@ def read_ahead(scorer: ReadAhead, prefill: Prefill, region: Region) -> Tensor:
 
 def block_replay(scorer: BlockReplay, prefill: Prefill, region: Region) -> Tensor:
     """[L, G, N] float64: power means of attention of queries moved to their block's end."""
-    block, power = scorer.block, scorer.mean_power
-    spans = prefill.spans
+    block, power, spans = scorer.block, scorer.mean_power, prefill.spans
     total = torch.zeros(prefill.layers, prefill.kv_heads, spans.length, dtype=torch.float64)
     for layer in range(prefill.layers):
         rope = prefill.rope_of(layer).double()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ class ValueNorm(Scorer):
             relative ones, 0.5 their geometric mean.
     """
 
+    reads_past: ClassVar[bool] = True
+
     scorer: Scorer = field(default_factory=ReadAhead)
     power: float = bounded(1.0, above=0)
     relative: float = bounded(
@@ -46,10 +49,8 @@ class ValueNorm(Scorer):
         # float64 stays as it is.
         dtype = torch.promote_types(inside.dtype, torch.float32)
         norms = torch.linalg.vector_norm(inside, dim=-1, dtype=dtype).float()
-        if self.relative > 0:
-            mean = capture.shard.mean(norms.mean())
-            norms = norms / mean.clamp_min(1e-12) ** self.relative
-        if self.power != 1:
-            norms = norms**self.power
-        weighted: Tensor = scores * norms
+        own = norms[:, max(0, capture.spans.context_start - region.start) :]
+        mean = capture.shard.mean(own.mean())
+        norms = norms / mean.clamp_min(1e-12) ** self.relative
+        weighted: Tensor = scores * norms**self.power
         return weighted

@@ -22,6 +22,7 @@ from gracekv.prefill import Needs, PromptSpans
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.spans import Past
 from gracekv.testing.models import tiny_llama, tiny_model, tiny_tokenizer
+from gracekv.value import block_replay
 from support.lean_prefills import without_queries
 from support.margins import assert_same_choice, assert_same_tokens
 
@@ -63,8 +64,12 @@ def kept(result, context):
 
 @pytest.mark.parametrize("options", [{}, {"chunk": 23}, {"memory_limit": 0}])
 @pytest.mark.parametrize("recipe", ["gracekv-agnostic", "snapkv", "h2o", "scissorhands"])
-def test_after_a_whole_past_it_keeps_what_the_full_cache_would(model, recipe, options):
-    """Nothing is missing, so the passage's scores are those of one prefill of everything."""
+def test_after_a_whole_past_it_keeps_what_the_full_cache_would(model, recipe, options, monkeypatch):
+    """Nothing is missing, so the passage's scores are those of one prefill of everything.
+
+    A passage alone is asked from beyond its end.
+    """
+    monkeypatch.setattr(block_replay, "_BEYOND", 0)
     context = (END, END + len(PASSAGE))
     got = compressed(model, 1, recipe).extend(PASSAGE, ratio=2, capture=CaptureOptions(**options))
     want = gracekv.compress(model, prompt_of(IDS, context), ratio=2, pipeline=recipe, keep_run=True)

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.errors import MissingCaptureError
+from gracekv.kernels.rope import Rope
 from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
-from gracekv.value import BlockReplay, reference
+from gracekv.value import BlockReplay, block_replay, reference
 from gracekv.value.block_replay import BlockReplaySums, near_logits
 from support.lean_prefills import without_queries
 
@@ -38,6 +39,60 @@ def test_equals_the_reference(seed, prefix, context, group, block, power, near, 
     got = scorer(prefill, region).scores
     want = reference.block_replay(scorer, prefill, region)
     torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=1e-6)
+
+
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    past=st.integers(1, 12),
+    context=st.integers(1, 24),
+    block=st.integers(1, 26),
+    near=st.integers(0, 26),
+    beyond=st.sampled_from([2, 256]),
+)
+def test_a_passage_equals_its_reference(seed, past, context, block, near, beyond):
+    """Queries see all entries before it and are asked from beyond it; the entries get scores."""
+    prefill = small(seed=seed, prefix=past + 1, context=context)
+    spans = dataclasses.replace(prefill.spans, past=past)
+    prefill = dataclasses.replace(prefill, spans=spans, observed={})
+    scorer, region = BlockReplay(block, 3.0, near), Region(past + 1, past + 1 + context)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(block_replay, "_BEYOND", beyond)
+        prefill = prefill.with_observations(scorer.needs().observers)
+    # Between the entries and the passage lies a last token, which nothing scores.
+    every = [scorer.with_past(layer, region, {}) for layer in prefill]
+    want = passage_scores(prefill, scorer, beyond)
+    places = slice(past + 1, region.end), slice(past)
+    for got, at in zip(zip(*every, strict=True), places, strict=True):
+        torch.testing.assert_close(torch.stack(got).double(), want[..., at], rtol=2e-4, atol=1e-6)
+
+
+def passage_scores(prefill, scorer, beyond):
+    """[L, G, T] float64, query by query."""
+    spans, total = prefill.spans, torch.zeros(*prefill.keys[0].shape[:2]).double()
+    total = total.repeat(prefill.layers, 1, 1)
+    for layer in range(prefill.layers):
+        rope = prefill.rope_of(layer).double()
+        for head in range(prefill.query_heads):
+            keys = prefill.keys[layer][head // prefill.group].double()
+            for u in range(spans.context_start, spans.context_end):
+                start = u - (u - spans.context_start) % scorer.block
+                end = min(start + scorer.block, spans.context_end)
+                query = prefill.queries_at(layer, [u])[head].double()
+                angle = Rope.of_theta(200, query.shape[1]).double()
+                plain = rope.unrotate(query, torch.tensor([u]))
+                further = end - 1 + min(beyond, end - 1 - start)
+                moved = angle.rotate(plain, torch.tensor([further]))[0]
+                lead = max(4, spans.past)
+                first = end - scorer.block if end - scorer.block > lead else 0
+                asked = [t for t in range(end) if t < lead or t >= first]
+                near = keys[max(start, u - scorer.near + 1) : u + 1]
+                logits = prefill.scale * torch.cat([keys[asked] @ moved, near @ query[0]])
+                row = logits.softmax(0)[: len(asked)]
+                # The first tokens that only stand for all others get nothing.
+                row = row * torch.tensor([t >= first or t < spans.past for t in asked])
+                total[layer, head // prefill.group, asked] += row**3 / prefill.group
+    return (total / spans.context_length).pow(1 / 3)
 
 
 @pytest.mark.parametrize("near", [1, 5, 128, 300])

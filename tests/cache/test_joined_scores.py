@@ -1,0 +1,61 @@
+"""The scores of entries that a passage follows."""
+
+import pytest
+import torch
+
+import gracekv
+from gracekv import Limit, Prompt
+from gracekv.decode.cut import entries_within
+from gracekv.testing.models import tiny_llama
+
+IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def book():
+    prompt = Prompt.from_ids(IDS[:94], context=(4, 90), question_end=90)
+    return gracekv.compress(tiny_llama(layers=3, vocabulary=97), prompt, ratio=3)
+
+
+def by_head(result):
+    run = result._runs[0]
+    sizes = [layer.lengths.tolist() for layer in run.cache.layers]
+    return [own.split(size) for own, size in zip(run.entry_scores(), sizes, strict=True)]
+
+
+def test_entries_that_a_passage_reads_rise_to_its_scores_and_none_falls(book):
+    longer = book.extend(IDS[90:170], ratio=4)
+    rose, stayed = 0, 0
+    for before, after in zip(by_head(book), by_head(longer), strict=True):
+        for old, new in zip(before, after, strict=True):
+            new = new[: len(old)]
+            assert bool((new >= old).all())
+            assert torch.equal(new.isinf(), old.isinf())
+            rose += int((new > old).sum())
+            stayed += int((new == old).sum())
+    assert rose > 0
+    assert stayed > 0
+
+
+def test_a_passage_that_stays_whole_leaves_scores_as_they_are(book):
+    longer = book.extend(IDS[90:130], ratio=1)
+    for before, after in zip(by_head(book), by_head(longer), strict=True):
+        for old, new in zip(before, after, strict=True):
+            assert torch.equal(new[: len(old)], old)
+            assert bool(new[len(old) :].isinf().all())
+
+
+def test_no_head_keeps_more_than_it_may(book):
+    cache, scores = book._runs[0].cache, book._runs[0].entry_scores()
+    limit = Limit(entries_per_head=20, window=4)
+    most = []
+    for known in (None, 12):
+        masks = entries_within(limit, cache, scores, known=known)
+        counts = []
+        for layer, own, mask in zip(cache.layers, scores, masks, strict=True):
+            assert bool(mask[own.isinf()].all())
+            scored = (mask & own.isfinite()).split(layer.lengths.tolist())
+            counts += [int(x.sum()) for x in scored]
+        most.append(max(counts))
+    assert most[0] > 6
+    assert most[1] == 6
