@@ -73,9 +73,8 @@ def joined_scores(
     on: so entries of different passages can be compared.
     """
     (old, known), (new, scores) = parts
-    if bool((new.entries() == new.length).all()):
-        # A passage that is not compressed stays whole.
-        scores = None
+    # A passage that is not compressed stays whole.
+    scores = None if bool((new.entries() == new.length).all()) else scores
     before, after = _by_head(old, known), _by_head(new, scores)
     for own, given in zip(before, seen or (), strict=False):
         own[:] = [x.maximum(y[: len(x)]) for x, y in zip(own, given, strict=True)]

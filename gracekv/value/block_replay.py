@@ -177,9 +177,8 @@ class BlockReplay(Scorer):
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Power means of attention [G, N], not normalised."""
-        sums = capture.observation(self._sums)
         asked = region.end - max(region.start, capture.spans.context_start)
-        inside = sums[:, region.start : region.end] / asked
+        inside = capture.observation(self._sums)[:, region.start : region.end] / asked
         return inside.pow(1 / self.mean_power).to(capture.keys.device)
 
 
