@@ -1,0 +1,109 @@
+"""The cost of extending a context in vLLM. Prints tables and writes `results/vllm_extend.md`.
+
+    VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_extend.py
+
+Needs the environment of `make test-vllm`. An extension and a plain request read the same passage
+over the same context, in turns, as in `vllm_compress.py`, which says what is measured. Medians are
+of rounds; latencies are of all rounds together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from machine import commit, cpu, threads, versions
+from vllm_compress import RATIO, TOKENS, cost, gaps, p99, story
+
+from gracekv.hf.smollm2 import load_smollm2
+from gracekv.vllm import kv_transfer_config
+
+ASKED = "book"
+
+
+def row(llm: Any, tokenizer: Any, context: int, passage: int, options: Any) -> str:
+    """A passage's row, after `context` tokens."""
+    recipe = {"ratio": RATIO, "recipe": options.recipe}
+    cost(
+        llm,
+        {"prompt_token_ids": story(tokenizer, context)},
+        {"compress": {"name": "book"} | recipe},
+    )
+    order = {"extend": {"name": "book", "into": "longer"} | recipe}
+    ways = {"plain": ASKED, "extended": order}
+    taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    beside: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(options.rounds + 1):
+        ids = story(tokenizer, context + passage)[context:]
+        ids[0] = 100 + number  # so that no page holds it
+        for way, asked in list(ways.items())[:: 1 if number % 2 else -1]:
+            prompt = {"prompt_token_ids": ids, "cache_salt": f"{context} {passage} {way}{number}"}
+            spent = cost(llm, prompt, asked)
+            seen = gaps(llm, prompt | {"cache_salt": prompt["cache_salt"] + " again"}, asked)
+            if number:  # The first round compiles and loads.
+                taken[way].append(spent)
+                beside[way] += seen
+    (plain, used), (made, more) = (
+        map(statistics.median, zip(*x, strict=True)) for x in taken.values()
+    )
+    ratios = [b[0] / a[0] for a, b in zip(*taken.values(), strict=True)]
+    slow, slower = (p99(beside[way]) for way in ways)
+    return (
+        f"| {context:,} | {passage:,} | {plain:.2f} | {made:.2f} "
+        f"| {made / plain:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) "
+        f"| {used:.2f} | {more:.2f} | {more / used:.2f} "
+        f"| {1e3 * slow:.0f} | {1e3 * slower:.0f} | {slower / slow:.2f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--context", type=int, default=6000)
+    parser.add_argument("--passages", type=int, nargs="+", default=[250, 1000])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--recipe", default="gracekv-agnostic")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm_extend.md"))
+    options = parser.parse_args()
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the functions of collective_rpc
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    _, tokenizer = load_smollm2()
+    with tempfile.TemporaryDirectory() as store:
+        llm = LLM(
+            tokenizer.name_or_path,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=options.context + max(options.passages) + 192,
+            max_num_seqs=8,
+            max_num_batched_tokens=1024,
+            kv_transfer_config=KVTransferConfig(**kv_transfer_config(store)),
+        )
+        lines = []
+        for passage in options.passages:
+            lines.append(row(llm, tokenizer, options.context, passage, options))
+            print(lines[-1], flush=True)
+        llm.llm_engine.engine_core.shutdown()
+    head = (
+        f"# Extending a context in vLLM\n\n- machine: {cpu()}, {threads()}; {versions()}\n"
+        f"- commit: {commit()}\n"
+        f"- SmolLM2-135M-Instruct in float32, `{options.recipe}` at {RATIO}x, chunks of 1,024 "
+        f"tokens; medians of {options.rounds} rounds, which take turns\n"
+        f"- Extended: from the request to the longer context, by the clock; plain: a request for "
+        f"the same passage about the same context. CPU seconds are those of the engine's process, "
+        f"all threads together. Latencies: 99th percentile of {TOKENS} tokens per round of a "
+        f"request that runs meanwhile.\n\n"
+        "| context | passage | plain, s | extended, s | ratio of s (rounds) | plain, CPU s "
+        "| extended, CPU s | ratio of CPU s | latency beside a plain request, ms "
+        "| beside an extension, ms | ratio of latencies |\n"
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n"
+    )
+    options.out.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
