@@ -41,9 +41,10 @@ def row(llm: Any, tokenizer: Any, context: int, passage: int, options: Any) -> s
         ids = story(tokenizer, context + passage)[context:]
         ids[0] = 100 + number  # so that no page holds it
         for way, asked in list(ways.items())[:: 1 if number % 2 else -1]:
-            prompt = {"prompt_token_ids": ids, "cache_salt": f"{context} {passage} {way}{number}"}
+            salt = f"{context} {passage} {way}{number}"
+            prompt = {"prompt_token_ids": ids, "cache_salt": salt}
             spent = cost(llm, prompt, asked)
-            seen = gaps(llm, prompt | {"cache_salt": prompt["cache_salt"] + " again"}, asked)
+            seen = gaps(llm, prompt | {"cache_salt": f"{salt} again"}, asked)
             if number:  # The first round compiles and loads.
                 taken[way].append(spent)
                 beside[way] += seen
