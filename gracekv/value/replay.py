@@ -103,8 +103,8 @@ class Replay(Scorer):
         if self.uniform_weight == 1:
             at = region_samples(region, self.max_queries)
             return at, torch.full((len(at),), total / len(at), dtype=torch.float32)
-        share = min(int(self.context_share * region.length), 2 * self.max_queries)
-        count = min(max(self.max_queries, share), region.length)
+        asked = min(int(self.context_share * region.length), 2 * self.max_queries)
+        count = min(max(self.max_queries, asked), region.length)
         likely = self._likely(capture, region, memory)
         if count == region.length:
             alike = count
