@@ -160,7 +160,8 @@ def opened(path: Path) -> Iterator[SavedFile]:
     try:
         file = safetensors.safe_open(path, "pt")
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise SavedCacheError(f"Cannot read the saved cache {path}: {error}. {AGAIN}") from error
+        foreign = "it is not a file that result.save wrote" if "header too" in str(error) else error
+        raise SavedCacheError(f"Cannot read the saved cache {path}: {foreign}. {AGAIN}") from error
     with file:
         metadata = file.metadata() or {}
         header = _header(path, metadata)

@@ -61,7 +61,10 @@ class Saved:
 
 def generate(saved: Saved, max_new_tokens: Tokens = 64) -> None:
     """Answer a saved prompt's own question. Its context is not read."""
-    answer = saved.load().generate(max_new_tokens=max_new_tokens)
+    result = saved.load()
+    if not all(prompt.has_question for prompt in result.prompts):
+        raise PromptError(f"{saved.cache} was saved without a question: use gracekv ask.")
+    answer = result.generate(max_new_tokens=max_new_tokens)
     typer.echo(answer if isinstance(answer, str) else "\n\n".join(answer))
 
 

@@ -76,6 +76,12 @@ def test_a_saved_context_is_asked(run, loads, book):
     assert "A question is a text that is not empty" in err
 
 
+def test_a_context_without_a_question_is_not_generated_from(run, book):
+    status, out, err = run("generate", book[1], "--model", "m")
+    assert (status, out) == (2, "")
+    assert "was saved without a question: use gracekv ask." in err
+
+
 def rename(result, path, name):
     """Save a file that names this model."""
     fingerprint = {**result.fingerprint, "model_name": name}
@@ -172,6 +178,7 @@ def test_a_file_that_is_no_cache_is_told_before_the_model_is_loaded(run, story, 
         status, _, err = run(*argv)
         assert status == 2
         assert "SavedCacheError: Cannot read the saved cache" in err
+        assert "it is not a file that result.save wrote" in err
     assert "is a folder" in run("generate", story.parent)[2]
     assert not loads.seen
 
