@@ -117,6 +117,7 @@ class Registry(Generic[S]):
         self.stage = stage
         self.summary = summary
         self._classes: dict[str, type[S]] = {}
+        self._base = interface or Strategy
         if interface is not None:
             interface.registry = self
 
@@ -129,6 +130,8 @@ class Registry(Generic[S]):
         """
 
         def add(cls: type[C]) -> type[C]:
+            if not issubclass(cls, self._base):
+                raise ConfigError(f"{_full_name(cls)} must derive from {self._base.__name__}.")
             known = self._classes.get(name)
             if known is not None and _full_name(known) != _full_name(cls):
                 raise ConfigError(

@@ -183,3 +183,13 @@ def test_a_removed_field_is_read_with_its_last_value_only():
     assert SCORERS.parse({"name": "read_ahead", "kernel": "geometric"}) == ReadAhead()
     with pytest.raises(ConfigError, match="ReadAhead has no field 'kernel'"):
         SCORERS.parse({"name": "read_ahead", "kernel": "box"})
+
+
+def test_a_class_without_the_base_of_its_stage_is_refused():
+    with pytest.raises(ConfigError, match=r"Stray must derive from Scorer\."):
+
+        @SCORERS.register("stray")
+        class Stray:
+            pass
+
+    assert "stray" not in SCORERS
