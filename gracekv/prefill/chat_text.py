@@ -261,6 +261,7 @@ def new_turns(
         EditedHistoryError: a message differs from the one that was read in its place.
         PromptError: there is no new message, or the template cannot show it after the context.
     """
+    check_history(given)
     for number, old in enumerate(known):
         if number >= len(given) or not _is_same(old, given[number]):
             raise EditedHistoryError(
@@ -279,6 +280,12 @@ def new_turns(
     after: Any = "answer" if known else "messages" if context else "context"
     ids = turn_ids(tokenizer, new, separator, template, after=after, tools=tools)
     return list(zip([one["role"] for one in new] or [given[-1]["role"]], ids, strict=True))
+
+
+def check_history(given: object) -> None:
+    """Raise `PromptError` for a text or one message in place of a list of messages."""
+    if isinstance(given, str | Mapping):
+        raise PromptError("send takes a list of messages; for a text there is chat.ask(text).")
 
 
 def _is_same(old: Message, given: Message) -> bool:

@@ -130,3 +130,14 @@ def test_what_cannot_follow_the_context_is_refused(model, tokenizer, agent, tmp_
     again = gracekv.load(tmp_path / "agent.gracekv", model, tokenizer=tokenizer)
     with agent.chat() as one, again.chat() as other:
         assert one.send(LATER, 6, tools=TOOLS) == other.send(LATER, 6, tools=TOOLS)
+
+
+@pytest.mark.parametrize("messages", ["Who fell?", BEGUN[1]])
+@pytest.mark.parametrize("made_of", ["messages", "document"])
+def test_a_text_in_place_of_messages_is_refused(model, tokenizer, agent, made_of, messages):
+    if made_of == "document":
+        prompt = gracekv.Prompt.from_chat(tokenizer, context=TEXT)
+        agent = gracekv.compress(model, prompt, ratio=2)
+    wanted = r"send takes a list of messages; for a text there is chat\.ask\(text\)"
+    with agent.chat() as chat, pytest.raises(PromptError, match=wanted):
+        chat.send(messages)
