@@ -25,6 +25,8 @@ def test_one_version_everywhere():
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert VERSION == PROJECT["version"] == citation["version"]
     assert citation["license"] == PROJECT["license"]
+    title = citation["title"].removeprefix("gracekv: ")
+    assert title.casefold() in PROJECT["description"].casefold()
     assert f"## [{VERSION}] - " in changes
 
 
