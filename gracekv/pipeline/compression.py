@@ -180,7 +180,7 @@ class Compression:
             selection=bought.selection,
             elastic=pipe.elastic,
             value_change=change,
-            past=tuple(self._past) or None,
+            past=tuple(x.cpu() for x in self._past) or None,
         )
 
     def _region(self, info: CaptureInfo) -> Region:

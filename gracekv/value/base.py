@@ -212,7 +212,7 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
         """
 
     def with_past(self, capture: LayerCapture, region: Region, memory: Memory) -> list[Tensor]:
-        """The scores of `layer`, then those [G, P] of entries before a passage, on the CPU.
+        """The scores of `layer`, then those [G, P] of entries before a passage.
 
         The latter are left out without a passage, and where `layer` cannot score them.
         """
@@ -220,7 +220,7 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
         if not places:
             return [self.layer(capture, region, memory)]
         every = self.layer(capture, Region(0, region.end), memory)
-        return [every[:, region.start :], every[:, :places].float().cpu()]
+        return [every[:, region.start :], every[:, :places].float()]
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """The scores of all layers, float32 [L, G, N], and their mean over heads [N].
