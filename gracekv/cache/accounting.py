@@ -118,15 +118,25 @@ class Accounting:
         ):  # fmt: skip
             each = [getattr(part, name) for part in parts]
             sums[name] = None if None in each else sum(each)
-        kinds = {kind: 0 for part in parts for kind in part.other_bytes}
         return cls(
             **sums,
             recent=max(part.recent for part in parts),
             entries=torch.cat([part.entries for part in parts]),
             backend_bytes=backend_bytes,
-            other_bytes={k: sum(part.other_bytes.get(k, 0) for part in parts) for k in kinds},
+            other_bytes=dict(sum((Counter(part.other_bytes) for part in parts), Counter())),
             widths=WidthShare.summed(share for part in parts for share in part.widths),
         )
+
+    @property
+    def sizes(self) -> str:
+        """The bytes, in words."""
+        return (
+            f"{self.bytes:,} bytes of keys and values and {self.metadata_bytes:,} of metadata, "
+            f"full cache {self.full_bytes:,}{'' if self.budget_bytes is None else ' in 16 bits'}"
+        )
+
+    def __repr__(self) -> str:
+        return f"Accounting({self.spent:,} entries (budget {self.budget:,}); {self.sizes})"
 
     @property
     def certified_ratio(self) -> float | None:

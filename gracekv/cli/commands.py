@@ -183,12 +183,12 @@ def compress(
     full = kept.entries.numel() * result.prompt.spans.context_length
     typer.echo(
         f"\n{pipeline or recipes.label(result.pipeline)} kept {kept.spent:,} of {full:,} context "
-        f"entries (budget {kept.budget:,}); {kept.bytes:,} bytes of keys and values and "
-        f"{kept.metadata_bytes:,} of metadata, full cache {kept.full_bytes:,}"
-        f"{'' if kept.budget_bytes is None else ' in 16 bits'}; "
+        f"entries (budget {kept.budget:,}); {kept.sizes}; "
         f"prefill {seconds.prefill:.2f} s, compression {seconds.construction:.2f} s",
         err=True,
     )
+    if save is not None and not question:
+        typer.echo(f"ask it with: gracekv ask '{save}' 'Your question?' --model {model}", err=True)
 
 
 @app.command("list")

@@ -205,15 +205,14 @@ class BaseResult(ABC):
 
     def __repr__(self) -> str:
         kept = self.accounting
-        heads = len(self.accountings[0].entries.flatten())
+        heads = self.accountings[0].entries.numel()
         full = heads * sum(prompt.spans.context_length for prompt in self.prompts)
         batch = f"{len(self.prompts)} prompts, " if self.is_batch else ""
         return (
             f"{type(self).__name__}({type(self.model).__name__}, "
             f"{recipes.label(self.pipeline)!r}, {batch}"
             f"{sum(len(prompt.ids) for prompt in self.prompts):,} tokens, "
-            f"{kept.spent:,} of {full:,} context entries, {kept.bytes:,} of "
-            f"{kept.full_bytes:,} bytes{'' if kept.budget_bytes is None else ' in 16 bits'})"
+            f"{kept.spent:,} of {full:,} context entries, {kept.sizes})"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,10 +39,10 @@ class Prompt:
         PromptError: the ids are not one sequence of `spans.length` tokens.
     """
 
-    ids: Tensor
+    ids: Tensor = field(repr=False)
     spans: PromptSpans
-    parts: tuple[str, str, str, str] | None = None
-    tokenizer: Any = None
+    parts: tuple[str, str, str, str] | None = field(default=None, repr=False)
+    tokenizer: Any = field(default=None, repr=False)
     separator: str = "\n\n"
     template: bool = True
     messages: int = 0

@@ -196,6 +196,8 @@ def test_without_a_question_the_cache_is_saved_to_be_asked_later(run, calls, sto
     status, out, err = run("compress", "--context", story, "--save", tmp_path / "book")
     assert (status, out) == (0, "")
     assert "gracekv-plus kept 60" in err
+    asked = f"gracekv ask '{tmp_path / 'book'}' 'Your question?' --model smollm2"
+    assert err.endswith(f"\nask it with: {asked}\n")
     (call,) = calls
     assert (call["model"], call["question"]) == ("smollm2:float32", "")
     # Which recipe that is, `gracekv.compress` decides.

@@ -136,7 +136,12 @@ def test_results_print_in_one_line(model, prompt, result):
     kept = result.accounting
     assert repr(result) == (
         f"CompressionResult(LlamaForCausalLM, 'gracekv-plus', 150 tokens, {kept.spent} of 804 "
-        f"context entries, {kept.bytes:,} of {kept.full_bytes:,} bytes)"
+        f"context entries, {kept.bytes:,} bytes of keys and values and {kept.metadata_bytes:,} of "
+        f"metadata, full cache {kept.full_bytes:,})"
+    )
+    assert repr(kept) == (
+        f"Accounting({kept.spent} entries (budget {kept.budget}); {kept.bytes:,} bytes of keys and "
+        f"values and {kept.metadata_bytes:,} of metadata, full cache {kept.full_bytes:,})"
     )
     coded = gracekv.Pipeline.from_dict({"precision": "uniform"}, base="gracekv-plus")
     # Bytes of such a pipeline are held against a cache of 16-bit numbers.

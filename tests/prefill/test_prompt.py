@@ -262,3 +262,10 @@ def test_a_lone_surrogate_is_refused_by_the_text_s_name_and_its_place(name):
     message = rf"^{name} must be valid Unicode; .*'\\udcff', at position 4\. Decode it as UTF-8"
     with pytest.raises(PromptError, match=message):
         Prompt.from_chat(FAST[True], **texts)
+
+
+def test_a_prompt_shows_as_one_short_line():
+    shown = repr(Prompt.from_chat(FAST[True], context="a b c " * 200, question="What?"))
+    assert shown.startswith("Prompt(spans=PromptSpans(")
+    assert "a b c" not in shown
+    assert len(shown) < 250
