@@ -53,8 +53,7 @@ class Saved:
         result = self.load()
         if isinstance(result, gracekv.BatchResult):
             raise PromptError(
-                f"{self.cache} holds {len(result.prompts)} contexts, and only one can be asked. "
-                f"Save each by itself; gracekv generate answers the prompts' own questions."
+                f"{self.cache} holds {len(result.prompts)} contexts; save the one to ask by itself."
             )
         return result
 

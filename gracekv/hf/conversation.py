@@ -106,9 +106,7 @@ class Conversation:
                 go on from.
         """
         self._check_alone(kwargs)
-        check_question(question)
-        if self._prompt.messages and not self.messages:
-            raise PromptError("This context consists of messages: begin with chat.send(messages).")
+        check_question(question, unread=bool(self._prompt.messages and not self.messages))
         asked = [*self.messages, {"role": "user", "content": question}]
         run: Callable[..., str | Iterator[str]] = self._stream if stream else self._answer
         return run(asked, self._tools, max_new_tokens, kwargs)
@@ -178,9 +176,7 @@ class Conversation:
         with self._alone():
             turns = self._ids[self._prompt.spans.context_end :]
             if not len(turns):
-                raise PromptError(
-                    "There is no turn that is not compressed yet. Ask something first."
-                )
+                raise PromptError("No turn is left to compress. Ask something first.")
             self._extend(turns, [(len(turns), {"capture": capture, **budget})])
 
     def _extend(self, turns: Tensor, runs: Sequence[tuple[int, dict[str, Any]]]) -> None:
@@ -262,8 +258,7 @@ class Conversation:
             begun = Prompt.from_messages(prompt.tokenizer, messages[: prompt.messages], tools=tools)
             if not torch.equal(begun.ids[: begun.spans.context_end], self._ids):
                 raise EditedHistoryError(
-                    f"The first {prompt.messages} messages or the tools are not those of the "
-                    f"context. Compress them anew."
+                    f"The first {prompt.messages} messages or tools are not those of the context."
                 )
         how = {"separator": prompt.separator, "template": prompt.template, "tools": tools}
         return new_turns(prompt.tokenizer, known, messages, prompt.messages, **how)

@@ -79,11 +79,16 @@ def check_text(name: str, text: object) -> None:
         ) from error
 
 
-def check_question(question: object) -> None:
-    """Raise `PromptError` unless `question` is readable text that is not blank."""
+def check_question(question: object, *, unread: bool = False) -> None:
+    """Raise `PromptError` unless `question` is readable text that is not blank.
+
+    It cannot be asked either where the context's own messages are `unread`.
+    """
     if not isinstance(question, str) or not question.strip():
         raise PromptError(f"A question is a text that is not empty; got {question!r}.")
     check_text("question", question)
+    if unread:
+        raise PromptError("This context consists of messages: begin with chat.send(messages).")
 
 
 def encode(

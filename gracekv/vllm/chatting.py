@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from gracekv.decode.compaction import Compaction
 from gracekv.decode.limit import Limit
-from gracekv.errors import EditedHistoryError, PromptError, StoreError
+from gracekv.errors import EditedHistoryError, StoreError
 from gracekv.prefill.chat_text import Message, check_question, continued, new_turns
 from gracekv.vllm.header import SEPARATOR
 from gracekv.vllm.requests import Request
@@ -62,9 +62,7 @@ class ServedConversation:
                 then stay uncompressed.
             PromptError: the question is empty.
         """
-        check_question(question)
-        if self._count and not self.messages:
-            raise PromptError("This context consists of messages: begin with chat.send(messages).")
+        check_question(question, unread=bool(self._count and not self.messages))
         asked = [*self.messages, {"role": "user", "content": question}]
         yield from self._stream(asked, self._new_turns(asked), max_tokens, options)
 
