@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.quantised import apart, batches
-from gracekv.fit.attended import KeptMass, LayerAttention, Reference, attended, scattered
+from gracekv.fit.attended import KeptMass, Reference, attended, scattered
 from gracekv.fit.base import FITTERS, Fitter, ReferenceQueries
 from gracekv.kernels.linalg import batched_linear, filled, transposed
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
@@ -102,21 +102,11 @@ class Values(RidgeFitter):
 
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
         attention = attended(reference, packed, region)
-        change = value_change(attention, attention.shares(), self.trust, self.trust_read)
+        shares = attention.shares()
+        error = attention.output - attention.found(shares, attention.values)
+        change = ridge_change(attention, shares, error, self.trust, self.trust_read)
         values = scattered(packed.values, attention, attention.values + change)
         return dataclasses.replace(packed, values=values)
-
-
-def value_change(
-    attention: LayerAttention,
-    shares: Tensor,
-    trust: float,
-    trust_read: float,
-    held_out: bool = False,
-) -> Tensor:
-    """float32 [G, W, d]: what is added to the values; the other arguments as in `ridge_change`."""
-    error = attention.output - attention.found(shares, attention.values)
-    return ridge_change(attention, shares, error, trust, trust_read, held_out)
 
 
 def ridge_change(
@@ -159,11 +149,7 @@ def inverse_penalty(shares: Tensor, attention: KeptMass, trust: float, trust_rea
 
 
 def ridge(
-    shares: Tensor,
-    target: Tensor,
-    weights: Tensor,
-    inverse_penalty: Tensor,
-    held_out: bool = False,
+    shares: Tensor, target: Tensor, weights: Tensor, inverse_penalty: Tensor, held_out: bool = False
 ) -> Tensor:
     """Ridge regression towards no change: x float32 [G, W, d] of G independent problems.
 

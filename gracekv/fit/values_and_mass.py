@@ -9,7 +9,7 @@ from torch import Tensor
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.attended import KeptMass, Reference, attended, scattered
 from gracekv.fit.base import FITTERS
-from gracekv.fit.values import RidgeFitter, inverse_penalty, ridge, value_change
+from gracekv.fit.values import RidgeFitter, inverse_penalty, ridge, ridge_change
 from gracekv.prefill import Region
 from gracekv.registry import bounded
 
@@ -48,8 +48,10 @@ class ValuesAndMass(RidgeFitter):
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
         attention = attended(reference, packed, region)
         factor = multiplicities(attention, self.mass_trust, self.trust_read, self.held_out)
+        shares = attention.shares(factor)
+        error = attention.output - attention.found(shares, attention.values)
         trust = self.trust, self.trust_read, self.held_out
-        change = value_change(attention, attention.shares(factor), *trust)
+        change = ridge_change(attention, shares, error, *trust)
         # The factor of entries that are not free is 1.
         moved = factor.flatten()[attention.place].log_()
         return dataclasses.replace(
