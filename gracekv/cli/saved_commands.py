@@ -52,9 +52,7 @@ class Saved:
         """Load a result of one context; raises `PromptError` for a batch."""
         result = self.load()
         if isinstance(result, gracekv.BatchResult):
-            raise PromptError(
-                f"{self.cache} holds {len(result.prompts)} contexts; save the one to ask by itself."
-            )
+            raise PromptError(f"{self.cache} holds {len(result.prompts)} contexts; save one alone.")
         return result
 
 

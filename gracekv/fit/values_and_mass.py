@@ -50,8 +50,7 @@ class ValuesAndMass(RidgeFitter):
         factor = multiplicities(attention, self.mass_trust, self.trust_read, self.held_out)
         shares = attention.shares(factor)
         error = attention.output - attention.found(shares, attention.values)
-        trust = self.trust, self.trust_read, self.held_out
-        change = ridge_change(attention, shares, error, *trust)
+        change = ridge_change(attention, shares, error, self.trust, self.trust_read, self.held_out)
         # The factor of entries that are not free is 1.
         moved = factor.flatten()[attention.place].log_()
         return dataclasses.replace(

@@ -209,9 +209,8 @@ class BaseResult(ABC):
         full = heads * sum(prompt.spans.context_length for prompt in self.prompts)
         batch = f"{len(self.prompts)} prompts, " if self.is_batch else ""
         return (
-            f"{type(self).__name__}({type(self.model).__name__}, "
-            f"{recipes.label(self.pipeline)!r}, {batch}"
-            f"{sum(len(prompt.ids) for prompt in self.prompts):,} tokens, "
+            f"{type(self).__name__}({type(self.model).__name__}, {recipes.label(self.pipeline)!r}, "
+            f"{batch}{sum(len(prompt.ids) for prompt in self.prompts):,} tokens, "
             f"{kept.spent:,} of {full:,} context entries, {kept.sizes})"
         )
 
