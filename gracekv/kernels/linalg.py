@@ -31,13 +31,14 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.nn.functional.linear(x, weight)
 
 
-def batched_linear(x: Tensor, weight: Tensor) -> Tensor:
+def batched_linear(x: Tensor, weight: Tensor, once: bool = False) -> Tensor:
     """x W^T of each head: [G, M, K] and [G, N, K] to [G, M, N].
 
     One product a head on a CPU, where `linear` is faster than a batched product; one launch on
-    other devices.
+    other devices. `once`: hardly any other product has these sizes, as where each head has its own.
+    Then torch's product is faster: oneDNN compiles for each size, and keeps what it compiled.
     """
-    if x.device.type != "cpu" or x.dtype != torch.float32:
+    if x.device.type != "cpu" or x.dtype != torch.float32 or once:
         return x @ weight.mT
     if len(x) == 1:
         return linear(x[0], weight[0])[None]
