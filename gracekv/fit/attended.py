@@ -42,7 +42,7 @@ class Reference:
         total: float32 [G, M], the sum of exp(logit - top) over all visible tokens, and the sink.
         sink: float32 [G, M], exp(sink logit - top), 0 where the model has none; plus the mass of
             the entries that came before the sequence.
-        before: float32 [G, M, d], attention output over these and the sink.
+        before: float32 [G, M, d], attention output over these and the sink; any number without.
         output: float32 [G, M, d], attention output.
         weights: float32 [G, M] of the rows, with sum 1 in each head.
         last: float32 [2, G, d], key and value of the last prompt token, which decoding feeds again.
@@ -88,7 +88,7 @@ class Reference:
         place = torch.arange(max(inside.start, all_see), max(inside.end, all_see))
         unseen = on_device(place > queries.asked_at.repeat(capture.group)[:, None], device)
         past = max(0, capture.spans.past - inside.start)
-        before, once = torch.zeros_like(asked), past > 0
+        before = torch.zeros_like(asked) if past or sinks is not None else output
         # Head by head on the CPU, since products want a copy of the values the other way round.
         limit, at_once = (_CPU_BLOCK, 1) if device.type == "cpu" else (_GPU_BLOCK, heads)
         block = max(1, limit // (4 * length * at_once))
@@ -103,7 +103,7 @@ class Reference:
             across = transposed(states[1])
             for first in range(0, rows, block):
                 part = own, slice(first, first + block)
-                logits = capped(batched_linear(asked[part], states[0], once), capture.softcap)
+                logits = capped(batched_linear(asked[part], states[0], past > 0), capture.softcap)
                 if len(place):
                     logits[..., -len(place) :].masked_fill_(unseen[part[1]], -torch.inf)
                 torch.amax(logits, dim=-1, out=top[part])
@@ -115,12 +115,13 @@ class Reference:
                     sink[part] = (sinks[part] - top[part]).exp()
                 chance = logits.sub_(top[part][..., None]).exp_()
                 torch.sum(chance, dim=-1, out=total[part])
-                total[part] += sink[part]
-                product = batched_linear(chance, across, once)
+                if sinks is not None:
+                    total[part] += sink[part]
+                product = batched_linear(chance, across, past > 0)
                 if past:
                     known = chance[..., :held]
                     sink[part] += known.sum(dim=-1)
-                    read = batched_linear(known, across[..., :held], once)
+                    read = batched_linear(known, across[..., :held], past > 0)
                     torch.div(read, sink[part][..., None].clamp_min(1e-30), out=before[part])
                 # Where a key is seen, the largest alone adds 1.
                 torch.div(product, total[part][..., None].clamp_min(1e-30), out=output[part])
