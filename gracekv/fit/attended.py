@@ -17,7 +17,7 @@ from torch import Tensor
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.base import QuerySet
 from gracekv.kernels import ragged
-from gracekv.kernels.linalg import batched_linear, capped, on_device, transposed
+from gracekv.kernels.linalg import batched_linear, capped, filled, on_device, transposed
 from gracekv.prefill import LayerCapture, Region
 from gracekv.prefill.spans import ADDED, NOWHERE
 
@@ -77,7 +77,7 @@ class Reference:
         asked = queries.rotated(capture)
         rows, output = asked.shape[1], torch.empty_like(asked)
         top, total = torch.empty_like(asked[..., 0]), torch.empty_like(asked[..., 0])
-        sink, sinks = torch.zeros_like(total), None
+        sink, sinks = filled(1, 0.0, torch.float32, device).expand(total.shape), None
         if capture.sinks is not None and queries.within is None:
             # One for each query head, and rows are those of a KV head's query heads in turn.
             own_sinks = capture.sinks.to(device).view(heads, -1)
@@ -88,7 +88,9 @@ class Reference:
         place = torch.arange(max(inside.start, all_see), max(inside.end, all_see))
         unseen = on_device(place > queries.asked_at.repeat(capture.group)[:, None], device)
         past = max(0, capture.spans.past - inside.start)
-        before = torch.zeros_like(asked) if past or sinks is not None else output
+        before = output
+        if past or sinks is not None:
+            sink, before = torch.zeros_like(total), torch.zeros_like(asked)
         # Head by head on the CPU, since products want a copy of the values the other way round.
         limit, at_once = (_CPU_BLOCK, 1) if device.type == "cpu" else (_GPU_BLOCK, heads)
         block = max(1, limit // (4 * length * at_once))
@@ -139,9 +141,7 @@ class Reference:
         if len(layers) == 1:
             return layers[0]
         names = ("asked", "top", "total", "sink", "before", "output", "weights")
-        joined: dict[str, Any] = {
-            name: torch.cat([getattr(x, name) for x in layers]) for name in names
-        }
+        joined: dict[str, Any] = {x: torch.cat([getattr(y, x) for y in layers]) for x in names}
         joined["last"] = torch.cat([x.last for x in layers], dim=1)
         return dataclasses.replace(layers[0], **joined)
 

@@ -52,5 +52,5 @@ class ValueNorm(Scorer):
         own = norms[:, max(0, capture.spans.context_start - region.start) :]
         mean = capture.shard.mean(own.mean())
         norms = norms / mean.clamp_min(1e-12) ** self.relative
-        weighted: Tensor = scores * norms**self.power
+        weighted: Tensor = scores * (norms if self.power == 1 else norms**self.power)
         return weighted
