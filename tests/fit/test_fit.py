@@ -86,12 +86,14 @@ def test_what_came_before_counts_as_a_prefix_does(name, sinks):
     prefix = dataclasses.replace(prefill, keys=tuple(keys), queries=tuple(queries), rope=rope)
     cache = Pipeline.named("gracekv").run(prefix, Budget.ratio(3)).cache
     before = dataclasses.replace(prefix, spans=dataclasses.replace(prefix.spans, past=6))
-    fits = (fitted_cache(FITTERS.build(name), x, region, cache) for x in (prefix, before))
+    # Without what turns rounding into another fit: limits that are just met, and steps of conjugate
+    # gradients that have not converged.
+    smooth = {"guard": 0.0, "value_cap": 10.0, "key_cap": 10.0, "penalty": 0.1}
+    fitter = FITTERS.build(name, **(smooth if name == "regression" else {}))
+    fits = (fitted_cache(fitter, x, region, cache) for x in (prefix, before))
     for one, other in zip(*(fit.layers for fit in fits), strict=True):
-        # Steps of conjugate gradients that have not converged enlarge what rounding differs.
-        close = 0.1 if name == "regression" else 1e-4
-        torch.testing.assert_close(other.values, one.values, rtol=1e-3, atol=close)
-        torch.testing.assert_close(other.keys, one.keys, rtol=1e-3, atol=close)
+        torch.testing.assert_close(other.values, one.values, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(other.keys, one.keys, rtol=1e-3, atol=1e-4)
         assert torch.equal(other.positions, one.positions)
         moved = (one.log_multiplicity, other.log_multiplicity)
         torch.testing.assert_close(*moved, rtol=1e-3, atol=1e-4)
