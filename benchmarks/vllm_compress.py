@@ -15,6 +15,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -102,14 +103,41 @@ def rows(llm: Any, tokenizer: Any, options: argparse.Namespace) -> list[str]:
                 again = {"prompt_token_ids": ids, "cache_salt": f"{way}{number} again"}
                 beside[way] += gaps(llm, again, asked)
         (plain, used), (made, more) = (map(min, zip(*x, strict=True)) for x in taken.values())
-        slow, slower = (p99(beside[way]) for way in beside)
-        lines.append(
-            f"| {length:,} | {plain:.2f} | {made:.2f} | {made / plain:.2f} "
-            f"| {used:.2f} | {more:.2f} | {more / used:.2f} "
-            f"| {1e3 * slow:.0f} | {1e3 * slower:.0f} | {slower / slow:.2f} |"
-        )
+        lines.append(f"| {length:,} {cells((plain, made), (used, more), beside.values())}")
         print(lines[-1], flush=True)
     return lines
+
+
+def cells(
+    seconds: tuple[float, float],
+    cpu_seconds: tuple[float, float],
+    gaps: Iterable[list[float]],
+    spread: str = "",
+) -> str:
+    """A plain request beside what is measured: seconds, CPU seconds, latencies, and ratios."""
+    (plain, made), (used, more), (slow, slower) = seconds, cpu_seconds, map(p99, gaps)
+    return (
+        f"| {plain:.2f} | {made:.2f} | {made / plain:.2f}{spread} "
+        f"| {used:.2f} | {more:.2f} | {more / used:.2f} "
+        f"| {1e3 * slow:.0f} | {1e3 * slower:.0f} | {slower / slow:.2f} |"
+    )
+
+
+def engine(tokenizer: Any, longest: int, store: str) -> Any:
+    """vLLM with room for the longest request and its answer; contexts lie in `store`."""
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the functions of collective_rpc
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    return LLM(
+        tokenizer.name_or_path,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=longest + 192,
+        max_num_seqs=8,
+        max_num_batched_tokens=1024,
+        kv_transfer_config=KVTransferConfig(**kv_transfer_config(store)),
+    )
 
 
 def main() -> None:
@@ -119,21 +147,9 @@ def main() -> None:
     parser.add_argument("--recipe", default="gracekv-agnostic")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm_compress.md"))
     options = parser.parse_args()
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the functions of collective_rpc
-    from vllm import LLM
-    from vllm.config import KVTransferConfig
-
     _, tokenizer = load_smollm2()
     with tempfile.TemporaryDirectory() as store:
-        llm = LLM(
-            tokenizer.name_or_path,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=max(options.lengths) + 192,
-            max_num_seqs=8,
-            max_num_batched_tokens=1024,
-            kv_transfer_config=KVTransferConfig(**kv_transfer_config(store)),
-        )
+        llm = engine(tokenizer, max(options.lengths), store)
         lines = rows(llm, tokenizer, options)
         llm.llm_engine.engine_core.shutdown()
     head = (
