@@ -32,10 +32,11 @@ def data(pair):
 @pytest.fixture(scope="session")
 def opened(browser, data, tmp_path_factory):
     """open(data, **context): a new page that is loaded; page.problems is what went wrong in it."""
-    folder, contexts = tmp_path_factory.mktemp("pages"), {}
+    folder, contexts, kept = tmp_path_factory.mktemp("pages"), {}, {}
 
     def open_page(shown=data, **options):
-        path = folder / f"{id(shown)}.html"
+        # Another report may have the id of one that is gone.
+        path = folder / f"{id(kept.setdefault(id(shown), shown))}.html"
         if not path.exists():
             path.write_text(render(shown), encoding="utf-8")
         options = {"viewport": {"width": 1300, "height": 900}, **options}
