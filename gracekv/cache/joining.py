@@ -77,7 +77,7 @@ def joined_scores(
     scores = None if bool((new.entries() == new.length).all()) else scores
     before, after = _by_head(old, known), _by_head(new, scores)
     for own, given in zip(before, seen or (), strict=False):
-        own[:] = [x.maximum(y[: len(x)]) for x, y in zip(own, given, strict=True)]
+        own[:] = [x.maximum(y[len(y) - len(x) :]) for x, y in zip(own, given, strict=True)]
     if scores is not None:
         after = [list(map(_without_gaps, own)) for own in after]
     return tuple(

@@ -19,7 +19,7 @@ from gracekv.fit.base import QuerySet
 from gracekv.kernels import ragged
 from gracekv.kernels.linalg import batched_linear, capped, filled, on_device, transposed
 from gracekv.prefill import LayerCapture, Region
-from gracekv.prefill.spans import ADDED, NOWHERE
+from gracekv.prefill.spans import first_entries
 
 # Bytes of logits that are held at once.
 _CPU_BLOCK, _GPU_BLOCK = 8 * 2**20, 512 * 2**20
@@ -97,11 +97,9 @@ class Reference:
         for head in range(0, heads, at_once):
             own = slice(head, head + at_once)
             states = [x[own, inside.start : inside.end] for x in (keys, values)]
-            held = past
-            if past and at_once == 1:
-                # No query sees a head's padding, which comes last among its places.
-                held = int((states[0][0, :past, -ADDED] > NOWHERE / 2).sum())
-                states = [torch.cat([x[:, :held], x[:, past:]], 1) for x in states]
+            # No query sees a head's padding, which comes first among its places.
+            padding = first_entries(states[0], past)[0] if at_once == 1 else 0
+            states, held = [x[:, padding:] for x in states], past - padding
             across = transposed(states[1])
             for first in range(0, rows, block):
                 part = own, slice(first, first + block)

@@ -193,7 +193,7 @@ class Reading:
         attend = None
         if self._in_parts:
             positions = torch.arange(chunk.start, chunk.end)
-            attend = PartialAttention(self._base, positions, self._masks)
+            attend = PartialAttention(self._base, positions, self._masks, self.prompt.spans.past)
         self.record.begin(chunk, attend)
 
     def _forward(self, chunk: Region) -> Any:

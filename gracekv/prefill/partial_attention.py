@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gracekv.errors import SlowAttentionWarning, UnsupportedModelError
 from gracekv.kernels.device import capability
 from gracekv.prefill.attention_patch import AttentionCall, own_thread
+from gracekv.prefill.spans import first_entries
 from gracekv.undo import undone
 
 # Elements of the mask of a second pass, which every layer reads, and its least and most tokens.
@@ -76,10 +77,14 @@ class PartialAttention:
         base: the model's stock attention implementation, "sdpa" or "eager".
         positions: int64 [C] ascending, absolute, on the CPU.
         masks: makes the masks if the positions follow one another, else None.
+        past: places of a `Past` that come before; on CPUs each head reads its own entries only.
     """
 
-    def __init__(self, base: str, positions: Tensor, masks: CausalMasks | None = None) -> None:
+    def __init__(
+        self, base: str, positions: Tensor, masks: CausalMasks | None = None, past: int = 0
+    ) -> None:
         self._base, self._positions, self._masks = base, positions, masks
+        self._past = past
         self._made: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
     def __call__(self, call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor) -> Any:
@@ -93,6 +98,20 @@ class PartialAttention:
             output = causal_attention(query, keys[:, :stop], values[:, :stop], call.scale)
             if output is not None:
                 return output, None
+        starts = first_entries(keys, self._past)
+        if not any(starts):
+            return self._masked(call, query, keys, values), None
+        heads = zip(query.split(query.shape[1] // len(keys), dim=1), starts, strict=True)
+        outputs = [
+            self._masked(call, rows, keys[g : g + 1], values[g : g + 1], start)
+            for g, (rows, start) in enumerate(heads)
+        ]
+        return torch.cat(outputs, dim=2), None
+
+    def _masked(
+        self, call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, start: int = 0
+    ) -> Tensor:
+        """[1, C, H, d]: the heads' attention to the keys from `start` on, in blocks of rows."""
         size = chunk_length(keys.shape[1])
         if query.device.type == "cpu":
             size = max(32, min(_ROWS, _ROW_MASK // max(1, keys.shape[1])))
@@ -102,8 +121,10 @@ class PartialAttention:
         ):
             stop = int(self._positions[first + rows.shape[2] - 1]) + 1
             mask = self._mask(rows, first, stop)
-            outputs.append(self._attend(call, rows, keys[:, :stop], values[:, :stop], mask))
-        return torch.cat(outputs, dim=1), None
+            seen = [x[:, start:stop] for x in (keys, values)]
+            mask = None if mask is None else mask[..., start:]
+            outputs.append(self._attend(call, rows, *seen, mask))
+        return torch.cat(outputs, dim=1)
 
     def _attend(
         self, call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None

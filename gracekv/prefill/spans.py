@@ -123,6 +123,8 @@ NOWHERE = -1e4
 class Past:
     """The compressed entries that a passage follows, padded to P places a head.
 
+    The padding comes first, so that a head's entries and the passage's keys are one view.
+
     Attributes:
         keys: L tensors [G, P, d + 8].
         values: L tensors [G, P, d + 8], whose last 8 are 0.
@@ -162,11 +164,21 @@ class Past:
             values.append(like.new_zeros(shape))
             keys[-1][..., like.shape[1]] = NOWHERE
             for g, (own_keys, own_values, log_m) in enumerate(heads):
-                count, dim = own_keys.shape
-                keys[-1][g, :count, :dim] = own_keys
-                keys[-1][g, :count, dim] = log_m.to(like.dtype)
-                values[-1][g, :count, :dim] = own_values
+                first, dim = places - len(own_keys), own_keys.shape[1]
+                keys[-1][g, first:, :dim] = own_keys
+                keys[-1][g, first:, dim] = log_m.to(like.dtype)
+                values[-1][g, first:, :dim] = own_values
         return cls(tuple(keys), tuple(values), length, other_layers)
+
+
+def first_entries(keys: Tensor, past: int) -> list[int]:
+    """The place of the first entry in each head of `keys` [G, T, d + 8] after a `Past`.
+
+    0 for all of them where there is no past, and on a GPU, which would be waited for.
+    """
+    if not past or keys.device.type != "cpu":
+        return [0] * len(keys)
+    return (keys[:, :past, -ADDED] < NOWHERE / 2).sum(dim=1).tolist()
 
 
 def widened(states: Tensor, dim: int, first: float = 0.0) -> Tensor:

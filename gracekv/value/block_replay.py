@@ -32,6 +32,7 @@ from gracekv.kernels.linalg import capped
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.observer import Accumulator, LayerObserver, TokenRun
+from gracekv.prefill.spans import first_entries
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, TokenColumns
 
@@ -90,11 +91,6 @@ class BlockReplaySums(LayerObserver):
         """
         keys, rope, softcap, sinks = run.keys, run.rope, run.softcap, run.sinks
         first, before = block.end - self.block, max(SINKS, past)
-        if first <= before:
-            first = before = 0
-        seen = keys[:, first : block.end]
-        if first:
-            seen = torch.cat([keys[:, :before], seen], dim=1)
         asked = queries.float() * run.scale
         if self.near:
             beside = near_logits(asked, keys[:, block.start : block.end], self.near, softcap)
@@ -104,13 +100,27 @@ class BlockReplaySums(LayerObserver):
             # Rotations add up, and the table ends with the prompt.
             one, to = slice(block.start, block.start + 1), min(block.start + _BEYOND, block.end - 1)
             moved = rope.moved(one, to).rotate(moved, None)
-        columns = softmax_columns(
-            moved, seen, seen.shape[1], power=self.power, softcap=softcap, sinks=sinks
-        )
-        columns = reduce(columns, "(g n) t -> g t", "mean", g=len(keys))
-        total[:, first : block.end] += columns[:, before:]
-        if first:
-            total[:, :past] += columns[:, :past]
+        starts = first_entries(keys, past)
+        # Heads with padding are summed one by one, each over its own entries.
+        at_once = 1 if any(starts) else len(keys)
+        group = at_once * (len(moved) // len(keys))
+        for head, start in list(enumerate(starts))[::at_once]:
+            own = slice(head, head + at_once)
+            apart = first > before
+            seen = keys[own, first if apart else start : block.end]
+            if apart:
+                seen = torch.cat([keys[own, start:before], seen], dim=1)
+            rows = slice(head // at_once * group, (head // at_once + 1) * group)
+            columns = softmax_columns(
+                moved[rows], seen, seen.shape[1], power=self.power, softcap=softcap,
+                sinks=None if sinks is None else sinks[rows],
+            )  # fmt: skip
+            columns = reduce(columns, "(g n) t -> g t", "mean", g=at_once)
+            if apart:
+                total[own, first : block.end] += columns[:, before - start :]
+                total[own, start:past] += columns[:, : past - start]
+            else:
+                total[own, start : block.end] += columns
 
 
 class _BlockSums(TokenColumns):

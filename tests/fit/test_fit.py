@@ -80,8 +80,8 @@ def test_what_came_before_counts_as_a_prefix_does(name, sinks):
     keys, queries = ([x.clone() for x in part] for part in (prefill.keys, prefill.queries))
     for layer in range(prefill.layers):
         queries[layer][..., -ADDED] = 1.0
-        keys[layer][0, 4:6] = 0.0
-        keys[layer][0, 4:6, -ADDED] = -1e4
+        keys[layer][0, 0:2] = 0.0
+        keys[layer][0, 0:2, -ADDED] = -1e4
     rope = Rope.none(prefill.spans.length, torch.device("cpu"))
     prefix = dataclasses.replace(prefill, keys=tuple(keys), queries=tuple(queries), rope=rope)
     cache = Pipeline.named("gracekv").run(prefix, Budget.ratio(3)).cache
