@@ -114,8 +114,10 @@ class Selection:
         """int64 [L, G] entries, on the CPU."""
         return self.offsets.diff().view(self.layers, self.heads)
 
-    def layouts(self, length: int, keys: Sequence[Tensor]) -> Iterator[LayerLayout]:
+    def layouts(self, length: int, keys: Sequence[Tensor], past: int = 0) -> Iterator[LayerLayout]:
         """The packed entries of each layer: those that stay, and every token outside the region.
+
+        Places of a `Past` are no tokens.
 
         The last prompt token is left out: decoding feeds it again. A GPU's host waits a fixed
         number of times for all layers.
@@ -123,6 +125,7 @@ class Selection:
         Args:
             length: T, tokens of the prompt.
             keys: [G, T, d] of each layer; each layout lies on their device.
+            past: P, places before the first token.
         """
         (origin, stop), covered, device = self.region, length - 1, self.start.device
         counts = self.offsets.diff()
@@ -133,10 +136,10 @@ class Selection:
         # Where each packed entry comes from: the selection, and behind it all positions outside the
         # region, which are the same in every head.
         every = torch.arange(max(stop, covered), device=device)
-        fixed = torch.cat([every[:origin], every[stop:]])
+        fixed = torch.cat([every[past:origin], every[stop:]])
         size = counts + len(fixed)
         head, step = rows_and_steps(size)
-        place, own = step - origin, counts[head]
+        place, own = step - (origin - past), counts[head]
         outside = torch.where(place < 0, step, step - own) + self.entries
         source = torch.where((place < 0) | (place >= own), outside, self.offsets[head] + place)
         unit, source = torch.stack([head, source]).to(device)

@@ -142,13 +142,14 @@ class RaggedEntries(LayerEntries):
         return found if self.scores is None else {**found, "scores": self.scores}
 
     @classmethod
-    def dense(cls, keys: Tensor, values: Tensor) -> RaggedEntries:
-        """Every token of [G, T, d] keys and values as it is (FullKV)."""
+    def dense(cls, keys: Tensor, values: Tensor, first: int = 0) -> RaggedEntries:
+        """Every token of [G, T, d] keys and values as it is (FullKV); the first is at `first`."""
         heads, length, _ = keys.shape
+        positions = torch.arange(first, first + length, dtype=torch.int32, device=keys.device)
         return cls(
             keys=rearrange(keys, "g t d -> (g t) d"),
             values=rearrange(values, "g t d -> (g t) d"),
-            positions=torch.arange(length, dtype=torch.int32, device=keys.device).repeat(heads),
+            positions=positions.repeat(heads),
             log_multiplicity=torch.zeros(heads * length, device=keys.device, dtype=torch.float32),
             offsets=torch.arange(heads + 1) * length,
         )
@@ -266,7 +267,9 @@ class Packer(PrefillReader, Strategy, abc.ABC):
         length = prefill.spans.length
         layers = tuple(
             self.layer(LayerToPack(prefill.layer(number), layout, scores[number], rule))
-            for number, layout in enumerate(selection.layouts(length, prefill.keys))
+            for number, layout in enumerate(
+                selection.layouts(length, prefill.keys, prefill.spans.past)
+            )
         )
         return RaggedCache(layers, length=length - 1)
 

@@ -39,7 +39,7 @@ def joined_cache(
 
     Args:
         old: the cache that the passage was read over.
-        new: the passage's cache, whose heads begin with `places` copies of old entries.
+        new: the passage's cache, whose positions begin at `places`.
         places: P of the `Past`.
         shard: the KV heads that this process holds.
     """
@@ -52,7 +52,7 @@ def joined_cache(
     used = shard.sum(counts).nonzero().flatten().tolist()
     layers = list[LayerEntries]()
     for (exact, codes), (added, added_codes) in pairs:
-        joined = _joined_layer(exact, added, places, shift)
+        joined = _joined_layer(exact, added, shift)
         parts = _joined_codes(codes, [added_codes[n] for n in used], shift)
         layers.append(QuantisedEntries(joined, parts) if parts else joined)
     return dataclasses.replace(new, layers=tuple(layers), length=new.length + shift)
@@ -65,8 +65,8 @@ def joined_scores(
 ) -> tuple[Tensor, ...]:
     """The scores [E] of the entries of `joined_cache` by layer; inf where they are unknown.
 
-    `parts` are its two caches with their scores; the first `places` of each head of the second are
-    left out. What no score was made for in the second, such as its recent window, gets the mean of
+    `parts` are its two caches with their scores; the second's positions begin at `places`. What no
+    score was made for in the second, such as its recent window, gets the mean of
     its head: if it stayed for good, a limit would fill with the windows of all passages.
 
     An old entry that the passage's queries give more, `seen` [G, P] by layer, has that from then
@@ -74,14 +74,14 @@ def joined_scores(
     """
     (old, known), (new, scores) = parts
     # A passage that is not compressed stays whole.
-    scores = None if bool((new.entries() == new.length).all()) else scores
+    scores = None if bool((new.entries() == new.length - places).all()) else scores
     before, after = _by_head(old, known), _by_head(new, scores)
     for own, given in zip(before, seen or (), strict=False):
         own[:] = [x.maximum(y[len(y) - len(x) :]) for x, y in zip(own, given, strict=True)]
     if scores is not None:
         after = [list(map(_without_gaps, own)) for own in after]
     return tuple(
-        torch.cat([x for a, b in zip(*pair, strict=True) for x in (a, b[places:])])
+        torch.cat([x for a, b in zip(*pair, strict=True) for x in (a, b)])
         for pair in zip(before, after, strict=True)
     )
 
@@ -109,14 +109,14 @@ def _parts(layer: Any) -> tuple[RaggedEntries, tuple[CodedEntries, ...]]:
     return (layer.exact, layer.coded) if isinstance(layer, QuantisedEntries) else (layer, ())
 
 
-def _joined_layer(old: RaggedEntries, new: RaggedEntries, places: int, shift: int) -> RaggedEntries:
-    """For each head, the entries of `old`, then those of `new` without its first `places`."""
+def _joined_layer(old: RaggedEntries, new: RaggedEntries, shift: int) -> RaggedEntries:
+    """For each head, the entries of `old`, then those of `new`, `shift` positions later."""
     parts = []
     for g in range(old.heads):
-        keys, values, positions, log_m = (x[places:] for x in new.head(g))
+        keys, values, positions, log_m = new.head(g)
         parts += [old.head(g), (keys, values, positions + shift, log_m)]
     keys, values, positions, log_m = map(torch.cat, zip(*parts, strict=True))
-    bounds = offsets(old.lengths + new.lengths - places)
+    bounds = offsets(old.lengths + new.lengths)
     return RaggedEntries(keys, values, positions, log_m, bounds)
 
 

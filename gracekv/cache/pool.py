@@ -38,14 +38,17 @@ class EntryPool:
         self._info, self._budget = info, budget
         # Decoding feeds the last prompt token again, so it is no entry.
         self._covered, self._region = info.spans.length - 1, region
-        outside = region.start + max(0, self._covered - region.end)
+        # Places of a `Past` are no tokens.
+        self._first = info.spans.past
+        outside = region.start - self._first + max(0, self._covered - region.end)
         self._fixed = info.kv_heads * outside
         # Rows of gains (the bits of float64 numbers), places and slots: of the entries, and of the
         # next layer's tokens. Only tokens outside the region have infinite gains.
         self._entries = torch.empty(3, 0, dtype=torch.int64, device=info.device)
-        self._tokens = self._entries.new_empty(3, info.kv_heads * info.spans.length)
+        self._length = info.spans.length - self._first
+        self._tokens = self._entries.new_empty(3, info.kv_heads * self._length)
         own = _gains(self._tokens).view(info.kv_heads, -1)
-        own.fill_(torch.inf)[:, self._covered :] = NEVER
+        own.fill_(torch.inf)[:, self._covered - self._first :] = NEVER
         torch.arange(-own.numel(), 0, out=self._tokens[1])
         self._keys = self._values = torch.empty(0, 0, dtype=info.dtype, device=info.device)
         self._ranks = self._entries[0]
@@ -61,7 +64,8 @@ class EntryPool:
         """
         self._devices.append(capture.keys.device)
         known, tokens = self._entries.shape[1], self._tokens.shape[1]
-        own = _gains(self._tokens).view(len(gains), -1)[:, self._region.start : self._region.end]
+        own = _gains(self._tokens).view(len(gains), -1)
+        own = own[:, self._region.start - self._first : self._region.end - self._first]
         torch.nan_to_num(gains.to(own.device), 0.0, posinf=_LARGEST, out=own)
         self._tokens[1] += tokens
         rows = torch.cat([self._entries, self._tokens], dim=1)
@@ -81,7 +85,8 @@ class EntryPool:
         target = free[count - reached[known:]]
         torch.where(stays[known:], target, spare, out=rows[2, known:])
         for pool, states in ((self._keys, capture.keys), (self._values, capture.values)):
-            pool.index_copy_(0, rows[2, known:], states.to(pool.device).flatten(0, 1))
+            seen = states[:, self._first :].to(pool.device)
+            pool.index_copy_(0, rows[2, known:], seen.flatten(0, 1))
         self._entries = rows[:, _where(stays, count, ranks, reached)]
 
     def _count(self, rows: Tensor, known: int) -> int:
@@ -94,7 +99,7 @@ class EntryPool:
         if shard.ranks == 1:
             return min(limit, len(gain))
         at = (gain > NEVER).nonzero().flatten()
-        length, place = self._info.spans.length, rows[1, at]
+        length, place = self._length, rows[1, at]
         ties = shard.among_all(place // length, self._info.kv_heads) * length + place % length
         fits = first_fitting(gain[at], ties, torch.ones_like(at), limit, shard)
         gain.index_fill_(0, at[~fits], NEVER)
@@ -123,7 +128,7 @@ class EntryPool:
             counts = self._per_head(valid)
             self._entries = self._entries[:, _where(valid, int(counts.sum()), self._ranks)]
             counts -= self._fixed // info.kv_heads
-            position = self._entries[1] % info.spans.length
+            position = self._position()
             inside = _where(self._inside(position), int(counts.sum()), self._ranks)
             self._selection = Selection(
                 info.layers,
@@ -134,20 +139,24 @@ class EntryPool:
             )
         return self._selection
 
+    def _position(self) -> Tensor:
+        """int64 [n]: the position of each entry."""
+        return self._entries[1] % self._length + self._first
+
     def _inside(self, position: Tensor) -> Tensor:
         """bool [n], as `position` [n]: which of them lie in the region."""
         return (position >= self._region.start) & (position < self._region.end)
 
     def _per_head(self, mask: Tensor) -> Tensor:
         """int64 [L*G] on the CPU: how many entries of each head `mask` (bool [n]) holds."""
-        head = self._entries[1] // self._info.spans.length
+        head = self._entries[1] // self._length
         counts = head.new_zeros(self._info.layers * self._info.kv_heads)
         return counts.index_add_(0, head, mask.long()).cpu()
 
     def utility(self) -> float:
         """Summed gains of the region's entries."""
         count = self.selection().entries
-        inside = self._inside(self._entries[1] % self._info.spans.length)
+        inside = self._inside(self._position())
         return float(_gains(self._entries)[_where(inside, count, self._ranks)].sum())
 
     def pop(self, chosen: Selection) -> list[tuple[RaggedEntries, Tensor]]:
@@ -161,14 +170,14 @@ class EntryPool:
         Returns:
             For each layer its E entries, and int64 [E], which of the chosen each is; -1: none.
         """
-        info, length, own = self._info, self._info.spans.length, self.selection()
+        info, length, own = self._info, self._length, self.selection()
         place, slot = self._entries[1:]
-        position = place % length
+        position = self._position()
         inside = self._inside(position)
         # Decoding feeds the last prompt token again, so it is no entry.
         stays = position < self._covered
         if chosen is not own:
-            wanted = chosen.head_of_entry().to(place.device) * length + chosen.start
+            wanted = chosen.head_of_entry().to(place.device) * length + chosen.start - self._first
             outside, inside = ~inside, torch.zeros_like(inside)
             inside.index_fill_(0, torch.searchsorted(place, wanted), True)
             stays &= inside | outside

@@ -46,7 +46,6 @@ class Reference:
         output: float32 [G, M, d], attention output.
         weights: float32 [G, M] of the rows, with sum 1 in each head.
         last: float32 [2, G, d], key and value of the last prompt token, which decoding feeds again.
-        past: how many places of these entries the sequence begins with.
         length: T, prompt tokens.
         group: n.
         softcap: logit softcap, or None.
@@ -61,7 +60,6 @@ class Reference:
     output: Tensor
     weights: Tensor
     last: Tensor
-    past: int
     length: int
     group: int
     softcap: float | None
@@ -117,12 +115,13 @@ class Reference:
                 torch.sum(chance, dim=-1, out=total[part])
                 if sinks is not None:
                     total[part] += sink[part]
-                product = batched_linear(chance, across, past > 0)
+                product = batched_linear(chance[..., held:], across[..., held:], past > 0)
                 if past:
                     known = chance[..., :held]
                     sink[part] += known.sum(dim=-1)
                     read = batched_linear(known, across[..., :held], past > 0)
                     torch.div(read, sink[part][..., None].clamp_min(1e-30), out=before[part])
+                    product += read
                 # Where a key is seen, the largest alone adds 1.
                 torch.div(product, total[part][..., None].clamp_min(1e-30), out=output[part])
         weights = (queries.weights.expand(capture.group, -1) / capture.group).flatten()
@@ -130,7 +129,7 @@ class Reference:
         last = torch.stack([keys[:, -1], values[:, -1]])
         seeing_all = int((queries.asked_at == length - 1).long().cumprod(0).sum())
         blind = on_device(queries.asked_at[seeing_all:], device)
-        sizes = (capture.spans.past, length, capture.group, capture.softcap)
+        sizes = (length, capture.group, capture.softcap)
         return cls(asked, blind, top, total, sink, before, output, weights, last, *sizes)
 
     @classmethod
@@ -202,12 +201,11 @@ class LayerAttention(KeptMass):
 def attended(reference: Reference, packed: RaggedEntries, region: Region) -> LayerAttention:
     """The attention of the reference queries over the kept entries of their layer."""
     device = reference.asked.device
-    counts = packed.lengths - reference.past
+    counts = packed.lengths
     width = -(-(int(counts.max()) + 1) // _COLUMNS) * _COLUMNS
     row, column = ragged.rows_and_steps(packed.lengths)
-    column = torch.where(column < reference.past, counts[row], column - reference.past)
     # One upload for all of them.
-    host = torch.cat([row * width + column, packed.offsets[:-1] + reference.past, counts])
+    host = torch.cat([row * width + column, packed.offsets[:-1], counts])
     place, first, counts = host.to(device).split([len(row), len(counts), len(counts)])
     step = torch.arange(width, device=device)
     # The last prompt token is no packed entry.

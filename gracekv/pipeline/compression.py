@@ -96,9 +96,11 @@ class Compression:
         self._info, region = info, self._region(info)
         if pipe.keeps_everything(self._plan, info.entry_bytes):
             with self._stage("pack", device):
-                covered, dim = info.spans.length - 1, info.entry_dim
-                parts = (x[:, :covered, :dim] for x in (capture.keys, capture.values))
-                self._whole.append(RaggedEntries.dense(*parts))
+                past, covered = info.spans.past, info.spans.length - 1
+                parts = (
+                    x[:, past:covered, : info.entry_dim] for x in (capture.keys, capture.values)
+                )
+                self._whole.append(RaggedEntries.dense(*parts, past))
             return
         with self._stage("value", device):
             if self._compared is None:
@@ -248,7 +250,8 @@ class Compression:
             return
         assert prefill is not None  # only a pool does without
         rule = self._pipeline.prototype
-        layouts = bought.selection.layouts(prefill.spans.length, prefill.keys)
+        spans = prefill.spans
+        layouts = bought.selection.layouts(spans.length, prefill.keys, spans.past)
         for capture, layout in zip(prefill, layouts, strict=True):
             given = LayerToPack(capture, layout, relevance.scores[capture.number], rule)
             yield self._pipeline.pack.layer(given), layout.start, layout.selected
