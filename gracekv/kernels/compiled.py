@@ -52,6 +52,15 @@ def _parallel() -> Any:
     return entry
 
 
+def limit_threads(count: int) -> None:
+    """Let the calling thread alone have at most `count` of torch's threads."""
+    # Torch gives a new thread all of them when it first asks.
+    threads = torch.get_num_threads()
+    limit = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)
+    if limit is not None:
+        limit(min(count, threads))
+
+
 def threads_obstacle() -> str | None:
     """The reason why torch's threads cannot be used; None if they can, or there is only one."""
     if torch.get_num_threads() == 1 or _parallel() is not None:

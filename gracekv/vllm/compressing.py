@@ -24,6 +24,7 @@ from gracekv.decode.cut import entries_within
 from gracekv.distributed.agreement import together
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import GracekvError, StoreError
+from gracekv.kernels.compiled import limit_threads
 from gracekv.vllm.exporting import describe, moved, write_context
 from gracekv.vllm.header import ContextHeader
 from gracekv.vllm.orders import Compression
@@ -237,6 +238,10 @@ class Compressor:
 
 
 def _give_way() -> None:
-    """Lower the thread's priority, on systems that can."""
+    """Lower the thread's priority, on systems that can, and leave it a quarter of the engine's.
+
+    A larger team's threads mostly wait, and busily, while the model needs their cores.
+    """
+    limit_threads(max(1, torch.get_num_threads() // 4))
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
