@@ -29,7 +29,7 @@ def past_of(cache: CompressedCache, shard: HeadShard = WHOLE, places: int | None
         layers.append([(k.to(layer.dtype), v.to(layer.dtype), log_m) for k, v, _, log_m in heads])
     if places is None:
         places = int(shard.maximum(cache.entries().amax()))
-    return Past.padded(layers, cache.length, cache.other_layers, places)
+    return Past(layers, places, cache.length, cache.other_layers)
 
 
 def joined_cache(

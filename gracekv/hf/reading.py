@@ -237,7 +237,7 @@ def _rotation(model: Any, past: Past, places: Tensor) -> tuple[Tensor, Tensor]:
     if not has_rope(model):
         return no_rotation(past.places, places.device)
     rotation: tuple[Tensor, Tensor] = model.get_decoder().rotary_emb(
-        past.keys[0], rotary_positions(model, places), *rotation_kind(model)
+        past.layers[0][0][0], rotary_positions(model, places), *rotation_kind(model)
     )
     return rotation
 

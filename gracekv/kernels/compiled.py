@@ -53,12 +53,13 @@ def _parallel() -> Any:
 
 
 def limit_threads(count: int) -> None:
-    """Let the calling thread alone have at most `count` of torch's threads."""
-    # Torch gives a new thread all of them when it first asks.
-    threads = torch.get_num_threads()
+    """Let the calling thread, and no other, have `count` of torch's threads, where it can.
+
+    Torch gives a thread all of them when that first asks for their number.
+    """
     limit = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)
     if limit is not None:
-        limit(min(count, threads))
+        limit(count)
 
 
 def threads_obstacle() -> str | None:

@@ -96,11 +96,9 @@ class Compression:
         self._info, region = info, self._region(info)
         if pipe.keeps_everything(self._plan, info.entry_bytes):
             with self._stage("pack", device):
-                past, covered = info.spans.past, info.spans.length - 1
-                parts = (
-                    x[:, past:covered, : info.entry_dim] for x in (capture.keys, capture.values)
-                )
-                self._whole.append(RaggedEntries.dense(*parts, past))
+                first, dim = info.spans.past, info.entry_dim
+                keys, values = (x[:, first:-1, :dim] for x in (capture.keys, capture.values))
+                self._whole.append(RaggedEntries.dense(keys, values, first))
             return
         with self._stage("value", device):
             if self._compared is None:

@@ -121,9 +121,9 @@ class PartialAttention:
         ):
             stop = int(self._positions[first + rows.shape[2] - 1]) + 1
             mask = self._mask(rows, first, stop)
-            seen = [x[:, start:stop] for x in (keys, values)]
             mask = None if mask is None else mask[..., start:]
-            outputs.append(self._attend(call, rows, *seen, mask))
+            own = slice(start, stop)
+            outputs.append(self._attend(call, rows, keys[:, own], values[:, own], mask))
         return torch.cat(outputs, dim=1)
 
     def _attend(

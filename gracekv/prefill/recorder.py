@@ -121,13 +121,13 @@ class Recorder:
         """
         past, self.scale = self._past, scale
         if past is not None:
-            wide = past.keys[layer].shape[-1]
-            query = widened(query, wide, 1 / scale)
-            key, value = widened(key, wide), widened(value, wide)
-        chunk = slice(self._chunk.start, self._chunk.end)
-        for place, new, part in ((self.keys, key, "keys"), (self.values, value, "values")):
-            known = None if past is None else getattr(past, part)[layer]
-            self._at(place, layer, new[0], self._spans.length, known)[:, chunk] = new[0]
+            query = widened(query, past.width, 1 / scale)
+            key, value = widened(key, past.width), widened(value, past.width)
+        chunk, is_new = slice(self._chunk.start, self._chunk.end), layer not in self.keys
+        for place, new in ((self.keys, key), (self.values, value)):
+            self._at(place, layer, new[0], self._spans.length)[:, chunk] = new[0]
+        if past is not None and is_new:
+            past.write(layer, self.keys[layer], self.values[layer])
         self._keep(layer, query[0])
         return query, key, value
 
@@ -217,16 +217,13 @@ class Recorder:
         layer: int,
         like: Tensor,
         size: int,
-        known: Tensor | None = None,
     ) -> Tensor:
-        """The layer's tensor [.., size, d], made at the first chunk; it begins with `known`."""
+        """The layer's tensor [.., size, d], made at the first chunk."""
         if layer not in place:
             shape = (len(like), size, like.shape[2])
             kind = (shape, like.dtype, like.device)
             fits = [i for i, x in enumerate(self._spare) if (x.shape, x.dtype, x.device) == kind]
             place[layer] = self._spare.pop(fits[0]) if fits else like.new_empty(shape)
-            if known is not None:
-                place[layer][:, : known.shape[1]] = known
         return place[layer]
 
     def _keep(self, layer: int, rows: Tensor) -> None:

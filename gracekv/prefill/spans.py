@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -121,54 +120,38 @@ NOWHERE = -1e4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Past:
-    """The compressed entries that a passage follows, padded to P places a head.
-
-    The padding comes first, so that a head's entries and the passage's keys are one view.
+    """The compressed entries that a passage follows, which is read as if they were P places a head.
 
     Attributes:
-        keys: L tensors [G, P, d + 8].
-        values: L tensors [G, P, d + 8], whose last 8 are 0.
+        layers: of each layer the heads, as keys [E_g, d], values [E_g, d] and log m [E_g].
+        places: P, at least the longest head's entries.
         length: logical tokens that it stands for; the passage's first token is at this position.
         other_layers: states of the layers that are not compressed.
     """
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    layers: Sequence[Sequence[tuple[Tensor, Tensor, Tensor]]]
+    places: int
     length: int
     other_layers: tuple[LayerState, ...] = ()
 
     @property
-    def places(self) -> int:
-        """P."""
-        return self.keys[0].shape[1]
+    def width(self) -> int:
+        """d + 8."""
+        return self.layers[0][0][0].shape[1] + ADDED
 
-    @classmethod
-    def padded(
-        cls,
-        layers: Sequence[Sequence[tuple[Tensor, Tensor, Tensor]]],
-        length: int,
-        other_layers: tuple[LayerState, ...] = (),
-        places: int | None = None,
-    ) -> Self:
-        """From each layer's heads as keys [E_g, d], values [E_g, d] and log m [E_g].
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write a layer to the first P places of `keys` and `values` [G, T, d + 8].
 
-        Padded to `places`, by default to the longest head.
+        The padding comes first, so that a head's entries and the passage's keys are one view.
         """
-        if places is None:
-            places = max(len(keys) for heads in layers for keys, _, _ in heads)
-        keys, values = [], []
-        for heads in layers:
-            like = heads[0][0]
-            shape = (len(heads), places, like.shape[1] + ADDED)
-            keys.append(like.new_zeros(shape))
-            values.append(like.new_zeros(shape))
-            keys[-1][..., like.shape[1]] = NOWHERE
-            for g, (own_keys, own_values, log_m) in enumerate(heads):
-                first, dim = places - len(own_keys), own_keys.shape[1]
-                keys[-1][g, first:, :dim] = own_keys
-                keys[-1][g, first:, dim] = log_m.to(like.dtype)
-                values[-1][g, first:, :dim] = own_values
-        return cls(tuple(keys), tuple(values), length, other_layers)
+        for states in (keys, values):
+            states[:, : self.places] = 0.0
+        dim = self.width - ADDED
+        keys[:, : self.places, dim] = NOWHERE
+        for g, (own_keys, own_values, log_m) in enumerate(self.layers[layer]):
+            own = slice(self.places - len(own_keys), self.places)
+            keys[g, own, :dim], values[g, own, :dim] = own_keys, own_values
+            keys[g, own, dim] = log_m
 
 
 def first_entries(keys: Tensor, past: int) -> list[int]:

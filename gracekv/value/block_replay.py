@@ -32,7 +32,7 @@ from gracekv.kernels.linalg import capped
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.observer import Accumulator, LayerObserver, TokenRun
-from gracekv.prefill.spans import first_entries
+from gracekv.prefill.spans import ADDED, first_entries
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, TokenColumns
 
@@ -101,18 +101,19 @@ class BlockReplaySums(LayerObserver):
             one, to = slice(block.start, block.start + 1), min(block.start + _BEYOND, block.end - 1)
             moved = rope.moved(one, to).rotate(moved, None)
         starts = first_entries(keys, past)
-        # Heads with padding are summed one by one, each over its own entries.
-        at_once = 1 if any(starts) else len(keys)
+        # Heads with padding are summed one by one, each over its own entries and without the
+        # coordinates that a GPU wants.
+        at_once, width = (1, 1 - ADDED) if any(starts) else (len(keys), None)
         group = at_once * (len(moved) // len(keys))
         for head, start in list(enumerate(starts))[::at_once]:
             own = slice(head, head + at_once)
             apart = first > before
-            seen = keys[own, first if apart else start : block.end]
+            seen = keys[own, first if apart else start : block.end, :width]
             if apart:
-                seen = torch.cat([keys[own, start:before], seen], dim=1)
+                seen = torch.cat([keys[own, start:before, :width], seen], dim=1)
             rows = slice(head // at_once * group, (head // at_once + 1) * group)
             columns = softmax_columns(
-                moved[rows], seen, seen.shape[1], power=self.power, softcap=softcap,
+                moved[rows, :, :width], seen, seen.shape[1], power=self.power, softcap=softcap,
                 sinks=None if sinks is None else sinks[rows],
             )  # fmt: skip
             columns = reduce(columns, "(g n) t -> g t", "mean", g=at_once)

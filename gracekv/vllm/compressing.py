@@ -89,7 +89,7 @@ class Compressor:
         self._store, self._device, self._shard = store, device, shard
         self._served = functools.cache(lambda: ServedModel.of(vllm_config))
         self._job: _Job | None = None
-        self._pool = ThreadPoolExecutor(1, "gracekv", initializer=_give_way)
+        self._pool = _Thread()
 
     def begin(
         self, chunk: Chunk | None, current: str | None, made: Set[str] = frozenset()
@@ -148,7 +148,7 @@ class Compressor:
         Args:
             idle: whether the step had no tokens, so that this may wait a little.
         """
-        job = self._job
+        job, self._pool.is_alone = self._job, idle
         if job is None or job.context is not None:
             return None
         if job.future is None and job.is_read:
@@ -237,11 +237,34 @@ class Compressor:
         return context
 
 
-def _give_way() -> None:
-    """Lower the thread's priority, on systems that can, and leave it a quarter of the engine's.
+class _Thread(ThreadPoolExecutor):
+    """One thread, which gives way to the model.
 
-    A larger team's threads mostly wait, and busily, while the model needs their cores.
+    While that runs, it has a quarter of torch's threads: a larger team mostly waits, and busily,
+    on the model's cores.
+
+    Attributes:
+        is_alone: whether the engine has nothing to compute.
     """
-    limit_threads(max(1, torch.get_num_threads() // 4))
+
+    def __init__(self) -> None:
+        self.is_alone, self._team = False, 1
+        super().__init__(1, "gracekv", initializer=self._begin)
+
+    def _begin(self) -> None:
+        self._team = torch.get_num_threads()
+        _give_way()
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As of any executor."""
+        return super().submit(self._limited, function, *args, **kwargs)
+
+    def _limited(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        limit_threads(self._team if self.is_alone else max(1, self._team // 4))
+        return function(*args, **kwargs)
+
+
+def _give_way() -> None:
+    """Lower the thread's priority, on systems that can."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

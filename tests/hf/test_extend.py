@@ -8,6 +8,7 @@ import torch
 
 import gracekv
 from gracekv import Budget, Prompt
+from gracekv.cache.joining import past_of
 from gracekv.errors import (
     BudgetError,
     CacheError,
@@ -20,7 +21,6 @@ from gracekv.fit import FITTERS
 from gracekv.hf.capture import run_capture
 from gracekv.prefill import Needs, PromptSpans
 from gracekv.prefill.options import CaptureOptions
-from gracekv.prefill.spans import Past
 from gracekv.testing.models import tiny_llama, tiny_model, tiny_tokenizer
 from gracekv.value import block_replay
 from support.lean_prefills import without_queries
@@ -226,10 +226,7 @@ def test_short_passages_are_read_as_far_back_as_they_go(model):
 
 
 def test_queries_of_what_was_read_before_are_gone(model):
-    heads = [
-        [layer.head(g) for g in range(layer.heads)] for layer in compressed(model, 4).packed.layers
-    ]
-    past = Past.padded([[(k, v, m) for k, v, _, m in own] for own in heads], END)
+    past = past_of(compressed(model, 4).packed)
     spans = PromptSpans(
         past.places, past.places + 9, past.places + 9, past.places + 10, past.places
     )

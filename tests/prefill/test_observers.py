@@ -146,7 +146,7 @@ def test_the_model_does_not_run_for_what_is_refused():
     with pytest.raises(ObserverError, match=r"Draft\(tokens=2\) reads passes.*layer 0"):
         capture(model, prompt, Needs.observed(Draft(2)))
     with pytest.raises(ObserverError, match=r"Reconstruction.*a passage.*gracekv-agnostic"):
-        run_capture(model, prompt, Past((), (), 0), Needs.observed(Reconstruction()), DEFAULTS)
+        run_capture(model, prompt, Past((), 0, 0), Needs.observed(Reconstruction()), DEFAULTS)
     hook.remove()
 
 
