@@ -17,9 +17,9 @@ from gracekv.errors import (
     ObserverError,
     PromptError,
 )
-from gracekv.fit import FITTERS
+from gracekv.fit import FITTERS, attended
 from gracekv.hf.capture import run_capture
-from gracekv.prefill import Needs, PromptSpans
+from gracekv.prefill import Needs, PromptSpans, partial_attention
 from gracekv.prefill.options import CaptureOptions
 from gracekv.testing.models import tiny_llama, tiny_model, tiny_tokenizer
 from gracekv.value import block_replay
@@ -223,6 +223,23 @@ def test_short_passages_are_read_as_far_back_as_they_go(model):
         longer = book.extend(passage, ratio=1)
         assert longer.packed.length == book.packed.length + torch.as_tensor(passage).numel()
     assert len(book.extend(IDS[:12], ratio=2).generate_ids(3)[0]) == 3
+
+
+def test_without_the_padding_of_heads_a_passage_is_read_alike(model, monkeypatch):
+    """CPUs read each head's own entries; GPUs, which the padding stands in for, all places."""
+    book = compressed(model, 4)
+    lengths = torch.stack([layer.lengths for layer in book.packed.layers])
+    assert lengths.min() < lengths.max() - 3
+    own = book.extend(IDS[:40], ratio=2)
+    for reader in (partial_attention, block_replay, attended):
+        monkeypatch.setattr(reader, "first_entries", lambda keys, past: [0] * len(keys))
+    padded = book.extend(IDS[:40], ratio=2)
+    for one, other in zip(own.packed.layers, padded.packed.layers, strict=True):
+        assert torch.equal(one.positions, other.positions)
+        torch.testing.assert_close(one.values, other.values, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(one.keys, other.keys, atol=1e-4, rtol=1e-3)
+    for one, other in zip(own._run.entry_scores(), padded._run.entry_scores(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
 
 
 def test_queries_of_what_was_read_before_are_gone(model):
