@@ -1,7 +1,7 @@
 """Sizes of the kernel's tiles: a static table by head dimension, dtype and GPU.
 
 Nothing is tuned at run time, so a model decodes the same way on every machine of a kind. A test
-compiles each entry for its GPUs: no register spills, and shared memory fits.
+compiles each entry for its GPUs: registers hold all but a few bytes, and shared memory fits.
 """
 
 from __future__ import annotations
