@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 
 from gracekv.allocate.plan import BudgetPlan
-from gracekv.errors import BudgetError, ConfigError
+from gracekv.errors import BudgetError, ConfigError, expect
 from gracekv.kernels import ragged
 from gracekv.registry import Configurable, bounded, suggestion
 
@@ -130,33 +131,36 @@ class Budget:
     amount: Fraction
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Budget:
-        """The one budget that is not None among the keywords of `BudgetOptions`.
+    def of(
+        cls,
+        options: Mapping[str, Any],
+        takes: Iterable[str] = tuple(BudgetOptions.__annotations__),
+        others: Mapping[str, str] = MappingProxyType({}),
+    ) -> Budget:
+        """The one budget that is not None among `options`, which a call was given.
+
+        Args:
+            options: values by keyword.
+            takes: the keywords of `BudgetOptions` that the call takes.
+            others: words that may be meant by a mistyped keyword, and what to write for each.
 
         Raises `BudgetError` if there is none or several, and for another keyword.
         """
-        known = list(BudgetOptions.__annotations__)
-        for name in options:
-            if name not in known:
-                raise BudgetError(
-                    f"There is no argument {name!r}.{suggestion(name, known)} A budget is one of "
-                    f"{', '.join(known)}."
-                )
+        known = ", ".join(takes)
+        for name in set(options).difference(takes):
+            near = suggestion(name, {**{x: x for x in takes}, **others})
+            raise BudgetError(f"There is no argument {name!r}.{near} A budget is one of {known}.")
         given = {name: value for name, value in options.items() if value is not None}
         if len(given) != 1:
             raise BudgetError(
-                f"Give exactly one budget: {', '.join(known)}; got {' and '.join(given) or 'none'}."
-                f" For example ratio=8 keeps an eighth of the context."
+                f"Give exactly one budget: {known}; got {' and '.join(given) or 'none'}. For "
+                f"example ratio=8 keeps an eighth of the context."
             )
         ((name, value),) = given.items()
-        if name != "budget":
-            budget: Budget = getattr(cls, name)(value)
-            return budget
-        if not isinstance(value, Budget):
-            raise BudgetError(
-                f"budget takes a gracekv.Budget; got {value!r}. Use Budget.ratio(8), or ratio=8."
-            )
-        return value
+        if name == "budget":
+            expect(value, Budget, "budget takes a gracekv.Budget, as Budget.ratio(8)", BudgetError)
+        budget: Budget = value if name == "budget" else getattr(cls, name)(value)
+        return budget
 
     @classmethod
     def ratio(cls, ratio: Number) -> Budget:

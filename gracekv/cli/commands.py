@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
@@ -155,10 +155,11 @@ def compress(
     from gracekv.pipeline.config import load_pipeline
 
     named = None if pipeline is None else load_pipeline(pipeline)
-    if all(x is None for x in (ratio, compression_ratio, entries_per_head, kv_bytes)):
-        ratio = "8"
-    sizes = {"ratio": ratio, "compression_ratio": compression_ratio}
-    amount = Budget.of({**sizes, "entries_per_head": entries_per_head, "kv_bytes": kv_bytes})
+    sizes: dict[str, Any] = {"ratio": ratio, "compression_ratio": compression_ratio}
+    sizes |= {"entries_per_head": entries_per_head, "kv_bytes": kv_bytes}
+    if all(x is None for x in sizes.values()):
+        sizes["ratio"] = "8"
+    amount = Budget.of(sizes, sizes)
     loaded, tokenizer = smollm2.load_model(model, dtype)
     prompt = gracekv.Prompt.from_chat(
         tokenizer, context=text, question=question, instruction=instruction

@@ -38,6 +38,13 @@ class _Options(BudgetOptions, total=False):
     capture: CaptureOptions
 
 
+# Mistyped keywords of `compress` are told the nearest of these.
+_WORDS = {x: x for x in (*_Options.__annotations__, "prefill")} | {
+    "recipe": "pipeline",
+    "question": "gracekv.Prompt.from_chat(..., question=...)",
+}
+
+
 @overload
 def compress(
     model: Any, prompt: Prompt, *, prefill: Prefill | None = None, **options: Unpack[_Options]
@@ -110,7 +117,7 @@ def compress(
             something else.
     """
     with in_step(model) as shard:
-        chosen = Budget.of(budget)
+        chosen = Budget.of(budget, others=_WORDS)
         check_model(model)
         expect(capture, CaptureOptions, "compress takes capture=gracekv.CaptureOptions(...)")
         is_batch = isinstance(prompt, list | tuple)
@@ -274,8 +281,8 @@ def generate(
         )
     end = input_ids.shape[1] - question_tokens
     prompt = Prompt.from_ids(input_ids, (0, max(1, end)))
-    budget: Any = {"ratio": ratio, "entries_per_head": entries_per_head, "kv_bytes": kv_bytes}
-    result = compress(model, prompt, pipeline=pipeline, **budget)
+    sizes = {"ratio": ratio, "entries_per_head": entries_per_head, "kv_bytes": kv_bytes}
+    result = compress(model, prompt, pipeline=pipeline, budget=Budget.of(sizes, sizes))
     # A mask as long as the ids says that they begin with what is cached.
     model_kwargs |= {"attention_mask": torch.ones_like(input_ids)}
     model_kwargs |= {"past_key_values": result.new_cache(limit)}

@@ -13,7 +13,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -197,10 +197,10 @@ class Registry(Generic[S]):
         return len(self._known())
 
 
-def suggestion(name: str, known: list[str]) -> str:
-    """`` Did you mean 'x'?`` for the nearest known name, or nothing."""
-    near = get_close_matches(name, known, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+def suggestion(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
+    """`` Did you mean 'x'?`` for the nearest known name or what it maps to, or nothing."""
+    written = known if isinstance(known, Mapping) else {x: x for x in known}
+    return "".join(f" Did you mean {written[x]!r}?" for x in get_close_matches(name, written, n=1))
 
 
 def _plain(value: Any) -> Any:

@@ -26,7 +26,7 @@ It replaces whatever a client sends there.
 """
 
 _OPTIONS = {"name", "recipe", "save", "expires"}
-_BUDGETS = {"ratio", "entries_per_head", "kv_bytes"}
+_BUDGETS = ("ratio", "entries_per_head", "kv_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def order_of(
 
 
 def _compression(given: Mapping[str, Any], recipe_of: Callable[[str], str] | None) -> Compression:
-    known = _OPTIONS | _BUDGETS | (set() if recipe_of is None else {"into", "limit"})
+    known = _OPTIONS.union(_BUDGETS, () if recipe_of is None else {"into", "limit"})
     unknown = sorted(map(str, given.keys() - known))
     if unknown:
         raise StoreError(
@@ -169,7 +169,7 @@ def _compression(given: Mapping[str, Any], recipe_of: Callable[[str], str] | Non
             f"'expires' is a number of seconds above 0, for a context that is not saved; got "
             f"{expires!r}. A saved one stays until it is deleted."
         )
-    budget = Budget.of({x: given[x] for x in _BUDGETS & given.keys()})
+    budget = Budget.of({x: given[x] for x in _BUDGETS & given.keys()}, _BUDGETS)
     limit = None if given.get("limit") is None else Limit.from_dict(given["limit"])
     if limit and (limit.strategy or limit.history or limit.positions != "counted"):
         raise StoreError(f"The limit of a context has a size, 'every' and 'window'; got {limit}.")

@@ -97,7 +97,10 @@ def test_a_pipeline_may_be_a_name_or_a_value(model, prompt):
     ("options", "error", "message"),
     [
         ({"ratoi": 2}, BudgetError, "no argument 'ratoi'. Did you mean 'ratio'"),
-        ({"budget": 8}, BudgetError, r"takes a gracekv\.Budget; got 8"),
+        ({"recipie": "h2o"}, BudgetError, "no argument 'recipie'. Did you mean 'pipeline'"),
+        ({"questoin": "Who?"}, BudgetError, r"mean 'gracekv.Prompt.from_chat\(..., question="),
+        ({"prefil": None}, BudgetError, "no argument 'prefil'. Did you mean 'prefill'"),
+        ({"budget": 8}, BudgetError, r"takes a gracekv\.Budget, as Budget.ratio.8.; got int"),
         ({"budget": gracekv.Budget.ratio(2), "ratio": 2}, BudgetError, "got budget and ratio"),
         ({"ratio": 2, "prefill": 3}, CacheError, r"gracekv\.capture"),
         ({"ratio": 2, "pipeline": 3}, ConfigError, r"a recipe.s name or a gracekv\.Pipeline"),
