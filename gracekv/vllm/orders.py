@@ -13,7 +13,6 @@ from gracekv.allocate import Budget
 from gracekv.decode.limit import Limit
 from gracekv.errors import BudgetError, ConfigError, StoreError
 from gracekv.pipeline import Pipeline
-from gracekv.prefill.observations import check_observers
 from gracekv.prefill.spans import PromptSpans
 from gracekv.recipes import DEFAULT_WITHOUT_QUESTION
 from gracekv.registry import check_values
@@ -27,6 +26,7 @@ It replaces whatever a client sends there.
 
 _OPTIONS = {"name", "recipe", "save", "expires"}
 _BUDGETS = ("ratio", "entries_per_head", "kv_bytes")
+_ABLE = "gracekv-agnostic, snapkv, expected-attention, knorm or keydiff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +155,12 @@ def _compression(given: Mapping[str, Any], recipe_of: Callable[[str], str] | Non
     if not isinstance(recipe, str):
         raise StoreError(f"A recipe is a name; got {str(recipe)[:200]!r}.")
     pipeline = Pipeline.named(recipe)
-    check_observers(
-        pipeline.needs().observers,
-        frozenset(),
-        "an engine",
-        f"Take {DEFAULT_WITHOUT_QUESTION!r}, or compress with transformers and export.",
-    )
+    if any(observer.reads for observer in pipeline.needs().observers):
+        raise StoreError(
+            f"An engine cannot compress by recipe {recipe!r}, which reads more of the model than "
+            f"queries, keys and values. Take one that reads only those, such as {_ABLE}, or "
+            f"compress with transformers and export."
+        )
     options = {x: given[x] for x in ("save", "expires") if x in given}
     check_values(Compression, options)
     expires = options.get("expires")

@@ -1,5 +1,7 @@
 """What requests ask beside questions, as it comes over HTTP."""
 
+import re
+
 import pytest
 
 from gracekv.errors import StoreError
@@ -55,8 +57,14 @@ def test_recipes_that_read_queries_keys_and_values_are_taken(recipe):
         ({"compress": {"name": "book"}}, "exactly one budget"),
         (compress(recipe="gracekv-agnostik"), "Unknown recipe"),
         (compress(recipe=["knorm"]), "A recipe is a name"),
-        (compress(recipe="gracekv"), "hidden, and an engine"),
-        (compress(recipe="kvzip-two-pass"), "reads passes"),
+        (
+            compress(recipe="gracekv"),
+            "recipe 'gracekv', which reads more of the model than queries",
+        ),
+        (
+            compress(recipe="kvzip-two-pass"),
+            "kvzip-two-pass.*compress with transformers and export",
+        ),
         (compress(window=3), "takes .*recipe.*; got window"),
         (compress(save="yes"), "save"),
         (compress(expires=0), "above 0"),
@@ -74,3 +82,11 @@ def test_what_is_no_order_is_refused_by_name(given, said):
 def test_a_document_of_less_than_two_tokens_is_refused(start, length):
     with pytest.raises(StoreError, match="nothing to compress"):
         order_of(compress(), {"start": start}).spans(length)
+
+
+def test_the_recipes_that_an_error_recommends_are_taken():
+    with pytest.raises(StoreError) as refused:
+        order_of(compress(recipe="gracekv", ratio=4))
+    names = re.search(r"such as (.*), or", str(refused.value)).group(1)
+    for name in re.split(", | or ", names):
+        assert order_of(compress(recipe=name, ratio=4)).recipe == name
