@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from gracekv.registry import Configurable, bounded
+from gracekv.errors import ConfigError
+from gracekv.registry import Configurable, bounded, suggestion
 
 # Shorter runs of messages are not worth compressing. Source: ours.
 _SHORT = 32
+# Of messages, as OpenAI's clients send them.
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +26,22 @@ class Compaction(Configurable):
         after: compress when the uncompressed messages have more tokens than this.
         ratio: tokens per entry kept in compressed messages.
         recent: number of the last messages that stay uncompressed.
-        keep: messages that keep all their entries, by role ("user", "assistant") or by index in
-            the conversation's `messages`.
+        keep: messages that keep all their entries, by role ("system", "developer", "user",
+            "assistant" or "tool") or by index in the conversation's `messages`, from 0.
     """
 
     after: int = bounded(1024, at_least=_SHORT)
     ratio: float = bounded(4.0, at_least=1)
     recent: int = bounded(2, at_least=0)
     keep: tuple[str | int, ...] = ()
+
+    def check(self) -> None:
+        for one in self.keep:
+            if one not in _ROLES and (type(one) is not int or one < 0):
+                raise ConfigError(
+                    f"Compaction.keep takes roles ({', '.join(_ROLES)}) and indices of messages, "
+                    f"from 0; got {one!r}.{suggestion(str(one), _ROLES)}"
+                )
 
     def runs(self, tail: Sequence[tuple[str, int]], first: int) -> list[tuple[int, float]]:
         """The oldest messages to compress now, as runs of (tokens, ratio); [] if none are due.

@@ -36,6 +36,20 @@ def test_messages_to_keep_are_named_by_role_or_index(keep, first, runs):
     assert policy.runs(TURNS, first) == runs
 
 
+@pytest.mark.parametrize(
+    ("one", "message"),
+    [
+        ("usr", r"\(system, developer, user, assistant, tool\) and .*'usr'. Did you mean 'user'"),
+        (-1, "indices of messages, from 0; got -1"),
+        (True, "got True"),
+        (1.0, "got 1.0"),
+    ],
+)
+def test_what_names_no_message_is_refused(one, message):
+    with pytest.raises(ConfigError, match=message):
+        gracekv.Compaction(keep=("tool", 0, one))
+
+
 def test_short_runs_stay_whole():
     turns = [("user", 50), ("assistant", 9), ("user", 60)]
     policy = gracekv.Compaction(after=100, ratio=4, recent=0, keep=("user",))
