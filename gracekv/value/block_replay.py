@@ -104,24 +104,21 @@ class BlockReplaySums(LayerObserver):
         # Heads with padding are summed one by one, each over its own entries and without the
         # coordinates that a GPU wants.
         at_once, width = (1, 1 - ADDED) if any(starts) else (len(keys), None)
-        group = at_once * (len(moved) // len(keys))
+        group = len(moved) // len(keys)
         for head, start in list(enumerate(starts))[::at_once]:
-            own = slice(head, head + at_once)
-            apart = first > before
-            seen = keys[own, first if apart else start : block.end, :width]
-            if apart:
-                seen = torch.cat([keys[own, start:before, :width], seen], dim=1)
-            rows = slice(head // at_once * group, (head // at_once + 1) * group)
+            own, rows = slice(head, head + at_once), slice(head * group, (head + at_once) * group)
+            lead, after = (before, first) if first > before else (start, start)
+            seen = keys[own, after : block.end, :width]
+            if lead > start:
+                seen = torch.cat([keys[own, start:lead, :width], seen], dim=1)
             columns = softmax_columns(
                 moved[rows, :, :width], seen, seen.shape[1], power=self.power, softcap=softcap,
                 sinks=None if sinks is None else sinks[rows],
             )  # fmt: skip
             columns = reduce(columns, "(g n) t -> g t", "mean", g=at_once)
-            if apart:
-                total[own, first : block.end] += columns[:, before - start :]
+            total[own, after : block.end] += columns[:, lead - start :]
+            if start < past <= lead:
                 total[own, start:past] += columns[:, : past - start]
-            else:
-                total[own, start : block.end] += columns
 
 
 class _BlockSums(TokenColumns):
