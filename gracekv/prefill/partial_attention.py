@@ -101,12 +101,11 @@ class PartialAttention:
         starts = first_entries(keys, self._past)
         if not any(starts):
             return self._masked(call, query, keys, values), None
-        heads = zip(query.split(query.shape[1] // len(keys), dim=1), starts, strict=True)
-        outputs = [
-            self._masked(call, rows, keys[g : g + 1], values[g : g + 1], start)
-            for g, (rows, start) in enumerate(heads)
-        ]
-        return torch.cat(outputs, dim=2), None
+        heads = zip(
+            query.split(query.shape[1] // len(keys), dim=1), keys.split(1), values.split(1), starts,
+            strict=True,
+        )  # fmt: skip
+        return torch.cat([self._masked(call, *own) for own in heads], dim=2), None
 
     def _masked(
         self, call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, start: int = 0
