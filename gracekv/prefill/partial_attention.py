@@ -99,7 +99,8 @@ class PartialAttention:
             if output is not None:
                 return output, None
         starts = first_entries(keys, self._past)
-        if not any(starts):
+        # Eager attention is given all heads at once: it may have a sink for each.
+        if self._base == "eager" or not any(starts):
             return self._masked(call, query, keys, values), None
         heads = zip(
             query.split(query.shape[1] // len(keys), dim=1), keys.split(1), values.split(1), starts,
