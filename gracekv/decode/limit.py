@@ -12,6 +12,7 @@ from torch import Tensor
 from gracekv.allocate import Budget
 from gracekv.allocate.budget import Number
 from gracekv.decode.base import DECODERS, Decoder
+from gracekv.errors import BudgetError
 from gracekv.registry import Configurable, bounded
 
 
@@ -57,7 +58,12 @@ class Limit(Configurable):
     def budget(self) -> Budget:
         """The size as a `Budget`; raises `BudgetError` unless exactly one is given."""
         names = ("entries_per_head", "ratio", "kv_bytes")
-        return Budget.of({name: getattr(self, name) for name in names}, names)
+        sizes = {name: size for name in names if (size := getattr(self, name)) is not None}
+        if len(sizes) != 1:
+            raise BudgetError(
+                f"Give Limit exactly one of {', '.join(names)}; got {', '.join(sizes) or 'none'}."
+            )
+        return Budget.of(sizes)
 
     def decoder(self, default: Decoder) -> Decoder:
         """The strategy to use; `default` is the pipeline's."""

@@ -55,8 +55,8 @@ def test_the_least_that_is_named_works(model):
     ({"entries_per_head": 90, "every": 0}, "every takes a whole number >= 1"),
     ({"entries_per_head": 90, "window": 0}, "window takes a whole number >= 1"),
     ({"entries_per_head": 90, "strategy": "rnd"}, "Unknown decode strategy"),
-    ({}, "exactly one budget: entries_per_head, ratio, kv_bytes; got none"),
-    ({"entries_per_head": 90, "ratio": 2}, "exactly one budget: .*got entries_per_head and ratio"),
+    ({}, "exactly one of entries_per_head, ratio, kv_bytes; got none"),
+    ({"entries_per_head": 90, "ratio": 2}, "exactly one of .*got entries_per_head, ratio"),
 ])  # fmt: skip
 def test_bad_limits_are_refused(fields, said):
     with pytest.raises((ConfigError, BudgetError), match=said):
