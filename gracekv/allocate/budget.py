@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, TypedDict
 
 import torch
@@ -135,7 +134,7 @@ class Budget:
         cls,
         options: Mapping[str, Any],
         takes: Iterable[str] = tuple(BudgetOptions.__annotations__),
-        others: Mapping[str, str] = MappingProxyType({}),
+        others: Mapping[str, str] | None = None,
     ) -> Budget:
         """The one budget that is not None among `options`, which a call was given.
 
@@ -148,7 +147,7 @@ class Budget:
         """
         known = ", ".join(takes)
         for name in set(options).difference(takes):
-            near = suggestion(name, {**{x: x for x in takes}, **others})
+            near = suggestion(name, {**{x: x for x in takes}, **(others or {})})
             raise BudgetError(f"There is no argument {name!r}.{near} A budget is one of {known}.")
         given = {name: value for name, value in options.items() if value is not None}
         if len(given) != 1:

@@ -117,10 +117,8 @@ class Selection:
     def layouts(self, length: int, keys: Sequence[Tensor], past: int = 0) -> Iterator[LayerLayout]:
         """The packed entries of each layer: those that stay, and every token outside the region.
 
-        Places of a `Past` are no tokens.
-
-        The last prompt token is left out: decoding feeds it again. A GPU's host waits a fixed
-        number of times for all layers.
+        The places of entries before a passage are left out, and the last prompt token: decoding
+        feeds it again. A GPU's host waits a fixed number of times for all layers.
 
         Args:
             length: T, tokens of the prompt.

@@ -264,14 +264,13 @@ class Packer(PrefillReader, Strategy, abc.ABC):
             scores: R^tok [L, G, N], the weights of merged values.
             rule: how the tokens of one node merge.
         """
-        length = prefill.spans.length
+        spans = prefill.spans
+        layouts = selection.layouts(spans.length, prefill.keys, spans.past)
         layers = tuple(
             self.layer(LayerToPack(prefill.layer(number), layout, scores[number], rule))
-            for number, layout in enumerate(
-                selection.layouts(length, prefill.keys, prefill.spans.past)
-            )
+            for number, layout in enumerate(layouts)
         )
-        return RaggedCache(layers, length=length - 1)
+        return RaggedCache(layers, length=spans.length - 1)
 
 
 PACKERS = Registry("pack", "how a chosen node becomes an entry", Packer)

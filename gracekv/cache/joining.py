@@ -66,8 +66,8 @@ def joined_scores(
     """The scores [E] of the entries of `joined_cache` by layer; inf where they are unknown.
 
     `parts` are its two caches with their scores; the second's positions begin at `places`. What no
-    score was made for in the second, such as its recent window, gets the mean of
-    its head: if it stayed for good, a limit would fill with the windows of all passages.
+    score was made for in the second, such as its recent window, gets the mean of its head: if it
+    stayed for good, a limit would fill with the windows of all passages.
 
     An old entry that the passage's queries give more, `seen` [G, P] by layer, has that from then
     on: so entries of different passages can be compared.
@@ -81,7 +81,7 @@ def joined_scores(
     if scores is not None:
         after = [list(map(_without_gaps, own)) for own in after]
     return tuple(
-        torch.cat([x for a, b in zip(*pair, strict=True) for x in (a, b)])
+        torch.cat([x for both in zip(*pair, strict=True) for x in both])
         for pair in zip(before, after, strict=True)
     )
 

@@ -38,7 +38,7 @@ class EntryPool:
         self._info, self._budget = info, budget
         # Decoding feeds the last prompt token again, so it is no entry.
         self._covered, self._region = info.spans.length - 1, region
-        # Places of a `Past` are no tokens.
+        # The places of a `Past` hold no tokens of the prompt.
         self._first = info.spans.past
         outside = region.start - self._first + max(0, self._covered - region.end)
         self._fixed = info.kv_heads * outside

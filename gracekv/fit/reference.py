@@ -23,17 +23,14 @@ def fitted_head(
     trust: float,
     trust_read: float,
     mass_trust: float | None = None,
-    held_out: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Values [E_g, d] and log multiplicities [E_g] of one KV head, float64.
 
-    Multiplicities are fitted if `mass_trust` is a number; `held_out` as in `ValuesAndMass`.
-    Source: ours, `gracekv.fit.values`.
+    Multiplicities are fitted if `mass_trust` is a number. Source: ours, `gracekv.fit.values`.
     """
     own_values, log_m = (x.double() for x in packed.head(head)[1::2])
     seen = _attended(capture, head, packed, queries)
     weight = queries.weights.double().repeat(capture.group) / capture.group
-    part = torch.arange(len(weight)) % (1 + held_out)
     positions = packed.head(head)[2]
     columns = ((positions >= region.start) & (positions < region.end)).nonzero()[:, 0]
     factor, change = torch.ones_like(log_m), torch.zeros_like(own_values)
@@ -41,12 +38,11 @@ def fitted_head(
         plain = seen.kept[:, columns]
         if mass_trust is not None:
             missing = 1 - seen.sink - seen.kept.sum(dim=1, keepdim=True)
-            found = _confirmed(plain, missing, weight, part, mass_trust, trust_read)
+            found = _least_squares(plain, missing, weight, mass_trust, trust_read)
             factor[columns] = (1 + found[:, 0]).clamp(LEAST, MOST)
         shares = seen.shares(factor)
         error = seen.targets - shares @ torch.cat([own_values, capture.values[head, -1:].double()])
-        own = shares[:, columns]
-        change[columns] = _confirmed(own, error, weight, part, trust, trust_read)
+        change[columns] = _least_squares(shares[:, columns], error, weight, trust, trust_read)
     return own_values + change, log_m + factor.log()
 
 
@@ -64,13 +60,9 @@ class _Seen:
     sink: Tensor
     targets: Tensor
 
-    def masses(self, factor: Tensor) -> Tensor:
-        """float64 [M, E + 1]: `kept` where the multiplicities of entries change by `factor` [E]."""
-        return self.kept * torch.cat([factor, factor.new_ones(1)])
-
     def shares(self, factor: Tensor) -> Tensor:
         """float64 [M, E + 1]: attention over kept entries whose multiplicities change [E]."""
-        rows = self.masses(factor)
+        rows = self.kept * torch.cat([factor, factor.new_ones(1)])
         return rows / (rows.sum(dim=1, keepdim=True) + self.sink)
 
 
@@ -144,26 +136,11 @@ def matched_head(
     return torch.linalg.lstsq(shares, target, driver="gels").solution, found
 
 
-def _confirmed(
-    a: Tensor, b: Tensor, weight: Tensor, part: Tensor, trust: float, trust_read: float
-) -> Tensor:
-    """The ridge problem's solution, times the share of it that held-out parts of rows confirm."""
+def _least_squares(a: Tensor, b: Tensor, weight: Tensor, trust: float, trust_read: float) -> Tensor:
+    """The ridge problem as ordinary least squares with a row for each unknown."""
     read = (weight[:, None] * a.square()).sum(dim=0)
     mean = read.mean()
     penalty = (trust * mean + trust_read * read if mean > 0 else torch.ones_like(read)).sqrt()
-    whole, told = _least_squares(a, b, weight, penalty), torch.zeros_like(b)
-    if not part.any():
-        return whole
-    for number in part.unique().tolist():
-        others = torch.where(part != number, weight, 0.0) / weight[part != number].sum()
-        told[part == number] = (a @ _least_squares(a, b, others, penalty))[part == number]
-    along = float((weight[:, None] * told * b).sum())
-    size = float((weight[:, None] * told.square()).sum())
-    return whole * min(1.0, max(0.0, along / size if size else 0.0))
-
-
-def _least_squares(a: Tensor, b: Tensor, weight: Tensor, penalty: Tensor) -> Tensor:
-    """Ridge regression as ordinary least squares with a row for each unknown."""
     root = weight.sqrt()[:, None]
     top = torch.cat([a * root, penalty.diag()])
     right = torch.cat([b * root, b.new_zeros(a.shape[1], b.shape[1])])

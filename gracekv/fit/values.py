@@ -14,7 +14,7 @@ from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.quantised import apart, batches
 from gracekv.fit.attended import KeptMass, Reference, attended, scattered
 from gracekv.fit.base import FITTERS, Fitter, ReferenceQueries
-from gracekv.kernels.linalg import batched_linear, filled, transposed
+from gracekv.kernels.linalg import batched_linear, transposed
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.registry import bounded
 from gracekv.value import Memory
@@ -110,12 +110,7 @@ class Values(RidgeFitter):
 
 
 def ridge_change(
-    attention: KeptMass,
-    shares: Tensor,
-    error: Tensor,
-    trust: float,
-    trust_read: float,
-    held_out: bool = False,
+    attention: KeptMass, shares: Tensor, error: Tensor, trust: float, trust_read: float
 ) -> Tensor:
     """float32 [G, W, d]: what is added to the values so that outputs change by `error`.
 
@@ -125,10 +120,9 @@ def ridge_change(
         error: float32 [G, M, d], what the queries' outputs lack with the values as they are.
         trust: prior of all entries, as in `Values`.
         trust_read: prior of an entry in proportion to how much it is read.
-        held_out: see `ridge`.
     """
     inverse = inverse_penalty(shares, attention, trust, trust_read)
-    return ridge(shares, error, attention.weights, inverse, held_out).nan_to_num_(0.0, 0.0, 0.0)
+    return ridge(shares, error, attention.weights, inverse).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def inverse_penalty(shares: Tensor, attention: KeptMass, trust: float, trust_read: float) -> Tensor:
@@ -148,9 +142,7 @@ def inverse_penalty(shares: Tensor, attention: KeptMass, trust: float, trust_rea
     return penalty.reciprocal_().masked_fill_(~attention.free, 0.0)
 
 
-def ridge(
-    shares: Tensor, target: Tensor, weights: Tensor, inverse_penalty: Tensor, held_out: bool = False
-) -> Tensor:
+def ridge(shares: Tensor, target: Tensor, weights: Tensor, inverse_penalty: Tensor) -> Tensor:
     """Ridge regression towards no change: x float32 [G, W, d] of G independent problems.
 
         minimise  sum_r w_r |(A x)_r - b_r|^2 + sum_c lambda_c |x_c|^2
@@ -167,48 +159,17 @@ def ridge(
         target: b float32 [G, M, d].
         weights: w float32 [M] or [G, M], non-negative.
         inverse_penalty: 1 / lambda float32 [G, W], at least 0.
-        held_out: whether x is multiplied by its `confirmed` share.
     """
     root = weights.sqrt()[..., None]
     rows, scaled = root * target, shares * root
-    if few := shares.shape[2] <= shares.shape[1]:
+    if shares.shape[2] <= shares.shape[1]:
         scale = inverse_penalty.sqrt()
         own = scaled * scale[:, None]
-        found = scale[..., None] * _solved(own.mT @ own, own.mT @ rows)
-    if few and not held_out:
-        return found
+        return scale[..., None] * _solved(own.mT @ own, own.mT @ rows)
     # The penalty enters one factor alone: a product of two different matrices is as fast.
     left = scaled * inverse_penalty[:, None]
-    gram = batched_linear(left, scaled)
-    if not few:
-        found = batched_linear(transposed(_solved(gram, rows)), left.mT).mT
-    return confirmed(gram, rows, weights)[:, None, None] * found if held_out else found
-
-
-def confirmed(gram: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-    """float32 [G] in 0..1: the share of a change that rows which were held out confirm.
-
-    The even rows are foretold by the fit to the odd ones, with the same penalty, and the odd ones
-    by the fit to the even ones. Of all multiples of what is foretold, this one leaves the least
-    weighted squared error; 0 if none is better than no change.
-
-    Source: ours. With the Gram matrix at hand such a fit is a system of half the rows.
-
-    Args:
-        gram: float32 [G, M, M], W^1/2 A Lambda^-1 A^T W^1/2.
-        rows: float32 [G, M, d], W^1/2 b.
-        weights: w float32 [M] or [G, M].
-    """
-    agreed = size = filled(1, 0.0, torch.float32, gram.device)
-    for own, others in ((0, 1), (1, 0)):
-        # The others weigh as much as all rows do.
-        more = weights.sum(dim=-1) / weights[..., others::2].sum(dim=-1).clamp_min(1e-12)
-        more = more.reshape(-1, 1, 1)
-        found = _solved(more * gram[:, others::2, others::2], rows[:, others::2])
-        told = more * (gram[:, own::2, others::2] @ found)
-        agreed = agreed + (told * rows[:, own::2]).sum(dim=(1, 2))
-        size = size + told.square().sum(dim=(1, 2))
-    return (agreed / size.clamp_min(1e-30)).nan_to_num_(0.0, 0.0, 0.0).clamp_(0.0, 1.0)
+    solved = _solved(batched_linear(left, scaled), rows)
+    return batched_linear(transposed(solved), left.mT).mT
 
 
 def _solved(gram: Tensor, right: Tensor) -> Tensor:

@@ -26,31 +26,23 @@ class ValuesAndMass(RidgeFitter):
     question, the answer so far and the context keep the shares that they have in the full cache.
     Values are then fitted as in `values`, with these multiplicities.
 
-    With `held_out`, each head takes only as much of its change as queries that were held out
-    confirm: each half of the reference queries is foretold by the fit to the other half, and the
-    change is multiplied by what fits best, from 0 to 1, see `confirmed`. Multiplicities come first,
-    then values.
-
     Source: ours; see `values`.
 
-    Cost: that of `values`, and one more system per head; with `held_out`, two systems of
-    half of the queries for each. Decoding reads multiplicities anyway.
+    Cost: that of `values`, and one more system per head. Decoding reads multiplicities anyway.
 
     Attributes:
         mass_trust: prior of the multiplicities of all entries alike, a factor like `trust`. The
             others: see `RidgeFitter`; `trust_read` counts in both problems.
-        held_out: whether halves of the reference queries hold the fit back.
     """
 
     mass_trust: float = bounded(0.1, above=0)
-    held_out: bool = False
 
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
         attention = attended(reference, packed, region)
-        factor = multiplicities(attention, self.mass_trust, self.trust_read, self.held_out)
+        factor = multiplicities(attention, self.mass_trust, self.trust_read)
         shares = attention.shares(factor)
         error = attention.output - attention.found(shares, attention.values)
-        change = ridge_change(attention, shares, error, self.trust, self.trust_read, self.held_out)
+        change = ridge_change(attention, shares, error, self.trust, self.trust_read)
         # The factor of entries that are not free is 1.
         moved = factor.flatten()[attention.place].log_()
         return dataclasses.replace(
@@ -60,14 +52,12 @@ class ValuesAndMass(RidgeFitter):
         )
 
 
-def multiplicities(
-    attention: KeptMass, trust: float, trust_read: float, held_out: bool = False
-) -> Tensor:
+def multiplicities(attention: KeptMass, trust: float, trust_read: float) -> Tensor:
     """float32 [G, W]: factors of the packed multiplicities; 1 for entries that are not free."""
     shares = attention.mass / attention.total[..., None]
     on_tokens = 1.0 - (attention.sink / attention.total)[..., None]
     missing = on_tokens - shares.sum(dim=-1, keepdim=True)
     inverse = inverse_penalty(shares, attention, trust, trust_read)
-    change = ridge(shares, missing, attention.weights, inverse, held_out)[..., 0]
+    change = ridge(shares, missing, attention.weights, inverse)[..., 0]
     factor = (1.0 + change.nan_to_num_(0.0, 0.0, 0.0)).clamp_(LEAST, MOST)
     return factor.masked_fill_(~attention.free, 1.0)

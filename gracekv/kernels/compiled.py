@@ -53,9 +53,10 @@ def _parallel() -> Any:
 
 
 def limit_threads(count: int) -> None:
-    """Let the calling thread, and no other, have `count` of torch's threads, where it can.
+    """Set how many of torch's threads the calling thread uses; other threads keep their number.
 
-    Torch gives a thread all of them when that first asks for their number.
+    Without OpenMP (see `threads_obstacle`) nothing changes. Torch sets the number itself when a
+    thread first asks for it, so ask before.
     """
     limit = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)
     if limit is not None:

@@ -222,7 +222,7 @@ def accounted(
     utility = float(info.shard.sum(torch.tensor([utility], dtype=torch.float64)))
     floor_spent = info.shard.total(floor_spent)
     covered = spans.length - 1
-    fixed = spans.context_start + max(0, covered - spans.context_end)
+    fixed = spans.context_start - spans.past + max(0, covered - spans.context_end)
     spent = None if plan.bytes is None else sizes["bytes"] - units * fixed * info.entry_bytes
     return Accounting(
         budget=plan.total,

@@ -211,13 +211,7 @@ class Recorder:
         """Layers without RoPE."""
         return frozenset(i for i, layer in enumerate(self._layers) if layer.rotation == "none")
 
-    def _at(
-        self,
-        place: dict[int, Tensor],
-        layer: int,
-        like: Tensor,
-        size: int,
-    ) -> Tensor:
+    def _at(self, place: dict[int, Tensor], layer: int, like: Tensor, size: int) -> Tensor:
         """The layer's tensor [.., size, d], made at the first chunk."""
         if layer not in place:
             shape = (len(like), size, like.shape[2])

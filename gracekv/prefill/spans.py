@@ -120,7 +120,7 @@ NOWHERE = -1e4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Past:
-    """The compressed entries that a passage follows, which is read as if they were P places a head.
+    """The compressed entries that a passage follows, in P places of each head.
 
     Attributes:
         layers: of each layer the heads, as keys [E_g, d], values [E_g, d] and log m [E_g].

@@ -238,10 +238,10 @@ class Compressor:
 
 
 class _Thread(ThreadPoolExecutor):
-    """One thread, which gives way to the model.
+    """One thread, which gives way to the model, by its priority where systems have them.
 
-    While that runs, it has a quarter of torch's threads: a larger team mostly waits, and busily,
-    on the model's cores.
+    While the model runs, it has a quarter of torch's threads: more of them would mostly wait, and
+    busily, on the model's cores.
 
     Attributes:
         is_alone: whether the engine has nothing to compute.
@@ -253,18 +253,13 @@ class _Thread(ThreadPoolExecutor):
 
     def _begin(self) -> None:
         self._team = torch.get_num_threads()
-        _give_way()
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """As of any executor."""
+        """Run the function with the threads that are free then."""
         return super().submit(self._limited, function, *args, **kwargs)
 
     def _limited(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         limit_threads(self._team if self.is_alone else max(1, self._team // 4))
         return function(*args, **kwargs)
-
-
-def _give_way() -> None:
-    """Lower the thread's priority, on systems that can."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gracekv.allocate import Budget
 from gracekv.fit import FITTERS, ReferenceQueries, Values, ValuesAndMass, reference
-from gracekv.fit.values import confirmed, ridge
+from gracekv.fit.values import ridge
 from gracekv.kernels.rope import Rope
 from gracekv.pipeline import Pipeline
 from gracekv.prefill.spans import ADDED
@@ -44,10 +44,9 @@ def compressed(recipe="gracekv-plus", ratio=3, fit="none", softcap=None, sinks=F
     softcap=st.sampled_from([None, 2.0]),
     sinks=st.booleans(),
     repeat=st.sampled_from([0, 512]),
-    held_out=st.booleans(),
 )
 def test_equals_least_squares_in_float64(
-    seed, group, ratio, trust, trust_read, recipe, mass, softcap, sinks, repeat, held_out
+    seed, group, ratio, trust, trust_read, recipe, mass, softcap, sinks, repeat
 ):
     queries = dataclasses.replace(QUERIES, repeat=repeat)
     prefill, region, cache = compressed(
@@ -56,14 +55,14 @@ def test_equals_least_squares_in_float64(
     fitter = (
         Values(queries, trust, trust_read)
         if mass is None
-        else ValuesAndMass(queries, trust, trust_read, mass, held_out)
+        else ValuesAndMass(queries, trust, trust_read, mass)
     )
     got = fitted_cache(fitter, prefill, region, cache)
     memory = {}
     for number, packed in enumerate(cache.layers):
         chosen = queries(prefill.layer(number), region, memory)
         for head in range(prefill.kv_heads):
-            trusts = trust, trust_read, mass, mass is not None and held_out
+            trusts = trust, trust_read, mass
             values, log_m = reference.fitted_head(
                 prefill.layer(number), head, packed, region, chosen, *trusts
             )
@@ -153,11 +152,3 @@ def test_both_forms_of_the_ridge_problem_agree(rows, columns, seed):
     gram = a.double().mT @ (a * w[:, None]).double() + torch.diag_embed(penalty.double())
     want = torch.linalg.solve(gram, a.double().mT @ (b * w[:, None]).double())
     torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)
-
-
-def test_a_head_whose_held_out_queries_disagree_stays_as_it_is():
-    gram, weights = torch.ones(2, 4, 4), torch.full((4,), 0.25)
-    agree, disagree = torch.ones(4, 1), torch.tensor([[1.0], [-1.0], [1.0], [-1.0]])
-    share = confirmed(gram, torch.stack([agree, disagree]), weights)
-    # What one half foretells of the other is 4 / 5 of it: all of the change, and a bit more.
-    assert share.tolist() == [1.0, 0.0]

@@ -1,5 +1,6 @@
 """Contexts that a worker makes, and what the scheduler knows of them; without an engine."""
 
+import ctypes
 import time
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch
 import gracekv
 from gracekv.errors import StoreError
 from gracekv.testing.models import tiny_model
-from gracekv.vllm import ContextStore
+from gracekv.vllm import ContextStore, compressing
 from gracekv.vllm.compressing import Outcome
 from gracekv.vllm.jobs import Jobs
 from gracekv.vllm.orders import order_of
@@ -203,3 +204,16 @@ def test_who_may_not_use_a_name_may_not_make_delete_or_see_it(jobs, root):
             add(jobs, "0", parameters)
     (root / "c1").rename(root / "hidden1")
     assert sorted(listed(jobs)) == ["c0", "c2"]
+
+
+def test_the_compressing_thread_has_a_quarter_of_the_threads_while_the_model_runs():
+    if not hasattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads"):
+        pytest.skip("this build of torch has no OpenMP")
+    thread, before = compressing._Thread(), torch.get_num_threads()
+    assert thread.submit(torch.get_num_threads).result() == max(1, before // 4)
+    thread._team = 12
+    assert thread.submit(torch.get_num_threads).result() == 3
+    thread.is_alone = True
+    assert thread.submit(torch.get_num_threads).result() == 12
+    assert torch.get_num_threads() == before
+    thread.shutdown()
