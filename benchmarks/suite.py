@@ -21,7 +21,7 @@ from pathlib import Path
 
 import machine
 import suite_tables as tables
-from suites import NEEDLES, SUITES, TEXTS, Suite, in_bytes, suite_of
+from suites import NEEDLES, SUITES, TEXTS, Suite, suite_of, with_ours
 
 from gracekv.evaluate.formats import footer, markdown
 from gracekv.evaluate.measures import Measure, measure
@@ -96,11 +96,12 @@ def fidelity(rows: Sequence[Row], suite: Suite) -> list[str]:
     if suite.placed:
         text = tables.standings(tables.places(found, shown, suite), suite)
         parts += ["## Standings by log KL to FullKV", "", text, ""]
-    if suite.per_byte in {row["method"] for row in rows}:
-        own = in_bytes(suite)
+    for recipe in (x for x in suite.further if x in methods):
+        own = with_ours(suite, recipe)
         settings = tables.places(make_tables(rows, shown, own.ours), shown, own)
         text = tables.behind(settings, own)
-        parts += [f"## Standings of `{own.ours}`, at equal bytes", "", text, ""]
+        equal = "bytes" if recipe.endswith("-allocated") else "entries"
+        parts += [f"## Standings of `{recipe}`, at equal {equal}", "", text, ""]
     for name in () if suite.placed else FIDELITY:
         text = tables.by_task(rows, measure(name))
         parts += [f"## {measure(name).title}: by task", "", text, ""]

@@ -19,7 +19,8 @@ class Suite:
         config: what is run, in benchmarks.
         ours: the method whose place is told, or that others are compared with.
         placed: what competes for a place; none: no standings and no picture.
-        per_byte: a recipe of ours whose place among the placed is told too, in the place of `ours`.
+        further: recipes of ours whose places are told too, each among the placed in the place of
+            `ours`.
         last: the column that every group of a mean must have.
         bases: further methods with which the others are compared.
         notes: what the page says beside that.
@@ -31,7 +32,7 @@ class Suite:
     config: str
     ours: str
     placed: tuple[str, ...] = ()
-    per_byte: str | None = None
+    further: tuple[str, ...] = ()
     last: str = "64x"
     bases: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -41,9 +42,13 @@ class Suite:
 _SEEN, _HIDDEN = "query_aware", "query_agnostic"
 _PLUS = "`gracekv-plus` was tuned on other tasks and another seed; see the config's head"
 _AGNOSTIC = "`gracekv-agnostic` was tuned on `benchmarks/smollm2_agnostic_tuning.yaml`"
+_FURTHER = (
+    "gracekv-agnostic-allocated", "gracekv-agnostic-two-pass",
+    "gracekv-agnostic-two-pass-allocated",
+)  # fmt: skip
 _EQUAL = (
-    "A ratio of `gracekv-agnostic-allocated` counts bytes against a full cache of 16-bit numbers: "
-    "as many as the others, which keep 16 bits a number, have in such a model. Positions and "
+    "A ratio of a recipe `-allocated` counts bytes against a full cache of 16-bit numbers: as many "
+    "as the others, which keep 16 bits a number, have in such a model. Positions and "
     "multiplicities, 8 bytes an entry, are counted for none"
 )
 _BYTES = (
@@ -72,7 +77,7 @@ SUITES = {
     "smollm2-agnostic": Suite(
         "SmolLM2, the question not seen", _HIDDEN, "smollm2_agnostic.yaml", "gracekv-agnostic",
         ("gracekv-agnostic", "kvzip-two-pass", "expected-attention", "snapkv"),
-        "gracekv-agnostic-allocated", "64x", notes=(_AGNOSTIC, _EQUAL), kinds=True,
+        _FURTHER, "64x", notes=(_AGNOSTIC, _EQUAL), kinds=True,
     ),
     "answers": Suite("Answers kept", _SEEN, "smollm2_answers.yaml", "gracekv-plus"),
     "answers-agnostic": Suite(
@@ -86,7 +91,7 @@ SUITES = {
         "2x to 50x beside Attention Matching, the question not seen", _HIDDEN,
         "smollm2_compaction.yaml", "gracekv-agnostic",
         ("gracekv-agnostic", "kvzip-two-pass", "attention-matching", "expected-attention"),
-        "gracekv-agnostic-allocated", "50x", notes=(_AGNOSTIC, _EQUAL), kinds=True,
+        _FURTHER[:2], "50x", notes=(_AGNOSTIC, _EQUAL), kinds=True,
     ),
     "ablations": Suite(
         "What each part brings", _SEEN, "smollm2_ablations.yaml", "gracekv-plus",
@@ -104,11 +109,10 @@ TEXTS = (
 )  # fmt: skip
 
 
-def in_bytes(suite: Suite) -> Suite:
-    """The same with the recipe `per_byte` in the place of ours."""
-    assert suite.per_byte is not None
-    placed = (suite.per_byte, *(x for x in suite.placed if x != suite.ours))
-    return replace(suite, ours=suite.per_byte, placed=placed)
+def with_ours(suite: Suite, recipe: str) -> Suite:
+    """The same with `recipe` in the place of ours."""
+    placed = (recipe, *(x for x in suite.placed if x != suite.ours))
+    return replace(suite, ours=recipe, placed=placed)
 
 
 def suite_of(name: str, rows: Sequence[Row]) -> Suite:

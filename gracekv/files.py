@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gracekv.errors import ConfigError, OutputError
 
-VERSION = "0.2.0"
+VERSION = "0.3.0"
 """The version of gracekv, which is recorded in every file that it writes."""
 
 
