@@ -69,7 +69,7 @@ class Known:
 KNOWN = {
     "smollm2-default": Known("quality.md"),
     "smollm2-agnostic": Known("quality.md"),
-    "agnostic-differences": Known("quality.md"),
+    "agnostic-differences": Known("quality.md", tables=False),
     "answers": Known("quality.md"),
     "answers-agnostic": Known("quality.md"),
     "precision": Known("stages/precision.md"),
@@ -91,7 +91,7 @@ KNOWN = {
         alt="Speed-up of attention beside the factor of fewer bytes, and of whole steps",
     ),
     "decode-bits": Known("stages/backends.md", tables=False),
-    "limit-cost": Known("long-answers.md"),
+    "limit-cost": Known("long-answers.md", tables=False),
     "extend": Known("ask.md"),
     "ten_questions": Known("why-not.md"),
     "vllm": Known("vllm.md"),
