@@ -155,7 +155,7 @@ docs: $(STAMP)
 figures: $(STAMP)
 	$(BIN)/python docs/figures/all.py
 
-# Everything that is published, at one commit: two and a half hours on two idle cores. Goes on where
+# Everything that is published, at one commit: at most three hours on two idle cores. Goes on where
 # it was; GRACEKV_EVAL_DATA names the folder of data (docs/evaluation.md).
 results: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python benchmarks/results.py --vllm $(VLLM_VENV)/bin/python

@@ -6,7 +6,7 @@
 **What.** `results_plan.PARTS`, in this order: quality with the question seen and not seen, answers,
 bits at equal bytes, 10x to 50x, ablations and the fit, long outputs, memory, construction,
 decoding, what a limit costs, passages, ten questions, and three measurements of vLLM. A part is a
-few command lines of benchmarks, with sizes such that all take at most two and a half hours on two
+few command lines of benchmarks, with sizes such that all take at most three hours on two
 cores; each is stopped after its minutes. Quality and memory run as two processes of one thread,
 timings one after the other with the machine for themselves.
 
