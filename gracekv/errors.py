@@ -140,10 +140,7 @@ def renamed(old: str, new: str) -> Any:
     """A property that gives the attribute `new` by its `old` name, with a `DeprecationWarning`."""
 
     def read(self: Any) -> Any:
-        message = (
-            f"{type(self).__name__}.{old} is now {new}; the old name goes in the next release."
-        )
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        _warn_of_old(f"{type(self).__name__}.{old}", new)
         return getattr(self, new)
 
     return property(read, doc=f"The old name of `{new}`.")
@@ -155,12 +152,15 @@ def renamed_in(module: str, names: dict[str, str]) -> Callable[[str], Any]:
     def read(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        new = names[name]
-        message = f"{module}.{name} is now {new}; the old name goes in the next release."
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return getattr(import_module(module), new)
+        _warn_of_old(f"{module}.{name}", names[name])
+        return getattr(import_module(module), names[name])
 
     return read
+
+
+def _warn_of_old(name: str, new: str) -> None:
+    message = f"{name} is now {new}; the old name goes in the next release."
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 
 class LengthWarning(UserWarning):

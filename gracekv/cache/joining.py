@@ -99,11 +99,6 @@ def _without_gaps(scores: Tensor) -> Tensor:
     return scores.masked_fill(scores.isinf(), float(finite.mean()) if len(finite) else 0.0)
 
 
-def oldest_position(cache: CompressedCache) -> int:
-    """The lowest position of an entry; above 0 once gaps were closed."""
-    return min(int(positions.min()) for _, positions, _ in (x.index() for x in cache.layers))
-
-
 def _parts(layer: Any) -> tuple[RaggedEntries, tuple[CodedEntries, ...]]:
     """The entries of a layer in the model's dtype, and the quantised ones."""
     return (layer.exact, layer.coded) if isinstance(layer, QuantisedEntries) else (layer, ())

@@ -6,7 +6,6 @@ layer after the other as `HeldLayer`, and replaces its layers with the packed en
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,9 +21,6 @@ from gracekv.decode.limit import Limit
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import BudgetError
 from gracekv.kernels import ragged
-from gracekv.kernels.rope import Rope
-
-_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def kept_entries(
@@ -93,15 +89,14 @@ def entries_within(
     """
     lengths, one = cache.entries(), cache.layers[0]
     units, entry_bytes = lengths.numel() * shard.ranks, 2 * one.dim * one.dtype.itemsize
-    most = units * max(
-        0, limit.target(cache.length + 1, units, entry_bytes) // units - limit.window
-    )
+    target = limit.target(cache.length + 1, units, entry_bytes) // units
+    most = units * max(0, target - limit.window)
     if shard.total(int(lengths.sum())) <= most:
         return None
     used = torch.arange(int(shard.maximum(lengths.amax()))) < lengths[..., None]
     gains = torch.zeros(used.shape, dtype=torch.float32)
     # Of the elastic auction, an entry needs a gain above that of padding.
-    gains[used] = torch.cat(list(scores)).float().cpu().clamp(min=_SMALLEST)
+    gains[used] = torch.cat(list(scores)).float().cpu().clamp(min=torch.finfo(torch.float32).tiny)
     stays = gains.isinf()
     left = most - shard.total(int(stays.sum()))
     if left < 0:
@@ -126,33 +121,3 @@ def packed_entries(held: HeldLayer, kept: Tensor, strategy: Decoder) -> RaggedEn
         ragged.offsets(kept.sum(dim=1).cpu()),
     )
     return strategy.fit(held, kept, entries)
-
-
-def closed(entries: RaggedEntries, now: int, rope: Rope, reach: int) -> RaggedEntries:
-    """The entries of each head, the first of them at most `reach` positions before `now`.
-
-    Only the longest gaps between a head's entries are shortened, to one length: short distances are
-    what many heads look at. A head of more than `reach` entries has no gaps left.
-
-    Args:
-        entries: those of one sequence; keys are rotated on from their positions.
-        now: position of the next token, to which distances count.
-        rope: the layer's rotations, up to `now`.
-        reach: in positions.
-    """
-    heads = entries.positions.long().split(entries.lengths.tolist())
-    to = torch.cat([_within_reach(own, now, reach) for own in heads])
-    keys = rope.moved(entries.positions.long(), to).rotate(entries.keys.float(), None)
-    return dataclasses.replace(entries, keys=keys.to(entries.dtype), positions=to.int())
-
-
-def _within_reach(positions: Tensor, now: int, reach: int) -> Tensor:
-    """Positions [n] of a head whose gaps are shortened for `closed`."""
-    if not len(positions):
-        return positions
-    gaps = torch.cat([positions, positions.new_full((1,), now)]).diff().clamp(min=1)
-    rising = gaps.sort().values
-    counts = torch.arange(len(gaps), 0, -1, device=gaps.device)
-    # Where the shortest gaps stay, the others share what they leave of the reach.
-    longest = ((reach - rising.cumsum(0) + rising) // counts).max().clamp(min=1)
-    return now - gaps.clamp(max=longest).flip(0).cumsum(0).flip(0)

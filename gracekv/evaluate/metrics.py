@@ -48,8 +48,7 @@ def qa_f1(prediction: str, answer: str) -> float:
 
 def rouge_l(prediction: str, answer: str) -> float:
     """F1 of the longest common subsequence of blank-separated words."""
-    score: float = _lcs_scorer().score(answer, prediction)["rougeL"].fmeasure
-    return score
+    return float(_lcs_scorer().score(answer, prediction)["rougeL"].fmeasure)
 
 
 def class_accuracy(prediction: str, answer: str, classes: Sequence[str]) -> float:

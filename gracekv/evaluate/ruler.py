@@ -168,10 +168,9 @@ def needles(task: Mapping[str, Any], essay: Sequence[str]) -> Family:
         fields = {"type_needle_v": args["type_needle_v"], "query": query}
         if single:
             fields["type_needle_v"] = fields["type_needle_v"].removesuffix("s")
-        texts = (task["prefix"], task["question"], task["answer_prefix"])
-        instruction, question, answer_prefix = (
-            (_singular(text) if single else text).format(**fields) for text in texts
-        )
+        texts = [task["prefix"], task["question"], task["answer_prefix"]]
+        texts = [_singular(text) for text in texts] if single else texts
+        instruction, question, answer_prefix = (text.format(**fields) for text in texts)
         answers = tuple(v for k in asked for v in values[k])
         return Texts(instruction, context, (FurtherQuestion(question, answer_prefix, answers),))
 

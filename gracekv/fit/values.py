@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,10 +20,6 @@ from gracekv.value import Memory
 
 # Bytes of logits of the layers that are fitted together on a GPU.
 _BATCH = 512 * 2**20
-
-
-def _logit_bytes(rows: int, layer: RaggedEntries) -> int:
-    return 4 * rows * len(layer.lengths) * int(layer.lengths.max())
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,11 @@ class QueryFitter(Fitter):
         if not self.by_head:
             return super().layers(cache, references, region)
         rows, fitted = references[0].asked.shape[1], []
-        for some in batches(cache.layers, partial(_logit_bytes, rows), _BATCH):
+
+        def logit_bytes(layer: RaggedEntries) -> int:
+            return 4 * len(layer.lengths) * int(layer.lengths.max()) * int(rows)
+
+        for some in batches(cache.layers, logit_bytes, _BATCH):
             count = some.stop - some.start
             reference = Reference.stack([references.pop(0) for _ in range(count)])
             packed = RaggedEntries.stack(cache.layers[some])

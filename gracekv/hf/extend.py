@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import Budget
-from gracekv.cache import Accounting, CompressedCache, Timings, dequantised
-from gracekv.cache.joining import joined_cache, joined_scores, oldest_position, past_of
+from gracekv.cache import Accounting, CompressedCache, RaggedEntries, Timings, dequantised
+from gracekv.cache.closing import oldest_position, with_closed_gaps
+from gracekv.cache.joining import joined_cache, joined_scores, past_of
 from gracekv.decode import Limit
-from gracekv.decode.cut import closed, entries_within
+from gracekv.decode.cut import entries_within
 from gracekv.distributed import HeadShard, head_shard
 from gracekv.distributed.agreement import call_facts
 from gracekv.distributed.sharding import WHOLE
@@ -23,7 +24,7 @@ from gracekv.hf.capture import prefilled_run
 from gracekv.pipeline.run import Run, physical_sizes
 from gracekv.prefill import PromptSpans
 from gracekv.prefill.fingerprint import check_same_model
-from gracekv.prefill.model_layers import rotations_up_to, text_config
+from gracekv.prefill.model_layers import text_config
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import (
@@ -125,14 +126,13 @@ def limited_run(result: BaseResult, limit: Limit) -> Run:
     those that the model knows, so that what is read next has the others.
     """
     run, cache = result._runs[0], dequantised(result._runs[0].cache)
-    scores, layers = run.entry_scores(), list[Any](cache.layers)
+    scores = run.entry_scores()
     known = closable_length(result.model) if limit.positions == "closed" else None
     masks = None if scores is None else entries_within(limit, cache, scores, known=known)
     if scores is None or masks is None:
         return run
-    layers = [layer.where(mask) for layer, mask in zip(layers, masks, strict=True)]
     kept = tuple(own[mask] for own, mask in zip(scores, masks, strict=True))
-    return _with_layers(run, cache, layers, kept)
+    return _with_layers(run, cache, map(RaggedEntries.where, cache.layers, masks), kept)
 
 
 def closed_run(result: BaseResult, tokens: int) -> Run:
@@ -141,14 +141,9 @@ def closed_run(result: BaseResult, tokens: int) -> Run:
     Gaps between entries are closed if less than a quarter of all positions would be left; entries
     then have the closed positions, which take half of them where `tokens` fit the other half.
     """
-    model, run, known = result.model, result._runs[0], closable_length(result.model)
-    used = run.cache.length - oldest_position(run.cache) + tokens
-    if known is None or 4 * used <= 3 * known:
-        return run
-    cache, reach = dequantised(run.cache), min(known // 2, known - tokens)
-    pairs: Any = zip(cache.layers, rotations_up_to(model, cache.length), strict=True)
-    layers = [closed(x, cache.length, rope, reach) for x, rope in pairs]
-    return _with_layers(run, cache, layers, run.entry_scores())
+    run, cache = result._runs[0], dequantised(result._runs[0].cache)
+    made = with_closed_gaps(cache, result.model, tokens)
+    return run if made is cache else _with_layers(run, made, made.layers, run.entry_scores())
 
 
 def _with_layers(run: Run, cache: CompressedCache, layers: Any, scores: Any) -> Run:

@@ -15,9 +15,9 @@ from torch import Tensor
 from gracekv.backends.base import sequence_of_row
 from gracekv.cache import Occupancy
 from gracekv.cache.base import RaggedEntries
-from gracekv.cache.joining import oldest_position
+from gracekv.cache.closing import closed, oldest_position
 from gracekv.decode import Decoder, HeldLayer, Limit
-from gracekv.decode.cut import closed, kept_entries, packed_entries
+from gracekv.decode.cut import kept_entries, packed_entries
 from gracekv.decode.limit import CutHistory
 from gracekv.distributed import head_shard
 from gracekv.errors import BudgetError, CacheError

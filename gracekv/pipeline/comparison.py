@@ -9,15 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gracekv.allocate import (
-    Allocator,
-    BudgetPlan,
-    Floor,
-    Frontier,
-    Quota,
-    Selection,
-    upper_bound,
-)
+from gracekv.allocate import Allocator, BudgetPlan, Floor, Frontier, Quota, Selection, upper_bound
 from gracekv.allocate.budget import EntryBytes
 from gracekv.allocate.top_tokens import entry_gains, top_tokens
 from gracekv.distributed.sharding import WHOLE, HeadShard

@@ -25,8 +25,7 @@ def attention_probability(prefill: Prefill, layer: int, head: int, probe: int) -
     """pi_{u,t} of one query head for t = 0..u (Eq. (V1))."""
     query = prefill.queries_at(layer, [probe])[head, 0].double()
     keys = prefill.keys[layer][head // prefill.group].double()
-    shares: list[float] = _shares(prefill, layer, head, keys[: probe + 1] @ query).tolist()
-    return shares
+    return list(_shares(prefill, layer, head, keys[: probe + 1] @ query).tolist())
 
 
 def _shares(prefill: Prefill, layer: int, head: int, products: Tensor) -> Tensor:

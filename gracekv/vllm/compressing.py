@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedCache, RaggedEntries
+from gracekv.cache.closing import from_zero, with_closed_gaps
 from gracekv.cache.joining import joined_cache, joined_scores
 from gracekv.cache.quantised import dequantised
 from gracekv.cache.sharding import gathered_cache
@@ -25,6 +26,7 @@ from gracekv.distributed.agreement import together
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import GracekvError, StoreError
 from gracekv.kernels.compiled import limit_threads
+from gracekv.prefill.supported import closable_length
 from gracekv.vllm.exporting import describe, moved, write_context
 from gracekv.vllm.header import ContextHeader
 from gracekv.vllm.orders import Compression
@@ -117,8 +119,7 @@ class Compressor:
             # A preempted request begins again, too.
             self._drop()
             # On a GPU, observers launch their kernels in the model's own stream.
-            pool = self._pool if self._device.type == "cpu" else None
-            own = self._device, pool, self._shard
+            own = self._device, self._pool if self._device.type == "cpu" else None, self._shard
             recording: Recording | Exception
             try:
                 past = None if chunk.past is None else self._store.load(*chunk.past)
@@ -208,20 +209,24 @@ class Compressor:
         if order.limit is not None:
             if scores is None:
                 raise StoreError(
-                    f"The entries of context {order.source!r} have no scores by which a limit "
-                    f"could cut them. Compress it anew, by a recipe that scores tokens."
+                    f"Entries of {order.source!r} have no scores, so no limit can cut them. "
+                    f"Compress the context anew, by a recipe that scores tokens."
                 )
-            masks = entries_within(order.limit, cache, scores, shard)
+            known = closable_length(model) if order.limit.positions == "closed" else None
+            masks = entries_within(order.limit, cache, scores, shard, known)
             if masks is not None:
                 cache = replace(cache, layers=tuple(map(RaggedEntries.where, cache.layers, masks)))
+            if known is not None:
+                cache = from_zero(with_closed_gaps(cache, model, shard=shard), shard)
         rotated = moved(model, cache, added)
         self._store.loaded.check(order.name, rotated.kv_bytes + rotated.metadata_bytes)
         entries, size = (shard.total(x) for x in (int(cache.entries().sum()), cache.kv_bytes))
 
         # A context that is not saved has no file to digest: any number of its own will do.
         made = describe(model, follow, cache, order.recipe, secrets.token_hex(32))
-        facts = dict(self._store.model or made.model)
-        made = replace(made, entries=entries, bytes=size, model=facts)
+        made = replace(
+            made, entries=entries, bytes=size, model=dict(self._store.model or made.model)
+        )
         if order.save:
             whole = gathered_cache(rotated, shard) if shard.ranks > 1 else rotated
             if shard.rank == 0:
@@ -254,6 +259,8 @@ class _Thread(ThreadPoolExecutor):
     def _begin(self) -> None:
         self._team = torch.get_num_threads()
         with contextlib.suppress(OSError, AttributeError):
+            # vLLM ties the thread that starts this one to a single core, but not its own parent.
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -97,8 +97,7 @@ Order = Compression | Listing | Deletion
 
 def names_of(order: Order) -> list[str]:
     """Names of the contexts that an order makes, reads or deletes."""
-    found = [getattr(order, x, None) for x in ("name", "source")]
-    return [name for name in found if name is not None]
+    return [at for x in ("name", "source") if (at := getattr(order, x, None)) is not None]
 
 
 def order_of(
@@ -148,8 +147,7 @@ def _compression(given: Mapping[str, Any], recipe_of: Callable[[str], str] | Non
     recipe = given.get("recipe", DEFAULT_WITHOUT_QUESTION)
     if recipe_of is not None:
         name, source = check_name(given.get("into", name)), name
-    if recipe_of is not None and "recipe" not in given:
-        recipe = recipe_of(str(source))
+        recipe = given["recipe"] if "recipe" in given else recipe_of(source)
     if recipe == "custom":
         raise StoreError(f"Context {source!r} was made by no recipe. Name one: recipe=...")
     if not isinstance(recipe, str):
@@ -171,6 +169,6 @@ def _compression(given: Mapping[str, Any], recipe_of: Callable[[str], str] | Non
         )
     budget = Budget.of({x: given[x] for x in _BUDGETS & given.keys()}, _BUDGETS)
     limit = None if given.get("limit") is None else Limit.from_dict(given["limit"])
-    if limit and (limit.strategy or limit.history or limit.positions != "counted"):
-        raise StoreError(f"The limit of a context has a size, 'every' and 'window'; got {limit}.")
+    if limit and (limit.strategy or limit.history):
+        raise StoreError(f"A context's limit has neither 'strategy' nor 'history'; got {limit}.")
     return Compression(name, recipe, pipeline, budget, **options, source=source, limit=limit)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import gracekv
+from gracekv.cache.closing import oldest_position
 from gracekv.decode import Limit
 from gracekv.distributed.sharding import WHOLE
 from gracekv.errors import StoreError
-from gracekv.hf.extend import limited_run
+from gracekv.hf.extend import closed_run, limited_run
 from gracekv.testing.models import tiny_model
 from gracekv.vllm import ContextStore, export
 from gracekv.vllm.exporting import moved
@@ -138,9 +139,9 @@ def test_a_context_stays_continued_as_it_was(model, ids, tmp_path):
     assert tokens_of(again.layers) == tokens_of(worker.store.load("talk").layers)
 
 
-def by_transformers(result, passage, limit):
+def by_transformers(result, passage, limit, ratio=2):
     """The result of a conversation's compaction under a limit."""
-    longer = result.extend(passage, ratio=2)
+    longer = result.extend(passage, ratio=ratio)
     run = limited_run(longer, limit)
     return type(longer).from_runs(longer.model, longer.prompts, [run], longer.pipeline)
 
@@ -185,6 +186,51 @@ def test_a_limit_cuts_as_a_conversation_s_does(model, ids, tmp_path, ranks, save
     units = len(result.packed.layers) * 4
     assert sizes[1:] == [36 * units] * 3
     assert sizes[0] < sizes[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_positions_are_closed_as_a_conversation_s_are(ids, tmp_path, ranks):
+    """Seven passages; the model has positions for three. The limit cuts no entry."""
+    known, size = 128, 30
+    model = tiny_model(kv_heads=4, positions=known)
+    limit = Limit(entries_per_head=100, every=8, window=4, positions="closed")
+    result = compressed(model, ids)
+    export(result, tmp_path / "talk")
+    shards = connected(ranks) if ranks > 1 else [WHOLE]
+    heads = [(x.rank * 4 // ranks, (x.rank + 1) * 4 // ranks) for x in shards]
+    workers = [
+        Worker(model, tmp_path, shard, heads=own) for shard, own in zip(shards, heads, strict=True)
+    ]
+    lengths, equal = [], []
+    for number in range(7):
+        passage, after = ids[10 * number :][:size], result.prompt.ids[-1:]
+        for worker in workers:
+            read(worker, model, result, torch.cat([passage, after]), ratio=6, limit=limit.to_dict())
+        made = [worker.outcome() for worker in workers]
+        assert {x.reason for x in made} == {""}
+        result = by_transformers(result, passage, limit, ratio=6)
+        result = result.from_runs(model, result.prompts, [closed_run(result, 0)], result.pipeline)
+        want, length = moved(model, result.packed), made[0].header.length
+        lengths.append(length)
+        for (begin, end), worker in zip(heads, workers, strict=True):
+            context = worker.store.load("talk", made[0].header.digest)
+            assert oldest_position(context) >= 0
+            for mine, theirs in zip(context.layers, want.layers, strict=True):
+                for own, head in enumerate(range(begin, end)):
+                    keys, values, places, _ = mine.head(own)
+                    as_keys, as_values, as_places, _ = theirs.head(head)
+                    if len(places) != len(as_places):
+                        equal.append(torch.zeros(len(as_places), dtype=torch.bool))
+                        continue
+                    # From the end, as one entry more moves all that are older.
+                    same = places - length == as_places - want.length
+                    for one, other in ((keys, as_keys), (values, as_values)):
+                        same &= torch.isclose(one, other, rtol=1e-3, atol=1e-3).all(-1)
+                    equal.append(same)
+    assert torch.cat(equal).float().mean() > 0.9
+    assert LENGTH + 7 * size > known
+    assert max(lengths) <= known * 3 // 4
+    assert any(b < a + size for a, b in itertools.pairwise(lengths))
 
 
 def test_passages_that_keep_all_entries_stay_and_the_windows_of_others_do_not(model, ids, tmp_path):
