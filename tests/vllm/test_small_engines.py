@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gracekv.decode import Limit
+from gracekv.hf.extend import limited_run
 from support.compressing_engine import (
     asking,
     by_transformers,
@@ -113,6 +115,24 @@ def test_two_ranks_make_the_context_of_one_process(two_ranks, recipe, save):
         stored = tokens_of(ContextStore(two_ranks.store).load(name).layers)
         assert len(stored) == len(kept)
         assert len(stored & kept) >= 0.99 * len(kept)
+
+
+def test_two_ranks_extend_a_context_as_one_process(two_ranks):
+    ids = two_ranks.tokenizer(TEXT).input_ids[:150]
+    # An engine reads a prompt's last token once more, transformers the one after the document.
+    passage, limit = [*ids[20:60], ids[-1]], {"entries_per_head": 60, "window": 8}
+    run(two_ranks, (ids, compress("talk")))
+    before = wait(two_ranks, "talk")
+    result = by_transformers(two_ranks, ids).extend(passage, ratio=2)
+    order = {"name": "talk", "ratio": 2, "limit": limit | {"positions": "closed"}}
+    run(two_ranks, (passage, params({"extend": order})))
+    one = wait(two_ranks, "talk")
+    kept = limited_run(result, Limit(**limit))
+    result = result.from_runs(two_ranks.model, result.prompts, [kept], result.pipeline)
+    assert (one["state"], one["entries"]) == ("ready", int(result.packed.entries().sum()))
+    assert one["length"] == before["length"] + len(passage)
+    (answer,) = run(two_ranks, (question(two_ranks), asking("talk")))
+    check(two_ranks, answer.outputs[0], result)
 
 
 def test_what_one_rank_cannot_hold_is_refused_and_the_engine_goes_on(two_ranks, big):
