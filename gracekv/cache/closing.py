@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.entries import CompressedCache
+from gracekv.cache.quantised import dequantised
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.model_layers import rotations_up_to
@@ -18,17 +19,18 @@ from gracekv.prefill.supported import closable_length
 
 def oldest_position(cache: CompressedCache, shard: HeadShard = WHOLE) -> int:
     """The lowest position of an entry in all processes; above 0 once gaps were closed."""
-    own = min(int(positions.min()) for _, positions, _ in (x.index() for x in cache.layers))
-    return -int(shard.maximum(torch.tensor(-own)))
+    lowest = [positions.min() for _, positions, _ in (x.index() for x in cache.layers)]
+    own = torch.stack([x.to(lowest[0].device) for x in lowest]).amin().cpu()
+    return -int(shard.maximum(-own))
 
 
 def with_closed_gaps(
-    cache: RaggedCache, model: Any, tokens: int = 0, shard: HeadShard = WHOLE
-) -> RaggedCache:
-    """The cache of one sequence, with gaps closed if less than a quarter of positions is left.
+    cache: CompressedCache, model: Any, tokens: int = 0, shard: HeadShard = WHOLE
+) -> RaggedCache | None:
+    """The cache of one sequence with closed gaps; None while a quarter of positions is left.
 
-    Entries then take half of those that the model knows, or less where `tokens` do not fit the
-    other half.
+    Entries take half of the positions that the model knows, or less where `tokens` do not fit the
+    other half. They are then in the model's dtype.
 
     Args:
         cache: its entries.
@@ -38,17 +40,17 @@ def with_closed_gaps(
     """
     known, now = closable_length(model), cache.length
     if known is None or 4 * (now - oldest_position(cache, shard) + tokens) <= 3 * known:
-        return cache
-    reach = min(known // 2, known - tokens)
-    pairs: Any = zip(cache.layers, rotations_up_to(model, now), strict=True)
-    return dataclasses.replace(cache, layers=tuple(closed(x, now, y, reach) for x, y in pairs))
+        return None
+    plain, reach = dequantised(cache), min(known // 2, known - tokens)
+    pairs: Any = zip(plain.layers, rotations_up_to(model, now), strict=True)
+    return replace(plain, layers=tuple(closed(x, now, y, reach) for x, y in pairs))
 
 
 def from_zero(cache: RaggedCache, shard: HeadShard = WHOLE) -> RaggedCache:
     """The cache with positions that begin with its oldest entry; keys stay rotated as they are."""
     first = oldest_position(cache, shard)
-    layers = tuple(dataclasses.replace(x, positions=x.positions - first) for x in cache.layers)
-    return dataclasses.replace(cache, layers=layers, length=cache.length - first)
+    layers = tuple(replace(x, positions=x.positions - first) for x in cache.layers)
+    return replace(cache, layers=layers, length=cache.length - first)
 
 
 def closed(entries: RaggedEntries, now: int, rope: Rope, reach: int) -> RaggedEntries:
@@ -63,10 +65,11 @@ def closed(entries: RaggedEntries, now: int, rope: Rope, reach: int) -> RaggedEn
         rope: the layer's rotations, up to `now`.
         reach: in positions.
     """
-    heads = entries.positions.long().split(entries.lengths.tolist())
-    to = torch.cat([_within_reach(own, now, reach) for own in heads])
-    keys = rope.moved(entries.positions.long(), to).rotate(entries.keys.float(), None)
-    return dataclasses.replace(entries, keys=keys.to(entries.dtype), positions=to.int())
+    # On the host, where a head's few numbers need no launches.
+    at = entries.positions.long().cpu()
+    to = torch.cat([_within_reach(own, now, reach) for own in at.split(entries.lengths.tolist())])
+    keys = rope.moved(at, to).rotate(entries.keys.float(), None)
+    return replace(entries, keys=keys.to(entries.dtype), positions=to.int().to(keys.device))
 
 
 def _within_reach(positions: Tensor, now: int, reach: int) -> Tensor:

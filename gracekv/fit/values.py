@@ -53,12 +53,8 @@ class QueryFitter(Fitter):
     def layers(self, cache: RaggedCache, references: list[Any], region: Region) -> RaggedCache:
         if not self.by_head:
             return super().layers(cache, references, region)
-        rows, fitted = references[0].asked.shape[1], []
-
-        def logit_bytes(layer: RaggedEntries) -> int:
-            return 4 * len(layer.lengths) * int(layer.lengths.max()) * int(rows)
-
-        for some in batches(cache.layers, logit_bytes, _BATCH):
+        most, fitted = _BATCH // (4 * references[0].asked.shape[1]), []
+        for some in batches(cache.layers, lambda x: len(x.lengths) * int(x.lengths.max()), most):
             count = some.stop - some.start
             reference = Reference.stack([references.pop(0) for _ in range(count)])
             packed = RaggedEntries.stack(cache.layers[some])

@@ -141,9 +141,9 @@ def closed_run(result: BaseResult, tokens: int) -> Run:
     Gaps between entries are closed if less than a quarter of all positions would be left; entries
     then have the closed positions, which take half of them where `tokens` fit the other half.
     """
-    run, cache = result._runs[0], dequantised(result._runs[0].cache)
-    made = with_closed_gaps(cache, result.model, tokens)
-    return run if made is cache else _with_layers(run, made, made.layers, run.entry_scores())
+    run = result._runs[0]
+    made = with_closed_gaps(run.cache, result.model, tokens)
+    return run if made is None else _with_layers(run, made, made.layers, run.entry_scores())
 
 
 def _with_layers(run: Run, cache: CompressedCache, layers: Any, scores: Any) -> Run:

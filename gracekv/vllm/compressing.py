@@ -217,16 +217,15 @@ class Compressor:
             if masks is not None:
                 cache = replace(cache, layers=tuple(map(RaggedEntries.where, cache.layers, masks)))
             if known is not None:
-                cache = from_zero(with_closed_gaps(cache, model, shard=shard), shard)
+                cache = from_zero(with_closed_gaps(cache, model, shard=shard) or cache, shard)
         rotated = moved(model, cache, added)
         self._store.loaded.check(order.name, rotated.kv_bytes + rotated.metadata_bytes)
         entries, size = (shard.total(x) for x in (int(cache.entries().sum()), cache.kv_bytes))
 
         # A context that is not saved has no file to digest: any number of its own will do.
         made = describe(model, follow, cache, order.recipe, secrets.token_hex(32))
-        made = replace(
-            made, entries=entries, bytes=size, model=dict(self._store.model or made.model)
-        )
+        facts = dict(self._store.model or made.model)
+        made = replace(made, entries=entries, bytes=size, model=facts)
         if order.save:
             whole = gathered_cache(rotated, shard) if shard.ranks > 1 else rotated
             if shard.rank == 0:

@@ -97,7 +97,7 @@ Order = Compression | Listing | Deletion
 
 def names_of(order: Order) -> list[str]:
     """Names of the contexts that an order makes, reads or deletes."""
-    return [at for x in ("name", "source") if (at := getattr(order, x, None)) is not None]
+    return [name for x in ("name", "source") if (name := getattr(order, x, None)) is not None]
 
 
 def order_of(

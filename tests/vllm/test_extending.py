@@ -212,9 +212,9 @@ def test_positions_are_closed_as_a_conversation_s_are(ids, tmp_path, ranks):
         result = result.from_runs(model, result.prompts, [closed_run(result, 0)], result.pipeline)
         want, length = moved(model, result.packed), made[0].header.length
         lengths.append(length)
-        for (begin, end), worker in zip(heads, workers, strict=True):
-            context = worker.store.load("talk", made[0].header.digest)
-            assert oldest_position(context) >= 0
+        contexts = [x.store.load("talk", made[0].header.digest) for x in workers]
+        assert min(map(oldest_position, contexts)) == 0
+        for (begin, end), context in zip(heads, contexts, strict=True):
             for mine, theirs in zip(context.layers, want.layers, strict=True):
                 for own, head in enumerate(range(begin, end)):
                     keys, values, places, _ = mine.head(own)
@@ -230,7 +230,7 @@ def test_positions_are_closed_as_a_conversation_s_are(ids, tmp_path, ranks):
     assert torch.cat(equal).float().mean() > 0.9
     assert LENGTH + 4 * size > known
     assert max(lengths) <= known * 3 // 4
-    assert any(b < a + size for a, b in itertools.pairwise(lengths))
+    assert any(b < a for a, b in itertools.pairwise(lengths))
 
 
 def test_passages_that_keep_all_entries_stay_and_the_windows_of_others_do_not(model, ids, tmp_path):
