@@ -74,8 +74,8 @@ def _run_splits(
 
     piece = max(4, _PIECENUMBERS // dim // 4 * 4)
     most, longest = args.most_queries, args.longest
-    numbers = 3 * piece * dim + most * (2 * dim + longest) + 2 * longest
-    work = np.empty(numbers + 9 * WIDTH, np.float32)
+    numbers = 3 * piece * dim + most * (2 * dim + longest)
+    work = np.empty(numbers + 7 * WIDTH, np.float32)
     free = (work.ctypes.data + 4 * WIDTH - 1) // (4 * WIDTH) * (4 * WIDTH)
     scratch, free = _floats(free, piece, dim)
     s, free = _floats(free, 1, piece * dim)
@@ -83,9 +83,6 @@ def _run_splits(
     queries, free = _floats(free, most, dim)
     mixed, free = _floats(free, most, dim)
     weights, free = _floats(free, most, longest)
-    mantissa, free = _floats(free, 1, longest)
-    bits = carray(pointer(free), (longest,), np.int32)
-    power, free = _floats(free, 1, longest)
     slots = np.empty(args.packed_splits + tail_splits, np.int64)
 
     all_splits = args.packed_splits + args.batch * heads * tail_splits
@@ -136,14 +133,14 @@ def _run_splits(
                 products(queries, count, k, at, n, v_rows, begins, weights, start)
         for j in range(count):
             if softcap > 0:
-                cap_logits(weights[j], entries, softcap, mantissa[0], bits, power[0])
+                cap_logits(weights[j], entries, softcap)
             if place < 0 or args.mask != 0:
                 for e in range(entries):
                     weights[j, e] += extra[e]
             top = largest(weights[j], entries)
             partial[slot + j, dim] = top
             # Where all entries are hidden any finite maximum will do: the weights are 0.
-            total = exponentials(weights[j], entries, max(top, _LOWEST), bits, power[0])
+            total = exponentials(weights[j], entries, max(top, _LOWEST))
             partial[slot + j, dim + 1] = total
         # Tails are short and often still in the processor's cache; their keys are not prefetched.
         ahead = splits[upcoming, 1] if upcoming < args.packed_splits else first

@@ -9,6 +9,9 @@ import math
 from typing import Any
 
 import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped,unused-ignore]
+from numba import types  # type: ignore[import-untyped,unused-ignore]
+from numba.extending import intrinsic  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.kernels.intrinsics import inner
 from gracekv.kernels.row_vectors import WIDTH, largest_of
@@ -20,59 +23,55 @@ _LOG2_E = np.float32(1.4426950408889634)
 # ln 2 in two parts, so that x - n ln 2 keeps its digits.
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
+# (e^r - 1 - r) / r^2 for |r| <= ln 2 / 2, from the highest power down (Cephes' expf).
+_COEFFICIENTS = tuple(map(np.float32, (
+    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
+    5.0000001201e-1,
+)))  # fmt: skip
 # From here on tanh is 1 in float32.
 _FAR = np.float32(20)
 # Below it, the quotient of exponentials would cancel.
 _NEAR = np.float32(0.625)
-_NONE = np.float32(0)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _power_of_two(context: Any, n: Any) -> Any:
+    """2^n for int32 n from -126 to 127."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        bits = builder.shl(builder.add(arguments[0], word(127)), word(23))
+        return builder.bitcast(bits, ir.FloatType())
+
+    return types.float32(types.int32), generate
 
 
 @inner(inline="always")
-def exponential_parts(x: Any) -> Any:
-    """m and the bits (int32) of a power of two p with e^x = m p, for float32 `LEAST` <= x <= 87.
-
-    A loop that stores both and a loop that multiplies them become vector instructions; one loop
-    does not.
-    """
+def exponential(x: Any) -> Any:
+    """e^x for float32 `LEAST` <= x <= 87; loops over it become vector instructions."""
     n = np.floor(x * _LOG2_E + np.float32(0.5))
     r = x - n * _LN2_HIGH - n * _LN2_LOW
-    s = np.float32(1.9875691500e-4)
-    s = s * r + np.float32(1.3981999507e-3)
-    s = s * r + np.float32(8.3334519073e-3)
-    s = s * r + np.float32(4.1665795894e-2)
-    s = s * r + np.float32(1.6666665459e-1)
-    s = s * r + np.float32(5.0000001201e-1)
-    return s * r * r + r + np.float32(1.0), (np.int32(n) + np.int32(127)) << np.int32(23)
+    s = np.float32(0)
+    for c in _COEFFICIENTS:
+        s = s * r + c
+    return (s * r * r + r + np.float32(1.0)) * _power_of_two(np.int32(n))
 
 
 @inner(fastmath={"contract"})
-def exponentiate(x: Any, bits: Any, power: Any) -> None:
-    """x <- e^x in place for float32 x <= 87; e^-87 below -87.
-
-    `bits` (int32, as long as x) is overwritten; `power` is `bits` seen as float32.
-    """
+def exponentiate(x: Any) -> None:
+    """x <- e^x in place for float32 x <= 87; e^-87 below -87."""
     for q in range(len(x)):
-        x[q], bits[q] = exponential_parts(max(x[q], LEAST))
-    for q in range(len(x)):
-        x[q] *= power[q]
+        x[q] = exponential(max(x[q], LEAST))
 
 
 @inner(fastmath={"reassoc", "contract"})
-def exponentials(
-    x: Any, count: int, top: Any, bits: Any, power: Any, least: Any = LEAST, kept: Any = _NONE
-) -> Any:
-    """Sum of x <- e^(x - top), in place, for x <= top; `power` is `bits` (int32) as float32.
-
-    Where x - top is `least` or smaller, x <- kept e^least; `kept` is 0, since an entry that a bias
-    of -inf hides has weight 0, or 1.
-    """
-    for e in range(count):
-        y = max(x[e] - top, least)
-        mantissa, bits[e] = exponential_parts(y)
-        x[e] = mantissa * (kept if y == least else np.float32(1))
+def exponentials(x: Any, count: int, top: Any, least: Any = LEAST) -> Any:
+    """Sum of x <- e^(x - top), in place, for x <= top; 0 where x - top is `least` or smaller."""
     total = np.float32(0)
     for e in range(count):
-        x[e] *= power[e]
+        y = max(x[e] - top, least)
+        power = exponential(y)
+        x[e] = np.float32(0) if y == least else power
         total += x[e]
     return total
 
@@ -116,18 +115,15 @@ def merge(
 
 
 @inner(fastmath={"contract"})
-def cap_logits(x: Any, count: int, softcap: Any, mantissa: Any, bits: Any, power: Any) -> None:
+def cap_logits(x: Any, count: int, softcap: Any) -> None:
     """x <- softcap tanh(x / softcap) of the first `count` float32 numbers, in place.
 
-    To float32's last bits (Cephes' tanhf); NaN stays NaN. `mantissa` (float32) and `bits` (int32)
-    are overwritten; `power` is `bits` as float32.
+    To float32's last bits (Cephes' tanhf); NaN stays NaN.
     """
     one, two, inverse = np.float32(1), np.float32(2), np.float32(1) / softcap
     for e in range(count):
-        mantissa[e], bits[e] = exponential_parts(two * min(abs(x[e] * inverse), _FAR))
-    for e in range(count):
         r = x[e] * inverse
-        far = one - two / (mantissa[e] * power[e] + one)
+        far = one - two / (exponential(two * min(abs(r), _FAR)) + one)
         square = r * r
         p = np.float32(-5.70498872745e-3) * square + np.float32(2.06390887954e-2)
         p = p * square - np.float32(5.37397155531e-2)

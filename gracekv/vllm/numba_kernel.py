@@ -66,10 +66,7 @@ _LOWEST = np.finfo(np.float32).min
 
 
 @inner()
-def _add(
-    weights: Any, count: int, entries: int, v: Any, at: int, bits: Any, power: Any, mixed: Any,
-    sums: Any,
-) -> None:  # fmt: skip
+def _add(weights: Any, count: int, entries: int, v: Any, at: int, mixed: Any, sums: Any) -> None:
     """Add a piece of logits `weights` and values `v` to partial results `sums` [count, d + 2]."""
     dim = v.shape[1]
     for j in range(count):
@@ -81,7 +78,7 @@ def _add(
             sums[j, dim + 1] *= factor
         sums[j, dim] = top
         # If all entries are hidden, any finite maximum will do: the weights are 0.
-        sums[j, dim + 1] += exponentials(weights[j], entries, max(top, _LOWEST), bits, power)
+        sums[j, dim + 1] += exponentials(weights[j], entries, max(top, _LOWEST))
     mixtures(weights, count, v, at, entries, v, at, mixed)
     for j in range(count):
         for i in range(dim):
@@ -119,8 +116,7 @@ def _run_work(args: Any, like: Any) -> None:
     page_values = np.empty_like(page_keys)
     queries, mixed = np.empty((most, dim), np.float32), np.empty((most, dim), np.float32)
     sums, weights = np.empty((most, dim + 2), np.float32), np.empty((most, _PIECE), np.float32)
-    bits = np.empty(_PIECE, np.int32)
-    power, rows_of = bits.view(np.float32), np.empty(max(1, args.slots), np.int64)
+    rows_of = np.empty(max(1, args.slots), np.int64)
 
     taken = fetch_and_add(counters, 0)
     while taken < args.units * heads:
@@ -151,7 +147,7 @@ def _run_work(args: Any, like: Any) -> None:
                     for e in range(entries):
                         weights[j, e] += bias[begin + e]
                 v, at = as_float32(values, begin, entries, scratch)
-                _add(weights, count, entries, v, at, bits, power, mixed, sums)
+                _add(weights, count, entries, v, at, mixed, sums)
                 begin += entries
         if reads_pages:
             row, seen = rows[first // group], positions[(first + count - 1) // group] + 1
@@ -170,7 +166,7 @@ def _run_work(args: Any, like: Any) -> None:
                     for e in range(max(visible, 0), entries):
                         weights[j, e] = -math.inf
                 v, at = as_float32(page_values, 0, entries, scratch)
-                _add(weights, count, entries, v, at, bits, power, mixed, sums)
+                _add(weights, count, entries, v, at, mixed, sums)
                 begin += entries
         for j in range(count):
             token, query_head = (first + j) // group, head * group + (first + j) % group

@@ -98,6 +98,32 @@ def test_large_and_equal_logits(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("power", [1.0, 2.0, 3.0, 1.5])
+def test_nan_stays_nan(engine, power):
+    queries, keys, seen, weights = case(4, 2, 1, 5, 40, 8)
+    keys[1, 3] = torch.nan
+    got = softmax_columns(queries, keys, seen + 9, weights, power=power, engine=engine)
+    assert got[0].isfinite().all()
+    assert got[1, :10].isnan().all()
+
+
+@pytest.mark.skipif("numba" not in ENGINES, reason="needs numba")
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    scale=st.floats(1.0, 30.0),
+    power=st.sampled_from([1.5, 2.0, 3.0]),
+)
+def test_no_number_is_denormal(seed, scale, power):
+    """Denormal numbers take a hundred times as long, and are what far keys' shares come to."""
+    queries, keys, _, _ = case(seed, 1, 1, 1, 300, 8)
+    got = softmax_columns(scale * queries, keys, 300, power=power, engine="numba")
+    want = reference(scale * queries, keys, torch.tensor([300]), torch.ones(1), power, False)
+    torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=1e-30)
+    assert ((got == 0) | (got >= torch.finfo(torch.float32).tiny)).all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_views_and_no_queries(engine):
     queries, keys, seen, weights = case(2, 2, 2, 40, 60, 8)
     want = softmax_columns(queries, keys, seen.clamp(max=50), weights, engine=engine)[:, :50]

@@ -64,7 +64,7 @@ class Scratch(
         "Scratch",
         "p gram values_t scores cross cross_terms z m_square key_sum gram_sum "
         "weighted_gram_sum pending_z pending_m_square logits m_dot_v v_products mean_keys "
-        "log_m v_square spans bits",
+        "log_m v_square spans",
     )
 ):
     """Scratch memory of a thread, for nodes of up to w tokens (W: the next multiple of 16).
@@ -90,7 +90,6 @@ class Scratch(
         log_m: [R], log multiplicity.
         v_square: [R], |v~|^2.
         spans: int64 [R, 4], first and last token, row and column of `costs`.
-        bits: int32 [R, Q], scratch of `exponential`.
     """
 
 
@@ -106,5 +105,5 @@ def new_scratch(max_length: int, dim: int, padded_probes: int) -> Any:
         np.empty(width, f), np.empty(width, f), np.empty((rows, probes), f),
         np.empty((rows, probes), f), np.empty((rows, probes), f), np.empty((rows, probes), f),
         np.empty((rows, width), f), np.empty((rows, dim), f), np.empty(rows, f), np.empty(rows, f),
-        np.empty((rows, 4), np.int64), np.empty((rows, probes), np.int32),
+        np.empty((rows, 4), np.int64),
     )  # fmt: skip

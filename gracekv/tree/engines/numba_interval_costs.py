@@ -221,8 +221,7 @@ def flush(node: Any, heads: Any, scratch: Any, costs: Any, pending: int) -> None
     p, logits, m_dot_v = scratch.p, scratch.logits, scratch.m_dot_v
     pending_z, pending_m_square = scratch.pending_z, scratch.pending_m_square
     v_products, mean_keys = scratch.v_products, scratch.mean_keys
-    spans, bits, power = scratch.spans, scratch.bits, scratch.bits.view(np.float32)
-    log_ms, v_squares = scratch.log_m, scratch.v_square
+    spans, log_ms, v_squares = scratch.spans, scratch.log_m, scratch.v_square
     max_logit, inverse_sum, queries = heads.max_logit, heads.inverse_sum, heads.queries
     first_probe, visible_probes = heads.first_probe, heads.visible_probes
     lambda_z, lambda_m, epsilon = heads.lambda_z, heads.lambda_m, heads.epsilon
@@ -249,7 +248,7 @@ def flush(node: Any, heads: Any, scratch: Any, costs: Any, pending: int) -> None
             logit = logits[r, i] + (log_m - max_logit[u, i])
             logits[r, i] = min(logit, _MAX_EXPONENT)
     size = pending * padded_probes
-    exponentiate(logits.reshape(-1)[:size], bits.reshape(-1)[:size], power.reshape(-1)[:size])
+    exponentiate(logits.reshape(-1)[:size])
     for r in range(pending):
         v_square = v_squares[r]
         for q in range(padded_probes):
