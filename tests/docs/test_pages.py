@@ -183,8 +183,8 @@ def test_pages_in_a_browser(browser, server, site, built):
     # Every page would index a megabyte for its search, which the next test uses.
     tab.route("**/search_index.json", lambda route: route.fulfill(json=index | {"docs": []}))
     names = sorted(built.keys() - {"404.html"})
-    # The long run sees each page in all four ways, every day every third page in one of them.
-    for number, name in enumerate(names if LONG else names[::3]):
+    # The long run sees each page in all four ways, every day every sixth page in one of them.
+    for number, name in enumerate(names if LONG else names[::6]):
         tab.goto(f"{address}/{name}")
         ways = list(product(WIDTHS.items(), SCHEMES.items()))
         for (width, pixels), (scheme, shown) in ways if LONG else [ways[number % 4]]:

@@ -14,7 +14,7 @@ from gracekv.prefill.attention_patch import patched_attention
 from gracekv.prefill.partial_attention import rotations
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
 from gracekv.undo import hooked, undone
-from support.covering import cases
+from support.covering import LONG, cases
 from support.interrupts import executed_lines, interrupted
 
 CASES = cases(12, 1000)
@@ -160,7 +160,8 @@ def test_interrupts_where_a_model_is_set_back_harm_nothing(session):
     }
     count = executed_lines(session.compress_in_chunks)
     assert len(lines & count.keys()) > 20
-    for place in sorted(lines & count.keys()):
-        for occurrence in {1, count[place]}:
+    for number, place in enumerate(sorted(lines & count.keys())):
+        # Every day one of the two.
+        for occurrence in {1, count[place]} if LONG else {(1, count[place])[number % 2]}:
             assert interrupted(session.compress_in_chunks, place, occurrence)
             session.check("compress_in_chunks")

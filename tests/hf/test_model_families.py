@@ -16,6 +16,7 @@ from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.supported import TESTED_MODEL_TYPES
 from gracekv.segment.curvature import BlockInput
 from gracekv.segment.surprisal import Surprisal
+from support.covering import every
 from support.dense import dense_logits
 from support.families import FAMILIES
 from support.greedy_decoding import greedy, heavier
@@ -162,7 +163,7 @@ def test_a_quarter_of_the_entries_decodes_like_dense_masked_attention(family):
     torch.testing.assert_close(logits.double(), want, rtol=0, atol=3e-4)
 
 
-@every_family
+@pytest.mark.parametrize("family", every(2, list(FAMILIES)))
 def test_batches_beams_and_files_give_what_one_prompt_gives(family, tmp_path):
     model = FAMILIES[family].model()
     alone = [gracekv.compress(model, prompt, ratio=3) for prompt in (PROMPT, SHORTER)]

@@ -1,7 +1,7 @@
 """Sharded and offloaded models: every layer's entries live where the layer lives."""
 
 import dataclasses
-from itertools import cycle
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from gracekv.segment.surprisal import Surprisal  # noqa: E402
 from gracekv.testing import synthetic_prefill  # noqa: E402
 from gracekv.testing.models import tiny_model  # noqa: E402
 from gracekv.value.output_projection import ProjectedNorms  # noqa: E402
+from support.covering import covering, every  # noqa: E402
 from support.devices import SECOND_DEVICE, MixedDevicesError, two_devices  # noqa: E402
 from support.margins import assert_same_tokens, logits_over  # noqa: E402
 
@@ -77,7 +78,8 @@ def spread(prefill, devices):
 
 # In turn: a recipe whose stages mind where layers lie minds it either way.
 @pytest.mark.parametrize(
-    ("name", "where"), zip(recipes.names(), cycle(["second half", "first half"]))
+    ("name", "where"),
+    every(2, list(zip(recipes.names(), cycle(["second half", "first half", "all"])))),
 )
 def test_every_recipe_packs_each_layer_where_it_lies(name, where):
     prefill = synthetic_prefill(layers=4, context=100)
@@ -124,8 +126,7 @@ def shard(model, devices):
     return model
 
 
-@pytest.mark.parametrize("where", MAPS)
-@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize(("family", "where"), covering(list(product(["llama", "phi3"], MAPS))))
 @torch.no_grad()
 def test_a_sharded_model_is_captured_and_continued(family, where):
     devices = MAPS[where]

@@ -11,6 +11,7 @@ from gracekv import Pipeline, recipes
 from gracekv.errors import ReportError
 from gracekv.fit.values_and_mass import LEAST, MOST
 from gracekv.report.entries import kept_entries
+from support.covering import cases
 
 RECIPES = [name for name in recipes.names() if not Pipeline.named(name).keep_all]
 
@@ -25,7 +26,7 @@ def plain(entries):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@settings(max_examples=4)
+@settings(max_examples=cases(2, 4))
 @given(seed=st.integers(0, 99), ratio=st.sampled_from(["1.3", 2, 4, 7]))
 def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
     result = make(recipe, ratio, seed=seed, context=64)

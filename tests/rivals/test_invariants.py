@@ -12,6 +12,7 @@ from gracekv.errors import BudgetError
 from gracekv.fit import NoFit
 from gracekv.prefill import Prefill
 from gracekv.testing import synthetic_prefill
+from support.covering import cases
 from support.selections import check_best_tokens, check_selection, kept_positions
 
 # Quantised ones count bytes, and round: see tests/precision.
@@ -68,7 +69,7 @@ def window_of(name: str, prefill: Prefill, run) -> int:
 
 
 @pytest.mark.parametrize("name", RIVALS)
-@settings(max_examples=25)
+@settings(max_examples=cases(10, 25))
 @given(prefill=prefills(), ratio=st.floats(1.0, 20.0))
 def test_the_budget_is_spent_exactly_and_what_must_stay_stays(name, prefill, ratio):
     run = run_of(name, prefill, ratio)
@@ -80,7 +81,7 @@ def test_the_budget_is_spent_exactly_and_what_must_stay_stays(name, prefill, rat
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
-@settings(max_examples=15)
+@settings(max_examples=cases(6, 15))
 @given(prefill=prefills(), ratio=st.floats(1.1, 12.0))
 def test_each_head_keeps_its_best_tokens(name, prefill, ratio):
     run = run_of(name, prefill, ratio)
@@ -100,7 +101,7 @@ EQUAL = (
 
 
 @pytest.mark.parametrize("name", RIVALS)
-@settings(max_examples=8)
+@settings(max_examples=cases(4, 8))
 @given(seed=st.integers(0, 10_000), total=st.integers(6 * 8, 6 * 50))
 def test_budget_shapes(name, seed, total):
     prefill = synthetic_prefill(layers=3, kv_heads=2, context=70, dim=8, seed=seed)

@@ -16,6 +16,11 @@ def cases(daily: int, long: int) -> int:
     return max(daily, round(long * LONG))
 
 
+def every(step: int, cases: Sequence[Any]) -> list[Any]:
+    """Every day each `step`-th of `cases`, in the long run all."""
+    return list(cases if LONG else cases[::step])
+
+
 def covering(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Few of `cases`, in their order, that hold every value of every parameter at least once."""
     if LONG:

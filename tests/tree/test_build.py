@@ -25,6 +25,7 @@ from gracekv.tree import (
 from gracekv.tree.engines.reference import ReferenceDistortion
 from gracekv.tree.reference import grow_tree
 from gracekv.tree.tree_batch import scratch_bytes
+from support.covering import cases
 from support.interval_costs import evaluator_of
 from support.splits import assert_same_tree, children_of
 from support.trees import tree_context
@@ -113,7 +114,7 @@ class FastEvaluator:
 
 
 @pytest.mark.parametrize("floor", [False, True])
-@settings(max_examples=12)
+@settings(max_examples=cases(5, 12))
 @given(seed=st.integers(0, 1000))
 def test_growth_matches_the_reference(floor: bool, seed: int) -> None:
     """Ties of rounding aside, the trees are the reference's."""
@@ -133,7 +134,7 @@ def test_growth_matches_the_reference(floor: bool, seed: int) -> None:
             assert_same_tree(context, head, got, want, root, BinaryExtract().reward)
 
 
-@settings(max_examples=6)
+@settings(max_examples=cases(3, 6))
 @given(seed=st.integers(0, 1000))
 def test_gains_match_the_definitions(seed: int) -> None:
     context = tree_context(seed)

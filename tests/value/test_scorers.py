@@ -12,10 +12,11 @@ from gracekv.value import SCORERS, ColumnSums, KVzipTwoPass, OutputProjection, R
 from gracekv.value.base import mean_seed_scores
 from gracekv.value.kvzip_two_pass import Reconstruction
 from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
+from support.covering import cases
 
 
 @pytest.mark.parametrize("name", list(SCORERS))
-@settings(max_examples=15)
+@settings(max_examples=cases(6, 15))
 @given(
     seed=st.integers(0, 2**32 - 1),
     context=st.integers(1, 80),
