@@ -141,7 +141,7 @@ def why_not(made, name, length, options):
         ("kept", {"ratio": 0.5}, 50, "at least 1"),
         ("kept", {"ratio": float("nan")}, 50, "ratio"),
         ("kept", {"kv_bytes": 9}, 50, "exactly one"),
-        ("kept", {"recipe": "kvzip-two-pass"}, 50, "reads passes"),
+        ("kept", {"recipe": "kvzip-two-pass"}, 50, "reads more of the model"),
         ("kept", {"recipe": "unheard"}, 50, "Unknown recipe"),
         ("kept", {"into": "a/b"}, 50, "A context's name"),
         ("kept", {"save": True, "expires": 3}, 50, "expires"),
@@ -149,7 +149,7 @@ def why_not(made, name, length, options):
         ("kept", {}, LONGEST - 1, "Send a shorter one"),
         ("kept", {}, LONGEST, "longer than the maximum"),
         ("kept", {"limit": {"entries": 5}}, 50, "no field 'entries'"),
-        ("kept", {"limit": {"kv_bytes": "1MB", "positions": "closed"}}, 50, "The limit of"),
+        ("kept", {"limit": {"kv_bytes": "1MB", "positions": "open"}}, 50, "positions"),
         ("bare", {"limit": {"entries_per_head": 9}}, 50, "no scores"),
         # Two passages at ratio 1 do not fit; nothing of them may be dropped.
         ("kept", {"ratio": 1, "limit": {"entries_per_head": 40}}, 50, "must stay"),
