@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,7 @@ class _ProcessSetting:
     """
 
     def __init__(self, prepare: Callable[[], tuple[_Action, _Action]]) -> None:
-        self._prepare, self._lock = prepare, threading.Lock()
+        self._prepare, self._lock = prepare, threading.RLock()
         self._blocks: set[object] = set()
         self._revert: _Action
 
@@ -56,10 +56,15 @@ class _ProcessSetting:
         mine = object()
 
         def undo() -> None:
-            with self._lock:
-                if self._blocks == {mine}:
-                    self._revert()
-                self._blocks.discard(mine)
+            if mine in self._blocks:
+                with self._lock:
+                    if self._blocks == {mine}:
+                        self._revert()
+                    self._blocks.discard(mine)
+            # An interrupt that comes as a block gives the lock back may leave it with this thread.
+            with suppress(RuntimeError):
+                while True:
+                    self._lock.release()
 
         with undone(undo):
             with self._lock:

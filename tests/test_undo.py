@@ -1,9 +1,12 @@
 """What a block has changed is set back, whenever an interrupt comes."""
 
+import threading
+
 import pytest
 import torch
 
-from gracekv.undo import hooked, undone
+from gracekv.undo import full_float32, hooked, undone
+from support.interrupts import executed_lines, interrupted
 
 
 def test_set_back_after_the_block_even_if_it_fails():
@@ -38,3 +41,23 @@ def test_hooks_go():
         hooks.append(module.register_forward_hook(lambda *_: None))
         assert module._forward_hooks
     assert not module._forward_hooks
+
+
+def test_an_interrupt_at_any_line_leaves_the_setting_to_other_threads():
+    def change():
+        with full_float32():
+            pass
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        for place, count in sorted(executed_lines(change).items()):
+            for occurrence in range(1, count + 1):
+                assert interrupted(change, place, occurrence), place
+                assert torch.get_float32_matmul_precision() == "high", (place, occurrence)
+                other = threading.Thread(target=change, daemon=True)
+                other.start()
+                other.join(30)
+                assert not other.is_alive(), (place, occurrence)
+    finally:
+        torch.set_float32_matmul_precision(before)

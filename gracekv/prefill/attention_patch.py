@@ -26,7 +26,7 @@ ATTACHED = {"gracekv": "sdpa", "gracekv_eager": "eager"}
 """Names of the attention of attached models (`gracekv.hf.attach`), and what it stands on."""
 
 _numbers = itertools.count()
-_new_entry = threading.Lock()
+_new_entry = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
