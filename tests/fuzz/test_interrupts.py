@@ -1,5 +1,6 @@
 """Interrupts at random lines: the model answers as before, files are the old or the new ones."""
 
+import gc
 import inspect
 from pathlib import Path
 from random import Random
@@ -26,6 +27,8 @@ class Session:
 
     def __init__(self, folder):
         self.folder = folder
+        # Names of earlier tests' models go when these are collected, which must not be later.
+        gc.collect()
         self.tokenizer = tiny_tokenizer(vocabulary=600)
         self.model = tiny_llama(vocabulary=600)
         draw = torch.Generator().manual_seed(0)
