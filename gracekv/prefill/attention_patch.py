@@ -26,6 +26,7 @@ ATTACHED = {"gracekv": "sdpa", "gracekv_eager": "eager"}
 """Names of the attention of attached models (`gracekv.hf.attach`), and what it stands on."""
 
 _numbers = itertools.count()
+# The thread that has it may take it again, as in `gracekv.undo`.
 _new_entry = threading.RLock()
 
 

@@ -44,8 +44,8 @@ def replace_lines(page: Path, head: str, new: Iterable[str]) -> None:
     old = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
     title, columns = head.splitlines()[-2], head.splitlines()[-2].count(" |")
     # What earlier pages held had other columns.
-    lines = {_cell(x): x for x in old if x.startswith("| ") and x.count(" |") == columns}
-    lines.pop(_cell(title), None)
+    table = [x for x in old if x.startswith("| ") and x.count(" |") == columns and x != title]
+    lines = {_cell(x): x for x in table}
     lines |= {_cell(line): line for line in new}
     text = head.format(machine=machine(), commit=commit())
     page.write_text(text + "".join(f"{lines[x]}\n" for x in sorted(lines)), encoding="utf-8")

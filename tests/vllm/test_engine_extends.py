@@ -149,7 +149,7 @@ def why_not(made, name, length, options):
         ("kept", {}, LONGEST - 1, "Send a shorter one"),
         ("kept", {}, LONGEST, "longer than the maximum"),
         ("kept", {"limit": {"entries": 5}}, 50, "no field 'entries'"),
-        ("kept", {"limit": {"kv_bytes": "1MB", "positions": "open"}}, 50, "positions"),
+        ("kept", {"limit": {"kv_bytes": "1MB", "positions": "open"}}, 50, "one of 'counted'"),
         ("bare", {"limit": {"entries_per_head": 9}}, 50, "no scores"),
         # Two passages at ratio 1 do not fit; nothing of them may be dropped.
         ("kept", {"ratio": 1, "limit": {"entries_per_head": 40}}, 50, "must stay"),
