@@ -158,7 +158,14 @@ def opened(path: Path) -> Iterator[SavedFile]:
         kind = "a folder" if path.is_dir() else "not a regular file"
         raise SavedCacheError(f"{path} is {kind}, not what result.save wrote.")
     try:
-        file = safetensors.safe_open(path, "pt")
+        before, now = None, path.stat()
+        # It opens the path twice, for the header and for the tensors.
+        while before is None or (before.st_ino, before.st_mtime_ns) != (
+            now.st_ino,
+            now.st_mtime_ns,
+        ):
+            before, file = now, safetensors.safe_open(path, "pt")
+            now = path.stat()
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         foreign = "it is not a file that result.save wrote" if "header too" in str(error) else error
         raise SavedCacheError(f"Cannot read the saved cache {path}: {foreign}. {AGAIN}") from error
