@@ -158,14 +158,10 @@ def opened(path: Path) -> Iterator[SavedFile]:
         kind = "a folder" if path.is_dir() else "not a regular file"
         raise SavedCacheError(f"{path} is {kind}, not what result.save wrote.")
     try:
-        before, now = None, path.stat()
-        # It opens the path twice, for the header and for the tensors.
-        while before is None or (before.st_ino, before.st_mtime_ns) != (
-            now.st_ino,
-            now.st_mtime_ns,
-        ):
+        # The path is opened twice, for the header and for the tensors: both must be of one file.
+        before = None
+        while before != (now := _identity(path)):
             before, file = now, safetensors.safe_open(path, "pt")
-            now = path.stat()
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         foreign = "it is not a file that result.save wrote" if "header too" in str(error) else error
         raise SavedCacheError(f"Cannot read the saved cache {path}: {foreign}. {AGAIN}") from error
@@ -173,6 +169,12 @@ def opened(path: Path) -> Iterator[SavedFile]:
         metadata = file.metadata() or {}
         header = _header(path, metadata)
         yield SavedFile(path, header, metadata["gracekv_sha256"], file)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """What differs once another file has taken the path."""
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns
 
 
 def read_header(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import threading
 from random import Random
 
 import pytest
+import safetensors
 import torch
 
 import gracekv
@@ -89,6 +90,23 @@ def test_what_becomes_of_a_file_does_not_change_what_was_loaded(model, saved, tm
     after = [x for layer in loaded.packed.layers for x in layer.tensors().values()]
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
     assert torch.equal(loaded.generate_ids(3), want)
+
+
+def test_a_file_that_is_replaced_while_it_is_opened_is_opened_again(
+    model, saved, tmp_path, monkeypatch
+):
+    path, other = tmp_path / "shared.gracekv", other_result(model)
+    gracekv.load(saved, model).save(path)
+    opened, new = safetensors.safe_open, [other]
+
+    def replaced(*args):
+        found = opened(*args)
+        if new:
+            new.pop().save(path)
+        return found
+
+    monkeypatch.setattr(safetensors, "safe_open", replaced)
+    assert torch.equal(gracekv.load(path, model).prompt.ids, other.prompt.ids)
 
 
 def test_a_file_that_others_save_to_is_one_of_theirs(model, saved, tmp_path):
