@@ -102,8 +102,7 @@ class RecentWindow(Configurable):
     def check(self) -> None:
         if self.minimum > self.size:
             raise ConfigError(
-                f"RecentWindow.minimum is at most RecentWindow.size; got {self.minimum} and "
-                f"{self.size}."
+                f"RecentWindow.minimum is at most its size; got {self.minimum} and {self.size}."
             )
 
     def tokens(self, size: int, heads: int, each: int = 1) -> int:

@@ -123,9 +123,8 @@ def check_rows(rows: Tensor | None, batch: int, sequences: int) -> None:
     """Raise `ShapeError` unless `rows` [B] or None fits a `batch` over these `sequences`."""
     if batch % sequences if rows is None else rows.shape != (batch,):
         raise ShapeError(
-            f"A cache of {sequences} sequences takes a multiple of as many rows, or `rows` of "
-            f"shape [B]; got a batch of {batch} and rows "
-            f"{None if rows is None else list(rows.shape)}."
+            f"A cache of {sequences} sequences takes a multiple of as many rows, or `rows` [B]; "
+            f"got a batch of {batch} and rows {None if rows is None else list(rows.shape)}."
         )
 
 

@@ -42,10 +42,7 @@ class Numba(AttentionBackend):
         if spec.device.type != "cpu":
             return f"The cache lies on {spec.device}; the kernel is for CPUs. Use backend 'sdpa'."
         if spec.dtype is not None and spec.dtype not in _DTYPES:
-            return (
-                f"The kernel reads float32, float16 and bfloat16; got {spec.dtype}. "
-                f"Use backend 'sdpa'."
-            )
+            return f"It reads float32, float16 and bfloat16; got {spec.dtype}. Use backend 'sdpa'."
         if importlib.util.find_spec("numba") is None:
             return "numba is not installed. Run: pip install 'gracekv[cpu]', or use backend 'sdpa'."
         return threads_obstacle()

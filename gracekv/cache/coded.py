@@ -126,8 +126,7 @@ class CodedEntries:
                 raise ShapeError(
                     f"Coded {name} of {entries} entries take codes [{entries}, "
                     f"{dim * self.coding.bits // 8}] and scales and zero points {list(shape)}; got "
-                    f"{list(made.codes.shape)}, {list(made.scale.shape)} and "
-                    f"{list(made.zero.shape)}."
+                    f"{[list(x.shape) for x in (made.codes, made.scale, made.zero)]}."
                 )
         if self.positions.shape != (entries,) or self.log_multiplicity.shape != (entries,):
             raise ShapeError(

@@ -141,8 +141,7 @@ def compress(
     text = read_text(context)
     if not question and save is None and report is None:
         raise ConfigError(
-            "There is nothing to do with the cache: add --question, --save to ask it later, or "
-            "--report."
+            "There is nothing to do: add --question, --save to ask the cache later, or --report."
         )
     for out in filter(None, (save, report)):
         check_output(out)

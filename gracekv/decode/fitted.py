@@ -72,7 +72,7 @@ class Fitted(Decoder):
         total = chance.sum(dim=-1) + sink
         weights = total.new_full((total.shape[1],), 1 / total.shape[1])
         # All columns, with no mass in dropped ones: few are dropped, and this copies nothing.
-        attention = KeptMass(kept, chance * kept[:, None], total, sink, weights)
+        attention = KeptMass(kept, chance * kept[:, None], total, sink, weights, None)
         factor = multiplicities(attention, self.mass_trust, self.trust_read)
         shares = attention.shares(factor)
         error = chance.div_(total[..., None]).sub_(shares) @ held.values.float()

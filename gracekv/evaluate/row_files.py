@@ -132,8 +132,7 @@ def note_marks(row: Mapping[str, Any], known: dict[tuple[str, str], Any]) -> Non
         names = sorted(n for n in {*marks, *other} if marks.get(n) != other.get(n))
         raise ConfigError(
             f"The folder holds rows of another model or tokenizer that was also called "
-            f"{row['model']!r} (other {', '.join(names)}). Keep the rows of each in a folder of "
-            f"their own."
+            f"{row['model']!r} (other {', '.join(names)}). Keep the rows of each apart."
         )
 
 

@@ -138,8 +138,7 @@ class Task:
                 return build(family, size)
         raise TaskError(
             f"The smallest sample {index} of {self.name}, with an answer of up to "
-            f"{self.max_new_tokens} tokens, does not fit the length {length}. Use a larger "
-            f"length."
+            f"{self.max_new_tokens} tokens, does not fit the length {length}: use a larger one."
         )
 
     def available(self, samples: int, sources: Sources, first: int = 0) -> range:

@@ -156,6 +156,7 @@ class KeptMass:
         total: float32 [G, M], as in `Reference`.
         sink: float32 [G, M], as there: mass that stays as it is.
         weights: float32 [M] or [G, M], as there.
+        scores: float32 [G, W], those that the free entries were chosen by, 0 for others; or None.
     """
 
     free: Tensor
@@ -163,6 +164,7 @@ class KeptMass:
     total: Tensor
     sink: Tensor
     weights: Tensor
+    scores: Tensor | None
 
     def shares(self, multiplicity: Tensor | None = None) -> Tensor:
         """float32 [G, M, W]: attention over the kept entries; `multiplicity` [G, W] multiplies."""
@@ -227,7 +229,10 @@ def attended(reference: Reference, packed: RaggedEntries, region: Region) -> Lay
     # A merged key can exceed every token's logit; beyond e^20 its mass says nothing more.
     mass.clamp_(max=20.0).exp_().mul_(entry_mass[:, None])
     free = is_entry & (positions >= region.start) & (positions < region.end)
-    kept = (free, mass, reference.total, reference.sink, reference.weights)
+    scores = packed.scores
+    if scores is not None:
+        scores = scores[columns].float().masked_fill_(~free, 0.0)
+    kept = (free, mass, reference.total, reference.sink, reference.weights, scores)
     return LayerAttention(*kept, place, columns, values, reference.before, reference.output)
 
 

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
@@ -127,7 +127,12 @@ class Fitter(PrefillReader, Strategy, abc.ABC):
     Entries outside the compressible region (prefix, recent window, question) stay bit for bit.
     Deterministic; computed in float32 or better; values return to the cache's dtype. Finite values
     stay finite.
+
+    Attributes:
+        by_score: whether `layer` needs to know the scores that its entries were chosen by.
     """
+
+    by_score: ClassVar[bool] = False
 
     @property
     def compares_layers(self) -> bool:

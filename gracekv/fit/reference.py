@@ -34,15 +34,19 @@ def fitted_head(
     positions = packed.head(head)[2]
     columns = ((positions >= region.start) & (positions < region.end)).nonzero()[:, 0]
     factor, change = torch.ones_like(log_m), torch.zeros_like(own_values)
+    scores = packed.scores
+    if scores is not None:
+        scores = scores[int(packed.offsets[head]) :][columns].double()
     if len(columns):
         plain = seen.kept[:, columns]
         if mass_trust is not None:
             missing = 1 - seen.sink - seen.kept.sum(dim=1, keepdim=True)
-            found = _least_squares(plain, missing, weight, mass_trust, trust_read)
+            found = _least_squares(plain, missing, weight, mass_trust, trust_read, scores)
             factor[columns] = (1 + found[:, 0]).clamp(LEAST, MOST)
         shares = seen.shares(factor)
+        trusts = weight, trust, trust_read
         error = seen.targets - shares @ torch.cat([own_values, capture.values[head, -1:].double()])
-        change[columns] = _least_squares(shares[:, columns], error, weight, trust, trust_read)
+        change[columns] = _least_squares(shares[:, columns], error, *trusts, scores)
     return own_values + change, log_m + factor.log()
 
 
@@ -136,10 +140,14 @@ def matched_head(
     return torch.linalg.lstsq(shares, target, driver="gels").solution, found
 
 
-def _least_squares(a: Tensor, b: Tensor, weight: Tensor, trust: float, trust_read: float) -> Tensor:
+def _least_squares(
+    a: Tensor, b: Tensor, weight: Tensor, trust: float, trust_read: float, scores: Tensor | None
+) -> Tensor:
     """The ridge problem as ordinary least squares with a row for each unknown."""
     read = (weight[:, None] * a.square()).sum(dim=0)
     mean = read.mean()
+    if scores is not None:
+        read = mean * scores.square() / scores.square().mean()
     penalty = (trust * mean + trust_read * read if mean > 0 else torch.ones_like(read)).sqrt()
     root = weight.sqrt()[:, None]
     top = torch.cat([a * root, penalty.diag()])

@@ -70,10 +70,14 @@ class RidgeFitter(QueryFitter):
     Attributes:
         trust: prior of all entries alike; a larger one keeps values nearer to the originals.
         trust_read: prior of an entry in proportion to how much the reference queries read it.
+        by_score: whether `trust_read` follows the square of the score that chose the entry, in
+            place of what the reference queries read: an entry that few queries look up may be
+            none that they ask for.
     """
 
     trust: float = bounded(0.1, above=0, hint="0.1 changes values a little, 0.01 much.")
     trust_read: float = bounded(0.3, at_least=0)
+    by_score: bool = field(default=False, kw_only=True)  # type: ignore[misc]
 
 
 @FITTERS.register("values")
@@ -85,6 +89,7 @@ class Values(RidgeFitter):
     sum_t lambda_t |x_t|^2, per layer and KV head. With a_t the weighted mean square of p_t over the
     reference queries and a their mean over entries, lambda_t = trust * a + trust_read * a_t: an
     entry that they read keeps its own value, which the answer may quote; the others may change.
+    With `by_score`, a_t is a s_t^2 over the mean of s^2, s_t being the score of the entry.
 
     Source: ours. The problem is that of Attention Matching (arXiv:2602.16284) and GRKV
     (arXiv:2605.31105); reference queries, weights and prior are our own.
@@ -127,11 +132,14 @@ def inverse_penalty(shares: Tensor, attention: KeptMass, trust: float, trust_rea
         shares: p float32 [G, M, W].
         attention: holds the weights and says which entries are free.
         trust: times the mean diagonal of the head's normal matrix, over free entries.
-        trust_read: times the entry's own diagonal.
+        trust_read: times the entry's own diagonal, or its part of their sum by squared scores.
     """
     own = torch.linalg.vecdot(shares, shares * attention.weights[..., None], dim=1)
-    own.masked_fill_(~attention.free, 0.0)
-    mean = own.sum(dim=1, keepdim=True) / attention.free.sum(dim=1, keepdim=True).clamp_min(1)
+    total = own.masked_fill_(~attention.free, 0.0).sum(dim=1, keepdim=True)
+    mean = total / attention.free.sum(dim=1, keepdim=True).clamp_min(1)
+    if attention.scores is not None:
+        squares = attention.scores.square()
+        own = squares * (total / squares.sum(dim=1, keepdim=True)).nan_to_num_(0.0, 0.0, 0.0)
     # Without any attention there is nothing to fit, and any penalty leaves the values.
     penalty = torch.where(mean > 0, trust * mean + trust_read * own, 1.0)
     return penalty.reciprocal_().masked_fill_(~attention.free, 0.0)

@@ -272,8 +272,7 @@ def prefilled_run(
         elif options.stream:
             raise ConfigError(
                 f"CaptureOptions(stream=True) reads and compresses layer by layer, and this "
-                f"pipeline needs all layers at once: {reason}. Leave stream out, or use another "
-                f"recipe."
+                f"pipeline needs all layers at once: {reason}. Leave stream out."
             )
     prefill = [run_capture(model, prompt, past, needs, options)]
     # Nothing else holds the prefill, so a stage can free what later ones do not read.

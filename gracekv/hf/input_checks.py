@@ -137,6 +137,5 @@ def _check_hidden(mask: Tensor, seen: Tensor) -> None:
     if not torch.equal(covered, seen.to(mask.device).expand_as(covered)):
         raise CacheError(
             "The attention mask hides tokens of the compressed prompt; their entries are merged "
-            "and cannot be hidden. Compress a prompt without padding; for a batch use "
-            "result.inputs."
+            "and cannot be hidden. Compress without padding; for a batch use result.inputs."
         )

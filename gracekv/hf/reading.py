@@ -175,8 +175,7 @@ class Reading:
         if not isinstance(reached, int) or reached != number:
             raise LayerOrderError(
                 f"{type(self.model).__name__} does not call its decoder layers one after the "
-                f"other, so it cannot be read layer by layer, but as a whole: "
-                f"CaptureOptions(stream=False)."
+                f"other, so it can only be read as a whole: CaptureOptions(stream=False)."
             )
 
     def _tell(self, done: int) -> None:

@@ -80,8 +80,7 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
     ) -> list[dict[str, Any]]:
         if self.tokenizer is None:
             raise ConfigError(
-                f"{TASK} needs a tokenizer. Use pipeline({TASK!r}, model=model, "
-                f"tokenizer=tokenizer)."
+                f"{TASK} needs a tokenizer: pipeline({TASK!r}, model=model, tokenizer=tokenizer)."
             )
         if reuse and options.get("answer_prefix"):
             raise ConfigError(

@@ -151,9 +151,9 @@ class Compression:
                 relevance = Relevance(scored.scores, scored.seed_scores, omega)
                 compared = Compared(relevance, token_slots(self._region(info)))
         with self._stage("allocate", info.device):
-            bought = self._bought(compared, costs)
+            bought, relevance = self._bought(compared, costs), compared.relevance
         with self._stage("pack", info.device):
-            entries = self._packed(bought, compared.relevance, prefill)
+            entries = self._packed(bought, relevance, prefill)
             packed, starts, chosen = map(tuple, zip(*entries, strict=True))
         cache = RaggedCache(packed, length=info.spans.length - 1)
         with self._stage("precision", info.device):
@@ -161,7 +161,12 @@ class Compression:
             read = pipe.precision.keys_as_read(cache, widths, info.entry_dim)
         with self._stage("fit", info.device):
             # Values make up for what decoding will read, rounded keys included.
-            fitted = pipe.fit.layers(read, self._references, self._region(info))
+            if pipe.fit.by_score:
+                gains = entry_gains(relevance.scores, relevance.sensitivity, bought.selection)
+                # The last one stands for entries outside the region, whose index is -1.
+                every = torch.nn.functional.pad(gains, (0, 1), value=torch.inf)
+                read = read.with_scores([every[own.to(every.device)] for own in chosen])
+            fitted = pipe.fit.layers(read, self._references, self._region(info)).with_scores(None)
             change = None if isinstance(pipe.fit, NoFit) else value_change(cache, fitted)
         with self._stage("precision", info.device):
             exact = fitted.with_keys_of(cache, info.entry_dim)
@@ -173,7 +178,7 @@ class Compression:
             timings=Timings(**seconds, **self._clock.seconds()),
             fingerprint=info.fingerprint,
             partition=compared.partition,
-            relevance=compared.relevance,
+            relevance=relevance,
             forest=compared.forest,
             floor=bought.floor,
             frontier=bought.frontier,

@@ -269,6 +269,5 @@ def check_observation(
         raise ShapeError(f"{observer!r} must observe a tensor [{shown}] here; it gave {got}.")
     checks.add(
         seen,
-        f"{observer!r} observed NaN or infinity. Check the model's weights and dtype, or the "
-        f"observer.",
+        f"{observer!r} observed NaN or infinity. Check it, and the model's weights and dtype.",
     )

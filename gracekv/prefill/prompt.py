@@ -251,9 +251,8 @@ def _checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
         tensor = tensor[0]
     if tensor.ndim != 1:
         raise PromptError(
-            f"ids must be one sequence of shape [T] or [1, T]; got shape "
-            f"{list(tensor.shape)}. Compress the sequences of a batch one by one: "
-            f"Prompt.from_ids(ids[0], ...)."
+            f"ids must be one sequence of shape [T] or [1, T]; got {list(tensor.shape)}. Compress "
+            f"the sequences of a batch one by one: Prompt.from_ids(ids[0], ...)."
         )
     kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
     if len(tensor) and (tensor.dtype not in kinds or int(tensor.min()) < 0):

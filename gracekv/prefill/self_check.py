@@ -153,8 +153,7 @@ def _rotation(model: Any, call: AttentionCall, args: Any, kwargs: Any) -> Rotati
     if differences[best] > _tolerance(model):
         raise _refusal(
             model,
-            f"rotates its keys in a way that gracekv does not know; it knows "
-            f"{', '.join(ROTATIONS)}",
+            f"rotates its keys in none of the ways known here: {', '.join(ROTATIONS)}",
             call.layer,
         )
     return best

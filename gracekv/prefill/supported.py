@@ -97,9 +97,8 @@ def _problem(model: Any) -> str | None:
         if kind not in KINDS:
             return (
                 f"Layer {number} of {name} is of kind {kind}; gracekv compresses keys and values "
-                f"of kinds {', '.join(COMPRESSED)}, leaves layers of kinds "
-                f"{', '.join(sorted(KINDS - set(COMPRESSED)))} as they are, and knows no others. "
-                f"{_TESTED}"
+                f"of kinds {', '.join(COMPRESSED)}, leaves those of "
+                f"{', '.join(sorted(KINDS - set(COMPRESSED)))}, and knows no others. {_TESTED}"
             )
         # Of linear layers `check_sharding` sees that every process holds all states.
         if kind in WITH_STATES - {"linear_attention"} and is_sharded(model):

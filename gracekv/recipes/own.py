@@ -57,7 +57,8 @@ _AGNOSTIC: Mapping[str, Any] = {
             "replay": {"name": "replay", "uniform_weight": 1.0, "max_queries": 64}, "tail": 0,
         },
         "trust": 0.03,
-        "trust_read": 0.1,
+        "trust_read": 0.3,
+        "by_score": True,
     },
 }  # fmt: skip
 # What a second reading does look at, beside what the first foresees, which counts three times. A
@@ -70,7 +71,7 @@ _TWO_PASS: Mapping[str, Any] = {
         **_AGNOSTIC["value"],
         "scorer": {
             "name": "mixture",
-            "weights": [1.0, 0.03],
+            "weights": [1.0, 0.2],
             "scorers": [{**_both("block_replay", _SECOND), "weights": [3.0, 1.0]}, _SECOND],
         },
     },

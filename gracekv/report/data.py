@@ -99,8 +99,7 @@ class ReportData:
             if not all(hasattr(result, name) for name in ("_run", "prompt", "pipeline")):
                 raise ReportError(
                     f"{label!r} must be what gracekv.compress returns for one prompt; got "
-                    f"{type(result).__name__}. For a page of each prompt of a batch use "
-                    f"batch.report(path)."
+                    f"{type(result).__name__}. For a batch use batch.report(path)."
                 )
         (first, main), *others = results.items()
         for label, other in others:

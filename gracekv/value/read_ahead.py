@@ -57,8 +57,7 @@ class ReadAhead(Scorer):
         """Raise `ConfigError` without any probe."""
         if self.question_probes + self.tail_probes < 1:
             raise ConfigError(
-                "ReadAhead takes at least one probe in all; got question_probes=0 and "
-                "tail_probes=0."
+                "ReadAhead takes at least one probe; got question_probes=0 and tail_probes=0."
             )
 
     def needs(self) -> Needs:

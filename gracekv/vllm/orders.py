@@ -140,8 +140,7 @@ def _compression(given: Mapping[str, Any], recipe_of: Callable[[str], str] | Non
     unknown = sorted(map(str, given.keys() - known))
     if unknown:
         raise StoreError(
-            f"A compressing request takes {', '.join(sorted(known))}; got "
-            f"{', '.join(unknown)[:200]}."
+            f"Compressing takes {', '.join(sorted(known))}; got {', '.join(unknown)[:200]}."
         )
     name, source = check_name(given.get("name")), None
     recipe = given.get("recipe", DEFAULT_WITHOUT_QUESTION)

@@ -44,18 +44,22 @@ def compressed(recipe="gracekv-plus", ratio=3, fit="none", softcap=None, sinks=F
     softcap=st.sampled_from([None, 2.0]),
     sinks=st.booleans(),
     repeat=st.sampled_from([0, 512]),
+    by_score=st.booleans(),
 )
 def test_equals_least_squares_in_float64(
-    seed, group, ratio, trust, trust_read, recipe, mass, softcap, sinks, repeat
+    seed, group, ratio, trust, trust_read, recipe, mass, softcap, sinks, repeat, by_score
 ):
     queries = dataclasses.replace(QUERIES, repeat=repeat)
     prefill, region, cache = compressed(
         recipe, ratio, softcap=softcap, sinks=sinks, seed=seed, group=group
     )
+    if by_score:
+        torch.manual_seed(seed)
+        cache = cache.with_scores([torch.rand(x.entries) ** 3 for x in cache.layers])
     fitter = (
-        Values(queries, trust, trust_read)
+        Values(queries, trust, trust_read, by_score=by_score)
         if mass is None
-        else ValuesAndMass(queries, trust, trust_read, mass)
+        else ValuesAndMass(queries, trust, trust_read, mass, by_score=by_score)
     )
     got = fitted_cache(fitter, prefill, region, cache)
     memory = {}
@@ -69,6 +73,26 @@ def test_equals_least_squares_in_float64(
             own = got.layers[number].head(head)
             torch.testing.assert_close(own[1].double(), values, rtol=2e-3, atol=2e-3)
             torch.testing.assert_close(own[3].double(), log_m, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("recipe", ["gracekv-plus", "gracekv-agnostic"])
+def test_a_pipeline_hands_over_the_scores_that_chose(recipe):
+    fit = {"name": "values", "by_score": True, "queries": {"tail": 4}}
+    prefill, region, got = compressed(recipe, 3, fit, seed=6)
+    pipeline = dataclasses.replace(Pipeline.named(recipe), fit=FITTERS.parse("none"))
+    run = pipeline.run(prefill, Budget.ratio(3))
+    scores = []
+    for own, layer in zip(run.relevance.scores, run.cache.layers, strict=True):
+        row, position, _ = layer.index()
+        inside = (position >= region.start) & (position < region.end)
+        scores.append(torch.full(row.shape, torch.inf))
+        scores[-1][inside] = own[row[inside], position[inside] - region.start]
+    wanted = fitted_cache(FITTERS.parse(fit), prefill, region, run.cache.with_scores(scores))
+    flat = fitted_cache(FITTERS.parse(fit), prefill, region, run.cache)
+    assert got.scores is None
+    for one, other, without in zip(got.layers, wanted.layers, flat.layers, strict=True):
+        torch.testing.assert_close(one.values, other.values, rtol=1e-3, atol=1e-4)
+        assert (one.values - without.values).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("sinks", [False, True])
