@@ -89,7 +89,7 @@ def tiles(dim: int, dtype: torch.dtype, capability: tuple[int, int], queries: in
     """
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise BackendUnavailableError(
-            f"Backend 'triton' reads float32, float16 and bfloat16; got {dtype}. Use 'sdpa'."
+            f"Triton reads float32, float16 and bfloat16; got {dtype}. Use backend 'sdpa'."
         )
     choices = _TABLE[padded_dim(dim), dtype.itemsize]
     chosen = next((choice for choice in choices if queries <= choice[0]), choices[-1])

@@ -141,7 +141,7 @@ def compress(
     text = read_text(context)
     if not question and save is None and report is None:
         raise ConfigError(
-            "There is nothing to do: add --question, --save to ask the cache later, or --report."
+            "There is nothing to do with the cache: add --question, --report, or --save for later."
         )
     for out in filter(None, (save, report)):
         check_output(out)

@@ -70,7 +70,7 @@ def register(name: str, recipe: Recipe) -> None:
     """
     if RECIPES.setdefault(name, recipe) != recipe:
         raise ConfigError(
-            f"There is a recipe {name!r} ({RECIPES[name].summary!r}). Choose another name."
+            f"The recipe {name!r} is already registered: {RECIPES[name].summary!r}. Rename yours."
         )
 
 
