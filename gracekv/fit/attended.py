@@ -156,7 +156,7 @@ class KeptMass:
         total: float32 [G, M], as in `Reference`.
         sink: float32 [G, M], as there: mass that stays as it is.
         weights: float32 [M] or [G, M], as there.
-        scores: float32 [G, W], those that the free entries were chosen by, 0 for others; or None.
+        scores: float32 [G, W], each free entry's part of its head's squared scores; or None.
     """
 
     free: Tensor
@@ -231,7 +231,8 @@ def attended(reference: Reference, packed: RaggedEntries, region: Region) -> Lay
     free = is_entry & (positions >= region.start) & (positions < region.end)
     scores = packed.scores
     if scores is not None:
-        scores = scores[columns].float().masked_fill_(~free, 0.0)
+        scores = torch.where(free, scores[columns], 0.0).float().square_()
+        scores /= scores.sum(dim=1, keepdim=True).clamp_min(1e-30)
     kept = (free, mass, reference.total, reference.sink, reference.weights, scores)
     return LayerAttention(*kept, place, columns, values, reference.before, reference.output)
 

@@ -138,8 +138,7 @@ def inverse_penalty(shares: Tensor, attention: KeptMass, trust: float, trust_rea
     total = own.masked_fill_(~attention.free, 0.0).sum(dim=1, keepdim=True)
     mean = total / attention.free.sum(dim=1, keepdim=True).clamp_min(1)
     if attention.scores is not None:
-        squares = attention.scores.square()
-        own = squares * (total / squares.sum(dim=1, keepdim=True)).nan_to_num_(0.0, 0.0, 0.0)
+        own = attention.scores * total
     # Without any attention there is nothing to fit, and any penalty leaves the values.
     penalty = torch.where(mean > 0, trust * mean + trust_read * own, 1.0)
     return penalty.reciprocal_().masked_fill_(~attention.free, 0.0)

@@ -153,7 +153,7 @@ def _rotation(model: Any, call: AttentionCall, args: Any, kwargs: Any) -> Rotati
     if differences[best] > _tolerance(model):
         raise _refusal(
             model,
-            f"rotates its keys in none of the ways known here: {', '.join(ROTATIONS)}",
+            f"rotates its keys in a way other than {', '.join(ROTATIONS)}",
             call.layer,
         )
     return best
