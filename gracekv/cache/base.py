@@ -168,8 +168,7 @@ class RaggedEntries(LayerEntries):
             )
         if len(layers) == 1:
             return layers[0]
-        names = PARTS[:-1] if any(x.scores is None for x in layers) else (*PARTS[:-1], "scores")
-        joined = {name: torch.cat([getattr(x, name) for x in layers]) for name in names}
+        joined = {name: torch.cat([getattr(x, name) for x in layers]) for name in PARTS[:-1]}
         offsets = ragged.offsets(torch.cat([x.lengths for x in layers]))
         return cls(**joined, offsets=offsets, sequences=sum(x.sequences for x in layers))
 

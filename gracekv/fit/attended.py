@@ -49,6 +49,7 @@ class Reference:
         length: T, prompt tokens.
         group: n.
         softcap: logit softcap, or None.
+        scores: float32 [G, N], scores of the region's tokens, if the fit asks for them.
     """
 
     asked: Tensor
@@ -63,6 +64,7 @@ class Reference:
     length: int
     group: int
     softcap: float | None
+    scores: Tensor | None = None
 
     @classmethod
     def of(cls, capture: LayerCapture, queries: QuerySet) -> Self:
@@ -137,7 +139,8 @@ class Reference:
         """Layers whose queries see the same positions as one, with the heads of all of them."""
         if len(layers) == 1:
             return layers[0]
-        names = ("asked", "top", "total", "sink", "before", "output", "weights")
+        names = ["asked", "top", "total", "sink", "before", "output", "weights"]
+        names += [] if layers[0].scores is None else ["scores"]
         joined: dict[str, Any] = {x: torch.cat([getattr(y, x) for y in layers]) for x in names}
         joined["last"] = torch.cat([x.last for x in layers], dim=1)
         return dataclasses.replace(layers[0], **joined)
@@ -229,9 +232,10 @@ def attended(reference: Reference, packed: RaggedEntries, region: Region) -> Lay
     # A merged key can exceed every token's logit; beyond e^20 its mass says nothing more.
     mass.clamp_(max=20.0).exp_().mul_(entry_mass[:, None])
     free = is_entry & (positions >= region.start) & (positions < region.end)
-    scores = packed.scores
+    scores = reference.scores
     if scores is not None:
-        scores = torch.where(free, scores[columns], 0.0).float().square_()
+        token = (positions - region.start).clamp_(0, scores.shape[1] - 1).long()
+        scores = torch.where(free, scores.to(device).gather(1, token), 0.0).square_()
         scores /= scores.sum(dim=1, keepdim=True).clamp_min(1e-30)
     kept = (free, mass, reference.total, reference.sink, reference.weights, scores)
     return LayerAttention(*kept, place, columns, values, reference.before, reference.output)

@@ -129,7 +129,7 @@ class Fitter(PrefillReader, Strategy, abc.ABC):
     stay finite.
 
     Attributes:
-        by_score: whether `layer` needs to know the scores that its entries were chosen by.
+        by_score: whether each reference gets the scores that chose, as its field `scores`.
     """
 
     by_score: ClassVar[bool] = False

@@ -23,10 +23,12 @@ def fitted_head(
     trust: float,
     trust_read: float,
     mass_trust: float | None = None,
+    scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Values [E_g, d] and log multiplicities [E_g] of one KV head, float64.
 
-    Multiplicities are fitted if `mass_trust` is a number. Source: ours, `gracekv.fit.values`.
+    Multiplicities are fitted if `mass_trust` is a number. `scores` [G, N] of the region's tokens
+    are those of `by_score`. Source: ours, `gracekv.fit.values`.
     """
     own_values, log_m = (x.double() for x in packed.head(head)[1::2])
     seen = _attended(capture, head, packed, queries)
@@ -34,19 +36,16 @@ def fitted_head(
     positions = packed.head(head)[2]
     columns = ((positions >= region.start) & (positions < region.end)).nonzero()[:, 0]
     factor, change = torch.ones_like(log_m), torch.zeros_like(own_values)
-    scores = packed.scores
-    if scores is not None:
-        scores = scores[int(packed.offsets[head]) :][columns].double()
+    own = None if scores is None else scores[head, positions[columns].long() - region.start]
     if len(columns):
         plain = seen.kept[:, columns]
         if mass_trust is not None:
             missing = 1 - seen.sink - seen.kept.sum(dim=1, keepdim=True)
-            found = _least_squares(plain, missing, weight, mass_trust, trust_read, scores)
+            found = _least_squares(plain, missing, weight, mass_trust, trust_read, own)
             factor[columns] = (1 + found[:, 0]).clamp(LEAST, MOST)
         shares = seen.shares(factor)
-        trusts = weight, trust, trust_read
         error = seen.targets - shares @ torch.cat([own_values, capture.values[head, -1:].double()])
-        change[columns] = _least_squares(shares[:, columns], error, *trusts, scores)
+        change[columns] = _least_squares(shares[:, columns], error, weight, trust, trust_read, own)
     return own_values + change, log_m + factor.log()
 
 
@@ -147,7 +146,7 @@ def _least_squares(
     read = (weight[:, None] * a.square()).sum(dim=0)
     mean = read.mean()
     if scores is not None:
-        read = mean * scores.square() / scores.square().mean()
+        read = mean * scores.double().square() / scores.double().square().mean()
     penalty = (trust * mean + trust_read * read if mean > 0 else torch.ones_like(read)).sqrt()
     root = weight.sqrt()[:, None]
     top = torch.cat([a * root, penalty.diag()])

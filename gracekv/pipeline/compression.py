@@ -162,9 +162,9 @@ class Compression:
         with self._stage("fit", info.device):
             # Values make up for what decoding will read, rounded keys included.
             if pipe.fit.by_score:
-                gains = entry_gains(relevance.scores, relevance.sensitivity, bought.selection)
-                read = read.with_scores(_by_layer(gains.bfloat16(), torch.inf, chosen))
-            fitted = pipe.fit.layers(read, self._references, self._region(info)).with_scores(None)
+                pairs = zip(self._references, relevance.scores, strict=True)
+                self._references = [replace(x, scores=own) for x, own in pairs]
+            fitted = pipe.fit.layers(read, self._references, self._region(info))
             change = None if isinstance(pipe.fit, NoFit) else value_change(cache, fitted)
         with self._stage("precision", info.device):
             exact = fitted.with_keys_of(cache, info.entry_dim)
@@ -264,7 +264,11 @@ class Compression:
         if bought.widths is None:
             region, precision = self._region(self._info), self._pipeline.precision
             return [precision.widths(start, region) for start in starts]
-        return _by_layer(bought.widths.cpu(), EXACT, chosen)
+        # The last one stands for entries outside the region, whose index is -1.
+        every = torch.nn.functional.pad(bought.widths.cpu(), (0, 1), value=EXACT)
+        home = chosen[0].device
+        index = torch.cat([own.to(home) for own in chosen]).cpu()
+        return list(every[index].split([len(own) for own in chosen]))
 
     def _stored_whole(self) -> CompressedCache:
         """Every token of every layer, stored by the precision."""
@@ -275,18 +279,6 @@ class Compression:
         with self._stage("precision", self._info.device):
             widths = [pipe.precision.widths(layer.positions, region) for layer in cache.layers]
             return pipe.precision(cache, widths)
-
-
-def _by_layer(selected: Tensor, outside: float, chosen: Sequence[Tensor]) -> list[Tensor]:
-    """For each layer [E], on the device of `selected`: its numbers of packed entries.
-
-    `selected` [n] holds those of the selection, `outside` is that of all others. `chosen` is the
-    index [E] of each entry in the selection, as of `Compression._packed`.
-    """
-    # The last one stands for entries outside the region, whose index is -1.
-    every = torch.nn.functional.pad(selected, (0, 1), value=outside)
-    index = torch.cat([own.to(chosen[0].device) for own in chosen]).to(every.device)
-    return list(every[index].split([len(own) for own in chosen]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,22 +53,22 @@ def test_equals_least_squares_in_float64(
     prefill, region, cache = compressed(
         recipe, ratio, softcap=softcap, sinks=sinks, seed=seed, group=group
     )
-    if by_score:
-        torch.manual_seed(seed)
-        cache = cache.with_scores([torch.rand(x.entries) ** 3 for x in cache.layers])
+    torch.manual_seed(seed)
+    scores = torch.rand(prefill.layers, prefill.kv_heads, region.length) ** 3
+    scores = scores if by_score else [None] * prefill.layers
     fitter = (
         Values(queries, trust, trust_read, by_score=by_score)
         if mass is None
         else ValuesAndMass(queries, trust, trust_read, mass, by_score=by_score)
     )
-    got = fitted_cache(fitter, prefill, region, cache)
+    got = fitted_cache(fitter, prefill, region, cache, scores if by_score else None)
     memory = {}
     for number, packed in enumerate(cache.layers):
         chosen = queries(prefill.layer(number), region, memory)
         for head in range(prefill.kv_heads):
             trusts = trust, trust_read, mass
             values, log_m = reference.fitted_head(
-                prefill.layer(number), head, packed, region, chosen, *trusts
+                prefill.layer(number), head, packed, region, chosen, *trusts, scores[number]
             )
             own = got.layers[number].head(head)
             torch.testing.assert_close(own[1].double(), values, rtol=2e-3, atol=2e-3)
@@ -81,15 +81,9 @@ def test_a_pipeline_hands_over_the_scores_that_chose(recipe):
     prefill, region, got = compressed(recipe, 3, fit, seed=6)
     pipeline = dataclasses.replace(Pipeline.named(recipe), fit=FITTERS.parse("none"))
     run = pipeline.run(prefill, Budget.ratio(3))
-    scores = []
-    for own, layer in zip(run.relevance.scores, run.cache.layers, strict=True):
-        row, position, _ = layer.index()
-        inside = (position >= region.start) & (position < region.end)
-        scores.append(torch.full(row.shape, torch.inf))
-        scores[-1][inside] = own[row[inside], position[inside] - region.start]
-    wanted = fitted_cache(FITTERS.parse(fit), prefill, region, run.cache.with_scores(scores))
+    scores = run.relevance.scores
+    wanted = fitted_cache(FITTERS.parse(fit), prefill, region, run.cache, scores)
     flat = fitted_cache(FITTERS.parse(fit), prefill, region, run.cache)
-    assert got.scores is None
     for one, other, without in zip(got.layers, wanted.layers, flat.layers, strict=True):
         torch.testing.assert_close(one.values, other.values, rtol=1e-3, atol=1e-4)
         assert (one.values - without.values).abs().max() > 1e-3

@@ -3,12 +3,14 @@
 import dataclasses
 
 
-def fitted_cache(fitter, prefill, region, cache):
+def fitted_cache(fitter, prefill, region, cache, scores=None):
     """`cache` of one sequence, whose entries of `region` are fitted as a pipeline does it."""
     memory = {}
     prefill = prefill.with_queries(fitter.asks(prefill, region, memory))
-    layers = (
-        fitter.layer(packed, fitter.reference(capture, region, memory), region)
-        for capture, packed in zip(prefill, cache.layers, strict=True)
-    )
+    layers = []
+    for capture, packed in zip(prefill, cache.layers, strict=True):
+        known = fitter.reference(capture, region, memory)
+        if scores is not None:
+            known = dataclasses.replace(known, scores=scores[capture.number])
+        layers.append(fitter.layer(packed, known, region))
     return dataclasses.replace(cache, layers=tuple(layers))
