@@ -53,9 +53,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path):
     (tmp_path / "link").symlink_to("/dev/full")
     for path in (tmp_path, tmp_path / "pipe", tmp_path / "link", Path("/dev/full")):
         for call in (check_output, lambda x: write_atomically(x, b"data")):
-            with pytest.raises(
-                OutputError, match=r"it is (a folder|not a regular file). Name a file"
-            ):
+            with pytest.raises(OutputError, match=r"(a folder|not a regular file). Name a file"):
                 call(path)
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 

@@ -49,10 +49,8 @@ class AdaptiveHeads(Quota):
             return winners(self._guarded(scores, pool, plan), pool)
         share = Fraction(str(self.floor))
         equal = share * Fraction(pool, plan.heads)
-        wanted = [(1 - share) * won + equal for won in winners(scores, pool).tolist()]
-        return torch.tensor(
-            largest_remainder(wanted, pool, plan.compressible), device=scores.device
-        )
+        parts = [(1 - share) * won + equal for won in winners(scores, pool).tolist()]
+        return torch.tensor(largest_remainder(parts, pool, plan.compressible), device=scores.device)
 
     def _guarded(self, scores: Tensor, pool: int, plan: BudgetPlan) -> Tensor:
         """`scores` [G, N] with the guaranteed tokens raised above all others."""

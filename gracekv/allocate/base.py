@@ -76,10 +76,8 @@ class Frontier:
         """int64 [L, G] physical entries of the kept nodes."""
         forest = self.forest
         entries = torch.where(self.kept, forest.entries, 0)
-        counts = entries.new_zeros(forest.layers * forest.heads)
-        return counts.index_add_(0, forest.head_of_node(), entries).view(
-            forest.layers, forest.heads
-        )
+        total = entries.new_zeros(forest.layers * forest.heads)
+        return total.index_add_(0, forest.head_of_node(), entries).view(forest.layers, forest.heads)
 
 
 class Floor(Strategy, abc.ABC):

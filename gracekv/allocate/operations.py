@@ -192,7 +192,5 @@ class RemainingBudget:
 def check_quota(quota: Tensor | None, layers: int, heads: int) -> Tensor | None:
     """Return `quota`; raises `ShapeError` unless it is None or [L, G]."""
     if quota is not None and tuple(quota.shape) != (layers, heads):
-        raise ShapeError(
-            f"A quota is [L, G] = [{layers}, {heads}] entries; got {list(quota.shape)}."
-        )
+        raise ShapeError(f"A quota is [L, G] = [{layers}, {heads}]; got {list(quota.shape)}.")
     return quota

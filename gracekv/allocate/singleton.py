@@ -183,8 +183,6 @@ def _buy_paths(
         first, end = ops.forest.region
         tokens = end - first
         ties = shard.among_all(place // tokens, ops.forest.heads) * tokens + place % tokens
-        lists = (x.tolist() for x in (order, *given))
-        done[:] = buy_together(
-            *lists, score=score, ties=ties, budget=budget, caps=caps, shard=shard
-        )
+        rows = (x.tolist() for x in (order, *given))
+        done[:] = buy_together(*rows, score=score, ties=ties, budget=budget, caps=caps, shard=shard)
     return local[torch.from_numpy(np.flatnonzero(done)).to(local.device)]

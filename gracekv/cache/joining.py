@@ -44,9 +44,7 @@ def joined_cache(
         shard: the KV heads that this process holds.
     """
     shift = old.length - places
-    pairs = [
-        (_parts(one), _parts(other)) for one, other in zip(old.layers, new.layers, strict=True)
-    ]
+    pairs = [(_parts(one), _parts(more)) for one, more in zip(old.layers, new.layers, strict=True)]
     # A width that the passage uses nowhere, in no process, needs no part.
     counts = torch.tensor([[part.entries for part in codes] for _, (_, codes) in pairs]).sum(0)
     used = shard.sum(counts).nonzero().flatten().tolist()

@@ -217,9 +217,7 @@ def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     text = metadata.get("gracekv", "")
     with refusing(path, "a header"):
         if hashlib.sha256(text.encode()).hexdigest() != metadata.get("gracekv_sha256"):
-            raise SavedCacheError(
-                f"The header of {path} is damaged (its checksum differs). {AGAIN}"
-            )
+            raise SavedCacheError(f"The header of {path} is damaged: its checksum differs. {AGAIN}")
         header = json.loads(text)
         version = str(header.get("gracekv_version", VERSION))
         if re.match(r"0\.[01]\.", version):

@@ -89,9 +89,7 @@ def _interval(cell: Interval, digits: str, mark: str = "{}") -> str:
 
 def _comparisons(table: Table, measure: Measure) -> str:
     sense = "higher" if measure.higher else "lower"
-    rows = [
-        [*cell, _interval(delta, f"+.{measure.digits}f")] for cell, delta in table.against.items()
-    ]
+    rows = [[*cell, _interval(gap, f"+.{measure.digits}f")] for cell, gap in table.against.items()]
     return (
         f"Difference from {table.reference} on the same samples ({sense} is better):\n\n"
         f"{_grid(['method', 'budget', 'difference'], rows)}"

@@ -158,10 +158,8 @@ class Worker:
         given, prefill = prepared.compressed, prepared.prefill
         result = compress(self.model, given, prefill=prefill, pipeline=pipeline, budget=budget)
         asked = zip_longest(prepared.questions, prepared.full)
-        measured = [self._ask(panel, task, one, full, result, limit) for one, full in asked]
-        return cost_fields(result) | (
-            measured[0] if len(measured) == 1 else over_questions(measured)
-        )
+        each = [self._ask(panel, task, one, full, result, limit) for one, full in asked]
+        return cost_fields(result) | (each[0] if len(each) == 1 else over_questions(each))
 
     def _ask(
         self,

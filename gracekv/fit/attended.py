@@ -45,7 +45,7 @@ class Reference:
         before: float32 [G, M, d], attention output over these and the sink; any number without.
         output: float32 [G, M, d], attention output.
         weights: float32 [G, M] of the rows, with sum 1 in each head.
-        last: float32 [2, G, d], key and value of the last prompt token, which decoding feeds again.
+        last: float32 [G, 2, d], key and value of the last prompt token, which decoding feeds again.
         length: T, prompt tokens.
         group: n.
         softcap: logit softcap, or None.
@@ -128,7 +128,7 @@ class Reference:
                 torch.div(product, total[part][..., None].clamp_min(1e-30), out=output[part])
         weights = (queries.weights.expand(capture.group, -1) / capture.group).flatten()
         weights = on_device(weights, device).expand(heads, -1)
-        last = torch.stack([keys[:, -1], values[:, -1]])
+        last = torch.stack([keys[:, -1], values[:, -1]], dim=1)
         seeing_all = int((queries.asked_at == length - 1).long().cumprod(0).sum())
         blind = on_device(queries.asked_at[seeing_all:], device)
         sizes = (length, capture.group, capture.softcap)
@@ -139,11 +139,20 @@ class Reference:
         """Layers whose queries see the same positions as one, with the heads of all of them."""
         if len(layers) == 1:
             return layers[0]
-        names = ["asked", "top", "total", "sink", "before", "output", "weights"]
-        names += [] if layers[0].scores is None else ["scores"]
+        names = layers[0]._by_head()
         joined: dict[str, Any] = {x: torch.cat([getattr(y, x) for y in layers]) for x in names}
-        joined["last"] = torch.cat([x.last for x in layers], dim=1)
         return dataclasses.replace(layers[0], **joined)
+
+    def heads(self) -> list[Self]:
+        """Each head's alone: views."""
+        parts = {name: x.split(1) for name, x in self._by_head().items()}
+        each = zip(*parts.values(), strict=True)
+        return [dataclasses.replace(self, **dict(zip(parts, own, strict=True))) for own in each]
+
+    def _by_head(self) -> dict[str, Any]:
+        """The tensors that have a row for each head."""
+        names = (field.name for field in dataclasses.fields(self) if field.name != "sees")
+        return {x: own for x in names if isinstance(own := getattr(self, x), Tensor)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,7 +227,7 @@ def attended(reference: Reference, packed: RaggedEntries, region: Region) -> Lay
     is_entry = step < counts[:, None]
     columns = (first[:, None] + step).clamp_(max=max(0, packed.entries - 1))
     keys, values = packed.keys[columns].float(), packed.values[columns].float()
-    keys[last], values[last] = reference.last
+    keys[last], values[last] = reference.last.unbind(1)
     positions = packed.positions[columns]
     positions[last] = reference.length - 1
     # The last token counts once.

@@ -23,7 +23,7 @@ from gracekv.value.repeated_attention import RepeatedQueries
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuerySet:
-    """Q reference queries: first those of a second reading or of the context, then the tail.
+    """Q reference queries: those of the context, then of a second reading, then the tail.
 
     Attributes:
         positions: int64 [n], the prompt positions whose queries are asked again from its end.
@@ -31,8 +31,7 @@ class QuerySet:
         asked_at: int64 [Q] on the CPU, the position that each is asked from: it sees the keys up
             to there.
         weights: float32 [Q], with sum 1.
-        repeated: [H, R, d], queries of a second reading at their own places, in place of those at
-            `positions`; or None.
+        repeated: [H, R, d], queries of a second reading at their own places, or None.
         within: the keys that count, without the sink, or None for all keys.
     """
 
@@ -50,13 +49,12 @@ class QuerySet:
         """
         like, end, count = capture.queries, self.tail.end, len(self.asked_at)
         asked = like.new_empty(len(like), count, like.shape[2], dtype=torch.float32)
-        first = asked[:, : count - self.tail.length]
-        if self.repeated is None:
-            moved = capture.rope.moved(slice(0, end), end - 1)
-            moved.rotate(capture.queries_at(self.positions), self.positions, first)
-        else:
-            first.copy_(self.repeated)
-        asked[:, first.shape[1] :] = capture.queries_at(range(self.tail.start, end))
+        again, tail = len(self.positions), count - self.tail.length
+        moved = capture.rope.moved(slice(0, end), end - 1)
+        moved.rotate(capture.queries_at(self.positions), self.positions, asked[:, :again])
+        if self.repeated is not None:
+            asked[:, again:tail] = self.repeated
+        asked[:, tail:] = capture.queries_at(range(self.tail.start, end))
         asked *= capture.scale
         return rearrange(asked, "(g n) q d -> g (n q) d", g=capture.kv_heads)
 
@@ -65,8 +63,8 @@ class QuerySet:
 class ReferenceQueries(Configurable):
     """Replayed context queries, asked from the prompt's end, and the prompt's last queries.
 
-    With `repeat`, the queries of a real second reading take the place of the replayed ones. They
-    see prefix and context, as they did in that pass.
+    With `repeat`, the queries of a real second reading take the place of the replayed ones, or
+    stand beside them. They see prefix and context, as they did in that pass.
 
     Attributes:
         replay: which context queries are asked again, and how much each counts.
@@ -74,43 +72,54 @@ class ReferenceQueries(Configurable):
         tail_share: share of the total weight that the tail has, spread evenly.
         repeat: how many queries of a second pass over the context are used, evenly spaced; 0 for
             no second pass.
+        repeat_share: share of all but the tail's weight that these have; 1: nothing is replayed.
+        repeat_chunk: context tokens that are repeated at once; scorers of a second pass that have
+            the same share it.
     """
 
     replay: Replay = field(default_factory=lambda: Replay(max_queries=64))
     tail: int = bounded(16, at_least=0)
     tail_share: float = bounded(0.4, at_least=0, at_most=1)
     repeat: int = bounded(0, at_least=0, hint="0: no second pass; Attention Matching's is 512.")
+    repeat_share: float = bounded(1.0, above=0, at_most=1)
+    repeat_chunk: int = bounded(4096, at_least=1, hint="kvzip_two_pass has 2048.")
+
+    @property
+    def _replays(self) -> bool:
+        return not self.repeat or self.repeat_share < 1
 
     def needs(self) -> Needs:
         """The queries of the context and of the tail."""
-        own = Needs.observed(RepeatedQueries(self.repeat)) if self.repeat else self.replay.needs()
-        return own | Needs(last_queries=self.tail)
+        own = Needs(last_queries=self.tail)
+        if self.repeat:
+            own |= Needs.observed(RepeatedQueries(self.repeat, self.repeat_chunk))
+        return own | self.replay.needs() if self._replays else own
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
         """int64 [P]: positions of the queries of all layers."""
         tail = torch.tensor(prefill.spans.last(self.tail), dtype=torch.int64)
-        if self.repeat:
-            return tail
-        return torch.cat([self.replay.asks(prefill, region, memory), tail])
+        own = [self.replay.asks(prefill, region, memory)] if self._replays else []
+        return torch.cat([*own, tail])
 
     def __call__(self, capture: LayerCapture, region: Region, memory: Memory) -> QuerySet:
         """The queries of one layer; `MissingCaptureError` if there was no second pass to ask."""
-        spans, repeated = capture.spans, None
+        spans, repeated, count, again = capture.spans, None, 0, 0.0
         tail = Region(spans.last(self.tail).start, spans.length)
         share = self.tail_share if tail.length else 0.0
         if self.repeat:
-            repeated = capture.observation(RepeatedQueries(self.repeat))
-            positions, count = torch.zeros(0, dtype=torch.int64), repeated.shape[1]
-            end = spans.context_end
-            weights = torch.full((count,), (1 - share) / count, dtype=torch.float32)
-        else:
-            positions, weights = self.replay.select_queries(capture, region, memory, 1 - share)
-            count, end = len(positions), spans.length
-        asked = torch.full((count + tail.length,), end - 1)
-        asked[count:] = torch.arange(tail.start, tail.end)
-        if tail.length:
-            each = filled(tail.length, share / tail.length, weights.dtype, weights.device)
-            weights = torch.cat([weights, each])
+            repeated = capture.observation(RepeatedQueries(self.repeat, self.repeat_chunk))
+            count, again = repeated.shape[1], (1 - share) * self.repeat_share
+        positions, weights = (torch.zeros(0, dtype=x) for x in (torch.int64, torch.float32))
+        if self._replays:
+            left = 1 - share - again
+            positions, weights = self.replay.select_queries(capture, region, memory, left)
+        for more, total in ((count, again), (tail.length, share)):
+            if more:
+                each = filled(more, total / more, weights.dtype, weights.device)
+                weights = torch.cat([weights, each])
+        asked, first = torch.full((len(weights),), spans.length - 1), len(positions)
+        asked[first : first + count] = spans.context_end - 1
+        asked[first + count :] = torch.arange(tail.start, tail.end)
         return QuerySet(positions, tail, asked, weights, repeated)
 
 

@@ -52,9 +52,7 @@ class LeastSquares(QueryFitter):
 
     def check(self) -> None:
         if self.least >= self.most:
-            raise ConfigError(
-                f"least_squares takes least < most; got {self.least} and {self.most}."
-            )
+            raise ConfigError(f"least_squares takes least < most; got {self.least}, {self.most}.")
 
     def reference(self, capture: LayerCapture, region: Region, memory: Memory) -> Reference:
         queries = self.queries(capture, region, memory)

@@ -95,8 +95,9 @@ def _attended(capture: LayerCapture, head: int, packed: RaggedEntries, queries: 
 
 def _query(capture: LayerCapture, head: int, q: int, queries: QuerySet) -> Tensor:
     """Reference query `q` of a query head, [d], rotated to where it is asked from."""
-    if queries.repeated is not None and q < queries.repeated.shape[1]:
-        return queries.repeated[head, q].double()
+    again = q - len(queries.positions)
+    if queries.repeated is not None and 0 <= again < queries.repeated.shape[1]:
+        return queries.repeated[head, again].double()
     back, rope = len(queries.asked_at) - q, capture.rope
     at = torch.tensor([queries.tail.end - back])
     if back > queries.tail.length:

@@ -20,6 +20,8 @@ from gracekv.value import Memory
 
 # Bytes of logits of the layers that are fitted together on a GPU.
 _BATCH = 512 * 2**20
+# Rows of queries above which a CPU fits one head at a time.
+_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,14 @@ class QueryFitter(Fitter):
             count = some.stop - some.start
             reference = Reference.stack([references.pop(0) for _ in range(count)])
             packed = RaggedEntries.stack(cache.layers[some])
-            together = self.layer(packed, reference, region) if packed.entries else packed
-            fitted += apart(together, count)
+            parts = [(packed, reference)]
+            if packed.device.type == "cpu" and reference.asked.shape[1] > _ROWS:
+                # Head by head, each as wide as it is: products of few rows cost too little.
+                rows = [packed.rows(g, g + 1) for g in range(packed.heads)]
+                parts = list(zip(rows, reference.heads(), strict=True))
+            done = [self.layer(own, asked, region) if own.entries else own for own, asked in parts]
+            together = RaggedEntries.stack(done)
+            fitted += apart(dataclasses.replace(together, sequences=count), count)
         return dataclasses.replace(cache, layers=tuple(fitted))
 
 

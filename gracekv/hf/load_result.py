@@ -128,9 +128,7 @@ def _prompts(
 ) -> tuple[list[Prompt], list[Run]]:
     """The prompts, whose lengths are those of the entries, and their runs."""
     facts = header["prompts"]
-    prompts = [
-        saved_prompt(one, tensors[f"prompts.{n}.ids"], tokenizer) for n, one in enumerate(facts)
-    ]
+    prompts = [saved_prompt(x, tensors[f"prompts.{n}.ids"], tokenizer) for n, x in enumerate(facts)]
     lengths = [packed.length - padding + 1 for padding in packed.padding]
     if [one.without_tail().spans.length for one in prompts] != lengths:
         raise PromptError(f"what was read of the prompts does not have the lengths {lengths}")

@@ -155,9 +155,7 @@ class CompressionResult(BaseResult):
             answers = decode_rows(self.tokenizer, rows)
             return answers[0] if isinstance(question, str) else answers
         if not isinstance(question, str):
-            raise ConfigError(
-                "stream=True takes a single question as text. Ask one after the other."
-            )
+            raise ConfigError("stream=True takes one question as text. Ask one after the other.")
         return self.chat(limit).ask(question, max_new_tokens, stream=True, **kwargs)
 
     def extend(

@@ -58,9 +58,7 @@ def save_pipeline(pipeline: Pipeline, path: str | Path) -> None:
     elif path.suffix == ".json":
         text = json.dumps(data, indent=2) + "\n"
     else:
-        raise ConfigError(
-            f"A pipeline file ends in one of {', '.join(FORMATS)}; got {path.name!r}."
-        )
+        raise ConfigError(f"Pipeline files end in one of {', '.join(FORMATS)}; got {path.name!r}.")
     write_atomically(path, text.encode())
 
 

@@ -251,10 +251,8 @@ class LayerCapture:
 
 def missing_observation(observer: Observer, observed: Iterable[Observer]) -> MissingCaptureError:
     """The error for an observation that was not captured."""
-    listed = ", ".join(sorted(map(repr, observed))) or "none"
-    return MissingCaptureError(
-        f"{observer!r} has not observed this prefill; {listed} did. {ADVICE}"
-    )
+    known = ", ".join(sorted(map(repr, observed))) or "none"
+    return MissingCaptureError(f"{observer!r} has not observed this prefill; {known} did. {ADVICE}")
 
 
 def check_observation(

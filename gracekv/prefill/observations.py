@@ -95,7 +95,7 @@ class Observations:
     @property
     def seconds(self) -> dict[Observer, float]:
         """The seconds of each observer so far. Waits for a GPU to reach this point."""
-        return dict.fromkeys(self._observers, 0.0) | self._time.seconds()
+        return dict.fromkeys((x.timed_as for x in self._observers), 0.0) | self._time.seconds()
 
     @property
     def running_seconds(self) -> float:
@@ -120,6 +120,8 @@ class Observations:
         """
         found: dict[Observer, Tensor] = {}
         for observer in self._observers:
+            if observer in found:
+                continue
             with self._stage(observer, device):
                 if isinstance(observer, LayerObserver):
                     held = [(i, x) for i, x in enumerate(self._by_layer) if observer in x]
@@ -129,15 +131,16 @@ class Observations:
                 elif isinstance(observer, FinalObserver):
                     found[observer] = self._final.pop(observer).result()
                 elif isinstance(observer, PassObserver) and passes is not None:
-                    found[observer] = observer.observe(passes)
+                    alike = [x for x in self._observers if x.timed_as == observer.timed_as]
+                    found.update(zip(alike, observer.observe_all(passes, alike), strict=True))
         return found
 
     @contextmanager
     def _stage(self, observer: Observer, device: torch.device) -> Iterator[None]:
         """Time the block, and compute in full float32."""
         # Further passes of the model need its autocast.
-        runs_model = isinstance(observer, PassObserver)
-        with self._time.time(observer, device), nullcontext() if runs_model else full_float32():
+        full = nullcontext() if isinstance(observer, PassObserver) else full_float32()
+        with self._time.time(observer.timed_as, device), full:
             yield
 
 
@@ -147,7 +150,7 @@ def seconds_by_stage(seconds: Mapping[str | Observer, float], needs: Needs) -> d
     A capture that serves several pipelines holds more; each counts only its own observers.
     """
     found = {"prefill": seconds["prefill"]} if "prefill" in seconds else {}
-    for observer in needs.observers:
+    for observer in {x.timed_as for x in needs.observers}:
         if observer in seconds:
             found[observer.part] = found.get(observer.part, 0.0) + seconds[observer]
     return found

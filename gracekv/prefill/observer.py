@@ -13,7 +13,7 @@ state what they may assume; `gracekv.testing.check_observer` checks an observer 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -189,6 +189,11 @@ class Observer(abc.ABC):
     reads: ClassVar[frozenset[Source]] = frozenset()
     part: ClassVar[Part] = "query_sums"
 
+    @property
+    def timed_as(self) -> Observer:
+        """What its seconds are counted for, by default itself: one for all that share a pass."""
+        return self
+
     @abc.abstractmethod
     def shape(self, prefill: Any) -> tuple[int | None, ...]:
         """The shape of the result; None where any length is valid.
@@ -240,6 +245,10 @@ class PassObserver(Observer):
     @abc.abstractmethod
     def observe(self, passes: Passes) -> Tensor:
         """The observation, [...]. All captured keys and values are held meanwhile."""
+
+    def observe_all(self, passes: Passes, alike: Sequence[Any]) -> list[Tensor]:
+        """The observations, [...] each, of all observers that are `timed_as` this one."""
+        return [observer.observe(passes) for observer in alike]
 
 
 __getattr__ = renamed_in(__name__, {"Reading": "Source"})

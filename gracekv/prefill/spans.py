@@ -94,10 +94,8 @@ class PromptSpans:
 
         Source: the paper, "Direct relevance"; the union is a set, see departure 3.
         """
-        last_question = range(
-            max(self.context_end, self.question_end - question), self.question_end
-        )
-        probes = sorted({*last_question, *self.last(tail)})
+        asked = range(max(self.context_end, self.question_end - question), self.question_end)
+        probes = sorted({*asked, *self.last(tail)})
         if not probes:
             raise PromptError(
                 f"There are no probes among the last {question} question and {tail} tail positions "

@@ -13,6 +13,17 @@ def _both(*scorers: object) -> dict[str, Any]:
     return {"name": "mixture", "rule": "geometric", "scorers": list(scorers)}
 
 
+def _fit_of(queries: int, **more: object) -> dict[str, Any]:
+    """Without a question: fitted to context queries, all alike; entries are held by their scores.
+
+    `more`: further fields of the `ReferenceQueries`.
+    """
+    replay = {"name": "replay", "uniform_weight": 1.0, "max_queries": queries}
+    asked = {"replay": replay, "tail": 0, **more}
+    held = {"trust": 0.03, "trust_read": 0.3, "by_score": True}
+    return {"name": "values_and_mass", "queries": asked, **held}
+
+
 # Three guesses of what the answer will attend to; docs/quality.md measures each.
 # 1. The queries of the context, and of the prompt's last tokens, asked again at the prompt's end.
 _REPLAYED: Mapping[str, Any] = {
@@ -51,16 +62,8 @@ _ALLOCATED: Mapping[str, Any] = {"window": {"size": 2, "minimum": 2}, "precision
 _AGNOSTIC: Mapping[str, Any] = {
     **_CHOSEN,
     "value": {"name": "value_norm", "relative": 0.5, "power": 0.5, "scorer": "block_replay"},
-    "fit": {
-        "name": "values_and_mass",
-        "queries": {
-            "replay": {"name": "replay", "uniform_weight": 1.0, "max_queries": 64}, "tail": 0,
-        },
-        "trust": 0.03,
-        "trust_read": 0.3,
-        "by_score": True,
-    },
-}  # fmt: skip
+    "fit": _fit_of(64),
+}
 # What a second reading does look at, beside what the first foresees, which counts three times. A
 # token needs both, or heads that repeat every token alike would take the whole budget; after those
 # come the tokens that only the second reading looks at, such as identifiers.
@@ -71,10 +74,13 @@ _TWO_PASS: Mapping[str, Any] = {
         **_AGNOSTIC["value"],
         "scorer": {
             "name": "mixture",
-            "weights": [1.0, 0.2],
+            "rule": "rms",
+            "weights": [0.95, 0.05],
             "scorers": [{**_both("block_replay", _SECOND), "weights": [3.0, 1.0]}, _SECOND],
         },
     },
+    # It asks what the context's queries would read again and what the second reading's do read.
+    "fit": _fit_of(128, repeat=128, repeat_share=0.5, repeat_chunk=2048),
 }
 # Where every head has as many entries, a static shape holds keys and values and nothing beside
 # them: no multiplicities, so the values alone are fitted.

@@ -121,9 +121,7 @@ class ReportData:
             spans=main.prompt.spans,
             # A loaded prompt may have no tokenizer.
             tokens=tuple(token_texts(main.prompt.ids, tokenizer)),
-            columns=tuple(
-                report_column(label, r, answers.get(label)) for label, r in results.items()
-            ),
+            columns=tuple(report_column(x, own, answers.get(x)) for x, own in results.items()),
         )
 
     def with_history(self, result: Result, history: CutHistory) -> ReportData:

@@ -195,9 +195,7 @@ class Curvature(Configurable):
             around = band.unfold(0, 2 * reach + 1, 1).reshape(stop - start, -1)
             chunks.append((around @ forms).view(stop - start, len(self.windows), 3))
         incoming, outgoing, inner = torch.cat(chunks).permute(2, 1, 0)
-        norms = [
-            square.clamp(min=0).sqrt().clamp(min=self.epsilon) for square in (incoming, outgoing)
-        ]
+        norms = [x.clamp(min=0).sqrt().clamp(min=self.epsilon) for x in (incoming, outgoing)]
         position = torch.arange(length, device=hidden.device)
         complete = (windows <= position) & (position < length - windows)
         kappa = torch.where(complete, 1 - inner / (norms[0] * norms[1]), 0.0)

@@ -84,13 +84,15 @@ def synthetic_prefill(
         BlockInput(layer / layers): (hidden + layer * draw(length, hidden_dim) * 0.1).to(dtype)
         for layer in range(layers)
     }
+    repeated = torch.stack(queries)[:, :, prefix:][:, :, :context]
     observed |= {
         Surprisal(): draw(length).abs().float(),
         ProjectedNorms(): draw(layers, kv_heads, probes).abs().float() + 0.1,
         ProjectionNorms(): draw(layers, heads).abs().float() + 0.1,
         WrittenNorms(): draw(layers, kv_heads, length).abs().float() + 0.1,
         Reconstruction(): draw(layers, kv_heads, context).abs().float().tanh(),
-        RepeatedQueries(512): torch.stack(queries)[:, :, prefix:][:, :, :context][:, :, :512],
+        RepeatedQueries(512): repeated[:, :, :512],
+        RepeatedQueries(128, 2048): repeated[:, :, :128],
         Draft(64): draw(layers, kv_heads, 5, context).float().softmax(dim=-1),
         Reconstruction(power=3.0): draw(layers, kv_heads, context).abs().float().tanh(),
     }

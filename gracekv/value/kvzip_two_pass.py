@@ -13,18 +13,18 @@ prompt has no tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import abc
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from einops import reduce
 from torch import Tensor
 
 from gracekv.kernels.softmax_sums import softmax_columns
-from gracekv.prefill import LayerCapture, Needs, Prefill, Region
-from gracekv.prefill.observer import Part, Passes, PassObserver, TokenRun
+from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
+from gracekv.prefill.observer import Observer, Part, Passes, PassObserver, TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer
 
@@ -35,8 +35,48 @@ _PART = "\n\nRepeat the part of the previous context exactly, starting with"
 _LEAD, _SINKS = 8, 4
 
 
+class Repetition(PassObserver):
+    """Sees the layers of the second pass. Observers of one `chunk` see the same pass.
+
+    Attributes:
+        chunk: context tokens that are repeated at once.
+    """
+
+    part: ClassVar[Part] = "reconstruction"
+    chunk: int
+
+    @property
+    def timed_as(self) -> Observer:
+        return Reconstruction(self.chunk)
+
+    @abc.abstractmethod
+    def seen(self, run: TokenRun, spans: PromptSpans, part: Region) -> Tensor:
+        """What is kept of one layer, which reads `part` once more after the context, [...]."""
+
+    @abc.abstractmethod
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """The observation [L, ...], of what is kept of all layers [L, ...] for each chunk."""
+
+    def observe(self, passes: Passes) -> Tensor:
+        return self.observe_all(passes, [self])[0]
+
+    @torch.no_grad()
+    def observe_all(self, passes: Passes, alike: Sequence[Any]) -> list[Tensor]:
+        spans, parts, rows = passes.spans, list[list[Tensor]](), list[list[Tensor]]()
+        for part, ids in repetitions(passes, self.chunk):
+
+            def attend(layer: int, run: TokenRun, part: Region = part) -> None:
+                rows.append([x.seen(run, spans, part) for x in alike])
+
+            passes.after(spans.context_end, len(ids)).run(ids, attend)
+            layers = zip(*rows, strict=True)
+            parts.append([torch.stack([x.to(own[0].device) for x in own]) for own in layers])
+            rows.clear()
+        return [x.joined(own) for x, *own in zip(alike, *parts, strict=True)]
+
+
 @dataclass(frozen=True)
-class Reconstruction(PassObserver):
+class Reconstruction(Repetition):
     """The attention that each context token gets in the second pass, float32 [L, G, N_ctx].
 
     The most of any query, or a power mean over queries.
@@ -50,33 +90,20 @@ class Reconstruction(PassObserver):
         power: exponent of the mean; 0 for the maximum.
     """
 
-    part: ClassVar[Part] = "reconstruction"
-
     chunk: int = 2048
     power: float = 0.0
 
     def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
         return prefill.layers, prefill.kv_heads, prefill.spans.context_length
 
-    @torch.no_grad()
-    def observe(self, passes: Passes) -> Tensor:
+    def seen(self, run: TokenRun, spans: PromptSpans, part: Region) -> Tensor:
+        keys, own = run.keys[:, : spans.context_end], run.keys[:, spans.context_end :]
+        return received_attention(run.queries, keys, own, part, run.scale, self.power)
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
         """[L, G, N_ctx]."""
-        end, parts = passes.spans.context_end, list[Tensor]()
-        for part, ids in repetitions(passes, self.chunk):
-            best: list[Tensor] = []
-            attend = partial(_attend, best, part, end, self.power)
-            passes.after(end, len(ids)).run(ids, attend)
-            parts.append(torch.stack([x.to(best[0].device) for x in best]))
         found = torch.cat(parts, dim=-1)
         return (found / found.shape[-1]) ** (1 / self.power) if self.power else found
-
-
-def _attend(
-    found: list[Tensor], part: Region, end: int, power: float, layer: int, run: TokenRun
-) -> None:
-    """Append the attention that tokens of `part` got in one layer; this pass starts at `end`."""
-    seen, own = run.keys[:, :end], run.keys[:, end:]
-    found.append(received_attention(run.queries, seen, own, part, run.scale, power))
 
 
 @SCORERS.register("kvzip_two_pass")

@@ -7,8 +7,6 @@ of evenly spaced tokens of that pass are kept. `gracekv.fit` asks them, too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
 
 import torch
 from einops import reduce
@@ -17,14 +15,14 @@ from torch import Tensor
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.needs import region_samples
-from gracekv.prefill.observer import Part, Passes, PassObserver, TokenRun
+from gracekv.prefill.observer import TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer
-from gracekv.value.kvzip_two_pass import repetitions
+from gracekv.value.kvzip_two_pass import Repetition
 
 
 @dataclass(frozen=True)
-class RepeatedQueries(PassObserver):
+class RepeatedQueries(Repetition):
     """Queries of the second pass at evenly spaced context tokens, [L, H, Q, d].
 
     They are rotated to the places that they have in that pass: after prefix and context come the
@@ -34,8 +32,6 @@ class RepeatedQueries(PassObserver):
         count: Q, or all tokens of a shorter context.
         chunk: context tokens that one pass repeats; a longer context takes several.
     """
-
-    part: ClassVar[Part] = "reconstruction"
 
     count: int
     chunk: int = 4096
@@ -47,22 +43,14 @@ class RepeatedQueries(PassObserver):
     def reach(self, spans: PromptSpans) -> int:
         return spans.context_end + min(self.chunk, spans.context_length)
 
-    @torch.no_grad()
-    def observe(self, passes: Passes) -> Tensor:
-        """[L, H, Q, d]."""
-        spans, parts = passes.spans, list[Tensor]()
+    def seen(self, run: TokenRun, spans: PromptSpans, part: Region) -> Tensor:
         at = region_samples(Region(spans.context_start, spans.context_end), self.count)
-        for part, ids in repetitions(passes, self.chunk):
-            inside = at[(at >= part.start) & (at < part.end)] - part.end + len(ids)
-            found: list[Tensor] = []
-            passes.after(spans.context_end, len(ids)).run(ids, partial(_keep, found, inside))
-            parts.append(torch.stack([x.to(found[0].device) for x in found]))
+        inside = at[(at >= part.start) & (at < part.end)] - part.end + run.queries.shape[1]
+        return run.queries[:, inside.to(run.queries.device)]
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """[L, H, Q, d]."""
         return torch.cat(parts, dim=2)
-
-
-def _keep(found: list[Tensor], inside: Tensor, layer: int, run: TokenRun) -> None:
-    """Append the queries of one layer at the tokens `inside` of the run."""
-    found.append(run.queries[:, inside.to(run.queries.device)])
 
 
 @SCORERS.register("repeated_attention", works_sharded=True)

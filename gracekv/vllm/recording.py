@@ -169,9 +169,7 @@ class Recording:
         while self._waiting:
             self._waiting.popleft().result()
         if any(end < self.spans.length for end in self._ends):
-            raise StoreError(
-                "The engine did not compute all tokens of the document. Send it again."
-            )
+            raise StoreError("The engine did not compute all tokens. Send the document again.")
         parts: Any = zip(*map(self._record.layer, range(len(self._ends))), strict=True)
         keys, values, queries = (tuple(x) for x in parts)
         for held in (self._record.keys, self._record.values, self._record.queries):

@@ -51,9 +51,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(gracekv, "Prompt", SimpleNamespace(from_chat=from_chat), raising=False)
     monkeypatch.setattr(gracekv, "compress", compress, raising=False)
-    monkeypatch.setattr(
-        "gracekv.hf.smollm2.load_model", lambda name, dtype: (f"{name}:{dtype}", None)
-    )
+    monkeypatch.setattr("gracekv.hf.smollm2.load_model", lambda x, dtype: (f"{x}:{dtype}", None))
     return seen
 
 

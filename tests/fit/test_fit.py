@@ -1,6 +1,7 @@
 """Fitted values and multiplicities, against least squares in float64."""
 
 import dataclasses
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from gracekv.allocate import Budget
 from gracekv.fit import FITTERS, ReferenceQueries, Values, ValuesAndMass, reference
+from gracekv.fit import values as fit_values
 from gracekv.fit.values import ridge
 from gracekv.kernels.rope import Rope
 from gracekv.pipeline import Pipeline
@@ -43,13 +45,15 @@ def compressed(recipe="gracekv-plus", ratio=3, fit="none", softcap=None, sinks=F
     mass=st.sampled_from([None, 0.1]),
     softcap=st.sampled_from([None, 2.0]),
     sinks=st.booleans(),
-    repeat=st.sampled_from([0, 512]),
+    repeated=st.sampled_from([(0, 1.0), (512, 1.0), (512, 0.3)]),
     by_score=st.booleans(),
+    rows=st.sampled_from([0, 256]),
 )
 def test_equals_least_squares_in_float64(
-    seed, group, ratio, trust, trust_read, recipe, mass, softcap, sinks, repeat, by_score
+    seed, group, ratio, trust, trust_read, recipe, mass, softcap, sinks, repeated, by_score, rows
 ):
-    queries = dataclasses.replace(QUERIES, repeat=repeat)
+    repeat, share = repeated
+    queries = dataclasses.replace(QUERIES, repeat=repeat, repeat_share=share)
     prefill, region, cache = compressed(
         recipe, ratio, softcap=softcap, sinks=sinks, seed=seed, group=group
     )
@@ -61,7 +65,8 @@ def test_equals_least_squares_in_float64(
         if mass is None
         else ValuesAndMass(queries, trust, trust_read, mass, by_score=by_score)
     )
-    got = fitted_cache(fitter, prefill, region, cache, scores if by_score else None)
+    with patch.object(fit_values, "_ROWS", rows):
+        got = fitted_cache(fitter, prefill, region, cache, scores if by_score else None)
     memory = {}
     for number, packed in enumerate(cache.layers):
         chosen = queries(prefill.layer(number), region, memory)

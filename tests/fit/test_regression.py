@@ -72,8 +72,8 @@ def test_both_regressions_equal_the_public_formulas(seed, group, lam):
     for head in range(2):
         count = int(packed.lengths[head])
         own_keys, own_values, *_ = packed.head(head)
-        k = torch.cat([own_keys, reference.last[0, head][None]]).double()
-        v = torch.cat([own_values, reference.last[1, head][None]]).double()
+        k = torch.cat([own_keys, reference.last[head, 0][None]]).double()
+        v = torch.cat([own_values, reference.last[head, 1][None]]).double()
         q = asked[head].view(1, group, -1, 8)
         target = reference.output[head].double().view(1, group, -1, 8)
         weights = torch.full((q.shape[2],), 6 / q.shape[2], dtype=torch.float64)

@@ -41,9 +41,7 @@ def result_of(model):
 def test_a_passage_over_replaced_weights_is_refused(model):
     result = result_of(model)
     replace_weights(model)
-    with pytest.raises(
-        CacheError, match=r"context is from another model: weights differ. Compress"
-    ):
+    with pytest.raises(CacheError, match=r"context is from another model: weights differ\."):
         result.extend(IDS[:40], ratio=2)
 
 

@@ -153,7 +153,7 @@ def test_a_base_model_is_asked_in_plain_text(model, tokenizer):
         ({"question": "Who?", "max_new_tokens": "8"}, ConfigError, "at least 1; got '8'"),
         ({"question": "Who?", "max_new_tokens": 0}, ConfigError, "at least 1; got 0"),
         ({"question": "Who?", "limit": 512}, ConfigError, "Limit, such as Limit.*; got int"),
-        ({"question": ["Who?"], "stream": True}, ConfigError, "a single question"),
+        ({"question": ["Who?"], "stream": True}, ConfigError, "one question as text"),
         ({"question": "Who?", "max_new_tokens": 4096}, PromptError, "max_new_tokens=.* or less"),
         ({"question": "Who? " * 4096}, PromptError, "a shorter question"),
     ],

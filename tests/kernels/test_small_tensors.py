@@ -16,9 +16,7 @@ def copies(monkeypatch):
         made.append(data)
         return upload(data, dtype, shape, torch.device("cpu"), stream)
 
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: type("", (), {"cuda_stream": 0})
-    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: type("", (), {"cuda_stream": 0}))
     monkeypatch.setattr(linalg, "_uploaded", uploaded)
     return made
 

@@ -52,5 +52,5 @@ def test_unknown_keys_and_names_are_errors(tmp_path: Path) -> None:
         load_pipeline("gracekv-no-flor")
     with pytest.raises(ConfigError, match="Cannot read"):
         load_pipeline(tmp_path / "missing.yaml")
-    with pytest.raises(ConfigError, match="ends in one of"):
+    with pytest.raises(ConfigError, match="end in one of"):
         save_pipeline(Pipeline.named("gracekv"), tmp_path / "p.ini")

@@ -1,7 +1,10 @@
 """The second pass against a stock model that reads everything in one go."""
 
 import importlib.util
+from functools import reduce
+from operator import or_
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +15,11 @@ from gracekv.errors import UnsupportedModelError
 from gracekv.hf.capture import capture
 from gracekv.prefill import Needs, Region, partial_attention
 from gracekv.prefill.observations import seconds_by_stage
+from gracekv.prefill.passes import ModelPasses
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama, tiny_model
 from gracekv.value.kvzip_two_pass import Reconstruction, received_attention, repetitions
+from gracekv.value.repeated_attention import RepeatedQueries
 
 NEEDS = Needs.observed(Reconstruction())
 
@@ -184,6 +189,23 @@ def test_the_capture_makes_the_pass_when_asked_and_says_what_it_took():
     assert set(plain.seconds) == {"prefill"}
     assert all(torch.equal(a, b) for a, b in zip(prefill.keys, plain.keys, strict=True))
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_observers_of_one_chunk_share_its_passes():
+    model, prompt, shared = tiny_llama(), prompt_of(), Reconstruction(20)
+    alone = [Needs.observed(x) for x in (shared, Reconstruction(20, 3.0), RepeatedQueries(7, 20))]
+    needs = reduce(or_, [*alone, Needs.observed(RepeatedQueries(7))])
+    with patch.object(ModelPasses, "after", autospec=True, side_effect=ModelPasses.after) as runs:
+        together = capture(model, prompt, needs)
+    assert runs.call_count == 3 + 1
+    for one in alone:
+        (observer,) = one.observers
+        wanted = capture(model, prompt, one).observation(observer)
+        torch.testing.assert_close(together.observation(observer), wanted)
+        taken = seconds_by_stage(together.seconds, one)["reconstruction"]
+        assert taken == together.seconds[shared] > 0
+    # A pass that several share is counted once.
+    assert seconds_by_stage(together.seconds, alone[0] | alone[2])["reconstruction"] == taken
 
 
 def test_a_second_reading_beyond_a_bound_is_refused():

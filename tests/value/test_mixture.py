@@ -141,5 +141,5 @@ def test_two_passes_want_a_token_in_both_and_a_little_in_the_second(seed):
     norms = torch.stack(prefill.values)[:, :, region.start : region.end].norm(dim=-1).double()
     norms = norms / norms.mean(dim=(1, 2), keepdim=True).sqrt()
     both = first.pow(0.75) * second.pow(0.25)
-    want = (both + 0.2 * second) / 1.2 * norms.sqrt()
+    want = (0.95 * both.square() + 0.05 * second.square()).sqrt() * norms.sqrt()
     torch.testing.assert_close(run.relevance.scores.double(), want, rtol=1e-4, atol=1e-9)

@@ -246,9 +246,7 @@ def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
         assert extensions(server)[0][0]["name"] == "agent"
         chat.send([system, *changed], edited="compress")
         assert chat.messages[1:5] == changed
-        asked = [
-            body["kv_transfer_params"]["gracekv"] for body in server.bodies if "stream" in body
-        ]
+        asked = [x["kv_transfer_params"]["gracekv"] for x in server.bodies if "stream" in x]
         assert asked[-1] == "agent"
 
 

@@ -79,9 +79,7 @@ def test_the_platform_for_gpus_selects_them(monkeypatch, capability, chosen):
     platform = type(current_platform)
     monkeypatch.setattr(platform, "is_cpu", lambda _: False)
     monkeypatch.setattr(platform, "is_cuda", lambda _: True)
-    monkeypatch.setattr(
-        platform, "has_device_capability", classmethod(lambda _, asked: asked <= 80)
-    )
+    monkeypatch.setattr(platform, "has_device_capability", classmethod(lambda _, x: x <= 80))
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
     plugin.register()
     monkeypatch.setattr(CudaPlatformBase, "get_device_capability", classmethod(lambda _: found))
@@ -102,9 +100,7 @@ def test_older_gpus_keep_stock_attention(monkeypatch):
     platform = type(current_platform)
     monkeypatch.setattr(platform, "is_cpu", lambda _: False)
     monkeypatch.setattr(platform, "is_cuda", lambda _: True)
-    monkeypatch.setattr(
-        platform, "has_device_capability", classmethod(lambda _, asked: asked <= 75)
-    )
+    monkeypatch.setattr(platform, "has_device_capability", classmethod(lambda _, x: x <= 75))
     assert replacements() == {}
 
 
