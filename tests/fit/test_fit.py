@@ -70,6 +70,9 @@ def test_equals_least_squares_in_float64(
     memory = {}
     for number, packed in enumerate(cache.layers):
         chosen = queries(prefill.layer(number), region, memory)
+        again = slice(len(chosen.positions), -QUERIES.tail)
+        assert chosen.asked_at[again].eq(prefill.spans.context_end - 1).all()
+        assert float(chosen.weights[again].sum()) == pytest.approx(0.6 * share * bool(repeat))
         for head in range(prefill.kv_heads):
             trusts = trust, trust_read, mass
             values, log_m = reference.fitted_head(

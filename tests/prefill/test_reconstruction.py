@@ -1,8 +1,6 @@
 """The second pass against a stock model that reads everything in one go."""
 
 import importlib.util
-from functools import reduce
-from operator import or_
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -193,19 +191,18 @@ def test_the_capture_makes_the_pass_when_asked_and_says_what_it_took():
 
 def test_observers_of_one_chunk_share_its_passes():
     model, prompt, shared = tiny_llama(), prompt_of(), Reconstruction(20)
-    alone = [Needs.observed(x) for x in (shared, Reconstruction(20, 3.0), RepeatedQueries(7, 20))]
-    needs = reduce(or_, [*alone, Needs.observed(RepeatedQueries(7))])
+    seen = shared, Reconstruction(20, 3.0), RepeatedQueries(7, 20)
+    needs = Needs.observed(*seen, RepeatedQueries(7))
     with patch.object(ModelPasses, "after", autospec=True, side_effect=ModelPasses.after) as runs:
         together = capture(model, prompt, needs)
     assert runs.call_count == 3 + 1
-    for one in alone:
-        (observer,) = one.observers
-        wanted = capture(model, prompt, one).observation(observer)
+    for observer in seen:
+        wanted = capture(model, prompt, Needs.observed(observer)).observation(observer)
         torch.testing.assert_close(together.observation(observer), wanted)
-        taken = seconds_by_stage(together.seconds, one)["reconstruction"]
-        assert taken == together.seconds[shared] > 0
     # A pass that several share is counted once.
-    assert seconds_by_stage(together.seconds, alone[0] | alone[2])["reconstruction"] == taken
+    for needs in (Needs.observed(*seen[:2]), Needs.observed(seen[2])):
+        taken = seconds_by_stage(together.seconds, needs)["reconstruction"]
+        assert taken == together.seconds[shared] > 0
 
 
 def test_a_second_reading_beyond_a_bound_is_refused():
