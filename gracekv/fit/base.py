@@ -50,8 +50,9 @@ class QuerySet:
         like, end, count = capture.queries, self.tail.end, len(self.asked_at)
         asked = like.new_empty(len(like), count, like.shape[2], dtype=torch.float32)
         again, tail = len(self.positions), count - self.tail.length
-        moved = capture.rope.moved(slice(0, end), end - 1)
-        moved.rotate(capture.queries_at(self.positions), self.positions, asked[:, :again])
+        if again:
+            moved = capture.rope.moved(slice(0, end), end - 1)
+            moved.rotate(capture.queries_at(self.positions), self.positions, asked[:, :again])
         if self.repeated is not None:
             asked[:, again:tail] = self.repeated
         asked[:, tail:] = capture.queries_at(range(self.tail.start, end))
