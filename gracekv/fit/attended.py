@@ -144,7 +144,7 @@ class Reference:
         return dataclasses.replace(layers[0], **joined)
 
     def heads(self) -> list[Self]:
-        """Each head's alone: views."""
+        """The reference of each head alone; tensors are views."""
         parts = {name: x.split(1) for name, x in self._by_head().items()}
         each = zip(*parts.values(), strict=True)
         return [dataclasses.replace(self, **dict(zip(parts, own, strict=True))) for own in each]

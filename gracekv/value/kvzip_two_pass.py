@@ -51,11 +51,11 @@ class Repetition(PassObserver):
 
     @abc.abstractmethod
     def seen(self, run: TokenRun, spans: PromptSpans, part: Region) -> Tensor:
-        """What is kept of one layer, which reads `part` once more after the context, [...]."""
+        """Return what is kept of one layer, [...], while it reads `part` a second time."""
 
     @abc.abstractmethod
     def joined(self, parts: list[Tensor]) -> Tensor:
-        """The observation [L, ...], of what is kept of all layers [L, ...] for each chunk."""
+        """Join what is kept of all layers [L, ...] for each chunk to the observation [L, ...]."""
 
     def observe(self, passes: Passes) -> Tensor:
         return self.observe_all(passes, [self])[0]

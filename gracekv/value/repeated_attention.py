@@ -12,6 +12,7 @@ import torch
 from einops import reduce
 from torch import Tensor
 
+from gracekv.kernels.linalg import on_device
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.needs import region_samples
@@ -46,7 +47,7 @@ class RepeatedQueries(Repetition):
     def seen(self, run: TokenRun, spans: PromptSpans, part: Region) -> Tensor:
         at = region_samples(Region(spans.context_start, spans.context_end), self.count)
         inside = at[(at >= part.start) & (at < part.end)] - part.end + run.queries.shape[1]
-        return run.queries[:, inside.to(run.queries.device)]
+        return run.queries[:, on_device(inside, run.queries.device)]
 
     def joined(self, parts: list[Tensor]) -> Tensor:
         """[L, H, Q, d]."""
