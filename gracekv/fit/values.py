@@ -142,7 +142,8 @@ def inverse_penalty(shares: Tensor, attention: KeptMass, trust: float, trust_rea
         trust: times the mean diagonal of the head's normal matrix, over free entries.
         trust_read: times the entry's own diagonal, or its part of their sum by squared scores.
     """
-    own = torch.linalg.vecdot(shares, shares * attention.weights[..., None], dim=1)
+    weights = attention.weights.expand(*shares.shape[:2])
+    own = (weights[:, None] @ shares.square())[:, 0]
     total = own.masked_fill_(~attention.free, 0.0).sum(dim=1, keepdim=True)
     mean = total / attention.free.sum(dim=1, keepdim=True).clamp_min(1)
     if attention.scores is not None:
