@@ -61,7 +61,7 @@ _ALLOCATED: Mapping[str, Any] = {"window": {"size": 2, "minimum": 2}, "precision
 # Without a question every query of the context may come again, so all of them count alike.
 _AGNOSTIC: Mapping[str, Any] = {
     **_CHOSEN,
-    "value": {"name": "value_norm", "relative": 0.5, "power": 0.5, "scorer": "block_replay"},
+    "value": {"name": "value_norm", "relative": 0.5, "power": 0.8, "scorer": "block_replay"},
     "fit": _fit_of(64),
 }
 # What a second reading does look at, beside what the first foresees, which counts three times. A
@@ -72,6 +72,7 @@ _TWO_PASS: Mapping[str, Any] = {
     **_AGNOSTIC,
     "value": {
         **_AGNOSTIC["value"],
+        "power": 0.5,
         "scorer": {
             "name": "mixture",
             "rule": "rms",
@@ -80,7 +81,7 @@ _TWO_PASS: Mapping[str, Any] = {
         },
     },
     # It asks what the context's queries would read again and what the second reading's do read.
-    "fit": _fit_of(128, repeat=128, repeat_share=0.5, repeat_chunk=2048),
+    "fit": _fit_of(192, repeat=192, repeat_share=0.5, repeat_chunk=2048),
 }
 # Where every head has as many entries, a static shape holds keys and values and nothing beside
 # them: no multiplicities, so the values alone are fitted.
