@@ -13,7 +13,7 @@ from gracekv.errors import BackendUnavailableError
 from gracekv.vllm import attention
 from gracekv.vllm.attention import PageLayout, find_layout
 from gracekv.vllm.context_attention import ContextAttention, LayerCall, Step
-from gracekv.vllm.context_batch import ContextBatch, plan_batch
+from gracekv.vllm.context_batch import ContextBatch, last_pages, plan_batch
 from gracekv.vllm.numba_kernel import work_kernel
 
 
@@ -23,7 +23,7 @@ class GraceCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):  # type:
     _layout: PageLayout | None = None
 
     def plan(self, running: Step, metadata: Any, kv_cache: Tensor) -> ContextBatch | None:
-        there = metadata.block_table[: len(metadata.query_start_loc) - 1, 0].tolist()
+        there = last_pages(metadata, kv_cache.shape[2]).tolist()
         asking = {block: running.asking[block] for block in there if block in running.asking}
         group = self.num_heads // self.num_kv_heads
         return plan_batch(asking, metadata, group, kv_cache, attention.DIVISION) if asking else None

@@ -49,7 +49,7 @@ class Step:
     """The requests of one step that have a context, and the one that is recorded.
 
     Args:
-        asking: requests about contexts, by their first page.
+        asking: requests about contexts, by their last page.
         reading: the request whose prompt is recorded, its recording and its tokens in the step; or
             None.
     """

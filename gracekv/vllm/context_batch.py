@@ -1,8 +1,8 @@
 """The plan of a step's attention over stored contexts; all layers share it.
 
 The host knows each request's context and its number of tokens in the step. A request's row in the
-step is found on the device, by the request's first page: on a GPU the host does not know it, and
-must not wait for it.
+step is found on the device, by the request's last page: on a GPU the host does not know it, and
+must not wait for it. Earlier pages may be those of another request that begins alike.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def plan_batch(
     """Plan the step's work over contexts, on the device of the pages.
 
     Args:
-        asking: requests about contexts (at least one), by their first page.
+        asking: requests about contexts (at least one), by their last page.
         metadata: vLLM's attention metadata of the step, with tensors on the device.
         group: query heads per KV head.
         pages: [blocks, G, block, 2d] of vLLM.
@@ -109,8 +109,7 @@ def plan_batch(
     )
     addresses, units, first_slot, blocks, request, step = sent
     starts = metadata.query_start_loc
-    first_blocks = metadata.block_table[: len(starts) - 1, 0]
-    same = first_blocks[None, :] == blocks[:, None]
+    same = last_pages(metadata, pages.shape[2])[None, :] == blocks[:, None]
     row = same.int().argmax(1)
     found = same.any(1)[request]
     rows = row[request]
@@ -129,6 +128,14 @@ def plan_batch(
         longest=max(count for _, _, _, count, _, _ in work),
         covers_all=int(counts.sum()) == metadata.num_actual_tokens,
     )
+
+
+def last_pages(metadata: Any, block: int) -> Tensor:
+    """The page of each request's last token in the step; `block` is the size of a page."""
+    length = metadata.seq_lens[: len(metadata.query_start_loc) - 1].long()
+    at = (length - 1).clamp_(min=0) // block
+    table: Tensor = metadata.block_table[: len(length)]
+    return table.gather(1, at[:, None])[:, 0]
 
 
 def _divide(

@@ -26,7 +26,7 @@ class StepContexts(base.KVConnectorMetadata):  # type: ignore[misc]
     """The scheduler's message to the workers before a step.
 
     Attributes:
-        named: (name, digest, tokens of the step) of requests with contexts, by their first page.
+        named: (name, digest, tokens of the step) of requests with contexts, by their last page.
         opening: names of contexts that requests are about to read, by digest.
         used: digests of the contexts of all running and waiting requests.
         chunk: tokens of the step that are recorded.
@@ -201,7 +201,7 @@ class SchedulerSide:
         for request, count in scheduler_output.num_scheduled_tokens.items():
             if request in self._contexts:
                 name, header = self._contexts[request]
-                block = state.get_block_ids(request)[0][0]
+                block = state.get_block_ids(request)[0][-1]
                 named[block] = name, header.digest, count
         idle = not (scheduler_output.total_num_scheduled_tokens or self._opening)
         jobs, opening, chunk = self._jobs, dict(self._opening), self._chunk(scheduler_output)

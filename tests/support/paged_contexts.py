@@ -13,6 +13,7 @@ from gracekv.cache.base import RaggedEntries
 from gracekv.kernels import ragged
 from gracekv.testing.attention import TOLERANCES, relative_error
 from gracekv.vllm.context_attention import Asking
+from gracekv.vllm.context_batch import last_pages
 from gracekv.vllm.stored_context import StoredContext
 from support import paged_reference as reference
 
@@ -45,9 +46,10 @@ class PagedStep:
 
     @property
     def asking(self) -> dict[int, Asking]:
-        """Requests that have a context, by the first block of their pages."""
+        """Requests that have a context, by the last block of their pages."""
+        pages = last_pages(self.metadata, self.pages.shape[2]).tolist()
         return {
-            int(self.metadata.block_table[row, 0]): Asking(self.contexts[name], new)
+            pages[row]: Asking(self.contexts[name], new)
             for row, (name, _, new) in enumerate(self.requests)
             if name
         }
@@ -102,11 +104,14 @@ def paged_step(
     shape, view = _storage(layout, len(free) + 1, heads, block, 2 * dim)
     stored_pages = torch.full(shape, torch.nan, dtype=dtype)
     pages = view(stored_pages)
-    tails = []
+    tails, begun = list[Tensor](), None
     for row, (_, length, _) in enumerate(requests):
         mine = free[sum(needed[:row]) :][: needed[row]]
-        table[row, : needed[row]] = mine
         tail = torch.randn(2, length, heads, dim, generator=rng).to(dtype)
+        if length > block:  # they begin alike, and vLLM keeps one page of one beginning
+            begun = begun or (mine[:1], tail[:, :block])
+            mine[:1], tail[:, :block] = begun
+        table[row, : needed[row]] = mine
         at = torch.arange(length)
         pages[mine[at // block].long(), :, at % block] = torch.cat([*tail], dim=-1)
         tails.append(tail.to(device))

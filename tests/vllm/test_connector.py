@@ -66,7 +66,7 @@ class Scheduler:
     def step(self, *requests, opened=()):
         """What workers are told before a step in which the requests that may begin have tokens."""
         begun = [x for x in requests if self.side.get_num_new_matched_tokens(x, 0) == (0, False)]
-        state = SimpleNamespace(get_block_ids=lambda key: [[int(key)]])
+        state = SimpleNamespace(get_block_ids=lambda key: [[0, int(key)]])
         told = self.side.build_connector_meta(
             SimpleNamespace(
                 kv_connector_block_state=state,
