@@ -24,6 +24,7 @@ from gracekv.errors import BudgetError, CacheError
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.limited_layer import LimitedLayer
 from gracekv.hf.packed_layer import PackedLayer
+from gracekv.kernels import ragged
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.model_layers import rotations_up_to
 from gracekv.prefill.supported import closable_length
@@ -146,34 +147,41 @@ class LimitedCache(GraceCache):
         return CutHistory(first, read, (*self._left,), keys)
 
     def _count(self) -> None:
-        """Count packed entries in all layers and heads, and those of the largest sequence."""
-        counts = torch.stack([x.packed.entries.lengths for x in self.grace_layers])
-        each = counts.view(len(counts), len(self.padding), -1).sum((0, 2))
-        self._packed_entries, self._largest = int(each.sum()), int(each.max())
+        """Count packed entries in all layers and heads, of all sequences and of each."""
+        self._each = self._sums([x.packed.entries.lengths for x in self.grace_layers])
+        self._packed_entries = sum(self._each)
+
+    def _sums(self, counts: Sequence[Tensor]) -> list[int]:
+        """The sum of each sequence over layers and heads; `counts` are L int64 [S G]."""
+        of_heads = torch.stack([*counts]).view(len(counts), len(self.padding), -1)
+        return of_heads.sum((0, 2)).tolist()
 
     def _target(self, length: int) -> int:
         return self.limit.target(length, self._units, self._entry_bytes)
 
     def _check_size(self) -> None:
-        """Raise `BudgetError` unless the entries that must stay fit."""
-        units, target = self._units, self._target(self.packed_length + 1)
-        stays, why = self._largest, "the strategy keeps the prompt"
+        """Raise `BudgetError` unless the entries that must stay fit, of every sequence."""
+        units, stays, why = self._units, self._each, "the strategy keeps the prompt"
         if self._scores is None and not self._strategy.keep_prompt:
             why = "the packed entries have no scores by which they could be cut"
         elif not self._strategy.keep_prompt:
-            stays = sum(int(own.isinf().sum()) for own in self._scores or ())
+            heads = [x.packed.entries.lengths for x in self.grace_layers]
+            whole = zip(heads, self._scores or (), strict=True)
+            rows = [(ragged.rows(counts)[own.isinf().cpu()], len(counts)) for counts, own in whole]
+            stays = self._sums([torch.bincount(row, minlength=count) for row, count in rows])
             why = "the part of the prompt that was not compressed stays"
-        each = -(-stays // units) + self.limit.window
-        if self._strategy.name != "none" and target < units * each:
-            length, every = self.packed_length + 1, self.limit.every
+        every, each = self.limit.every, [-(-own // units) + self.limit.window for own in stays]
+        lengths = [self.packed_length + 1 - hidden for hidden in self.padding]
+        sizes = list(zip(map(self._target, lengths), lengths, each, strict=True))
+        if self._strategy.name != "none" and any(has < units * x for has, _, x in sizes):
             # Rounded down, so that this ratio works.
-            most = f"a ratio of at most {length * 100 // each / 100:.2f}"
-            most = most if each <= length else "no ratio"
+            ratio, least = min(n * 100 // x / 100 for _, n, x in sizes), max(each)
+            most = f"a ratio of at most {ratio:.2f}" if ratio >= 1 else "no ratio"
+            left, size = max(0, min(sizes)[0] // units), units * (least + every) * self._entry_bytes
             raise BudgetError(
-                f"The limit leaves {max(0, target // units)} entries per head, but {each} must "
-                f"stay: {why}, and so do the last {self.limit.window} tokens. Use entries_per_head "
-                f"of at least {each}, or kv_bytes of at least "
-                f"{units * (each + every) * self._entry_bytes}; {most} works. Or compress the "
+                f"The limit leaves {left} entries per head, but {least} must stay: {why}, and so "
+                f"do the last {self.limit.window} tokens. Use entries_per_head of at least "
+                f"{least}, or kv_bytes of at least {size}; {most} works. Or compress the "
                 f"prompt more, by a recipe that scores its tokens."
             )
 
@@ -219,8 +227,9 @@ class LimitedCache(GraceCache):
         """The number of tokens that the tail may hold, if it holds `tail`."""
         if self._strategy.name == "none":
             return tail
-        most = self._target(self.packed_length + tail) + self._units * self.limit.every
-        return (most - self._largest) // self._units
+        length, more = self.packed_length + tail, self._units * self.limit.every
+        each = zip(self._each, self.padding, strict=True)
+        return min((self._target(length - x) + more - own) // self._units for own, x in each)
 
     @torch.no_grad()
     def _cut(self, mask: Any, within: int | None = None) -> None:
@@ -242,10 +251,11 @@ class LimitedCache(GraceCache):
         places: list[list[Tensor]] = [[] for _ in self.grace_layers]
         with full_float32():
             for row in range(rows):
-                ropes = self._rotations(int(seen[row].sum()))
+                own_length = int(seen[row].sum())
+                ropes = self._rotations(own_length)
                 held = partial(self._held, row, seen[row], ropes)
                 kept, scores = kept_entries(
-                    len(entries), held, strategy, self._target(length), self.limit.window
+                    len(entries), held, strategy, self._target(own_length), self.limit.window
                 )
                 for number, (own, score) in enumerate(zip(kept, scores, strict=True)):
                     layer = held(number)

@@ -223,6 +223,19 @@ def test_batches_of_several_lengths_hide_their_padding_after_cuts(model):
         assert first - second == 15
 
 
+def test_every_row_of_a_batch_has_a_limit_of_its_own(model):
+    ids = torch.arange(300) * 7 % 97
+    prompts = [gracekv.Prompt.from_ids(own, (4, len(own) - 10)) for own in (ids, ids[:60])]
+    batch = gracekv.compress(model, prompts, ratio=6, pipeline="gracekv-plus")
+    cache = batch.new_cache(Limit(ratio=2.5, every=16, window=4, strategy="attention"))
+    model.generate(**batch.inputs, past_key_values=cache, max_new_tokens=100, do_sample=False)
+    tail = cache.grace_layers[0].tail_length
+    for row, length in enumerate((399, 159)):
+        each = int(cache.packed.sequence(row).entries().sum()) / 4
+        assert each + tail <= length // 2.5 + 16
+    assert cache.cuts > 2
+
+
 @pytest.mark.parametrize("options", [
     {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2},
     {"do_sample": True, "num_return_sequences": 3},
