@@ -201,7 +201,8 @@ class StockLayers:
         for layer in own:
             held, tensors = layers[layer.number], dict[str, Tensor]()
             if layer.window is not None:
-                tensors = {"keys": held.keys.contiguous(), "values": held.values.contiguous()}
+                # Copies: a view would hold all that was read.
+                tensors = {"keys": held.keys.clone(), "values": held.values.clone()}
             elif layer.has_states:
                 tensors = read_states(held)
             states.append(LayerState(layer.number, layer.kind, layer.window, tensors))

@@ -89,6 +89,13 @@ def test_a_turn_that_fails_is_undone_in_all_layers(family, tokenizer, monkeypatc
         assert chat.ask("And then?", 5) == other.ask("And then?", 5)
 
 
+def test_a_window_of_one_head_holds_nothing_beside_itself():
+    model, ids = model_of("gemma3_text", kv_heads=1), torch.arange(300) * 13 % VOCABULARY
+    result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 290)), ratio=3)
+    for tensor in result.packed.other_layers[0].tensors.values():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 def test_assisted_decoding_and_resets_go_back_to_the_prompt():
     model = model_of("gemma3_text")
     ids = torch.arange(100) * 13 % VOCABULARY
