@@ -192,9 +192,12 @@ class EntryPool:
         sizes = counts.view(info.layers, info.kv_heads)
         columns = (keys, values, position, mass, selected)
         split = zip(*(x.split(sizes.sum(1).tolist()) for x in columns), strict=True)
-        layers = []
+        # Where layers lie on several devices, none of them keeps what belongs to the others.
+        layers, several = [], len(set(self._devices)) > 1
         for device, heads, parts in zip(self._devices, sizes, split, strict=True):
-            own_keys, own_values, positions, log_m, index = (x.to(device) for x in parts)
+            own_keys, own_values, positions, log_m, index = (
+                x.to(device, copy=several) for x in parts
+            )
             packed = RaggedEntries(own_keys, own_values, positions, log_m, offsets(heads))
             layers.append((packed, index))
         return layers
