@@ -74,7 +74,6 @@ class BaseResult(ABC):
             packed: the caches of `runs` as one, or this process's heads of them, if there is one.
             keep_run: keep the results of the stages for `details`.
         """
-        set_attention(model)
         if packed is None:
             caches = [run.cache for run in runs]
             packed = CompressedCache.stack(caches) if cls.is_batch else caches[0]
@@ -82,6 +81,7 @@ class BaseResult(ABC):
         runs = [dataclasses.replace(x, cache=packed.sequence(n)) for n, x in enumerate(runs)]
         cache = GraceCache(packed, pipeline.backend)
         cache.warm_up(model)
+        set_attention(model)
         if not cls.is_batch:
             kept = dataclasses.replace(runs[0].accounting, backend_bytes=cache.held_bytes)
             runs = [dataclasses.replace(runs[0], accounting=kept)]

@@ -88,7 +88,12 @@ class Compression:
                 prefill = prefill.with_queries(torch.cat([*asked, pipe.precision.asks(info.spans)]))
         for capture in prefill:
             self.layer(capture)
-        return self.finish(prefill.other_layers, seconds_by_stage(prefill.seconds, needs), prefill)
+        others, seconds = prefill.other_layers, seconds_by_stage(prefill.seconds, needs)
+        if self._pool is None:
+            return self.finish(others, seconds, prefill)
+        # The pool has what stays: from here on, nobody needs the other keys and values.
+        del capture, prefill
+        return self.finish(others, seconds)
 
     def layer(self, capture: LayerCapture) -> None:
         """Score a layer, note what later stages need of it, and keep its best entries."""

@@ -41,9 +41,6 @@ class RepeatedQueries(Repetition):
         count = min(self.count, prefill.spans.context_length)
         return prefill.layers, prefill.query_heads, count, prefill.head_dim
 
-    def reach(self, spans: PromptSpans) -> int:
-        return spans.context_end + min(self.chunk, spans.context_length)
-
     def seen(self, run: TokenRun, spans: PromptSpans, part: Region) -> Tensor:
         at = region_samples(Region(spans.context_start, spans.context_end), self.count)
         inside = at[(at >= part.start) & (at < part.end)] - part.end + run.queries.shape[1]

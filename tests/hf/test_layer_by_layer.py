@@ -7,14 +7,17 @@ import re
 import subprocess
 import sys
 import warnings
+import weakref
 
 import greenlet
 import pytest
 import torch
 
 import gracekv
-from gracekv import CaptureOptions, Prompt
+from gracekv import CaptureOptions, Pipeline, Prompt
+from gracekv.cache.pool import EntryPool
 from gracekv.errors import (
+    BackendUnavailableError,
     ConfigError,
     LayerOrderError,
     UnsupportedModelError,
@@ -178,6 +181,36 @@ def test_what_cannot_be_is_refused_before_the_model_runs(recipe, reason):
             model, prompt_of(), ratio=4, pipeline=recipe, capture=CaptureOptions(stream=True)
         )
     hook.remove()
+
+
+def test_a_second_pass_holds_nothing_once_entries_are_chosen(monkeypatch):
+    held, alive, fit = [], [], Pipeline.named("gracekv-agnostic-two-pass").fit
+    layers, add = type(fit).layers, EntryPool.add
+
+    def noted(self, capture, gains):
+        held.append(weakref.ref(capture.keys))
+        add(self, capture, gains)
+
+    def fitted(self, *args):
+        alive.extend(keys() is not None for keys in held)
+        return layers(self, *args)
+
+    monkeypatch.setattr(EntryPool, "add", noted)
+    monkeypatch.setattr(type(fit), "layers", fitted)
+    gracekv.compress(tiny_llama(), prompt_of(), ratio=4, pipeline="gracekv-agnostic-two-pass")
+    assert alive
+    assert not any(alive)
+
+
+@pytest.mark.parametrize("recipe", ["kvzip-two-pass", "gracekv-agnostic-two-pass"])
+def test_a_second_pass_beyond_the_model_s_positions_is_refused_and_leaves_it_alone(recipe):
+    model, prompt = tiny_llama(positions=80), prompt_of(70)
+    before = facts(model)
+    with pytest.raises(UnsupportedModelError, match=r"takes .* positions or more"):
+        gracekv.compress(model, prompt, ratio=4, pipeline=recipe)
+    with pytest.raises(BackendUnavailableError):
+        gracekv.compress(model, prompt, ratio=4, pipeline="snapkv", backend="triton")
+    assert facts(model) == before
 
 
 def test_a_model_that_mixes_its_layers_is_read_as_a_whole_and_named():
