@@ -16,6 +16,7 @@ import torch
 from einops import reduce
 from torch import Tensor
 
+from gracekv.kernels.linalg import capped, softmax
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.prefill.observer import Part, Passes, PassObserver, TokenRun
 from gracekv.registry import bounded
@@ -51,7 +52,8 @@ class Draft(PassObserver):
         def attend(layer: int, run: TokenRun) -> None:
             groups, dim = len(run.keys), run.queries.shape[-1]
             shared = run.queries.float().reshape(groups, -1, dim) * run.scale
-            chance = torch.softmax(shared @ run.keys.float().transpose(1, 2), dim=-1)
+            logits = capped(shared @ run.keys.float().transpose(1, 2), run.softcap)
+            chance = softmax(logits, None if run.sinks is None else run.sinks.view(groups, -1, 1))
             found = reduce(chance[..., start:end], "g n t -> g t", "mean")
             seen.append(found.to(seen[0].device if seen else found.device))
 

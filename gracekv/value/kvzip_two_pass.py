@@ -49,6 +49,9 @@ class Repetition(PassObserver):
     def timed_as(self) -> Observer:
         return Reconstruction(self.chunk)
 
+    def reach(self, spans: PromptSpans) -> int:
+        return spans.context_end + min(self.chunk, spans.context_length)
+
     @abc.abstractmethod
     def seen(self, run: TokenRun, spans: PromptSpans, part: Region) -> Tensor:
         """Return what is kept of one layer, [...], while it reads `part` a second time."""
@@ -98,7 +101,7 @@ class Reconstruction(Repetition):
 
     def seen(self, run: TokenRun, spans: PromptSpans, part: Region) -> Tensor:
         keys, own = run.keys[:, : spans.context_end], run.keys[:, spans.context_end :]
-        return received_attention(run.queries, keys, own, part, run.scale, self.power)
+        return received_attention(run.queries, keys, own, part, run.scale, self.power, **run.logits)
 
     def joined(self, parts: list[Tensor]) -> Tensor:
         """[L, G, N_ctx]."""
@@ -161,8 +164,9 @@ def repetitions(passes: Passes, chunk: int) -> Iterator[tuple[Region, Tensor]]:
 
 
 def received_attention(
-    queries: Tensor, seen: Tensor, own: Tensor, part: Region, scale: float, power: float = 0.0
-) -> Tensor:
+    queries: Tensor, seen: Tensor, own: Tensor, part: Region, scale: float, power: float = 0.0,
+    **logits: Any,
+) -> Tensor:  # fmt: skip
     """The largest attention to each token of `part`, or a sum of its powers: float32 [G, n].
 
     The sum is over queries, a mean over the query heads of a KV head.
@@ -174,12 +178,13 @@ def received_attention(
         part: absolute positions of the n tokens.
         scale: of the logits.
         power: exponent of the summed attention; 0 for the maximum.
+        logits: `softcap` and `sinks`, as of a `TokenRun`.
     """
     sinks, over = min(_SINKS, part.start), "mean" if power else "max"
     keys = torch.cat([seen[:, :sinks], seen[:, part.start : part.end], own], dim=1)
     width = sinks + part.length
     visible = torch.arange(width + 1, keys.shape[1] + 1, device=keys.device)
     columns = softmax_columns(
-        queries, keys, visible, scale=scale, power=power or 1.0, maximum=not power
+        queries, keys, visible, scale=scale, power=power or 1.0, maximum=not power, **logits
     )
     return reduce(columns[:, sinks:width], "(g n) t -> g t", over, g=len(keys))

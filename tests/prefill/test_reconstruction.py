@@ -141,19 +141,23 @@ def theirs(press, module, kwargs, end):
     length=st.integers(1, 12),
     count=st.integers(1, 25),
     power=st.sampled_from([0.0, 2.0, 3.0]),
+    softcap=st.sampled_from([None, 1.5]),
 )
-def test_received_attention_is_that_of_a_masked_softmax(seed, start, length, count, power):
+def test_received_attention_is_that_of_a_masked_softmax(seed, start, length, count, power, softcap):
     rng = torch.Generator().manual_seed(seed)
     queries, seen, own = (
         torch.randn(heads, rows, 8, generator=rng)
         for heads, rows in ((4, count), (2, start + length + 3), (2, count))
     )
-    got = received_attention(queries, seen, own, Region(start, start + length), 0.5, power)
+    region, sink = Region(start, start + length), torch.tensor([-1.0, 0.0, 1.0, 2.0])
+    got = received_attention(queries, seen, own, region, 0.5, power, softcap=softcap, sinks=sink)
     sinks = min(4, start)
     keys = torch.cat([seen[:, :sinks], seen[:, start : start + length], own], dim=1).double()
     logits = 0.5 * queries.double().unflatten(0, (2, 2)) @ keys.mT[:, None]
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
     later = torch.ones(count, count, dtype=torch.bool).triu(1)
     logits[..., sinks + length :].masked_fill_(later, -torch.inf)
+    logits = torch.cat([logits, sink.view(2, 2, 1, 1).expand(2, 2, count, 1)], dim=-1)
     shares = logits.softmax(-1)[..., sinks : sinks + length]
     want = (shares**power).sum(dim=2).mean(dim=1) if power else shares.amax(dim=(1, 2))
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-7)
