@@ -152,11 +152,7 @@ def attention(
             f"{window}, so the compressed cache no longer fits. Generate fewer tokens, or use a "
             f"model with full attention in every layer."
         )
-    positions = kwargs.get("position_ids")
-    if attention_mask is None:
-        if query.shape[2] > 1 and positions is not None and layer.length is None:
-            check_positions(int(positions.max()) + 1, layer.logical_length)
-    elif attention_mask.shape[-1] != places:
+    if attention_mask is not None and attention_mask.shape[-1] != places:
         raise CacheError(
             f"A prepared attention mask must cover the {places} tokens since compression; it "
             f"covers {attention_mask.shape[-1]}. Pass a 2D mask over all tokens, or none."
