@@ -99,6 +99,9 @@ def self_check(model: Any) -> None:
             "queries",
             missing[0],
         )
+    uneven = [x.layer for x in calls.values() if x.key.shape[-1] != x.value.shape[-1]]
+    if uneven:
+        raise _refusal(model, "has values of another dimension than its keys", uneven[0])
     rotations = {number: _rotation(model, calls[number], *inputs[number]) for number in inputs}
     difference = _difference(_last_step(model, ids, calls), stock)
     if difference > _tolerance(model):

@@ -74,6 +74,7 @@ def test_attention_that_is_no_softmax_over_the_keys_is_refused(monkeypatch):
             {"head_dim": 8, "num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32},
             "describes .* layers, its decoder has",
         ),
+        ("mimo_v2_flash", {"head_dim": 24, "v_head_dim": 16}, "Layer 0 .* another dimension"),
         ("minimax", {}, "does not run over the cache layers"),
         ("gpt_neox", {}, "Layer 0 .* without the modules"),
         ("nanochat", {}, "Layer 0 .* rotates its keys in a way"),

@@ -24,7 +24,6 @@ TRIED = {
     "hunyuan_v1_moe": "Hunyuan MoE",
     "jamba": "Jamba",
     "lfm2_moe": "LFM2-MoE",
-    "mimo_v2_flash": "MiMo-V2-Flash",
     "minimax_m2": "MiniMax-M2",
     "ministral3": "Ministral 3",
     "nemotron": "Nemotron",
@@ -44,7 +43,6 @@ MIXED = ["sliding_attention", "full_attention"] * 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "cwm": {"bos_token_id": 1, "eos_token_id": [96], "pad_token_id": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "mimo_v2_flash": {"attn_implementation": "eager"},
     "ministral3": {"sliding_window": None},
     "phimoe": {"sliding_window": None},
     "qwen3_5_moe_text": {
