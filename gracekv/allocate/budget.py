@@ -266,14 +266,15 @@ class Budget:
         least = units * (minimum * costs.exact or costs.coded + costs.block)
         if size < least:
             largest = math.floor(Fraction(full * costs.full, least) * 100) / 100
-            hint = f"or kv_bytes of at least {least}"
+            hint = f"kv_bytes of at least {least if in_bytes else least * entry_bytes}"
             if not in_bytes:
-                hint = f"entries_per_head of at least {least // units}, or kv_bytes of at least "
-                hint += f"{least * entry_bytes}"
+                hint = f"entries_per_head of at least {least // units}, or {hint}"
+            if largest >= 1:
+                hint = f"a ratio of at most {largest:g}, or {hint}"
             raise BudgetError(
                 f"A budget of {size:,} {'bytes' if in_bytes else 'entries'} is below the smallest "
                 f"that works here, {least:,} ({minimum} recent tokens, or one entry, in each of "
-                f"{layers} x {heads} KV heads). Use a ratio of at most {largest:g}, {hint}."
+                f"{layers} x {heads} KV heads). Use {hint}."
             )
         recent = min(window.tokens(size, units, costs.exact), context)
         left, rest = size - units * recent * costs.exact, context - recent

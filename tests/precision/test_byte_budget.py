@@ -115,6 +115,9 @@ def test_tiny_budgets_are_refused_with_what_works():
     assert "ratio of at most 15, or kv_bytes of at least 512" in str(caught.value)
     assert pipeline.run(prefill, Budget.kv_bytes(512)).accounting.spent == 16
     pipeline.run(prefill, Budget.ratio(15))
+    short = synthetic_prefill(context=1, dim=8, dtype=torch.float32)
+    with pytest.raises(BudgetError, match="Use kv_bytes of at least"):
+        pipeline.run(short, Budget.kv_bytes(8))
 
 
 def test_queries_that_are_computed_again_leave_those_of_the_prompts_end():
