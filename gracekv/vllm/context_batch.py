@@ -131,7 +131,7 @@ def plan_batch(
 
 
 def last_pages(metadata: Any, block: int) -> Tensor:
-    """The page of each request's last token in the step; `block` is the size of a page."""
+    """int32 [R]: the page of each request's last token in the step; `block` is a page's size."""
     length = metadata.seq_lens[: len(metadata.query_start_loc) - 1].long()
     at = (length - 1).clamp_(min=0) // block
     table: Tensor = metadata.block_table[: len(length)]
