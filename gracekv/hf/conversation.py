@@ -27,7 +27,7 @@ from gracekv.hf.generation import (
     stream_text,
 )
 from gracekv.pipeline.run import Run
-from gracekv.prefill.chat_text import Message, check_history, check_question, new_turns
+from gracekv.prefill.chat_text import Message, check_question, new_turns, plain_messages
 from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
@@ -250,7 +250,7 @@ class Conversation:
 
     def _new_turns(self, messages: Any, tools: Any) -> list[tuple[str, list[int]]]:
         """Role and ids of each message that was not read; raises as `new_turns` does."""
-        check_history(messages)
+        messages = plain_messages(messages)
         prompt, known = self._prompt, self.messages
         if known and tools != self._tools:
             raise EditedHistoryError("The tools are not those that the conversation began with.")

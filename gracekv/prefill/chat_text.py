@@ -11,11 +11,14 @@ from os.path import commonprefix
 from typing import Any, Literal
 
 from gracekv.errors import EditedHistoryError, PromptError
+from gracekv.registry import suggestion
 
 # The leads that `continued` encodes before a text, in order. A word merges with a letter before
 # it, rarely with a line end or a full stop; the rest serve texts that start with one of those.
 _LEADS = ("a", "\n", ".", "0", "|", "\u4e2d")
 Message = Mapping[str, Any]
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ONE = "Pass one prompt at a time; for token ids use Prompt.from_ids."
 # Other fields, which clients add, are not rendered.
 _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 _CHANGED = (
@@ -62,13 +65,10 @@ def render(
     return before, after
 
 
-def check_text(name: str, text: object) -> None:
+def check_text(name: str, text: object, advice: str = _ONE) -> None:
     """Raise `PromptError` unless `text`, called `name`, is text that a tokenizer can read."""
     if not isinstance(text, str):
-        raise PromptError(
-            f"{name} must be text; got {type(text).__name__}. Pass one prompt at a time; for token "
-            f"ids use Prompt.from_ids."
-        )
+        raise PromptError(f"{name} must be text; got {type(text).__name__}. {advice}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -159,7 +159,7 @@ def turn_ids(
     Raises `PromptError` if the chat template changes the texts.
     """
     if not (template and has_chat_template(tokenizer)):
-        texts = [separator + str(message["content"]) for message in messages]
+        texts = [separator + (message.get("content") or "") for message in messages]
         return [continued(tokenizer, text) for text in (*texts[:-1], texts[-1] + answer_prefix)]
     number = 0
     while (mark := f"[[turn {number}]]") in str(messages):
@@ -264,9 +264,10 @@ def new_turns(
 
     Raises:
         EditedHistoryError: a message differs from the one that was read in its place.
-        PromptError: there is no new message, or the template cannot show it after the context.
+        PromptError: a message is malformed, there is no new one, or the template cannot show it
+            after the context.
     """
-    check_history(given)
+    known, given = plain_messages(known), plain_messages(given)
     for number, old in enumerate(known):
         if number >= len(given) or not _is_same(old, given[number]):
             raise EditedHistoryError(
@@ -287,10 +288,36 @@ def new_turns(
     return list(zip([one["role"] for one in new] or [given[-1]["role"]], ids, strict=True))
 
 
-def check_history(given: object) -> None:
-    """Raise `PromptError` for a text or one message in place of a list of messages."""
-    if isinstance(given, str | Mapping):
-        raise PromptError("send takes a list of messages; for a text there is chat.ask(text).")
+def plain_messages(given: object) -> list[Message]:
+    """The messages with their content as text, which may come in parts of type "text".
+
+    Raises `PromptError` unless `given` is a list of messages of known roles. The content may be
+    missing where an assistant calls tools.
+    """
+    if not isinstance(given, list | tuple):
+        got = type(given).__name__
+        raise PromptError(f"Messages are a list; got {got}. For a text there is chat.ask(text).")
+    return [_plain(number, message) for number, message in enumerate(given)]
+
+
+def _plain(number: int, message: Any) -> Message:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role not in _ROLES:
+        raise PromptError(
+            f"Message {number} must be a mapping with a role of {', '.join(_ROLES)}; got "
+            f"{role or message!r}.{suggestion(str(role), _ROLES)}"
+        )
+    parts = message.get("content")
+    if parts is None and role == "assistant" and message.get("tool_calls"):
+        return {**message}
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        for part in (parts if isinstance(parts, list) else [parts])
+    ]
+    advice = 'Only texts are read, whole or in parts: [{"type": "text", "text": ...}].'
+    for text in texts:
+        check_text(f"The content of message {number}", text, advice)
+    return {**message, "content": "\n".join(texts)}
 
 
 def _is_same(old: Message, given: Message) -> bool:

@@ -16,6 +16,7 @@ from gracekv.prefill.chat_text import (
     continued,
     encode,
     has_chat_template,
+    plain_messages,
     render,
 )
 from gracekv.prefill.spans import PromptSpans
@@ -170,16 +171,14 @@ class Prompt:
             messages: as OpenAI's clients send them: a system prompt, say, and the first question.
             tools: definitions of tools, which the template puts where the model expects them.
 
-        Raises `PromptError` if there is no message or no chat template.
+        Raises `PromptError` if there is no message or no chat template, and for a message without
+        text or with an unknown role.
         """
         if not messages or not has_chat_template(tokenizer):
             raise PromptError("Give at least one message, and a tokenizer with a chat template.")
-        text, answered = (
-            tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=answers
-            )
-            for answers in (False, True)
-        )
+        show = {"conversation": plain_messages(messages), "tools": tools, "tokenize": False}
+        text = tokenizer.apply_chat_template(**show)
+        answered = tokenizer.apply_chat_template(**show, add_generation_prompt=True)
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         tail, end = continued(tokenizer, answered[len(text) :]), len(ids)
         spans = PromptSpans(0, end, end, end + len(tail))

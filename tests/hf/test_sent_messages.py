@@ -20,10 +20,11 @@ TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
 CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments": {"for": "cat"}}}
 BEGUN = [
     {"role": "system", "content": "Answer questions about a story. " + TEXT[:200]},
-    {"role": "user", "content": "Who fell?"},
+    {"role": "user", "content": "Who\nfell?"},
 ]
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 FOUND = {"role": "tool", "tool_call_id": "1", "content": TEXT[200:500]}
+PARTS = [{"role": "user", "content": [{"type": "text", "text": x} for x in ("Who", "fell?")]}]
 LATER = [
     *BEGUN, CALLED, FOUND, {"role": "assistant", "content": "<think>A cat?</think>Alice."},
     {"role": "user", "content": "And what does she see?"},
@@ -70,7 +71,7 @@ def test_only_new_messages_are_read_and_answers_may_come_back_as_calls(tokenizer
     with agent.chat() as chat:
         chat.send(BEGUN, 6, tools=TOOLS, eos_token_id=1999)
         before = chat._ids
-        chat.send([*BEGUN, CALLED, FOUND], 6, tools=TOOLS, eos_token_id=1999)
+        chat.send([BEGUN[0], *PARTS, CALLED, FOUND], 6, tools=TOOLS, eos_token_id=1999)
         assert torch.equal(chat._ids[: len(before)], before)
         added = tokenizer.decode(chat._ids[len(before) : -6])
         assert added == f"<|end|><|user|>tool {FOUND['content']}<|end|><|assistant|>"
@@ -114,7 +115,8 @@ def test_what_cannot_follow_the_context_is_refused(model, tokenizer, agent, tmp_
         for messages, tools in ((BEGUN, None), (BEGUN[1:], TOOLS)):
             with pytest.raises(PromptError, match="stand before the context"):
                 chat.send(messages, tools=tools)
-        assert isinstance(chat.send(BEGUN[1:], 3), str)
+        chat.send(PARTS, 3)
+        assert tokenizer.decode(chat._ids[:-3]).endswith("\n\nWho\nfell?<|end|><|assistant|>")
         with pytest.raises(PromptError, match="no new message"):
             chat.send(chat.messages)
     with agent.chat() as chat:
@@ -132,12 +134,21 @@ def test_what_cannot_follow_the_context_is_refused(model, tokenizer, agent, tmp_
         assert one.send(LATER, 6, tools=TOOLS) == other.send(LATER, 6, tools=TOOLS)
 
 
-@pytest.mark.parametrize("messages", ["Who fell?", BEGUN[1]])
 @pytest.mark.parametrize("made_of", ["messages", "document"])
-def test_a_text_in_place_of_messages_is_refused(model, tokenizer, agent, made_of, messages):
+def test_malformed_messages_are_refused(model, tokenizer, agent, made_of):
     if made_of == "document":
         prompt = gracekv.Prompt.from_chat(tokenizer, context=TEXT)
         agent = gracekv.compress(model, prompt, ratio=2)
-    wanted = r"send takes a list of messages; for a text there is chat\.ask\(text\)"
-    with agent.chat() as chat, pytest.raises(PromptError, match=wanted):
-        chat.send(messages)
+    user, parts = {"role": "user"}, [*PARTS[0]["content"], {"type": "image_url", "image_url": {}}]
+    unread = [user, *({**user, "content": x} for x in (parts, None, 5)), {"role": "assistant"}]
+    for wanted, given in {
+        r"a list; got (str|dict)\. For a text there is chat\.ask": ["Who?", BEGUN[1]],
+        r"of message 0 must be text; got \w+\. Only .*parts": [[x] for x in unread],
+        "with a role of system, .* got": [["Who?"], [{"content": "Who?"}]],
+        "got 'usr'. Did you mean 'user'": [[{"role": "usr"}]],
+    }.items():
+        for messages in given:
+            with agent.chat() as chat, pytest.raises(PromptError, match=wanted):
+                chat.send(messages)
+            with pytest.raises(PromptError, match=wanted):
+                gracekv.Prompt.from_messages(tokenizer, messages)
