@@ -147,13 +147,7 @@ class Conversation:
         return self._answer(messages, tools, max_new_tokens, kwargs, anew=anew)
 
     def _answer(
-        self,
-        messages: Any,
-        tools: Any,
-        max_new_tokens: int,
-        options: dict[str, Any],
-        *,
-        anew: bool = False,
+        self, messages: Any, tools: Any, max_new_tokens: int, options: Any, *, anew: bool = False
     ) -> str:
         with self._turn(messages, tools, max_new_tokens, anew=anew) as turn:
             return self._add(messages[-1], turn, self._generate(turn, max_new_tokens, options))

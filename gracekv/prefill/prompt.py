@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gracekv.errors import PromptError
 from gracekv.prefill.chat_text import (
+    Message,
     check_question,
     check_text,
     continued,
@@ -154,11 +155,7 @@ class Prompt:
 
     @classmethod
     def from_messages(
-        cls,
-        tokenizer: Any,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Any] | None = None,
+        cls, tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
     ) -> Prompt:
         """Make a prompt whose context are the first messages of a conversation.
 
