@@ -218,8 +218,8 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
         """
         places = capture.spans.past if all(x.reads_past for x in (self, *self.parts)) else 0
         if not places:
-            return [self.layer(capture, region, memory)]
-        every = self.layer(capture, Region(0, region.end), memory)
+            return [part_scores(self, capture, region, memory)]
+        every = part_scores(self, capture, Region(0, region.end), memory)
         return [every[:, region.start :], every[:, :places].float()]
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
@@ -234,14 +234,26 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
                 memory["scores", part] = part(prefill, region).scores
         prefill = prefill.with_queries(self.asks(prefill, region, memory))
         device = prefill.keys[0].device
-        scores = [self.layer(capture, region, memory).to(device) for capture in prefill]
+        scores = [part_scores(self, x, region, memory).to(device) for x in prefill]
         return TokenScores.from_scores(torch.stack(scores), shard=prefill.shard)
 
 
 def part_scores(part: Scorer, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
-    """The scores [G, N] of a part of another scorer, for one layer."""
+    """The scores [G, N] of a scorer, itself or as a part of another, for one layer.
+
+    Raises `ShapeError` unless its `layer` returns floating-point numbers of that shape.
+    """
     known: Tensor | None = memory.get(("scores", part))
-    return part.layer(capture, region, memory) if known is None else known[capture.number]
+    scores = part.layer(capture, region, memory) if known is None else known[capture.number]
+    shape, got = [capture.kv_heads, region.length], type(scores).__name__
+    if isinstance(scores, Tensor):
+        if scores.is_floating_point() and [*scores.shape] == shape:
+            return scores.detach()
+        got = f"{scores.dtype} {[*scores.shape]}"
+    raise ShapeError(
+        f"{type(part).__name__}.layer must return a tensor of floating-point scores [G, N] = "
+        f"{shape} for layer {capture.number}; got {got}."
+    )
 
 
 def noted(memory: Memory, key: Any, capture: LayerCapture, compute: Callable[[], Tensor]) -> Tensor:

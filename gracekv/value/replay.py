@@ -18,7 +18,7 @@ from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.prefill.needs import region_samples
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Memory, Scorer, noted
+from gracekv.value.base import SCORERS, Memory, Scorer, noted, part_scores
 from gracekv.value.read_ahead import ReadAhead
 
 
@@ -159,7 +159,7 @@ class Replay(Scorer):
         """Add this layer's likelihood of each token, float32 [N], to those of other layers."""
         rows: dict[int, Tensor] = memory.setdefault(("likely", self.query_scorer, region), {})
         if capture.number not in rows:
-            best = self.query_scorer.layer(capture, region, memory).amax(dim=0)
+            best = part_scores(self.query_scorer, capture, region, memory).amax(dim=0)
             rows[capture.number] = capture.shard.maximum(best).to(capture.info.device)
         return rows
 

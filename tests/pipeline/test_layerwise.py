@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from gracekv.allocate import Budget, Selection
 from gracekv.allocate.top_tokens import entry_gains, top_tokens
+from gracekv.errors import ShapeError
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.compression import Compression
 from gracekv.prefill import Needs
@@ -161,3 +163,24 @@ def test_what_needs_all_layers_says_why(fields, base, reason):
     prefill = synthetic_prefill(context=200, dim=32, dtype=torch.bfloat16)
     plan = pipeline.plan(prefill, Budget.ratio(4))
     assert re.search(reason, pipeline.holds_all(plan, 128))
+
+
+@pytest.mark.parametrize(
+    ("got", "change"),
+    [
+        (r"torch.int64 \[2, 38\]", Tensor.long),
+        (r"torch.float32 \[2, 37\]", lambda scores: scores[:, 1:]),
+        (r"torch.float32 \[38\]", lambda scores: scores[0]),
+        ("NoneType", lambda scores: None),
+        ("ndarray", Tensor.numpy),
+    ],
+)
+def test_a_scorer_that_returns_something_else_is_named(monkeypatch, got, change):
+    layer, prefill = Tied.layer, synthetic_prefill(context=50)
+    run = dataclasses.replace(Pipeline.named("snapkv"), value=Tied()).run
+    monkeypatch.setattr(Tied, "layer", lambda *given: layer(*given).requires_grad_())
+    run(prefill, Budget.ratio(4))
+    monkeypatch.setattr(Tied, "layer", lambda *given: change(layer(*given)))
+    wanted = rf"Tied\.layer must return .* \[G, N\] = \[2, 38\] for layer 0; got {got}"
+    with pytest.raises(ShapeError, match=wanted):
+        run(prefill, Budget.ratio(4))
