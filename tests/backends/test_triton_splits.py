@@ -8,12 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracekv.backends import AttentionSpec, Auto, Triton
-from gracekv.backends.triton_splits import (
-    split_table,
-    split_tables,
-    tail_splits,
-    uploaded,
-)
+from gracekv.backends.triton_splits import split_table, split_tables, tail_splits, uploaded
 from gracekv.backends.triton_tiles import tiles
 from gracekv.cache.base import RaggedEntries
 from gracekv.errors import BackendUnavailableError

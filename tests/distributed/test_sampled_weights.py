@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from gracekv.prefill.fingerprint import (
-    active_adapters,
-    fingerprint,
-    sample_places,
-    sampled_digest,
-)
+from gracekv.prefill.fingerprint import active_adapters, fingerprint, sample_places, sampled_digest
 from gracekv.testing.models import tiny_llama
 
 

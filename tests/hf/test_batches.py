@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 import gracekv
 from gracekv.testing.models import tiny_llama
 from support.batches import SPANS, Numbers, prompts_of
-from support.margins import (
-    assert_same_beams,
-    assert_same_steps,
-    assert_same_tokens,
-    logits_over,
-)
+from support.margins import assert_same_beams, assert_same_steps, assert_same_tokens, logits_over
 
 
 @pytest.fixture(scope="module")

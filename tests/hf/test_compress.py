@@ -5,13 +5,7 @@ import torch
 
 import gracekv
 from gracekv.backends import Eager
-from gracekv.errors import (
-    BudgetError,
-    CacheError,
-    ConfigError,
-    PromptError,
-    UnknownStrategyError,
-)
+from gracekv.errors import BudgetError, CacheError, ConfigError, PromptError, UnknownStrategyError
 from gracekv.hf import CompressionResult, detach
 from gracekv.testing.models import tiny_llama
 from support.batches import Numbers

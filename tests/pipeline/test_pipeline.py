@@ -193,10 +193,7 @@ def test_captures_that_no_stage_needs_may_be_missing() -> None:
     full = synthetic_prefill(context=150)
     probes = torch.tensor(full.spans.direct_probes())
     lean = dataclasses.replace(
-        full,
-        observed={},
-        queries=tuple(q[:, probes] for q in full.queries),
-        query_positions=probes,
+        full, observed={}, queries=tuple(q[:, probes] for q in full.queries), query_positions=probes
     )
     assert same_entries(pipeline.run(full, Budget.ratio(4)), pipeline.run(lean, Budget.ratio(4)))
 

@@ -8,12 +8,7 @@ import torch
 
 import gracekv
 from gracekv.cache.quantised import QuantisedEntries
-from gracekv.errors import (
-    BackendUnavailableError,
-    BudgetError,
-    SavedCacheError,
-    ShapeError,
-)
+from gracekv.errors import BackendUnavailableError, BudgetError, SavedCacheError, ShapeError
 from gracekv.pipeline import Pipeline
 from gracekv.testing.models import tiny_llama
 

@@ -8,16 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.backends import (
-    AttentionSpec,
-    AttentionStep,
-    Auto,
-    Eager,
-    Numba,
-    Sdpa,
-    sdpa,
-    split_kv,
-)
+from gracekv.backends import AttentionSpec, AttentionStep, Auto, Eager, Numba, Sdpa, sdpa, split_kv
 from gracekv.backends.reference import attention
 from gracekv.errors import BackendUnavailableError
 from gracekv.hf.packed_layer import PackedLayer

@@ -33,10 +33,7 @@ def assert_keeps_the_same(case, recipe, press, window=0, least=1, shift=False, *
 
 @pytest.mark.parametrize(
     ("recipe", "module", "name"),
-    [
-        ("knorm", "knorm_press", "KnormPress"),
-        ("keydiff", "keydiff_press", "KeyDiffPress"),
-    ],
+    [("knorm", "knorm_press", "KnormPress"), ("keydiff", "keydiff_press", "KeyDiffPress")],
 )
 def test_key_methods(case, kvpress_module, recipe, module, name):
     press = getattr(kvpress_module(f"presses.{module}"), name)()

@@ -67,11 +67,7 @@ def _assert_stable(model, result):
             **{name: tuple(map(off, getattr(prefill, name))) for name in _STATES},
         )
         again = gracekv.compress(
-            model,
-            result.prompt,
-            ratio=RATIO,
-            pipeline=result.pipeline,
-            prefill=near,
+            model, result.prompt, ratio=RATIO, pipeline=result.pipeline, prefill=near
         )
         assert positions(again.packed) == positions(result.packed)
 

@@ -5,12 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracekv.testing import synthetic_prefill
-from gracekv.value import (
-    ChunkOrder,
-    Recency,
-    WindowAttention,
-    reference,
-)
+from gracekv.value import ChunkOrder, Recency, WindowAttention, reference
 
 
 @given(
