@@ -130,7 +130,7 @@ def required(module: str, extra: str, package: str = "") -> Any:
         ) from error
 
 
-def expect(value: object, kind: type, takes: str, error: type[GracekvError] = ConfigError) -> None:
+def expect(value: object, kind: Any, takes: str, error: type[GracekvError] = ConfigError) -> None:
     """Raise `error`, which says what a call `takes`, unless `value` is a `kind`."""
     if not isinstance(value, kind):
         raise error(f"{takes}; got {type(value).__name__}.")

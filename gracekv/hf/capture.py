@@ -63,7 +63,7 @@ _CHUNK, _ONE_PASS = 512, 2048
 # only raise the peak: their products fill any GPU.
 _GPU_LEAST, _GPU_MOST = 512, 2**14
 
-PROMPT = "Prompt, built with Prompt.from_chat or Prompt.from_ids"
+PROMPT = "Prompt (Prompt.from_chat or Prompt.from_ids makes one)"
 """The argument as error messages name it."""
 
 EVERYTHING = (
@@ -116,8 +116,7 @@ def capture(
     check_model(model)
     expect(prompt, Prompt, f"capture takes one {PROMPT}", PromptError)
     expect(options, CaptureOptions, "capture's options are a gracekv.CaptureOptions")
-    if needs is not None:
-        expect(needs, Needs, "capture's needs are a gracekv.prefill.Needs")
+    expect(needs, Needs | None, "capture's needs are a gracekv.prefill.Needs")
     return run_capture(model, prompt, None, EVERYTHING if needs is None else needs, options)
 
 

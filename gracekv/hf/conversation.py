@@ -14,7 +14,7 @@ from torch import Tensor
 from gracekv.allocate import BudgetOptions
 from gracekv.cache import Occupancy
 from gracekv.decode import Compaction, Limit
-from gracekv.errors import CacheError, EditedHistoryError, PromptError
+from gracekv.errors import CacheError, EditedHistoryError, PromptError, expect
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.extend import closed_run, limited_run
 from gracekv.hf.generation import (
@@ -54,10 +54,11 @@ class Conversation:
     ) -> None:
         """Begin after the context of `result`; stay within `limit`, and compress as `compact` says.
 
-        Raises `PromptError` as `result.ask` does, `CacheError` if the model is not what it was, and
-        what `result.new_cache(limit)` does.
+        Raises `PromptError` as `result.ask` does, `CacheError` if the model is not what it was,
+        `ConfigError` if `compact` is no `Compaction`, and what `result.new_cache(limit)` does.
         """
         check_context(result.prompts[0])
+        expect(compact, Compaction | None, "compact takes a gracekv.Compaction(after=..., ratio=4)")
         check_same_model(
             result.fingerprint,
             result.model,
@@ -294,12 +295,10 @@ class Conversation:
                 left -= kept.pop(0)[1]
             self._tail = kept
 
-    def _generate(self, ids: Tensor, max_new_tokens: int, options: dict[str, Any]) -> Tensor:
-        """int64 [n], the answer without the token that ends it, which is not in the cache."""
+    def _generate(self, ids: Tensor, most: int, options: dict[str, Any]) -> Tensor:
+        """int64 [n], the answer of at most `most` tokens without the one that ends it."""
         model, tokenizer = self._model, self._prompt.tokenizer
-        rows = continue_ids(
-            model, [ids], self._cache, tokenizer, max_new_tokens, options, keep_cache=True
-        )
+        rows = continue_ids(model, [ids], self._cache, tokenizer, most, options, keep_cache=True)
         answer = rows[0].cpu()
         ends = setting(model, options, "eos_token_id")
         known = () if ends is None else torch.as_tensor(ends).flatten().tolist()

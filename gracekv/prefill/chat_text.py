@@ -10,7 +10,7 @@ from itertools import pairwise
 from os.path import commonprefix
 from typing import Any, Literal
 
-from gracekv.errors import EditedHistoryError, PromptError
+from gracekv.errors import EditedHistoryError, PromptError, expect
 from gracekv.registry import suggestion
 
 # The leads that `continued` encodes before a text, in order. A word merges with a letter before
@@ -288,15 +288,14 @@ def new_turns(
     return list(zip([one["role"] for one in new] or [given[-1]["role"]], ids, strict=True))
 
 
-def plain_messages(given: object) -> list[Message]:
+def plain_messages(given: Any) -> list[Message]:
     """The messages with their content as text, which may come in parts of type "text".
 
     Raises `PromptError` unless `given` is a list of messages of known roles. The content may be
     missing where an assistant calls tools.
     """
-    if not isinstance(given, list | tuple):
-        got = type(given).__name__
-        raise PromptError(f"Messages are a list; got {got}. For a text there is chat.ask(text).")
+    takes = "Messages are a list (for a text there is chat.ask)"
+    expect(given, list | tuple, takes, PromptError)
     return [_plain(number, message) for number, message in enumerate(given)]
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gracekv.errors import PromptError
+from gracekv.errors import PromptError, expect
 from gracekv.prefill.chat_text import (
     Message,
     check_question,
@@ -137,11 +137,7 @@ class Prompt:
                 "The context is empty: there is nothing to compress. Pass the long text as "
                 "context=, and the task as instruction= or question=."
             )
-        if not callable(tokenizer):
-            raise PromptError(
-                f"Prompt.from_chat takes a Hugging Face tokenizer; got "
-                f"{type(tokenizer).__name__}. For token ids use Prompt.from_ids."
-            )
+        expect(tokenizer, Callable, "from_chat takes a tokenizer, from_ids token ids", PromptError)
         chat = template and has_chat_template(tokenizer)
         before, after = render(tokenizer, instruction, question, separator, chat)
         question_chars = _question_end(after, question)

@@ -142,7 +142,7 @@ def test_malformed_messages_are_refused(model, tokenizer, agent, made_of):
     user, parts = {"role": "user"}, [*PARTS[0]["content"], {"type": "image_url", "image_url": {}}]
     unread = [user, *({**user, "content": x} for x in (parts, None, 5)), {"role": "assistant"}]
     for wanted, given in {
-        r"a list; got (str|dict)\. For a text there is chat\.ask": ["Who?", BEGUN[1]],
+        r"a list \(for a text there is chat\.ask\); got (str|dict)": ["Who?", BEGUN[1]],
         r"of message 0 must be text; got \w+\. Only .*parts": [[x] for x in unread],
         "with a role of system, .* got": [["Who?"], [{"content": "Who?"}]],
         "got 'usr'. Did you mean 'user'": [[{"role": "usr"}]],
