@@ -15,6 +15,7 @@ from gracekv.errors import (
     GracekvError,
     NonFiniteError,
     PromptError,
+    SavedCacheError,
     ShapeError,
     UnknownStrategyError,
     UnsupportedModelError,
@@ -93,6 +94,9 @@ TABLE = {
         UnknownStrategyError,
         "Did you mean 'gracekv'",
     ),
+    "recipe as a press": (
+        lambda: compress(ratio=2, pipeline="AdaKVPress"), UnknownStrategyError, "mean 'ada-snapkv'"
+    ),
     "strategy misspelt": (
         lambda: Pipeline.from_dict({"refine": "binary_extrat"}),
         UnknownStrategyError,
@@ -126,6 +130,21 @@ TABLE = {
         r"model\.eval\(\)",
     ),
     "not a model": (lambda: compress(object(), ratio=2), UnsupportedModelError, "got object"),
+    "a base model": (
+        lambda: compress(tiny_llama().model, ratio=2), UnsupportedModelError, "AutoModelForCausalLM"
+    ),
+    "a text for a prompt": (
+        lambda: gracekv.compress(tiny_llama(), "text", ratio=2), PromptError, "list of Prompts or"
+    ),
+    "a length to compress": (
+        lambda: compress(ratio=2, max_new_tokens=8), BudgetError, r"result\.generate\(max_new_tok"
+    ),
+    "max_length": (
+        lambda: compress(ratio=4).generate_ids(max_length=9), ConfigError, "as max_new_tokens"
+    ),
+    "no such file": (
+        lambda: gracekv.load("a.gracekv", tiny_llama()), SavedCacheError, "there is no such file"
+    ),
     "no model to load for": (
         lambda: gracekv.load("a.gracekv", None), UnsupportedModelError, "got NoneType"
     ),
@@ -157,7 +176,7 @@ TABLE = {
     "a cache of another kind": (
         lambda: compress(ratio=4).generate_ids(2, cache_implementation="static"),
         ConfigError,
-        "compressed prompt",
+        "Leave out cache_implementation: ids, mask and cache are those of the compressed prompt",
     ),
 }
 # fmt: on

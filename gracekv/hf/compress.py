@@ -41,6 +41,7 @@ class _Options(BudgetOptions, total=False):
 # Mistyped keywords of `compress` are told the nearest of these.
 _WORDS = {x: x for x in (*_Options.__annotations__, "prefill")} | {
     "recipe": "pipeline",
+    "max_new_tokens": "result.generate(max_new_tokens=...)",
     "question": "gracekv.Prompt.from_chat(..., question=...)",
 }
 
@@ -161,7 +162,7 @@ def _checked_plans(
         )
     plans = []
     for prompt, prefill in zip(prompts, prefills, strict=True):
-        expect(prompt, Prompt, f"compress takes a list or one {PROMPT}", PromptError)
+        expect(prompt, Prompt, f"compress takes a list of Prompts or one {PROMPT}", PromptError)
         if prefill is not None:
             check_prefill(model, prompt, prefill)
         plans.append(pipe.plan_for(model, prompt.spans, budget))
@@ -269,18 +270,17 @@ def generate(
     `ConfigError` for beams and for several answers.
     """
     if generation_config.num_beams != 1 or generation_config.num_return_sequences != 1:
-        raise ConfigError(
-            "custom_generate decodes one answer without beams. Use gracekv.compress and "
-            "result.generate(num_beams=...)."
-        )
+        raise ConfigError("custom_generate gives one answer without beams. Use result.generate.")
     mask = model_kwargs.pop("attention_mask", None)
     if len(input_ids) != 1 or (mask is not None and not bool(mask.all())):
+        raise PromptError("custom_generate takes one prompt without padding; compress takes lists.")
+    length = input_ids.shape[1]
+    if length < 2 or (length <= question_tokens and ratio not in (None, 1)):
         raise PromptError(
-            "custom_generate takes one prompt without padding. Use gracekv.compress with a list of "
-            "prompts."
+            f"custom_generate compresses what is before the last question_tokens: give fewer, or a "
+            f"longer prompt. Got question_tokens={question_tokens} and {length} tokens."
         )
-    end = input_ids.shape[1] - question_tokens
-    prompt = Prompt.from_ids(input_ids, (0, max(1, end)))
+    prompt = Prompt.from_ids(input_ids, (0, max(1, length - question_tokens)))
     sizes = {"ratio": ratio, "entries_per_head": entries_per_head, "kv_bytes": kv_bytes}
     result = compress(model, prompt, pipeline=pipeline, budget=Budget.of(sizes, sizes))
     # A mask as long as the ids says that they begin with what is cached.

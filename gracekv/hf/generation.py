@@ -70,7 +70,7 @@ def continue_ids(
 
     The first arguments are those of `padded_inputs`; with `keep_cache` the new tokens are in
     `cache` afterwards, all but the last. Raises `ConfigError` if `options` hold ids, a mask, a
-    cache, or a `generation_config` with a length, and for no tokens; `CacheError` if so many tokens
+    cache, or a length (in a `generation_config` or not), and for no tokens; `CacheError` if so many
     would outgrow what the model's RoPE or sliding window lets a cache cover; `RankError` if the
     processes of a sharded model were given different rows.
     """
@@ -80,8 +80,8 @@ def continue_ids(
     with in_step(model) as shard:
         if taken:
             raise ConfigError(
-                f"{', '.join(sorted(taken))} are those of the compressed prompt. For ids or a "
-                f"cache of your own call model.generate with result.new_cache()."
+                f"Leave out {', '.join(sorted(taken))}: ids, mask and cache are those of the "
+                f"compressed prompt. For others call model.generate with result.new_cache()."
             )
         check_continuation(model, [len(row) for row in rows], max_new_tokens)
         if shard.ranks > 1:
@@ -89,10 +89,10 @@ def continue_ids(
             shard.agree(ids=ids.encode(), max_new_tokens=repr(max_new_tokens).encode())
     given = options.get("generation_config")
     for name in ("max_new_tokens", "max_length"):
-        if getattr(given, name, None) is not None:
+        if (length := options.get(name, getattr(given, name, None))) is not None:
             raise ConfigError(
-                f"generation_config sets {name}={getattr(given, name)}. Give the length as "
-                f"max_new_tokens: it is checked before the model runs."
+                f"Give the length as max_new_tokens, not in generation_config or as max_length: it "
+                f"is checked before the model runs. Got {name}={length}."
             )
     attach(model)
     inputs = padded_inputs(model, rows, cache, tokenizer)

@@ -66,6 +66,8 @@ def load(
     """
     path = path_of(path)
     check_model(model)
+    if not path.exists():
+        raise SavedCacheError(f"Cannot read the saved cache {path}: there is no such file.")
     with in_step(model) as shard, opened(path) as file:
         shard.agree(file=file.digest.encode())
         header = file.header
@@ -112,9 +114,9 @@ def _checked_model(
     other = differences(saved, now)
     if other:
         raise SavedCacheError(
-            f"{path} was saved from {saved['model_class']} {saved.get('model_name', '')!r}; of the "
-            f"model or tokenizer given, {', '.join(other)} differ. Load it with the same weights "
-            f"in the same dtype, and the tokenizer that made its ids."
+            f"{path} was saved from {saved['model_class']} {saved.get('model_name', '')!r}; its "
+            f"{', '.join(other)} differ from those of the model or tokenizer given. Load it with "
+            f"the same weights in the same dtype, and the tokenizer that made its ids."
         )
     return now
 

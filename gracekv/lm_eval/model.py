@@ -128,10 +128,7 @@ class GraceLM(HFLM):  # type: ignore[misc]
         return torch.cat([context, new.to(context.device)], dim=1)
 
     def _loglikelihood_tokens(
-        self,
-        requests: Sequence[_Request],
-        disable_tqdm: bool = False,
-        override_bs: int | None = None,
+        self, requests: Sequence[_Request], disable_tqdm: bool = False, override_bs: Any = None
     ) -> list[tuple[float, bool]]:
         """The log-probability (nats) of each continuation, and whether greedy decoding gives it.
 

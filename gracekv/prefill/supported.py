@@ -49,9 +49,11 @@ KINDS = frozenset(COMPRESSED) | {"sliding_attention"} | WITH_STATES | WITHOUT_CA
 
 def check_decoder(model: Any) -> None:
     """Raise `UnsupportedModelError` unless `model` is a causal language model of transformers."""
-    if getattr(model, "config", None) is None or not hasattr(model, "get_decoder"):
+    known = getattr(model, "config", None) is not None and hasattr(model, "get_decoder")
+    if not known or model.get_decoder() is model:
         raise UnsupportedModelError(
-            f"gracekv takes a transformers causal language model; got {type(model).__name__}."
+            f"gracekv takes a causal language model of transformers, as AutoModelForCausalLM loads "
+            f"it; got {type(model).__name__}."
         )
 
 
@@ -68,10 +70,7 @@ def check_model(model: Any) -> None:
         raise UnsupportedModelError(problem)
     head_sizes(model)
     if model.training:
-        raise UnsupportedModelError(
-            "The model is in training mode, where dropout makes its cache random. Call "
-            "model.eval() first."
-        )
+        raise UnsupportedModelError("Training makes a cache random (dropout). Call model.eval().")
     if model.config.model_type not in TESTED_MODEL_TYPES:
         self_check(model)
 

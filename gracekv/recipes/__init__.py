@@ -33,6 +33,9 @@ entries; see `default` for the others. "gracekv" is the paper's method."""
 DEFAULT_WITHOUT_QUESTION = "gracekv-agnostic"
 """The same for a prompt without a question, whose cache is asked later."""
 
+# What kvpress calls them, where the nearest name is another's.
+_PRESSES = {"adakv": "ada-snapkv", "kvzip": "kvzip-two-pass", "observedattention": "h2o"}
+
 RECIPES: dict[str, Recipe] = {**OWN, **RIVALS}
 
 
@@ -56,8 +59,9 @@ def find(name: str) -> Recipe:
     load_plugins()
     if name in RECIPES:
         return RECIPES[name]
+    known = {x: x for x in names()} | _PRESSES
     raise UnknownStrategyError(
-        f"Unknown recipe {name!r}.{suggestion(str(name), names())} Recipes: {', '.join(names())}. "
+        f"Unknown recipe {name!r}.{suggestion(str(name), known)} Recipes: {', '.join(names())}. "
         f"For one of your own use Pipeline.from_dict or recipes.register. {missing_hint()}"
     )
 

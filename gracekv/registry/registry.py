@@ -200,7 +200,9 @@ class Registry(Generic[S]):
 def suggestion(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
     """`` Did you mean 'x'?`` for the nearest known name or what it maps to, or nothing."""
     written = known if isinstance(known, Mapping) else {x: x for x in known}
-    return "".join(f" Did you mean {written[x]!r}?" for x in get_close_matches(name, written, n=1))
+    # As SnapKVPress of kvpress, which is our snapkv.
+    near = get_close_matches(name.removesuffix("Press").lower(), written, n=1)
+    return "".join(f" Did you mean {written[x]!r}?" for x in near)
 
 
 def _plain(value: Any) -> Any:

@@ -94,7 +94,7 @@ def test_rows_that_do_not_share_out_are_refused_without_padding_too(model):
 def test_bad_lists_are_refused(model, prompts):
     with pytest.raises(PromptError, match="at least one; got an empty list"):
         gracekv.compress(model, [], ratio=2)
-    with pytest.raises(PromptError, match="takes a list or one Prompt"):
+    with pytest.raises(PromptError, match="takes a list of Prompts or one Prompt"):
         gracekv.compress(model, ["text"], ratio=2)
     with pytest.raises(PromptError, match="must share one tokenizer"):
         gracekv.compress(model, [prompts[0], *prompts_of()], ratio=2)

@@ -62,6 +62,9 @@ def test_what_it_cannot_do_is_refused(model):
     for ids, seen in ((IDS.repeat(2, 1), None), (IDS, mask)):
         with pytest.raises(PromptError, match="one prompt without padding"):
             model.generate(ids, ratio=4, attention_mask=seen, **options)
+    for ids, question in ((IDS, 200), (IDS[:, :64], 64), (IDS[:, :1], 0)):
+        with pytest.raises(PromptError, match=f"question_tokens={question} and {ids.shape[1]} tok"):
+            model.generate(ids, ratio=4, question_tokens=question, **options)
     with pytest.raises(
         BudgetError, match="exactly one budget: ratio, entries_per_head, kv_bytes; got none"
     ):

@@ -88,7 +88,7 @@ def test_streamed_text_is_the_answer(book):
 
 
 def test_an_error_inside_a_stream_is_raised(book):
-    with pytest.raises(ConfigError, match="past_key_values are those of the compressed prompt"):
+    with pytest.raises(ConfigError, match="past_key_values: ids, mask and cache are those"):
         list(book.ask("Who?", stream=True, past_key_values=book.new_cache()))
     with pytest.raises(ConfigError, match="or a streamer"):
         list(book.ask("Who?", stream=True, streamer=object()))
