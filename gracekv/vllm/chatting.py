@@ -144,6 +144,8 @@ class ServedConversation:
         """Delete a context if it is this conversation's own."""
         if name.startswith(self._own):
             with contextlib.suppress(StoreError):
+                # A server deletes no context in the making.
+                self._client._listed(name, self._client.timeout)
                 self._client.delete(name)
 
     def close(self) -> None:

@@ -142,16 +142,21 @@ class Client:
         return self._make({"extend": {"name": name, **options}}, text, wait)
 
     def _make(self, order: Mapping[str, Any], ids: Sequence[int], wait: bool) -> Context:
-        end = time.monotonic() + self.timeout
         made = Context.of(self._order(order, ids))
-        name = made.name
-        while wait:
-            made = next((one for one in self.list() if one.name == name), made)
-            if made.state == "ready":
-                break
-            if made.state == "failed" or time.monotonic() > end:
+        if wait:
+            gone = Context(made.name, "gone", reason="It expired or was deleted.")
+            made = self._listed(made.name, self.timeout) or gone
+            if made.state != "ready":
                 reason = made.reason or f"Wait longer than {self.timeout:g} s (timeout=...)."
-                raise StoreError(f"The context {name!r} is {made.state}. {reason}")
+                raise StoreError(f"The context {made.name!r} is {made.state}. {reason}")
+        return made
+
+    def _listed(self, name: str, seconds: float = 0) -> Context | None:
+        """The context as listed once it is made, at most so many seconds later; None if gone."""
+        end = time.monotonic() + seconds
+        while (made := next((x for x in self.list() if x.name == name), None)) is not None:
+            if made.state != "compressing" or time.monotonic() >= end:
+                break
             time.sleep(_LOOK)
         return made
 

@@ -61,6 +61,8 @@ class ContextServer(ThreadingHTTPServer):
                 return self.listed()
             case {"delete": name}:
                 self.find(name)
+                if self.contexts[name]["state"] == "compressing":
+                    raise Refusal(400, f"Context {name!r} is being made. Delete it afterwards.")
                 del self.contexts[name]
                 return {"name": name, "state": "deleted"}
         self.find(order)
