@@ -44,6 +44,9 @@ class ServedConversation:
         self._tail: list[tuple[str, list[int]]] = []
         self._runs: list[tuple[int, float]] = []
         self._pending: tuple[str, int] | None = None
+        # What the next turn raises, and the uncompressed tokens when compressing failed.
+        self._failure: Exception | None = None
+        self._failed = 0
 
     def ask(self, question: str, max_tokens: int = 64, **options: Any) -> str:
         """The answer to the next question; arguments and errors are those of `stream`."""
@@ -98,6 +101,9 @@ class ServedConversation:
         self, messages: Any, turns: list[tuple[str, list[int]]], max_tokens: int, options: Any
     ) -> Iterator[str]:
         self._take_over()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         client, tail = self._client, [*self._tail, *turns]
         ids = [x for _, tokens in tail for x in tokens]
         text, answer = "", list[int]()
@@ -114,31 +120,41 @@ class ServedConversation:
         self._take_over()
 
     def _take_over(self) -> None:
-        """Use a context that is ready, and let the server make the next one if it is due."""
+        """Use a context that is ready, and let the server make the next one if it is due.
+
+        An error waits for the next turn, since this one may have its answer.
+        """
+        try:
+            self._go_on()
+        except Exception as error:
+            self._failure, self._runs = error, []
+            self._failed = sum(len(ids) for _, ids in self._tail)
+
+    def _go_on(self) -> None:
         if self._pending is not None:
             name, tokens = self._pending
-            made = next((x for x in self._client.list() if x.name == name), None)
+            made = self._client._listed(name)
             if made is not None and made.state == "compressing":
                 return
             self._pending = None
             if made is None or made.state != "ready":
-                self._runs = []
                 reason = "It is gone." if made is None else made.reason
                 raise StoreError(f"Older messages could not be compressed. {reason}")
-            self._delete(self.context)
-            self.context = name
+            old, self.context, self._failed = self.context, name, 0
             while tokens > 0:
                 tokens -= len(self._tail.pop(0)[1])
-        if self._compact is not None and not self._runs:
-            lengths = [(role, len(ids)) for role, ids in self._tail]
+            self._delete(old)
+        lengths = [(role, len(ids)) for role, ids in self._tail]
+        grown = sum(tokens for _, tokens in lengths) - self._failed
+        if self._compact is not None and not self._runs and grown > self._compact.after:
             self._runs = self._compact.runs(lengths, len(self.messages) - len(self._tail))
         if self._runs:
-            tokens, ratio = self._runs.pop(0)
+            tokens, ratio = self._runs[0]
             name, self._made = f"{self._own}.{self._made}", self._made + 1
             ids = [x for _, ids in self._tail for x in ids][:tokens]
             options = {"into": name, "ratio": ratio, "limit": self._limit}
             self._client.extend(self.context, ids, wait=False, **options)
-            self._pending = name, tokens
+            self._pending, self._runs = (name, tokens), self._runs[1:]
 
     def _delete(self, name: str) -> None:
         """Delete a context if it is this conversation's own."""

@@ -19,7 +19,7 @@ class ContextServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.tokenizer, self.looks = tokenizer, looks
         self.contexts, self.waiting, self.bodies = {}, {}, []
-        self.headers, self.connector, self.failing = [], True, False
+        self.headers, self.connector, self.failing, self.refusing = [], True, False, False
         self.daemon_threads = True
 
     @property
@@ -54,6 +54,8 @@ class ContextServer(ThreadingHTTPServer):
                 return self.compress(ids, **options)
             case {"extend": options}:
                 self.find(options["name"])
+                if self.refusing:
+                    raise Refusal(400, "It is being made. Extend it afterwards.")
                 return self.compress(
                     ids, **{**options, "name": options.get("into", options["name"])}
                 )

@@ -1,5 +1,6 @@
 """`Client` and a server that stands in for vLLM's: what is sent, returned and raised."""
 
+import contextlib
 import dataclasses
 import sys
 
@@ -197,8 +198,7 @@ def test_a_conversation_sends_what_is_not_compressed(client, server, tokenizer):
     # What is compressed and what is sent is the whole conversation, every token once.
     name = sent[-1][0]
     assert name.startswith("chat-")
-    done = [x for order, ids in made if order["into"] <= name for x in ids]
-    assert done + sent[-1][1] == whole_of(chat, tokenizer)
+    assert compressed(server, name) + sent[-1][1] == whole_of(chat, tokenizer)
     assert len(sent[-1][1]) < len(whole)
     assert all(order["ratio"] == 4 for order, _ in made)
     # Each version extends the one before, and only the newest stays.
@@ -207,6 +207,12 @@ def test_a_conversation_sends_what_is_not_compressed(client, server, tokenizer):
     with chat:
         pass
     assert [x.name for x in client.list()] == ["book"]
+
+
+def compressed(server, name):
+    """Ids of the messages in a conversation's context."""
+    made = {order["into"]: (order["name"], ids) for order, ids in extensions(server)}
+    return compressed(server, made[name][0]) + made[name][1] if name in made else []
 
 
 def whole_of(chat, tokenizer):
@@ -273,6 +279,23 @@ def test_a_limit_goes_with_each_extension(client, server):
     sent = [order["limit"] for order, _ in extensions(server)]
     assert [Limit.from_dict(x) for x in sent] == [limit] * len(sent)
     assert len(sent) >= 2
+
+
+def test_a_refusal_is_raised_once_and_no_message_is_lost(client, server, tokenizer):
+    client.compress("book", TEXT, ratio=4)
+    policy, answered = Compaction(after=200, ratio=4, keep=("user",)), 0
+    server.answer = lambda ids, order: [TEXT, TEXT]
+    chat = client.chat("book", compact=policy)
+    for number in range(24):
+        server.refusing = number < 12 or number % 2
+        with contextlib.suppress(StoreError):
+            answered += bool(chat.ask(f"{QUESTION} It is question {number}."))
+    assert len(chat.messages) == 2 * answered
+    assert 16 < answered < 24
+    sent = [body for body in server.bodies if body.get("stream")][-1]
+    done = compressed(server, sent["kv_transfer_params"]["gracekv"])
+    assert done
+    assert done + sent["prompt"] == whole_of(chat, tokenizer)
 
 
 def test_a_context_that_cannot_be_made_leaves_the_conversation(client, server, tokenizer):
