@@ -137,7 +137,9 @@ class SchedulerSide:
         else:
             self._contexts[key] = str(name), header
             salt = request.cache_salt.removeprefix(f"{PARAMETER}:{key}")
-            request.cache_salt = f"{PARAMETER}:{header.digest}{salt}"
+            # One that skips cached pages finds none under a salt of its own.
+            own = f":{key}" if self._skips.get(key) else ""
+            request.cache_salt = f"{PARAMETER}:{header.digest}{salt}{own}"
 
     def _refuse(self, request: Any, reply: dict[str, Any]) -> None:
         """End a request after one token, with a reply that the front turns into an error."""
@@ -165,16 +167,11 @@ class SchedulerSide:
             self._refuse(request, self._lost.pop(key))
             # No other request may read pages that are computed without the context.
             request.cache_salt += f":{key}"
-        elif not self._is_open(key):
-            return False
-        elif is_job:
-            # After a preemption, all tokens are computed again.
-            request.skip_reading_prefix_cache = True
-            return True
-        elif key not in self._contexts or not self._skips.pop(key, False):
-            return True
         else:
-            request.skip_reading_prefix_cache = True
+            is_open = self._is_open(key)
+            # After a preemption, all tokens are computed again.
+            request.skip_reading_prefix_cache |= is_open and (is_job or bool(self._skips.get(key)))
+            return is_open
         # Its pages were looked up under another name: look them up again.
         _hash_again(request)
         return False

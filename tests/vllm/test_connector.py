@@ -100,11 +100,11 @@ def test_a_request_begins_when_its_context_is_in_memory():
         told = scheduler.step(first, again, opened=opened)
         assert (told.named, told.opening, told.used) == ({}, {digest: "book"}, {digest})
         assert not told.idle
-    # One that reads no cached pages is looked up once more.
-    assert scheduler.step(first, again).named == {1: ("book", digest, 3)}
     told = scheduler.step(first, again)
     assert (set(told.named), told.opening) == ({1, 2}, {})
-    assert again.skip_reading_prefix_cache
+    # One that skips cached pages finds none: the first time under a salt of its own.
+    assert (first.cache_salt, again.cache_salt) == (f"gracekv:{digest}:", f"gracekv:{digest}::2")
+    assert (first.skip_reading_prefix_cache, again.skip_reading_prefix_cache) == (False, True)
     for request in (first, again):
         assert scheduler.reply(request) is None
     # Nobody reads it now, so workers may have dropped it.
