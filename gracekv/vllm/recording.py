@@ -151,8 +151,9 @@ class Recording:
     def bytes(self) -> int:
         """The most bytes of keys, values and queries held beside vLLM's pages."""
         record = self._record
-        held = (x for part in (record.keys, record.values, record.queries) for x in part.values())
-        return sum(x.nbytes for x in held) + self._run_bytes * len(self._ends)
+        # Lists, since the thread that compresses empties them.
+        held = (list(x.values()) for x in (record.keys, record.values, record.queries))
+        return sum(x.nbytes for part in held for x in part) + self._run_bytes * len(self._ends)
 
     def cancel(self) -> None:
         """Stop showing tokens to the observers; the recording is of no use afterwards."""

@@ -96,6 +96,14 @@ def shown(model):
     return capture.capture(model, prompt(90, 0), everything), order
 
 
+def test_sizes_are_told_while_a_thread_empties_the_recording(served, shown):
+    made = recorded(served, *shown, [])
+    held = made._record.keys
+    emptying = type("Emptying", (), {"nbytes": property(lambda _: held.clear() or 1)})()
+    held |= dict.fromkeys(held, emptying)
+    assert made.bytes > 0
+
+
 def test_observers_that_look_later_see_the_same(served, behind, shown):
     (sums,) = recorded(served, *shown, [40]).prefill().observed.values()
     made = recorded(served, *shown, [], pool=behind)
