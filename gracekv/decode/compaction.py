@@ -56,6 +56,7 @@ class Compaction(Configurable):
         runs = _joined(
             (tokens, 1.0 if role in self.keep or number in self.keep else self.ratio)
             for number, (role, tokens) in older
+            if tokens
         )
         if runs and runs[-1][1] != 1 and runs[-1][0] < _SHORT:
             # It waits for what follows.

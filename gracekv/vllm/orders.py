@@ -81,9 +81,9 @@ class Compression:
             length: tokens of the prompt.
             past: places of the context before it, for a passage.
 
-        Raises `StoreError` if fewer than two tokens are left to compress.
+        Raises `StoreError` if fewer than two tokens of a document are left to compress.
         """
-        if not 0 <= self.start <= length - 3:
+        if not 0 <= self.start <= length - (3 if self.source is None else 2):
             raise StoreError(
                 f"A document of {length - 1} tokens, of which {self.start} come before the "
                 f"context, leaves nothing to compress. Send a longer one."

@@ -56,6 +56,8 @@ def test_short_runs_stay_whole():
     assert policy.runs(turns, 0) == [(119, 1.0)]
     # The last one may still grow.
     assert policy.runs([*turns, ("assistant", 9)], 0) == [(119, 1.0)]
+    # What has no tokens, such as an empty answer, is in no run.
+    assert policy.runs([("user", 0), ("assistant", 200), ("user", 0)], 0) == [(200, 4.0)]
 
 
 @given(

@@ -137,6 +137,8 @@ def test_a_context_stays_continued_as_it_was(model, ids, tmp_path):
     again = ContextStore(tmp_path).load("talk")
     assert again.header == header
     assert tokens_of(again.layers) == tokens_of(worker.store.load("talk").layers)
+    # A passage may be one token, such as an answer that stays whole.
+    assert extend(worker, model, result, ids[:2], ratio=1)[1].length == header.length + 1
 
 
 def by_transformers(result, passage, limit, ratio=2):
@@ -146,22 +148,21 @@ def by_transformers(result, passage, limit, ratio=2):
     return type(longer).from_runs(longer.model, longer.prompts, [run], longer.pipeline)
 
 
+def begun(model, root, ranks):
+    """The heads of each rank, and its worker."""
+    shards = connected(ranks) if ranks > 1 else [WHOLE]
+    heads = [(x.rank * 4 // ranks, (x.rank + 1) * 4 // ranks) for x in shards]
+    both = zip(shards, heads, strict=True)
+    return heads, [Worker(model, root, shard, heads=own) for shard, own in both]
+
+
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_limit_cuts_as_a_conversation_s_does(model, ids, tmp_path, ranks, save):
     """Four passages under a limit that the second one reaches; scores outlive the process."""
     result, limit = compressed(model, ids), Limit(entries_per_head=40, every=8, window=4)
     export(result, tmp_path / "talk")
-    shards = connected(ranks) if ranks > 1 else [WHOLE]
-    heads = [(x.rank * 4 // ranks, (x.rank + 1) * 4 // ranks) for x in shards]
-
-    def begun():
-        return [
-            Worker(model, tmp_path, shard, heads=own)
-            for shard, own in zip(shards, heads, strict=True)
-        ]
-
-    workers, sizes = begun(), []
+    (heads, workers), sizes = begun(model, tmp_path, ranks), []
     for _ in range(4):
         passage, after = ids[result.packed.length :][:30], result.prompt.ids[-1:]
         options = {"limit": limit.to_dict(), "save": save}
@@ -182,7 +183,7 @@ def test_a_limit_cuts_as_a_conversation_s_does(model, ids, tmp_path, ranks, save
         assert len(got & want) >= 0.99 * len(want)
         assert made[0].header.length == result.packed.length
         sizes.append(len(got))
-        workers = begun() if save else workers
+        heads, workers = begun(model, tmp_path, ranks) if save else (heads, workers)
     units = len(result.packed.layers) * 4
     assert sizes[1:] == [36 * units] * 3
     assert sizes[0] < sizes[1]
@@ -196,12 +197,7 @@ def test_positions_are_closed_as_a_conversation_s_are(ids, tmp_path, ranks):
     limit = Limit(entries_per_head=100, every=8, window=4, positions="closed")
     result = compressed(model, ids)
     export(result, tmp_path / "talk")
-    shards = connected(ranks) if ranks > 1 else [WHOLE]
-    heads = [(x.rank * 4 // ranks, (x.rank + 1) * 4 // ranks) for x in shards]
-    workers = [
-        Worker(model, tmp_path, shard, heads=own) for shard, own in zip(shards, heads, strict=True)
-    ]
-    lengths, equal = [], []
+    (heads, workers), lengths, equal = begun(model, tmp_path, ranks), [], []
     for number in range(4):
         passage, after = ids[10 * number :][:size], result.prompt.ids[-1:]
         for worker in workers:
@@ -303,7 +299,7 @@ def test_passages_that_cannot_follow_are_refused_by_name(model, ids, tmp_path, m
     with pytest.raises(StoreError, match=rf"leaves {tokens - LENGTH:,} of the model's"):
         add(jobs, "talk", tokens - LENGTH + 2)
     with pytest.raises(StoreError, match="leaves nothing to compress"):
-        add(jobs, "talk", 2)
+        add(jobs, "talk", 1)
     assert not jobs.jobs
     assert add(jobs, "talk", tokens - LENGTH + 1) is None
     with pytest.raises(StoreError, match="is being made"):
