@@ -97,14 +97,13 @@ class ContextStore:
         Raises `StoreError` as `header` does, or if the request may not use the context; and any
         error of `allow`.
         """
-        name = check_name(parameters.get(PARAMETER))
-        self.check_allowed(name, parameters)
-        return self.header(name)
+        return self.header(self.check_allowed(check_name(parameters.get(PARAMETER)), parameters))
 
-    def check_allowed(self, name: str, parameters: Mapping[str, Any]) -> None:
-        """Raise `StoreError` if a request with these `kv_transfer_params` may not use `name`."""
+    def check_allowed(self, name: str, parameters: Mapping[str, Any]) -> str:
+        """Return `name`; raise `StoreError` if such `kv_transfer_params` may not use it."""
         if self._allow is not None and not self._allow(name, parameters):
             raise StoreError(f"This request may not use the context {name!r}.")
+        return name
 
     def put(
         self,
@@ -141,6 +140,7 @@ class ContextStore:
             made = self.loaded.made.get(name)
             if digest is not None and (made is None or made.digest != digest):
                 return False
+            self._known.pop(name, None)
             return self.loaded.forget(name)
 
     def dropped(self) -> set[tuple[str, str]]:
@@ -185,12 +185,12 @@ class ContextStore:
             if folder.name in self.loaded.made:
                 return self.loaded.made[folder.name]
             state = _files_state(folder)
-            known = self._known.get(folder.name)
+            known = self._known.pop(folder.name, None)
             if known is None or known.state != state:
                 known = _Known(state)
-                # Do not remember names without files, which anybody may send.
-                if state:
-                    self._known[folder.name] = known
+            # Do not remember names without files, which anybody may send.
+            if state:
+                self._known[folder.name] = known
             if known.refusal is not None:
                 raise StoreError(known.refusal)
             try:

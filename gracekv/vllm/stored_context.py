@@ -145,8 +145,8 @@ class LoadedContexts:
 
     def forget(self, name: str) -> bool:
         """Let `name` mean nothing; return whether it meant an unsaved context."""
-        if name in self._newest:
-            self.rename(name, "")
+        self._newest.pop(name, None)
+        self._drop_replaced()
         return self.made.pop(name, None) is not None
 
     def retain(self, used: Set[str]) -> None:
@@ -157,7 +157,7 @@ class LoadedContexts:
     def _drop_replaced(self) -> None:
         for digest in self._held.keys() - self._used:
             name = self._held[digest][0]
-            if self._newest[name] != digest:
+            if self._newest.get(name) != digest:
                 del self._held[digest]
 
     def _make_room(self, room: int) -> None:
@@ -166,6 +166,7 @@ class LoadedContexts:
             if self.bytes + room <= self.limit:
                 return
             name, _ = self._held.pop(digest)
+            self._newest.pop(name, None)
             if name in self.made and self.made[name].digest == digest:
                 del self.made[name]
                 self.dropped.add((name, digest))

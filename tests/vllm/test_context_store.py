@@ -249,6 +249,13 @@ def test_the_least_recently_used_is_dropped_but_not_what_must_stay(root):
     store.load("c0")
     assert store.load("c2") is kept
     assert store.loaded.bytes == 3 * size
+    # What is gone from memory or the folder leaves nothing.
+    assert len(store.loaded._newest) == len(store.loaded.digests) == 3
+    store.forget("c0")
+    shutil.rmtree(root / "c1")
+    with pytest.raises(StoreError, match="no context 'c1'"):
+        store.header("c1")
+    assert (set(store.loaded._newest), set(store._known)) == ({"c1", "c2"}, {"c2"})
 
 
 def test_each_rank_takes_its_heads(root):
