@@ -18,7 +18,7 @@ from gracekv.errors import BudgetError, ConfigError, StoreError, UnsupportedMode
 from gracekv.prefill.fingerprint import tokenizer_marks
 from gracekv.prefill.supported import check_needs
 from gracekv.recipes import DEFAULT_WITHOUT_QUESTION
-from gracekv.vllm.header import PARAMETER, Continuation, check_name
+from gracekv.vllm.header import EXACT, PARAMETER, Continuation, check_name
 from gracekv.vllm.orders import FRONT, Compression, Deletion, Order, names_of, order_of
 from gracekv.vllm.requests import continuing, opened, question_text
 from gracekv.vllm.served_model import ServedModel
@@ -131,7 +131,7 @@ def check(processor: Any, params: Any) -> str | Order | None:
 def _put_ids(processor: Any, found: str | Order, made: Any, params: Any) -> None:
     """Set the prompt of a question or a document; other orders do not read theirs."""
     front, ids = _fronts[processor], made.prompt_token_ids
-    tokenizer = getattr(processor, "tokenizer", None)
+    tokenizer = None if transfer_of(params).get(EXACT) else getattr(processor, "tokenizer", None)
     if isinstance(found, str):
         if tokenizer is not None and ids is not None:
             # Only the scheduler may know the context; then the prompt stays as it is.

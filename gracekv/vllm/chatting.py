@@ -107,7 +107,7 @@ class ServedConversation:
         client, tail = self._client, [*self._tail, *turns]
         ids = [x for _, tokens in tail for x in tokens]
         text, answer = "", list[int]()
-        made = Request(self.context, tuple(ids), None)
+        made = Request(self.context, tuple(ids), None, exact=True)
         for choice in client._choices(made, max_tokens, {**options, "return_token_ids": True}):
             text += choice.text
             answer += getattr(choice, "token_ids", None) or []

@@ -225,7 +225,7 @@ class Client:
 
     def _order(self, order: Mapping[str, Any], ids: Sequence[int] = (0,)) -> dict[str, Any]:
         """The server's reply to an order."""
-        body = Request("", tuple(ids), None, order).body(self._model, 1)
+        body = Request("", tuple(ids), None, order, exact="extend" in order).body(self._model, 1)
         said = getattr(self._send(body), "kv_transfer_params", None) or {}
         if PARAMETER not in said:
             raise StoreError(

@@ -23,6 +23,9 @@ HEADER = "header.json"
 PARAMETER = "gracekv"
 """The key of a context's name in a request's `kv_transfer_params`."""
 
+EXACT = "gracekv_exact"
+"""The key in `kv_transfer_params` that says: read the prompt's tokens as they are."""
+
 QUESTION = "{question}"
 """Stands for the question in `Continuation.question_text`."""
 

@@ -22,7 +22,7 @@ from gracekv.prefill.chat_text import (
 )
 from gracekv.prefill.fingerprint import tokenizer_marks
 from gracekv.prefill.prompt import Prompt
-from gracekv.vllm.header import PARAMETER, QUESTION, SEPARATOR, Continuation
+from gracekv.vllm.header import EXACT, PARAMETER, QUESTION, SEPARATOR, Continuation
 from gracekv.vllm.store import ContextStore
 
 
@@ -36,12 +36,14 @@ class Request:
         room: the most tokens of prompt and answer together within the model's positions, or None if
             unknown.
         order: such as {"compress": {...}}; None for a question.
+        exact: whether the server reads these tokens even if they open a conversation.
     """
 
     context: str
     prompt_ids: tuple[int, ...]
     room: int | None
     order: Mapping[str, Any] | None = None
+    exact: bool = False
 
     @property
     def prompt(self) -> dict[str, Any]:
@@ -51,7 +53,8 @@ class Request:
     @property
     def extra_args(self) -> dict[str, Any]:
         """The value of `SamplingParams(extra_args=...)`, which names the context."""
-        return {"kv_transfer_params": {PARAMETER: self.order or self.context}}
+        exact = {EXACT: True} if self.exact else {}
+        return {"kv_transfer_params": {PARAMETER: self.order or self.context, **exact}}
 
     def sampling_params(self, max_tokens: int = 64, **options: Any) -> Any:
         """vLLM's `SamplingParams`, greedy unless `options` say otherwise; needs vLLM.

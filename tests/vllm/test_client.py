@@ -75,6 +75,7 @@ def test_a_passage_extends_a_context(client, server, tokenizer):
         sent[-1]["prompt"]
         == want.ids[len(document(tokenizer, TEXT)) : want.spans.context_end].tolist()
     )
+    assert sent[-1]["kv_transfer_params"]["gracekv_exact"]
     assert client.extend("talk", [5, 6, 7], ratio=2, wait=False).state == "compressing"
     for empty in ("", []):
         with pytest.raises(PromptError, match="passage is empty"):
@@ -252,8 +253,8 @@ def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
         assert extensions(server)[0][0]["name"] == "agent"
         chat.send([system, *changed], edited="compress")
         assert chat.messages[1:5] == changed
-        asked = [x["kv_transfer_params"]["gracekv"] for x in server.bodies if "stream" in x]
-        assert asked[-1] == "agent"
+        asked = [x["kv_transfer_params"] for x in server.bodies if "stream" in x]
+        assert asked[-1] == {"gracekv": "agent", "gracekv_exact": True}
 
 
 def test_a_conversation_goes_on_while_its_next_context_is_made(tokenizer):
