@@ -19,7 +19,7 @@ from gracekv.prefill.fingerprint import tokenizer_marks
 from gracekv.prefill.supported import check_needs
 from gracekv.recipes import DEFAULT_WITHOUT_QUESTION
 from gracekv.vllm.header import EXACT, PARAMETER, Continuation, check_name
-from gracekv.vllm.orders import FRONT, Compression, Deletion, Order, names_of, order_of
+from gracekv.vllm.orders import FRONT, Compression, Order, names_of, order_of
 from gracekv.vllm.requests import continuing, opened, question_text
 from gracekv.vllm.served_model import ServedModel
 from gracekv.vllm.serving import has_store, open_store, refusal
@@ -83,7 +83,12 @@ def process_outputs(stock: Any, self: Any, outputs: Any, *args: Any, **kwargs: A
     refused = []
     for output in outputs:
         reply = (output.kv_transfer_params or {}).get(PARAMETER)
-        if not isinstance(reply, dict) or "status" not in reply:
+        if not isinstance(reply, dict):
+            continue
+        if "status" not in reply:
+            # Of this engine; another one in this process rarely has the same tokenizer.
+            for front in [x for of, x in _fronts.items() if of.tokenizer is self.tokenizer]:
+                front.hear(reply)
             continue
         output.new_token_ids, output.new_logprobs = [], None
         output.finish_reason = FinishReason.ERROR
@@ -115,16 +120,15 @@ def check(processor: Any, params: Any) -> str | Order | None:
         if processor not in _fronts:
             _fronts[processor] = Front(processor.vllm_config)
         front = _fronts[processor]
-        order = order_of(transfer[PARAMETER], recipe_of=lambda name: front.known(name)[0])
+        check_allowed = functools.partial(front.store.check_allowed, parameters=transfer)
+        order = order_of(transfer[PARAMETER], None, lambda x: front.known(check_allowed(x))[0])
         allowed = {"n": 1, "logprobs": None, "prompt_logprobs": None}
         others = [x for x, value in allowed.items() if getattr(params, x, value) != value]
         if isinstance(order, Compression) and others:
             raise StoreError(f"A request that compresses takes no {' and no '.join(others)}.")
         found = check_name(transfer[PARAMETER]) if order is None else order
         for name in [found] if isinstance(found, str) else names_of(found):
-            front.store.check_allowed(name, transfer)
-        if isinstance(order, Deletion):
-            front.orders.pop(order.name, None)
+            check_allowed(name)
         return found
 
 
@@ -178,26 +182,32 @@ class Front:
 
     Attributes:
         store: only its headers are read here.
-        orders: of the contexts that came in last, by name.
+        formats: by name, recipe and continuation of the context that answers and of its successor.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         self._config, self.store = vllm_config, open_store(vllm_config)
-        self.orders: OrderedDict[str, Compression] = OrderedDict()
+        self.formats: OrderedDict[str, list[tuple[str, Continuation | None]]] = OrderedDict()
         self._format: Continuation | None = None
         self._served = functools.cache(lambda: ServedModel.of(vllm_config))
 
     def known(self, name: str) -> tuple[str, Continuation | None]:
-        """A context's recipe and how requests continue it.
-
-        The default recipe and None if only the scheduler knows the context.
-        """
-        if name in self.orders:
-            return self.orders[name].recipe, self.orders[name].follow
+        """A context's recipe and how requests continue it; the default and None if unknown here."""
+        if name in self.formats:
+            self.formats.move_to_end(name)
+            return self.formats[name][0]
         with contextlib.suppress(StoreError):
             header = self.store.header(name)
             return header.recipe, header.continuation
         return DEFAULT_WITHOUT_QUESTION, None
+
+    def hear(self, reply: dict[str, Any]) -> None:
+        """Take in a reply of the scheduler: a document was read, or a context is deleted."""
+        name = reply.get("name", "")
+        found = self.formats.pop(name, None)
+        self.store.forget(name)
+        if found is not None and reply["state"] == "compressing":
+            self.formats[name] = found[-1:]
 
     def document(
         self, order: Compression, ids: Sequence[int], tokenizer: Any
@@ -248,7 +258,8 @@ class Front:
             raise StoreError(str(error)) from error
         follow = order.follow if order.source is None else self.known(order.source)[1]
         if follow is not None:
-            self.orders[order.name] = replace(order, follow=follow)
-        if len(self.orders) > _REMEMBERED:
-            self.orders.popitem(last=False)
+            old, new = self.known(order.name), (order.recipe, follow)
+            self.formats[order.name] = [new] if old[1] is None else [old, new]
+        if len(self.formats) > _REMEMBERED:
+            self.formats.popitem(last=False)
         return found, order

@@ -7,6 +7,7 @@ import pytest
 
 from gracekv.errors import ConfigError, StoreError
 from gracekv.vllm import admission
+from gracekv.vllm.store import ContextStore
 
 
 class Refused(Exception):
@@ -19,16 +20,17 @@ class Refused(Exception):
 def processor(monkeypatch):
     """The class of vLLM that takes requests in, and the error that it answers with status 400."""
     exceptions = ModuleType("vllm.exceptions")
-    exceptions.VLLMValidationError = Refused
+    exceptions.VLLMValidationError = exceptions.VLLMNotFoundError = Refused
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.exceptions", exceptions)
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine", SimpleNamespace(FinishReason=None))
     connector = SimpleNamespace(kv_connector="GraceConnector")
 
     class Processor:
-        vllm_config = SimpleNamespace(kv_transfer_config=connector)
+        vllm_config, tokenizer = SimpleNamespace(kv_transfer_config=connector), None
 
         def process_inputs(self, request_id, prompt, params):
-            return SimpleNamespace(prompt_token_ids=prompt)
+            return SimpleNamespace(prompt_token_ids=prompt, params=params, mm_features=None)
 
     admission.wrap(Processor, admission.process_inputs)
     return Processor()
@@ -49,7 +51,7 @@ def asking(transfer):
     ],
 )
 def test_any_error_refuses_that_request(processor, monkeypatch, error, said):
-    def allowed(name, transfer):
+    def allowed(name, parameters):
         raise error
 
     store = SimpleNamespace(check_allowed=allowed)
@@ -70,3 +72,45 @@ def test_a_store_that_cannot_be_opened_refuses_requests(processor, monkeypatch):
     processor.vllm_config = SimpleNamespace(kv_transfer_config=None)
     with pytest.raises(Refused, match="no store of contexts"):
         processor.process_inputs("0", [5], asking({"gracekv": None}))
+
+
+@pytest.fixture
+def ask(processor, monkeypatch, tiny_served):
+    """The tokens that are read of a request to an engine that serves `tiny_served`."""
+    store = ContextStore(tiny_served.store, allow=lambda name, _: name in ("c2", "longer"))
+    monkeypatch.setattr(admission, "open_store", lambda config: store)
+    served = SimpleNamespace(ranks=1, model=tiny_served.model)
+    monkeypatch.setattr(admission, "ServedModel", SimpleNamespace(of=lambda config: served))
+    config, processor.tokenizer = processor.vllm_config, tiny_served.tokenizer
+    config.cache_config = SimpleNamespace(num_gpu_blocks=0)
+    config.model_config = SimpleNamespace(max_model_len=99)
+    return lambda ids, said, **more: (
+        processor.process_inputs("0", list(ids), asking({"gracekv": said, **more})).prompt_token_ids
+    )
+
+
+# A chat, "<s><|user|>Who?<|end|><|assistant|>".
+TURN = [0, 2, 59, 76, 83, 35, 3, 4]
+
+
+def test_tokens_that_are_exact_are_read_as_they_are(ask):
+    passage = {"extend": {"name": "c2", "into": "longer", "ratio": 1}}
+    for said, read in (("c2", TURN), (passage, [*TURN, TURN[-1]])):
+        assert ask(TURN, said, gracekv_exact=True) == read
+        assert ask(TURN, said) != read
+
+
+def test_a_context_answers_in_its_format_until_the_next_one_is_read(ask, processor):
+    for state, keeps in ((None, False), ("compressing", True), ("deleted", False)):
+        if state:
+            said = SimpleNamespace(kv_transfer_params={"gracekv": {"name": "c2", "state": state}})
+            admission.process_outputs(lambda *_: None, processor, [said])
+        # A text in no chat's format, whose successor is never read in the end.
+        ask(range(50, 90), {"compress": {"name": "c2", "ratio": 2}})
+        assert (ask(TURN, "c2") == TURN) is keeps
+
+
+def test_what_may_not_be_used_is_not_looked_at(ask):
+    for name in ("c8", "gone"):
+        with pytest.raises(Refused, match=f"may not use the context '{name}'"):
+            ask(TURN, {"extend": {"name": name}})
