@@ -266,6 +266,5 @@ def check_observation(
         shown = ", ".join("*" if size is None else str(size) for size in wanted)
         raise ShapeError(f"{observer!r} must observe a tensor [{shown}] here; it gave {got}.")
     checks.add(
-        seen,
-        f"{observer!r} observed NaN or infinity. Check it, and the model's weights and dtype.",
+        seen, f"{observer!r} observed NaN or infinity. Check it, and the model's weights and dtype."
     )

@@ -155,9 +155,7 @@ def _rotation(model: Any, call: AttentionCall, args: Any, kwargs: Any) -> Rotati
     best = min(differences, key=lambda rotation: differences[rotation])
     if differences[best] > _tolerance(model):
         raise _refusal(
-            model,
-            f"rotates its keys in a way other than {', '.join(ROTATIONS)}",
-            call.layer,
+            model, f"rotates its keys in a way other than {', '.join(ROTATIONS)}", call.layer
         )
     return best
 
