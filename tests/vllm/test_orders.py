@@ -35,14 +35,6 @@ def test_an_order_says_how_to_compress():
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    ["gracekv-agnostic", "knorm", "keydiff", "snapkv", "expected-attention", "fullkv-8bit"],
-)
-def test_recipes_that_read_queries_keys_and_values_are_taken(recipe):
-    assert order_of(compress(recipe=recipe)).pipeline
-
-
-@pytest.mark.parametrize(
     ("given", "said"),
     [
         ({}, "A request names a context"),
@@ -57,14 +49,8 @@ def test_recipes_that_read_queries_keys_and_values_are_taken(recipe):
         ({"compress": {"name": "book"}}, "exactly one budget"),
         (compress(recipe="gracekv-agnostik"), "Unknown recipe"),
         (compress(recipe=["knorm"]), "A recipe is a name"),
-        (
-            compress(recipe="gracekv"),
-            "recipe 'gracekv', which reads more of the model than queries",
-        ),
-        (
-            compress(recipe="kvzip-two-pass"),
-            "kvzip-two-pass.*compress with transformers and export",
-        ),
+        (compress(recipe="gracekv"), "'gracekv', which reads more of the model than queries"),
+        (compress(recipe="kvzip-two-pass"), "two-pass.*compress with transformers and export"),
         (compress(window=3), "takes .*recipe.*; got window"),
         (compress(save="yes"), "save"),
         (compress(expires=0), "above 0"),
@@ -88,5 +74,5 @@ def test_the_recipes_that_an_error_recommends_are_taken():
     with pytest.raises(StoreError) as refused:
         order_of(compress(recipe="gracekv", ratio=4))
     names = re.search(r"such as (.*), or", str(refused.value)).group(1)
-    for name in re.split(", | or ", names):
+    for name in [*re.split(", | or ", names), "fullkv-8bit"]:
         assert order_of(compress(recipe=name, ratio=4)).recipe == name
