@@ -196,9 +196,7 @@ def changed(*steps: str) -> list[str]:
 
 def test_import_and_strategies_change_nothing_global():
     *ours, seen = changed(
-        "import gracekv",
-        "gracekv.strategies()",
-        "warnings.simplefilter('ignore'); torch.rand(1)",
+        "import gracekv", "gracekv.strategies()", "warnings.simplefilter('ignore'); torch.rand(1)"
     )
     assert ours == ["[]", "[]"]
     # The check sees a change.

@@ -69,9 +69,7 @@ def spread(prefill, devices):
             for x, seen in prefill.observed.items()
         },
         rope=dataclasses.replace(
-            prefill.rope,
-            cos=prefill.rope.cos.to(devices[0]),
-            sin=prefill.rope.sin.to(devices[0]),
+            prefill.rope, cos=prefill.rope.cos.to(devices[0]), sin=prefill.rope.sin.to(devices[0])
         ),
     )
 

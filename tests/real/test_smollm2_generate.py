@@ -50,10 +50,7 @@ def stock(loaded: tuple[Any, Any], prompt: gracekv.Prompt) -> tuple[torch.Tensor
 
 @pytest.mark.parametrize("pipeline", ["gracekv", "fullkv"])
 def test_ratio_one_is_full_kv(
-    loaded: tuple[Any, Any],
-    prompt: gracekv.Prompt,
-    stock: tuple[torch.Tensor, Any],
-    pipeline: str,
+    loaded: tuple[Any, Any], prompt: gracekv.Prompt, stock: tuple[torch.Tensor, Any], pipeline: str
 ) -> None:
     tokens, cache = stock
     result = gracekv.compress(loaded[0], prompt, ratio=1, pipeline=pipeline)

@@ -162,9 +162,7 @@ def test_chunks_do_not_show(monkeypatch):
 
 
 @given(
-    length=st.integers(1, 40),
-    spread=st.sampled_from([1, 5, 10**6]),
-    seed=st.integers(0, 2**32 - 1),
+    length=st.integers(1, 40), spread=st.sampled_from([1, 5, 10**6]), seed=st.integers(0, 2**32 - 1)
 )
 def test_zscore_matches_reference(length, spread, seed):
     # Few distinct values, so that zero MADs and equal middles occur.

@@ -17,10 +17,7 @@ JUNK = (
     {"name": "greedy"}, {"name": 3}, [0], ["a", 1], list(range(50)), [1 << 62] * 3, "DEEP", "HUGE",
 )  # fmt: skip
 # What JSON can say and json.dumps cannot write, by the text that stands for it.
-UNWRITABLE = {
-    '"DEEP"': "[" * 100_000 + "]" * 100_000,
-    '"HUGE"': "1e999",
-}
+UNWRITABLE = {'"DEEP"': "[" * 100_000 + "]" * 100_000, '"HUGE"': "1e999"}
 # Texts that are no header, whatever their checksum.
 NESTED = ("[" * 100_000, '{"x":' * 100_000)
 NO_HEADERS = ("", "{", *NESTED, "1e999", "NaN", "9" * 5000, '"x"', "[]", "{}")

@@ -11,9 +11,7 @@ def prompts(*lengths):
     rng = torch.Generator().manual_seed(0)
     return [
         gracekv.Prompt.from_ids(
-            torch.randint(0, 97, (length,), generator=rng),
-            (2, length - 9),
-            question_end=length - 3,
+            torch.randint(0, 97, (length,), generator=rng), (2, length - 9), question_end=length - 3
         )
         for length in lengths
     ]

@@ -35,9 +35,7 @@ def test_equals_the_reference(
     )  # fmt: skip
     region = prefill.spans.region(min(2, context - 1))
     scorer = ExpectedAttention(
-        future_positions=future_positions,
-        value_norm=value_norm,
-        epsilon=epsilon,
+        future_positions=future_positions, value_norm=value_norm, epsilon=epsilon
     )
     fast, slow = (
         scorer(prefill, region).scores,
