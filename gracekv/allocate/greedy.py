@@ -185,10 +185,8 @@ class PurchaseQueue:
             torch.searchsorted(parent, local),
             torch.searchsorted(parent, local, right=True),
         ]
-        self._cost, self._tree, self._head, self._first_token, *children = torch.stack(
-            columns
-        ).tolist()
-        self._child_begin, self._child_end = children
+        self._cost, self._tree, self._head, self._first_token, *rest = torch.stack(columns).tolist()
+        self._child_begin, self._child_end = rest
         self._per_head = None if left.per_head is None else left.per_head.tolist()
         self._elastic, self._executed = elastic, executed
         self._chosen: list[int] = []

@@ -41,10 +41,8 @@ class Pyramid(Quota):
             return [mean]
         first = min(2 * mean - mean / Fraction(str(self.beta)), Fraction(plan.compressible))
         last = 2 * mean - first
-        return [
-            first - (first - last) * Fraction(layer, plan.layers - 1)
-            for layer in range(plan.layers)
-        ]
+        step = Fraction(first - last, plan.layers - 1)
+        return [first - layer * step for layer in range(plan.layers)]
 
     def __call__(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
         wanted = [plan.heads * share for share in self.layer_shares(plan)]

@@ -117,15 +117,13 @@ def floor_candidates(floor: Singleton, scores: Tensor, plan: BudgetPlan) -> Tens
         return None
     relevance = scores.double()
     layers, heads, count = relevance.shape
-    half = floor.pool // 2
+    half, share = floor.pool // 2, floor.consensus
     mean = relevance.mean(dim=(0, 1)).tolist()
     ranked: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for layer in range(layers):
         for head in range(heads):
             own = relevance[layer, head].tolist()
-            mixed = [
-                (1 - floor.consensus) * own[t] + floor.consensus * mean[t] for t in range(count)
-            ]
+            mixed = [(1 - share) * own[t] + share * mean[t] for t in range(count)]
             pooled = [max(mixed[max(0, t - half) : t + half + 1]) for t in range(count)]
             kept: list[tuple[float, int]] = []
             total = 0.0
@@ -215,18 +213,17 @@ def adaptive_heads(quota: AdaptiveHeads, scores: Tensor, plan: BudgetPlan) -> li
             held = pool // plan.heads + plan.recent
             sure = max(math.floor(floor * held), 1 if floor > 0 else 0) - plan.recent
             own = [
-                sorted((-score, g, t) for t, score in enumerate(rows[g])) for g in range(len(rows))
+                sorted((-score, g, t) for t, score in enumerate(row)) for g, row in enumerate(rows)
             ]
             safe = [token for row in own for token in row[: max(sure, 0)]]
             ranked = safe + [token for token in ranked if token not in safe]
-            winners = [g for _, g, _ in ranked[:pool]]
-            result.append([winners.count(g) for g in range(plan.heads)])
-            continue
         winners = [g for _, g, _ in ranked[:pool]]
-        wanted = [
-            (1 - floor) * winners.count(g) + floor * Fraction(pool, plan.heads)
-            for g in range(plan.heads)
-        ]
+        counts = [winners.count(g) for g in range(plan.heads)]
+        if quota.rule == "safeguard":
+            result.append(counts)
+            continue
+        equal = floor * Fraction(pool, plan.heads)
+        wanted = [(1 - floor) * count + equal for count in counts]
         shares = [math.floor(share) for share in wanted]
         rest = sorted(range(plan.heads), key=lambda g: (shares[g] - wanted[g], g))
         for g in rest[: pool - sum(shares)]:

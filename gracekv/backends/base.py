@@ -76,6 +76,10 @@ class AttentionStep:
     softcap: float | None = None
     sink_logits: Tensor | None = None
 
+    def check_rows(self, sequences: int) -> None:
+        """Raise `ShapeError` unless the rows fit these `sequences`."""
+        check_rows(self.rows, len(self.query), sequences)
+
     def tail_bias(self) -> Tensor | None:
         """float32 [B or 1, 1, Tq, C] to add to the tail's logits; None if every query sees all."""
         mask, tokens, places = self.mask, self.query.shape[2], self.keys.shape[2]
@@ -140,6 +144,10 @@ class Partial:
     output: Tensor
     lse: Tensor
 
+    def united(self, other: Partial) -> Partial:
+        """Attention over the union of this part and a disjoint one, as a part."""
+        return Partial(combine(self, other), torch.logaddexp(self.lse, other.lse))
+
 
 def combine(first: Partial, second: Partial, sink_logits: Tensor | None = None) -> Tensor:
     """[B, H, Tq, d]: attention over the union of two disjoint parts.
@@ -156,16 +164,8 @@ def combine(first: Partial, second: Partial, sink_logits: Tensor | None = None) 
     a, b = (first.lse - top).exp(), (second.lse - top).exp()
     total = a + b if sink_logits is None else a + b + (sink - top).exp()
     total = total.clamp(min=torch.finfo(torch.float32).tiny)
-    mixed = (
-        first.output.float() * (a / total)[..., None]
-        + second.output.float() * (b / total)[..., None]
-    )
-    return mixed.to(first.output.dtype)
-
-
-def united(first: Partial, second: Partial) -> Partial:
-    """Attention over the union of two disjoint parts, as a part."""
-    return Partial(combine(first, second), torch.logaddexp(first.lse, second.lse))
+    a, b = ((x / total)[..., None] for x in (a, b))
+    return (first.output.float() * a + second.output.float() * b).to(first.output.dtype)
 
 
 class Backend(Strategy, abc.ABC):

@@ -31,16 +31,14 @@ class Eager(AttentionBackend):
         group, bias = heads // entries.heads, step.tail_bias()
         output = torch.zeros_like(step.query)
         for sequence, rows in enumerate(step.rows_of(entries.sequences)):
-            own_bias = bias if bias is None or len(bias) == 1 else bias[rows]
+            own_bias = 0.0 if bias is None else (bias if len(bias) == 1 else bias[rows])[:, 0]
             for head in range(heads):
                 g = head // group
                 keys, values, _, log_multiplicity = entries.head(g, sequence)
                 query = step.scale * step.query[rows, head].float()
                 tail = capped(query @ step.keys[rows, g].float().mT, step.softcap)
                 packed = capped(query @ keys.float().T, step.softcap) + log_multiplicity
-                logits = torch.cat(
-                    [packed, tail if own_bias is None else tail + own_bias[:, 0]], dim=-1
-                )
+                logits = torch.cat([packed, tail + own_bias], dim=-1)
                 # Rows that see nothing get 0.
                 total = logits.logsumexp(dim=-1, keepdim=True)
                 if step.sink_logits is not None:

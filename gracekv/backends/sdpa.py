@@ -15,14 +15,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from gracekv.backends.base import (
-    BACKENDS,
-    AttentionBackend,
-    AttentionStep,
-    Partial,
-    combine,
-    united,
-)
+from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionStep, Partial, combine
 from gracekv.cache.base import RaggedEntries
 from gracekv.cache.coded import CodedEntries
 from gracekv.cache.quantised import QuantisedEntries
@@ -132,7 +125,7 @@ class Sdpa(AttentionBackend):
                     for keys, values, bias in entries.pieces(sequence * entries.heads + head)
                 ]
                 if parts:
-                    whole = reduce(united, parts)
+                    whole = reduce(Partial.united, parts)
                     output[rows, at] = whole.output.view(-1, group, tokens, dim)
                     lse[rows, at] = whole.lse.view(-1, group, tokens)
         return Partial(output, lse)

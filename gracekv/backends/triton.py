@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gracekv.backends.base import (
-    BACKENDS,
-    AttentionBackend,
-    AttentionSpec,
-    AttentionStep,
-    check_rows,
-)
+from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionSpec, AttentionStep
 from gracekv.backends.triton_splits import SplitTables, split_tables, uploaded
 from gracekv.backends.triton_tiles import tiles
 from gracekv.cache.coded import CodedEntries
@@ -181,19 +175,17 @@ def _entries(
 
 def _check(step: AttentionStep) -> None:
     """Raise `ShapeError` unless the tensors fit; the kernel itself does not check addresses."""
-    query, prepared, rows, length = step.query, step.packed, step.rows, step.length
+    query, packed, length = step.query, step.packed, step.length
     keys, values, mask = step.keys, step.values, step.mask
     batch, heads, tokens, dim = query.shape
-    if dim != prepared.keys.shape[1] or query.dtype != prepared.keys.dtype:
+    if dim != packed.keys.shape[1] or query.dtype != packed.keys.dtype:
         raise ShapeError(
-            f"The packed keys are {prepared.keys.dtype} of dimension {prepared.keys.shape[1]}; got "
+            f"The packed keys are {packed.keys.dtype} of dimension {packed.keys.shape[1]}; got "
             f"queries in {query.dtype} of dimension {dim}."
         )
-    if heads % prepared.heads:
-        raise ShapeError(
-            f"Query heads come in equal groups for {prepared.heads} KV heads; got {heads}."
-        )
-    check_rows(rows, batch, prepared.sequences)
+    if heads % packed.heads:
+        raise ShapeError(f"Query heads form equal groups for {packed.heads} KV heads; got {heads}.")
+    step.check_rows(packed.sequences)
     if (
         (keys.shape[0], keys.shape[3]) != (batch, dim)
         or keys.shape != values.shape

@@ -71,9 +71,8 @@ def add_splits(
         lse = tl.load(part_lse + slot * count, mask=slot < last, other=float("-inf"))
         # Splits without visible entries have not written their output.
         used = (lse > float("-inf"))[:, None] & (dim < D)[None, :]
-        part = tl.load(
-            part_output + (slot * count)[:, None] * D + dim[None, :], mask=used, other=0.0
-        )
+        at = part_output + (slot * count)[:, None] * D + dim[None, :]
+        part = tl.load(at, mask=used, other=0.0)
         new_top = tl.maximum(top, tl.max(lse, 0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp(lse - base)

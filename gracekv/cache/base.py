@@ -108,9 +108,8 @@ class RaggedEntries(LayerEntries):
     def where(self, mask: Tensor) -> RaggedEntries:
         """The entries where `mask` (bool [E]) holds."""
         mask = mask.cpu()
-        return self.take(
-            mask.nonzero()[:, 0].to(self.device), ragged.offsets(mask.long())[self.offsets]
-        )
+        entry = mask.nonzero()[:, 0].to(self.device)
+        return self.take(entry, ragged.offsets(mask.long())[self.offsets])
 
     def take(self, entry: Tensor, offsets: Tensor) -> RaggedEntries:
         """The entries of the indices `entry` (int64 [n]), in rows of these `offsets`."""

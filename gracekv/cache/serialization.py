@@ -264,21 +264,15 @@ def _layer(
     scores = parts.get("scores")
     if scores is not None and (scores.dtype != torch.bfloat16 or not bool((scores >= 0).all())):
         raise ShapeError("scores are not bfloat16, or below 0")
-    there = {
-        name: tensor if "offsets" in name else tensor.to(device) for name, tensor in parts.items()
-    }
-    layer = RaggedEntries(
-        **{part: there[part] for part in PARTS}, sequences=sequences, scores=there.get("scores")
-    )
+    there = {name: data if "offsets" in name else data.to(device) for name, data in parts.items()}
+    exact = {part: there[part] for part in PARTS}
+    layer = RaggedEntries(**exact, sequences=sequences, scores=there.get("scores"))
     if not codings:
         return layer
     coded = []
     for prefix, coding in zip(coded_prefixes(codings), codings, strict=True):
-        own = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in there.items()
-            if name.startswith(prefix)
-        }
+        names = [name for name in there if name.startswith(prefix)]
+        own = {name.removeprefix(prefix): there[name] for name in names}
         check_index(own, length)
         check_codes(own, layer.dtype)
         coded.append(CodedEntries.of_tensors(own, coding, sequences))

@@ -26,9 +26,7 @@ def gathered_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
 
     One layer of all processes is held on top of the result.
     """
-    return _mapped(
-        cache, lambda part: _whole_part(part, shard), lambda x: shard.all_heads(x.cpu(), 1)
-    )
+    return _mapped(cache, lambda x: _whole(x, shard), lambda x: shard.all_heads(x.cpu(), 1))
 
 
 def own_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
@@ -36,9 +34,7 @@ def own_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
 
     Raises `CacheError` if the heads cannot be divided among the processes.
     """
-    return _mapped(
-        cache, lambda part: _own_part(part, shard), lambda x: shard.own_heads(x, 1).contiguous()
-    )
+    return _mapped(cache, lambda x: _cut(x, shard), lambda x: shard.own_heads(x, 1).contiguous())
 
 
 def _mapped(
@@ -58,13 +54,11 @@ def _mapped(
             return old
         return replace(old, tensors={name: states(x) for name, x in old.tensors.items()})
 
-    layers = tuple(map(layer, cache.layers))
-    return CompressedCache(
-        layers, cache.length, cache.padding, tuple(map(shared, cache.other_layers))
-    )
+    layers, others = tuple(map(layer, cache.layers)), tuple(map(shared, cache.other_layers))
+    return CompressedCache(layers, cache.length, cache.padding, others)
 
 
-def _whole_part(part: Part, shard: HeadShard) -> Part:
+def _whole(part: Part, shard: HeadShard) -> Part:
     lengths, made = shard.gather(part.lengths), {}
     for name, own in _tensors(part).items():
         counts = _counts(part, name, lengths)
@@ -76,7 +70,7 @@ def _whole_part(part: Part, shard: HeadShard) -> Part:
     return _part_of(part, made, _in_order(lengths, part))
 
 
-def _own_part(part: Part, shard: HeadShard) -> Part:
+def _cut(part: Part, shard: HeadShard) -> Part:
     heads = len(part.lengths) // part.sequences
     if heads % shard.ranks:
         raise CacheError(

@@ -244,9 +244,7 @@ def changed(pipeline: Pipeline, change: str) -> Pipeline:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{text!r} in {change!r} is not a value: {error}") from error
-    return Pipeline.from_dict(
-        {**data, stage: {**data[stage], fields[0]: value} if fields else value}
-    )
+    return Pipeline.from_dict(data | {stage: data[stage] | {fields[0]: value} if fields else value})
 
 
 def split_methods(text: str) -> list[str]:

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 
 from gracekv.evaluate.measures import Measure
@@ -44,10 +44,7 @@ def as_csv(found: Sequence[Table], measure: Measure) -> str:
     return out.getvalue()
 
 
-FORMATS: dict[str, Callable[[Sequence[Table], Measure], str]] = {
-    "markdown": markdown,
-    "csv": as_csv,
-}
+FORMATS = {"markdown": markdown, "csv": as_csv}
 
 
 def footer(rows: Sequence[Row]) -> str:

@@ -56,7 +56,7 @@ def common_words(task: Mapping[str, Any], length: int) -> Family:
     def instance(chosen: Sequence[str], often: int, seldom: int, rng: Random) -> Texts:
         text = list(chosen[:common]) * often + list(chosen[common:]) * seldom
         rng.shuffle(text)
-        return _asked_once(task, _numbered(text), tuple(chosen[:common]))
+        return _asked(task, _numbered(text), tuple(chosen[:common]))
 
     def draw(size: int, rng: Random) -> Texts:
         shuffled = rng.sample(vocabulary, len(vocabulary))
@@ -82,7 +82,7 @@ def coded_words(task: Mapping[str, Any], length: int) -> Family:
         counts = [math.floor(size * k**-2 / _ZETA_2) for k in range(1, vocabulary + 1)]
         text = list(Counter(dict(zip(ranked, counts, strict=True))).elements())
         rng.shuffle(text)
-        return _asked_once(task, " ".join(text), tuple(ranked[1:4]))
+        return _asked(task, " ".join(text), tuple(ranked[1:4]))
 
     # From here on ranks 2 to 5 occur differently often.
     return Family(draw, least=80)
@@ -107,7 +107,7 @@ def documents(task: Mapping[str, Any], question: Question, corpus: Sequence[str]
                 chosen.append(text)
                 room -= len(text)
         rng.shuffle(chosen)
-        return _asked_once(task, numbered_documents(chosen), question.answers, query=question.text)
+        return _asked(task, numbered_documents(chosen), question.answers, query=question.text)
 
     return Family(draw, least=0, most=most)
 
@@ -118,9 +118,7 @@ def numbered_documents(texts: Sequence[str]) -> str:
     return "\n\n".join(form.format(i=i, document=text) for i, text in enumerate(texts, 1))
 
 
-def _asked_once(
-    task: Mapping[str, Any], context: str, answers: tuple[str, ...], **fields: str
-) -> Texts:
+def _asked(task: Mapping[str, Any], context: str, answers: tuple[str, ...], **fields: str) -> Texts:
     """A task's own instruction and question around `context`; `fields` fill the question."""
     question = task["question"].format(**fields) if fields else task["question"]
     asked = FurtherQuestion(question, task["answer_prefix"], answers)
@@ -191,10 +189,8 @@ def chains(task: Mapping[str, Any], length: int) -> Family:
         value = str(rng.randint(10_000, 99_998))
         form = ruler_forms()
         chain = [form["vt_first"].format(x=variables[0], value=value)]
-        chain += [
-            form["vt_next"].format(y=new, x=old).rstrip()
-            for old, new in itertools.pairwise(variables)
-        ]
+        for old, new in itertools.pairwise(variables):
+            chain.append(form["vt_next"].format(y=new, x=old).rstrip())
         text = noise_lines(sentences)
         places = sorted(rng.choices(range(len(text) + 1), k=names))
         for place, line in reversed(list(zip(places, chain, strict=True))):

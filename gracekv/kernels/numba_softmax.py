@@ -87,15 +87,13 @@ def largest(x: Any, count: int) -> Any:
 
 
 @inner()
-def merge(
-    partial: Any, slots: Any, count: int, output: Any, at: int, sink: float = -math.inf
-) -> None:
-    """output[at] from a query's `count` partial results; 0 if they hold no visible entry.
+def merge(partial: Any, slots: Any, count: int, out: Any, at: int, sink: float = -math.inf) -> None:
+    """out[at] from a query's `count` partial results; 0 if they hold no visible entry.
 
     `sink` is a logit to add to the denominator, -inf for none.
     """
-    dim = output.shape[1]
-    output[at] = np.float32(0)
+    dim = out.shape[1]
+    out[at] = np.float32(0)
     top = partial[slots[0], dim]
     for p in range(1, count):
         top = max(top, partial[slots[p], dim])
@@ -109,9 +107,9 @@ def merge(
         factor = np.float32(math.exp(partial[slots[p], dim] - top))
         total += factor * partial[slots[p], dim + 1]
         for i in range(dim):
-            output[at, i] += factor * partial[slots[p], i]
+            out[at, i] += factor * partial[slots[p], i]
     for i in range(dim):
-        output[at, i] /= total
+        out[at, i] /= total
 
 
 @inner(fastmath={"contract"})

@@ -109,14 +109,12 @@ def largest_of(context: Any, x: Any, vectors: Any) -> Any:
         with cgutils.for_range(builder, vectors) as loop:
             at = vector_at(context, builder, array, x, builder.mul(loop.index, _INT(WIDTH)))
             builder.store(larger(builder.load(top), builder.load(at, align=4)), top)
-        largest, lanes = builder.load(top), WIDTH
+        vector, lanes = builder.load(top), WIDTH
         while lanes > 1:
             lanes //= 2
             low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
-            largest = larger(
-                pick(builder, largest, largest, low), pick(builder, largest, largest, high)
-            )
-        return builder.extract_element(largest, ir.Constant(ir.IntType(32), 0))
+            vector = larger(pick(builder, vector, vector, low), pick(builder, vector, vector, high))
+        return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
 
     return types.float32(x, types.int64), generate
 
@@ -129,20 +127,15 @@ def _adder(channels: int) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             kinds = signature.args
             weights, weight, values, value, dim, rows, out, to = arguments
-            offsets = [_INT(c) for c in range(0, channels, WIDTH)]
-            places = [
-                vector_at(context, builder, kinds[6], out, builder.add(to, c)) for c in offsets
-            ]
-            sums = [
-                cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in places
-            ]
+            steps = [_INT(c) for c in range(0, channels, WIDTH)]
+            places = [vector_at(context, builder, kinds[6], out, builder.add(to, c)) for c in steps]
+            sums = [cgutils.alloca_once_value(builder, builder.load(at, align=4)) for at in places]
             data = context.make_array(kinds[0])(context, builder, weights).data
             with cgutils.for_range(builder, rows) as loop:
-                w = broadcast(
-                    builder, builder.load(builder.gep(data, [builder.add(weight, loop.index)]))
-                )
+                at = builder.gep(data, [builder.add(weight, loop.index)])
+                w = broadcast(builder, builder.load(at))
                 row = builder.add(value, builder.mul(loop.index, dim))
-                for c, total in zip(offsets, sums, strict=True):
+                for c, total in zip(steps, sums, strict=True):
                     at = vector_at(context, builder, kinds[2], values, builder.add(row, c))
                     v = builder.load(at, align=4)
                     builder.store(multiply_add(builder, w, v, builder.load(total)), total)

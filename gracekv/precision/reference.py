@@ -79,9 +79,8 @@ def widths_at_a_price(entries: Entries, costs: WidthCosts, budget: int) -> list[
     level = [0] * len(entries.worth)
     for head, loss in enumerate(entries.loss.tolist()):
         own = [e for e, h in enumerate(entries.head.tolist()) if h == head]
-        prices = [
-            (float(entries.worth[e]) * x, e) for e in own for x in _hull_slopes(loss, in_bits)
-        ]
+        slopes = _hull_slopes(loss, in_bits)
+        prices = [(float(entries.worth[e]) * x, e) for e in own for x in slopes]
         for _, e in sorted(prices, key=lambda x: -x[0]):
             level[e] += 1
             if _bytes([level[x] for x in own], [head] * len(own), costs) > budget:

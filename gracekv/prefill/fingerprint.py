@@ -197,11 +197,8 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _adapted(model: Any) -> dict[str, Any]:
     """The layers that adapters were added to, by name; they are known by what peft gives them."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if hasattr(module, "adapter_layer_names")
-    }
+    modules = model.named_modules()
+    return {name: layer for name, layer in modules if hasattr(layer, "adapter_layer_names")}
 
 
 def _active(layer: Any) -> list[str]:

@@ -91,10 +91,8 @@ def compressed_layers(model: Any) -> tuple[ModelLayer, ...]:
 
 def other_layers(model: Any) -> tuple[ModelLayer, ...]:
     """The layers that are not compressed, and hybrid ones, whose states stay as they are."""
-    compressed = compressed_layers(model)
-    return tuple(
-        layer for layer in model_layers(model) if layer.has_states or layer not in compressed
-    )
+    layers, compressed = model_layers(model), compressed_layers(model)
+    return tuple(layer for layer in layers if layer.has_states or layer not in compressed)
 
 
 def text_config(model: Any) -> Any:
@@ -205,10 +203,8 @@ def rotations_up_to(model: Any, last: int) -> list[Rope]:
         return [Rope.none(last + 1) for _ in layers]
     rotary = model.get_decoder().rotary_emb
     device = next(rotary.buffers()).device
-    places = rotary_positions(model, torch.arange(last + 1, device=device)[None])
-    made = rotary(
-        torch.zeros((), device=device, dtype=torch.float32), places, *rotation_kind(model)
-    )
+    at = rotary_positions(model, torch.arange(last + 1, device=device)[None])
+    made = rotary(torch.zeros((), device=device, dtype=torch.float32), at, *rotation_kind(model))
     cos, sin = (x[0].float() for x in made)
     return [rope_of_table(cos, sin, layer.rotation) for layer in layers]
 

@@ -72,10 +72,8 @@ class Needs:
 
     def window_positions(self, spans: PromptSpans) -> Tensor:
         """int64 [n] ascending: direct probes and observation windows, kept by every capture."""
-        width = max(_WINDOW, self.last_queries)
-        windows = (
-            range(max(spans.past, end - width), end) for end in (spans.length, spans.context_end)
-        )
+        width, ends = max(_WINDOW, self.last_queries), (spans.length, spans.context_end)
+        windows = (range(max(spans.past, end - width), end) for end in ends)
         probes = spans.direct_probes(self.question_queries, width)
         return torch.tensor(sorted({*probes, *itertools.chain(*windows)}))
 

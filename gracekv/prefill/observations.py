@@ -124,10 +124,9 @@ class Observations:
                 continue
             with self._stage(observer, device):
                 if isinstance(observer, LayerObserver):
-                    held = [(i, x) for i, x in enumerate(self._by_layer) if observer in x]
-                    found[observer] = observer.combine(
-                        {i: x.pop(observer).result() for i, x in held}
-                    )
+                    layers = enumerate(self._by_layer)
+                    parts = {i: x.pop(observer).result() for i, x in layers if observer in x}
+                    found[observer] = observer.combine(parts)
                 elif isinstance(observer, FinalObserver):
                     found[observer] = self._final.pop(observer).result()
                 elif isinstance(observer, PassObserver) and passes is not None:

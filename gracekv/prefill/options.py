@@ -42,9 +42,7 @@ class CaptureOptions(Configurable):
         ConfigError: an option has a wrong type, `chunk` is below 1 or `memory_limit` below 0.
     """
 
-    chunk: int | None = bounded(
-        None, at_least=1, hint="In tokens; leave it out for 512, more on GPUs."
-    )
+    chunk: int | None = bounded(None, at_least=1, hint="In tokens; omit it for 512, more on GPUs.")
     memory_limit: int | None = bounded(
         None, at_least=0, hint="In bytes of queries; 0 recomputes all but those of windows."
     )

@@ -133,10 +133,8 @@ class PartialAttention:
         if self._base == "eager":
             eager: Tensor = call.output(query, keys[None], values[None], mask)[0]
             return eager
-        shared, keys, values = _by_group(query, keys, values)
-        output = scaled_dot_product_attention(
-            shared, keys, values, attn_mask=mask, scale=call.scale
-        )
+        rows, keys, values = _by_group(query, keys, values)
+        output = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=call.scale)
         return output.reshape(1, *query.shape[1:3], -1).transpose(1, 2)
 
     def _mask(self, rows: Tensor, first: int, stop: int) -> Tensor | None:

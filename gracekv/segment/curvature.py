@@ -60,7 +60,7 @@ def band_products(x: Tensor, width: int, before: int = 0, after: int = 0) -> Ten
     return band.reshape(-1, width)[:rows]
 
 
-def rows_per_chunk(row_values: int, overlap: int) -> int:
+def chunk_rows(row_values: int, overlap: int) -> int:
     """The number of rows of `row_values` float64 numbers to hold at once, at least `overlap`."""
     return max(_CHUNK_BYTES // (8 * row_values), overlap, 1)
 
@@ -182,7 +182,7 @@ class Curvature(Configurable):
         length, dim = hidden.shape
         reach = max(self.windows) - 1
         forms, windows = forms.to(hidden.device), windows.to(hidden.device)
-        rows = rows_per_chunk(max(dim, forms.shape[0]), 2 * reach)
+        rows = chunk_rows(max(dim, forms.shape[0]), 2 * reach)
         chunks, squares = [], []
         for start in range(0, length, rows):
             stop = min(start + rows, length)

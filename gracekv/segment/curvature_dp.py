@@ -13,13 +13,7 @@ from gracekv.errors import ConfigError, NonFiniteError
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
 from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
-from gracekv.segment.curvature import (
-    Curvature,
-    band_products,
-    hidden_at,
-    rows_per_chunk,
-    unit_states,
-)
+from gracekv.segment.curvature import Curvature, band_products, chunk_rows, hidden_at, unit_states
 from gracekv.segment.surprisal import Surprisal
 
 _OFF = "0 switches the term off."
@@ -164,7 +158,7 @@ def dispersion_table(states: Sequence[Tensor], longest: int, epsilon: float) -> 
 def _squared_distances(hidden: Tensor, width: int, epsilon: float) -> Tensor:
     """[N, width] float64: |hbar_{t+j} - hbar_t|^2 of one layer [N, D]; undefined past the end."""
     length, dim = hidden.shape
-    rows = rows_per_chunk(dim, width)
+    rows = chunk_rows(dim, width)
     chunks = []
     for start in range(0, length, rows):
         unit = unit_states(hidden[start : start + rows + width - 1], epsilon)
@@ -223,9 +217,7 @@ def _best_predecessors(profit: Tensor, min_length: int) -> tuple[Tensor, Tensor]
     # come first and max keeps the earliest. Along a row of `slots` the start advances and the slot
     # shrinks: one row down, one column left, hence the skewed view.
     rows = functional.pad(profit[:, min_length - 1 :], (0, 0, max_length, 0), value=-torch.inf)
-    slots = rows.as_strided(
-        (length + 1, choices), (choices, choices - 1), storage_offset=choices - 1
-    )
+    slots = rows.as_strided((length + 1, choices), (choices, choices - 1), choices - 1)
     padded = torch.full((max_length + length + 1,), -torch.inf, dtype=profit.dtype, device=device)
     best, before = padded[max_length:], padded.unfold(0, choices, 1)
     best[0] = 0.0

@@ -51,12 +51,10 @@ class Workspace:
 
     def take(self, *shape: int) -> Tensor:
         """The next contiguous tensor [*shape], float32; its contents are undefined."""
-        first = self._taken
+        first, reserved = self._taken, self._buffer.numel()
         self._taken += math.prod(shape)
-        if self._taken > self._buffer.numel():
-            raise MemoryError(
-                f"The batch reserved {self._buffer.numel()} numbers and takes {self._taken}."
-            )
+        if self._taken > reserved:
+            raise MemoryError(f"The batch reserved {reserved} numbers and takes {self._taken}.")
         return self._buffer[first : self._taken].view(shape)
 
 
@@ -108,11 +106,9 @@ class TreeContext:
         Layers with and without RoPE are in separate groups. A group takes every k-th layer of its
         device, so that all groups resemble one another.
         """
-        prefill = self.prefill
+        prefill, length = self.prefill, self.partition.region.length
         # Per token of a head: key, value, about 64 probes' exponentials, and 8 other numbers.
-        layer_bytes = (
-            prefill.kv_heads * self.partition.region.length * (2 * prefill.head_dim + 72) * 4
-        )
+        layer_bytes = prefill.kv_heads * length * (2 * prefill.head_dim + 72) * 4
         alike: dict[tuple[torch.device, bool], list[int]] = defaultdict(list)
         for layer, keys in enumerate(prefill.keys):
             alike[keys.device, layer in prefill.unrotated].append(layer)

@@ -124,10 +124,8 @@ def written_norms(projection: Projection, values: Tensor, heads: int) -> Tensor:
     by_head = rearrange(weight, "o (g n d) -> g n d o", g=groups, n=heads // groups)
     rows = values[..., : by_head.shape[2]].float()
     norms = torch.zeros(values.shape[:2], device=values.device, dtype=torch.float32)
-    for group, own in enumerate(by_head):
+    for own, row, norm in zip(by_head, rows, norms, strict=True):
         for head in own:
-            for part, place in zip(
-                rows[group].split(_ROWS), norms[group].split(_ROWS), strict=True
-            ):
+            for part, place in zip(row.split(_ROWS), norm.split(_ROWS), strict=True):
                 place += (part @ head).abs().sum(dim=-1) / len(own)
     return norms

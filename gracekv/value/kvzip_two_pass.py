@@ -129,9 +129,7 @@ class KVzipTwoPass(Scorer):
     """
 
     sinks: int = bounded(4, at_least=0, hint="KVzip's is 4.")
-    mean_power: float = bounded(
-        0.0, at_least=0, hint="0: the maximum, as KVzip; 2: root mean square."
-    )
+    mean_power: float = bounded(0.0, at_least=0, hint="0: maximum, as KVzip; 2: root mean square.")
 
     def needs(self) -> Needs:
         """The second pass."""

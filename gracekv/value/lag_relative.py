@@ -44,9 +44,8 @@ class LagRelative(Scorer):
             (capture.kv_heads, spans.context_end), 3.0, device=keys.device, dtype=torch.float32
         )
         # The later, the better.
-        whole[:, first:] = (1 + torch.arange(1, length + 1).float() / max(1, length)).to(
-            keys.device
-        )
+        later = 1 + torch.arange(1, length + 1).float() / max(1, length)
+        whole[:, first:] = later.to(keys.device)
         if ranked:
             used = slice(first, first + parts * self.lag)
             both = [_spread(states[:, used].float(), self.lag) for states in (keys, values)]

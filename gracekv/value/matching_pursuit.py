@@ -72,25 +72,23 @@ def pursued(mass: Tensor, most: int, largest: float) -> Tensor:
     along, missing = mass.new_zeros(groups, count, 1), target
     taken = torch.zeros(groups, count, dtype=torch.int64, device=mass.device)
     gone = torch.zeros(groups, length, dtype=torch.bool, device=mass.device)
-    for i in range(count):
+    for i, end in enumerate(range(1, count + 1)):
         gain = (missing[:, None] @ mass)[:, 0].masked_fill_(gone, -torch.inf)
         best = gain.argmax(dim=1, keepdim=True)
-        taken[:, i : i + 1] = best
+        taken[:, i:end] = best
         gone.scatter_(1, best, True)
         column = mass.gather(2, best[:, None].expand(-1, rows, 1))
-        columns[..., i : i + 1], rest, known = column, column, basis[..., :i]
+        columns[..., i:end], rest, known = column, column, basis[..., :i]
         # Twice, since one pass leaves rounding errors that add up.
         for _ in range(2):
             parts = known.mT @ rest
             rest = rest - known @ parts
-            upper[:, :i, i : i + 1] += parts
+            upper[:, :i, i:end] += parts
         size = rest.norm(dim=1, keepdim=True)
         fresh = size > 1e-6 * column.norm(dim=1, keepdim=True)
-        basis[..., i : i + 1] = torch.where(fresh, rest / size, 0.0)
+        basis[..., i:end] = torch.where(fresh, rest / size, 0.0)
         upper[:, i, i] = torch.where(fresh, size, 1.0)[:, 0, 0]
         along[:, i] = (basis[..., i] * target).sum(dim=1, keepdim=True)
-        solved = torch.linalg.solve_triangular(
-            upper[:, : i + 1, : i + 1], along[:, : i + 1], upper=True
-        )
-        missing = target - (columns[..., : i + 1] @ solved.clamp_(1e-12, largest))[..., 0]
+        solved = torch.linalg.solve_triangular(upper[:, :end, :end], along[:, :end], upper=True)
+        missing = target - (columns[..., :end] @ solved.clamp_(1e-12, largest))[..., 0]
     return taken

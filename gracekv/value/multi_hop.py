@@ -128,10 +128,8 @@ class MultiHop(Scorer):
             reached[seeds] = True
             weights = score[seeds] / score[seeds].sum()
             positions = seeds.cpu() + region.start
-            view = prefill.with_queries(positions, layers)
-            per_layer = [
-                attention_sums(view.layer(layer), positions, region, weights) for layer in layers
-            ]
+            captures = map(prefill.with_queries(positions, layers).layer, layers)
+            per_layer = [attention_sums(own, positions, region, weights) for own in captures]
             score = torch.stack([per_head.sum(0).to(score.device) for per_head in per_layer]).sum(0)
             score = prefill.shard.sum(score).masked_fill(reached, 0)  # only new tokens count
             total = total + self.decay**hop * score

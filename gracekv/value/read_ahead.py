@@ -47,9 +47,7 @@ class ReadAhead(Scorer):
     removed_fields = (("kernel", "geometric"),)
     question_probes: int = bounded(32, at_least=0)
     tail_probes: int = bounded(16, at_least=0)
-    lookahead: int = bounded(
-        25, at_least=1, hint="In tokens; 1 with power=1 is the mean attention."
-    )
+    lookahead: int = bounded(25, at_least=1, hint="In tokens; 1 with power=1 is mean attention.")
     power: float = bounded(1.0, at_least=1)
     max_weight: float = bounded(0.0, at_least=0, at_most=1)
 

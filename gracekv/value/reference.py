@@ -90,7 +90,7 @@ def propagated(
 ) -> list[float]:
     """d_t, Eqs. (V4) and (V5), before normalisation."""
     total, score, known = [0.0] * region.length, seed_scores, set[int]()
-    for hop in range(1, scorer.hops + 1):
+    for hop in range(scorer.hops):
         chosen = seeds(score, scorer.seed_mass, scorer.max_seeds)
         known.update(chosen)
         mass = sum(score[t] for t in chosen)
@@ -101,9 +101,7 @@ def propagated(
                 row = attention_sums(prefill, layer, head, weights, region)
                 score = [a + b for a, b in zip(score, row, strict=True)]
         score = [0.0 if t in known else score[t] for t in range(region.length)]
-        total = [
-            d + scorer.decay ** (hop - 1) * found for d, found in zip(total, score, strict=True)
-        ]
+        total = [d + scorer.decay**hop * found for d, found in zip(total, score, strict=True)]
     return total
 
 

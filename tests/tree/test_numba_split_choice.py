@@ -50,7 +50,7 @@ def test_same_choice_with_ties(seed, n, cuts, reward, steps):
     kappa, found = batch.curvature.numpy(), costs[:, 0].numpy()
     chosen = np.empty(n, np.bool_)
     top = np.empty(max(cuts, 1), np.int64)
-    numba_split_choice.mark_candidates(kappa, start, n, cuts, chosen, top)
+    numba_split_choice.mark_cuts(kappa, start, n, cuts, chosen, top)
     at, gain = numba_split_choice.best_cut(float(node_cost), found, n, chosen, kappa, start, reward)
     assert (at, gain) == (int(low), float(most))
 

@@ -22,12 +22,7 @@ from gracekv.kernels.intrinsics import digest, fetch_and_add, inner, pointer
 from gracekv.tree.engines import numba_arrays, numba_interval_costs, numba_split_choice
 from gracekv.tree.engines.numba_arrays import HeadArrays, Node, new_scratch
 from gracekv.tree.engines.numba_interval_costs import add_intervals, flush, load_node, token_masses
-from gracekv.tree.engines.numba_split_choice import (
-    argmax,
-    best_cut,
-    extraction_utility,
-    mark_candidates,
-)
+from gracekv.tree.engines.numba_split_choice import argmax, best_cut, extraction_utility, mark_cuts
 
 # Nodes that a thread takes at a time.
 _NODES = 4
@@ -153,7 +148,7 @@ def _split(
                 token, must_extract, cuts = candidate, True, False
     is_cut[:n] = False
     if cuts:
-        mark_candidates(kappa, position, n, args.cuts, is_cut, top)
+        mark_cuts(kappa, position, n, args.cuts, is_cut, top)
 
     pending = np.int64(0)
     wanted[0] = wanted[n - 1] = False

@@ -14,7 +14,7 @@ _TINY = np.finfo(np.float64).tiny
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def mark_candidates(kappa: Any, first: int, n: int, cuts: int, chosen: Any, top: Any) -> None:
+def mark_cuts(kappa: Any, first: int, n: int, cuts: int, chosen: Any, top: Any) -> None:
     """Mark the cut candidates: the midpoint, and the `cuts` tokens of highest kappa.
 
     Args:
@@ -57,7 +57,7 @@ def best_cut(
     Args:
         node_cost: D of the node.
         costs: float32 [2, n]: D of prefixes up to k and suffixes from k.
-        n, chosen, kappa, first: as in `mark_candidates`.
+        n, chosen, kappa, first: as in `mark_cuts`.
         reward: lambda_kappa; 0: kappa is not read.
     """
     low, span = 0.0, 0.0
