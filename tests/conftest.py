@@ -1,4 +1,4 @@
-"""Settings that hold for every test, the browser, and the other library that some compare with."""
+"""Settings of every test, the command line, the browser, and a library that some compare with."""
 
 import gc
 import importlib
@@ -41,6 +41,21 @@ def pytest_collection_finish():
 
 def pytest_sessionfinish():
     gc.unfreeze()
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """Run the command line in this process: (exit status, stdout, stderr)."""
+    from gracekv.cli.main import main
+
+    def cli(*argv):
+        monkeypatch.setattr(sys, "argv", ["gracekv", *map(str, argv)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        shown = capsys.readouterr()
+        return caught.value.code or 0, shown.out, shown.err
+
+    return cli
 
 
 @pytest.fixture(scope="session")

@@ -46,9 +46,8 @@ def test_lowest_versions_are_at_most_the_pinned_ones(extra):
 def test_hashed_requirements_are_the_pinned_ones_and_everything_but_torch():
     """`make hashes` makes them."""
     text = (ROOT / "requirements-hashed.txt").read_text(encoding="utf-8")
-    entries = re.findall(
-        r"^([\w.-]+)==(\S+)((?:.*\\\n)(?:    --hash=sha256:\w{64}.*\n)+)", text, re.M
-    )
+    form = r"^([\w.-]+)==(\S+)((?:.*\\\n)(?:    --hash=sha256:\w{64}.*\n)+)"
+    entries = re.findall(form, text, re.M)
     assert len(entries) == len(re.findall(r"^[^#\s]", text, re.M)), "an entry without hashes"
     hashed = {link_requirements.canonicalize_name(name): version for name, version, _ in entries}
     pinned = {link_requirements.canonicalize_name(name): v for name, v in pins().items()}

@@ -16,13 +16,11 @@ COMPILED = [10**9, 0] if importlib.util.find_spec("numba") else [10**9]
 
 
 def draw_relevance(layers, heads, count, seed, *, ties):
-    rng = torch.Generator().manual_seed(seed)
+    rng, shape = torch.Generator().manual_seed(seed), (layers, heads, count)
     if ties:
-        relevance = torch.randint(0, 3, (layers, heads, count), generator=rng).double() + 1e-3
+        relevance = torch.randint(0, 3, shape, generator=rng).double() + 1e-3
     else:
-        relevance = (
-            torch.randn(layers, heads, count, generator=rng, dtype=torch.float64).mul(2).exp()
-        )
+        relevance = torch.randn(shape, generator=rng, dtype=torch.float64).mul(2).exp()
     return relevance / relevance.sum(-1, keepdim=True)
 
 

@@ -55,10 +55,9 @@ def test_equals_the_plain_loop(seed, length, merge, prefix, question, ratio):
             keys, values, positions, log_m = run.cache.layers[layer].head(head)
             want = prefill.values[layer][head].double().clone()
             want[slice(*context(spans))] = cam_replay(want[slice(*context(spans))], merges, merge)
-            torch.testing.assert_close(
-                values.double(), want[positions.long()], rtol=2e-5, atol=2e-6
-            )
-            assert torch.equal(keys, prefill.keys[layer][head, positions.long()])
+            at = positions.long()
+            torch.testing.assert_close(values.double(), want[at], rtol=2e-5, atol=2e-6)
+            assert torch.equal(keys, prefill.keys[layer][head, at])
             assert not log_m.any()
 
 

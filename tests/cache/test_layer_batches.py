@@ -65,9 +65,7 @@ def test_a_stack_of_layers_is_fitted_as_each_of_them(monkeypatch, fit):
 
     alone = fitted()
     monkeypatch.setattr(fitting, "batches", lambda layers, *_: [slice(0, 2), slice(2, 3)])
-    for one, other in zip(alone, fitted(), strict=True):
-        assert torch.equal(one.positions, other.positions)
-        torch.testing.assert_close(one.values, other.values, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(
-            one.log_multiplicity, other.log_multiplicity, rtol=1e-3, atol=1e-4
-        )
+    for one, two in zip(alone, fitted(), strict=True):
+        assert torch.equal(one.positions, two.positions)
+        torch.testing.assert_close(one.values, two.values, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(one.log_multiplicity, two.log_multiplicity, rtol=1e-3, atol=1e-4)

@@ -51,10 +51,8 @@ def test_entries_match_the_reference(seed: int, refiner: str) -> None:
                     assert torch.equal(values[i], prefill.values[layer][head, a])
                     assert log_m[i] == 0
                 else:
-                    torch.testing.assert_close(keys[i].double(), entry.key, rtol=1e-4, atol=1e-5)
-                    torch.testing.assert_close(
-                        values[i].double(), entry.value, rtol=1e-4, atol=1e-5
-                    )
+                    for got, plain in ((keys[i], entry.key), (values[i], entry.value)):
+                        torch.testing.assert_close(got.double(), plain, rtol=1e-4, atol=1e-5)
                     want_m = torch.tensor(entry.multiplicity).log()
                     torch.testing.assert_close(log_m[i], want_m, rtol=1e-4, atol=1e-5)
             assert bool((positions.diff() > 0).all())

@@ -1,25 +1,13 @@
-"""The command line in this process, and a text for it."""
-
-import sys
+"""The command line in a wide window, and a text for it."""
 
 import pytest
 
-from gracekv.cli.main import main
-
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Run the command line in this process: (exit status, stdout, stderr)."""
+def run(cli, monkeypatch):
+    """`cli` in a wide window."""
     monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*argv):
-        monkeypatch.setattr(sys, "argv", ["gracekv", *map(str, argv)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        shown = capsys.readouterr()
-        return caught.value.code or 0, shown.out, shown.err
-
-    return run
+    return cli
 
 
 @pytest.fixture

@@ -28,12 +28,9 @@ def test_attention_is_that_of_the_reference(seed, capped, sinks):
 def test_the_auction_is_a_sorted_list(name, seed, budget):
     strategy, layers = DECODERS.build(name), layers_of(seed)
     kept, scores = kept_entries(3, layers.__getitem__, strategy, budget, window=2)
-    stays = [
-        x.used & ((x.positions >= x.now - 2) | strategy.guarded(x, budget // 3)) for x in layers
-    ]
-    want = reference.kept(
-        scores, stays, [x.used for x in layers], budget, per_head=strategy.per_head
-    )
+    used, third = [x.used for x in layers], budget // 3
+    stays = [x.used & ((x.positions >= x.now - 2) | strategy.guarded(x, third)) for x in layers]
+    want = reference.kept(scores, stays, used, budget, per_head=strategy.per_head)
     for own, plain, score in zip(kept, want, scores, strict=True):
         # Scores are equal only where both choices are right.
         assert torch.equal(own, plain) or len(score.unique()) < score.numel()

@@ -55,9 +55,8 @@ def test_floor_and_auction(seed, ranks, capped, elastic, gains, share):
     scores = torch.rand(2, 4, tokens, generator=rng)
     if gains == "ties":
         scores = (scores * 4).round() / 4
-    candidates = torch.where(
-        torch.rand(scores.shape, generator=rng) < 0.3, scores.double(), -torch.inf
-    )
+    chosen = torch.rand(scores.shape, generator=rng) < 0.3
+    candidates = torch.where(chosen, scores.double(), -torch.inf)
     floor, greedy = Singleton(), Greedy(elastic=elastic)
     start = floor.realize(forest, candidates, plan, quota)
     whole = greedy(start, quota)

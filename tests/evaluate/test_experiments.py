@@ -1,11 +1,8 @@
 """Experiments as plain data, methods as text, shards, and the three commands."""
 
-import sys
-
 import pytest
 import yaml
 
-from gracekv.cli.main import main
 from gracekv.errors import ConfigError, TaskError, UnknownStrategyError
 from gracekv.evaluate import Experiment
 from gracekv.evaluate.experiment import parse_method, split_methods, sweep
@@ -13,18 +10,6 @@ from gracekv.evaluate.runner import Shard, parse_shard
 from gracekv.pipeline import Pipeline
 
 FLAT = {"model": "tiny", "tasks": ["retrieval"], "ratios": [1.5, 8], "entries": [64]}
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    def cli(*argv):
-        monkeypatch.setattr(sys, "argv", ["gracekv", *map(str, argv)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        shown = capsys.readouterr()
-        return caught.value.code or 0, shown.out, shown.err
-
-    return cli
 
 
 def test_round_trip_and_panels():
@@ -74,9 +59,8 @@ def test_what_makes_no_sense_is_refused(changes, error, message):
 
 def test_methods_are_recipes_with_changes():
     plain = parse_method("gracekv[floor.alpha=0.2;quota=per_head]")
-    expected = Pipeline.from_dict(
-        {"floor": {"name": "singleton", "alpha": 0.2}, "quota": "per_head"}
-    )
+    floor = {"name": "singleton", "alpha": 0.2}
+    expected = Pipeline.from_dict({"floor": floor, "quota": "per_head"})
     assert plain == expected
     assert parse_method("gracekv-no-floor", 0.5).window.share == 0.5
     assert parse_method("gracekv").window.share == 1.0

@@ -157,9 +157,8 @@ def test_degenerate_heads_stay_finite():
     keys = [x.clone() for x in prefill.keys]
     keys[0][:, region.start : region.end] = keys[0][:, region.start : region.start + 1]
     keys[1][0] = 0.0
-    keys[1][0, region.start : region.end] = (
-        -1e4 * prefill.queries_at(1, [prefill.spans.length - 1])[0]
-    )
+    last = prefill.queries_at(1, [prefill.spans.length - 1])[0]
+    keys[1][0, region.start : region.end] = -1e4 * last
     broken = dataclasses.replace(prefill, keys=tuple(keys))
     packed = Pipeline.named("gracekv-plus").run(broken, Budget.ratio(3)).cache
     for name in FITTERS:

@@ -125,9 +125,8 @@ def test_entries_that_depend_on_each_other_get_a_ridge():
     target = rows.sum(dim=1, keepdim=True)
     torch.testing.assert_close(rows @ solved(rows, target), target, rtol=1e-3, atol=1e-3)
     wide = torch.eye(2, 5)
-    torch.testing.assert_close(
-        solved(wide, torch.ones(2, 1)), torch.ones(5, 1) * wide.sum(0)[:, None]
-    )
+    want = torch.ones(5, 1) * wide.sum(0)[:, None]
+    torch.testing.assert_close(solved(wide, torch.ones(2, 1)), want)
 
 
 def test_queries_from_before_the_region_ask_for_nothing():

@@ -100,15 +100,14 @@ class Session:
             if path.read_bytes() != (self.folder / "other.gracekv").read_bytes():
                 assert gracekv.load(path, self.model).generate_ids(3).tolist() == self.want[1]
         if action == "evaluate":
-            before = (self.folder / "rows" / "rows-main.jsonl").read_bytes()
-            done = run(
-                self.experiment, self.folder / "rows", model=self.model, tokenizer=self.tokenizer
-            )
-            rows = read_rows(self.folder / "rows")
+            out = self.folder / "rows"
+            before = (out / "rows-main.jsonl").read_bytes()
+            done = run(self.experiment, out, model=self.model, tokenizer=self.tokenizer)
+            rows = read_rows(out)
             assert (done.failed, len(rows), len({row["key"] for row in rows})) == (0, 2, 2)
             assert not any(row["error"] for row in rows)
             whole = before[: before.rfind(b"\n") + 1]
-            assert (self.folder / "rows" / "rows-main.jsonl").read_bytes().startswith(whole)
+            assert (out / "rows-main.jsonl").read_bytes().startswith(whole)
 
     def prepare(self, action):
         if action == "save":

@@ -97,10 +97,7 @@ def test_mask_and_positions_are_made_where_the_caller_leaves_them_out(model, bat
     with torch.no_grad():
         ids = torch.tensor([[5, 6], [7, 8], [9, 10]])
         cache = batch.new_cache()
-        logits = [
-            model(ids, past_key_values=cache).logits,
-            model(ids, past_key_values=cache).logits,
-        ]
+        logits = [model(ids, past_key_values=cache).logits for _ in range(2)]
         for row, single in enumerate(singles):
             alone = single.new_cache()
             for step in logits:

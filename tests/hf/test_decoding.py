@@ -104,18 +104,14 @@ def test_rows_share_the_packed_part_and_differ_in_the_tail(model):
     """Three rows with continuations of their own, each as if it were alone."""
     ids = ids_of()
     cache = evicted(full(model, ids), 3)
-    continuations = torch.stack([ids_of(seed, 6) for seed in (1, 2, 3)])
+    tails = torch.stack([ids_of(seed, 6) for seed in (1, 2, 3)])
     attach(model)
     batched = GraceCache(cache)
     with torch.no_grad():
-        together = model(continuations, past_key_values=batched).logits
-        alone = [
-            model(row[None], past_key_values=GraceCache(cache)).logits for row in continuations
-        ]
+        together = model(tails, past_key_values=batched).logits
+        alone = [model(row[None], past_key_values=GraceCache(cache)).logits for row in tails]
         token_wise = GraceCache(cache)
-        steps = [
-            model(continuations[:, i : i + 1], past_key_values=token_wise).logits for i in range(6)
-        ]
+        steps = [model(tails[:, i : i + 1], past_key_values=token_wise).logits for i in range(6)]
 
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-4)
     torch.testing.assert_close(together, torch.cat(steps, dim=1), rtol=0, atol=1e-4)

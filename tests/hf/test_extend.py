@@ -46,9 +46,8 @@ def model():
 
 
 def compressed(model, ratio, pipeline="gracekv-agnostic", tail=TAIL):
-    return gracekv.compress(
-        model, prompt_of(IDS, (START, END), tail), ratio=ratio, pipeline=pipeline
-    )
+    prompt = prompt_of(IDS, (START, END), tail)
+    return gracekv.compress(model, prompt, ratio=ratio, pipeline=pipeline)
 
 
 def kept(result, context):
@@ -244,9 +243,8 @@ def test_without_the_padding_of_heads_a_passage_is_read_alike(model, monkeypatch
 
 def test_queries_of_what_was_read_before_are_gone(model):
     past = past_of(compressed(model, 4).packed)
-    spans = PromptSpans(
-        past.places, past.places + 9, past.places + 9, past.places + 10, past.places
-    )
+    end = past.places + 9
+    spans = PromptSpans(past.places, end, end, end + 1, past.places)
     ids = torch.cat([IDS.new_zeros(past.places), IDS[:10]])
     needs = Needs(later_queries=True)
     prefill = run_capture(model, Prompt(ids, spans), past, needs, CaptureOptions())

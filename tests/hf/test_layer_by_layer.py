@@ -158,11 +158,8 @@ def test_what_stops_it_leaves_the_model_as_it_was(error, layer):
 def facts(model):
     """What a capture changes in a model while it runs."""
     hooks = [len(x._forward_pre_hooks) + len(x._forward_hooks) for x in model.modules()]
-    return (
-        hooks,
-        model.config._attn_implementation,
-        "forward" in vars(model.get_decoder().rotary_emb),
-    )
+    rotary = model.get_decoder().rotary_emb
+    return hooks, model.config._attn_implementation, "forward" in vars(rotary)
 
 
 @pytest.mark.parametrize(

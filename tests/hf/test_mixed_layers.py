@@ -226,9 +226,8 @@ def test_a_file_whose_states_are_not_whole_is_refused(tmp_path, monkeypatch):
     ids = torch.arange(100) * 13 % VOCABULARY
     result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 90)), ratio=2)
     state, *others = result.packed.other_layers
-    short = dataclasses.replace(
-        state, tensors={name: x[:, :, 1:] for name, x in state.tensors.items()}
-    )
+    tensors = {name: x[:, :, 1:] for name, x in state.tensors.items()}
+    short = dataclasses.replace(state, tensors=tensors)
     for states, message in (((short, *others), "layer 0 does not hold"), (others, "3 layers")):
         broken = dataclasses.replace(result.packed, other_layers=tuple(states))
         monkeypatch.setattr(type(result), "packed", broken)

@@ -44,7 +44,8 @@ QUESTIONS = [text(1, 4), text(2, 25), text(3, 11)]
 
 def test_a_question_is_answered_within_its_budget(pipe, model, tokenizer):
     assert isinstance(pipe, GraceTextGeneration)
-    found = pipe(context=CONTEXT, question=QUESTIONS[0], ratio=4, max_new_tokens=7)
+    asked = {"context": CONTEXT, "question": QUESTIONS[0], "ratio": 4, "max_new_tokens": 7}
+    found = pipe(**asked)
     assert found["question"] == QUESTIONS[0]
     assert found["spent"] <= found["budget"] == 3 * 2 * 220 // 4
     assert found["kv_bytes"] < found["full_bytes"]
@@ -52,13 +53,11 @@ def test_a_question_is_answered_within_its_budget(pipe, model, tokenizer):
     prompt = gracekv.Prompt.from_chat(tokenizer, context=CONTEXT, question=QUESTIONS[0])
     for recipe in ("gracekv-plus", "gracekv"):
         own = gracekv.compress(model, prompt, ratio=4, pipeline=recipe)
-        found = pipe(
-            context=CONTEXT, question=QUESTIONS[0], ratio=4, pipeline=recipe, max_new_tokens=7
-        )
+        found = pipe(**asked, pipeline=recipe)
         assert (found["answer"], found["spent"]) == (own.generate(7), own.accounting.spent)
-    together = pipe(context=CONTEXT, question=QUESTIONS, ratio=4, max_new_tokens=7)
+    together = pipe(**asked | {"question": QUESTIONS})
     assert [x["question"] for x in together] == QUESTIONS
-    assert together[0] == pipe(context=CONTEXT, question=QUESTIONS[0], ratio=4, max_new_tokens=7)
+    assert together[0] == pipe(**asked)
 
 
 def test_defaults_of_the_constructor_give_way_to_the_call(model, tokenizer):

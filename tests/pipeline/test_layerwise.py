@@ -70,14 +70,12 @@ def held(pipeline, prefill, budget):
 
 
 def assert_same_entries(got, want):
-    for mine, other in zip(got.cache.layers, want.cache.layers, strict=True):
-        assert torch.equal(mine.offsets, other.offsets)
-        assert torch.equal(mine.positions, other.positions)
-        assert torch.equal(mine.keys, other.keys)
-        torch.testing.assert_close(mine.values, other.values, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(
-            mine.log_multiplicity, other.log_multiplicity, rtol=1e-4, atol=1e-5
-        )
+    for one, two in zip(got.cache.layers, want.cache.layers, strict=True):
+        assert torch.equal(one.offsets, two.offsets)
+        assert torch.equal(one.positions, two.positions)
+        assert torch.equal(one.keys, two.keys)
+        torch.testing.assert_close(one.values, two.values, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one.log_multiplicity, two.log_multiplicity, rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=40)

@@ -17,9 +17,8 @@ from support.capture_state import state
 
 def prompt_of(length=90, seed=0, **spans):
     ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed))
-    return Prompt.from_ids(
-        ids, **({"context": (5, length - 12), "question_end": length - 4} | spans)
-    )
+    spans = {"context": (5, length - 12), "question_end": length - 4} | spans
+    return Prompt.from_ids(ids, **spans)
 
 
 def test_less_is_kept_where_less_is_needed():

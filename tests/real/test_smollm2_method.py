@@ -1,6 +1,6 @@
 """The whole method on one real capture: fast stages against the float64 references."""
 
-import itertools
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -72,10 +72,9 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
                 # The ends of the interval, and six places inside: the reference is slow.
                 inside = torch.randint(0, j - i, (6,), generator=rng).tolist()
                 for k in sorted({0, j - i - 1, *inside}):
-                    assert float(costs.prefix[0, k]) == pytest.approx(
-                        want.node(i, i + k + 1), **error
-                    )
-                    assert float(costs.suffix[0, k]) == pytest.approx(want.node(i + k, j), **error)
+                    prefix, suffix = want.node(i, i + k + 1), want.node(i + k, j)
+                    assert float(costs.prefix[0, k]) == pytest.approx(prefix, **error)
+                    assert float(costs.suffix[0, k]) == pytest.approx(suffix, **error)
 
 
 def test_segmentation_and_relevance_match_their_references(prefill: Prefill) -> None:
@@ -83,9 +82,8 @@ def test_segmentation_and_relevance_match_their_references(prefill: Prefill) -> 
     rule = CurvatureDP(max_length=40)  # fewer slots to score one by one
     states = hidden_at(prefill, rule.curvature.depths)
     kappa = segment_reference.stable_curvature(states, rule.curvature)
-    boundary = segment_reference.boundary_score(
-        kappa, prefill.observation(Surprisal()).tolist(), rule
-    )
+    surprisal = prefill.observation(Surprisal()).tolist()
+    boundary = segment_reference.boundary_score(kappa, surprisal, rule)
     inside = slice(region.start, region.end)
     profit = np.full((region.length, rule.max_length), -np.inf)
     for start in range(region.length):
@@ -96,9 +94,7 @@ def test_segmentation_and_relevance_match_their_references(prefill: Prefill) -> 
     _, bounds = segment_reference.best_partition(profit, rule.min_length)
     # Other slots only where their profit is as large: float32 states, 1e-4 of it.
     got = (rule(prefill, region).bounds - region.start).tolist()
-    sums = [
-        sum(profit[a, b - a - 1] for a, b in itertools.pairwise(slots)) for slots in (got, bounds)
-    ]
+    sums = [sum(profit[a, b - a - 1] for a, b in pairwise(slots)) for slots in (got, bounds)]
     assert sums[0] == pytest.approx(sums[1], rel=1e-4)
 
     fast, slow = MultiHop()(prefill, region), value_reference.multi_hop(MultiHop(), prefill, region)

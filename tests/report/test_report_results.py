@@ -3,14 +3,12 @@
 import io
 import json
 import re
-import sys
 
 import pytest
 import torch
 
 import gracekv
 from gracekv.cli import demo
-from gracekv.cli.main import main
 from gracekv.errors import ReportError
 from gracekv.testing.models import tiny_llama
 
@@ -91,7 +89,7 @@ def test_a_loaded_result_reports_or_says_why_not(model, prompt, tmp_path):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, model, tmp_path):
+def run(cli, monkeypatch, model, tmp_path):
     """Run `gracekv compress` on the tiny model: (exit status, stdout, stderr)."""
     monkeypatch.setattr("gracekv.hf.smollm2.load_model", lambda name, dtype: (model, Letters()))
     story = tmp_path / "story.txt"
@@ -99,11 +97,7 @@ def run(monkeypatch, capsys, model, tmp_path):
 
     def run(*argv):
         always = ["--model", "m", "--context", story, "--question", "Who?", "--max-new-tokens", 6]
-        monkeypatch.setattr(sys, "argv", ["gracekv", "compress", *map(str, [*always, *argv])])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        shown = capsys.readouterr()
-        return caught.value.code or 0, shown.out, shown.err
+        return cli("compress", *always, *argv)
 
     return run
 

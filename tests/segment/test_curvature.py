@@ -103,6 +103,5 @@ def test_refuses_states_that_are_not_finite(bad):
 
 def test_large_half_precision_states_do_not_overflow():
     hidden = torch.full((2, 4), 60_000.0, dtype=torch.float16)
-    torch.testing.assert_close(
-        unit_states(hidden, 1e-6), torch.full((2, 4), 0.5, dtype=torch.float64)
-    )
+    want = torch.full((2, 4), 0.5, dtype=torch.float64)
+    torch.testing.assert_close(unit_states(hidden, 1e-6), want)

@@ -26,9 +26,8 @@ def by_reference(prefill, region, rule):
     """kappa [T], b [T], profits [N, n_max] and the bounds, all from the reference."""
     states = hidden_at(prefill, rule.curvature.depths)
     kappa = reference.stable_curvature(states, rule.curvature)
-    score = reference.boundary_score(
-        kappa.tolist(), prefill.observation(Surprisal()).tolist(), rule
-    )
+    surprisal = prefill.observation(Surprisal()).tolist()
+    score = reference.boundary_score(kappa.tolist(), surprisal, rule)
     inside = [hidden[region.start : region.end] for hidden in states]
     boundary = score[region.start : region.end]
     profit = np.full((region.length, rule.max_length), np.nan)
@@ -72,9 +71,8 @@ def test_every_step_matches_reference(context, recent, weights, cut_cost, seed):
     inside = ~np.isnan(profit)
     np.testing.assert_allclose(fast_profit[inside], profit[inside], rtol=1e-9, atol=1e-9)
     total = sum(profit[a, b - a - 1] for a, b in pairwise(bounds - region.start))
-    reached = sum(
-        profit[a, b - a - 1] for a, b in pairwise(partition.bounds.numpy() - region.start)
-    )
+    own_bounds = partition.bounds.numpy() - region.start
+    reached = sum(profit[a, b - a - 1] for a, b in pairwise(own_bounds))
     # Other slots only where they are worth as much.
     assert reached == pytest.approx(total, abs=1e-7)
 
@@ -149,9 +147,8 @@ def test_matches_reference(layers, length, longest, seed):
         ],
         dtype=torch.float64,
     )
-    torch.testing.assert_close(
-        dispersion_table(states, longest, 1e-6), expected, rtol=1e-10, atol=1e-12
-    )
+    table = dispersion_table(states, longest, 1e-6)
+    torch.testing.assert_close(table, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_chunks_do_not_show(monkeypatch):

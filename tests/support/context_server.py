@@ -150,10 +150,5 @@ class _Handler(BaseHTTPRequestHandler):
 def _chunk(choices):
     for choice in choices:
         choice |= {"finish_reason": None, "logprobs": None}
-    return {
-        "id": "1",
-        "object": "text_completion",
-        "created": 0,
-        "model": MODEL,
-        "choices": choices,
-    }
+    always = {"id": "1", "object": "text_completion", "created": 0, "model": MODEL}
+    return always | {"choices": choices}

@@ -153,12 +153,8 @@ def every_check(model, folder, rank):
         found[f"book {name}"] = book_facts(mixed, folder / f"{name}.safetensors")
 
     # Calls that cannot be made.
-    for name in ("lagrangian", "d2o"):
-        pipe = (
-            gracekv.Pipeline.from_dict({"allocate": "lagrangian"})
-            if name == "lagrangian"
-            else gracekv.Pipeline.named(name)
-        )
+    lagrangian = gracekv.Pipeline.from_dict({"allocate": "lagrangian"})
+    for name, pipe in {"lagrangian": lagrangian, "d2o": gracekv.Pipeline.named("d2o")}.items():
         found[f"refused {name}"] = message(
             lambda pipe=pipe: gracekv.compress(model, one, ratio=RATIO, pipeline=pipe)
         )

@@ -34,9 +34,8 @@ from support.trees import tree_context
 def with_floor(context: TreeContext, seed: int) -> TreeContext:
     rng = torch.Generator().manual_seed(seed)
     score = torch.rand(context.scores.shape, generator=rng, dtype=torch.float64)
-    forced = torch.where(
-        torch.rand(score.shape, generator=rng) < 0.2, (score * 4).round(), -torch.inf
-    )
+    chosen = torch.rand(score.shape, generator=rng) < 0.2
+    forced = torch.where(chosen, (score * 4).round(), -torch.inf)
     return dataclasses.replace(context, forced=forced)
 
 
@@ -147,22 +146,18 @@ def test_gains_match_the_definitions(seed: int) -> None:
         a, b = context.partition.bounds[slot : slot + 2].tolist()
         omega = float(context.sensitivity[layer, g])
         # A gain is a difference: its error is relative to what is subtracted.
-        scale = (
-            omega * float(forest.relevance[tree]) * (evaluator.drop(a, b) + evaluator.node(a, b))
-        )
-        want = omega * float(forest.relevance[tree]) * (evaluator.drop(a, b) - evaluator.node(a, b))
+        drop, node = evaluator.drop(a, b), evaluator.node(a, b)
+        scale = omega * float(forest.relevance[tree]) * (drop + node)
+        want = omega * float(forest.relevance[tree]) * (drop - node)
         assert float(forest.add_gain[tree]) == pytest.approx(want, abs=2e-4 * scale)
         spans = list(zip(forest.start.tolist(), forest.end.tolist(), strict=True))
         for node, kids in children_of(forest, tree).items():
-            v = next(
-                v for v in torch.nonzero(forest.tree == tree).flatten().tolist() if spans[v] == node
-            )
+            nodes = torch.nonzero(forest.tree == tree).flatten().tolist()
+            v = next(v for v in nodes if spans[v] == node)
             parts = [evaluator.node(*node), *(evaluator.node(*kid) for kid in kids)]
             weighted = omega * float(forest.relevance[v])
-            want = weighted * (parts[0] - sum(parts[1:]))
-            assert float(forest.split_gain[v]) == pytest.approx(
-                want, abs=2e-4 * weighted * sum(parts)
-            )
+            want, scale = weighted * (parts[0] - sum(parts[1:])), weighted * sum(parts)
+            assert float(forest.split_gain[v]) == pytest.approx(want, abs=2e-4 * scale)
 
 
 def test_curvature_refiners_say_what_they_miss() -> None:

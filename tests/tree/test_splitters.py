@@ -41,9 +41,8 @@ def problem(seed: int, slots: int, floor: bool, tied: bool) -> TreeContext:
     context = tree_context(seed, context=70)
     region = context.partition.region
     rng = torch.Generator().manual_seed(seed)
-    cuts = (
-        torch.randperm(region.length - 1, generator=rng)[: slots - 1] + 1 + region.start
-    ).tolist()
+    places = torch.randperm(region.length - 1, generator=rng)[: slots - 1]
+    cuts = (places + 1 + region.start).tolist()
     bounds = torch.tensor(sorted({region.start, region.end, *cuts}))
     context = dataclasses.replace(context, partition=Partition(bounds))
     if tied:
@@ -52,9 +51,8 @@ def problem(seed: int, slots: int, floor: bool, tied: bool) -> TreeContext:
     if floor:
         score = torch.rand(context.scores.shape, generator=rng, dtype=torch.float64)
         chosen = torch.rand(score.shape, generator=rng) < 0.1
-        context = dataclasses.replace(
-            context, forced=torch.where(chosen, (3 * score).round(), -torch.inf)
-        )
+        forced = torch.where(chosen, (3 * score).round(), -torch.inf)
+        context = dataclasses.replace(context, forced=forced)
     return context
 
 

@@ -108,9 +108,8 @@ def test_a_node_does_not_depend_on_others_and_repeats_to_the_bit():
     costs = evaluator(nodes)
     # Numbers outside the nodes must not be read.
     outside = torch.ones(len(evaluator._arguments["scores"]), dtype=torch.bool)
-    first = batch.head(nodes.tree) * len(evaluator._arguments["visible_probes"]) + batch.offset(
-        nodes
-    )
+    tokens = len(evaluator._arguments["visible_probes"])
+    first = batch.head(nodes.tree) * tokens + batch.offset(nodes)
     for row, length in zip(first.tolist(), nodes.length.tolist(), strict=True):
         outside[row : row + length] = False
     for name in ("exponentials", "unrotated_keys", "key_norms", "values", "scores"):

@@ -37,10 +37,8 @@ def test_equals_the_reference(
     scorer = ExpectedAttention(
         future_positions=future_positions, value_norm=value_norm, epsilon=epsilon
     )
-    fast, slow = (
-        scorer(prefill, region).scores,
-        reference.expected_attention(scorer, prefill, region),
-    )
+    fast = scorer(prefill, region).scores
+    slow = reference.expected_attention(scorer, prefill, region)
     torch.testing.assert_close(fast.double(), slow, rtol=2e-4, atol=1e-6)
 
 
@@ -49,9 +47,8 @@ def test_blocks_change_nothing(monkeypatch):
     region = prefill.spans.region(4)
     want = ExpectedAttention()(prefill, region).scores
     monkeypatch.setattr(module, "_BLOCK", 1)
-    torch.testing.assert_close(
-        ExpectedAttention()(prefill, region).scores, want, rtol=1e-4, atol=1e-7
-    )
+    got = ExpectedAttention()(prefill, region).scores
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)
 
 
 def test_a_large_mean_costs_no_digits():
@@ -74,9 +71,8 @@ def test_the_mean_rotation_continues_the_table(factor):
     rows = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
     for start in (1, 60, 100):
         want = sum(whole.rotate(rows, torch.tensor(start + i)) for i in range(512)) / 512
-        torch.testing.assert_close(
-            rows @ mean_rotation(short, 16, start, 512), want, rtol=1e-3, atol=1e-4
-        )
+        got = rows @ mean_rotation(short, 16, start, 512)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
 def test_sinks_in_the_region_outrank_everything():

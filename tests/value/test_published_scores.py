@@ -56,9 +56,8 @@ def last_query(prefill):
 
 def lag_relative(prefill, sinks=4, lag=9):
     end, found = prefill.spans.context_end, []
-    for keys, values in zip(
-        heads(prefill, prefill.keys), heads(prefill, prefill.values), strict=True
-    ):
+    both = (heads(prefill, states) for states in (prefill.keys, prefill.values))
+    for keys, values in zip(*both, strict=True):
         scores = [3.0] * sinks + [1 + (i + 1) / (end - sinks) for i in range(end - sinks)]
         for part in range((end - sinks) // lag - 1):
             start = sinks + part * lag

@@ -27,10 +27,8 @@ def small(**changes):
 )
 def test_equals_the_reference(seed, group, queries, uniform_weight, power, dtype):
     prefill = small(seed=seed, group=group, dtype=dtype)
-    region, scorer = (
-        prefill.spans.region(2),
-        Replay(uniform_weight=uniform_weight, max_queries=queries, mean_power=power),
-    )
+    region = prefill.spans.region(2)
+    scorer = Replay(uniform_weight=uniform_weight, max_queries=queries, mean_power=power)
     got, memory = scorer(prefill, region).scores, {}
     for layer in range(prefill.layers):
         at, weights = scorer.select_queries(prefill.layer(layer), region, memory)
