@@ -50,7 +50,9 @@ KINDS = frozenset(COMPRESSED) | {"sliding_attention"} | WITH_STATES | WITHOUT_CA
 def check_decoder(model: Any) -> None:
     """Raise `UnsupportedModelError` unless `model` is a causal language model of transformers."""
     known = getattr(model, "config", None) is not None and hasattr(model, "get_decoder")
-    if not known or model.get_decoder() is model:
+    # Llama 4, which is refused later, is its own decoder.
+    headless = known and model.get_decoder() is model and model.get_output_embeddings() is None
+    if not known or headless:
         raise UnsupportedModelError(
             f"gracekv takes a causal language model of transformers, as AutoModelForCausalLM loads "
             f"it; got {type(model).__name__}."
