@@ -291,8 +291,8 @@ def new_turns(
 def plain_messages(given: Any) -> list[Message]:
     """The messages with their content as text, which may come in parts of type "text".
 
-    Raises `PromptError` unless `given` is a list of messages of known roles. The content may be
-    missing where an assistant calls tools.
+    Raises `PromptError` unless `given` is a list of messages with roles, and for one that looks
+    mistyped. The content may be missing where an assistant calls tools.
     """
     takes = "Messages are a list (for a text there is chat.ask)"
     expect(given, list | tuple, takes, PromptError)
@@ -301,10 +301,11 @@ def plain_messages(given: Any) -> list[Message]:
 
 def _plain(number: int, message: Any) -> Message:
     role = message.get("role") if isinstance(message, Mapping) else None
-    if role not in _ROLES:
+    near = "" if role in _ROLES else suggestion(str(role), _ROLES)
+    if not isinstance(role, str) or near:  # templates may know others, such as "ipython"
         raise PromptError(
             f"Message {number} must be a mapping with a role of {', '.join(_ROLES)}; got "
-            f"{role or message!r}.{suggestion(str(role), _ROLES)}"
+            f"{role or message!r}.{near}"
         )
     parts = message.get("content")
     if parts is None and role == "assistant" and message.get("tool_calls"):
