@@ -23,7 +23,7 @@ KNOWS = {
     # The packer reads the nodes and merges their tokens by the trees' own rule.
     "cache": "allocate distributed files prefill tree.base tree.merge value.column_sums",
     "fit": "cache.base cache.quantised prefill value",
-    "decode": "allocate cache.base distributed fit",
+    "decode": "allocate cache.base distributed fit prefill.chat_text",
     "precision": "allocate cache.base cache.coded cache.entries cache.quantised "
     "distributed prefill",
     "backends": "cache.base cache.coded cache.entries cache.quantised",

@@ -76,10 +76,6 @@ class AttentionStep:
     softcap: float | None = None
     sink_logits: Tensor | None = None
 
-    def check_rows(self, sequences: int) -> None:
-        """Raise `ShapeError` unless the rows fit these `sequences`."""
-        check_rows(self.rows, len(self.query), sequences)
-
     def tail_bias(self) -> Tensor | None:
         """float32 [B or 1, 1, Tq, C] to add to the tail's logits; None if every query sees all."""
         mask, tokens, places = self.mask, self.query.shape[2], self.keys.shape[2]

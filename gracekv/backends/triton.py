@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionSpec, AttentionStep
+from gracekv.backends.base import (
+    BACKENDS,
+    AttentionBackend,
+    AttentionSpec,
+    AttentionStep,
+    check_rows,
+)
 from gracekv.backends.triton_splits import SplitTables, split_tables, uploaded
 from gracekv.backends.triton_tiles import tiles
 from gracekv.cache.coded import CodedEntries
@@ -185,7 +191,7 @@ def _check(step: AttentionStep) -> None:
         )
     if heads % packed.heads:
         raise ShapeError(f"Query heads form equal groups for {packed.heads} KV heads; got {heads}.")
-    step.check_rows(packed.sequences)
+    check_rows(step.rows, batch, packed.sequences)
     if (
         (keys.shape[0], keys.shape[3]) != (batch, dim)
         or keys.shape != values.shape

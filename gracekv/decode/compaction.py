@@ -8,12 +8,11 @@ from itertools import groupby
 from operator import itemgetter
 
 from gracekv.errors import ConfigError
+from gracekv.prefill.chat_text import ROLES
 from gracekv.registry import Configurable, bounded, suggestion
 
 # Shorter runs of messages are not worth compressing. Source: ours.
 _SHORT = 32
-# Of messages, as OpenAI's clients send them.
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +36,10 @@ class Compaction(Configurable):
 
     def check(self) -> None:
         for one in self.keep:
-            if one not in _ROLES and (type(one) is not int or one < 0):
+            if one not in ROLES and (type(one) is not int or one < 0):
                 raise ConfigError(
-                    f"Compaction.keep takes roles ({', '.join(_ROLES)}) and indices of messages, "
-                    f"from 0; got {one!r}.{suggestion(str(one), _ROLES)}"
+                    f"Compaction.keep takes roles ({', '.join(ROLES)}) and indices of messages, "
+                    f"from 0; got {one!r}.{suggestion(str(one), ROLES)}"
                 )
 
     def runs(self, tail: Sequence[tuple[str, int]], first: int) -> list[tuple[int, float]]:

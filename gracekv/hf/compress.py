@@ -270,10 +270,16 @@ def generate(
     `ConfigError` for beams and for several answers.
     """
     if generation_config.num_beams != 1 or generation_config.num_return_sequences != 1:
-        raise ConfigError("custom_generate gives one answer without beams. Use result.generate.")
+        raise ConfigError(
+            "custom_generate decodes one answer without beams. Use gracekv.compress and "
+            "result.generate(num_beams=...)."
+        )
     mask = model_kwargs.pop("attention_mask", None)
     if len(input_ids) != 1 or (mask is not None and not bool(mask.all())):
-        raise PromptError("custom_generate takes one prompt without padding; compress takes lists.")
+        raise PromptError(
+            "custom_generate takes one prompt without padding. Use gracekv.compress with a list of "
+            "prompts."
+        )
     length = input_ids.shape[1]
     if length < 2 or (length <= question_tokens and ratio not in (None, 1)):
         raise PromptError(

@@ -17,7 +17,9 @@ from gracekv.registry import suggestion
 # it, rarely with a line end or a full stop; the rest serve texts that start with one of those.
 _LEADS = ("a", "\n", ".", "0", "|", "\u4e2d")
 Message = Mapping[str, Any]
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Of messages, as OpenAI's clients send them."""
+
 _ONE = "Pass one prompt at a time; for token ids use Prompt.from_ids."
 # Other fields, which clients add, are not rendered.
 _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
@@ -301,10 +303,10 @@ def plain_messages(given: Any) -> list[Message]:
 
 def _plain(number: int, message: Any) -> Message:
     role = message.get("role") if isinstance(message, Mapping) else None
-    near = "" if role in _ROLES else suggestion(str(role), _ROLES)
+    near = "" if role in ROLES else suggestion(str(role), ROLES)
     if not isinstance(role, str) or near:  # templates may know others, such as "ipython"
         raise PromptError(
-            f"Message {number} must be a mapping with a role of {', '.join(_ROLES)}; got "
+            f"Message {number} must be a mapping with a role of {', '.join(ROLES)}; got "
             f"{role or message!r}.{near}"
         )
     parts = message.get("content")

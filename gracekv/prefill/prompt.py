@@ -137,7 +137,8 @@ class Prompt:
                 "The context is empty: there is nothing to compress. Pass the long text as "
                 "context=, and the task as instruction= or question=."
             )
-        expect(tokenizer, Callable, "from_chat takes a tokenizer, from_ids token ids", PromptError)
+        takes = "Prompt.from_chat takes a Hugging Face tokenizer (for token ids: Prompt.from_ids)"
+        expect(tokenizer, Callable, takes, PromptError)
         chat = template and has_chat_template(tokenizer)
         before, after = render(tokenizer, instruction, question, separator, chat)
         question_chars = _question_end(after, question)
@@ -165,7 +166,7 @@ class Prompt:
             tools: definitions of tools, which the template puts where the model expects them.
 
         Raises `PromptError` if there is no message or no chat template, and for a message without
-        text or with an unknown role.
+        text or with a mistyped role.
         """
         if not messages or not has_chat_template(tokenizer):
             raise PromptError("Give at least one message, and a tokenizer with a chat template.")

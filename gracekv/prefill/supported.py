@@ -72,7 +72,10 @@ def check_model(model: Any) -> None:
         raise UnsupportedModelError(problem)
     head_sizes(model)
     if model.training:
-        raise UnsupportedModelError("Training makes a cache random (dropout). Call model.eval().")
+        raise UnsupportedModelError(
+            "The model is in training mode, where dropout makes its cache random. Call "
+            "model.eval() first."
+        )
     if model.config.model_type not in TESTED_MODEL_TYPES:
         self_check(model)
 

@@ -33,7 +33,7 @@ entries; see `default` for the others. "gracekv" is the paper's method."""
 DEFAULT_WITHOUT_QUESTION = "gracekv-agnostic"
 """The same for a prompt without a question, whose cache is asked later."""
 
-# What kvpress calls them, where the nearest name is another's.
+# What kvpress calls them, where the nearest name is another's; SnapKVPress is our snapkv.
 _PRESSES = {"adakv": "ada-snapkv", "kvzip": "kvzip-two-pass", "observedattention": "h2o"}
 
 RECIPES: dict[str, Recipe] = {**OWN, **RIVALS}
@@ -59,9 +59,9 @@ def find(name: str) -> Recipe:
     load_plugins()
     if name in RECIPES:
         return RECIPES[name]
-    known = {x: x for x in names()} | _PRESSES
+    known, asked = {x: x for x in names()} | _PRESSES, str(name).removesuffix("Press")
     raise UnknownStrategyError(
-        f"Unknown recipe {name!r}.{suggestion(str(name), known)} Recipes: {', '.join(names())}. "
+        f"Unknown recipe {name!r}.{suggestion(asked, known)} Recipes: {', '.join(names())}. "
         f"For one of your own use Pipeline.from_dict or recipes.register. {missing_hint()}"
     )
 

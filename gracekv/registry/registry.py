@@ -200,8 +200,7 @@ class Registry(Generic[S]):
 def suggestion(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
     """`` Did you mean 'x'?`` for the nearest known name or what it maps to, or nothing."""
     written = known if isinstance(known, Mapping) else {x: x for x in known}
-    # As SnapKVPress of kvpress, which is our snapkv.
-    near = get_close_matches(name.removesuffix("Press").lower(), written, n=1)
+    near = get_close_matches(name.lower(), written, n=1)
     return "".join(f" Did you mean {written[x]!r}?" for x in near)
 
 

@@ -72,7 +72,8 @@ def pursued(mass: Tensor, most: int, largest: float) -> Tensor:
     along, missing = mass.new_zeros(groups, count, 1), target
     taken = torch.zeros(groups, count, dtype=torch.int64, device=mass.device)
     gone = torch.zeros(groups, length, dtype=torch.bool, device=mass.device)
-    for i, end in enumerate(range(1, count + 1)):
+    for i in range(count):
+        end = i + 1
         gain = (missing[:, None] @ mass)[:, 0].masked_fill_(gone, -torch.inf)
         best = gain.argmax(dim=1, keepdim=True)
         taken[:, i:end] = best
