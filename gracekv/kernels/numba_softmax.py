@@ -13,7 +13,7 @@ from llvmlite import ir  # type: ignore[import-untyped,unused-ignore]
 from numba import types  # type: ignore[import-untyped,unused-ignore]
 from numba.extending import intrinsic  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels.intrinsics import inner
+from gracekv.kernels.intrinsics import inner, wide_vectors
 from gracekv.kernels.row_vectors import WIDTH, largest_of
 
 LEAST = np.float32(-87.0)
@@ -67,6 +67,7 @@ def exponentiate(x: Any) -> None:
 @inner(fastmath={"reassoc", "contract"})
 def exponentials(x: Any, count: int, top: Any, least: Any = LEAST) -> Any:
     """Sum of x <- e^(x - top), in place, for x <= top; 0 where x - top is `least` or smaller."""
+    wide_vectors()
     total = np.float32(0)
     for e in range(count):
         y = max(x[e] - top, least)

@@ -107,6 +107,7 @@ def _reduce(
     total: Any, x: Any, share: Any, power: Any, least: Any, weight: Any, maximum: bool
 ) -> None:
     """total <- total + weight (share x)^power, or the larger; 0 for shares below `least`."""
+    intrinsics.wide_vectors()
     if maximum:
         for i in range(len(x)):
             total[i] = max(total[i], weight * _raised(share * x[i], power, least))
