@@ -29,8 +29,8 @@ def kept_entries(
     """The entries that stay, bool [G, N] by layer, and all scores [G, N]; N differs by layer.
 
     Strategies that read queries use the carried scores until there is a query. The last `window`
-    positions and the entries that the strategy guards always stay. Ties go to the earlier layer,
-    head and entry.
+    positions and a prompt that is kept always stay, and other entries that the strategy guards
+    where there is room. Ties go to the earlier layer, head and entry.
 
     Args:
         layers: L.
@@ -45,18 +45,18 @@ def kept_entries(
         blind = strategy.queries and not layer.moved.shape[2]
         own = layer.carried if blind else strategy.scores(layer)
         recent = layer.positions >= layer.now - window
-        stays = strategy.guarded(layer, budget // layers) | recent
+        stays = recent | own.isposinf() | (layer.positions < layer.prompt) & strategy.keep_prompt
         scores.append(own)
-        gain = torch.where(layer.used, own.double(), torch.nan)
-        gains.append(torch.where(stays & layer.used, torch.inf, gain))
+        gain = own.double().masked_fill(strategy.guarded(layer, budget // layers), torch.inf)
+        gains.append(gain.masked_fill(stays, -torch.inf).masked_fill(~layer.used, torch.nan))
     width = max(x.shape[1] for x in gains)
     padded = [functional.pad(x, (0, width - x.shape[1]), value=torch.nan) for x in gains]
     every = torch.stack(padded)
     finite = every[every.isfinite()]
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
-    # Scores map to 1 to 2, entries that must stay to 3; 0 is out.
+    # Scores map to 1 to 2, guarded entries to 3, those that must stay to 4; 0 is out.
     scaled = 1 + (every - low) / max(float(high - low), 1e-300)
-    scaled = scaled.clamp(max=3.0).nan_to_num_(nan=0.0)
+    scaled = scaled.nan_to_num_(nan=0.0, posinf=3.0, neginf=4.0)
     quota = None
     if strategy.per_head:
         quota = equal_shares(BudgetPlan(layers, every.shape[1], width, budget, 0))

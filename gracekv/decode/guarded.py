@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -29,10 +30,10 @@ class Guarded(Decoder):
     strategy: Decoder = field(default_factory=Attention)
     share: float = bounded(0.05, above=0, at_most=0.5)
 
-    @property  # type: ignore[misc]
-    def queries(self) -> int:
-        """How many queries the strategy reads."""
-        return self.strategy.queries
+    # Those of the strategy.
+    per_head = property(attrgetter("strategy.per_head"))
+    queries = property(attrgetter("strategy.queries"))
+    keep_prompt = property(attrgetter("strategy.keep_prompt"))
 
     def scores(self, held: HeldLayer) -> Tensor:
         return self.strategy.scores(held)

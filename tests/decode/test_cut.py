@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.decode import DECODERS, Attention, Guarded, Random, reference
+from gracekv.decode import DECODERS, RKV, Attention, Guarded, Random, reference
 from gracekv.decode.cut import kept_entries, packed_entries
 from support.held_layers import held_layer
 
@@ -72,6 +72,10 @@ def test_values_of_huge_norm_stay_if_they_are_guarded():
     kept, _ = kept_entries(3, layers.__getitem__, Guarded(share=0.5), 20, window=1)
     assert all(own[0, 2] for own in kept)
     assert not all(own[0, 2] for own in plain)
+    # What must stay comes first: the last tokens.
+    kept, _ = kept_entries(3, layers.__getitem__, Guarded(share=0.5), 32, window=5)
+    assert all(own[:, -6:-1].all() for own in kept)
+    assert Guarded(RKV()).per_head
 
 
 def test_before_the_first_query_what_is_carried_decides():

@@ -5,6 +5,7 @@ import torch
 
 import gracekv
 from gracekv import Limit
+from gracekv.decode import Fitted, Guarded
 from gracekv.errors import BudgetError, CacheError, ConfigError
 from gracekv.testing.models import tiny_model
 
@@ -28,6 +29,7 @@ REFUSED = [
     ({"kv_bytes": 4000}, BudgetError, "kv_bytes of at least"),
     ({"entries_per_head": 50, "strategy": "random"}, BudgetError, "keeps the prompt"),
     ({"entries_per_head": 50}, BudgetError, "keeps the prompt"),
+    ({"entries_per_head": 50, "strategy": Guarded(Fitted())}, BudgetError, "keeps the prompt"),
     ({"entries_per_head": 50, "strategy": "attention"}, BudgetError, "have no scores"),
 ]
 
