@@ -90,10 +90,10 @@ def entries_within(
     lengths, one = cache.entries(), cache.layers[0]
     units, entry_bytes = lengths.numel() * shard.ranks, 2 * one.dim * one.dtype.itemsize
     target = limit.target(cache.length + 1, units, entry_bytes) // units
-    most = units * max(0, target - limit.window)
-    if shard.total(int(lengths.sum())) <= most:
+    most, longest = units * max(0, target - limit.window), int(shard.maximum(lengths.amax()))
+    if (known is None or longest <= known // 2) and shard.total(int(lengths.sum())) <= most:
         return None
-    used = torch.arange(int(shard.maximum(lengths.amax()))) < lengths[..., None]
+    used = torch.arange(longest) < lengths[..., None]
     gains = torch.zeros(used.shape, dtype=torch.float32)
     # Of the elastic auction, an entry needs a gain above that of padding.
     gains[used] = torch.cat(list(scores)).float().cpu().clamp(min=torch.finfo(torch.float32).tiny)
