@@ -19,9 +19,9 @@ from gracekv.prefill.supported import closable_length
 
 def oldest_position(cache: CompressedCache, shard: HeadShard = WHOLE) -> int:
     """The lowest position of an entry in all processes; above 0 once gaps were closed."""
-    lowest = [positions.min() for _, positions, _ in (x.index() for x in cache.layers)]
-    own = torch.stack([x.to(lowest[0].device) for x in lowest]).amin().cpu()
-    return -int(shard.maximum(-own))
+    # Where nothing was kept, that of the last token.
+    every = [torch.tensor([cache.length - 1]), *(x.index()[1] for x in cache.layers)]
+    return -int(shard.maximum(-torch.cat(every).amin()))
 
 
 def with_closed_gaps(

@@ -28,7 +28,7 @@ def past_of(cache: CompressedCache, shard: HeadShard = WHOLE, places: int | None
         heads = (layer.head(g) for g in range(layer.heads))
         layers.append([(k.to(layer.dtype), v.to(layer.dtype), log_m) for k, v, _, log_m in heads])
     if places is None:
-        places = int(shard.maximum(cache.entries().amax()))
+        places = max(1, int(shard.maximum(cache.entries().amax())))
     return Past(layers, places, cache.length, cache.other_layers)
 
 

@@ -61,6 +61,13 @@ def kept(result, context):
     return mask.bool()
 
 
+def test_a_context_of_which_nothing_was_kept_goes_on(model):
+    ids = Prompt.from_ids(IDS[:60], context=(0, 60))
+    book = gracekv.compress(model, ids, entries_per_head=1, pipeline="streaming-llm")
+    assert book.packed.kv_bytes == 0
+    assert book.extend(PASSAGE, ratio=2).packed.entries().unique().tolist() == [40]
+
+
 @pytest.mark.parametrize("options", [{}, {"chunk": 23}, {"memory_limit": 0}])
 @pytest.mark.parametrize("recipe", ["gracekv-agnostic", "snapkv", "h2o", "scissorhands"])
 def test_after_a_whole_past_it_keeps_what_the_full_cache_would(model, recipe, options, monkeypatch):
