@@ -15,7 +15,6 @@ from gracekv.errors import (
     GracekvError,
     NonFiniteError,
     PromptError,
-    SavedCacheError,
     ShapeError,
     UnknownStrategyError,
     UnsupportedModelError,
@@ -141,9 +140,6 @@ TABLE = {
     ),
     "max_length": (
         lambda: compress(ratio=4).generate_ids(max_length=9), ConfigError, "as max_new_tokens"
-    ),
-    "no such file": (
-        lambda: gracekv.load("a.gracekv", tiny_llama()), SavedCacheError, "there is no such file"
     ),
     "no model to load for": (
         lambda: gracekv.load("a.gracekv", None), UnsupportedModelError, "got NoneType"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -154,8 +155,8 @@ def opened(path: Path) -> Iterator[SavedFile]:
     format that this version does not know, and `MissingDependencyError` without safetensors.
     """
     safetensors = required("safetensors", "hf")
-    if path.exists() and not path.is_file():
-        kind = "a folder" if path.is_dir() else "not a regular file"
+    if os.path.exists(path) and not os.path.isfile(path):
+        kind = "a folder" if os.path.isdir(path) else "not a regular file"
         raise SavedCacheError(f"{path} is {kind}, not what result.save wrote.")
     try:
         # The path is opened twice, for the header and for the tensors: both must be of one file.

@@ -66,8 +66,6 @@ def load(
     """
     path = path_of(path)
     check_model(model)
-    if not path.exists():
-        raise SavedCacheError(f"Cannot read the saved cache {path}: there is no such file.")
     with in_step(model) as shard, opened(path) as file:
         shard.agree(file=file.digest.encode())
         header = file.header
