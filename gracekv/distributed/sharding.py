@@ -160,6 +160,8 @@ def head_shard(model: Any) -> HeadShard:
 def connect(model: Any, *, timeout: float = TIMEOUT) -> HeadShard:
     """Connect the processes of a sharded model; all of them call this, or `gracekv.compress`.
 
+    A model that is not sharded has no other processes, and nothing happens.
+
     Args:
         model: sharded by transformers' tensor parallelism.
         timeout: seconds after which a process that does not answer is an error on the others.
@@ -173,6 +175,8 @@ def connect(model: Any, *, timeout: float = TIMEOUT) -> HeadShard:
 
     if not timeout > 0:
         raise ConfigError(f"timeout is a positive number of seconds; got {timeout!r}.")
+    if not is_sharded(model):
+        return WHOLE
     check_sharding(model)
     attending = (layer for layer in model.get_decoder().layers if hasattr(layer, "self_attn"))
     mesh = next(attending).self_attn.k_proj.weight.device_mesh

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import gracekv
-from gracekv.distributed.sharding import is_sharded
+from gracekv.distributed.sharding import WHOLE, connect, is_sharded
 from gracekv.errors import UnsupportedModelError
 from gracekv.testing.models import tiny_llama
 
@@ -39,6 +39,7 @@ def by_hand(model):
 
 def test_a_whole_model_is_not_sharded():
     assert not is_sharded(tiny_llama())
+    assert connect(tiny_llama(), timeout=60) is WHOLE
 
 
 def test_a_weight_divided_by_hand_is_seen_before_any_process_has_joined():
