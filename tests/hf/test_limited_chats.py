@@ -10,12 +10,15 @@ from gracekv.testing.models import tiny_model, tiny_tokenizer
 TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
 
 
-def test_a_chat_stays_within_its_bytes_however_long_it_gets():
+def compressed(positions, ratio, pipeline=None):
     tokenizer = tiny_tokenizer([TEXT])
-    model = tiny_model(vocabulary=len(tokenizer), positions=8192)
-    book = gracekv.compress(
-        model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=1, pipeline="fullkv"
-    )
+    model = tiny_model(vocabulary=len(tokenizer), positions=positions)
+    prompt = gracekv.Prompt.from_chat(tokenizer, context=TEXT)
+    return gracekv.compress(model, prompt, ratio=ratio, pipeline=pipeline)
+
+
+def test_a_chat_stays_within_its_bytes_however_long_it_gets():
+    book = compressed(8192, 1, "fullkv")
     size = book.packed.kv_bytes * 2
     chat = book.chat(Limit(kv_bytes=size, every=16, window=8))
     for turn in range(12):
@@ -34,9 +37,7 @@ def test_a_chat_stays_within_its_bytes_however_long_it_gets():
 
 def test_what_a_conversation_compresses_stays_within_its_limit():
     """Once it is reached, the entries of highest scores stay, whichever message they are from."""
-    tokenizer = tiny_tokenizer([TEXT])
-    model = tiny_model(vocabulary=len(tokenizer), positions=512)
-    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=2)
+    book = compressed(512, 2)
     limit = Limit(entries_per_head=150, every=192, window=8, positions="closed")
     policy = gracekv.Compaction(after=64, ratio=2)
     held = []
@@ -62,9 +63,7 @@ def test_what_a_conversation_compresses_stays_within_its_limit():
 
 def test_a_conversation_that_no_cut_reaches_goes_on_beyond_the_positions():
     """Before a run of messages is read, its place is made."""
-    tokenizer = tiny_tokenizer([TEXT])
-    model = tiny_model(vocabulary=len(tokenizer), positions=512)
-    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=4)
+    book = compressed(512, 4)
     limit = Limit(entries_per_head=300, every=192, window=8, positions="closed")
     with book.chat(limit, gracekv.Compaction(after=64, ratio=8)) as chat:
         while len(chat._ids) < 1400:
@@ -82,9 +81,7 @@ def _stops(ids, scores, **_):
 
 
 def test_several_questions_are_answered_within_the_limit():
-    tokenizer = tiny_tokenizer([TEXT])
-    model = tiny_model(vocabulary=len(tokenizer), positions=8192)
-    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=2)
+    book = compressed(8192, 2)
     limit = Limit(entries_per_head=book.packed.length + 10, every=16, window=8)
     questions = ["word1", "word2 and3 word4 and5 word7"]
     together = book.ask(questions, max_new_tokens=60, limit=limit)
