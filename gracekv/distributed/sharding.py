@@ -247,8 +247,8 @@ def own_columns(projection: Any) -> Tensor | None:
 
 def _problem(model: Any) -> str | None:
     """Why this sharding cannot be followed; None if it can."""
-    config, size = model.config, getattr(model, "_tp_size", None) or 1
-    plan = getattr(config, "distributed_config", None)
+    config, size = model.config.get_text_config(), getattr(model, "_tp_size", None) or 1
+    plan = getattr(model.config, "distributed_config", None)
     for name in ("fsdp_size", "dp_replicate_size", "pp_size", "ep_size"):
         if (getattr(plan, name, None) or 1) > 1:
             return f"{name} is {getattr(plan, name)}"

@@ -81,9 +81,12 @@ def test_text_prompts_at_ratio_one_are_the_stock_model(family):
     assert smaller.generate_ids(3, num_beams=2).shape[0] == 1
 
 
-def test_they_are_not_exported_for_vllm(tmp_path):
+def test_what_cannot_be_done_with_them_is_refused_by_name(tmp_path):
     model = model_of("qwen3_vl")
     with pytest.warns(UntestedModelWarning):
         result = gracekv.compress(model, PROMPT, ratio=2)
     with pytest.raises(UnsupportedModelError, match="rows and columns of images"):
         export(result, tmp_path / "context")
+    model._tp_size = 2  # as transformers marks a sharded one
+    with pytest.raises(UnsupportedModelError, match="q_proj of layer 0 is not split by heads"):
+        gracekv.compress(model, PROMPT, ratio=2)
