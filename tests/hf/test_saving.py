@@ -44,15 +44,11 @@ def saved(result, tmp_path):
     return path
 
 
-def layers_of(result):
-    return list(result.packed.layers)
-
-
 def test_everything_comes_back_bit_for_bit(model, result, saved):
     again = gracekv.load(saved, model)
     assert type(again) is type(result)
     assert again.pipeline == result.pipeline
-    for ours, theirs in zip(layers_of(again), layers_of(result), strict=True):
+    for ours, theirs in zip(again.packed.layers, result.packed.layers, strict=True):
         assert ours.sequences == theirs.sequences
         for name in ("keys", "values", "positions", "log_multiplicity", "offsets"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name))
@@ -202,6 +198,14 @@ def test_a_missing_file_or_another_kind_is_refused(model, tmp_path):
     for name in ("none", "text", "a name that is too long" * 20):
         with pytest.raises(SavedCacheError, match="Cannot read"):
             gracekv.load(tmp_path / name, model)
+
+
+def test_a_head_need_not_keep_the_last_token_of_a_prompt_that_is_all_context(model, tmp_path):
+    pipeline = gracekv.Pipeline.from_dict({"window": {"size": 0, "minimum": 0}}, base="knorm")
+    prompt = gracekv.Prompt.from_ids(torch.arange(60), (4, 60))
+    result = gracekv.compress(model, prompt, ratio=3, pipeline=pipeline)
+    result.save(tmp_path / "x")
+    assert gracekv.load(tmp_path / "x", model).accounting.spent == result.accounting.spent
 
 
 def test_a_failed_save_leaves_the_old_file(model, result, saved, monkeypatch):
