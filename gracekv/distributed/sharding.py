@@ -247,7 +247,7 @@ def own_columns(projection: Any) -> Tensor | None:
 
 def _problem(model: Any) -> str | None:
     """Why this sharding cannot be followed; None if it can."""
-    config, size = model.config.get_text_config(), getattr(model, "_tp_size", None) or 1
+    config, size = model.config.get_text_config(decoder=True), getattr(model, "_tp_size", None) or 1
     plan = getattr(model.config, "distributed_config", None)
     for name in ("fsdp_size", "dp_replicate_size", "pp_size", "ep_size"):
         if (getattr(plan, name, None) or 1) > 1:

@@ -71,14 +71,11 @@ def test_a_conversation_goes_on_beyond_the_models_positions():
     model = tiny_model(vocabulary=len(tokenizer), positions=512)
     book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=text), ratio=2)
     sizes = {"entries_per_head": 160, "every": 32, "window": 8}
-    with (
-        book.chat(Limit(**sizes)) as counted,
-        book.chat(Limit(**sizes, positions="closed")) as chat,
-    ):
-        said = counted.ask(f"word {text[:90]}", max_new_tokens=8)
+    with book.chat(Limit(**sizes)) as plain, book.chat(Limit(**sizes, positions="closed")) as chat:
+        said = plain.ask(f"word {text[:90]}", max_new_tokens=8)
         assert chat.ask(f"word {text[:90]}", max_new_tokens=8) == said
         with pytest.raises(PromptError, match="512 positions"):
-            counted.ask(text * 4, max_new_tokens=8)
+            plain.ask(text * 4, max_new_tokens=8)
         for turn in range(40):
             chat.ask(f"word{turn} {text[:90]}", max_new_tokens=8)
         assert len(chat._ids) > 1024
