@@ -153,9 +153,11 @@ class Allocator(Strategy, abc.ABC):
     Attributes:
         prunable: whether it buys exactly what the greedy auction buys, so that nodes beyond the
             auction's reach need not be grown.
+        elastic: whether it leaves budget unspent rather than buy what gains nothing.
     """
 
     prunable: ClassVar[bool] = False
+    elastic = False
 
     @abc.abstractmethod
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:

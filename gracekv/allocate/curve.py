@@ -40,7 +40,6 @@ def auction_curve(
     sensitivity: Tensor,
     floor: Frontier | None,
     frontier: Frontier | None,
-    elastic: bool,
 ) -> AuctionCurve:
     """The curve of a run that ended with `frontier`, or with single tokens; subsampled evenly.
 

@@ -140,11 +140,6 @@ class Auction:
     compared: Compared
     certify: bool = False
 
-    @property
-    def elastic(self) -> bool:
-        """Whether budget is left unspent rather than buy what gains nothing."""
-        return bool(getattr(self.allocate, "elastic", False))
-
     def spend(self, plan: BudgetPlan, costs: EntryBytes | None) -> AuctionResult:
         """Spend the budget; with `costs`, the most entries that take at most `plan.bytes`."""
         if costs is None or plan.bytes is None:
@@ -159,14 +154,14 @@ class Auction:
             quota = shard.own_heads(quota, 1)
         if compared.forest is None:
             prices = (compared.relevance.scores, compared.relevance.sensitivity)
-            kept = top_tokens(*prices, plan.base, quota, elastic=self.elastic, shard=shard)
+            kept = top_tokens(*prices, plan.base, quota, elastic=self.allocate.elastic, shard=shard)
             selection = Selection.of_tokens(kept, self.info.spans.context_start)
             return AuctionResult(plan, selection, float(entry_gains(*prices, selection).sum()))
         floor = self.floor.realize(compared.forest, compared.candidates, plan, quota)
         frontier = self.allocate(floor, quota)
         if self.certify:
             empty = Frontier.empty(compared.forest, plan.base)
-            bound = upper_bound(empty, quota, elastic=self.elastic)
+            bound = upper_bound(empty, quota, elastic=self.allocate.elastic)
             frontier = replace(frontier, bound=max(bound, frontier.utility))
         selection = Selection.of_frontier(frontier, floor)
         return AuctionResult(plan, selection, frontier.utility, floor, frontier)

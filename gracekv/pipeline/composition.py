@@ -181,7 +181,7 @@ class Composition(Configurable):
     @property
     def elastic(self) -> bool:
         """Whether budget is left unspent rather than buy what gains nothing."""
-        return bool(getattr(self.allocate, "elastic", False))
+        return self.allocate.elastic
 
     @property
     def keeps_or_drops(self) -> bool:

@@ -186,7 +186,6 @@ class Compression:
             floor=bought.floor,
             frontier=bought.frontier,
             selection=bought.selection,
-            elastic=pipe.elastic,
             value_change=change,
             past=tuple(x.cpu() for x in self._past) or None,
         )

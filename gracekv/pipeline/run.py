@@ -105,7 +105,6 @@ class RunRecord:
         selection: Selection,
         floor: Frontier | None,
         frontier: Frontier | None,
-        elastic: bool,
     ) -> RunRecord:
         """The record of a run; arguments are named as in `gracekv.pipeline.run.Run`."""
         whole = partition.slots == partition.region.length
@@ -115,7 +114,7 @@ class RunRecord:
             selection=None if selection.end is None else selection.cpu(),
             slots=None if whole else partition.bounds.to("cpu", torch.int32),
             relevance=CodedRelevance.of(relevance.scores),
-            curve=auction_curve(selection, *prices, floor, frontier, elastic),
+            curve=auction_curve(selection, *prices, floor, frontier),
         )
 
     def entry_scores(self, cache: CompressedCache) -> tuple[Tensor, ...]:
@@ -153,7 +152,6 @@ class Run:
         floor: what the floor had bought when the auction began.
         frontier: which nodes stay.
         selection: which entries stay.
-        elastic: whether the allocator leaves budget unspent rather than buy what gains nothing.
         value_change: uint8 [E] of all packed entries, layer after layer: by how many hundredths of
             its length the fit moved an entry's value; None if nothing was fitted.
         record: what stays of the stages' results where they are released; else None.
@@ -174,7 +172,6 @@ class Run:
     floor: Frontier | None = None
     frontier: Frontier | None = None
     selection: Selection | None = None
-    elastic: bool = False
     value_change: Tensor | None = None
     record: RunRecord | None = None
     scores: tuple[Tensor, ...] | None = None
@@ -185,8 +182,7 @@ class Run:
         partition, relevance, selection = self.partition, self.relevance, self.selection
         if partition is None or relevance is None or selection is None:
             return self.record
-        chosen = selection, self.floor, self.frontier, self.elastic
-        return RunRecord.of(partition, relevance, *chosen)
+        return RunRecord.of(partition, relevance, selection, self.floor, self.frontier)
 
     def entry_scores(self) -> tuple[Tensor, ...] | None:
         """L tensors [E] as `RunRecord.entry_scores` gives them; None without a record."""
