@@ -106,9 +106,8 @@ class AuctionResult:
         plan: the budget in entries that was spent.
         selection: the entries that stay.
         utility: summed gains.
-        floor: the nodes that the floor bought; None without trees.
-        frontier: the nodes that both bought; None without trees. Where bits are allocated, those
-            that were offered.
+        floor: the nodes that the floor bought; None without trees, and where bits are allocated.
+        frontier: the nodes that both bought; None likewise.
         widths: uint8 [E], bits of a number of each entry, where bits are allocated; else None.
     """
 

@@ -57,7 +57,8 @@ class Composition(Configurable):
         backend: the attention implementation that decoding reads the cache with.
         keep_all: ignore the budget and keep everything (FullKV).
         certify: also bound from above what any allocation over the same trees could reach, floor
-            or not: `accounting.bound` and `accounting.certified_ratio` (ours).
+            or not: `accounting.bound` and `accounting.certified_ratio` (ours). There is no such
+            bound where bits are allocated.
         prune: do not grow what the greedy auction cannot reach (ours, exact: same entries, smaller
             forest). Only where it holds: a greedy allocator without quota or certificate.
     """

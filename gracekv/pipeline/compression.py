@@ -242,6 +242,8 @@ class Compression:
             selection=selection,
             widths=widths[stays],
             utility=float(gains.cpu()[stays].sum()),
+            floor=None,
+            frontier=None,
         )
 
     def _packed(

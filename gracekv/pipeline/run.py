@@ -138,7 +138,7 @@ class Run:
     """The results of all stages of one pipeline run.
 
     Results of skipped stages are None: FullKV only packs, and selections of single tokens need no
-    trees.
+    trees. So are floor and frontier where bits are allocated, since not all of their nodes stay.
 
     Attributes:
         plan: the budget in entries.
@@ -214,6 +214,8 @@ def accounted(
         entries, utility = bought.selection.per_head() + plan.recent, bought.utility
         if bought.frontier is not None:
             floor_spent, bound = bought.frontier.floor_spent, bought.frontier.bound
+        elif (protected := bought.selection.from_floor) is not None:
+            floor_spent = int(protected.sum())
     entries = info.shard.all_heads(entries, dim=1)
     utility = float(info.shard.sum(torch.tensor([utility], dtype=torch.float64)))
     floor_spent = info.shard.total(floor_spent)

@@ -14,18 +14,20 @@ def curve_of(result):
 
 
 @settings(max_examples=10)
-@given(seed=st.integers(0, 99), ratio=st.sampled_from([2, 4, 8]))
-def test_ends_at_the_accounting(make, seed, ratio):
-    result = make("gracekv", ratio, seed=seed)
+@given(seed=st.integers(0, 99), ratio=st.sampled_from([2, 4, 8]), bits=st.booleans())
+def test_ends_at_the_accounting(make, seed, ratio, bits):
+    # What bits buy is not what was offered to them, and no bound of that bounds it.
+    fields = {"precision": "allocated", "certify": True} if bits else None
+    result = make("gracekv", ratio, seed=seed, fields=fields)
     curve, kept = curve_of(result), result.accounting
     assert (int(curve.entries[0]), float(curve.utility[0])) == (0, 0.0)
     assert int(curve.entries[-1]) == kept.spent - kept.entries.numel() * kept.recent
     assert float(curve.utility[-1]) == pytest.approx(kept.utility, rel=1e-12)
     assert (curve.entries.diff() > 0).all()
     assert (curve.utility.diff() >= -1e-15).all()
-    assert curve.floor_entries == kept.floor_spent
-    assert kept.floor_spent in curve.entries.tolist()
-    assert curve.bound is None
+    assert curve.floor_entries == (0 if bits else kept.floor_spent)
+    assert bits or kept.floor_spent in curve.entries.tolist()
+    assert curve.bound is kept.certified_ratio is None
 
 
 @settings(max_examples=5)
