@@ -94,7 +94,7 @@ def _comparisons(table: Table, measure: Measure) -> str:
 
 
 def _about(table: Table) -> str:
-    counts = sorted({cell.samples for cell in table.cells.values()})
+    counts = sorted({cell.samples for cell in table.cells.values()}) or [0]
     several = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     text = (
         f"{table.title.model}, {table.title.protocol.replace('_', '-')}; mean of "

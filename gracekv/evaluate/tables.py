@@ -173,25 +173,26 @@ def _table(title: Title, values: dict[tuple[str, str], Samples], against: str | 
     compared: dict[tuple[str, str], Interval] = {}
     used: set[tuple[str, int, int]] = set()
     unpaired = 0
-    full = [method for method in methods if (method, FULL) in values]
-    for column in columns:
+    # FullKV's column comes last, over the samples of all others.
+    for column in [*columns, *{c for _, c in values if c == FULL}]:
         present = [m for m in methods if (m, column) in values]
-        common = set.intersection(*(set(values[m, column]) for m in present))
-        common = common.intersection(*(set(values[m, FULL]) for m in full))
-        unpaired += sum(len(values[m, column]) - len(common) for m in present)
+        # What keeps everything stands beside every budget.
+        own = {m: found for (m, c), found in values.items() if c == FULL}
+        own |= {m: values[m, column] for m in present}
+        common = set.intersection(*map(set, own.values()))
+        if column == FULL and used:
+            common = used
+        unpaired += sum(len(own[m]) - len(common) for m in present)
         if not common:
             continue
         used |= common
-        arrays = {m: _by_task(values[m, column], common) for m in present}
+        arrays = {m: _by_task(found, common) for m, found in own.items()}
         cells |= {(m, column): interval(arrays[m]) for m in present}
         if against in arrays:
             for m in present:
                 paired = zip(arrays[m], arrays[against], strict=True)
                 if m != against:
                     compared[m, column] = interval([own - other for own, other in paired])
-    for m in full:
-        samples = used or set(values[m, FULL])
-        cells[m, FULL] = interval(_by_task(values[m, FULL], samples))
     tasks = tuple(dict.fromkeys(task for found in values.values() for task, _, _ in found))
     return Table(title, tasks, methods, columns, cells, compared, against, unpaired)
 

@@ -68,6 +68,7 @@ def test_blocks_hold_methods_by_budgets():
     assert table.ranks("2x", True) == {"ours": 1, "theirs": 2}
     assert table.ranks("16x", True) == {"theirs": 1, "ours": 2}
     assert table.against["theirs", "16x"].mean == 25
+    assert make_tables(ROWS, SCORE, "fullkv")[0].against["theirs", "2x"].mean == -37.5
 
 
 def test_only_samples_that_all_methods_have_are_averaged():
@@ -78,6 +79,10 @@ def test_only_samples_that_all_methods_have_are_averaged():
     assert table.cells["ours", "16x"].samples == 4
     assert table.unpaired == 2
     assert "2 values left out" in markdown([table], SCORE)
+    (table,) = make_tables(grid({("fullkv", "full"): [0, 1], ("other", "full"): [1]}), SCORE)
+    assert (table.cells["fullkv", "full"].mean, table.unpaired) == (0, 1)
+    apart = make_tables([row("ours", "2x", 0, 1.0), row("theirs", "2x", 1, 1.0)], SCORE)
+    assert "0 samples in all. 2 values left out" in markdown(apart, SCORE)
 
 
 def test_a_failed_method_leaves_the_others_in_the_table():
