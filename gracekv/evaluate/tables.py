@@ -21,8 +21,8 @@ Samples = dict[tuple[str, int, int], float]
 
 FULL = "full"
 RESAMPLES = 9_999
-# The fields that tell cells of one protocol apart.
-_PLACE = ("model", "task", "length", "seed", "index", "method", "column")
+# The fields that tell samples of one protocol apart.
+_PLACE = ("model", "dtype", "task", "length", "seed", "index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Title:
     """The fields that all rows of a table share; scores on different scales never meet.
 
     Attributes:
-        model: name and dtype.
+        model: name, and dtype unless it is float32.
         protocol: "query_aware" or "query_agnostic".
         group: a suite or a task.
         metric: name of the scores' metric.
@@ -129,7 +129,8 @@ def make_tables(rows: Sequence[Row], measure: Measure, against: str | None = Non
         if row.get("error") is not None or value is None:
             continue
         shared = (row[name] for name in ("group", "metric", "length"))
-        title = Title(row["model"], row["settings"]["protocol"], *shared)
+        model = row["model"] + f" in {row['dtype']}" * (row["dtype"] != "float32")
+        title = Title(model, row["settings"]["protocol"], *shared)
         sample = (row["task"], row["seed"], row["index"])
         found.setdefault(title, {}).setdefault((row["method"], row["column"]), {})[sample] = value
     known = {method for values in found.values() for method, _ in values}
@@ -143,25 +144,23 @@ def _trusted(rows: Sequence[Row]) -> list[Row]:
     """One row for each cell of a table; `ConfigError` if rows differ in settings or weights."""
     chosen = list(latest(list(rows)).values())
     seen: dict[tuple[object, ...], Row] = {}
+    hashes: dict[tuple[object, ...], str] = {}
+    marks: dict[tuple[str, str], Any] = {}
     for row in chosen:
+        note_marks(row, marks)
         place = (*(row[name] for name in _PLACE), row["settings"]["protocol"])
-        other = seen.setdefault(place, row)
+        other = seen.setdefault((*place, row["method"], row["column"]), row)
         if other is not row:
             changed = [n for n, v in row["settings"].items() if other["settings"].get(n) != v]
             raise ConfigError(
                 f"The folder holds rows of {row['method']} on {row['task']} made under different "
-                f"settings ({', '.join(changed) or 'dtype or pipeline'}); one table cannot show "
-                f"both. Keep each in a folder of its own."
+                f"settings ({', '.join(changed) or 'pipeline'}). Keep each in a folder of its own."
             )
-    hashes: dict[str, str] = {}
-    marks: dict[tuple[str, str], Any] = {}
-    for row in chosen:
-        note_marks(row, marks)
         found = row.get("prompt_hash")
-        if found is not None and hashes.setdefault(row["sample"], found) != found:
+        if found is not None and hashes.setdefault(place, found) != found:
             raise ConfigError(
-                f"Methods saw different prompts in sample {row['index']} of {row['task']}: the "
-                f"data or the tokenizer changed between runs. Run it again in a new folder."
+                f"Methods saw different prompts in sample {row['index']} of {row['task']}: data, "
+                f"tokenizer or truncation changed between runs. Run it again in a new folder."
             )
     return chosen
 

@@ -99,7 +99,7 @@ def test_rows_of_two_settings_prompts_or_models_of_one_name_are_not_mixed():
     other = row("fourth", "2x", 0, 1.0, marks={"weights": "second"})
     for extra, message in (
         (row("ours", "2x", 0, 1.0, settings=settings), r"different settings \(max_new_tokens\)"),
-        (row("fourth", "2x", 0, 1.0, prompt_hash="other"), "different prompts"),
+        (row("fourth", "2x", 0, 1.0, prompt_hash="other", sample="cut"), "different prompts"),
         (other, r"another model .* 'tiny' \(other weights\)"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -122,10 +122,11 @@ def test_protocols_metrics_and_lengths_have_blocks_of_their_own():
     agnostic = {"protocol": "query_agnostic", "max_new_tokens": 4}
     more = [
         row("ours", "2x", 0, 1.0, settings=agnostic),
+        row("fullkv", "full", 0, 1.0, dtype="bfloat16", key="bits"),
         row("ours", "2x", 0, 1.0, task="ruler:fwe", length=2048),
         row("ours", "2x", 0, 1.0, task="longbench:trec", metric="classification", length=None),
     ]
-    assert len(make_tables([*ROWS, *more], SCORE)) == 4
+    assert len(make_tables([*ROWS, *more], SCORE)) == 5
 
 
 def test_formats_mark_best_and_second():
