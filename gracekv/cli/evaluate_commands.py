@@ -168,7 +168,10 @@ def _tables(rows: list[Row], metric: str, against: str | None, format: str = "ma
 
     measures = [measure(name) for name in _list(metric)]
     texts = [FORMATS[format](make_tables(rows, x, against), x) for x in measures]
-    return "\n".join([*texts, footer(rows)] if format == "markdown" else texts)
+    if format == "markdown":
+        return "\n".join([*texts, footer(rows)])
+    # One header for all.
+    return "".join(texts[:1] + [text.partition("\n")[2] for text in texts[1:]])
 
 
 def _list(text: str) -> list[str]:

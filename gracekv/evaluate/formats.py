@@ -34,13 +34,15 @@ def markdown(found: Sequence[Table], measure: Measure) -> str:
 
 
 def as_csv(found: Sequence[Table], measure: Measure) -> str:
-    """One line a cell, with every digit of its mean and interval."""
+    """One line a cell, with every digit of its mean and interval; then one a difference."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(_CSV)
     for table in found:
-        for cell, shown in table.cells.items():
-            writer.writerow([*astuple(table.title), measure.name, *cell, *astuple(shown)])
+        gaps = f"{measure.name} minus {table.reference}"
+        for name, cells in ((measure.name, table.cells), (gaps, table.against)):
+            for cell, shown in cells.items():
+                writer.writerow([*astuple(table.title), name, *cell, *astuple(shown)])
     return out.getvalue()
 
 

@@ -126,8 +126,10 @@ def test_the_commands_from_model_to_table(cli, model_folder, small_data, tmp_pat
     assert "KL to FullKV" in text
     assert "Difference from gracekv" in text
     file = tmp_path / "table.csv"
-    assert cli("table", out, "--format", "csv", "--out", file)[0] == 0
-    assert len(file.read_text().splitlines()) == 1 + 2 * 5
+    shown = ["--metric", "score,kl", "--against", "gracekv", "--format", "csv"]
+    assert cli("table", out, *shown, "--out", file)[0] == 0
+    # Two metrics of two groups: five cells, and two differences.
+    assert len(file.read_text().splitlines()) == 1 + 2 * 2 * (5 + 2)
     code, _, told = cli("table", out, "--format", "latex")
     assert code == 2
     assert "--format takes one of markdown, csv; got 'latex'" in told
