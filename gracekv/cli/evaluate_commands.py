@@ -186,9 +186,9 @@ def _numbers(text: str, option: str, kind: type[float] | type[int]) -> list[Any]
 
 
 def _rows(folder: Path) -> list[Row]:
-    from gracekv.evaluate.row_files import read_rows
+    from gracekv.evaluate.row_files import latest, read_rows
 
-    rows = read_rows(folder)
+    rows = list(latest(read_rows(folder)).values())
     if not rows:
         raise ConfigError(f"There are no rows under {folder} yet. Run gracekv evaluate first.")
     return rows

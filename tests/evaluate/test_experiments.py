@@ -4,10 +4,11 @@ import pytest
 import yaml
 
 from gracekv.errors import ConfigError, TaskError, UnknownStrategyError
-from gracekv.evaluate import Experiment
+from gracekv.evaluate import Experiment, read_rows
 from gracekv.evaluate.experiment import parse_method, split_methods, sweep
 from gracekv.evaluate.runner import Shard, parse_shard
 from gracekv.pipeline import Pipeline
+from support.evaluation_rows import written
 
 FLAT = {"model": "tiny", "tasks": ["retrieval"], "ratios": [1.5, 8], "entries": [64]}
 
@@ -145,12 +146,16 @@ def test_the_exit_code_tells_of_failures(cli, model_folder, tmp_path):
 
 
 def test_ablate_shows_differences(cli, model_folder, tmp_path):
+    shown = ["--out", tmp_path, "--set", "floor.alpha=0.2,0.4", "--metric", "kl"]
     code, text, _ = cli(
-        "ablate", "--model", model_folder, "--out", tmp_path / "runs", "--tasks", "ruler:fwe",
-        "--length", "512", "--samples", "2", "--ratios", "4", "--no-generate", "--metric", "kl",
-        "--set", "floor.alpha=0.2,0.4",
+        "ablate", "--model", model_folder, "--tasks", "ruler:fwe", "--length", "512",
+        "--samples", "2", "--ratios", "4", "--no-generate", *shown,
     )  # fmt: skip
     assert code == 0
+    # A failure that has been run again with success since is none.
+    failed = {**read_rows(tmp_path)[0], "error": {"type": "X", "message": ""}}
+    written(tmp_path, [failed], "early")
+    assert cli("ablate", *shown)[0] == 0
     assert "Difference from gracekv" in text
     assert "| gracekv[floor.alpha=0.2] | 4x |" in text
 
