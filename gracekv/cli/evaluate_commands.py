@@ -18,11 +18,8 @@ if TYPE_CHECKING:
     from gracekv.evaluate.experiment import Experiment
     from gracekv.evaluate.row_files import Row
 
-# Options that are named and spelled like the fields of a panel.
-_PANEL = (
-    "model", "dtype", "samples", "seed", "protocol", "max_new_tokens", "generate",
-    "fidelity", "truncate", "max_prompt",
-)  # fmt: skip
+# Options that may stand beside a file; all others are fields of an experiment.
+_BESIDE = ("out", "data", "shard", "retry_failed", "imports")
 MeasureNames = Annotated[str, Option("--metric", help="Metrics to show, such as score,kl.")]
 
 
@@ -56,15 +53,17 @@ class RunOptions:
 
         if self.model is None or self.tasks is None:
             raise ConfigError("Give --model and --tasks, or everything in a file with --config.")
+        given = {x: y for x, y in vars(self).items() if x not in _BESIDE}
+        length = given.pop("length")
         return Experiment.from_dict(
             {
+                **given,
                 "data": None if self.data is None else str(self.data),
                 "tasks": _list(self.tasks),
                 "methods": list(methods),
                 "ratios": _numbers(self.ratios, "--ratios", float),
                 "entries": _numbers(self.entries, "--entries", int),
-                "lengths": _numbers(self.length, "--length", int),
-                **{name: getattr(self, name) for name in _PANEL},
+                "lengths": _numbers(length, "--length", int),
             }
         )
 
@@ -93,16 +92,19 @@ def evaluate(
     options: RunOptions,
     config: Annotated[Path | None, Option(help="A YAML file instead of options.")] = None,
     methods: Annotated[
-        str, Option(help="Recipes, files, or recipe[stage.field=value].")
-    ] = "fullkv,gracekv",
+        str | None,
+        Option(help="Recipes, files, or recipe[stage.field=value]; default fullkv,gracekv."),
+    ] = None,
 ) -> None:
     """Run methods on benchmark tasks, resumably. Writes a row per sample, method and budget."""
     from gracekv.evaluate.experiment import Experiment, split_methods
 
+    own = [x for x, y in vars(options).items() if x not in _BESIDE and y != getattr(RunOptions, x)]
     if config is None:
-        experiment = options.experiment(split_methods(methods))
-    elif options.model or options.tasks:
-        raise ConfigError("Give either --config or --model and --tasks, not both.")
+        experiment = options.experiment(split_methods(methods or "fullkv,gracekv"))
+    elif own or methods:
+        told = ", ".join([*own, *["methods"] * bool(methods)])
+        raise ConfigError(f"Give either --config or {told}, not both: the file says all of it.")
     else:
         experiment = Experiment.load(config)
         if options.data is not None:
