@@ -132,9 +132,15 @@ class Sources:
         return self._digests[part]
 
     def _once(self, part: str, parse: Callable[[bytes], Any]) -> Any:
-        """The part's file, parsed at the first call."""
+        """The part's file, parsed at the first call; `TaskError` if it holds something else."""
         if part not in self._parsed:
-            self._parsed[part] = parse(self._read(part)[1])
+            label, raw = self._read(part)
+            try:
+                self._parsed[part] = parse(raw)
+            except (ValueError, TypeError, LookupError) as error:
+                raise TaskError(
+                    f"{label} is no file of {part} ({error!r}). Get it anew."
+                ) from error
         return self._parsed[part]
 
     def _read(self, part: str) -> tuple[str, bytes]:

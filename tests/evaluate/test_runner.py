@@ -110,6 +110,10 @@ def test_missing_data_are_found_before_anything_runs(experiment, tiny, tmp_path)
     panel = replace(experiment.panels[0], tasks=("ruler:qa_1",))
     with pytest.raises(TaskError, match="need qa/squad"):
         run(replace(experiment, panels=(panel,), data=None), tmp_path, **tiny)
+    (tmp_path / "longbench").mkdir()
+    (tmp_path / "longbench" / "qasper.jsonl").write_text("<html>404</html>")
+    with pytest.raises(TaskError, match=r"qasper\.jsonl is no file of longbench:qasper"):
+        run(replace(experiment, data=str(tmp_path)), tmp_path, **tiny)
 
 
 def test_shards_share_the_work_and_the_folder(experiment, tiny, tmp_path, plain):
