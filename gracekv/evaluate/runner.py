@@ -67,6 +67,7 @@ def run(
     same name.
     """
     from rich import progress as rich
+    from rich.console import Console
 
     folder, part = Path(out), shard or Shard()
     sources = Sources(None if experiment.data is None else Path(experiment.data))
@@ -97,7 +98,8 @@ def run(
         new = chain.from_iterable(ready.rows(sample) for sample in schedule.samples)
         cells = sum(len(sample.cells) for sample in schedule.samples)
         # Cells come in bursts, a prefill before each: a short window would make the estimate jump.
-        with rich.Progress(*columns, speed_estimate_period=600, disable=not progress) as bar:
+        at, off = Console(stderr=True), not progress
+        with rich.Progress(*columns, console=at, speed_estimate_period=600, disable=off) as bar:
             for row in bar.track(new, cells):
                 file.append(row)
                 written += 1

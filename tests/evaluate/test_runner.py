@@ -231,7 +231,7 @@ def test_a_killed_run_goes_on_without_repeating_or_losing_a_row(experiment, mode
 def test_progress_shows_every_row_and_failure(experiment, tiny, tmp_path, capsys):
     panel = replace(experiment.panels[0], tasks=("ruler:cwe",), lengths=(256,), samples=1)
     run(replace(experiment, panels=(panel,)), tmp_path, progress=True, **tiny)
-    shown = capsys.readouterr().out
+    shown = capsys.readouterr().err
     assert "5/5" in shown
     assert shown.count("failed:") == 5
 
