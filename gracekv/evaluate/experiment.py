@@ -80,7 +80,7 @@ class Panel(Configurable):
     methods: tuple[str, ...] = ("fullkv", "gracekv-plus", "gracekv")
     ratios: tuple[float, ...] = ()
     entries: tuple[int, ...] = ()
-    lengths: tuple[int, ...] = (4096,)
+    lengths: tuple[int, ...] = bounded((4096,), at_least=1)
     samples: int = bounded(50, at_least=1)
     first: int = bounded(0, at_least=0)
     seed: int = 42
@@ -112,7 +112,7 @@ class Panel(Configurable):
                 f"or entries such as 512."
             )
         if len({(cell.method, cell.column) for cell in cells}) < len(cells):
-            raise ConfigError(f"A method is named twice: {', '.join(self.methods)}.")
+            raise ConfigError(f"A method or budget is named twice: {', '.join(self.methods)}.")
 
     def cells(self) -> list[Cell]:
         """Every method at every budget; a method that keeps everything once."""

@@ -28,7 +28,7 @@ _FIELDS: dict[str, Any] = {
     "prompt_hash": str | None, "source": str | None, "marks": dict | None, "questions": list | None,
 }  # fmt: skip
 # "full", "8x" or "512 entries".
-_COLUMN = re.compile(r"full|\d+(\.\d+)?(e[+-]\d\d)?(x| entries)")
+_COLUMN = re.compile(r"full|\d+(\.\d+)?(e[+-]\d\d\d?)?(x| entries)")
 
 
 class RowFile(AbstractContextManager["RowFile"]):

@@ -46,6 +46,7 @@ def test_cells_are_methods_times_budgets_and_fullkv_once():
         ({"methods": ["gracekv"], "ratios": [], "entries": []}, ConfigError, "need a budget"),
         ({"ratios": [0.5]}, ValueError, "at least 1"),
         ({"samples": 0}, ConfigError, "samples takes a whole number >= 1"),
+        ({"lengths": []}, ConfigError, "lengths takes at least one item"),
         ({"generate": False, "fidelity": False}, ConfigError, "nothing to measure"),
         ({"protocol": "query-blind"}, ConfigError, "takes one of"),
         ({"recent_share": 0}, ConfigError, "share"),

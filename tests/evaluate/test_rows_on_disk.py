@@ -17,7 +17,7 @@ def keyed(key, **fields):
 def test_rows_come_back_in_order(tmp_path):
     with RowFile(tmp_path) as file:
         for n in range(3):
-            file.append(keyed(str(n), text="line\u2028separator\nand ünïcode"))
+            file.append(keyed(str(n), column="1e+100x", text="line\u2028separator\nand ünïcode"))
     rows = read_rows(tmp_path)
     assert [row["key"] for row in rows] == ["0", "1", "2"]
     assert rows[0]["text"] == "line\u2028separator\nand ünïcode"
