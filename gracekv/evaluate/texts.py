@@ -38,13 +38,8 @@ class Texts(NamedTuple):
     def sample(self, **about: Any) -> Sample:
         """The sample of these texts; `about` are the fields that the task decides."""
         first, *further = self.asked
-        return Sample(
-            instruction=self.instruction,
-            context=self.context,
-            further=tuple(further),
-            **first._asdict(),
-            **about,
-        )
+        texts: dict[str, Any] = {"instruction": self.instruction, "context": self.context}
+        return Sample(**texts, **first._asdict(), further=tuple(further), **about)
 
 
 @dataclass(frozen=True, slots=True)

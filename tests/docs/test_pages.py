@@ -31,10 +31,7 @@ ELSEWHERE = {
     "squidfunk.github.io",  # the theme's own mark
 }
 # The version, and RULER's generator, which `run` calls; its tasks are in the guide.
-WITHOUT_A_PLACE = {
-    "gracekv.__version__",
-    "gracekv.registry.suggestion",
-}
+WITHOUT_A_PLACE = {"gracekv.__version__", "gracekv.registry.suggestion"}
 WIDTHS = {"desktop": 1280, "phone": 390}
 SCHEMES = {"light": "default", "dark": "slate"}
 
