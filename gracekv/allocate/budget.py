@@ -19,7 +19,7 @@ from gracekv.kernels import ragged
 from gracekv.registry import Configurable, bounded, suggestion
 
 _UNITS = {
-    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9,
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9,
     "kib": 2**10, "mib": 2**20, "gib": 2**30,
 }  # fmt: skip
 
@@ -213,7 +213,7 @@ class Budget:
         Raises `BudgetError` for an unknown unit or a size that is not positive.
         """
         if isinstance(size, str):
-            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", size)
+            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
             if not match or match[2].lower() not in _UNITS:
                 raise BudgetError(
                     f"kv_bytes takes a number of bytes or a size such as '64MiB', '1.5GB' "

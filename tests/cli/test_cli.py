@@ -184,7 +184,7 @@ def test_compress_prints_answer_and_accounting(run, calls, story, tmp_path):
 def test_other_budgets_replace_the_ratio(run, calls, story):
     base = ("compress", "--model", "m", "--context", story, "--question", "q")
     run(*base, "--entries-per-head", 64)
-    run(*base, "--kv-bytes", "64MiB")
+    run(*base, "--kv-bytes", "67108864")
     run(*base, "--compression-ratio", "0.5")
     given = ({"entries_per_head": 64}, {"kv_bytes": "64MiB"}, {"compression_ratio": "0.5"})
     assert [call["budget"] for call in calls] == [Budget.of(one) for one in given]
