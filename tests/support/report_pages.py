@@ -17,7 +17,7 @@ ATTACK = "<script>window.hacked = 1</script>"
 
 @pytest.fixture(scope="session")
 def pair(make, words):
-    special = {20: f" {ATTACK}", 25: " caf\u00e9", 26: "", 27: " 🙂"}
+    special = {0: "\ufeff word0", 20: f" {ATTACK}", 25: " caf\u00e9", 26: "", 27: " 🙂"}
     return {
         "Grace": make("gracekv", 3, tokenizer=words(special), fields={"certify": True}, layers=3),
         "Snap": make("snapkv", 3, tokenizer=words(special), layers=3),

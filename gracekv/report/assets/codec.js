@@ -15,7 +15,7 @@ class Report {
     [this.first, this.last] = header.region;
     this.width = this.last - this.first;
     this.units = this.layers * this.heads;
-    this.text = new TextDecoder().decode(this.part("text"));
+    this.text = new TextDecoder("utf-8", { ignoreBOM: true }).decode(this.part("text"));
     this.begins = this.borders("textLengths", this.length);
     this.cuts = header.cuts && new Cuts(this, header.cuts, header.written);
     this.columns = header.columns.map((column, number) => new Column(this, column, number));
@@ -245,7 +245,7 @@ class Cuts {
   constructor(report, { first, lengths }, written) {
     Object.assign(this, { report, first, lengths });
     this.length = first + written;
-    this.text = new TextDecoder().decode(report.part("written"));
+    this.text = new TextDecoder("utf-8", { ignoreBOM: true }).decode(report.part("written"));
     this.begins = report.borders("writtenLengths", written);
     this.held = report.numbers("held");
     let end = 0;
