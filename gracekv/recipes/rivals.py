@@ -96,7 +96,7 @@ RIVALS: Mapping[str, Recipe] = {
         },
     ),
     "grkv": Recipe(
-        "CriticalKV's tokens, heads compete for a layer's share; values and keys by regression",
+        "CriticalKV's tokens in equal shares; values and keys by regression",
         "Peng et al. 2026, arXiv:2605.31105; shared recent window",
         {
             **_RIVAL,
