@@ -175,7 +175,8 @@ class ReplayedForward:
         """Record a step on a stream of its own; afterwards the tail is as it was before."""
         lengths = [layer.length for layer in self.cache.layers if layer.length is not None]
         before = [length.clone() for length in lengths]
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        device = self._ids.device
+        current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(_WARM_UP_STEPS):
@@ -185,7 +186,9 @@ class ReplayedForward:
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # torch's own stream is on the GPU that was current when it was made: nothing of a
+            # model on another GPU would be recorded.
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 self._output = self._step()
         except RuntimeError as error:
             warnings.warn(

@@ -97,8 +97,9 @@ class FakeCuda:
     def __init__(self, forward):
         self.forward, self.steps = forward, 0
 
-    def graph(self, graph, capture_error_mode):
+    def graph(self, graph, stream, capture_error_mode):
         fake = self
+        assert stream.device == self.forward._ids.device, "a GPU that is not the current one"
 
         class Recording:
             def __enter__(self):
@@ -116,9 +117,11 @@ class FakeCuda:
         static.copy_(self.forward._step().logits)
 
     def install(self, monkeypatch):
-        stream = SimpleNamespace(wait_stream=lambda other: None)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+        def stream(device):
+            return SimpleNamespace(wait_stream=lambda other: None, device=device)
+
+        monkeypatch.setattr(torch.cuda, "current_stream", stream)
+        monkeypatch.setattr(torch.cuda, "Stream", stream)
         monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=self.replay))
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
