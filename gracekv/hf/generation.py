@@ -172,6 +172,9 @@ def stream_text(
         raise ConfigError("Give either stream=True, which returns an iterator, or a streamer.")
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     closed, failures = threading.Event(), list[BaseException]()
+    for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+        # A thread does not inherit it.
+        generate = torch.autocast(device, torch.get_autocast_dtype(device))(generate)
 
     def is_closed(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         return torch.full((len(ids),), closed.is_set(), device=ids.device)

@@ -80,9 +80,12 @@ def test_the_context_is_never_read_again(model, book):
     assert fed[0][0] == 3
 
 
-def test_streamed_text_is_the_answer(book):
-    whole = book.ask(QUESTIONS[1], max_new_tokens=12)
-    pieces = list(book.ask(QUESTIONS[1], max_new_tokens=12, stream=True))
+@pytest.mark.parametrize("autocast", [False, True])
+def test_streamed_text_is_the_answer(book, autocast):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        book = gracekv.compress(book.model, book.prompt, ratio=4)
+        whole = book.ask(QUESTIONS[1], max_new_tokens=12)
+        pieces = list(book.ask(QUESTIONS[1], max_new_tokens=12, stream=True))
     assert len(pieces) > 1
     assert "".join(pieces) == whole
 
