@@ -26,7 +26,7 @@ from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.model_layers import cache_dtype, head_sizes
 from gracekv.prefill.options import DEFAULTS, CaptureOptions, trim_memory
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.supported import check_model
+from gracekv.prefill.supported import check_continuation, check_model
 
 
 class _Options(BudgetOptions, total=False):
@@ -266,8 +266,8 @@ def generate(
         limit: the most that the cache may hold while decoding.
         model_kwargs: transformers' own.
 
-    Raises what `gracekv.compress` raises, `PromptError` for several rows or padding, and
-    `ConfigError` for beams and for several answers.
+    Raises what `gracekv.compress` and `result.generate_ids` raise, `PromptError` for several rows
+    or padding, and `ConfigError` for beams and for several answers.
     """
     if generation_config.num_beams != 1 or generation_config.num_return_sequences != 1:
         raise ConfigError(
@@ -286,6 +286,7 @@ def generate(
             f"custom_generate compresses what is before the last question_tokens: give fewer, or a "
             f"longer prompt. Got question_tokens={question_tokens} and {length} tokens."
         )
+    check_continuation(model, [length], generation_config.max_length - length)
     prompt = Prompt.from_ids(input_ids, (0, max(1, length - question_tokens)))
     sizes = {"ratio": ratio, "entries_per_head": entries_per_head, "kv_bytes": kv_bytes}
     result = compress(model, prompt, pipeline=pipeline, budget=Budget.of(sizes, sizes))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gracekv.errors import CacheError
 from gracekv.hf.cache import GraceCache
+from gracekv.prefill.supported import switch_point
 
 
 def before_forward(
@@ -27,7 +28,8 @@ def before_forward(
     - A batch of prompts of several lengths gets its mask and positions if it comes without.
 
     Raises `CacheError` if the mask hides cached tokens, does not hide a batch's padding, the
-    positions are not those that follow the cached tokens, or the model is in training mode.
+    positions are not those that follow the cached tokens or lie where the model's RoPE changes,
+    or the model is in training mode.
     """
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, GraceCache):
@@ -58,6 +60,13 @@ def before_forward(
             kwargs["attention_mask"] = mask = None
         if positions is not None and positions.shape[-1] > new:
             kwargs["position_ids"] = positions = positions[..., -new:]
+    switch = switch_point(module)
+    if switch and cache.packed_length - max(cache.padding) < switch < cached + new:
+        raise CacheError(
+            f"The sequence has grown to {cached + new} tokens, and after {switch} the model "
+            f"changes its RoPE, so the compressed cache no longer fits. Generate fewer tokens, or "
+            f"use a longer prompt."
+        )
     if flat is not None:
         check_positions(flat.shape[1], cached + new)
     elif mask is None and positions is not None and not any(cache.padding):

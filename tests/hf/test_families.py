@@ -129,8 +129,10 @@ def test_a_continuation_past_the_window_is_refused(case):
 
 
 @pytest.mark.parametrize(
-    "options", [{"family": "phi3", "rope": "longrope"}, {"family": "phi3", "positions": 155}]
-)
+    "options",
+    [{"family": "phi3", "rope": "longrope"}, {"family": "phi3", "positions": 155},
+     {"rope": "longrope"}],
+)  # fmt: skip
 def test_a_continuation_past_the_rope_switch_is_refused(options):
     """Where transformers would drop the cache and go on without saying so."""
     model = tiny_model(**options, original=155)
@@ -139,3 +141,9 @@ def test_a_continuation_past_the_rope_switch_is_refused(options):
     assert torch.equal(result.generate_ids(6)[0], generated(result.model, result.new_cache(), 6)[0])
     with pytest.raises(CacheError, match="drops the cache"):
         result.generate_ids(7)
+    inside = {"custom_generate": gracekv.generate, "ratio": 2, "max_new_tokens": 7}
+    with pytest.raises(CacheError, match="drops the cache"):
+        model.generate(PROMPT.ids[None], **inside)
+    if "family" not in options:  # transformers drops the cache of a Phi-3 alone
+        with pytest.raises(CacheError, match="grown to 156 tokens, and after 155"):
+            generated(result.model, result.new_cache(), 7)
