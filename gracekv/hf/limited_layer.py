@@ -40,7 +40,9 @@ class LimitedLayer(GraceLayer):
     def record(self, step: AttentionStep) -> None:
         query, old = step.query, self._asked
         self.how = step.scale, step.softcap, step.sink_logits
-        if len(old) != len(query) or old.shape[1] != query.shape[1]:
+        # As the tail: what was made in inference mode cannot be written to outside it.
+        lost = old.is_inference() and not torch.is_inference_mode_enabled()
+        if lost or len(old) != len(query) or old.shape[1] != query.shape[1]:
             shape = (len(query), query.shape[1], self._queries, query.shape[3])
             self._asked = query.new_zeros(shape)
             if old.numel():

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
@@ -104,9 +105,10 @@ def fill(layer: Any, state: LayerState, seen: int) -> None:
     layer.keys, layer.values, layer.cumulative_length = keys, values, seen
 
 
+@torch.inference_mode(False)
 def fill_states(layer: Any, states: Mapping[str, Tensor]) -> None:
     """Set a stock layer to copies of its states [S, ...], as `LayerState` names them."""
-    # The layer's own steps write into its tensors.
+    # The layer's own steps write into its tensors, inside of inference mode and outside.
     conv, recurrent = (states[x].clone() if x in states else None for x in ("conv", "recurrent"))
     layer.conv_states[0], layer.is_conv_states_initialized[0] = conv, conv is not None
     layer.recurrent_states[0] = recurrent

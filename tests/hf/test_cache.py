@@ -8,7 +8,7 @@ from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.errors import CacheError
 from gracekv.hf import GraceCache, attach
 from gracekv.hf.layer import PackedStates
-from gracekv.testing.models import tiny_llama
+from gracekv.testing.models import tiny_llama, tiny_model
 
 PACKED = 30
 
@@ -93,13 +93,17 @@ def test_a_reset_or_new_cache_starts_over():
     assert cache.get_seq_length() == PACKED
 
 
-def test_a_tail_from_inference_mode_can_go_on_outside(model):
-    cache = GraceCache(packed())
+@pytest.mark.parametrize("entries", [None, 200])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_cache_from_inference_mode_can_go_on_outside(family, entries):
+    model, prompt = tiny_model(family), gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
+    result = gracekv.compress(model, prompt, ratio=2)
     with torch.inference_mode():
-        model(torch.tensor([[1, 2]]), past_key_values=cache)
+        cache = result.new_cache(entries and gracekv.Limit(entries_per_head=entries))
+        model(torch.tensor([[59, 1]]), past_key_values=cache)
     with torch.no_grad():
         model(torch.tensor([[3]]), past_key_values=cache)
-    assert cache.get_seq_length() == PACKED + 3
+    assert cache.get_seq_length() == 62
 
 
 @pytest.mark.parametrize("masked", [False, True])
