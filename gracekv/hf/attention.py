@@ -181,7 +181,7 @@ def _eager(
 ) -> tuple[Tensor, Tensor]:
     """The model's own eager attention, with sdpa's masks."""
     count, length = query.shape[2], key.shape[2]
-    if mask is None and count > 1:
+    if mask is None and count > 1 and getattr(module, "is_causal", True):
         mask = torch.ones(count, length, dtype=torch.bool, device=query.device)
         mask = mask.tril(length - count)[None, None]
     if mask is not None and mask.dtype == torch.bool:

@@ -90,3 +90,11 @@ def test_what_cannot_be_done_with_them_is_refused_by_name(tmp_path):
     model._tp_size = 2  # as transformers marks a sharded one
     with pytest.raises(UnsupportedModelError, match="q_proj of layer 0 is not split by heads"):
         gracekv.compress(model, PROMPT, ratio=2)
+
+
+def test_images_are_seen_as_before_by_an_attached_model():
+    model, pixels = model_of("llava"), torch.randn(1, 3, 28, 28)
+    model.set_attn_implementation("eager")
+    want = model.model.vision_tower(pixels).last_hidden_state
+    with pytest.warns(UntestedModelWarning), gracekv.attached(model):
+        assert torch.equal(model.model.vision_tower(pixels).last_hidden_state, want)
