@@ -1,4 +1,4 @@
-"""What a tensor's dtype is never depends on `torch.set_default_dtype`."""
+"""Nothing depends on `torch.set_default_dtype` and `torch.set_default_device`."""
 
 import ast
 import itertools
@@ -62,12 +62,14 @@ def parts(result):
     ("recipe", "dtype"),
     covering(list(itertools.product(recipes.names(), (torch.bfloat16, torch.float64)))),
 )
-def test_recipes_keep_the_same_under_every_default_dtype(recipe, dtype):
+def test_recipes_keep_the_same_under_every_default_dtype_and_device(recipe, dtype):
     run = compressed(recipe)
     wanted = parts(run())
     torch.set_default_dtype(dtype)
     try:
-        got = parts(run())
+        with torch.device("meta"):
+            result = run()
+        got = parts(result)
     finally:
         torch.set_default_dtype(torch.float32)
     for one, other in zip(got, wanted, strict=True):

@@ -93,8 +93,8 @@ def entries_within(
     most, longest = units * max(0, target - limit.window), int(shard.maximum(lengths.amax()))
     if (known is None or longest <= known // 2) and shard.total(int(lengths.sum())) <= most:
         return None
-    used = torch.arange(longest) < lengths[..., None]
-    gains = torch.zeros(used.shape, dtype=torch.float32)
+    used = torch.arange(longest, device="cpu") < lengths[..., None]
+    gains = torch.zeros_like(used, dtype=torch.float32)
     # Of the elastic auction, an entry needs a gain above that of padding.
     gains[used] = torch.cat(list(scores)).float().cpu().clamp(min=torch.finfo(torch.float32).tiny)
     stays = gains.isinf()
@@ -104,8 +104,8 @@ def entries_within(
             f"The limit leaves {most // units} entries per head beside its window, but "
             f"{-(-(most - left) // units)} must stay: what was never compressed. Raise the limit."
         )
-    ones = torch.ones(used.shape[:2], dtype=torch.float32)
-    quota = None if known is None else torch.full(used.shape[:2], known // 2)
+    ones = torch.ones_like(lengths, dtype=torch.float32)
+    quota = None if known is None else torch.full_like(lengths, known // 2)
     kept = top_tokens(gains.masked_fill(stays, 0.0), ones, left, quota, elastic=True, shard=shard)
     return list((kept | stays)[used].split([len(own) for own in scores]))
 

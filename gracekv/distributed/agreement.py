@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,8 @@ from gracekv.errors import RankError
 def in_step(model: Any) -> AbstractContextManager[HeadShard]:
     """A block that all processes of a sharded `model` run together; yields its `head_shard`.
 
-    If the block fails on one process, the others raise `RankError` at their next exchange.
+    If the block fails on one process, the others raise `RankError` at their next exchange. Inside,
+    new tensors lie on the CPU unless told otherwise.
     """
     return together(head_shard(model))
 
@@ -26,8 +27,11 @@ def in_step(model: Any) -> AbstractContextManager[HeadShard]:
 @contextmanager
 def together(shard: HeadShard) -> Iterator[HeadShard]:
     """`in_step` of the processes that `shard` reaches."""
+    usual = torch.get_default_device().type == "cpu"
     try:
-        yield shard
+        # Whatever torch.set_default_device says; a mode that changes nothing would cost time.
+        with nullcontext() if usual else torch.device("cpu"):
+            yield shard
     except RankError:
         raise
     except Exception:

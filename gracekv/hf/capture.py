@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan
+from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sharding import check_works_sharded, head_shard
 from gracekv.errors import (
     CaptureMemoryError,
@@ -117,7 +118,8 @@ def capture(
     expect(prompt, Prompt, f"capture takes one {PROMPT}", PromptError)
     expect(options, CaptureOptions, "capture's options are a gracekv.CaptureOptions")
     expect(needs, Needs | None, "capture's needs are a gracekv.prefill.Needs")
-    return run_capture(model, prompt, None, EVERYTHING if needs is None else needs, options)
+    with in_step(model):
+        return run_capture(model, prompt, None, EVERYTHING if needs is None else needs, options)
 
 
 def run_capture(

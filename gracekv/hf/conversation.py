@@ -270,10 +270,10 @@ class Conversation:
                     self._begin_anew()
                 *older, (_, last) = self._new_turns(messages, tools)
                 self._tail = [*self._tail, *((role, len(ids)) for role, ids in older)]
-                self._ids = torch.cat([self._ids, *(torch.tensor(ids) for _, ids in older)])
+                self._ids = torch.cat([self._ids, *(self._ids.new_tensor(ids) for _, ids in older)])
                 self.messages, self._tools = list(messages[:-1]), tools
                 self._compress_older()
-                ids = torch.cat([self._ids, torch.tensor(last)])
+                ids = torch.cat([self._ids, self._ids.new_tensor(last)])
                 check_room(self._model, self._prompt, len(ids), max_new_tokens, self._limit)
                 yield ids
             except BaseException:

@@ -280,7 +280,7 @@ def ask_ids(
     for question in questions:
         check_question(question)
         new = first_turn(tokenizer, question, prompt.separator, prompt.template)
-        rows.append(torch.cat([context, torch.tensor(new)]))
+        rows.append(torch.cat([context, context.new_tensor(new)]))
         check_room(model, prompt, len(rows[-1]), max_new_tokens, limit)
     asked = [rows]
     if result.packed.other_layers and len({len(row) for row in rows}) > 1:

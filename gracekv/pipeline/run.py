@@ -128,7 +128,7 @@ class RunRecord:
         for own, layer in zip(scores, cache.layers, strict=True):
             row, position, _ = layer.index()
             inside = (position >= first) & (position < last)
-            found.append(torch.full(row.shape, torch.inf, dtype=torch.float32))
+            found.append(torch.full_like(row, torch.inf, dtype=torch.float32))
             found[-1][inside] = own[row[inside], position[inside] - first]
         return tuple(found)
 

@@ -120,7 +120,7 @@ def sample_places(name: str, shape: tuple[int, ...]) -> Tensor:
     """
     size = math.prod(shape)
     count = min(_READS, size)
-    edges = torch.arange(count + 1) * size // max(1, count)
+    edges = torch.arange(count + 1, device="cpu") * size // max(1, count)
     noise = hashlib.shake_256(f"{name} {list(shape)}".encode()).digest(8 * count)
     chosen = torch.frombuffer(bytearray(noise), dtype=torch.int64) if count else edges[:0]
     return edges[:-1] + chosen.remainder(edges.diff())

@@ -146,9 +146,7 @@ class Prompt:
         ids, borders = encode(tokenizer, parts, special=not chat)
         start, end, last = borders
         spans = PromptSpans(start, end, last, len(ids))
-        return cls(
-            torch.tensor(ids, dtype=torch.int64), spans, parts, tokenizer, separator, template
-        )
+        return cls(_checked_ids(ids), spans, parts, tokenizer, separator, template)
 
     @classmethod
     def from_messages(
@@ -176,7 +174,7 @@ class Prompt:
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         tail, end = continued(tokenizer, answered[len(text) :]), len(ids)
         spans = PromptSpans(0, end, end, end + len(tail))
-        return cls(torch.tensor([*ids, *tail]), spans, None, tokenizer, messages=len(messages))
+        return cls(_checked_ids([*ids, *tail]), spans, None, tokenizer, messages=len(messages))
 
     @property
     def has_question(self) -> bool:
@@ -205,9 +203,8 @@ class Prompt:
             )
         if isinstance(passage, str):
             check_text("passage", passage)
-            new = torch.tensor(continued(self.tokenizer, passage), dtype=torch.int64)
-        else:
-            new = _checked_ids(passage)
+            passage = continued(self.tokenizer, passage)
+        new = _checked_ids(passage)
         if not len(new):
             raise PromptError("The passage is empty: there is nothing to read.")
         spans, end = self.spans, self.spans.context_end
@@ -235,7 +232,7 @@ def _checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
     Raises `PromptError` unless they are ids of one sequence.
     """
     try:
-        tensor = torch.as_tensor(ids)
+        tensor = torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise PromptError(
             f"ids must be token ids of one sequence, [T] whole numbers ({error})."
@@ -253,7 +250,7 @@ def _checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
             f"Token ids must be whole numbers of at least 0; got {tensor.dtype}, {tensor.min()} "
             f"among them. Remove padding and label masks (-100) first."
         )
-    return tensor.detach().to("cpu", torch.int64)
+    return tensor.detach().to(torch.int64)
 
 
 def _question_end(after: str, question: str) -> int:

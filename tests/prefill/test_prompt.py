@@ -95,7 +95,9 @@ def test_without_a_chat_template_the_texts_follow_each_other(slow):
 
 
 def test_an_empty_question_leaves_no_question_probes():
-    prompt = Prompt.from_chat(FAST[True], context="The code of room seven.", instruction="Read.")
+    with torch.device("meta"):  # as torch.set_default_device
+        prompt = Prompt.from_chat(FAST[True], context="Code of room seven.", instruction="Read.")
+    assert prompt.ids.is_cpu
     assert prompt.spans.question_end == prompt.spans.context_end
     assert pieces(prompt, FAST[True])[2:] == ["", "<|end|>\n<|assistant|>\n"]
 
