@@ -190,8 +190,10 @@ def _read(
     splits = has_rope(model) or rotating(model_layers(model)) == "none"
     sizes = CaptureSizes.of(model, stays)
     held = held_positions(needs, prompt.spans, sizes, options.memory_limit)
-    free = free_bytes(model.device) if model.device.type == "cuda" else None
-    room = None if free is None else chunk_room(length, len(held), sizes, free)
+    gpus = {x.device for x in model.parameters() if x.device.type == "cuda"}
+    free = sum(map(free_bytes, gpus)) if model.device.type == "cuda" else None
+    # Layers are spread over the GPUs; a chunk runs on one at a time.
+    room = None if free is None else chunk_room(length, len(held), sizes, free) // len(gpus)
     size = chunk_size(options, length, splits=splits, by_layers=stays is not None, room=room)
     if free is not None:
         check_memory(length, size, len(held), sizes, free)
@@ -202,7 +204,7 @@ def _read(
             raise
     # Not from the error, whose frames hold the tensors of the failed pass.
     trim_memory()
-    free = free_bytes(input_device(model))
+    free = sum(map(free_bytes, gpus or {input_device(model)}))
     opening = f"Capturing {length} tokens ran out of memory"
     raise CaptureMemoryError(memory_advice(opening, length, size, len(held), sizes, free))
 

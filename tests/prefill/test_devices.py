@@ -2,6 +2,7 @@
 
 import dataclasses
 from itertools import cycle, product
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -171,15 +172,8 @@ def test_weights_offloaded_to_memory_are_fetched_when_used(family):
 def test_a_device_map_with_layers_on_disk(tmp_path):
     whole = tiny_model(layers=3)
     reference = capture(whole, PROMPT)
-    places = {
-        "model.embed_tokens": "cpu",
-        "model.layers.0": "cpu",
-        "model.layers.1": "disk",
-        "model.layers.2": "cpu",
-        "model.norm": "cpu",
-        "model.rotary_emb": "cpu",
-        "lm_head": "disk",
-    }
+    near = ("embed_tokens", "layers.0", "layers.2", "norm", "rotary_emb")
+    places = {"model.layers.1": "disk", "lm_head": "disk"} | {f"model.{x}": "cpu" for x in near}
     model = accelerate.dispatch_model(
         tiny_model(layers=3), device_map=places, main_device="cpu", offload_dir=tmp_path
     )
@@ -190,3 +184,13 @@ def test_a_device_map_with_layers_on_disk(tmp_path):
     # Exactly: the layers call the same functions on the same weights.
     assert all(map(torch.equal, prefill.keys, reference.keys))
     assert_generates_like(model, whole)
+
+
+def test_a_prompt_has_room_on_all_gpus_of_a_model_together(monkeypatch):
+    model = tiny_model()
+    gpus = [Mock(device=torch.device("cuda", n), dtype=torch.float32) for n in range(2)]
+    monkeypatch.setattr(model, "parameters", lambda: iter(gpus))
+    monkeypatch.setattr(type(model), "device", gpus[0].device)
+    # Of 400 kB that it takes.
+    monkeypatch.setattr("gracekv.hf.capture.free_bytes", lambda gpu: 300_000)
+    assert capture(model, PROMPT).layers == 2
