@@ -100,10 +100,8 @@ class BaseResult(ABC):
         if limit is None:
             return self._cache.with_empty_tail()
         expect(limit, Limit, "limit takes a gracekv.Limit, such as Limit(entries_per_head=512)")
-        each = [run.entry_scores() for run in self._runs]
-        known = [own for own in each if own is not None]
-        whole = len(known) == len(each)
-        scores = tuple(map(torch.cat, zip(*known, strict=True))) if whole else None
+        each: list[Any] = [run.entry_scores() for run in self._runs]
+        scores = None if None in each else tuple(map(torch.cat, zip(*each, strict=True)))
         strategy = limit.decoder(self.pipeline.decode)
         source = self._cache
         if any(isinstance(layer, QuantisedEntries) for layer in self.packed.layers):

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from gracekv.backends import Auto, Backend
+from gracekv.backends.base import sequence_of_row
 from gracekv.cache import CompressedCache, Occupancy
 from gracekv.decode import Limit
 from gracekv.decode.limit import CutHistory
@@ -171,12 +172,9 @@ class GraceCache(Cache):  # type: ignore[misc]
         Raises `CacheError` if so many rows cannot continue the packed prompts.
         """
         layer = self.grace_layers[0]
-        sequences = layer.rows_of(rows)
         device = layer.packed.entries.device if device is None else device
-        padding = torch.tensor(self.padding, device=device)
-        if sequences is None:
-            return padding.repeat_interleave(rows // len(padding))
-        return padding[sequences.to(device)]
+        of_row = sequence_of_row(layer.rows_of(rows), rows, len(self.padding), device)
+        return torch.tensor(self.padding, device=device)[of_row.to(device)]
 
     def packed_mask(self, rows: int, device: torch.device) -> Tensor:
         """bool [rows, packed_length]: False where a row's prompt is padded.

@@ -277,8 +277,7 @@ def generate(
     mask = model_kwargs.pop("attention_mask", None)
     if len(input_ids) != 1 or (mask is not None and not bool(mask.all())):
         raise PromptError(
-            "custom_generate takes one prompt without padding. Use gracekv.compress with a list of "
-            "prompts."
+            "custom_generate takes one prompt without padding. Use gracekv.compress for several."
         )
     length = input_ids.shape[1]
     if length < 2 or (length <= question_tokens and ratio not in (None, 1)):

@@ -63,9 +63,8 @@ def before_forward(
     switch = switch_point(module)
     if switch and cache.packed_length - max(cache.padding) < switch < cached + new:
         raise CacheError(
-            f"The sequence has grown to {cached + new} tokens, and after {switch} the model "
-            f"changes its RoPE, so the compressed cache no longer fits. Generate fewer tokens, or "
-            f"use a longer prompt."
+            f"The sequence has grown to {cached + new} tokens, past the {switch} where the model's "
+            f"RoPE changes. Generate fewer tokens, or use a longer prompt."
         )
     if flat is not None:
         check_positions(flat.shape[1], cached + new)
@@ -81,8 +80,7 @@ def before_forward(
         return (), kwargs
     seen = cache.packed_mask(rows, kwargs[name].device)
     if mask is None:
-        total = cached + new
-        mask = seen.new_ones(rows, total)
+        mask = seen.new_ones(rows, cached + new)
         mask[:, : seen.shape[1]] = seen
         kwargs["attention_mask"] = mask
     elif flat is not None:
@@ -135,16 +133,15 @@ def _check_hidden(mask: Tensor, seen: Tensor) -> None:
 
     `seen` is bool [B or 1, packed]: False where a row is padded.
     """
-    covered = mask[:, : seen.shape[1]].bool()
-    if covered.shape[1] < seen.shape[1]:
-        return  # The mask is too short altogether; the tail's mask function raises.
-    if bool((covered & ~seen.to(mask.device)).any()):
+    covered, seen = mask[:, : seen.shape[1]].bool(), seen.to(mask.device)
+    if bool((covered == seen).all()):
+        return
+    if bool((covered & ~seen).any()):
         raise CacheError(
             "The prompts of this batch have different lengths, and the attention mask does not "
             "hide the padding on their left. Use result.inputs, or leave the mask out."
         )
-    if not torch.equal(covered, seen.to(mask.device).expand_as(covered)):
-        raise CacheError(
-            "The attention mask hides tokens of the compressed prompt; their entries are merged "
-            "and cannot be hidden. Compress without padding; for a batch use result.inputs."
-        )
+    raise CacheError(
+        "The attention mask hides tokens of the compressed prompt; their entries are merged and "
+        "cannot be hidden. Compress without padding; for a batch use result.inputs."
+    )

@@ -78,8 +78,8 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         self.packed = packed
         self.rows: Tensor | None = None
         self._used = 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._keys: Any = None
+        self._values: Any = None
 
     @property
     def tail_length(self) -> int:
@@ -128,8 +128,6 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _tail(self, length: int) -> tuple[Tensor, Tensor]:
         """Views [B, G, length, d] of the tail's storage."""
-        if self._keys is None or self._values is None:
-            raise CacheError("This cache layer has no tail yet; it starts with the first update.")
         return self._keys[:, :, :length], self._values[:, :, :length]
 
     def _check(self, key_states: Tensor) -> None:
@@ -184,7 +182,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
     def batch(self) -> int:
         """B, rows of the tail; before there is one, as many as were selected or packed."""
         if self._keys is not None:
-            return self._keys.shape[0]
+            return len(self._keys)
         return self.packed.entries.sequences if self.rows is None else len(self.rows)
 
     def get_seq_length(self) -> int:
@@ -236,7 +234,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         index = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         if self.packed.entries.sequences > 1:
             self.rows = self._selected_rows(index)
-        if self._keys is None or self._values is None:
+        if self._keys is None:
             return
         index = index.to(self._keys.device)
         # All places, not only the used ones: beams are reordered at every token, and storage cut

@@ -118,10 +118,10 @@ class FakeCuda:
 
     def install(self, monkeypatch):
         def stream(device):
-            return SimpleNamespace(wait_stream=lambda other: None, device=device)
+            return SimpleNamespace(wait_stream=id, device=device)
 
-        monkeypatch.setattr(torch.cuda, "current_stream", stream)
-        monkeypatch.setattr(torch.cuda, "Stream", stream)
+        for name in ("current_stream", "Stream"):
+            monkeypatch.setattr(torch.cuda, name, stream)
         monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=self.replay))
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
@@ -168,12 +168,8 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(replay, model, monkeypatch
 
 
 def test_what_is_replayed(model):
-    layer = SimpleNamespace(
-        packed=SimpleNamespace(
-            entries=SimpleNamespace(device=torch.device("cuda")),
-            backend=SimpleNamespace(name="triton"),
-        )
-    )
+    entries, backend = SimpleNamespace(device=torch.device("cuda")), SimpleNamespace(name="triton")
+    layer = SimpleNamespace(packed=SimpleNamespace(entries=entries, backend=backend))
     cache = SimpleNamespace(grace_layers=[layer], packed=SimpleNamespace(other_layers=()))
     assert graph_replay.suits(model, cache, 64, {"do_sample": True, "top_k": 5})
     assert not graph_replay.suits(model, cache, 8, {})

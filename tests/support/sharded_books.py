@@ -72,12 +72,9 @@ def near_models(folder: Path, name: str):
 def positions(packed):
     """Of each entry, by sequence, layer and head."""
     return [
-        [
-            [layer.head(g, s)[2].tolist() for g in range(layer.heads)]
-            for layer in packed.layers
-        ]
+        [[layer.head(g, s)[2].tolist() for g in range(layer.heads)] for layer in packed.layers]
         for s in range(packed.sequences)
-    ]  # fmt: skip
+    ]
 
 
 def facts(result):
