@@ -42,14 +42,13 @@ def pointer(context: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def wide_vectors(context: Any) -> Any:
-    """Call it in a function whose loops are worth vectors of 512 bits.
+    """Let loops of the function that calls this use vectors of 512 bits, where there are any.
 
-    LLVM stays at 256 bits on Intel's processors otherwise, since few vectors do not pay for the
-    lower clock of wide ones.
+    LLVM takes 256 bits on Intel's processors, since a few wide vectors lower the clock for nothing.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        # llvmlite's own `add` knows no attributes of targets.
+        # The set's own `add` refuses this attribute, which llvmlite does not list.
         set.add(builder.function.attributes, '"prefer-vector-width"="512"')
         return context.get_dummy_value()
 

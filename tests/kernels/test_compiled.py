@@ -14,6 +14,8 @@ from support.devices import two_devices
 numba = pytest.importorskip("numba")
 from numba.core import caching  # noqa: E402
 
+from gracekv.kernels.numba_softmax import exponentials  # noqa: E402
+
 
 def one():
     return 1
@@ -34,15 +36,10 @@ def test_a_tensor_that_fits_gives_its_address():
     assert address("keys", tensor, torch.float32, 2, 3) == tensor.data_ptr()
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(2, 3, dtype=torch.bfloat16),
-        torch.zeros(2, 2),
-        torch.zeros(6),
-        torch.zeros(3, 2).T,
-    ],
-)
+OTHERS = [torch.zeros(2, 3).bfloat16(), torch.zeros(2, 2), torch.zeros(6), torch.zeros(3, 2).T]
+
+
+@pytest.mark.parametrize("tensor", OTHERS)
 def test_others_are_refused_by_name(tensor):
     with pytest.raises(ShapeError, match=r"takes 'keys' as a contiguous tensor \[2, 3\] of torch"):
         address("keys", tensor, torch.float32, 2, 3)
@@ -51,3 +48,10 @@ def test_others_are_refused_by_name(tensor):
 def test_so_is_one_on_another_device():
     with two_devices() as there, pytest.raises(ShapeError, match="on cpu; got"):
         address("keys", torch.zeros(2, 3).to(there), torch.float32, 2, 3)
+
+
+def test_loops_of_a_softmax_use_512_bits_where_there_are_any():
+    single = numba.float32
+    exponentials.compile((single[::1], numba.int64, single, single))
+    (code,) = exponentials.inspect_llvm().values()
+    assert '"prefer-vector-width"="512"' in code
