@@ -184,7 +184,7 @@ def _launch_with(interpret: Any) -> Any:
 
 def _log2_weights(queries: Any, keys: Any, seen: Any, scale: float) -> torch.Tensor:
     """The logits [H, Q, T] of the kernels of softmax sums, in powers of 2."""
-    queries = queries[0].float() * scale
+    queries = queries.float().sum(0) * scale
     grouped = queries.unflatten(0, (len(keys), -1)) @ keys.float().mT[:, None]
     hidden = torch.arange(keys.shape[1]) >= seen[:, None]
     return grouped.flatten(0, 1).masked_fill_(hidden, -torch.inf)
@@ -194,17 +194,18 @@ def _row_logsumexp(
     *, queries: Any, keys: Any, seen: Any, sinks: Any, lse: Any, scale: float, **_: Any
 ) -> int:
     logits = _log2_weights(queries, keys, seen, scale) * _LN_2
-    lse.copy_(torch.logsumexp(torch.cat([logits, sinks[..., None]], dim=-1), dim=-1) / _LN_2)
+    lse.fill_(-torch.inf)  # all keys are in the first part
+    lse[0] = torch.logsumexp(torch.cat([logits, sinks[..., None]], dim=-1), dim=-1) / _LN_2
     return 2 * len(queries) * queries.shape[1] * int(seen.sum()) * queries.shape[-1]
 
 
 def _reduce_columns(
-    *, queries: Any, keys: Any, seen: Any, lse: Any, weights: Any, output: Any, chunk: int,
+    *, queries: Any, keys: Any, seen: Any, lse: Any, weights: Any, output: Any, CHUNK: int,
     power: float, scale: float, MAXIMUM: bool, **_: Any,
 ) -> int:  # fmt: skip
-    shares = (power * (_log2_weights(queries, keys, seen, scale) - lse[..., None])).exp2_()
+    shares = (power * (_log2_weights(queries, keys, seen, scale) - lse[0, ..., None])).exp2_()
     shares *= weights[:, None]
-    for part, rows in zip(output, shares.split(chunk, dim=1), strict=True):
+    for part, rows in zip(output, shares.split(CHUNK, dim=1), strict=True):
         part.copy_(rows.amax(1) if MAXIMUM else rows.sum(1))
     return 2 * len(queries) * queries.shape[1] * int(seen.sum()) * queries.shape[-1]
 

@@ -1,10 +1,10 @@
 """Column sums and maxima of softmax rows on NVIDIA GPUs; logits are never written to memory.
 
-Two kernels compute the logits: the first keeps a log-sum-exp per query, the second reduces
-probabilities over queries for a block of keys. Half-precision keys are multiplied on tensor cores
-with float32 sums; float32 queries are split into two parts of the keys' dtype for it. Float32 keys
-are multiplied in full float32. There are no atomic operations: results are the same to the bit from
-run to run.
+Two kernels compute the logits: the first keeps the log-sum-exp of each query over parts of the
+keys, the second reduces probabilities over queries for a block of keys. Half-precision keys are
+multiplied on tensor cores with float32 sums; float32 queries are split into two parts of the keys'
+dtype for it. Float32 keys are multiplied in full float32. There are no atomic operations: results
+are the same to the bit from run to run.
 
 Source: ours; the two passes are those of flash attention's backward pass (arXiv:2205.14135).
 """
@@ -16,22 +16,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gracekv.kernels.device import interpreted
+from gracekv.kernels.device import capability, interpreted
 from gracekv.kernels.linalg import Columns, filled
 
 LARGEST_DIM = 256
-# Queries of one program of the second kernel.
-_QUERIES = 256
+# Most features that a program of half-precision keys holds at once.
+_WHOLE = 128
+# Queries of one program of the second kernel: the larger number where the keys alone make at least
+# so many programs. Programs of the first below which its keys are cut into so many parts (ours).
+_QUERIES, _MORE_QUERIES, _ENOUGH = 256, 1024, 1024
+_SPLITS = ((128, 16), (1024, 4))
 _LOG2_E = 1.4426950408889634
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def block_sizes(dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Constants and launch options of both kernels; blocks of 64 features would spill registers."""
+def block_sizes(
+    dim: int, dtype: torch.dtype, capability: tuple[int, int]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Constants and launch options of the two kernels.
+
+    Float32 and large heads are read in blocks of 32 features, since more would spill registers.
+    Hopper's matrix instructions read shared memory and leave registers for larger blocks.
+    """
+    names = ("BLOCK_Q", "BLOCK_K", "BLOCK_D", "num_warps", "num_stages")
+    features = max(16, 1 << (dim - 1).bit_length())
     if dtype == torch.float32:
-        return {"BLOCK_Q": 32, "BLOCK_K": 64, "BLOCK_D": 32, "num_warps": 4, "num_stages": 1}
-    features = min(32, max(16, 1 << (dim - 1).bit_length()))
-    return {"BLOCK_Q": 64, "BLOCK_K": 64, "BLOCK_D": features, "num_warps": 4, "num_stages": 2}
+        rows = columns = (32, 64, 32, 4, 1)
+    elif features > _WHOLE:
+        rows, columns = (64, 64, 32, 4, 2), (32, 64, 32, 4, 2)
+    elif capability[0] == 9:
+        rows = columns = (64, 64, features, 4, 3)
+    else:
+        rows, columns = (64, 64, features, 4, 2), (32, 64, features, 4, 2)
+    return dict(zip(names, rows, strict=True)), dict(zip(names, columns, strict=True))
 
 
 def takes(queries: Tensor, keys: Tensor) -> bool:
@@ -43,34 +60,41 @@ def takes(queries: Tensor, keys: Tensor) -> bool:
 def softmax_columns(asked: Columns) -> Tensor:
     """float32 [H, T]; as in `gracekv.kernels.softmax_sums`, on a GPU."""
     queries, keys, sinks = asked.queries, asked.keys, asked.sinks
-    if queries.dtype not in (keys.dtype, torch.float32):
-        queries = queries.float()
-    # Only features must follow one another: slices of prompts are read where they lie.
-    queries, keys = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys))
     heads, count, dim = queries.shape
     groups, length, _ = keys.shape
+    of_rows, of_columns = block_sizes(dim, keys.dtype, capability(keys.device))
+    # Only features must follow one another: slices of prompts are read where they lie.
+    queries, keys = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys))
+    parts = queries[None]
+    if queries.dtype != keys.dtype:
+        high = queries.to(keys.dtype)
+        parts = torch.stack([high, (queries - high).to(keys.dtype)])
+    if interpreted():  # it computes with bfloat16's bits as if they were integers
+        parts, keys = parts.float(), keys.float()
     if sinks is None:
         sinks = filled(1, -torch.inf, torch.float32, keys.device).expand(heads, count)
-    chunks = -(-count // _QUERIES)
-    lse = torch.empty(heads, count, device=keys.device, dtype=torch.float32)
+    rows, columns = -(-count // of_rows["BLOCK_Q"]), -(-length // of_columns["BLOCK_K"])
+    splits = next((n for few, n in _SPLITS if rows * heads < few), 1)
+    queries_each = _MORE_QUERIES if columns * heads >= _ENOUGH else _QUERIES
+    chunks = -(-count // queries_each)
+    lse = torch.empty(splits, heads, count, device=keys.device, dtype=torch.float32)
     output = torch.empty(chunks, heads, length, device=keys.device, dtype=torch.float32)
-    sizes = block_sizes(dim, keys.dtype)
-    # The interpreter computes with bfloat16's bits as if they were integers.
-    upcast = interpreted() and torch.bfloat16 in (queries.dtype, keys.dtype)
     shared = {
         "count": count, "length": length, "features": dim, "scale": asked.scale * _LOG2_E,
-        "query_head_stride": queries.stride(0), "query_row_stride": queries.stride(1),
-        "key_head_stride": keys.stride(0), "key_row_stride": keys.stride(1),
-        "GROUP": heads // groups, "D": dim, "UPCAST": upcast, "enable_fp_fusion": True, **sizes,
+        "query_part_stride": parts.stride(0), "query_head_stride": parts.stride(1),
+        "query_row_stride": parts.stride(2), "key_head_stride": keys.stride(0),
+        "key_row_stride": keys.stride(1), "GROUP": heads // groups, "D": dim, "PARTS": len(parts),
+        "SPLITS": splits, "enable_fp_fusion": True,
     }  # fmt: skip
     with torch.cuda.device_of(keys):
-        row_logsumexp[(-(-count // sizes["BLOCK_Q"]), heads)](
-            queries[None], keys, asked.seen, sinks, lse, sink_head_stride=sinks.stride(0),
-            sink_row_stride=sinks.stride(1), **shared,
+        row_logsumexp[(rows, heads, splits)](
+            parts, keys, asked.seen, sinks, lse, sink_head_stride=sinks.stride(0),
+            sink_row_stride=sinks.stride(1), **shared, **of_rows,
         )  # fmt: skip
-        reduce_columns[(-(-length // sizes["BLOCK_K"]), heads, chunks)](
-            queries[None], keys, asked.seen, lse, asked.weights.contiguous(), output,
-            chunk=_QUERIES, power=float(asked.power), MAXIMUM=asked.maximum, **shared,
+        reduce_columns[(columns, heads, chunks)](
+            parts, keys, asked.seen, lse, asked.weights.contiguous(), output,
+            power=float(asked.power), MAXIMUM=asked.maximum, CHUNK=queries_each, **shared,
+            **of_columns,
         )  # fmt: skip
     if chunks == 1:
         return output[0]
@@ -78,116 +102,145 @@ def softmax_columns(asked: Columns) -> Tensor:
 
 
 @triton.jit
-def _logits(
-    queries, keys, q, known, k, inside, query_row_stride, key_row_stride, scale, features,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    """[BLOCK_Q, BLOCK_K] float32, in powers of 2, of a head's queries [Q, D] and keys [T, D].
+def _tile(rows, at, inside, row_stride, i, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[len(at), BLOCK_D] of rows [N, D]: the features from `i` on, 0 where not `inside`."""
+    feature = i + tl.arange(0, BLOCK_D)
+    return tl.load(
+        rows + at[:, None].to(tl.int64) * row_stride + feature[None, :],
+        mask=inside[:, None] & (feature < D)[None, :],
+        other=0.0,
+    )
 
-    Rows `q` [BLOCK_Q] count where they are `known`, and `k` [BLOCK_K] where they are `inside`.
+
+@triton.jit
+def _logits(
+    queries, keys, q, known, k, inside, part_stride, row_stride, key_row_stride, held, low_held,
+    features, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, PARTS: tl.constexpr, HOLDS: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_Q, BLOCK_K] float32 products of a head's queries [PARTS, Q, D] and keys [T, D].
+
+    Rows `q` [BLOCK_Q] count where they are `known`, and `k` [BLOCK_K] where they are `inside`. With
+    all features in a block, HOLDS says whose are `held`: the queries' ("q") or the keys' ("k").
     """
     logits = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-    for i in range(0, features, BLOCK_D):
-        feature = i + tl.arange(0, BLOCK_D)
-        used = feature < D
-        key = tl.load(
-            keys + k[None, :].to(tl.int64) * key_row_stride + feature[:, None],
-            mask=inside[None, :] & used[:, None],
-            other=0.0,
-        )
-        query = tl.load(
-            queries + q[:, None].to(tl.int64) * query_row_stride + feature[None, :],
-            mask=known[:, None] & used[None, :],
-            other=0.0,
-        )
-        if UPCAST:
-            key, query = key.to(tl.float32), query.to(tl.float32)
-        high = query.to(key.dtype)
-        logits = tl.dot(high, key, logits, input_precision="ieee")
-        if query.dtype != key.dtype:
-            low = (query - high.to(tl.float32)).to(key.dtype)
-            logits = tl.dot(low, key, logits, input_precision="ieee")
-    return logits * scale
+    if BLOCK_D >= D:
+        if HOLDS == "q":
+            high, low = held, low_held
+            key = _tile(keys, k, inside, key_row_stride, 0, D, BLOCK_D)
+        else:
+            key = held
+            high = _tile(queries, q, known, row_stride, 0, D, BLOCK_D)
+            low = high
+            if PARTS == 2:
+                low = _tile(queries + part_stride, q, known, row_stride, 0, D, BLOCK_D)
+        logits = tl.dot(high, tl.trans(key), logits, input_precision="ieee")
+        if PARTS == 2:
+            logits = tl.dot(low, tl.trans(key), logits, input_precision="ieee")
+    else:
+        for i in range(0, features, BLOCK_D):
+            key = tl.trans(_tile(keys, k, inside, key_row_stride, i, D, BLOCK_D))
+            high = _tile(queries, q, known, row_stride, i, D, BLOCK_D)
+            logits = tl.dot(high, key, logits, input_precision="ieee")
+            if PARTS == 2:
+                low = _tile(queries + part_stride, q, known, row_stride, i, D, BLOCK_D)
+                logits = tl.dot(low, key, logits, input_precision="ieee")
+    return logits
 
 
 @triton.jit(do_not_specialize=["count", "length", "features", "scale"])
 def row_logsumexp(
-    queries,  # [1, H, Q, D]
+    queries,  # [PARTS, H, Q, D], whose sum is asked
     keys,  # [G, T, D]
     seen,  # [Q]
     sinks,  # [H, Q], the logit of each query's sink, or -inf
-    lse,  # [H, Q], log2 of the sums of powers of 2
+    lse,  # [SPLITS, H, Q], log2 of the sums of powers of 2 over each part of the keys
     count, length, features,  # Q, T and D
     scale,  # of the logits, times log2(e)
-    query_head_stride, query_row_stride, key_head_stride, key_row_stride, sink_head_stride,
-    sink_row_stride, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr,
+    query_part_stride, query_head_stride, query_row_stride, key_head_stride, key_row_stride,
+    sink_head_stride, sink_row_stride, GROUP: tl.constexpr, D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of queries, query head)."""
-    head = tl.program_id(1).to(tl.int64)
+    """Program (block of queries, query head, part of the keys). The sink counts in the first."""
+    head, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     q = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     known = q < count
     visible = tl.load(seen + q, mask=known, other=1).to(tl.int32)
     queries += head * query_head_stride
     keys += head // GROUP * key_head_stride
-    top = tl.full([BLOCK_Q], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    for start in range(0, tl.max(visible, 0), BLOCK_K):
+    at = head * sink_head_stride + q.to(tl.int64) * sink_row_stride
+    top = tl.load(sinks + at, mask=known & (split == 0), other=-float("inf"))
+    top *= 1.4426950408889634  # log2(e)
+    total = tl.where(top == -float("inf"), 0.0, 1.0)
+    held = tl.zeros([BLOCK_Q, BLOCK_D], keys.dtype.element_ty)
+    low = held
+    if BLOCK_D >= D:
+        held = _tile(queries, q, known, query_row_stride, 0, D, BLOCK_D)
+        if PARTS == 2:
+            low = _tile(queries + query_part_stride, q, known, query_row_stride, 0, D, BLOCK_D)
+    span = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_K) * BLOCK_K
+    stop = tl.minimum((split + 1) * span, tl.max(visible, 0))
+    for start in range(split * span, stop, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        logits = _logits(
-            queries, keys, q, known, k, k < length, query_row_stride, key_row_stride, scale,
-            features, D, BLOCK_Q, BLOCK_K, BLOCK_D, UPCAST,
+        logits = scale * _logits(
+            queries, keys, q, known, k, k < length, query_part_stride, query_row_stride,
+            key_row_stride, held, low, features, D, BLOCK_Q, BLOCK_K, BLOCK_D, PARTS, "q",
         )  # fmt: skip
         logits = tl.where(k[None, :] < visible[:, None], logits, -float("inf"))
-        # Every query sees key 0, so the first block makes `peak` finite.
         peak = tl.maximum(top, tl.max(logits, 1))
-        total = total * tl.exp2(top - peak) + tl.sum(tl.exp2(logits - peak[:, None]), 1)
+        # A query may see nothing of its part of the keys.
+        base = tl.where(peak == -float("inf"), 0.0, peak)
+        total = total * tl.exp2(top - base) + tl.sum(tl.exp2(logits - base[:, None]), 1)
         top = peak
-    keyed = top + tl.log2(total)
-    at = head * sink_head_stride + q.to(tl.int64) * sink_row_stride
-    sink = tl.load(sinks + at, mask=known, other=-float("inf"))
-    sink *= 1.4426950408889634  # log2(e)
-    # Without a sink the second logarithm is 0.
-    peak = tl.maximum(keyed, sink)
-    both = peak + tl.log2(tl.exp2(keyed - peak) + tl.exp2(sink - peak))
-    tl.store(lse + head * count + q, both, mask=known)
+    out = (split * tl.num_programs(1) + head) * count + q
+    # Where nothing was seen, `top` is -inf.
+    tl.store(lse + out, top + tl.log2(tl.where(total == 0.0, 1.0, total)), mask=known)
 
 
-@triton.jit(do_not_specialize=["count", "length", "features", "chunk", "power", "scale"])
+@triton.jit(do_not_specialize=["count", "length", "features", "power", "scale"])
 def reduce_columns(
     queries, keys, seen, lse,
     weights,  # [Q]
     output,  # [C, H, T]
-    count, length, features,
-    chunk,  # queries of a program
-    power, scale, query_head_stride, query_row_stride, key_head_stride, key_row_stride,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr, UPCAST: tl.constexpr, MAXIMUM: tl.constexpr,
+    count, length, features, power, scale, query_part_stride, query_head_stride, query_row_stride,
+    key_head_stride, key_row_stride, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
+    MAXIMUM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of keys, query head, chunk of queries)."""
+    """Program (block of keys, query head, CHUNK queries)."""
     head, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = k < length
     first = tl.program_id(0) * BLOCK_K
+    k = first + tl.arange(0, BLOCK_K)
+    inside = k < length
     queries += head * query_head_stride
     keys += head // GROUP * key_head_stride
-    total = tl.zeros([BLOCK_K], tl.float32)
-    for start in range(part * chunk, tl.minimum((part + 1) * chunk, count), BLOCK_Q):
+    held = tl.zeros([BLOCK_K, BLOCK_D], keys.dtype.element_ty)
+    if BLOCK_D >= D:
+        held = _tile(keys, k, inside, key_row_stride, 0, D, BLOCK_D)
+    # The first query that sees one of these keys: ascending ones after it do too.
+    asked = part * CHUNK + tl.arange(0, CHUNK)
+    sees = tl.load(seen + asked, mask=asked < count, other=0).to(tl.int32) > first
+    begin = tl.min(tl.where(sees, asked, count), 0)
+    split = tl.arange(0, SPLITS)[:, None]
+    # Reduced at the end: other warps hold the other rows.
+    total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    for start in range(begin, tl.minimum((part + 1) * CHUNK, count), BLOCK_Q):
         q = start + tl.arange(0, BLOCK_Q)
-        known = q < count
+        known = (q < count) & (q < (part + 1) * CHUNK)
         visible = tl.load(seen + q, mask=known, other=0).to(tl.int32)
-        if tl.max(visible, 0) > first:
-            logits = _logits(
-                queries, keys, q, known, k, inside, query_row_stride, key_row_stride, scale,
-                features, D, BLOCK_Q, BLOCK_K, BLOCK_D, UPCAST,
-            )  # fmt: skip
-            norm = tl.load(lse + head * count + q, mask=known, other=0.0)
-            weight = tl.load(weights + q, mask=known, other=0.0)
-            share = weight[:, None] * tl.exp2(power * (logits - norm[:, None]))
-            share = tl.where(k[None, :] < visible[:, None], share, 0.0)
-            if MAXIMUM:
-                total = tl.maximum(total, tl.max(share, 0))
-            else:
-                total += tl.sum(share, 0)
-    tl.store(output + (part * tl.num_programs(1) + head) * length + k, total, mask=inside)
+        logits = scale * _logits(
+            queries, keys, q, known, k, inside, query_part_stride, query_row_stride,
+            key_row_stride, held, held, features, D, BLOCK_Q, BLOCK_K, BLOCK_D, PARTS, "k",
+        )  # fmt: skip
+        at = (split * tl.num_programs(1) + head) * count + q[None, :]
+        some = tl.load(lse + at, mask=known[None, :], other=0.0)
+        peak = tl.max(some, 0)
+        norm = peak + tl.log2(tl.sum(tl.exp2(some - peak[None, :]), 0))
+        weight = tl.load(weights + q, mask=known, other=0.0)
+        share = weight[:, None] * tl.exp2(power * (logits - norm[:, None]))
+        share = tl.where(k[None, :] < visible[:, None], share, 0.0)
+        total = tl.maximum(total, share) if MAXIMUM else total + share
+    reduced = tl.max(total, 0) if MAXIMUM else tl.sum(total, 0)
+    at = (part * tl.num_programs(1) + head) * length + k
+    tl.store(output + at, reduced, mask=inside)
