@@ -196,7 +196,7 @@ def _split_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
     before = keys.shape[1] - query.shape[2]
     if before == 0 or capability(query.device)[0] != 9:
         return None
-    params = torch.backends.cuda.SDPAParams(query, keys[None], values[None], None, 0.0, True, True)
+    params = torch.backends.cuda.SDPAParams(query, keys[None], values[None], None, 0.0, False, True)
     if not torch.backends.cuda.can_use_cudnn_attention(params):
         return None
     parts = (slice(before), False), (slice(before, None), True)

@@ -59,8 +59,8 @@ def test_what_flash_attention_does_not_take_goes_to_another_kernel(monkeypatch):
 
 
 def cudnn(query, keys, values, bias, log_sumexp, dropout, causal, debug, *, scale):
-    """As torch calls cuDNN: a causal mask begins at the first key; log-sum-exps are [1, H, C, 1]."""
-    assert bias is None and log_sumexp and dropout == 0 and not debug
+    """As torch calls cuDNN: a causal mask begins at the first key; sums are [1, H, C, 1]."""
+    assert (bias, log_sumexp, dropout, debug) == (None, True, 0, False)
     repeats = query.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(repeats, dim=1) for x in (keys, values))
     logits = scale * query.double() @ keys.mT
@@ -75,9 +75,13 @@ def test_hoppers_cudnn_attends_in_two_parts(monkeypatch, before):
     given = states(3, rows=6, length=before + 6)
     monkeypatch.setattr(partial_attention, "capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: True)
-    attention, calls = "_scaled_dot_product_cudnn_attention", []
-    fake = lambda *args, **own: (calls.append(args[1].shape[2]), cudnn(*args, **own))[1]  # noqa: E731
-    monkeypatch.setattr(torch.ops.aten, attention, fake)
+    calls = []
+
+    def noted(query, keys, *args, **own):
+        calls.append(keys.shape[2])
+        return cudnn(query, keys, *args, **own)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", noted)
     output = causal_attention(*given, scale=0.3)
     torch.testing.assert_close(output.double(), expected(*given, 0.3), rtol=0.02, atol=0.02)
     assert calls == ([before, 6] if before else [])
