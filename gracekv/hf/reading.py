@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gracekv.distributed.sharding import head_shard
-from gracekv.errors import LayerOrderError
+from gracekv.errors import LayerOrderError, required
 from gracekv.prefill.attention_patch import (
     base_attention,
     input_device,
@@ -131,9 +131,8 @@ class Reading:
 
         Raises `LayerOrderError` if the model does not call its layers one after the other.
         """
-        from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
-
-        driver, blocks = getcurrent(), self.model.get_decoder().layers
+        greenlets = required("greenlet", "hf")
+        driver, blocks = greenlets.getcurrent(), self.model.get_decoder().layers
         index = {layer.number: i for i, layer in enumerate(self.layers)}
 
         def pause(number: int, module: Any, args: Any) -> None:
@@ -147,7 +146,7 @@ class Reading:
                 # Before the recorder's hooks, which are of the chunk that goes on.
                 hook = own_thread(partial(pause, number))
                 hooks.append(block.register_forward_pre_hook(hook, prepend=True))
-            runs += [greenlet(partial(self._forward, chunk)) for chunk in self._chunks]
+            runs += [greenlets.greenlet(partial(self._forward, chunk)) for chunk in self._chunks]
             for chunk, run in zip(self._chunks, runs, strict=True):
                 run.gr_context = copy_context()
                 self._begin(chunk)

@@ -20,6 +20,7 @@ from gracekv.errors import (
     BackendUnavailableError,
     ConfigError,
     LayerOrderError,
+    MissingDependencyError,
     UnsupportedModelError,
     WholeCacheWarning,
 )
@@ -207,6 +208,15 @@ def test_a_second_pass_beyond_the_model_s_positions_is_refused_and_leaves_it_alo
         gracekv.compress(model, prompt, ratio=4, pipeline=recipe)
     with pytest.raises(BackendUnavailableError):
         gracekv.compress(model, prompt, ratio=4, pipeline="snapkv", backend="triton")
+    assert facts(model) == before
+
+
+def test_a_missing_greenlet_is_named_and_leaves_the_model_alone(monkeypatch):
+    model = tiny_llama()
+    before = facts(model)
+    monkeypatch.setitem(sys.modules, "greenlet", None)
+    with pytest.raises(MissingDependencyError, match=r"'greenlet'.*gracekv\[hf\]"):
+        gracekv.compress(model, prompt_of(), ratio=4)
     assert facts(model) == before
 
 
