@@ -3,11 +3,11 @@
     python benchmarks/gpu.py            # or: make gpu; the same again goes on
 
 Needs a checkout and torch, triton, transformers, numpy, einops, scipy, safetensors, greenlet and
-psutil; no network, and no weights: models have random ones. The most important rows come first. A row is appended to
-`gpu.jsonl` as soon as it is measured, and the page is written from all rows of the same code,
-machine and options; the next call measures the others. A row that does not fit into the time that
-is left waits for the next call. The profile of one compression lies beside `gpu.jsonl`.
-`--device cpu --geometry tiny` runs the same in seconds.
+psutil; no network, and no weights: models have random ones. The most important rows come first. A
+row is appended to `gpu.jsonl` as soon as it is measured, and the page is written from all rows of
+the same code, machine and options; the next call measures the others. A row that does not fit into
+the time that is left waits for the next call. The profile of one compression lies beside
+`gpu.jsonl`. `--device cpu --geometry tiny` runs the same in seconds.
 """
 
 from __future__ import annotations
