@@ -113,9 +113,11 @@ def _patch_gracekv() -> None:
     from gracekv.prefill import fingerprint, projection
     from gracekv.prefill.observations import Clock
     from gracekv.tree.engines import base, numba, triton
+    from gracekv.value import block_replay
 
     # They take plain tensors only, and ask `type(x) is Tensor`.
-    for module in (softmax_sums, softmax_sums_triton, fingerprint, projection, base):
+    kernels = (softmax_sums, softmax_sums_triton)
+    for module in (*kernels, block_replay, fingerprint, projection, base):
         module.Tensor = Pretended  # type: ignore[misc]
     time = Clock.time
 

@@ -28,6 +28,7 @@ from einops import reduce
 from torch import Tensor
 from torch.nn import functional
 
+from gracekv.kernels.device import obstacle
 from gracekv.kernels.linalg import capped
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
@@ -91,11 +92,19 @@ class BlockReplaySums(LayerObserver):
         """
         keys, rope, softcap, sinks = run.keys, run.rope, run.softcap, run.sinks
         first, before = block.end - self.block, max(SINKS, past)
-        asked = queries.float() * run.scale
-        if self.near:
-            beside = near_logits(asked, keys[:, block.start : block.end], self.near, softcap)
+        turn, scale = rope.moved(slice(block.start, block.end), block.end - 1), 1.0
+        block_keys, beside = keys[:, block.start : block.end], None
+        if self.near and softcap is None and _reads(queries, block_keys):
+            from gracekv.kernels.block_queries_triton import moved_and_near
+
+            scale = run.scale
+            moved, beside = moved_and_near(queries, block_keys, turn, self.near, scale)
+        else:
+            asked = queries.float() * run.scale
+            moved = turn.rotate(asked, None)
+            beside = near_logits(asked, block_keys, self.near, softcap) if self.near else None
+        if beside is not None:
             sinks = beside if sinks is None else torch.logaddexp(beside, sinks.to(beside)[:, None])
-        moved = rope.moved(slice(block.start, block.end), block.end - 1).rotate(asked, None)
         if past:
             # Rotations add up, and the table ends with the prompt.
             one, to = slice(block.start, block.start + 1), min(block.start + _BEYOND, block.end - 1)
@@ -112,13 +121,13 @@ class BlockReplaySums(LayerObserver):
             if lead > start:
                 seen = torch.cat([keys[own, start:lead, :width], seen], dim=1)
             columns = softmax_columns(
-                moved[rows, :, :width], seen, seen.shape[1], power=self.power, softcap=softcap,
-                sinks=None if sinks is None else sinks[rows],
+                moved[rows, :, :width], seen, seen.shape[1], scale=scale, power=self.power,
+                softcap=softcap, sinks=None if sinks is None else sinks[rows],
             )  # fmt: skip
             columns = reduce(columns, "(g n) t -> g t", "mean", g=at_once)
-            total[own, after : block.end] += columns[:, lead - start :]
+            total[own, after : block.end].add_(columns[:, lead - start :])
             if start < past <= lead:
-                total[own, start:past] += columns[:, : past - start]
+                total[own, start:past].add_(columns[:, : past - start])
 
 
 class _BlockSums(TokenColumns):
@@ -188,6 +197,12 @@ class BlockReplay(Scorer):
         asked = region.end - max(region.start, capture.spans.context_start)
         inside = capture.observation(self._sums)[:, region.start : region.end] / asked
         return inside.pow(1 / self.mean_power).to(capture.keys.device)
+
+
+def _reads(queries: Tensor, keys: Tensor) -> bool:
+    """Whether a GPU's kernel reads these."""
+    plain = type(queries) is type(keys) is Tensor and queries.dtype == keys.dtype != torch.float64
+    return plain and keys.device.type != "cpu" and obstacle(keys.device, "torch") is None
 
 
 def near_logits(queries: Tensor, keys: Tensor, near: int, softcap: float | None = None) -> Tensor:

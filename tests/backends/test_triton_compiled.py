@@ -19,6 +19,7 @@ from gracekv.backends import (  # noqa: E402
     triton_merge_kernel,
     triton_split_kernel,
 )
+from gracekv.kernels.block_queries_triton import block_sizes, turn_and_look_back  # noqa: E402
 from support.covering import covering  # noqa: E402
 from support.cubin import SHARED_KIB, compiled, resources  # noqa: E402
 
@@ -163,3 +164,16 @@ def test_merge_fits(tmp_path, dim, arch):
         compiled(triton_merge_kernel.merge_splits, pointers, set(), constants, arch), tmp_path
     )
     assert used["STACK"] == used["LOCAL"] == 0, "registers spill"
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(128, BF16), (128, F32), (264, BF16)])
+def test_queries_of_a_block_fit(tmp_path, dim, dtype):
+    constants = block_sizes(dtype) | {"GROUP": 7, "D": dim, "UPCAST": False}
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    constants |= {"ROTARY": 128, "PARTNER": 64, "SHARED": 1}
+    pointers = dict.fromkeys(("cos", "sin", "moved", "lse"), "*fp32")
+    pointers |= dict.fromkeys(("queries", "keys"), TYPES[dtype])
+    binary = compiled(turn_and_look_back, pointers, {"scale"}, constants, 90, **options)
+    check_fits(binary, tmp_path, 90)
+    code = binary.asm["ptx"]
+    assert ["mma" in code, "tf32" in code] == [dtype != F32, False]

@@ -23,7 +23,7 @@ LAYERS = 8
 MOST = {
     "gracekv-plus": (220, 32),
     "gracekv-plus-allocated": (266, 43),
-    "gracekv-agnostic": (200, 27),
+    "gracekv-agnostic": (163, 27),
     "snapkv": (117, 21),
     # Ties decide how deep its trees get, a level more or less.
     "gracekv": (500, 112),
