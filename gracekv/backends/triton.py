@@ -14,7 +14,7 @@ from gracekv.backends.base import (
     AttentionStep,
     check_rows,
 )
-from gracekv.backends.triton_splits import SplitTables, split_tables, uploaded
+from gracekv.backends.triton_splits import SplitTables, split_tables
 from gracekv.backends.triton_tiles import tiles
 from gracekv.cache.coded import CodedEntries
 from gracekv.cache.entries import LayerEntries
@@ -91,15 +91,11 @@ class Triton(AttentionBackend):
         device = layers[0].device
         self.require(AttentionSpec(device))
         capability, processors = gpu.capability(device), self.processors or gpu.processors(device)
-        made = []
-        for layer in layers:
-            block = tiles(layer.dim, layer.dtype, capability).keys
-            made.append(split_tables(layer, block, processors, self.splits_per_processor))
+        blocks = [tiles(layer.dim, layer.dtype, capability).keys for layer in layers]
+        tables = split_tables(layers, blocks, processors, self.splits_per_processor)
         programs = self.splits_per_processor * processors
-        return [
-            _entries(layer, tables, capability, programs)
-            for layer, tables in zip(layers, uploaded(made, device), strict=True)
-        ]
+        pairs = zip(layers, tables, strict=True)
+        return [_entries(layer, own, capability, programs) for layer, own in pairs]
 
     def held_bytes(self, prepared: TritonEntries) -> int:
         return prepared.tables.bytes + prepared.copied

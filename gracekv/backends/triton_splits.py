@@ -7,16 +7,17 @@ from its length, and long splits start first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gracekv.cache.coded import CodedEntries
 from gracekv.cache.entries import LayerEntries
 from gracekv.kernels import ragged
+from gracekv.registry.hyperparameter import parts_of
 
 # With more query tiles on each packed row, larger splits fill the GPU too and write fewer partial
 # results: a table for at least so many readers of a row, and one of a split per head beyond (ours).
@@ -42,10 +43,6 @@ class PartSplits:
     items: Tensor
     item_first: Tensor
     most: int
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> PartSplits:
-        """The same splits with each tensor [...] replaced by `change` of it."""
-        return PartSplits(change(self.items), change(self.item_first), self.most)
 
     def arguments(self, entries: CodedEntries) -> tuple[list[Tensor], list[int]]:
         """`codes` and `codings` of `ragged_attention` for a coded part: 9 tensors and 3 numbers.
@@ -79,17 +76,6 @@ class SplitTable:
     row_first: Tensor
     slots: int
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> SplitTable:
-        """The same table with each tensor [...] replaced by `change` of it."""
-        parts = tuple(part.map(change) for part in self.parts)
-        return SplitTable(parts, change(self.row_first), self.slots)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all tensors."""
-        tables = (x for part in self.parts for x in (part.items, part.item_first))
-        return self.row_first.nbytes + sum(table.nbytes for table in tables)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitTables:
@@ -104,11 +90,7 @@ class SplitTables:
     @property
     def bytes(self) -> int:
         """Bytes of all tables."""
-        return sum(table.bytes for table in self.tables)
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> SplitTables:
-        """The same tables with each tensor [...] replaced by `change` of it."""
-        return SplitTables(tuple(table.map(change) for table in self.tables))
+        return sum(x.nbytes for x in parts_of(self) if isinstance(x, Tensor))
 
     def for_readers(self, readers: int) -> SplitTable:
         """The table for `readers` query tiles on each packed row."""
@@ -118,34 +100,32 @@ class SplitTables:
 
 
 def split_tables(
-    layer: LayerEntries, block: int, processors: int, per_processor: int
-) -> SplitTables:
-    """The tables of a packed layer, on the CPU.
+    layers: Sequence[LayerEntries], blocks: list[int], processors: int, per_processor: int
+) -> list[SplitTables]:
+    """The tables of packed layers, on their device.
 
     Args:
-        layer: S sequences.
-        block: entries of a kernel step; splits are whole blocks where the head allows.
+        layers: of S sequences and G heads each.
+        blocks: entries of a kernel step in each layer; splits are whole blocks where the head
+            allows.
         processors: streaming multiprocessors of the GPU.
         per_processor: splits to aim at for each of them.
     """
-    total = int(layer.lengths.sum())
-    sizes = [split_size(total * least, block, processors, per_processor) for least in _READERS]
-    return SplitTables(tuple(split_table(layer, size, block) for size in (*sizes, max(total, 1))))
+    sizes = []
+    for layer, block in zip(layers, blocks, strict=True):
+        total = sum(int(part.offsets[-1]) for part in (layer.exact, *layer.coded))
+        every = [split_size(total * least, block, processors, per_processor) for least in _READERS]
+        sizes.append([*every, max(total, 1)])
+    return tables_of_sizes(layers, sizes, blocks)
 
 
-def uploaded(tables: Sequence[SplitTables], device: torch.device) -> list[SplitTables]:
-    """The tables of several layers on `device`, copied at once: the host waits for each copy."""
-    found: list[Tensor] = []
-
-    def collect(x: Tensor) -> Tensor:
-        # Triton compiles a kernel once more for addresses that are not multiples of 16 bytes.
-        found.append(functional.pad(x.flatten(), (0, x.numel() % 2)))
-        return x
-
-    for table in tables:
-        table.map(collect)
-    parts = iter(torch.cat(found).to(device).split([len(x) for x in found]))
-    return [table.map(lambda x: next(parts)[: x.numel()].view(x.shape)) for table in tables]
+def uploaded(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors [...] of one dtype on `device`, copied at once: the host waits for each copy."""
+    # Triton compiles a kernel once more for addresses that are not multiples of 16 bytes.
+    padding = (tensors[0].new_zeros(0), tensors[0].new_zeros(1))
+    pieces = [part for x in tensors for part in (x.flatten(), padding[x.numel() % 2])]
+    there = torch.cat(pieces).to(device).split([x.numel() for x in pieces])
+    return [x.view(old.shape) for x, old in zip(there[::2], tensors, strict=True)]
 
 
 def split_size(entries: int, block: int, processors: int, per_processor: int) -> int:
@@ -162,54 +142,74 @@ def split_size(entries: int, block: int, processors: int, per_processor: int) ->
     return size
 
 
-def split_table(layer: LayerEntries, size: int, block: int) -> SplitTable:
-    """Each row in equal splits of at most about `size` entries, whole blocks each.
+def tables_of_sizes(
+    layers: Sequence[LayerEntries], sizes: list[list[int]], blocks: list[int]
+) -> list[SplitTables]:
+    """Each row in equal splits of at most about as many entries as a size says, whole blocks each.
+
+    Made at once, as if all N tables were sequences of one: the host needs as long for a small
+    operation as for a large one.
 
     Args:
-        layer: S sequences.
-        size: entries of a split.
-        block: entries of a kernel step.
+        layers: L, of S sequences and G heads each.
+        sizes: [L, K], entries of a split in each table of a layer.
+        blocks: [L], entries of a kernel step.
     """
-    coded, sequences = layer.coded, layer.sequences
-    stored = [layer.exact.offsets, *(part.offsets for part in coded)]
-    sizes = [_even_sizes(part.diff(), size, block) for part in stored]
-    counts = torch.stack(
-        [ragged.blocks(part.diff(), even) for part, even in zip(stored, sizes, strict=True)], dim=1
-    )
-    parts, heads = len(stored), layer.heads
+    parts, levels = 1 + max(len(layer.coded) for layer in layers), len(sizes[0])
+    sequences, rows = layers[0].sequences, len(layers[0].exact.offsets) - 1
+    heads = rows // sequences
+    every = torch.stack([_rows(layer, rows, parts) for layer in layers])
+    begins, lengths, full = every.repeat_interleave(levels, dim=0).permute(1, 2, 0, 3).flatten(2)
+    size = every.new_tensor(sizes).flatten().repeat_interleave(rows)
+    block = every.new_tensor(blocks).repeat_interleave(levels * rows)
+    each = ragged.blocks(lengths, ragged.blocks(lengths, size).clamp(min=1))
+    # Entries of each row's splits, and how many there are.
+    even = torch.maximum(ragged.blocks(each, block) * block, block)
+    counts = ragged.blocks(lengths, even)
     # Slots of all sequences, row by row and part by part.
-    slots = ragged.offsets(counts.flatten())
+    slots = ragged.offsets(counts.T.flatten())
     starts = slots[:: heads * parts]
-
-    made = []
-    for part, (begins, even) in enumerate(zip(stored, sizes, strict=True)):
-        row, step = ragged.rows_and_steps(counts[:, part])
-        begin = step * even[row]
-        length = torch.minimum(even[row], begins.diff()[row] - begin)
+    inside = slots[::parts].unfold(0, heads + 1, heads) - starts[:-1, None]
+    found: list[Any] = [inside.unflatten(0, (-1, sequences))]
+    most = []
+    for part in range(parts):
+        row, step = ragged.rows_and_steps(counts[part])
+        begin = step * even[part, row]
+        length = torch.minimum(even[part, row], lengths[part, row] - begin)
         sequence = row // heads
         slot = slots[row * parts + part] + step - starts[sequence]
-        columns = [row % heads, begins[row] + begin, length, slot]
-        if part:
-            entries = coded[part - 1]
-            columns.append(entries.block_offsets[row] * entries.coding.group + begin)
+        columns = [row % heads, begins[part, row] + begin, length, slot, full[part, row] + begin]
         # Stable sorts, the minor key first: sequence by sequence, longest first, then by slot.
         order = torch.argsort(length, descending=True, stable=True)
         order = order[torch.argsort(sequence[order], stable=True)]
-        first = ragged.offsets(torch.bincount(sequence, minlength=sequences))
-        items = torch.stack(columns, dim=1)[order]
-        most = int(first.diff().max())
-        made.append(PartSplits(items, first, most))
-    inside = [
-        slots[s * heads * parts : (s + 1) * heads * parts + 1 : parts] - starts[s]
-        for s in range(sequences)
-    ]
-    return SplitTable(tuple(made), torch.stack(inside), int(starts.diff().max()))
+        first = ragged.offsets(torch.bincount(sequence, minlength=len(starts) - 1))
+        firsts = first.unfold(0, sequences + 1, sequences)
+        items = torch.stack(columns if part else columns[:4], dim=1)[order]
+        found += [items.split(first[::sequences].diff().tolist()), firsts - firsts[:, :1]]
+        most.append(firsts.diff().amax(dim=1).tolist())
+    most.append(starts.diff().view(-1, sequences).amax(dim=1).tolist())
+    there = iter(uploaded([x for own in zip(*found, strict=True) for x in own], layers[0].device))
+    numbers = zip(*most, strict=True)
+
+    def table(layer: LayerEntries) -> SplitTable:
+        row_first, (*longest, count) = next(there), next(numbers)
+        own = [PartSplits(next(there), next(there), splits) for splits in longest]
+        return SplitTable(tuple(own[: 1 + len(layer.coded)]), row_first, count)
+
+    return [SplitTables(tuple(table(layer) for _ in range(levels))) for layer in layers]
 
 
-def _even_sizes(lengths: Tensor, size: int, block: int) -> Tensor:
-    """int64 [Z], entries of each row's splits."""
-    each = ragged.blocks(lengths, ragged.blocks(lengths, size).clamp(min=1))
-    return (ragged.blocks(each, block) * block).clamp(min=block)
+def _rows(layer: LayerEntries, rows: int, parts: int) -> Tensor:
+    """int64 [3, parts, rows]: first entries, lengths, and first entries if all blocks were full.
+
+    Parts that the layer lacks have no entries.
+    """
+    made: Tensor = layer.exact.offsets.new_zeros(3, parts, rows)
+    for part, entries in enumerate((layer.exact, *layer.coded)):
+        made[0, part], made[1, part] = entries.offsets[:-1], entries.offsets.diff()
+        if part:
+            made[2, part] = entries.block_offsets[:-1] * entries.coding.group
+    return made
 
 
 def tail_splits(size: int, readers: int, programs: int, block: int) -> tuple[int, int]:

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracekv.backends import AttentionSpec, Auto, Triton
-from gracekv.backends.triton_splits import split_table, split_tables, tail_splits, uploaded
+from gracekv.backends.triton_splits import split_tables, tables_of_sizes, tail_splits
 from gracekv.backends.triton_tiles import tiles
 from gracekv.cache.base import RaggedEntries
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import device as host
+from support.quantised_layers import of_two_passages, quantised
 
 
 def layer_of(sequences, lengths):
@@ -22,24 +23,26 @@ def layer_of(sequences, lengths):
     return RaggedEntries(rows, rows, rows[:, 0].int(), rows[:, 0], offsets, sequences)
 
 
-def by_loops(offsets, sequences, size, block):
-    """Items sequence by sequence, longest first, and the slots of each head."""
-    heads = (len(offsets) - 1) // sequences
-    items, slots = [], []
-    for s in range(sequences):
-        mine, first = [], [0]
-        for g in range(heads):
-            start, end = offsets[s * heads + g : s * heads + g + 2]
-            if end > start:
-                count = -(-(end - start) // size)
-                step = -(-(end - start) // count)
-                step = -(-step // block) * block
-                for begin in range(start, end, step):
-                    mine.append([g, begin, min(step, end - begin), len(mine)])
-            first.append(len(mine))
-        items.append(sorted(mine, key=lambda item: -item[2]))
-        slots.append(first)
-    return items, slots
+def by_loops(parts, sequences, size, block):
+    """Items of each part, sequence by sequence, longest first, and the slots of each head."""
+    heads = (len(parts[0].offsets) - 1) // sequences
+    items = [[[] for _ in range(sequences)] for _ in parts]
+    slots = [[0] for _ in range(sequences)]
+    for row in range(sequences * heads):
+        s, g = divmod(row, heads)
+        slots[s].append(slots[s][-1])
+        for every, part in zip(items, parts, strict=True):
+            start, end = part.offsets[row : row + 2].tolist()
+            count = max(1, -(-(end - start) // size))
+            step = -(-(end - start) // count)
+            step = -(-step // block) * block
+            for begin in range(start, end, step or 1):
+                item = [g, begin, min(step, end - begin), slots[s][-1]]
+                if part is not parts[0]:
+                    item += [int(part.block_offsets[row]) * part.coding.group + begin - start]
+                every[s].append(item)
+                slots[s][-1] += 1
+    return [[sorted(x, key=lambda item: -item[2]) for x in every] for every in items], slots
 
 
 ROWS = st.integers(1, 3).flatmap(
@@ -53,24 +56,32 @@ ROWS = st.integers(1, 3).flatmap(
 
 
 @given(rows=ROWS, size=st.integers(1, 6).map(lambda n: 16 * n), block=st.sampled_from([1, 16]))
-def test_a_table_equals_loops(rows, size, block):
+def test_tables_of_layers_with_and_without_codes_equal_loops(rows, size, block):
     sequences, lengths = rows
-    layer = layer_of(sequences, lengths)
-    items, slots = by_loops(layer.offsets.tolist(), sequences, size, block)
-
-    table = split_table(layer, size, block)
-
-    assert table.parts[0].items.tolist() == [item for mine in items for item in mine]
-    assert table.row_first.tolist() == slots
-    assert table.parts[0].item_first.diff().tolist() == [len(mine) for mine in items]
-    assert table.slots == max(len(mine) for mine in items)
+    rng = torch.Generator().manual_seed(size)
+    coded, other = (
+        quantised(rng, x, 8, torch.float32, sequences) for x in (lengths, lengths[::-1])
+    )
+    layers = [layer_of(sequences, lengths), of_two_passages(coded, other), coded]
+    sizes, blocks = [[size, 400], [size + 16, 32], [16, size]], [block, 2 * block, block]
+    made = tables_of_sizes(layers, sizes, blocks)
+    for layer, own, step, tables in zip(layers, sizes, blocks, made, strict=True):
+        for one, table in zip(own, tables.tables, strict=True):
+            items, slots = by_loops((layer.exact, *layer.coded), sequences, one, step)
+            assert table.row_first.tolist() == slots
+            assert table.slots == max(first[-1] for first in slots)
+            for found, part in zip(table.parts, items, strict=True):
+                assert found.items.tolist() == [item for mine in part for item in mine]
+                assert found.item_first.diff().tolist() == [len(mine) for mine in part]
+                assert found.most == max(len(mine) for mine in part)
+                assert found.items.data_ptr() % 16 == found.item_first.data_ptr() % 16 == 0
 
 
 @given(rows=ROWS, processors=st.integers(1, 40))
 def test_each_table_reads_every_entry_once_in_nearly_equal_splits(rows, processors):
     sequences, lengths = rows
     layer = layer_of(sequences, lengths)
-    made = split_tables(layer, 16, processors, 1)
+    (made,) = split_tables([layer], [16], processors, 1)
     for table in made.tables:
         read = [
             entry
@@ -88,7 +99,7 @@ def test_each_table_reads_every_entry_once_in_nearly_equal_splits(rows, processo
 
 
 def test_more_readers_take_larger_splits():
-    made = split_tables(layer_of(1, [5000]), 16, 32, 2)
+    (made,) = split_tables([layer_of(1, [5000])], [16], 32, 2)
     picked = [made.tables.index(made.for_readers(n)) for n in (1, 3, 4, 15, 16, 63, 64)]
     assert picked == [0, 0, 1, 1, 2, 2, 3]
 
@@ -125,13 +136,8 @@ def test_no_float32_tile_takes_hoppers_own_matrix_instructions():
 
 
 def layer_on(device):
-    return RaggedEntries(
-        torch.zeros(4, 8, device=device),
-        torch.zeros(4, 8, device=device),
-        torch.zeros(4, dtype=torch.int32, device=device),
-        torch.zeros(4, device=device),
-        torch.tensor([0, 4]),
-    )
+    rows = torch.zeros(4, 8, device=device)
+    return RaggedEntries(rows, rows, rows[:, 0].int(), rows[:, 0], torch.tensor([0, 4]))
 
 
 def test_without_triton_the_way_to_install_it_is_named(monkeypatch):
@@ -171,18 +177,3 @@ def test_auto_takes_it_where_it_can_read_the_cache(monkeypatch):
     assert Auto().resolve(AttentionSpec(gpu, torch.bfloat16, 128)).name == "triton"
     assert Auto().resolve(AttentionSpec(gpu, torch.float64, 128)).name == "sdpa"
     assert Auto().resolve(AttentionSpec(gpu, torch.bfloat16, 512)).name == "sdpa"
-
-
-def test_tables_of_all_layers_are_uploaded_together():
-    made = [
-        split_tables(layer_of(2, [70, 3, 0, 900]), 16, 8, 2),
-        split_tables(layer_of(1, [5]), 16, 8, 2),
-    ]
-    for table, there in zip(made, uploaded(made, torch.device("cpu")), strict=True):
-        tensors: list[list[torch.Tensor]] = [[], []]
-        for found, one in zip(tensors, (table, there), strict=True):
-            one.map(lambda x, found=found: found.append(x) or x)
-        for x, y in zip(*tensors, strict=True):
-            assert torch.equal(x, y)
-            assert y.data_ptr() % 16 == 0
-        assert repr(table.map(lambda x: 0)) == repr(there.map(lambda x: 0))
