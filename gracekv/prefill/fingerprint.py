@@ -19,6 +19,8 @@ from torch import Tensor
 
 from gracekv.distributed.sharding import is_sharded
 from gracekv.errors import CacheError
+from gracekv.kernels import ragged
+from gracekv.kernels.device import obstacle
 
 # Where the model came from may differ between machines; its computation may not.
 _INFORMATIVE = ("model_name",)
@@ -145,9 +147,10 @@ def sampled_digest(
         if len(at) and type(data) is Tensor and data.device.type != "meta":
             own[data.device][name] = data, at
     for device, held in own.items():
-        read = _elements(device, list(held.values()))
-        few = [(x if dtype is None else x.to(dtype)).view(torch.uint8) for x in read]
-        samples |= dict(zip(held, few, strict=True))
+        for name, few in zip(held, _elements(device, list(held.values())), strict=True):
+            own_dtype = held[name][0].dtype
+            read = few if dtype is None else few.clone().view(own_dtype).to(dtype)
+            samples[name] = read.view(torch.uint8)
     digest = hashlib.sha256()
     for name, mark in marks:
         digest.update(mark.encode())
@@ -157,22 +160,24 @@ def sampled_digest(
 
 
 def _elements(device: torch.device, held: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """The elements of each weight on `device` at flat indices, on the CPU.
+    """The elements of each weight on `device` at flat indices, as uint8 on the CPU.
 
-    A GPU puts all of them side by side at once, since each operation is a launch, and its host
-    waits for every copy.
+    A GPU reads all of them in one launch where it can, and its host waits for every copy.
     """
-    few: list[Tensor] = []
-    for data, at in held:
-        flat = data.reshape(-1)
-        if device.type == "cpu":
-            few.append(flat[at].view(torch.uint8))
-        else:
-            first = flat.storage_offset()
-            ones = [flat.as_strided((1,), (1,), first + place) for place in at.tolist()]
-            few += [one.view(torch.uint8) for one in ones]
-    parts = torch.cat(few).cpu().split([len(at) * data.itemsize for data, at in held])
-    return [part.clone().view(data.dtype) for part, (data, _) in zip(parts, held, strict=True)]
+    flat, places = [data.reshape(-1) for data, _ in held], torch.cat([at for _, at in held])
+    counts = [len(at) for _, at in held]
+    if obstacle(device, "torch") is None:
+        # Imported here, so that gracekv can be imported without triton.
+        from gracekv.kernels.bytes_triton import bytes_at
+
+        facts = places.new_tensor([(x.data_ptr(), x.itemsize) for x in flat])
+        start, width = facts.repeat_interleave(places.new_tensor(counts), dim=0).unbind(dim=1)
+        element, byte = ragged.rows_and_steps(width)
+        found = bytes_at(((start + places * width)[element] + byte).to(device))
+    else:
+        pairs = zip(flat, places.to(device).split(counts), strict=True)
+        found = torch.cat([x[at].view(torch.uint8) for x, at in pairs])
+    return list(found.cpu().split([n * x.itemsize for n, x in zip(counts, flat, strict=True)]))
 
 
 def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -197,8 +202,7 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _adapted(model: Any) -> dict[str, Any]:
     """The layers that adapters were added to, by name; they are known by what peft gives them."""
-    modules = model.named_modules()
-    return {name: layer for name, layer in modules if hasattr(layer, "adapter_layer_names")}
+    return {name: x for name, x in model.named_modules() if hasattr(x, "adapter_layer_names")}
 
 
 def _active(layer: Any) -> list[str]:

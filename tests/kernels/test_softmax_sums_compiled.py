@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton")
 if interpreted():
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
-from gracekv.kernels import softmax_sums_triton  # noqa: E402
+from gracekv.kernels import bytes_triton, softmax_sums_triton  # noqa: E402
 from support.covering import covering  # noqa: E402
 from support.cubin import SHARED_KIB, compiled, resources  # noqa: E402
 
@@ -48,3 +48,9 @@ def test_fits(tmp_path, kernel, dim, dtype, arch, rotated):
     code = binary.asm["ptx"]
     assert ("mma" in code) == (dtype != F32)
     assert "tf32" not in code
+
+
+def test_bytes_are_read_from_anywhere():
+    pointers = {"addresses": "*i64", "found": "*u8"}
+    binary = compiled(bytes_triton.read_bytes, pointers, (), {"BLOCK": 1024}, 90)
+    assert "ld.global.b8" in binary.asm["ptx"]
