@@ -36,14 +36,13 @@ class PackedLayer:
 
         Raises `BackendUnavailableError` if the backend cannot read such a layer.
         """
-        readers = []
-        for entries in layers:
-            spec = AttentionSpec.of(entries)
-            readers.append(backend.resolve(spec))
-            readers[-1].require(spec)
+        specs = [AttentionSpec.of(entries) for entries in layers]
+        readers = {spec: backend.resolve(spec) for spec in dict.fromkeys(specs)}
+        for spec, reader in readers.items():
+            reader.require(spec)
         made: list[PackedLayer] = []
-        pairs = zip(readers, layers, strict=True)
-        for (reader, _), group in itertools.groupby(pairs, lambda pair: (pair[0], pair[1].device)):
+        pairs = zip(specs, layers, strict=True)
+        for (reader, _), group in itertools.groupby(pairs, lambda x: (readers[x[0]], x[0].device)):
             alike = [entries for _, entries in group]
             prepared = reader.prepare_all(alike)
             made += [cls(x, y, reader, length) for x, y in zip(alike, prepared, strict=True)]

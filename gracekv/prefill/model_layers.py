@@ -68,16 +68,13 @@ class ModelLayer:
 def model_layers(model: Any) -> tuple[ModelLayer, ...]:
     """All decoder layers of `model`."""
     modules, config = model.get_decoder().layers, text_config(model)
-    window = getattr(config, "sliding_window", None)
-    return tuple(
-        ModelLayer(
-            number,
-            kind,
-            window if kind == "sliding_attention" else None,
-            _rotation(model, number, layer),
-        )
-        for number, (layer, kind) in enumerate(zip(modules, layer_kinds(config), strict=True))
-    )
+    window, family = getattr(config, "sliding_window", None), config.model_type
+    found, rope = _found.get(model), has_rope(model)
+    made = []
+    for number, (layer, kind) in enumerate(zip(modules, layer_kinds(config), strict=True)):
+        own = found.get(number, "none") if found is not None else _rotation(family, rope, layer)
+        made.append(ModelLayer(number, kind, window if kind == "sliding_attention" else None, own))
+    return tuple(made)
 
 
 def compressed_layers(model: Any) -> tuple[ModelLayer, ...]:
@@ -214,11 +211,9 @@ def remember_rotations(model: Any, rotations: Mapping[int, Rotation]) -> None:
     _found[model] = dict(rotations)
 
 
-def _rotation(model: Any, number: int, layer: Any) -> Rotation:
-    if model in _found:
-        return _found[model].get(number, "none")
-    attention, family = attention_module(layer), text_config(model).model_type
-    if not has_rope(model) or not getattr(attention, "use_rope", True):
+def _rotation(family: str, rope: bool, layer: Any) -> Rotation:
+    attention = attention_module(layer)
+    if not rope or not getattr(attention, "use_rope", True):
         return "none"
     if family in _ONLY_SLIDING_ROTATES and not getattr(attention, "sliding_window", None):
         return "none"

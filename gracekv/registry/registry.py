@@ -9,6 +9,7 @@ Reading a registry loads the installed plugins first (`gracekv.registry.plugins`
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import sys
 import types
@@ -57,7 +58,7 @@ class Configurable:
         if not isinstance(data, Mapping):
             raise ConfigError(f"{cls.__name__} takes a mapping of its fields; got {data!r}.")
         data = {key: value for key, value in data.items() if (key, value) not in cls.removed_fields}
-        hints = typing.get_type_hints(cls)
+        hints = _type_hints(cls)  # type: ignore[arg-type]
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for key in data:
             if key not in names:
@@ -202,6 +203,10 @@ def suggestion(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
     written = known if isinstance(known, Mapping) else {x: x for x in known}
     near = get_close_matches(name.lower(), written, n=1)
     return "".join(f" Did you mean {written[x]!r}?" for x in near)
+
+
+# A compression reads dozens of strategies; a class's annotations stay as they are.
+_type_hints = functools.lru_cache(maxsize=512)(typing.get_type_hints)
 
 
 def _plain(value: Any) -> Any:
