@@ -85,8 +85,12 @@ class EntryPool:
         target = free[count - reached[known:]]
         torch.where(stays[known:], target, spare, out=rows[2, known:])
         for pool, states in ((self._keys, capture.keys), (self._values, capture.values)):
-            seen = states[:, self._first :].to(pool.device)
-            pool.index_copy_(0, rows[2, known:], seen.flatten(0, 1))
+            seen = states[:, self._first :].to(pool.device).flatten(0, 1)
+            # A GPU takes as long for a small number as for one of 16 bytes.
+            many = 16 // pool.element_size()
+            if pool.shape[1] % many == seen.storage_offset() % many == 0:
+                pool, seen = (x.contiguous().view(torch.complex128) for x in (pool, seen))
+            pool.index_copy_(0, rows[2, known:], seen)
         self._entries = rows[:, _where(stays, count, ranks, reached)]
 
     def _count(self, rows: Tensor, known: int) -> int:
@@ -130,13 +134,9 @@ class EntryPool:
             counts -= self._fixed // info.kv_heads
             position = self._position()
             inside = _where(self._inside(position), int(counts.sum()), self._ranks)
-            self._selection = Selection(
-                info.layers,
-                info.kv_heads,
-                (self._region.start, self._region.end),
-                offsets(counts),
-                position[inside].to(torch.int32),
-            )
+            kept = offsets(counts), position[inside].to(torch.int32)
+            region = self._region.start, self._region.end
+            self._selection = Selection(info.layers, info.kv_heads, region, *kept)
         return self._selection
 
     def _position(self) -> Tensor:
@@ -195,11 +195,8 @@ class EntryPool:
         # Where layers lie on several devices, none of them keeps what belongs to the others.
         layers, several = [], len(set(self._devices)) > 1
         for device, heads, parts in zip(self._devices, sizes, split, strict=True):
-            own_keys, own_values, positions, log_m, index = (
-                x.to(device, copy=several) for x in parts
-            )
-            packed = RaggedEntries(own_keys, own_values, positions, log_m, offsets(heads))
-            layers.append((packed, index))
+            keys, values, place, mass, index = (x.to(device, copy=several) for x in parts)
+            layers.append((RaggedEntries(keys, values, place, mass, offsets(heads)), index))
         return layers
 
 

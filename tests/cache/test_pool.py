@@ -28,12 +28,12 @@ def filled(prefill, region, budget, gains, allowed):
     share=st.floats(0.0, 1.2),
     allowed=st.sampled_from([0.0, 0.5, 1.0]),
     sizes=st.sampled_from([(4, 5, 3), (0, 0, 0), (3, 0, 1)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_it_holds_what_a_top_k_keeps(seed, levels, share, allowed, sizes):
+def test_it_holds_what_a_top_k_keeps(seed, levels, share, allowed, sizes, dtype):
     prefix, question, tail = sizes
-    prefill = synthetic_prefill(
-        seed=seed, layers=3, context=40, prefix=prefix, question=question, tail=tail, dim=4
-    )
+    made = {"prefix": prefix, "question": question, "tail": tail, "dim": 4, "dtype": dtype}
+    prefill = synthetic_prefill(seed=seed, layers=3, context=40, **made)
     region = prefill.spans.region(2)
     rng = torch.Generator().manual_seed(seed)
     shape = (3, prefill.kv_heads, region.length)
