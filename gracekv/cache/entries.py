@@ -37,7 +37,7 @@ class LayerEntries(abc.ABC):
     @property
     def heads(self) -> int:
         """G."""
-        return len(self.lengths) // self.sequences
+        return (len(self.exact.offsets) - 1) // self.sequences
 
     @property
     def lengths(self) -> Tensor:

@@ -188,11 +188,14 @@ def apart(batch: Entries, layers: int) -> list[Entries]:
     if layers == 1:
         return [batch]
     views = [batch.sequence(number) for number in range(layers)]
-    tensors = [x for view in views for x in view.tensors().values()]
+    made = iter(copied([x for view in views for x in view.tensors().values()]))
+    return [view.mapped(lambda _: next(made)) for view in views]
+
+
+def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of `tensors` [...]; on a GPU one kernel copies many of a dtype."""
     copies = list(map(torch.empty_like, tensors))
     for dtype in {x.dtype for x in tensors}:
         same = [n for n, x in enumerate(tensors) if x.dtype == dtype]
-        # One kernel for many tensors.
         torch._foreach_copy_([copies[n] for n in same], [tensors[n] for n in same])
-    made = iter(copies)
-    return [view.mapped(lambda _: next(made)) for view in views]
+    return copies

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.base import QuerySet
-from gracekv.kernels import ragged
 from gracekv.kernels.linalg import batched_linear, capped, filled, on_device, transposed
 from gracekv.prefill import LayerCapture, Region
 from gracekv.prefill.spans import first_entries
@@ -45,7 +44,7 @@ class Reference:
         before: float32 [G, M, d], attention output over these and the sink; any number without.
         output: float32 [G, M, d], attention output.
         weights: float32 [G, M] of the rows, with sum 1 in each head.
-        last: float32 [G, 2, d], key and value of the last prompt token, which decoding feeds again.
+        last: [G, 2, d], key and value of the last prompt token, which decoding feeds again.
         length: T, prompt tokens.
         group: n.
         softcap: logit softcap, or None.
@@ -72,7 +71,7 @@ class Reference:
 
         Raises `MissingCaptureError` if a query was not captured.
         """
-        keys, values = capture.keys.float(), capture.values.float()
+        keys, values = capture.keys, capture.values
         device, heads, length = keys.device, capture.kv_heads, capture.spans.length
         asked = queries.rotated(capture)
         rows, output = asked.shape[1], torch.empty_like(asked)
@@ -91,12 +90,18 @@ class Reference:
         before = output
         if past or sinks is not None:
             sink, before = torch.zeros_like(total), torch.zeros_like(asked)
+        plain = device.type != "cpu" and length >= 2048 and before is output and not queries.within
         # Head by head on the CPU, since products want a copy of the values the other way round.
         limit, at_once = (_CPU_BLOCK, 1) if device.type == "cpu" else (_GPU_BLOCK, heads)
         block = max(1, limit // (4 * length * at_once))
         for head in range(0, heads, at_once):
             own = slice(head, head + at_once)
-            states = [x[own, inside.start : inside.end] for x in (keys, values)]
+            if plain:
+                every = asked, unseen.expand(heads, -1, -1), top, total, output
+                for first in range(0, rows, block):
+                    in_parts(capture, *(x[:, first : first + block] for x in every))
+                continue
+            states = [x[own, inside.start : inside.end].float() for x in (keys, values)]
             # No query sees a head's padding, which comes first among its places.
             padding = first_entries(states[0], past)[0] if at_once == 1 else 0
             states, held = [x[:, padding:] for x in states], past - padding
@@ -153,6 +158,35 @@ class Reference:
         """The tensors that have a row for each head."""
         names = (field.name for field in dataclasses.fields(self) if field.name != "sees")
         return {x: own for x in names if isinstance(own := getattr(self, x), Tensor)}
+
+
+def in_parts(
+    capture: LayerCapture, asked: Tensor, unseen: Tensor, top: Tensor, total: Tensor, output: Tensor
+) -> None:
+    """Write top and total [G, M] and output [G, M, d] of a `Reference` without sinks, on a GPU.
+
+    Few rows use few of its processors, so the keys are cut into parts, each with its own softmax.
+    `asked` [G, M, d] is as there; `unseen` bool [G, M, C]: which of the last C keys are not seen.
+    """
+    (heads, length, dim), states = capture.keys.shape, [capture.keys, capture.values]
+    parts = max(1, min(16, length // max(1024, unseen.shape[2] + 1)))
+    if more := -length % (8 * parts):
+        # Keys that no query sees make the parts equal, and begin rows where vectors may.
+        states = [torch.cat([x[:, :more], x], dim=1) for x in states]
+    keys, values = (x.float().reshape(heads * parts, -1, dim) for x in states)
+    again = asked[:, None].expand(-1, parts, -1, -1).flatten(0, 1)
+    shares = capped(batched_linear(again, keys), capture.softcap)
+    shares[::parts, :, :more] = -torch.inf
+    blind = shares[parts - 1 :: parts, :, shares.shape[2] - unseen.shape[2] :]
+    blind.masked_fill_(unseen, -torch.inf)
+    own = shares.amax(dim=-1)
+    torch.softmax(shares, dim=-1, out=shares)
+    # The largest share is exp(0) over the part's sum.
+    found = own, shares.amax(dim=-1), batched_linear(shares, transposed(values))
+    own, largest, read = (x.unflatten(0, (heads, parts)) for x in found)
+    mass = own.sub(torch.amax(own, dim=1, out=top)[:, None]).exp_().div_(largest)
+    torch.sum(mass, dim=1, out=total)
+    torch.div((mass[..., None] * read).sum(dim=1), total[..., None], out=output)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,22 +251,21 @@ def attended(reference: Reference, packed: RaggedEntries, region: Region) -> Lay
     device = reference.asked.device
     counts = packed.lengths
     width = -(-(int(counts.max()) + 1) // _COLUMNS) * _COLUMNS
-    row, column = ragged.rows_and_steps(packed.lengths)
-    # One upload for all of them.
-    host = torch.cat([row * width + column, packed.offsets[:-1], counts])
-    place, first, counts = host.to(device).split([len(row), len(counts), len(counts)])
-    step = torch.arange(width, device=device)
-    # The last prompt token is no packed entry.
-    last = torch.arange(len(counts), device=device), counts
+    # One upload for both.
+    first, counts = torch.stack([packed.offsets[:-1], counts]).to(device)
+    row, step = torch.arange(len(counts), device=device), torch.arange(width, device=device)
+    place = torch.arange(packed.entries, device=device)
+    place += (row * width - first).repeat_interleave(counts, output_size=packed.entries)
     is_entry = step < counts[:, None]
     columns = (first[:, None] + step).clamp_(max=max(0, packed.entries - 1))
     keys, values = packed.keys[columns].float(), packed.values[columns].float()
-    keys[last], values[last] = reference.last.unbind(1)
+    # The last prompt token is no packed entry.
+    keys[row, counts], values[row, counts] = reference.last.float().unbind(1)
     positions = packed.positions[columns]
-    positions[last] = reference.length - 1
+    positions[row, counts] = reference.length - 1
     # The last token counts once.
     entry_mass = packed.log_multiplicity[columns].exp().mul_(is_entry)
-    entry_mass[last] = 1.0
+    entry_mass[row, counts] = 1.0
     mass = capped(batched_linear(reference.asked, keys), reference.softcap)
     mass.sub_(reference.top[..., None])
     if blind := len(reference.sees):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -114,10 +113,9 @@ class ReferenceQueries(Configurable):
         if self._replays:
             left = 1 - share - again
             positions, weights = self.replay.select_queries(capture, region, memory, left)
-        for more, total in ((count, again), (tail.length, share)):
-            if more:
-                each = filled(more, total / more, weights.dtype, weights.device)
-                weights = torch.cat([weights, each])
+        alike = (count, again), (tail.length, share)
+        each = [filled(n, total / n, weights.dtype, weights.device) for n, total in alike if n]
+        weights = torch.cat([weights, *each])
         asked, first = torch.full((len(weights),), spans.length - 1), len(positions)
         asked[first : first + count] = spans.context_end - 1
         asked[first + count :] = torch.arange(tail.start, tail.end)
@@ -180,14 +178,10 @@ def value_change(packed: RaggedCache, fitted: RaggedCache) -> Tensor:
     """
     changes = []
     for some in batches(packed.layers, lambda layer: 4 * layer.values.numel(), _BATCH):
-        old, new = (_values(cache.layers[some]) for cache in (packed, fitted))
+        pair = packed.layers[some], fitted.layers[some]
+        old, new = (torch.cat([x.values for x in layers]) for layers in pair)
         dtype = torch.promote_types(old.dtype, torch.float32)
         norm = torch.linalg.vector_norm(old, dim=-1, dtype=dtype)
         moved = torch.linalg.vector_norm(new.to(dtype) - old, dim=-1)
         changes.append((moved / norm.clamp_min_(1e-12)).to(packed.layers[0].device))
     return torch.cat(changes).mul_(100).round_().clamp_(max=255).to("cpu", torch.uint8)
-
-
-def _values(layers: Sequence[RaggedEntries]) -> Tensor:
-    """[E, d]: the values of `layers`, one after the other."""
-    return torch.cat([x.values for x in layers]) if len(layers) > 1 else layers[0].values

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedCache, RaggedEntries
-from gracekv.cache.quantised import apart, batches
+from gracekv.cache.base import PARTS, RaggedCache, RaggedEntries
+from gracekv.cache.quantised import batches, copied
 from gracekv.fit.attended import KeptMass, Reference, attended, scattered
 from gracekv.fit.base import FITTERS, Fitter, ReferenceQueries
 from gracekv.kernels.linalg import batched_linear, transposed
@@ -56,18 +56,22 @@ class QueryFitter(Fitter):
         if not self.by_head:
             return super().layers(cache, references, region)
         most, fitted = _BATCH // (4 * references[0].asked.shape[1]), []
-        for some in batches(cache.layers, lambda x: len(x.lengths) * int(x.lengths.max()), most):
-            count = some.stop - some.start
-            reference = Reference.stack([references.pop(0) for _ in range(count)])
-            packed = RaggedEntries.stack(cache.layers[some])
+        for some in batches(cache.layers, lambda x: x.heads * int(x.lengths.max()), most):
+            layers = cache.layers[some]
+            reference = Reference.stack([references.pop(0) for _ in layers])
+            packed = RaggedEntries.stack(layers)
             parts = [(packed, reference)]
             if packed.device.type == "cpu" and reference.asked.shape[1] > _ROWS:
                 # Head by head, each as wide as it is: products of few rows cost too little.
                 rows = [packed.rows(g, g + 1) for g in range(packed.heads)]
                 parts = list(zip(rows, reference.heads(), strict=True))
             done = [self.layer(own, asked, region) if own.entries else own for own, asked in parts]
-            together = RaggedEntries.stack(done)
-            fitted += apart(dataclasses.replace(together, sequences=count), count)
+            together, sizes = RaggedEntries.stack(done), [layer.entries for layer in layers]
+            # What changed, in memory of its own.
+            new = [x for x in PARTS[:-1] if getattr(together, x) is not getattr(packed, x)]
+            copies = (copied(getattr(together, x).split(sizes)) for x in new)
+            for layer, *own in zip(layers, *copies, strict=True):
+                fitted.append(dataclasses.replace(layer, **dict(zip(new, own, strict=True))))
         return dataclasses.replace(cache, layers=tuple(fitted))
 
 

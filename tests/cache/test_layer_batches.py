@@ -65,7 +65,9 @@ def test_a_stack_of_layers_is_fitted_as_each_of_them(monkeypatch, fit):
 
     alone = fitted()
     monkeypatch.setattr(fitting, "batches", lambda layers, *_: [slice(0, 2), slice(2, 3)])
-    for one, two in zip(alone, fitted(), strict=True):
+    for one, two, packed in zip(alone, fitted(), run.cache.layers, strict=True):
+        assert two.keys is packed.keys, "what stays is not copied"
+        assert two.values.untyped_storage().nbytes() == packed.values.nbytes
         assert torch.equal(one.positions, two.positions)
         torch.testing.assert_close(one.values, two.values, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(one.log_multiplicity, two.log_multiplicity, rtol=1e-3, atol=1e-4)

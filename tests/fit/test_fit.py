@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gracekv.allocate import Budget
 from gracekv.fit import FITTERS, ReferenceQueries, Values, ValuesAndMass, reference
 from gracekv.fit import values as fit_values
+from gracekv.fit.attended import Reference, in_parts
 from gracekv.fit.values import ridge
 from gracekv.kernels.rope import Rope
 from gracekv.pipeline import Pipeline
@@ -81,6 +82,22 @@ def test_equals_least_squares_in_float64(
             own = got.layers[number].head(head)
             torch.testing.assert_close(own[1].double(), values, rtol=2e-3, atol=2e-3)
             torch.testing.assert_close(own[3].double(), log_m, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("context", [30, 2100, 4090])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_attention_in_parts_is_that_of_the_whole(context, softcap):
+    """As a GPU reads all tokens; their number is no multiple of the parts'."""
+    prefill = synthetic_prefill(layers=1, context=context, prefix=0, question=1, tail=1, dim=8)
+    region = prefill.spans.region(0)
+    prefill = prefill.with_queries(QUERIES.asks(prefill, region, {}))
+    capture = dataclasses.replace(prefill, softcap=softcap).layer(0)
+    whole = Reference.of(capture, queries := QUERIES(capture, region, {}))
+    place = torch.arange(int(queries.asked_at.min()) + 1, capture.spans.length)
+    unseen = place > queries.asked_at.repeat(capture.group)[:, None]
+    got = [torch.full_like(x, torch.nan) for x in (whole.top, whole.total, whole.output)]
+    in_parts(capture, whole.asked, unseen.expand(2, -1, -1), *got)
+    torch.testing.assert_close(got, [whole.top, whole.total, whole.output], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["gracekv-plus", "gracekv-agnostic"])
