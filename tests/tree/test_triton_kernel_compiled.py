@@ -22,8 +22,8 @@ from support.cubin import resources  # noqa: E402
 
 # Shared memory that one block may use, in KiB (CUDA programming guide, compute capabilities).
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
-INDICES = ("head", "first", "length", "first_probe")
-COUNTS = ("tokens", "nodes", "width", "region_start")
+INDICES = ("tree", "begin", "length", "slot_start", "first_probe")
+COUNTS = ("tokens", "nodes", "width", "slots", "region_start")
 NUMBERS = ("lambda_z", "lambda_m", "epsilon", "uniform_base", "rule_epsilon")
 
 
@@ -60,3 +60,5 @@ def test_products_keep_float32():
     code = compiled(128, 90).asm["ptx"]
     assert "mma" not in code
     assert "tf32" not in code
+    # A thread adds what it holds before it asks others; no warp waits for another.
+    assert code.count("shfl") <= 64

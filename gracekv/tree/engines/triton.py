@@ -14,13 +14,13 @@ from gracekv.tree.base import IntervalCosts, Nodes
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import EngineInputs
 
-# Probes times features of a program, whose queries and sums fill registers; more probes are divided
-# among several programs.
-_LARGEST_BLOCK = 8192
+# Probes times features of a program, a warp whose queries and sums fill its registers; more probes
+# are divided among several programs.
+_LARGEST_BLOCK = 2048
 
 
 class TritonEvaluator(DistortionEvaluator):
-    """D of nodes in the heads of some layers, a program per node and direction.
+    """D of nodes in the heads of some layers, a program per node, direction and some probes.
 
     Nodes may be of any length; the costs of a node do not depend on other nodes, to the bit.
 
@@ -32,10 +32,10 @@ class TritonEvaluator(DistortionEvaluator):
         from gracekv.tree.engines.triton_kernel import interval_costs
 
         self._kernel: Any = interval_costs
-        self._batch = inputs.batch
-        _, probes, dim = inputs.attention.queries.shape
+        heads, probes, dim = inputs.attention.queries.shape
         self._arguments = {name: x.contiguous() for name, x in inputs.tensors().items()}
-        self._arguments |= inputs.numbers()
+        starts = inputs.batch.slot_start
+        self._arguments |= inputs.numbers() | {"slot_start": starts, "slots": len(starts) // heads}
         self._constants = constants(
             probes, dim, inputs.rope.cos.shape[1] // 2, inputs.batch.context.rule.multiplicity
         )
@@ -43,35 +43,29 @@ class TritonEvaluator(DistortionEvaluator):
     def __call__(self, nodes: Nodes) -> IntervalCosts:
         count, width = len(nodes), nodes.width
         parts = -(-self._constants["P"] // self._constants["BLOCK_P"])
-        values = self._arguments["values"]
-        costs = values.new_empty(parts, 2, count, width)
-        mass = values.new_empty(parts, count, width)
-        drop = values.new_empty(parts, count)
-        with torch.cuda.device_of(values):
+        sizes = [2 * count * width, count * width, count]
+        sums = self._arguments["values"].new_empty(parts, sum(sizes))
+        with torch.cuda.device_of(sums):
             self._kernel[(count, 2, parts)](
-                head=self._batch.head(nodes.tree),
-                first=self._batch.offset(nodes),
+                tree=nodes.tree,
+                begin=nodes.start,
                 length=nodes.length,
-                costs=costs,
-                mass=mass,
-                drop=drop,
+                sums=sums,
                 nodes=count,
                 width=width,
                 **self._arguments,
                 **self._constants,
             )
-        if parts == 1:
-            return IntervalCosts(costs[0], mass[0], drop[0])
         # Each part has the sums over its own probes.
-        return IntervalCosts(costs.sum(0), mass.sum(0), drop.sum(0))
+        costs, mass, drop = (sums[0] if parts == 1 else sums.sum(0)).split(sizes)
+        return IntervalCosts(costs.view(2, count, width), mass.view(count, width), drop)
 
 
 def constants(probes: int, dim: int, half: int, multiplicity: bool) -> dict[str, Any]:
     """The kernel's constants for P probes of `dim` features, of which 2 `half` are rotated."""
     block_d = 1 << (dim - 1).bit_length()
     block_p = min(1 << (probes - 1).bit_length(), _LARGEST_BLOCK // block_d)
-    warps = 4 if block_p * block_d < _LARGEST_BLOCK else 8
     return {
         "P": probes, "D": dim, "HALF": half, "MULTIPLICITY": multiplicity,
-        "BLOCK_P": block_p, "BLOCK_D": block_d, "num_warps": warps,
+        "BLOCK_P": block_p, "BLOCK_D": block_d, "LANES": max(1, block_d // 16), "num_warps": 1,
     }  # fmt: skip

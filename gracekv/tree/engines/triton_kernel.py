@@ -2,7 +2,8 @@
 
 One program reads one node in one direction for one block of probes, token by token, and follows the
 equations of `gracekv.tree.prototype` as they stand: its running sums stay in registers, so a node
-may be of any length. Sums are in float32 and always in the same order.
+may be of any length. Sums are in float32 and always in the same order. A program is one warp, which
+waits for no other.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import triton.language as tl
 _MAX_EXPONENT = tl.constexpr(20.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "nodes", "width", "region_start"])
+@triton.jit(do_not_specialize=["tokens", "nodes", "width", "slots", "region_start"])
 def interval_costs(
-    head,  # [V]
-    first,  # [V], place of the node's first token in the region
+    tree,  # [V]
+    begin,  # [V], relative to the slot
     length,  # [V]
+    slot_start,  # [U*J]
     exponentials,  # [U*N, P]
     unrotated_keys,  # [U*N, D]
     key_norms,  # [U*N]
@@ -31,12 +33,11 @@ def interval_costs(
     first_probe,  # [N+1]
     cos,  # [T, 2*HALF], both halves alike
     sin,
-    costs,  # [parts, 2, V, width]
-    mass,  # [parts, V, width]
-    drop,  # [parts, V]
+    sums,  # [parts, 3V*width + V]: costs [2, V, width], mass [V, width] and drop [V]
     tokens,  # N
     nodes,  # V
     width,
+    slots,  # J
     region_start,
     lambda_z,
     lambda_m,
@@ -49,40 +50,46 @@ def interval_costs(
     MULTIPLICITY: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Program (node, direction, part of the probes): its part of `IntervalCosts`."""
     v = tl.program_id(0).to(tl.int64)
     backward = tl.program_id(1) == 1
     part = tl.program_id(2)
     n = tl.load(length + v).to(tl.int32)
-    u = tl.load(head + v)
-    start = tl.load(first + v)
-    costs += ((part * 2 + tl.program_id(1)) * nodes.to(tl.int64) + v) * width
-    mass += (part * nodes.to(tl.int64) + v) * width
-    dim = tl.arange(0, BLOCK_D)
+    b = tl.load(tree + v)
+    u = b // slots
+    start = tl.load(slot_start + b) - region_start + tl.load(begin + v)
+    sums += part * nodes.to(tl.int64) * (3 * width + 1)
+    costs = sums + (tl.program_id(1) * nodes.to(tl.int64) + v) * width
+    mass = sums + (2 * nodes.to(tl.int64) + v) * width
+    # Features in LANES columns: each thread holds whole columns, so that most sums stay in it.
+    row_of, lane = tl.arange(0, BLOCK_D // LANES)[:, None], tl.arange(0, LANES)[None, :]
+    dim = row_of * LANES + lane
+    # A rotation mixes features that are half its width apart; the others are paired as they come.
+    pair = tl.arange(0, BLOCK_D // LANES // 2)[:, None] * LANES + lane
+    rotates = pair < HALF
+    one = tl.where(rotates, pair, 2 * pair)
+    other = tl.where(rotates, pair + HALF, 2 * pair + 1)
+    is_dim, is_one, is_other = dim < D, one < D, other < D
     probe = part * BLOCK_P + tl.arange(0, BLOCK_P)
-    is_dim, is_probe = dim < D, probe < P
-    # A rotation mixes features that are half its width apart.
-    rotates = dim < 2 * HALF
-    partner = tl.where(dim < HALF, dim + HALF, dim - HALF)
-    sign = tl.where(dim < HALF, -1.0, 1.0)
+    is_probe = probe < P
     largest = tl.load(max_logit + u * P + probe, mask=is_probe, other=0.0)
     inverse = tl.load(inverse_sum + u * P + probe, mask=is_probe, other=0.0)
-    query = tl.load(
-        queries + (u * P + probe)[:, None] * D + dim[None, :],
-        mask=is_probe[:, None] & is_dim[None, :],
-        other=0.0,
-    )
+    query = queries + (u * P + probe)[None, :, None] * D
+    asked = is_probe[None, :, None]
+    query_one = tl.load(query + one[:, None, :], mask=asked & is_one[:, None, :], other=0.0)
+    query_other = tl.load(query + other[:, None, :], mask=asked & is_other[:, None, :], other=0.0)
     end = start + n - 1
     sees_node = tl.where(probe >= tl.load(first_probe + end), inverse, 0.0)
     see_node = tl.load(visible_probes + end)
 
-    key_sum = tl.zeros([BLOCK_D], tl.float32)
-    turned_sum = tl.zeros([BLOCK_D], tl.float32)
-    value_sum = tl.zeros([BLOCK_D], tl.float32)
-    weighted_sum = tl.zeros([BLOCK_D], tl.float32)
+    key_one = tl.zeros([BLOCK_D // LANES // 2, LANES], tl.float32)
+    key_other = tl.zeros([BLOCK_D // LANES // 2, LANES], tl.float32)
+    value_sum = tl.zeros([BLOCK_D // LANES, LANES], tl.float32)
+    weighted_sum = tl.zeros([BLOCK_D // LANES, LANES], tl.float32)
     z = tl.zeros([BLOCK_P], tl.float32)
-    m = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
+    m = tl.zeros([BLOCK_D // LANES, BLOCK_P, LANES], tl.float32)
     count = 0.0
     norm_sum = 0.0
     score_sum = 0.0
@@ -91,8 +98,8 @@ def interval_costs(
         t = tl.where(backward, n - 1 - j, j)
         row = u * tokens + start + t
         count += 1.0
-        key_sum += tl.load(unrotated_keys + row * D + dim, mask=is_dim, other=0.0)
-        turned_sum += sign * tl.load(unrotated_keys + row * D + partner, mask=rotates, other=0.0)
+        key_one += tl.load(unrotated_keys + row * D + one, mask=is_one, other=0.0)
+        key_other += tl.load(unrotated_keys + row * D + other, mask=is_other, other=0.0)
         value = tl.load(values + row * D + dim, mask=is_dim, other=0.0)
         score = tl.load(scores + row)
         p = tl.load(exponentials + row * P + probe, mask=is_probe, other=0.0)
@@ -100,19 +107,21 @@ def interval_costs(
         weighted_sum += score * value
         score_sum += score
         z += p
-        m += p[:, None] * value[None, :]
+        m += p[:, None][None] * value[:, None, :]
 
         # The mean position, rounded half to even.
         both_ends = 2 * (start + region_start) + tl.where(backward, n - 1 + t, t)
         middle = both_ends // 2
         middle += (both_ends % 2) * (middle % 2)
-        c = tl.load(cos + middle * (2 * HALF) + dim, mask=rotates, other=1.0)
-        s = tl.load(sin + middle * (2 * HALF) + dim, mask=rotates, other=0.0)
-        key = (key_sum * c + turned_sum * s) / count
-        logit = tl.sum(query * key[None, :], 1) - largest
+        c = tl.load(cos + middle * (2 * HALF) + pair, mask=rotates, other=1.0)
+        s = tl.load(sin + middle * (2 * HALF) + pair, mask=rotates, other=0.0)
+        products = tl.sum(query_one * (key_one * c - key_other * s)[:, None, :], 0)
+        products += tl.sum(query_other * (key_other * c + key_one * s)[:, None, :], 0)
+        logit = tl.sum(products, 1) / count - largest
         if MULTIPLICITY:
             norm_sum += tl.load(key_norms + row)
-            mean_norm = tl.sqrt(tl.sum(key_sum * key_sum, 0)) / count
+            square = tl.sum(tl.sum(key_one * key_one + key_other * key_other, 0), 0)
+            mean_norm = tl.sqrt(square) / count
             coherence = mean_norm / (norm_sum / count + rule_epsilon)
             logit += tl.log(tl.minimum(tl.maximum(count * coherence * coherence, 1.0), count))
         z_tilde = tl.exp(tl.minimum(logit, _MAX_EXPONENT))
@@ -123,8 +132,9 @@ def interval_costs(
         merged = tl.where(
             score_sum > 0, (weighted_sum + base * value_sum) / total, value_sum / count
         )
-        missed = m - z_tilde[:, None] * merged[None, :]
-        error = lambda_m * tl.sum(missed * missed, 1) / (tl.sum(m * m, 1) + epsilon)
+        missed = m - z_tilde[:, None][None] * merged[:, None, :]
+        error = lambda_m * tl.sum(tl.sum(missed * missed, 0), 1)
+        error /= tl.sum(tl.sum(m * m, 0), 1) + epsilon
         error += lambda_z * (z - z_tilde) * (z - z_tilde) / (z * z + epsilon)
         # Probes inside the node do not see its later tokens.
         last = start + tl.where(backward, n - 1, t)
@@ -136,4 +146,4 @@ def interval_costs(
             tl.store(mass + t, own)
             drop_sum += own
     if not backward:
-        tl.store(drop + part * nodes.to(tl.int64) + v, drop_sum)
+        tl.store(sums + 3 * nodes.to(tl.int64) * width + v, drop_sum)
