@@ -32,7 +32,9 @@ class PrototypePacker(Packer):
             position, head = start[node] + step, head[node]
             keys, values = (x[head, position].float() for x in (capture.keys, capture.values))
             weights = given.scores.to(keys.device)[head, position - layout.origin].float()
-            made = merge(keys, values, weights, start, end, capture.rope, given.rule)
+            made = merge(
+                keys, values, weights, node, position, start, end, capture.rope, given.rule
+            )
             packed.keys[merged] = made.keys.to(packed.dtype)
             packed.values[merged] = made.values.to(packed.dtype)
             packed.positions[merged] = made.positions.to(torch.int32)

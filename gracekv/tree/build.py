@@ -134,10 +134,10 @@ def grow(
     numbers = torch.stack([roots.distortion, relevance, weight, key, free_key])
     levels: list[_Level] = []
     while True:
-        inner = (nodes.length > 1) & pruner.reaches(numbers[4])
-        found = inner.cumsum(0)
+        length = nodes.length * pruner.reaches(numbers[4])
+        found = (length > 1).cumsum(0)
         # The one number that the host waits for, with the width of the next grid.
-        count, longest = torch.stack([found[-1], (nodes.length * inner).max()]).tolist()
+        count, longest = torch.stack([found[-1], length.max()]).tolist()
         chosen = torch.searchsorted(found, torch.arange(1, count + 1, device=found.device))
         tree, start, end = places[:, chosen]
         parents, forced = Nodes(tree, start, end, longest), forced[chosen]

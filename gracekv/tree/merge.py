@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.kernels.ragged import rows_and_steps
+from gracekv.kernels.ragged import offsets
 from gracekv.kernels.rope import Rope
 from gracekv.registry import Configurable, bounded
 
@@ -81,6 +81,8 @@ def merge(
     keys: Tensor,
     values: Tensor,
     scores: Tensor,
+    node: Tensor,
+    at: Tensor,
     start: Tensor,
     end: Tensor,
     rope: Rope,
@@ -92,27 +94,33 @@ def merge(
         keys: [M, d] float32 post-RoPE, M = sum of the intervals' lengths, in their order.
         values: [M, d] float32.
         scores: R^tok [M] float32.
+        node: int64 [M], the interval of each token.
+        at: int64 [M], its absolute position.
         start: int64 [V] absolute first position of each interval.
         end: int64 [V] exclusive.
         rope: the rotations of the absolute positions.
         rule: how to merge.
     """
     count = end - start
-    node, step = rows_and_steps(count, len(keys))
+    bounds = offsets(count)
 
     def total(x: Tensor) -> Tensor:
-        return torch.segment_reduce(x, "sum", lengths=count, axis=0, unsafe=True)
+        # From lengths, a GPU would make the bounds each time.
+        return torch.segment_reduce(x, "sum", offsets=bounds, axis=0, unsafe=True)
 
     size = count.float()
-    unrotated = rope.unrotate(keys, start[node] + step)
+    unrotated = rope.unrotate(keys, at)
     mean_key = total(unrotated) / size[:, None]
     norm_mean = total(unrotated.norm(dim=-1)) / size
     positions = representative_positions(start, end)
 
     weight = scores + (rule.uniform_base * total(scores) / size)[node]
     # Intervals whose scores are all 0 are merged evenly, not to 0.
-    weight = torch.where((total(weight) > 0)[node], weight, 1.0)
-    value = total(weight[:, None] * values) / (total(weight) + rule.epsilon)[:, None]
+    weights = total(weight)
+    weighs = weights > 0
+    weight = torch.where(weighs[node], weight, 1.0)
+    weights = torch.where(weighs, weights, size) + rule.epsilon
+    value = total(weight[:, None] * values) / weights[:, None]
     return Prototypes(
         keys=rope.rotate(mean_key, positions),
         values=value,

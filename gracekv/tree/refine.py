@@ -52,12 +52,16 @@ class CostTable:
         self.step = torch.arange(self._width, device=self.last.device)
         self.padding = self.step > self.last[:, None]
         self.node_cost = node_cost[:, None]
-        # A column of zeros on both sides: nothing comes before the first token or after the last.
-        self._costs = node_cost.new_zeros(2, len(nodes), self._width + 2)
-        inner = self._costs[..., 1:-1]
+        # Column k: D of the tokens before k, and of those from k on. Nothing comes before the first
+        # token, so prefixes begin in the second column.
+        columns = self._width + 1
+        self._costs = node_cost.new_zeros(2, len(nodes), columns)
+        inner = self._costs.as_strided(
+            intervals.costs.shape, (len(nodes) * columns - 1, columns, 1), 1
+        )
         inner.copy_(intervals.costs).masked_fill_(self.padding, 0.0)
-        self.cost_before = self._costs[0, :, :-2]
-        self.cost_from, self.cost_after = inner[1], self._costs[1, :, 2:]
+        self.cost_before = self._costs[0, :, :-1]
+        self.cost_from, self.cost_after = self._costs[1, :, :-1], self._costs[1, :, 1:]
 
     @cached_property
     def _rows(self) -> Tensor:
@@ -81,7 +85,7 @@ class CostTable:
 
         Both count from the node's start and lie between 0 and its length.
         """
-        index = torch.stack([low, high + 1])[..., None]
+        index = torch.stack([low, high])[..., None]
         return self._costs.gather(2, index)[..., 0].T
 
     def split(self, children: Children) -> Split:
@@ -93,9 +97,7 @@ class CostTable:
         row, place = rows_and_steps(count)
         first, last = children.start - self.nodes.start[row], children.end - self.nodes.start[row]
         is_prefix = first == 0
-        # Columns of zeros come before and after.
-        column = torch.where(is_prefix, last, first + 1)
-        cost = self._costs[(~is_prefix).long(), row, column]
+        cost = self._costs[(~is_prefix).long(), row, torch.where(is_prefix, last, first)]
         places = int(count.max())
         # Places without a child lie at the node's end.
         start = self.nodes.end[:, None].repeat(1, places)
@@ -192,7 +194,8 @@ def extraction_utility(table: CostTable, token: Tensor) -> Tensor:
     Source: Eqs. (T9) and (T10); D of the extracted token is 0.
     """
     before, after = table.outer_costs(token, token + 1).unbind(1)
-    added = token.clamp(max=1) + (table.last - token).clamp(max=1)
+    # Two children at the node's first or last token, else three.
+    added = (token % table.last).clamp(max=1) + 1
     return (table.node_cost[:, 0] - before - after) / added
 
 
