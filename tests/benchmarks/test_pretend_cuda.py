@@ -26,7 +26,7 @@ MOST = {
     "gracekv-agnostic": (163, 27),
     "snapkv": (117, 21),
     # Ties decide how deep its trees get, a level more or less.
-    "gracekv": (500, 112),
+    "gracekv": (450, 112),
 }
 # Recipes that wait as often at any number of layers.
 WAITS_FOR_NO_LAYER = ("gracekv-plus", "gracekv-plus-allocated")
