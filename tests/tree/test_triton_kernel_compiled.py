@@ -38,7 +38,8 @@ def compiled(dim, arch, *, probes=64, half=None):
             signature[name] = "i32" if name in COUNTS else "fp32"
         else:
             signature[name] = "*i64" if name in INDICES else "*fp32"
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            if not interval_costs.params[index].do_not_specialize_on_alignment:
+                attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(interval_costs, signature, values, attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 

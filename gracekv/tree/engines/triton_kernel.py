@@ -15,7 +15,11 @@ import triton.language as tl
 _MAX_EXPONENT = tl.constexpr(20.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "nodes", "width", "slots", "region_start"])
+# A level's nodes are rows of one tensor, aligned or not: another kernel would be compiled for each.
+@triton.jit(
+    do_not_specialize=["tokens", "nodes", "width", "slots", "region_start"],
+    do_not_specialize_on_alignment=["tree", "begin", "length"],
+)
 def interval_costs(
     tree,  # [V]
     begin,  # [V], relative to the slot
