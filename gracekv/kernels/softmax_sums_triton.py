@@ -67,9 +67,10 @@ def softmax_columns(asked: Columns) -> Tensor:
     queries, keys = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys))
     parts = queries[None]
     if queries.dtype != keys.dtype:
-        high = queries.to(keys.dtype)
-        parts = torch.stack([high, (queries - high).to(keys.dtype)])
-    if interpreted():  # it computes with bfloat16's bits as if they were integers
+        parts = keys.new_empty(2, *queries.shape)
+        torch.sub(queries, parts[0].copy_(queries), out=parts[1])
+    if interpreted() and keys.device.type == "cpu":
+        # The interpreter computes with bfloat16's bits as if they were integers.
         parts, keys = parts.float(), keys.float()
     if sinks is None:
         sinks = filled(1, -torch.inf, torch.float32, keys.device).expand(heads, count)
