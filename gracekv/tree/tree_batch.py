@@ -59,15 +59,14 @@ class Workspace:
 
 
 _CPU_BYTES = 3 * 2**24
-_MAX_GPU_BYTES = 3 * 2**29
+_MAX_GPU_BYTES = 2**30
 
 
 def scratch_bytes(device: torch.device) -> int:
     """A default limit of working memory: 48 MiB on a CPU; on a GPU an eighth of what is free.
 
-    More does not help a CPU, whose cache is small; a GPU wants large batches, of 1.5 GiB at most,
-    because every batch has its own launches for each level of its trees. Memory that torch's
-    allocator has reserved and does not use counts as free. Source: ours.
+    More does not help a CPU, whose cache is small; a GPU wants large batches, of 1 GiB at most.
+    Memory that torch's allocator has reserved and does not use counts as free. Source: ours.
     """
     if device.type != "cuda":
         return _CPU_BYTES
