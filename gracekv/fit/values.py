@@ -19,7 +19,7 @@ from gracekv.registry import bounded
 from gracekv.value import Memory
 
 # Bytes of logits of the layers that are fitted together on a GPU.
-_BATCH = 512 * 2**20
+_BATCH = 192 * 2**20
 # Rows of queries above which a CPU fits one head at a time.
 _ROWS = 256
 

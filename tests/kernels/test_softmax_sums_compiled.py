@@ -21,7 +21,8 @@ KERNELS = [softmax_sums_triton.row_logsumexp, softmax_sums_triton.reduce_columns
 
 
 def compiled_columns(kernel, dim, dtype, arch, parts):
-    sizes = softmax_sums_triton.block_sizes(dim, dtype, divmod(arch, 10))[KERNELS.index(kernel)]
+    sizes = softmax_sums_triton.block_sizes(dim, dtype, divmod(arch, 10), count=1000)
+    sizes = sizes[KERNELS.index(kernel)]
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     constants = {"GROUP": 7, "D": dim, "PARTS": parts, "SPLITS": 4} | sizes
     if kernel is softmax_sums_triton.reduce_columns:

@@ -16,7 +16,7 @@ from gracekv.tree.engines.base import EngineInputs
 
 # Probes times features of a program, a warp whose queries and sums fill its registers; more probes
 # are divided among several programs.
-_LARGEST_BLOCK = 2048
+_LARGEST_BLOCK = 1024
 
 
 class TritonEvaluator(DistortionEvaluator):
