@@ -54,8 +54,7 @@ class AdaptiveHeads(Quota):
 
     def _guarded(self, scores: Tensor, pool: int, plan: BudgetPlan) -> Tensor:
         """`scores` [G, N] with the guaranteed tokens raised above all others."""
-        held = pool // plan.heads + plan.recent
-        guaranteed = math.floor(Fraction(str(self.floor)) * held)
+        guaranteed = math.floor(Fraction(str(self.floor)) * (pool // plan.heads + plan.recent))
         if self.floor > 0:
             guaranteed = max(1, guaranteed)
         # The recent window is held anyway, and counts as part of what is guaranteed.

@@ -52,8 +52,7 @@ class Frontier:
     @property
     def reached(self) -> Tensor:
         """bool [V]: nodes that an executed operation put into the cache, split later or not."""
-        below = self.forest.parent[self.forest.trees :]
-        return torch.cat([self.added, self.split[below]])
+        return torch.cat([self.added, self.split[self.forest.parent[self.forest.trees :]]])
 
     @property
     def kept(self) -> Tensor:

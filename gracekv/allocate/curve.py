@@ -60,8 +60,7 @@ def auction_curve(
         before = torch.zeros_like(executed) if floor is None else ops.executed(floor)
         bought = torch.nonzero(executed).flatten()
         # What the floor executed has the key +inf and comes first.
-        falling = ops.path_minimum(before)[bought].sort(descending=True, stable=True).indices
-        order = bought[falling]
+        order = bought[ops.path_minimum(before)[bought].sort(descending=True, stable=True).indices]
         spent = ops.cost[order].cumsum(0).cpu()
         gained = ops.gain[order].cumsum(0).cpu()
         floor_entries = int(torch.where(before, ops.cost, 0).sum())

@@ -70,7 +70,6 @@ def proportional(weights: Sequence[Fraction], total: int, least: int, most: int)
         excess = sum(held[i] - wanted[i] for i in free)
         # Only the clamps of the side that moves more are final.
         for i in free:
-            moved = held[i] - wanted[i]
-            if excess == 0 or moved * excess > 0:
+            if excess == 0 or (held[i] - wanted[i]) * excess > 0:
                 shares[i] = held[i]
     return [shares[i] for i in range(len(weights))]

@@ -119,8 +119,7 @@ def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor
         ends = torch.bincount(group, minlength=groups).cumsum(0)
         begins[1:] = ends[:-1]
     beyond = torch.searchsorted(running[1:], running[begins] + limits, right=True)
-    last = order[beyond.clamp(max=len(order) - 1)]
-    threshold = torch.where(beyond < ends, key[last], -1.0)
+    threshold = torch.where(beyond < ends, key[order[beyond.clamp(max=len(order) - 1)]], -1.0)
 
     own = threshold if group is None else threshold.index_select(0, group)
     above = key > own
@@ -255,8 +254,7 @@ def _shortlist(ops: Operations, executed: Tensor, left: RemainingBudget, elastic
     count = len(index)
     group = dense_rank(group)
     utility = dense_rank(ops.unit.index_select(0, index), falling=True)
-    tie = dense_rank(ops.tie_order(index))
-    order = descending(-((group * count + utility) * count + tie))
+    order = descending(-((group * count + utility) * count + dense_rank(ops.tie_order(index))))
     ordered = group[order]
     rank = torch.arange(count, device=order.device) - torch.searchsorted(ordered, ordered)
     return index[order[rank < (limit // cost)[order]]].sort().values

@@ -58,8 +58,7 @@ class Lagrangian(Allocator):
         # Trees whose best subtree changes inside the bracket gain about its price per entry.
         more = (executed | dual.best_subtrees(low)) & ~bought
         bought |= _first_trees(ops, more, left.after(ops, bought & ~executed))
-        rest = left.after(ops, bought & ~executed)
-        filled = auction(ops, bought, rest, elastic=self.elastic)
+        filled = auction(ops, bought, left.after(ops, bought & ~executed), elastic=self.elastic)
         plain = auction(ops, executed, left, elastic=self.elastic)
         # Compare what the two do not share, so that equal choices are exactly equal.
         ahead = ops.gain[plain & ~filled].sum() - ops.gain[filled & ~plain].sum()

@@ -85,12 +85,11 @@ class Operations:
         # `+ 0.0` turns -0.0 into 0.0, so that sorts do not tell them apart.
         gain = gain.double().clamp(min=0) + 0.0
         ends = torch.searchsorted(levels, torch.arange(deepest + 1, device=levels.device))
-        bounds = [0, *(roots + ends).tolist()]
         return cls(
             forest=forest,
             node=torch.cat([adds, inner]),
             parent=parent,
-            bounds=tuple(bounds),
+            bounds=(0, *(roots + ends).tolist()),
             tree=torch.cat([adds, forest.tree.index_select(0, inner)]),
             cost=cost,
             gain=gain,

@@ -32,5 +32,4 @@ class PerHead(Quota):
     def __call__(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
         if self.remainder:
             return equal_shares(plan)
-        share = plan.base // (plan.layers * plan.heads)
-        return torch.full((plan.layers, plan.heads), share)
+        return torch.full((plan.layers, plan.heads), plan.base // (plan.layers * plan.heads))

@@ -107,8 +107,7 @@ def first_fitting(
         return torch.ones_like(bits, dtype=torch.bool)
     fits = bits > cut[0]
     tied = (bits == cut[0]).nonzero().flatten()
-    last_tie = ties.max() if len(ties) else ties.new_zeros(())
-    order = shard.maximum(last_tie) - ties[tied]
+    order = shard.maximum(ties.max() if len(ties) else ties.new_zeros(())) - ties[tied]
     last = weighted_cut(order, weights[tied], limit - cut[1], shard)
     if last is None:
         raise AssertionError("The tied candidates alone exceed what is left.")

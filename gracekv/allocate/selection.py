@@ -72,8 +72,7 @@ class Selection:
         # Layer by layer: torch's indices and sums take 8 to 16 bytes a token.
         start = [torch.nonzero(layer)[:, 1].to(torch.int32) + origin for layer in kept]
         counts = torch.cat([layer.sum(dim=1) for layer in kept]).cpu()
-        region = (origin, origin + tokens)
-        return cls(layers, heads, region, offsets(counts), torch.cat(start))
+        return cls(layers, heads, (origin, origin + tokens), offsets(counts), torch.cat(start))
 
     @classmethod
     def of_frontier(cls, frontier: Frontier, floor: Frontier | None = None) -> Selection:
@@ -89,12 +88,11 @@ class Selection:
         row, step = rows_and_steps(forest.entries[node])
         start = forest.start[node][row] + step
         end = torch.where(forest.entries[node] > 1, 1, forest.length[node])[row] + start
-        counts = frontier.entries_per_head().flatten().cpu()
         return cls(
             layers=forest.layers,
             heads=forest.heads,
             region=(first, last),
-            offsets=offsets(counts),
+            offsets=offsets(frontier.entries_per_head().flatten().cpu()),
             start=start.to(torch.int32),
             end=end.to(torch.int32),
             level=forest.level[node][row].to(torch.int16),
@@ -188,6 +186,5 @@ class Selection:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """`change` applied to each tensor [E] that is not None, by name."""
-        names = ("start", "end", "level", "from_floor")
-        held = {name: getattr(self, name) for name in names}
+        held = {name: getattr(self, name) for name in ("start", "end", "level", "from_floor")}
         return {name: change(x) for name, x in held.items() if x is not None}

@@ -88,8 +88,7 @@ class Singleton(Floor):
         """f [L, G, N]: relevance mixed with its mean over heads, then max pooled (in float64)."""
         mean = shard.mean(relevance.mean(dim=(0, 1)))
         mixed = (1 - self.consensus) * relevance + self.consensus * mean
-        half = self.pool // 2
-        return torch.nn.functional.max_pool1d(mixed, self.pool, stride=1, padding=half)
+        return torch.nn.functional.max_pool1d(mixed, self.pool, stride=1, padding=self.pool // 2)
 
     def realize(
         self, forest: Forest, candidates: Tensor | None, plan: BudgetPlan, quota: Tensor | None
@@ -144,8 +143,7 @@ def _last_operation(ops: Operations, candidates: Tensor) -> tuple[Tensor, Tensor
 
     # A root appears by its own Add, any other node by its parent's Split.
     split_of = torch.full((forest.nodes,), -1, device=node.device)
-    splits = torch.arange(forest.trees, len(ops), device=node.device)
-    split_of[ops.node[forest.trees :]] = splits
+    split_of[ops.node[forest.trees :]] = torch.arange(forest.trees, len(ops), device=node.device)
     return torch.where(node < forest.trees, node, split_of[forest.parent[node]]), wanted
 
 

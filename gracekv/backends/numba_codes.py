@@ -68,8 +68,7 @@ def _decoder(half: str, *, by_channel: bool) -> Any:
                     code = builder.lshr(code, _all(4))
                 numbers = multiply_add(builder, builder.sitofp(code, FLOATS), s, z)
                 index = builder.add(to, builder.mul(loop.index, width))
-                place_out = vector_at(context, builder, kinds[7], out, index)
-                builder.store(numbers, place_out, align=4)
+                builder.store(numbers, vector_at(context, builder, kinds[7], out, index), align=4)
             return context.get_dummy_value()
 
         number = types.int64

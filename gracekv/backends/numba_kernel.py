@@ -74,8 +74,7 @@ def _run_splits(
 
     piece = max(4, _PIECENUMBERS // dim // 4 * 4)
     most, longest = args.most_queries, args.longest
-    numbers = 3 * piece * dim + most * (2 * dim + longest)
-    work = np.empty(numbers + 7 * WIDTH, np.float32)
+    work = np.empty(3 * piece * dim + most * (2 * dim + longest) + 7 * WIDTH, np.float32)
     free = (work.ctypes.data + 4 * WIDTH - 1) // (4 * WIDTH) * (4 * WIDTH)
     scratch, free = _floats(free, piece, dim)
     s, free = _floats(free, 1, piece * dim)
@@ -140,8 +139,7 @@ def _run_splits(
             top = largest(weights[j], entries)
             partial[slot + j, dim] = top
             # Where all entries are hidden any finite maximum will do: the weights are 0.
-            total = exponentials(weights[j], entries, max(top, _LOWEST))
-            partial[slot + j, dim + 1] = total
+            partial[slot + j, dim + 1] = exponentials(weights[j], entries, max(top, _LOWEST))
         # Tails are short and often still in the processor's cache; their keys are not prefetched.
         ahead = splits[upcoming, 1] if upcoming < args.packed_splits else first
         for start in range(0, entries, piece):
@@ -200,7 +198,6 @@ def attend(dtype: torch.dtype) -> Any:
         tails = before + args.tail, args.dim
         tail_keys = carray(pointer(args.tail_keys), tails, number)
         tail_values = carray(pointer(args.tail_values), tails, number)
-        half = carray(address, (0,), half_number)
-        _run_splits(args, keys, values, tail_keys, tail_values, half)
+        _run_splits(args, keys, values, tail_keys, tail_values, carray(address, (0,), half_number))
 
     return cached(partial(cfunc, types.void(types.voidptr)), kernel)

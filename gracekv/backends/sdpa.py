@@ -230,8 +230,7 @@ def _windowed(
     output, lse = attend(rows.expand(1, count, -1, -1), keys, values, own[None, :, None])
     if count == 1:
         return Partial(output.float(), lse)
-    weights = lse.softmax(dim=1)[..., None]
-    mixed = (weights * output.float()).sum(dim=1, keepdim=True)
+    mixed = (lse.softmax(dim=1)[..., None] * output.float()).sum(dim=1, keepdim=True)
     return Partial(mixed, lse.logsumexp(dim=1, keepdim=True))
 
 

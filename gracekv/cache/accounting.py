@@ -39,8 +39,7 @@ class WidthShare:
         for layer in cache.layers:
             for bits, share in layer.widths().items():
                 own[_WIDTHS.index(bits)] += torch.tensor(share)
-        every = shard.sum(own)
-        return cls.summed(map(cls, _WIDTHS, *every.T.tolist()))
+        return cls.summed(map(cls, _WIDTHS, *shard.sum(own).T.tolist()))
 
     @classmethod
     def summed(cls, shares: Iterable[WidthShare]) -> tuple[WidthShare, ...]:

@@ -87,8 +87,7 @@ class CamPacker(Packer):
 
     def uniforms(self, heads: int, length: int, layer: int) -> Tensor:
         """[G, N] float64 in [0, 1) on the CPU, the same for every budget and device."""
-        drawn = np.random.default_rng([self.seed, layer]).random((heads, length))
-        return torch.from_numpy(drawn)
+        return torch.from_numpy(np.random.default_rng([self.seed, layer]).random((heads, length)))
 
     def shares(self, received: Tensor, dropped: Tensor, uniforms: Tensor) -> Tensor:
         """M_t / m_t for dropped tokens, 0 for kept ones: float32 [G, N].

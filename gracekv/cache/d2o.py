@@ -84,8 +84,7 @@ def _merged(
     rows = weight[order, None] * sources[order].float()
     total = torch.segment_reduce(rows, "sum", lengths=count, axis=0, unsafe=True)
     size = torch.segment_reduce(weight[order], "sum", lengths=count, axis=0, unsafe=True)
-    merged = (math.e * targets[touched].float() + total) / (math.e + size)[:, None]
-    return merged, touched
+    return (math.e * targets[touched].float() + total) / (math.e + size)[:, None], touched
 
 
 def best_matches(

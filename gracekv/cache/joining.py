@@ -109,8 +109,7 @@ def _joined_layer(old: RaggedEntries, new: RaggedEntries, shift: int) -> RaggedE
         keys, values, positions, log_m = new.head(g)
         parts += [old.head(g), (keys, values, positions + shift, log_m)]
     keys, values, positions, log_m = map(torch.cat, zip(*parts, strict=True))
-    bounds = offsets(old.lengths + new.lengths)
-    return RaggedEntries(keys, values, positions, log_m, bounds)
+    return RaggedEntries(keys, values, positions, log_m, offsets(old.lengths + new.lengths))
 
 
 def _joined_codes(

@@ -27,8 +27,7 @@ class PrototypePacker(Packer):
         merged = layout.merged
         if len(merged):
             head, start, end = (x[merged] for x in (layout.head, layout.start, layout.end))
-            count = end - start
-            node, step = ragged.rows_and_steps(count, layout.merged_tokens)
+            node, step = ragged.rows_and_steps(end - start, layout.merged_tokens)
             position, head = start[node] + step, head[node]
             keys, values = (x[head, position].float() for x in (capture.keys, capture.values))
             weights = given.scores.to(keys.device)[head, position - layout.origin].float()

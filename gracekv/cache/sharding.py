@@ -84,8 +84,7 @@ def _cut(part: Part, shard: HeadShard) -> Part:
     made = {}
     for name, tensor in _tensors(part).items():
         counts = _counts(part, name, part.lengths)
-        at = _ranges(own(offsets(counts)[:-1]), own(counts))
-        made[name] = tensor[at.to(tensor.device)]
+        made[name] = tensor[_ranges(own(offsets(counts)[:-1]), own(counts)).to(tensor.device)]
     return _part_of(part, made, own(part.lengths))
 
 

@@ -234,8 +234,7 @@ def changed(pipeline: Pipeline, change: str) -> Pipeline:
     path, _, text = change.partition("=")
     stage, *fields = (name.strip() for name in path.split("."))
     data: dict[str, Any] = pipeline.to_dict()
-    inside = isinstance(data.get(stage), dict)
-    if not text or len(fields) > 1 or (fields and not inside):
+    if not text or len(fields) > 1 or (fields and not isinstance(data.get(stage), dict)):
         raise ConfigError(
             f"A change is written stage.field=value or stage=name, such as floor.alpha=0.4; got "
             f"{change!r}. Stages: {', '.join(x for x, y in data.items() if isinstance(y, dict))}."

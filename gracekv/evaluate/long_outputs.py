@@ -59,8 +59,7 @@ def _fields(
     if name == "tom_tracking":
         return template.format(**record), record["solution"]
     code = "\n".join(record["code_lines"])
-    pseudocode = "\n".join(record["pseudocode_lines"])
-    return template.format(pseudocode=pseudocode), f"```cpp\n{code}\n```"
+    return template.format(pseudocode="\n".join(record["pseudocode_lines"])), f"```cpp\n{code}\n```"
 
 
 def within(budget: Budget, rendered: Rendered, pipeline: Pipeline) -> tuple[Budget, Limit]:

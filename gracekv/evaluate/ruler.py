@@ -149,8 +149,7 @@ def needles(task: Mapping[str, Any], essay: Sequence[str]) -> Family:
         hidden = [_needle(args, k, v) for k in names for v in values[k]]
         rng.shuffle(hidden)
         if kind == "essay":
-            repeated = itertools.islice(itertools.cycle(essay), size)
-            sentences = _SENTENCE.split(" ".join(repeated))
+            sentences = _SENTENCE.split(" ".join(itertools.islice(itertools.cycle(essay), size)))
             depths = sorted(rng.sample(_DEPTHS, len(hidden)))
             places = [round(depth * len(sentences)) for depth in depths]
             context = " ".join(_insert(sentences, places, hidden))

@@ -236,5 +236,4 @@ def _answer_ids(prompt: Prompt, sample: Sample, tokenizer: Any, words: int) -> T
     # A word's token may differ at the start of a text; ids of the joint text show it in place.
     joint, alone = encode(text + answer), encode(text)
     together = joint[: len(alone)] == alone
-    ids = joint[len(alone) :] if together else encode(answer)
-    return torch.tensor(ids, dtype=torch.int64)
+    return torch.tensor(joint[len(alone) :] if together else encode(answer), dtype=torch.int64)

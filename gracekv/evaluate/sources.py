@@ -116,8 +116,7 @@ class Sources:
 
         Raises `TaskError` if they are not in the folder.
         """
-        parse = json.loads if part.startswith("longproc") else _json_lines
-        return list(self._once(part, parse))
+        return list(self._once(part, json.loads if part.startswith("longproc") else _json_lines))
 
     def longproc_prompt(self, name: str) -> str:
         """The prompt of a LongProc task; raises `TaskError` if it is not in the folder."""

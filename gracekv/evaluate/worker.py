@@ -222,8 +222,7 @@ def cell_fields(sample: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
 
     Rows of the same key measure the same thing.
     """
-    pipeline = cell.pipeline.to_dict()
-    fields = {"method": cell.method, "pipeline": pipeline, "column": cell.column}
+    fields = {"method": cell.method, "pipeline": cell.pipeline.to_dict(), "column": cell.column}
     return {"key": sample_key({**sample, **fields}), **fields}
 
 

@@ -112,8 +112,7 @@ class ReplayedForward:
         self._used = int(cache.grace_layers[0].tail_length)
         self._most = self._used + max_new_tokens
         self._rows = cache.grace_layers[0].batch
-        padding = cache.packed_padding(self._rows)
-        self._start = (cache.packed_length - padding)[:, None]
+        self._start = (cache.packed_length - cache.packed_padding(self._rows))[:, None]
         self.cache = cache.with_static_tail(min(_FIRST_CAPACITY, self._most))
         # `generate` must neither compile the step nor make 4D masks for it.
         for layer in self.cache.layers:

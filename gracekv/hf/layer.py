@@ -175,8 +175,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises `CacheError` if they do not fit.
         """
         known = self.packed.entries.sequences if self.rows is None else len(self.rows)
-        times = repeats(known, batch)
-        return None if self.rows is None else self.rows.repeat_interleave(times)
+        return None if self.rows is None else self.rows.repeat_interleave(repeats(known, batch))
 
     @property
     def batch(self) -> int:

@@ -153,8 +153,7 @@ class LimitedCache(GraceCache):
 
     def _sums(self, counts: Sequence[Tensor]) -> list[int]:
         """The sum of each sequence over layers and heads; `counts` are L int64 [S G]."""
-        of_heads = torch.stack([*counts]).view(len(counts), len(self.padding), -1)
-        return of_heads.sum((0, 2)).tolist()
+        return torch.stack([*counts]).view(len(counts), len(self.padding), -1).sum((0, 2)).tolist()
 
     def _target(self, length: int) -> int:
         return self.limit.target(length, self._units, self._entry_bytes)

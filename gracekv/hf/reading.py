@@ -209,8 +209,7 @@ class Reading:
             rows, self.record.final = self.record.final[: len(following)] * factor, None
             head = self.model.get_output_embeddings()
             size = text_config(self.model).vocab_size
-            run = FinalRun(chunk.start, rows, following, head, size, cap)
-            self.observations.add_final(run)
+            self.observations.add_final(FinalRun(chunk.start, rows, following, head, size, cap))
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
@@ -281,8 +280,7 @@ def layer_by_layer(
             check_observation(observer, observer.shape(info)[1:], seen, checks)
         each(capture)
         record.drop(number)
-        is_last = number + 1 == count
-        if trims and reading.device.type == "cpu" and (is_last or number % _TRIM == 0):
+        if trims and reading.device.type == "cpu" and (number + 1 == count or number % _TRIM == 0):
             trim_memory()
 
     reading.by_layers(show)

@@ -247,8 +247,7 @@ class BatchResult(BaseResult):
         the list holds n answers to the first prompt, then n to the second. Raises `PromptError` if
         a prompt has no tokenizer.
         """
-        ids = self.generate_ids(max_new_tokens, limit=limit, **kwargs)
-        return decode_rows(self.tokenizer, ids)
+        return decode_rows(self.tokenizer, self.generate_ids(max_new_tokens, limit=limit, **kwargs))
 
 
 def _check_one_answer(model: Any, options: dict[str, Any]) -> None:

@@ -92,8 +92,7 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
         questions, found = inputs["questions"], []
         for asked in [questions] if reuse else [[one] for one in questions]:
             texts |= {"context": inputs["context"], "question": "" if reuse else asked[0]}
-            prompt = Prompt.from_chat(self.tokenizer, **texts)
-            result = compress(self.model, prompt, **compression)
+            result = compress(self.model, Prompt.from_chat(self.tokenizer, **texts), **compression)
             answers = result.ask(asked, **options) if reuse else [result.generate(**options)]
             kept = result.accounting
             sizes = {"budget": kept.budget, "spent": kept.spent}

@@ -92,8 +92,7 @@ class Precision(Strategy, abc.ABC):
             for part, coding in zip(coded_parts, self.codings, strict=True):
                 at = part.entry[part.blocks]
                 codes, scale, zero = quantised(batch.keys[at][..., :dim], -2, coding.most)
-                read = (zero + scale * codes).flatten(0, 2)
-                keys[:, :dim].index_copy_(0, at.flatten(), read)
+                keys[:, :dim].index_copy_(0, at.flatten(), (zero + scale * codes).flatten(0, 2))
                 scales.append(scale)
             layers += apart(dataclasses.replace(batch, keys=keys), number)
         check_finite(scales, cache.layers[0].dtype)
@@ -134,8 +133,7 @@ class Precision(Strategy, abc.ABC):
             for bits, group in kinds:
                 mask = own == bits
                 offsets = ragged.offsets(mask.long())[batch.offsets]
-                blocks = blocks_of(offsets.diff(), group)
-                parts.append(_Part(mask.nonzero()[:, 0], blocks, offsets))
+                parts.append(_Part(mask.nonzero()[:, 0], blocks_of(offsets.diff(), group), offsets))
             if batch.device.type != "cpu":
                 # One upload for all of them.
                 sizes = [x.numel() for part in parts for x in (part.entry, part.blocks)]

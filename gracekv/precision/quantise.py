@@ -56,8 +56,7 @@ def _next(numbers: Tensor, where: Tensor, *, up: bool) -> Tensor:
     if up:
         # Scales are at least 0: one more bit pattern away from it.
         return (bits + where).view(numbers.dtype)
-    away = torch.where(numbers > 0, bits - 1, bits + 1)
-    beyond = torch.where(numbers == 0, -(2**15) + 1, away)
+    beyond = torch.where(numbers == 0, -(2**15) + 1, torch.where(numbers > 0, bits - 1, bits + 1))
     return torch.where(where, beyond, bits).to(torch.int16).view(numbers.dtype)
 
 
@@ -99,8 +98,7 @@ def coded(part: RaggedEntries, blocks: Tensor, coding: Coding) -> CodedEntries:
     # What a short block repeats has the same codes.
     flat.index_copy_(0, blocks.flatten(), codes.to(torch.uint8).view(-1, dim))
     keys = Codes(_packed(flat, coding.bits), scale[0, :, 0], zero[:, 0])
-    groups = part.values.unflatten(1, (-1, min(coding.group, dim)))
-    codes, scale, zero = quantised(groups, -1, most)
+    codes, scale, zero = quantised(part.values.unflatten(1, (-1, min(coding.group, dim))), -1, most)
     flat = codes[0].to(torch.uint8).flatten(1)
     values = Codes(_packed(flat, coding.bits), scale[0, ..., 0], zero[..., 0])
     index = (part.positions, part.log_multiplicity, part.offsets)

@@ -23,8 +23,7 @@ def rounded(numbers: Tensor, lengths: Tensor, coding: Coding, side: Side) -> tup
     one by which 2^bits - 1 steps reach the largest x, and x is read as the nearest step's number.
     A group of equal numbers is read as they are, its step is 0. Source: `UniformPrecision`.
     """
-    kind = torch.float16 if numbers.dtype == torch.float32 else numbers.dtype
-    every = _every(kind)
+    every = _every(torch.float16 if numbers.dtype == torch.float32 else numbers.dtype)
     x = numbers.double()
     read, steps = x.clone(), torch.zeros_like(x)
     levels = 2**coding.bits - 1
@@ -136,6 +135,5 @@ def _groups(
 @functools.cache
 def _every(kind: torch.dtype) -> Tensor:
     """float64, all finite numbers of a 16-bit dtype, ascending."""
-    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    numbers = bits.view(kind).double()
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(kind).double()
     return numbers[numbers.isfinite()].sort().values

@@ -190,8 +190,7 @@ class _Operations:
         """int64 [M]: the cost of each operation after all operations before it."""
         price = torch.tensor((0, *costs.entry)).to(self.entry.device)
         change = price[self.target] - price[self.source]
-        head = entries.head[self.entry]
-        by_head, first = _by_head(head, len(entries.loss))
+        by_head, first = _by_head(entries.head[self.entry], len(entries.loss))
         for width, block in enumerate(costs.block, start=1):
             if block:
                 step = (self.target == width).long() - (self.source == width).long()

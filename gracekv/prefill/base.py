@@ -277,8 +277,7 @@ class Prefill:
             return self.observed[observer]
         asked = observer.seen(self.spans)
         made = [observer.accumulator(x, self.layers, self.spans) for x in range(self.layers)]
-        whole = len(self.query_positions) == self.spans.length
-        size = asked.length if whole else _PART
+        size = asked.length if len(self.query_positions) == self.spans.length else _PART
         for first in range(asked.start, asked.end, size):
             part = Region(first, min(first + size, asked.end))
             view = self.with_queries(range(part.start, part.end))

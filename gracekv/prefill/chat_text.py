@@ -296,8 +296,7 @@ def plain_messages(given: Any) -> list[Message]:
     Raises `PromptError` unless `given` is a list of messages with roles, and for one that looks
     mistyped. The content may be missing where an assistant calls tools.
     """
-    takes = "Messages are a list (for a text there is chat.ask)"
-    expect(given, list | tuple, takes, PromptError)
+    expect(given, list | tuple, "Messages are a list (for a text there is chat.ask)", PromptError)
     return [_plain(number, message) for number, message in enumerate(given)]
 
 

@@ -61,8 +61,7 @@ class ModelPasses:
         self.model, self.keys, self.values, self.rope = model, keys, values, rope
         self.spans, self.ids, self._tokenizer = prompt.spans, prompt.ids, prompt.tokenizer
         self.first = int(logits.argmax())
-        config = getattr(model, "generation_config", None) or model.config
-        ends = config.eos_token_id
+        ends = (getattr(model, "generation_config", None) or model.config).eos_token_id
         self.stops = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
     def after(self, end: int, count: int) -> _ModelContinuation:

@@ -134,7 +134,6 @@ class Recorder:
     def _run(self, module: Any, layer: int, queries: Tensor, outputs: Tensor) -> TokenRun:
         """The chunk as observers see it, from `queries` [H, C, d] and `outputs` [1, C, H, d]."""
         reads = self._observations.reads
-        width = outputs.shape[2] * outputs.shape[3]
         return TokenRun(
             start=self._chunk.start,
             queries=queries,
@@ -146,7 +145,7 @@ class Recorder:
             sinks=self.sinks.get(layer),
             hidden=self._hidden.pop(layer, None),
             outputs=outputs[0].transpose(0, 1) if reads("outputs", layer) else None,
-            projection=Projection(output_projection(module), width)
+            projection=Projection(output_projection(module), outputs.shape[2] * outputs.shape[3])
             if reads("projection", layer)
             else None,
         )

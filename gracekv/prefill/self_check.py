@@ -88,8 +88,7 @@ def self_check(model: Any) -> None:
             def before(module: Any, args: Any, kwargs: Any, number: int = number) -> None:
                 inputs[number] = args, kwargs
 
-            hook = own_thread(before)
-            hooks.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
+            hooks.append(attention.register_forward_pre_hook(own_thread(before), with_kwargs=True))
         stock = model(input_ids=ids, use_cache=False).logits[0, -1]
     missing = sorted(attending.keys() - calls.keys())
     if missing:
@@ -186,8 +185,7 @@ def _last_step(model: Any, ids: Tensor, calls: Mapping[int, AttentionCall]) -> T
         if call.layer in by_hand:
             key = torch.cat([known.key[:, :, :-1], key], dim=2)
             value = torch.cat([known.value[:, :, :-1], value], dim=2)
-        output = _softmax_attention(call.query, key, value, call)
-        return output.to(call.query.dtype), None
+        return _softmax_attention(call.query, key, value, call).to(call.query.dtype), None
 
     with patched_attention(model, step):
         place = torch.tensor([[count - 1]], device=ids.device)

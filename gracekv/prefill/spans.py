@@ -65,8 +65,7 @@ class PromptSpans:
 
     def __post_init__(self) -> None:
         start, end = self.context_start, self.context_end
-        ordered = 0 <= self.past <= start < end <= self.question_end <= self.length
-        if not ordered or self.length < 2:
+        if not 0 <= self.past <= start < end <= self.question_end <= self.length or self.length < 2:
             raise PromptError(
                 f"A prompt has at least 2 tokens (the last one is fed again to start decoding), "
                 f"and 0 <= past <= context start < context end <= question_end <= length; got "
@@ -106,8 +105,7 @@ class PromptSpans:
     def question_probes(self) -> list[int]:
         """U_q: the members of U inside the question, or all of U if there is no question."""
         probes = self.direct_probes()
-        inside = [u for u in probes if self.context_end <= u < self.question_end]
-        return inside or probes
+        return [u for u in probes if self.context_end <= u < self.question_end] or probes
 
 
 # Coordinates added to a head; GPUs want a multiple of 8.

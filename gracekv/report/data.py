@@ -111,9 +111,8 @@ class ReportData:
                         f"pipelines."
                     )
         tokenizer = next((x for r in results.values() if (x := r.prompt.tokenizer)), None)
-        config = getattr(main.model, "config", None)
         # Only the name of a local folder: pages are shared, paths are private.
-        name = str(getattr(config, "name_or_path", "")).rstrip("/\\")
+        name = str(getattr(getattr(main.model, "config", None), "name_or_path", "")).rstrip("/\\")
         if os.path.isabs(name) or os.path.isdir(name):
             name = re.split(r"[/\\]", name)[-1]
         return cls(

@@ -51,8 +51,7 @@ def band_products(x: Tensor, width: int, before: int = 0, after: int = 0) -> Ten
     rows, dim = before + len(x) + after, x.shape[1]
     blocks = -(-rows // _BLOCK)
     span = _BLOCK + width - 1
-    end = blocks * _BLOCK + width - 1 - before - len(x)
-    padded = functional.pad(x, (0, 0, before, end))
+    padded = functional.pad(x, (0, 0, before, blocks * _BLOCK + width - 1 - before - len(x)))
     left = padded[: blocks * _BLOCK].view(blocks, _BLOCK, dim)
     gram = torch.bmm(left, padded.unfold(0, span, _BLOCK)).contiguous()
     # The diagonal of row r is column r: a row stride of span + 1 follows the diagonal.

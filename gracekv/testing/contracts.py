@@ -147,9 +147,8 @@ def _check_by_layer(scorer: Scorer, prefill: Prefill, region: Region, scores: Te
     for capture in prefill:
         lent = {name: getattr(capture, name).clone() for name in ("keys", "values", "queries")}
         own = scorer.layer(dataclasses.replace(capture, **lent), region, memory).clone()
-        alike = torch.allclose(own, scores[capture.number], rtol=1e-4, atol=1e-6)
         hold(
-            alike,
+            torch.allclose(own, scores[capture.number], rtol=1e-4, atol=1e-6),
             f"{scorer.name!r} compares layers: its scores of layer {capture.number} differ from "
             f"those of one layer after the other. Let compares_layers return True",
         )

@@ -102,8 +102,7 @@ def tiny_model(
     if family in ("phi3", "glm4", "qwen3_next", "qwen3_5_text"):
         parameters["partial_rotary_factor"] = partial
     if family == "phi3":
-        plain = rope == "default"
-        extra["original_max_position_embeddings"] = positions if plain else original
+        extra["original_max_position_embeddings"] = positions if rope == "default" else original
     elif family in ("qwen2", "qwen3"):
         # The first layer attends to everything, the others slide.
         extra |= {"use_sliding_window": window is not None, "max_window_layers": 1}

@@ -223,8 +223,7 @@ class _Passes:
             known.extend(ids.tolist())
             assert len(known) <= count, "More tokens run than were announced."
             for layer, keys in enumerate(self.prefill.keys):
-                own = self.keys[known, layer].transpose(0, 1)
-                whole = torch.cat([keys[:, :end], own], dim=1)
+                whole = torch.cat([keys[:, :end], self.keys[known, layer].transpose(0, 1)], dim=1)
                 queries = self.queries[ids, layer].transpose(0, 1).clone()
                 scale, rope = self.prefill.scale, self.prefill.rope
                 observe(layer, TokenRun(start, queries, whole, whole.clone(), rope, scale))

@@ -173,8 +173,7 @@ def check_frontier(frontier: Frontier, quota: Tensor | None = None) -> None:
     hold(not bool((split & forest.is_leaf).any()), "a leaf is split")
     unreached = split[: forest.trees] & ~added
     hold(not bool(unreached.any()), "a root is split that was never added")
-    above = forest.parent[forest.trees :]
-    unreached = split[forest.trees :] & ~split[above]
+    unreached = split[forest.trees :] & ~split[forest.parent[forest.trees :]]
     hold(not bool(unreached.any()), "a node is split although its parent is not")
     spent = frontier.spent
     hold(spent <= frontier.budget, f"{spent} entries spent of a budget of {frontier.budget}")

@@ -39,8 +39,7 @@ class GraceCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):  # type:
         work_kernel(kv_cache.dtype)
 
     def _find_layout(self, layer: Any, kv_cache: Tensor) -> PageLayout:
-        inner = kv_cache.stride()[2:]
-        if inner != (kv_cache.shape[3], 1):
+        if kv_cache.stride()[2:] != (kv_cache.shape[3], 1):
             raise BackendUnavailableError(
                 f"vLLM's pages have strides {kv_cache.stride()}; contexts need each head's part of "
                 f"a block to be contiguous, as in the CPU backend of vLLM 0.32."

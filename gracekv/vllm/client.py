@@ -257,8 +257,7 @@ class Client:
     def _tokenizer(self) -> Any:
         if self.tokenizer is not None:
             return self.tokenizer
-        made = required("transformers", "vllm").AutoTokenizer
-        return made.from_pretrained(self._served.root)
+        return required("transformers", "vllm").AutoTokenizer.from_pretrained(self._served.root)
 
 
 @contextmanager

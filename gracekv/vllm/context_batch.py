@@ -97,30 +97,27 @@ def plan_batch(
     order, work, slots = _divide(asking, group, most, of_context, parts(metadata.max_seq_len))
     slots_before = np.concatenate([[0], np.cumsum(slots)])
     counts = np.array([one.tokens for _, one in order])
-    steps = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-    sent = _send(
+    addresses, units, first_slot, blocks, request, step = _send(
         pages.device,
         torch.stack([context.addresses for context in contexts.values()], dim=1),
         torch.tensor(work),
         torch.from_numpy(slots_before),
         torch.tensor([block for block, _ in order]),
         torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),
-        torch.from_numpy(steps),
+        torch.from_numpy(np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)),
     )
-    addresses, units, first_slot, blocks, request, step = sent
     starts = metadata.query_start_loc
     same = last_pages(metadata, pages.shape[2])[None, :] == blocks[:, None]
     row = same.int().argmax(1)
     found = same.any(1)[request]
     rows = row[request]
     new = starts[1:] - starts[:-1]
-    positions = metadata.seq_lens[: len(new)][rows] - new[rows] + step
     return ContextBatch(
         contexts=tuple(contexts.values()),
         addresses=addresses,
         units=units,
         places=torch.where(found, starts[rows] + step, -1),
-        positions=torch.where(found, positions, -1),
+        positions=torch.where(found, metadata.seq_lens[: len(new)][rows] - new[rows] + step, -1),
         rows=rows,
         first_slot=first_slot,
         slots=sum(slots),

@@ -184,15 +184,14 @@ class ContextHeader(Continuation):
             if not isinstance(model, dict):
                 raise TypeError("the model's facts are no mapping")
             sizes = model.get("layers"), model.get("kv_heads")
-            fits = (
+            if not (
                 isinstance(header.tokenizer, dict)
                 and re.fullmatch("[0-9a-f]{64}", header.digest) is not None
                 and min(header.length, header.entries, header.bytes, *header.prompt_ids) >= 0
                 and all(type(x) is int and 0 < x < _MOST for x in sizes)
                 and isinstance(model.get("rope"), dict)
                 and isinstance(model.get("weights"), dict | None)
-            )
-            if not fits:
+            ):
                 raise ValueError("an export writes no such value")
             return header
         # Do not repeat what was given: it may have any size.

@@ -198,7 +198,6 @@ def work_kernel(dtype: torch.dtype) -> Any:
     def kernel(address: Any) -> None:
         _ = sources
         args = carray(address, (1,), _ARGS)[0]
-        pages = carray(pointer(args.pages), (args.page_elements,), number)
-        _run_work(args, pages)
+        _run_work(args, carray(pointer(args.pages), (args.page_elements,), number))
 
     return cached(partial(cfunc, types.void(types.voidptr)), kernel)

@@ -198,8 +198,7 @@ class SchedulerSide:
         for request, count in scheduler_output.num_scheduled_tokens.items():
             if request in self._contexts:
                 name, header = self._contexts[request]
-                block = state.get_block_ids(request)[0][-1]
-                named[block] = name, header.digest, count
+                named[state.get_block_ids(request)[0][-1]] = name, header.digest, count
         idle = not (scheduler_output.total_num_scheduled_tokens or self._opening)
         jobs, opening, chunk = self._jobs, dict(self._opening), self._chunk(scheduler_output)
         made, jobs.made = jobs.made, set()

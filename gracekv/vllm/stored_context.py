@@ -156,8 +156,7 @@ class LoadedContexts:
 
     def _drop_replaced(self) -> None:
         for digest in self._held.keys() - self._used:
-            name = self._held[digest][0]
-            if self._newest.get(name) != digest:
+            if self._newest.get(self._held[digest][0]) != digest:
                 del self._held[digest]
 
     def _make_room(self, room: int) -> None:

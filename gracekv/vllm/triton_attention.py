@@ -91,8 +91,7 @@ def warm_up(pages: Tensor, group: int) -> None:
         )
         batch = plan_gpu_batch({0: Asking(context, tokens)}, metadata, group, pages)
         query = pages.new_zeros(tokens, heads * group, dim)
-        call = LayerCall(None, query, pages, metadata, torch.empty_like(query))
-        attend(batch, 0, call, 1.0)
+        attend(batch, 0, LayerCall(None, query, pages, metadata, torch.empty_like(query)), 1.0)
 
 
 def attend(batch: ContextBatch, layer: int, call: LayerCall, scale: float) -> None:
