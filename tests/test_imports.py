@@ -77,8 +77,7 @@ def test_algorithms_do_not_know_the_model_library(folder):
         # Helpers of the compiled kernels are named after what they do.
         helpers = ("cap", "exponential", "intrinsics", "matmul", "precision", "threads", "vectors")
         allowed |= {("kernels", word): "numba" for word in helpers}
-        words = path.stem.split("_")
-        mine = {allowed.get((folder, word)) for word in words}
+        mine = {allowed.get((folder, word)) for word in path.stem.split("_")}
         assert not tops & (HEAVY - mine), path.name
 
 

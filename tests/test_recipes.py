@@ -16,15 +16,13 @@ from gracekv.testing.models import tiny_llama
 @pytest.mark.parametrize("recipe", recipes.names())
 def test_recipes_are_plain_data(recipe: str) -> None:
     pipeline = Pipeline.named(recipe)
-    data = json.loads(json.dumps(pipeline.to_dict()))
-    assert Pipeline.from_dict(data) == pipeline
+    assert Pipeline.from_dict(json.loads(json.dumps(pipeline.to_dict()))) == pipeline
     assert recipes.describe(recipe)
 
 
 @pytest.mark.parametrize("recipe", recipes.names())
 def test_recipes_compress_where_the_window_shrinks(recipe: str) -> None:
-    ids = torch.arange(2, 92)
-    prompt = Prompt.from_ids(ids, context=(4, 84), question_end=88)
+    prompt = Prompt.from_ids(torch.arange(2, 92), context=(4, 84), question_end=88)
     result = gracekv.compress(tiny_llama(), prompt, ratio=8, pipeline=recipe)
     assert result.generate_ids(2).shape == (1, 2)
 
@@ -48,8 +46,7 @@ def test_the_papers_recipe_is_made_of_defaults() -> None:
 
 @pytest.mark.parametrize("name", recipes.names())
 def test_a_pipeline_is_labelled_by_its_recipe(name: str) -> None:
-    pipeline = Pipeline.named(name)
-    assert recipes.label(pipeline) == name
+    assert recipes.label(Pipeline.named(name)) == name
 
 
 @pytest.mark.parametrize("name", [recipes.DEFAULT, "gracekv", "snapkv"])

@@ -124,13 +124,11 @@ def test_bound_is_tight_in_a_large_forest(seed, share, capped, gains):
     forest = random_forest(seed, layers=2, heads=2, slots=150, slot_tokens=12, gains=gains)
     most = int(Operations.of(forest).cost.sum())
     start = Frontier.empty(forest, int(share * most))
-    quota = torch.full((2, 2), start.budget // 5) if capped else None
-    result = Lagrangian()(start, quota)
+    result = Lagrangian()(start, torch.full((2, 2), start.budget // 5) if capped else None)
     # What is missing is less than the best tree, once for the budget and once for each quota.
     ops = Operations.of(forest)
     per_tree = torch.zeros(forest.trees, dtype=torch.float64).index_add_(0, ops.tree, ops.gain)
-    limits = 5 if capped else 1
-    assert result.bound - result.utility <= limits * float(per_tree.max()) + 1e-6
+    assert result.bound - result.utility <= (5 if capped else 1) * float(per_tree.max()) + 1e-6
     if capped:
         assert result.bound <= upper_bound(start) * (1 + 1e-9)
 
@@ -150,8 +148,7 @@ def test_rounding_of_prices_buys_nothing_beyond_the_budget(capped):
     quota = torch.full((1, 1), cost - 1) if capped else None
     for gain in gains:
         one = dataclasses.replace(forest, add_gain=torch.tensor([gain], dtype=torch.float64))
-        result = Lagrangian()(Frontier.empty(one, cost - 1), quota)
-        check_frontier(result, quota)
+        check_frontier(Lagrangian()(Frontier.empty(one, cost - 1), quota), quota)
 
 
 def test_check_frontier_sees_broken_frontiers():

@@ -91,8 +91,7 @@ def test_shares_add_up_within_their_limits(seed, layers, heads, context, recent,
     total = floor + int(share * (layers * heads * context - floor))
     plan = BudgetPlan(layers, heads, context, total, recent)
     rng = torch.Generator().manual_seed(seed)
-    columns = torch.rand(layers, 2 * heads, context + 5, generator=rng) ** spread
-    caps = Density()(columns, plan)
+    caps = Density()(torch.rand(layers, 2 * heads, context + 5, generator=rng) ** spread, plan)
     assert caps.shape == (layers, heads)
     assert caps.dtype == torch.int64
     assert int(caps.sum()) == plan.base
@@ -171,8 +170,7 @@ def test_spends_exactly_the_budget_and_falls_with_depth(layers, heads, context, 
     assert bool((got.sum(1).diff() <= 0).all())
     assert bool((got.diff(dim=1) <= 0).all())
     assert int((got.amax(1) - got.amin(1)).max()) <= 1
-    wanted = Pyramid(beta).layer_shares(plan)
-    for row, share in zip(got.tolist(), wanted, strict=True):
+    for row, share in zip(got.tolist(), Pyramid(beta).layer_shares(plan), strict=True):
         assert abs(sum(row) - heads * share) < 1
 
 

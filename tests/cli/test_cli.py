@@ -113,13 +113,12 @@ def python(code, **options):
 
 
 def test_a_mistyped_context_imports_neither_torch_nor_transformers():
-    code = (
+    done = python(
         "import sys; from gracekv.cli.main import main\n"
         "sys.argv = ['gracekv', 'compress', '--context', 'missing.txt', '--question', 'q']\n"
         "try: main()\n"
         "finally: print({'torch', 'transformers'} & set(sys.modules), file=sys.stderr)"
     )
-    done = python(code)
     assert done.returncode == 2
     assert "Cannot read missing.txt" in done.stderr
     assert done.stderr.splitlines()[-1] == "set()"

@@ -32,8 +32,7 @@ def test_older_messages_are_compressed_when_there_are_enough_tokens():
     ],
 )
 def test_messages_to_keep_are_named_by_role_or_index(keep, first, runs):
-    policy = gracekv.Compaction(after=100, ratio=4, recent=1, keep=keep)
-    assert policy.runs(TURNS, first) == runs
+    assert gracekv.Compaction(after=100, ratio=4, recent=1, keep=keep).runs(TURNS, first) == runs
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,7 @@ def test_floor_and_auction(seed, ranks, capped, elastic, gains, share):
 @settings(max_examples=15)
 def test_floor_candidates_where_values_are_exact(seed, ranks):
     # Sixteenths add up without rounding, in any order.
-    rng = torch.Generator().manual_seed(seed)
-    scores = torch.randint(0, 5, (2, 4, 40), generator=rng) / 16
+    scores = torch.randint(0, 5, (2, 4, 40), generator=torch.Generator().manual_seed(seed)) / 16
     plan = BudgetPlan(2, 4, 40, 60, 0)
     whole = Singleton().candidates(scores, plan)
     parts = in_threads(

@@ -34,8 +34,7 @@ def test_a_matrix_rewritten_beside_its_first_column_is_noticed(name):
     before = weights_digest(model)
     assert before == weights_digest(model)
     layer = model.model.layers[1]
-    part = layer.self_attn if name in ("q_proj", "o_proj") else layer.mlp
-    weight = getattr(part, name).weight
+    weight = getattr(layer.self_attn if name in ("q_proj", "o_proj") else layer.mlp, name).weight
     with torch.no_grad():
         weight[:, 1:] += 1e-3
     assert before != weights_digest(model)

@@ -36,8 +36,7 @@ LANGUAGES = ("python", "bash", "yaml", "toml", "json", "text")
 
 
 def name_of(page):
-    inside = page.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/")
-    return inside.replace("/", "-")
+    return page.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/").replace("/", "-")
 
 
 WITH_CODE = [page for page in pages() if blocks(page)]
@@ -122,8 +121,7 @@ def cases():
     """Pages with code; the one on evaluations runs a dozen of them."""
     for page in WITH_CODE:
         name = name_of(page)
-        marks = [pytest.mark.long] if name == "evaluation" else []
-        yield pytest.param(page, id=name, marks=marks)
+        yield pytest.param(page, id=name, marks=[pytest.mark.long] if name == "evaluation" else [])
 
 
 @pytest.mark.parametrize("page", list(cases()))

@@ -26,8 +26,7 @@ def test_cells_are_methods_times_budgets_and_fullkv_once():
     found, columns = [(c.method, c.column) for c in cells], ["1.5x", "8x", "64 entries"]
     methods = ["gracekv-plus", "gracekv"]
     assert found == [("fullkv", "full"), *((m, column) for m in methods for column in columns)]
-    budgets = ["ratio", "ratio", "entries_per_head"]
-    assert [c.budget.kind for c in cells[1:]] == 2 * budgets
+    assert [c.budget.kind for c in cells[1:]] == 2 * ["ratio", "ratio", "entries_per_head"]
 
 
 @pytest.mark.parametrize(
@@ -56,8 +55,7 @@ def test_what_makes_no_sense_is_refused(changes, error, message):
 def test_methods_are_recipes_with_changes():
     plain = parse_method("gracekv[floor.alpha=0.2;quota=per_head]")
     floor = {"name": "singleton", "alpha": 0.2}
-    expected = Pipeline.from_dict({"floor": floor, "quota": "per_head"})
-    assert plain == expected
+    assert plain == Pipeline.from_dict({"floor": floor, "quota": "per_head"})
     assert parse_method("gracekv-no-floor", 0.5).window.share == 0.5
     assert parse_method("gracekv").window.share == 1.0
     methods = ["fullkv", "gracekv[value.hops=1,floor=none]", "h"]

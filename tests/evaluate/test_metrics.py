@@ -39,8 +39,7 @@ def sample(metric, *answers, **fields):
     ],
 )
 def test_cases(metric, prediction, answers, expected):
-    got = metrics.score(sample(metric, *answers), prediction)
-    assert got == pytest.approx(expected, abs=1e-7)
+    assert metrics.score(sample(metric, *answers), prediction) == pytest.approx(expected, abs=1e-7)
 
 
 @pytest.mark.parametrize(

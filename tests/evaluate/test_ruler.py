@@ -41,8 +41,7 @@ def make(tokenizer, small_data):
 def test_fills_the_length_without_exceeding_it(make, tokenizer, name, long):
     # The test tokenizer cuts cwe's rare words to pieces.
     length = (6144 if name == "cwe" else 4096) if long else 1536
-    sample = make(name, length)
-    total = len(chat_prompt(sample, tokenizer).ids) + cap(name)
+    total = len(chat_prompt(make(name, length), tokenizer).ids) + cap(name)
     assert length - max(0.02 * length, UNIT.get(name, 0)) <= total <= length
 
 
@@ -166,5 +165,4 @@ def test_questions_without_a_folder_name_the_file():
 
 @given(most=st.integers(0, 300), limit=st.integers(0, 300))
 def test_largest_finds_the_border(most, limit):
-    expected = min(most, limit)
-    assert largest(lambda size: size <= limit, 0, most) == expected
+    assert largest(lambda size: size <= limit, 0, most) == min(most, limit)

@@ -93,8 +93,7 @@ def test_a_finished_run_changes_nothing(experiment, tiny, finished):
 
 def test_a_failure_is_a_row_and_the_run_goes_on(experiment, tiny, tmp_path):
     # 400x leaves less than the recent window.
-    panel = replace(experiment.panels[0], ratios=(2.0, 400.0))
-    broken = replace(experiment, panels=(panel,))
+    broken = replace(experiment, panels=(replace(experiment.panels[0], ratios=(2.0, 400.0)),))
     done = run(broken, tmp_path, **tiny)
     rows = read_rows(tmp_path)
     assert (done.written, done.failed) == (CELLS, 8)
@@ -141,8 +140,7 @@ def test_query_agnostic_compression_does_not_see_the_question(
     monkeypatch.setattr(worker, "capture", lambda *a: seen.append(a[1]) or real(*a))
     panel = replace(experiment.panels[0], protocol="query_agnostic", methods=("fullkv", "gracekv"))
     run(replace(experiment, panels=(panel,)), tmp_path, **tiny)
-    rows = read_rows(tmp_path)
-    assert all(row["error"] is None for row in rows)
+    assert all(row["error"] is None for row in read_rows(tmp_path))
     # One token more than the context: a prompt's last token has no entry.
     assert all(prompt.spans.length == prompt.spans.context_end + 1 for prompt in seen)
     # FullKV is the same under both protocols; what is compressed is not.

@@ -60,8 +60,7 @@ def test_lookups_ask_for_the_objects_own_values(rendered):
     sample, _ = rendered("shared_context:kv")
     values = json.loads(sample.context)
     for one in sample.questions():
-        key = one.question.split('"')[1]
-        assert one.answers == (str(values[key]),)
+        assert one.answers == (str(values[one.question.split('"')[1]]),)
 
 
 def test_passages_of_different_samples_are_of_different_articles(rendered):

@@ -55,8 +55,7 @@ def test_crafted_headers_are_refused(served, tally):
     good = path.read_text(encoding="utf-8")
     want = ContextStore(served.root).header("book")
     for seed in range(HEADERS):
-        rng = Random(seed)
-        fits, text = crafted(good, rng)
+        fits, text = crafted(good, Random(seed))
         path.write_text(text, encoding="utf-8")
         store = ContextStore(served.root, model=served.facts)
         try:

@@ -35,8 +35,7 @@ class Session:
         ids = torch.randint(4, 600, (2, 90), generator=draw)
         self.prompt, other = (gracekv.Prompt.from_ids(one, (4, 80)) for one in ids)
         self.result = gracekv.compress(self.model, self.prompt, ratio=2)
-        book = gracekv.Prompt.from_ids(ids[0], (4, 90))
-        self.book = gracekv.compress(self.model, book, ratio=2)
+        self.book = gracekv.compress(self.model, gracekv.Prompt.from_ids(ids[0], (4, 90)), ratio=2)
         self.passage = ids[1, :30]
         gracekv.compress(self.model, other, ratio=4).save(folder / "other.gracekv")
         self.result.save(folder / "result.gracekv")
@@ -65,8 +64,7 @@ class Session:
         gracekv.compress(self.model, self.prompt, ratio=2)
 
     def compress_in_chunks(self):
-        options = gracekv.CaptureOptions(chunk=32)
-        gracekv.compress(self.model, self.prompt, ratio=2, capture=options)
+        gracekv.compress(self.model, self.prompt, ratio=2, capture=gracekv.CaptureOptions(chunk=32))
 
     def generate(self):
         self.result.generate_ids(3)

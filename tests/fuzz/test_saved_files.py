@@ -68,8 +68,7 @@ def test_broken_caches_are_refused(model, saved, tmp_path, tally):
 
 def other_result(model, backend="eager"):
     ids = torch.randint(97, (80,), generator=torch.Generator().manual_seed(1))
-    prompt = gracekv.Prompt.from_ids(ids, (4, 70))
-    return gracekv.compress(model, prompt, ratio=2, backend=backend)
+    return gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 70)), ratio=2, backend=backend)
 
 
 @pytest.mark.parametrize("damage", ["another file", "truncated", "noise"])

@@ -44,8 +44,7 @@ def cropped(monkeypatch):
 
 @pytest.mark.parametrize("family", GOES_BACK)
 def test_an_assistant_changes_no_answer(family, cropped):
-    model = FAMILIES[family].model(vocabulary=VOCABULARY)
-    result = gracekv.compress(model, PROMPT, ratio=3)
+    result = gracekv.compress(FAMILIES[family].model(vocabulary=VOCABULARY), PROMPT, ratio=3)
     want = result.generate_ids(12)
     got = result.generate_ids(12, assistant_model=assistant_of(family))
     assert_same_tokens(got, want, logits_over(result))
@@ -85,8 +84,7 @@ def test_what_cannot_go_back_stays_whole(family):
         model(torch.tensor([[5, 6]]), past_key_values=cache)
         with pytest.raises(CacheError, match="Only the 3 tokens since compression"):
             cache.crop(-4)
-        twin = copy.deepcopy(cache)
-        want = model(torch.tensor([[7]]), past_key_values=twin).logits
+        want = model(torch.tensor([[7]]), past_key_values=copy.deepcopy(cache)).logits
         model(torch.tensor([[8, 9]]), past_key_values=cache)
         cache.crop(-2)
         got = model(torch.tensor([[7]]), past_key_values=cache).logits

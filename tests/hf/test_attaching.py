@@ -64,8 +64,7 @@ def test_an_attached_model_with_eager_attention_gives_its_attention_weights(fami
 
 def test_an_attached_model_runs_in_another_process(tmp_path):
     model = tiny_llama(attention="eager")
-    prompt = gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
-    result = gracekv.compress(model, prompt, ratio=2)
+    result = gracekv.compress(model, gracekv.Prompt.from_ids(torch.arange(60), (4, 50)), ratio=2)
     result.save(tmp_path / "cache")
     torch.save(model, tmp_path / "model")
     script = f"""

@@ -63,8 +63,7 @@ def test_prompts_of_one_length_need_no_padding(model):
     prompts = prompts_of(1, [(70, 2, 60), (70, 9, 55)])
     batch = gracekv.compress(model, prompts, ratio=3)
     assert bool((batch.inputs["attention_mask"] == 1).all())
-    tokens = batch.generate_ids(8)
-    for row, prompt in zip(tokens, prompts, strict=True):
+    for row, prompt in zip(batch.generate_ids(8), prompts, strict=True):
         alone = gracekv.compress(model, prompt, ratio=3)
         assert_same_tokens(row, alone.generate_ids(8), logits_over(alone))
     with torch.no_grad():  # `generate` drops a mask of ones; a caller's own must be welcome.

@@ -34,8 +34,7 @@ def model():
 
 
 def feed(cache, count, rows=1, seed=0):
-    rng = torch.Generator().manual_seed(seed)
-    keys = torch.randn(2, rows, 2, count, 16, generator=rng)
+    keys = torch.randn(2, rows, 2, count, 16, generator=torch.Generator().manual_seed(seed))
     handles = [cache.update(keys[0], keys[1], layer)[0] for layer in range(len(cache))]
     return keys, handles
 
@@ -109,8 +108,7 @@ def test_a_cache_from_inference_mode_can_go_on_outside(family, entries):
 @pytest.mark.parametrize("masked", [False, True])
 def test_one_token_at_a_wrong_position_is_refused(masked):
     model = tiny_llama()
-    prompt = gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
-    result = gracekv.compress(model, prompt, ratio=2)
+    result = gracekv.compress(model, gracekv.Prompt.from_ids(torch.arange(60), (4, 50)), ratio=2)
     step = {"input_ids": torch.tensor([[59]])}
     if masked:
         step["attention_mask"] = torch.ones(1, 60, dtype=torch.int64)

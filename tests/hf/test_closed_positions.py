@@ -94,7 +94,6 @@ def test_a_conversation_goes_on_beyond_the_models_positions():
     ],
 )
 def test_models_whose_keys_cannot_be_rotated_on_are_refused(family, options, said):
-    model = tiny_model(family, **options)
-    book = gracekv.compress(model, PROMPT, ratio=2)
+    book = gracekv.compress(tiny_model(family, **options), PROMPT, ratio=2)
     with pytest.raises(CacheError, match=said):
         book.new_cache(Limit(**SIZES, positions="closed"))

@@ -67,8 +67,7 @@ def test_a_prefill_of_something_else_is_refused(model, prompt):
     with pytest.raises(CacheError, match="from another model: config, weights differ"):
         gracekv.compress(tiny_llama(layers=3, heads=8), prompt, prefill=prefill, ratio=2)
     moved = gracekv.Prompt.from_ids(IDS, (4, 137), question_end=146)
-    changed = gracekv.Prompt.from_ids(IDS.flip(0), (4, 138), question_end=146)
-    for other in (moved, changed):
+    for other in (moved, gracekv.Prompt.from_ids(IDS.flip(0), (4, 138), question_end=146)):
         with pytest.raises(CacheError, match="of another prompt"):
             gracekv.compress(model, other, prefill=prefill, ratio=2)
 
@@ -143,8 +142,7 @@ def test_results_print_in_one_line(model, prompt, result):
     coded = gracekv.Pipeline.from_dict({"precision": "uniform"}, base="gracekv-plus")
     # Bytes of such a pipeline are held against a cache of 16-bit numbers.
     assert repr(gracekv.compress(model, prompt, ratio=2, pipeline=coded)).endswith(" in 16 bits)")
-    pair = gracekv.compress(model, [prompt, prompt], ratio=3)
-    assert repr(pair).startswith(
+    assert repr(gracekv.compress(model, [prompt, prompt], ratio=3)).startswith(
         "BatchResult(LlamaForCausalLM, 'gracekv-plus', 2 prompts, 300 tokens, "
     )
 

@@ -57,8 +57,7 @@ def questions(count):
 
 def test_older_messages_are_compressed_by_themselves(model, book):
     """At ratio 1 nothing changes but where the entries lie."""
-    policy = gracekv.Compaction(after=64, ratio=1, recent=2)
-    with book.chat(compact=policy) as chat:
+    with book.chat(compact=gracekv.Compaction(after=64, ratio=1, recent=2)) as chat:
         for question in questions(6):
             spoken = "".join(chat.ask(question, max_new_tokens=12, eos_token_id=1999, stream=True))
             want, logits = steps(model, chat._ids[:-12], book.new_cache(), 12)

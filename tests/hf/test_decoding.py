@@ -102,8 +102,7 @@ def test_an_evicted_cache_decodes_like_dense_masked_attention(model, backend, se
 
 def test_rows_share_the_packed_part_and_differ_in_the_tail(model):
     """Three rows with continuations of their own, each as if it were alone."""
-    ids = ids_of()
-    cache = evicted(full(model, ids), 3)
+    cache = evicted(full(model, ids_of()), 3)
     tails = torch.stack([ids_of(seed, 6) for seed in (1, 2, 3)])
     attach(model)
     batched = GraceCache(cache)

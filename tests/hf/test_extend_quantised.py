@@ -32,8 +32,7 @@ every_precision = pytest.mark.parametrize("name", PRECISIONS)
 
 
 def pipeline(name):
-    recipe = Pipeline.named("gracekv-agnostic")
-    return dataclasses.replace(recipe, precision=PRECISIONS[name])
+    return dataclasses.replace(Pipeline.named("gracekv-agnostic"), precision=PRECISIONS[name])
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +77,7 @@ def test_the_passage_is_read_over_what_the_codes_say(model, name):
 @pytest.mark.parametrize("tail", [0, TAIL])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_stay_and_budgets_are_in_bytes(name, tail, dtype):
-    model = tiny_llama(layers=2, vocabulary=97, dtype=dtype)
-    longer = compressed(model, name, tail)
+    longer = compressed(tiny_llama(layers=2, vocabulary=97, dtype=dtype), name, tail)
     for number, amount in enumerate([{"ratio": 4}, {"kv_bytes": 6000}, {"compression_ratio": 0.7}]):
         before, added = longer, IDS[100 + 70 * number : 170 + 70 * number]
         longer = before.extend(added, **amount)
@@ -137,8 +135,7 @@ def test_a_text_is_asked_saved_chatted_about_and_extended_again(tmp_path):
     prompt = Prompt.from_chat(tokenizer, context=TEXT[:600])
     book = gracekv.compress(reader, prompt, ratio=3, pipeline=pipeline("allocated"))
     longer = book.extend(TEXT[600:1200], ratio=3).extend(TEXT[1200:1500], ratio=4)
-    codings = longer.packed.layers[0].codings
-    bits = [coding.bits for coding in codings]
+    bits = [coding.bits for coding in longer.packed.layers[0].codings]
     assert bits == sorted(bits, reverse=True)
     assert len(set(bits)) < len(bits)
     path = tmp_path / "book.gracekv"

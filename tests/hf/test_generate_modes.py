@@ -231,8 +231,7 @@ def test_assistance_in_a_second_turn(model, assistant, result):
     said = torch.cat([over(model, result, max_new_tokens=5)[0], IDS[20:31]])
     for options in ({}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
         cache = result.new_cache()
-        answer = over(model, result, cache, max_new_tokens=5)
-        assert torch.equal(answer[0], said[:5])
+        assert torch.equal(over(model, result, cache, max_new_tokens=5)[0], said[:5])
         turn = torch.cat([IDS, said])[None]
         runs.append(
             model.generate(

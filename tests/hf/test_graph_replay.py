@@ -154,8 +154,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(replay, model, monkeypatch
         def __init__(self, *args):
             super().__init__(*args)
             self.records = True
-            fake = FakeCuda(self)
-            fake.install(monkeypatch)
+            FakeCuda(self).install(monkeypatch)
             monkeypatch.setattr(torch.cuda, "graph", self.refuse)
 
         def refuse(self, *args, **kwargs):

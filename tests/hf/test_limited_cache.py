@@ -35,8 +35,7 @@ def result(model):
 
 def stored_bytes(tensors):
     """Bytes of the storages of some tensors, each storage once."""
-    storages = (x.untyped_storage() for x in tensors)
-    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+    return sum({x.data_ptr(): x.nbytes() for x in (x.untyped_storage() for x in tensors)}.values())
 
 
 def held_bytes(cache):
@@ -56,8 +55,7 @@ def live_bytes():
 
 
 def test_the_bound_holds_however_long_it_gets(model, result):
-    limit = Limit(entries_per_head=100, every=64, window=16, strategy="recent")
-    cache = result.new_cache(limit)
+    cache = result.new_cache(Limit(entries_per_head=100, every=64, window=16, strategy="recent"))
     most = 4 * (100 + 64)
     entry = 2 * 16 * 4
     ids = IDS[cache.packed_length :][None]
@@ -66,8 +64,7 @@ def test_the_bound_holds_however_long_it_gets(model, result):
         with torch.no_grad():
             logits = model(input_ids=ids, past_key_values=cache).logits
         ids = logits[:, -1:].argmax(-1) if count % 3 else torch.tensor([[count % 97]])
-        now = cache.accounting
-        assert now.entries <= most
+        assert cache.accounting.entries <= most
         assert held_bytes(cache) <= most * entry
         if count % (TOKENS // 4) == TOKENS // 8:
             live.append(live_bytes())
@@ -81,8 +78,7 @@ def test_the_bound_holds_however_long_it_gets(model, result):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_strategy_generates_within_bytes(model, result, name):
-    limit = Limit(kv_bytes="48kB", every=16, window=8, strategy=name)
-    cache = result.new_cache(limit)
+    cache = result.new_cache(Limit(kv_bytes="48kB", every=16, window=8, strategy=name))
     model.generate(**result.inputs, past_key_values=cache, max_new_tokens=120, do_sample=False)
     now = cache.accounting
     assert now.cuts > 2
@@ -253,8 +249,7 @@ def test_beams_and_samples_stay_within_the_limit(model, result, options):
 
 
 def test_beams_that_never_reach_the_limit_are_those_without(result):
-    wide = Limit(entries_per_head=500, every=16)
-    got = result.generate_ids(40, num_beams=3, limit=wide)
+    got = result.generate_ids(40, num_beams=3, limit=Limit(entries_per_head=500, every=16))
     assert torch.equal(got, result.generate_ids(40, num_beams=3))
 
 

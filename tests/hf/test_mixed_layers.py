@@ -167,8 +167,7 @@ def test_states_alone_and_stateful_models_are_refused():
 
 def test_budgets_and_numbers_count_compressed_layers_alone():
     model = model_of("gpt_oss")
-    ids = torch.arange(100) * 13 % VOCABULARY
-    prompt = gracekv.Prompt.from_ids(ids, (4, 90))
+    prompt = gracekv.Prompt.from_ids(torch.arange(100) * 13 % VOCABULARY, (4, 90))
     result = gracekv.compress(model, prompt, entries_per_head=20, pipeline="streaming-llm")
     kept = result.accounting
     assert kept.entries.shape == (2, 2)

@@ -70,8 +70,7 @@ def test_the_capture_is_the_stock_forward_pass(family):
     # With states the last token runs alone, and its rows are those of other products.
     stock = plain.hidden_states[numbers[middle]][0]
     torch.testing.assert_close(stream, stock, rtol=0, atol=1e-4 if with_states else 0)
-    chances = plain.logits[0].double().log_softmax(-1)
-    expected = -chances[torch.arange(LENGTH - 1), IDS[1:]]
+    expected = -plain.logits[0].double().log_softmax(-1)[torch.arange(LENGTH - 1), IDS[1:]]
     torch.testing.assert_close(surprisal[1:].double(), expected, rtol=0, atol=1e-3)
     torch.testing.assert_close(parts.logits, prefill.logits, rtol=0, atol=1e-3)
     # Sliding layers hold the window of all tokens but the last, the others their states then.
@@ -158,8 +157,7 @@ def test_a_quarter_of_the_entries_decodes_like_dense_masked_attention(family):
 
     ids, logits = generated(model, GraceCache(packed))
 
-    tokens = torch.cat([IDS[-1:], ids[:-1]])
-    want = dense_logits(model, packed, tokens)
+    want = dense_logits(model, packed, torch.cat([IDS[-1:], ids[:-1]]))
     torch.testing.assert_close(logits.double(), want, rtol=0, atol=3e-4)
 
 
@@ -170,13 +168,11 @@ def test_batches_beams_and_files_give_what_one_prompt_gives(family, tmp_path):
     batch = gracekv.compress(model, [PROMPT, SHORTER], ratio=3)
     rows = batch.generate_ids(6)
     for result, row in zip(alone, rows, strict=True):
-        own = result.generate_ids(6)[0]
-        assert_same_tokens(row, own, logits_over(result))
+        assert_same_tokens(row, result.generate_ids(6)[0], logits_over(result))
 
     file = tmp_path / "cache.safetensors"
     batch.save(file)
-    loaded = gracekv.load(file, model)
-    assert torch.equal(loaded.generate_ids(6), rows)
+    assert torch.equal(gracekv.load(file, model).generate_ids(6), rows)
 
     beams = alone[0].generate_ids(6, num_beams=2, num_return_sequences=2)
     assert beams.shape == (2, 6)

@@ -114,8 +114,7 @@ def test_the_prompt_itself_can_still_be_continued(model, prompt, book, whole):
     want, logits = steps(model, prompt.ids, whole.new_cache(), 6)
     same_greedy(whole.generate_ids(6, eos_token_id=1999)[0], want, logits)
     short = gracekv.Prompt.from_chat(prompt.tokenizer, context=TEXT[:300])
-    pair = gracekv.compress(model, [prompt, short], ratio=4)
-    rows = pair.generate_ids(4, eos_token_id=1999)
+    rows = gracekv.compress(model, [prompt, short], ratio=4).generate_ids(4, eos_token_id=1999)
     want, logits = steps(model, prompt.ids, book.new_cache(), 4)
     same_greedy(rows[0], want, logits)
 
@@ -123,8 +122,7 @@ def test_the_prompt_itself_can_still_be_continued(model, prompt, book, whole):
 def test_a_base_model_is_asked_in_plain_text(model, tokenizer):
     plain = gracekv.Prompt.from_chat(tokenizer, context=TEXT, template=False, separator="\n")
     assert plain.spans.context_end == plain.spans.length
-    book = gracekv.compress(model, plain, ratio=2)
-    chat = book.chat()
+    chat = gracekv.compress(model, plain, ratio=2).chat()
     chat.ask("Who fell?", max_new_tokens=4)
     assert tokenizer.decode(chat._ids).startswith(TEXT + "\nWho fell?")
 

@@ -137,8 +137,7 @@ def test_what_cannot_follow_the_context_is_refused(model, tokenizer, agent, tmp_
 @pytest.mark.parametrize("made_of", ["messages", "document"])
 def test_malformed_messages_are_refused(model, tokenizer, agent, made_of):
     if made_of == "document":
-        prompt = gracekv.Prompt.from_chat(tokenizer, context=TEXT)
-        agent = gracekv.compress(model, prompt, ratio=2)
+        agent = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=2)
     user, parts = {"role": "user"}, [*PARTS[0]["content"], {"type": "image_url", "image_url": {}}]
     unread = [user, *({**user, "content": x} for x in (parts, None, 5)), {"role": "assistant"}]
     for wanted, given in {

@@ -159,8 +159,7 @@ def test_what_needs_all_layers_says_why(fields, base, reason):
     pipeline = Pipeline.from_dict({} if own else fields, base=base)
     pipeline = dataclasses.replace(pipeline, **fields) if own else pipeline
     prefill = synthetic_prefill(context=200, dim=32, dtype=torch.bfloat16)
-    plan = pipeline.plan(prefill, Budget.ratio(4))
-    assert re.search(reason, pipeline.holds_all(plan, 128))
+    assert re.search(reason, pipeline.holds_all(pipeline.plan(prefill, Budget.ratio(4)), 128))
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,8 @@ def test_gives_what_the_published_solver_gives(seed, count, spread, mean):
     scores = (spread * torch.randn(2 * count, generator=rng).double()).exp()
     entries = entries_of(scores, [count, count], EPSILON)
     widths = (2, 4, 8, 16)
-    costs = WidthCosts(widths, widths, (0, 0, 0, 0), 1)
 
-    level = widths_by_head(entries, costs, int(mean * count))
+    level = widths_by_head(entries, WidthCosts(widths, widths, (0, 0, 0, 0), 1), int(mean * count))
 
     bits = torch.tensor((0, *widths))[level].tolist()
     for head in (slice(0, count), slice(count, None)):

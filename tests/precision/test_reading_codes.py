@@ -66,8 +66,7 @@ def test_equal_attention_in_float64(
         patch.setattr(split_kv, "_ENTRIES", most)
         patch.setattr(sdpa, "_PIECE", most)
         for backend in (Eager(), Sdpa(), Sdpa(kernel="plain"), Numba()):
-            prepared = backend.prepare(layer)
-            output = backend(AttentionStep(query, prepared, *asked, **options))
+            output = backend(AttentionStep(query, backend.prepare(layer), *asked, **options))
             assert output.dtype == dtype
             # Three roundings to the dtype: each part's output and their mixture.
             assert relative_error(output, want) <= 2 * bound, backend

@@ -125,8 +125,7 @@ def quantised(layer, region=(3, 40), **fields):
     sinks=st.integers(0, 6),
 )
 def test_only_the_region_changes_and_heads_do_not_meet(seed, lengths, bits, dtype, sinks):
-    rng = torch.Generator().manual_seed(seed)
-    layer = layer_of(rng, lengths, dtype=dtype, sequences=2)
+    layer = layer_of(torch.Generator().manual_seed(seed), lengths, dtype=dtype, sequences=2)
     made = quantised(layer, bits=bits, sinks=sinks)
     for row in range(4):
         sequence, head = divmod(row, 2)

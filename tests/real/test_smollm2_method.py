@@ -55,8 +55,7 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
     rng = torch.Generator().manual_seed(0)
     for layer in (0, prefill.layers // 2, prefill.layers - 1):
         batch = TreeBatch.of(context, [layer])
-        workspace = Workspace(torch.device("cpu"))
-        evaluator = Prototype().evaluator(batch, workspace)
+        evaluator = Prototype().evaluator(batch, Workspace(torch.device("cpu")))
         for head in range(prefill.kv_heads):
             want = ReferenceDistortion(context, layer, head, Prototype())
             for _ in range(12):
@@ -66,8 +65,7 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
                 if i == j:
                     continue
                 tree = head * partition.slots + slot
-                node = Nodes(*(torch.tensor([x]) for x in (tree, i - a, j - a)))
-                costs = evaluator(node)
+                costs = evaluator(Nodes(*(torch.tensor([x]) for x in (tree, i - a, j - a))))
                 error = {"rel": 1e-4, "abs": 1e-9 * want.drop(a, b)}
                 # The ends of the interval, and six places inside: the reference is slow.
                 inside = torch.randint(0, j - i, (6,), generator=rng).tolist()

@@ -50,5 +50,4 @@ def test_is_subsampled_to_what_a_screen_shows(make, monkeypatch):
 
 
 def test_fullkv_held_no_auction(make):
-    result = make("fullkv", 1)
-    assert curve_of(result) is None
+    assert curve_of(make("fullkv", 1)) is None

@@ -43,8 +43,7 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
         packed = result._run.cache.layers[layer]
         for head in range(entries.heads):
             mine = plain(entries)[layer * entries.heads + head]
-            positions = packed.head(head)[2].tolist()
-            inside = [p for p in positions if first <= p < last]
+            inside = [p for p in packed.head(head)[2].tolist() if first <= p < last]
             assert all(a <= p < b for (a, b), p in zip(mine, inside, strict=True))
             rows = layout.head == head
             starts, ends = layout.start[rows].tolist(), layout.end[rows].tolist()
@@ -65,10 +64,9 @@ def test_depth_and_floor_are_those_of_the_nodes(make, seed):
     result = make("gracekv", 3, seed=seed)
     entries, run = kept_entries(result), result._run
     forest, floor = run.forest, run.floor
-    kept = run.frontier.kept
     known = {
         (int(forest.tree[v]) // forest.slots, int(forest.start[v])): v
-        for v in torch.nonzero(kept).flatten().tolist()
+        for v in torch.nonzero(run.frontier.kept).flatten().tolist()
     }
     heads = entries.head_of_entry().tolist()
     for e, (head, start) in enumerate(zip(heads, entries.start.tolist(), strict=True)):
@@ -88,15 +86,13 @@ def test_depth_and_floor_are_those_of_the_nodes(make, seed):
 @settings(max_examples=10)
 @given(seed=st.integers(0, 99), recipe=st.sampled_from(["gracekv", "snapkv", "fullkv"]))
 def test_lookups_agree_with_loops(make, seed, recipe):
-    result = make(recipe, 4, seed=seed, context=48)
-    entries = kept_entries(result)
+    entries = kept_entries(make(recipe, 4, seed=seed, context=48))
     lists, (first, last) = plain(entries), entries.region
     for position in range(first, last):
         holders = entries.entry_of_token(position).tolist()
         for unit, intervals in enumerate(lists):
             found = [i for i, (a, b) in enumerate(intervals) if a <= position < b]
-            expected = int(entries.offsets[unit]) + found[0] if found else -1
-            assert holders[unit] == expected
+            assert holders[unit] == (int(entries.offsets[unit]) + found[0] if found else -1)
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -131,8 +127,7 @@ def test_of_a_loaded_result_only_original_tokens_are_known(make):
     merged._run = loaded(merged._run)
     with pytest.raises(ReportError, match=r"loaded from a file.*beside result\.save"):
         kept_entries(merged)
-    whole = make("gracekv", 1)
-    assert (kept_entries(whole).length == 1).all()
+    assert (kept_entries(make("gracekv", 1)).length == 1).all()
 
 
 def test_a_packer_that_does_not_follow_the_frontier_is_told(make):

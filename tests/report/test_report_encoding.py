@@ -46,8 +46,7 @@ def test_fitted_entries_bring_their_change_and_their_multiplicity(make):
 @settings(max_examples=6)
 @given(seed=st.integers(0, 99), ratio=st.sampled_from([1.2, 3, 8]))
 def test_gaps_and_sizes_tell_every_tokens_fate(make, recipe, seed, ratio):
-    result = make(recipe, ratio, seed=seed, context=72)
-    data = ReportData.of({"x": result})
+    data = ReportData.of({"x": make(recipe, ratio, seed=seed, context=72)})
     header, block = encoding.encode(data)
     entries = data.columns[0].entries
     width = entries.region[1] - entries.region[0]
@@ -99,16 +98,14 @@ def test_relevance_of_nothing():
 @pytest.mark.parametrize(("limit", "shape"), [(10**9, (2, 2)), (400, (2, 1))])
 def test_relevance_is_averaged_until_it_fits(make, monkeypatch, limit, shape):
     monkeypatch.setattr(encoding, "_RELEVANCE_BYTES", limit)
-    result = make("gracekv", 3, context=110)
-    header, block = encoding.encode(ReportData.of({"x": result}))
+    header, block = encoding.encode(ReportData.of({"x": make("gracekv", 3, context=110)}))
     found = header["columns"][0]["relevance"]
     assert (found["layers"], found["heads"]) == shape
     assert len(part(header, block, "relevance.0")) == shape[0] * shape[1] * found["length"]
 
 
 def test_text_and_slots_come_back(make, words):
-    tokenizer = words({5: "<script>", 6: "emoji 🙂", 7: "\u2028", 8: ""})
-    result = make("gracekv", 3, tokenizer=tokenizer)
+    result = make("gracekv", 3, tokenizer=words({5: "<script>", 6: "emoji 🙂", 7: "\u2028", 8: ""}))
     data = ReportData.of({"x": result})
     header, block = encoding.encode(data)
     text = part(header, block, "text").decode()
@@ -122,8 +119,7 @@ def test_text_and_slots_come_back(make, words):
 
 
 def test_heads_without_entries_pack(make):
-    result = make("gracekv", 3)
-    data = ReportData.of({"x": result})
+    data = ReportData.of({"x": make("gracekv", 3)})
     (column,), none = data.columns, torch.zeros(0, dtype=torch.int64)
     heads = column.entries.offsets
     # One token of context, the last of the prompt: the cache covers none of it. And all dropped.

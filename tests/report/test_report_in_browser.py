@@ -38,8 +38,7 @@ def test_numbers_are_the_accounting(page, pair):
         for layer in range(table.shape[0]):
             for head in range(table.shape[1]):
                 cell = grid.locator(f"[data-layer='{layer}'][data-head='{head}']")
-                said = cell.get_attribute("aria-label")
-                assert f"{int(table[layer, head])} entries" in said
+                assert f"{int(table[layer, head])} entries" in cell.get_attribute("aria-label")
     card = page.locator(".card").first.inner_text()
     assert f"{pair['Grace'].accounting.spent} of " in card
     assert f"an answer {ATTACK}" in card
@@ -68,8 +67,7 @@ def test_curves_end_at_the_utility_and_show_the_bound(page, pair):
 
 @pytest.mark.parametrize("recipe", ["fullkv", "d2o", "chunkkv"])
 def test_other_recipes_open_too(opened, make, recipe):
-    result = make(recipe, 3)
-    data = ReportData.of({recipe: result})
+    data = ReportData.of({recipe: make(recipe, 3)})
     page = opened(data)
     assert page.problems == []
     assert classes(page, 0) == expected(data.columns[0], shown_unit(page, data), data.spans)

@@ -60,8 +60,7 @@ def test_a_batch_writes_a_page_a_prompt(model, prompt, tmp_path):
     pages = batch.report(tmp_path / "page.html", answers=batch.generate(4))
     assert [page.name for page in pages] == ["page-1.html", "page-2.html"]
     for page, kept in zip(pages, batch.accountings, strict=True):
-        found = header(page)["columns"][0]["accounting"]
-        assert found["entries"] == kept.entries.tolist()
+        assert header(page)["columns"][0]["accounting"]["entries"] == kept.entries.tolist()
     with pytest.raises(ReportError, match="each of the 2 prompts; got 1"):
         batch.report(tmp_path / "page.html", answers=["first"])
     with pytest.raises(ReportError, match=r"one prompt; got BatchResult.*batch\.report\(path\)"):

@@ -36,8 +36,7 @@ def assert_keeps_the_same(case, recipe, press, window=0, least=1, shift=False, *
     [("knorm", "knorm_press", "KnormPress"), ("keydiff", "keydiff_press", "KeyDiffPress")],
 )
 def test_key_methods(case, kvpress_module, recipe, module, name):
-    press = getattr(kvpress_module(f"presses.{module}"), name)()
-    assert_keeps_the_same(case, recipe, press)
+    assert_keeps_the_same(case, recipe, getattr(kvpress_module(f"presses.{module}"), name)())
 
 
 def test_expected_attention(case, kvpress_module):
@@ -49,8 +48,7 @@ def test_expected_attention(case, kvpress_module):
 
 def test_tova(case, kvpress_module):
     # The press always keeps the last token, which is a window of one.
-    press = kvpress_module("presses.tova_press").TOVAPress()
-    assert_keeps_the_same(case, "tova", press, window=1)
+    assert_keeps_the_same(case, "tova", kvpress_module("presses.tova_press").TOVAPress(), window=1)
 
 
 @pytest.mark.parametrize("lag", [16, 45])

@@ -30,8 +30,7 @@ def evaluator_of(
     layers = list(range(context.prefill.layers)) if layers is None else layers
     batch = TreeBatch.of(context, layers)
     chosen = dataclasses.replace(distortion or Prototype(), engine=engine)
-    workspace = Workspace(context.prefill.keys[0].device)
-    return chosen.evaluator(batch, workspace), batch
+    return chosen.evaluator(batch, Workspace(context.prefill.keys[0].device)), batch
 
 
 def some_nodes(batch: TreeBatch, seed: int, lengths: Sequence[int]) -> Nodes:

@@ -16,8 +16,7 @@ def loaded_server(folder):
 
     tokenizer = tiny_tokenizer(vocabulary=500)
     # Conversations are longer than what one request may read.
-    model = tiny_llama(vocabulary=500, dim=32, positions=2**17)
-    model.save_pretrained(folder / "model")
+    tiny_llama(vocabulary=500, dim=32, positions=2**17).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "store").mkdir()
     # Few pages, so that all of them are soon in memory.

@@ -178,6 +178,5 @@ def check_step(step: PagedStep, bound: float | None = None) -> None:
         queries = step.query[starts[row] : starts[row + 1]]
         layer = step.contexts[name].layers[1]
         keys, values = step.tails[row]
-        want = reference.attend(queries, layer, keys, values, scale)
-        error = relative_error(got.cpu(), want)
+        error = relative_error(got.cpu(), reference.attend(queries, layer, keys, values, scale))
         assert error <= bound, f"request {row}: error {error:.2e} above {bound:.0e}"

@@ -45,8 +45,7 @@ def _value(hint: Any, bounds: Any, rng: Random, depth: int) -> Any:
         return [_value(args[0], bounds, rng, depth + 1) for _ in range(rng.randint(1, 3))]
     if isinstance(hint, type) and issubclass(hint, Strategy):
         # A field may be of one strategy, as the replay of reference queries is.
-        own = [x for x in hint.registry if issubclass(hint.registry.get(x), hint)]
-        name = rng.choice(own)
+        name = rng.choice([x for x in hint.registry if issubclass(hint.registry.get(x), hint)])
         inside = _fields(hint.registry.get(name), rng, depth + 1) if depth < 3 else {}
         return {"name": name, **inside}
     if isinstance(hint, type) and issubclass(hint, Configurable):

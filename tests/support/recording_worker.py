@@ -46,8 +46,7 @@ class Worker:
 
     def read(self, prefill, request, parameters, first=0, last=LENGTH):
         """A step that computes these tokens: its outcome."""
-        order = order_of(parameters["gracekv"])
-        chunk = Chunk(request, order, 0, first, last - first, LENGTH)
+        chunk = Chunk(request, order_of(parameters["gracekv"]), 0, first, last - first, LENGTH)
         recording = self.compressor.begin(chunk, request)
         for layer in range(prefill.layers if recording else 0):
             parts = (prefill.queries[layer], prefill.keys[layer], prefill.values[layer])

@@ -19,8 +19,7 @@ def whole(model, prompt=None, **options):
     """One process's result, after a check that no other choice lies within rounding."""
     options = {"ratio": RATIO, "keep_run": True} | options
     result = gracekv.compress(model, prompt or PROMPTS[0], **options)
-    runs = result.details if isinstance(result.details, tuple) else (result.details,)
-    for run in runs:
+    for run in result.details if isinstance(result.details, tuple) else (result.details,):
         if run.forest is not None:
             _assert_stable(model, result)
         elif run.selection is not None:

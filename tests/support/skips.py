@@ -46,5 +46,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def _reason(report: pytest.TestReport) -> str:
     where = report.longrepr
-    text = where[2] if isinstance(where, tuple) else str(where)
-    return text.removeprefix("Skipped: ")
+    return (where[2] if isinstance(where, tuple) else str(where)).removeprefix("Skipped: ")

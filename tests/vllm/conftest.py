@@ -71,8 +71,7 @@ def stored(stored_model, tmp_path_factory):
     root = tmp_path_factory.mktemp("store")
     rng = torch.Generator().manual_seed(0)
     for number in range(3):
-        ids = torch.randint(0, 97, (60,), generator=rng)
-        prompt = gracekv.Prompt.from_ids(ids, (0, 50))
+        prompt = gracekv.Prompt.from_ids(torch.randint(0, 97, (60,), generator=rng), (0, 50))
         export(gracekv.compress(stored_model, prompt, ratio=2), root / f"c{number}")
     return root
 

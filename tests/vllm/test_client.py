@@ -48,8 +48,7 @@ def test_a_document_becomes_a_context(client, server, tokenizer):
         "book", "ready", length, 1200, 614400, 4.0, 0.5, "gracekv-agnostic", saved=True
     )
     assert client.list() == (made,)
-    first = server.bodies[0]
-    assert first == {
+    assert server.bodies[0] == {
         "model": MODEL,
         "prompt": document(tokenizer, TEXT),
         "max_tokens": 1,

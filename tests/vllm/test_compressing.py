@@ -100,8 +100,7 @@ def headers(root):
 
 
 def test_the_least_recently_used_of_what_is_in_no_file_goes_for_good(headers, root):
-    size = headers[0].bytes
-    store = ContextStore(root, limit=int(2.5 * size))
+    store = ContextStore(root, limit=int(2.5 * headers[0].bytes))
     for number, context in enumerate(headers[:2]):
         store.put(context.header, f"m{number}", context)
     assert store.names() == ["c0", "c1", "c2", "m0", "m1"]
@@ -191,8 +190,7 @@ def test_deleted_and_expired_contexts_are_gone(jobs, headers, root):
     time.sleep(0.02)
     assert "brief" not in listed(jobs)
     assert jobs.forgotten == {"brief": None}
-    deleted = add(jobs, "1", {"gracekv": {"delete": "c0"}})
-    assert deleted == {"name": "c0", "state": "deleted"}
+    assert add(jobs, "1", {"gracekv": {"delete": "c0"}}) == {"name": "c0", "state": "deleted"}
     assert sorted(x.name for x in root.iterdir()) == ["c1", "c2"]
     with pytest.raises(StoreError, match="no context 'c0' in the store to delete"):
         add(jobs, "2", {"gracekv": {"delete": "c0"}})

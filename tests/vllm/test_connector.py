@@ -117,8 +117,7 @@ def test_a_context_that_is_lost_before_its_request_begins_is_a_client_s_error():
     first, other = scheduler.take("1", "book"), scheduler.take("2", "other")
     salt = first.cache_salt
     lost = {"state": "failed", "reason": "There is no context 'book'.", "status": 404}
-    opened = {"digest of book": lost, "digest of other": None}
-    scheduler.step(first, other, opened=opened)
+    scheduler.step(first, other, opened={"digest of book": lost, "digest of other": None})
     # It is read without the context, under a salt of its own.
     assert set(scheduler.step(first, other).named) == {2}
     told = scheduler.step(first, other)
@@ -157,8 +156,7 @@ def test_an_engine_without_a_store_refuses_requests_about_contexts():
     from gracekv.vllm import admission
 
     for connector in (None, SimpleNamespace(kv_connector="ExampleConnector")):
-        config = SimpleNamespace(kv_transfer_config=connector)
-        processor = SimpleNamespace(vllm_config=config)
+        processor = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=connector))
         extra = {"kv_transfer_params": {"gracekv": "book"}}
         with pytest.raises(VLLMValidationError, match="no store of contexts"):
             admission.check(processor, SamplingParams(extra_args=extra))

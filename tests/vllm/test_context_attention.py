@@ -41,8 +41,7 @@ class Engine:
 
     def __init__(self, rng, dtype, rows):
         self.dtype = dtype
-        order = torch.randperm(2 * BLOCK * DIM, generator=rng)
-        self.order = order.view(2, BLOCK, DIM)
+        self.order = torch.randperm(2 * BLOCK * DIM, generator=rng).view(2, BLOCK, DIM)
         counts = [-(-length // BLOCK) for _, length, _ in rows]
         free = torch.randperm(sum(counts) + 3, generator=rng).int()
         self.blocks = torch.zeros(len(rows), max(counts), dtype=torch.int32)

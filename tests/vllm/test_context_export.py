@@ -32,8 +32,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def book(model, tokenizer):
-    prompt = gracekv.Prompt.from_chat(tokenizer, context=TEXT)
-    return gracekv.compress(model, prompt, ratio=2)
+    return gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=2)
 
 
 @pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
@@ -101,8 +100,7 @@ def test_the_folder_holds_entries_and_header(book, model, tokenizer, tmp_path):
 def test_a_second_export_replaces_the_first(book, model, tokenizer, tmp_path):
     folder = export(book, tmp_path / "book")
     before = ContextStore(tmp_path).header("book").digest
-    other = gracekv.compress(model, book.prompt, ratio=3)
-    assert export(other, tmp_path / "book") == folder
+    assert export(gracekv.compress(model, book.prompt, ratio=3), tmp_path / "book") == folder
     header = ContextStore(tmp_path).header("book")
     assert header.digest != before
     assert [path.name for path in tmp_path.iterdir()] == ["book"]
@@ -223,8 +221,7 @@ def test_unusable_questions_are_refused(book, tokenizer, tmp_path, question, tok
 @pytest.mark.filterwarnings("ignore::gracekv.errors.LengthWarning")
 def test_models_that_vllm_would_see_otherwise_are_refused(options, said, tmp_path):
     model = tiny_model(**options)
-    prompt = gracekv.Prompt.from_ids(torch.arange(40), (0, 36))
-    result = gracekv.compress(model, prompt, ratio=2)
+    result = gracekv.compress(model, gracekv.Prompt.from_ids(torch.arange(40), (0, 36)), ratio=2)
     with pytest.raises(UnsupportedModelError, match=said):
         export(result, tmp_path / "book")
 

@@ -77,8 +77,7 @@ def test_the_server_finds_the_document(name):
 
 def test_a_system_prompt_of_its_own_is_part_of_the_document():
     tokenizer = TOKENIZERS["system"]
-    given_ids = chat(tokenizer, "Be brief.", TEXT, role="system")
-    ids, start = opened(tokenizer, given_ids)
+    ids, start = opened(tokenizer, chat(tokenizer, "Be brief.", TEXT, role="system"))
     assert start == 0
     assert tokenizer.decode(ids).endswith(f"<|user|>\n{TEXT}")
 
@@ -118,8 +117,7 @@ def test_the_question_s_last_token_may_hold_a_part_of_the_template():
     tokenizer = tiny_tokenizer(["What?? " * 200], vocabulary=500)
     tokenizer.chat_template = "<|user|>{{ messages[0]['content'] }}?<|end|><|assistant|>"
     ids = list(request(None, "book", "Who?", tokenizer).prompt_ids)
-    end = tokenizer.convert_ids_to_tokens(ids)[-3:]
-    assert end == ["??", "<|end|>", "<|assistant|>"]
+    assert tokenizer.convert_ids_to_tokens(ids)[-3:] == ["??", "<|end|>", "<|assistant|>"]
     assert continuing(tokenizer, "book", header(tokenizer), ids) == ids
 
 

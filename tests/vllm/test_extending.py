@@ -270,16 +270,14 @@ def test_what_a_limit_cannot_cut_is_refused_and_the_old_context_stays(model, ids
 
     assert "'talk' have no scores" in failing(bare, limit={"entries_per_head": 100})
     # Without a limit, a file of an earlier version is extended as before.
-    header = extend(worker, model, result, passage)[1]
-    assert header.length == LENGTH + PASSAGE - 1
+    assert extend(worker, model, result, passage)[1].length == LENGTH + PASSAGE - 1
     worker.store.forget("talk")
     small = {"entries_per_head": 10, "window": 2, "every": 1}
     assert "must stay" in failing(result, ratio=1, limit=small)
 
 
 def add(jobs, name, length=20, request="0"):
-    order = order_of({"extend": {"name": name, "ratio": 2}})
-    return jobs.add(request, order, {}, length)
+    return jobs.add(request, order_of({"extend": {"name": name, "ratio": 2}}), {}, length)
 
 
 def test_passages_that_cannot_follow_are_refused_by_name(model, ids, tmp_path, monkeypatch):

@@ -46,8 +46,7 @@ def prompt(length, start):
 def recorded(served, prefill, order, pieces, begin=0, pool=None):
     """A recording of a prefill with all queries, shown as an engine shows it."""
     made = Recording(order, prefill.spans.length, served, CPU, pool)
-    edges = [begin, *pieces, prefill.spans.length]
-    for start, end in itertools.pairwise(edges):
+    for start, end in itertools.pairwise([begin, *pieces, prefill.spans.length]):
         for layer in range(prefill.layers):
             parts = [x[layer][:, start:end].transpose(0, 1).clone()
                      for x in (prefill.queries, prefill.keys, prefill.values)]  # fmt: skip
@@ -66,8 +65,7 @@ def test_a_recording_compresses_as_a_capture(model, served, recipe, pieces):
     prefill = capture.capture(model, read, pipeline.needs() | everything)
     given = {"compress": {"name": "book", "ratio": 3, "recipe": recipe}}
     order = order_of(given, {"start": 5})
-    made = recorded(served, prefill, order, pieces)
-    found = made.prefill()
+    found = recorded(served, prefill, order, pieces).prefill()
     assert found.spans == prefill.spans
     assert torch.equal(found.rope.cos[:90], prefill.rope.cos[:90])
     mine, theirs = (pipeline.run(x, order.budget) for x in (found, prefill))
@@ -131,8 +129,7 @@ def test_what_an_observer_raises_later_is_raised(served, behind, shown, monkeypa
 def test_observers_do_not_look_at_what_was_dropped(served, behind, shown, monkeypatch):
     seen = []
     monkeypatch.setattr(BlockReplaySums, "add_block", lambda *_, **__: seen.append(1))
-    made = recorded(served, *shown, [], pool=behind)
-    made.cancel()
+    recorded(served, *shown, [], pool=behind).cancel()
     behind.let_go()
     assert behind.submit(len, seen).result() == 0
 
