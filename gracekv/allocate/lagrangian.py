@@ -200,9 +200,7 @@ def _bracket(
         run = (high_slope - low_slope).clamp(min=torch.finfo(torch.float64).tiny)
         meet = (low_value - low_slope * low - high_value + high_slope * high) / run
         meet = meet.clamp(low, high)
-        floor = torch.maximum(
-            low_value + low_slope * (meet - low), high_value + high_slope * (meet - high)
-        )
+        floor = torch.maximum(*(value + slope * (meet - x) for x, value, slope in (left, right)))
         tight = (best - floor <= 1e-12 * best) & (high_value - best <= 1e-9 * best)
         if bool((settled | tight | (high <= low)).all()):
             break

@@ -42,9 +42,7 @@ class QuantisedEntries(LayerEntries):
             )
         bits = [coding.bits for coding in self.codings]
         if not bits or bits != sorted(bits, reverse=True):
-            raise ShapeError(
-                f"A quantised layer takes coded parts, the widest first; got parts of {bits} bits."
-            )
+            raise ShapeError(f"Coded parts of a layer come the widest first; got {bits} bits.")
 
     @property
     def parts(self) -> tuple[RaggedEntries | CodedEntries, ...]:

@@ -141,9 +141,7 @@ class SavedFile:
         for name in sorted(name for name in self._file.keys() if name.startswith(prefix)):  # noqa: SIM118
             tensors[name] = self._file.get_tensor(name).clone()
             if _digest(tensors[name]) != self.header["sha256"][name]:
-                raise SavedCacheError(
-                    f"{name} in {self.path} is damaged (its checksum differs). {AGAIN}"
-                )
+                raise SavedCacheError(f"{name} in {self.path} is damaged (wrong checksum). {AGAIN}")
         return tensors
 
 

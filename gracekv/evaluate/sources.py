@@ -137,9 +137,7 @@ class Sources:
             try:
                 self._parsed[part] = parse(raw)
             except (ValueError, TypeError, LookupError) as error:
-                raise TaskError(
-                    f"{label} is no file of {part} ({error!r}). Get it anew."
-                ) from error
+                raise TaskError(f"{label} is no file of {part}: {error!r}. Get it anew.") from error
         return self._parsed[part]
 
     def _read(self, part: str) -> tuple[str, bytes]:

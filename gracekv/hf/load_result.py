@@ -159,9 +159,7 @@ def _pipeline(path: Path, header: Mapping[str, Any]) -> Pipeline:
     except ConfigError as error:
         # Modules that a file names are never imported: a file may come from anyone.
         missing = missing_modules(header.get("modules"))
-        raise SavedCacheError(
-            f"The pipeline of {path} cannot be made here.{missing} {error}"
-        ) from error
+        raise SavedCacheError(f"{path}'s pipeline cannot be made here.{missing} {error}") from error
 
 
 def saved_prompt(facts: Mapping[str, Any], ids: Tensor, tokenizer: Any) -> Prompt:
@@ -175,9 +173,7 @@ def saved_prompt(facts: Mapping[str, Any], ids: Tensor, tokenizer: Any) -> Promp
     return Prompt(ids, _made_of(PromptSpans, facts["spans"]), None, tokenizer, **written)
 
 
-def saved_run(
-    facts: Mapping[str, Any], packed: CompressedCache, identity: Mapping[str, str]
-) -> Run:
+def saved_run(facts: Mapping[str, Any], packed: CompressedCache, made: Mapping[str, str]) -> Run:
     """The run that a file's `facts` describe, with its entries and the model's fingerprint.
 
     Raises as `saved_prompt` does.
@@ -189,7 +185,7 @@ def saved_run(
     kept["widths"] = tuple(_made_of(WidthShare, share) for share in kept["widths"])
     accounting = _made_of(Accounting, kept)
     timings = _made_of(Timings, facts["timings"])
-    return Run(_made_of(BudgetPlan, facts["plan"]), packed, accounting, timings, identity)
+    return Run(_made_of(BudgetPlan, facts["plan"]), packed, accounting, timings, made)
 
 
 def _made_of(cls: Any, data: Mapping[str, Any]) -> Any:

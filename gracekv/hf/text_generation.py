@@ -79,9 +79,7 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
         self, inputs: dict[str, Any], *, reuse: bool = False, **options: Any
     ) -> list[dict[str, Any]]:
         if self.tokenizer is None:
-            raise ConfigError(
-                f"{TASK} needs a tokenizer: pipeline({TASK!r}, model=model, tokenizer=tokenizer)."
-            )
+            raise ConfigError(f"{TASK} needs a tokenizer: pipeline(..., tokenizer=tokenizer).")
         if reuse and options.get("answer_prefix"):
             raise ConfigError(
                 "answer_prefix stands after a question that the prompt holds; with reuse=True the "

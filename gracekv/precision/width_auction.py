@@ -229,19 +229,16 @@ class _Waiting:
     """The operations that may still fit; `first` and `buy` are for `ranking.buy_in_turn`.
 
     Args:
-        operations: those that are not bought yet.
+        ops: those that are not bought yet.
         level: int64 [E], the level of each entry; purchases raise it.
         head: int64 [E], the head of each entry.
         costs: bytes of the widths.
     """
 
-    def __init__(
-        self, operations: _Operations, level: Tensor, head: Tensor, costs: WidthCosts
-    ) -> None:
-        self._level, self._costs = level, costs
-        self._entry, self._source = operations.entry, operations.source
-        self._target, self._head = operations.target, head[operations.entry]
-        self._rate, self._tie = operations.rate, operations.tie
+    def __init__(self, ops: _Operations, level: Tensor, head: Tensor, costs: WidthCosts) -> None:
+        self._level, self._costs, self._rate, self._tie = level, costs, ops.rate, ops.tie
+        self._entry, self._source, self._target = ops.entry, ops.source, ops.target
+        self._head = head[ops.entry]
         levels, heads = len(costs.bits) + 1, int(head[-1]) + 1 if len(head) else 0
         self._counts = torch.zeros(heads, levels, dtype=torch.int64)
         self._counts.index_put_((head, level), torch.ones_like(level), accumulate=True)

@@ -16,9 +16,7 @@ from gracekv.kernels.rope import Rope
 from gracekv.prefill.observer import Observer, TokenRun
 from gracekv.prefill.spans import ADDED, PromptSpans, Region
 
-ADVICE = (
-    "Capture for the pipeline that you run: gracekv.capture(model, prompt, needs=pipeline.needs())."
-)
+ADVICE = "Capture for your pipeline: gracekv.capture(model, prompt, needs=pipeline.needs())."
 
 
 class FiniteChecks:
@@ -265,6 +263,4 @@ def check_observation(
     ):
         shown = ", ".join("*" if size is None else str(size) for size in wanted)
         raise ShapeError(f"{observer!r} must observe a tensor [{shown}] here; it gave {got}.")
-    checks.add(
-        seen, f"{observer!r} observed NaN or infinity. Check it, and the model's weights and dtype."
-    )
+    checks.add(seen, f"{observer!r} observed NaN or infinity. Check it and the model's weights.")

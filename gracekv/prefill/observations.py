@@ -67,9 +67,8 @@ class Observations:
                     accumulator = observer.accumulator(layer, layers, spans)
                     if accumulator is not None:
                         held[observer] = accumulator
-        self._final = {
-            x: x.accumulator(spans) for x in self._observers if isinstance(x, FinalObserver)
-        }
+        final = [x for x in self._observers if isinstance(x, FinalObserver)]
+        self._final = {x: x.accumulator(spans) for x in final}
         self._time = Clock[Observer]()
 
     def reads(self, what: Source, layer: int | None = None) -> bool:

@@ -175,9 +175,9 @@ class QueryPass:
         size = chunk_length(prefill.spans.length)
         for first in range(0, len(positions), size):
             some = positions[first : first + size]
-            pass_of_some = partial(attend, slice(first, first + size), PartialAttention(base, some))
+            part = partial(attend, slice(first, first + size), PartialAttention(base, some))
             with (
-                patched_attention(self._model, pass_of_some),
+                patched_attention(self._model, part),
                 rotations(decoder, table),
                 suppress(_LastLayer),
             ):

@@ -234,9 +234,7 @@ def _checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
     try:
         tensor = torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise PromptError(
-            f"ids must be token ids of one sequence, [T] whole numbers ({error})."
-        ) from error
+        raise PromptError(f"ids must be token ids of one sequence, [T] ({error}).") from error
     if tensor.ndim == 2 and len(tensor) == 1:
         tensor = tensor[0]
     if tensor.ndim != 1:

@@ -153,9 +153,7 @@ def _rotation(model: Any, call: AttentionCall, args: Any, kwargs: Any) -> Rotati
             differences[rotation] = _difference(rope.rotate(plain[0], places), call.key[0])
     best = min(differences, key=lambda rotation: differences[rotation])
     if differences[best] > _tolerance(model):
-        raise _refusal(
-            model, f"rotates its keys in a way other than {', '.join(ROTATIONS)}", call.layer
-        )
+        raise _refusal(model, f"rotates its keys by none of {', '.join(ROTATIONS)}", call.layer)
     return best
 
 

@@ -84,9 +84,7 @@ def _problem(model: Any) -> str | None:
     """Why the layers of `model` cannot be compressed, or None if they can."""
     config, kinds = model.config, layer_kinds(text_config(model))
     name = f"{type(model).__name__} ({getattr(config, 'model_type', 'unknown')})"
-    if getattr(config, "is_encoder_decoder", False) or getattr(
-        config, "add_cross_attention", False
-    ):
+    if any(getattr(config, x, False) for x in ("is_encoder_decoder", "add_cross_attention")):
         return (
             f"{name} attends to an encoder's output as well, whose keys and values no prompt "
             f"makes; gracekv takes decoder-only models. {_TESTED}"

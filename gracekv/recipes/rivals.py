@@ -9,11 +9,8 @@ from typing import Any
 from gracekv.recipes.base import TOKENS, Recipe
 
 # A published rival: nothing weighs its heads, and all shares together are the budget exactly.
-_RIVAL: Mapping[str, Any] = {
-    **TOKENS,
-    "sensitivity": "none",
-    "quota": {"name": "per_head", "remainder": True},
-}
+_PER_HEAD = {"name": "per_head", "remainder": True}
+_RIVAL: Mapping[str, Any] = {**TOKENS, "sensitivity": "none", "quota": _PER_HEAD}
 _LAST: Mapping[str, Any] = {**_RIVAL, "window": {"size": 1, "minimum": 1}}
 _MEAN_POOLED = {"name": "window_attention", "pooling": "avg", "kernel": 5}
 RIVALS: Mapping[str, Recipe] = {

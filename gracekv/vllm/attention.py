@@ -67,9 +67,7 @@ def find_layout(write: Callable[[Tensor, Tensor, Tensor], None], page: Tensor) -
         read += flat[0].long() * place
         place *= _BASE
     if not torch.equal(read.sort().values, numbers):
-        raise ShapeError(
-            "The engine's pages do not hold keys and values as they are (a quantised cache?)."
-        )
+        raise ShapeError("The engine's pages hold no plain keys and values (a quantised cache?).")
     where = read.argsort().to(torch.int32).view(2, block, dim)
     return PageLayout(where[0].contiguous(), where[1].contiguous())
 

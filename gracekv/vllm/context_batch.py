@@ -171,25 +171,23 @@ def _divide(
     for _, one in order:
         digest, rows = one.context.header.digest, one.tokens * group
         if is_final(one):
-            units += _with_parts(number[digest], 1, row, rows, most, 1)
+            units += _in_parts(number[digest], 1, row, rows, most, 1)
             slots += [0] * one.tokens
         else:
             if fills(one):
-                units += _with_parts(number[digest], 0, row, rows, most, parts_of[digest])
+                units += _in_parts(number[digest], 0, row, rows, most, parts_of[digest])
             else:
                 first, count = shared.get(digest, (row, 0))
                 shared[digest] = first, count + rows
-            pages += _with_parts(-1, 1, row, rows, most, of_pages)
+            pages += _in_parts(-1, 1, row, rows, most, of_pages)
             slots += [parts_of[digest] + of_pages] * one.tokens
         row += rows
     for digest, (first, count) in shared.items():
-        units += _with_parts(number[digest], 0, first, count, most, parts_of[digest])
+        units += _in_parts(number[digest], 0, first, count, most, parts_of[digest])
     return order, units + pages, slots
 
 
-def _with_parts(
-    context: int, pages: int, row: int, rows: int, most: int, parts: int
-) -> list[_Unit]:
+def _in_parts(context: int, pages: int, row: int, rows: int, most: int, parts: int) -> list[_Unit]:
     return [
         (context, pages, row + at, min(most, rows - at), part, parts)
         for at in range(0, rows, most)

@@ -56,9 +56,7 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
     """
     check_whole(result.model, "export")
     check_served(result.model)
-    check_same_model(
-        result.fingerprint, result.model, "What is to be exported", "Compress it with this model."
-    )
+    check_same_model(result.fingerprint, result.model, "The result", "Compress it with this model.")
     path = path_of(path)
     count = len(result.prompts)
     names = [f"{path.name}-{number}" for number in range(1, count + 1)] if result.is_batch else None

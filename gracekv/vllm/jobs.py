@@ -248,8 +248,5 @@ class Jobs:
 
 def refused(error: Exception) -> dict[str, Any]:
     """The reply to a request that the scheduler or a worker refuses, with its HTTP status."""
-    return {
-        "state": "failed",
-        "reason": refusal(error),
-        "status": 404 if is_missing(error) else 400,
-    }
+    status = 404 if is_missing(error) else 400
+    return {"state": "failed", "reason": refusal(error), "status": status}

@@ -133,9 +133,7 @@ def request(
         own, marks = header.tokenizer, tokenizer_marks(tokenizer)
         other = [mark for mark, value in marks.items() if own.get(mark, value) != value]
         if other:
-            raise StoreError(
-                f"The context {name!r} was made with another tokenizer: {', '.join(other)} differ."
-            )
+            raise StoreError(f"Context {name!r} has another tokenizer: {', '.join(other)} differ.")
         ids = (*ids, *first_turn(tokenizer, question, header.separator, header.template))
     # A context that is itself longer than the model's positions had its warning.
     room = None

@@ -229,9 +229,7 @@ class ContextStore:
             raise
         # Whatever error a crafted file leads to, refuse the file.
         except Exception as error:
-            raise StoreError(
-                f"The entries of context {name!r} are damaged. Export it again."
-            ) from error
+            raise StoreError(f"The entries of {name!r} are damaged. Export it again.") from error
         facts = (cache.length, cache.sequences, int(cache.entries().sum()), cache.kv_bytes)
         if facts != (header.length, 1, header.entries, header.bytes):
             raise StoreError(f"Context {name!r} is damaged: its header is of other entries.")
