@@ -41,13 +41,9 @@ class Frontier:
     @classmethod
     def empty(cls, forest: Forest, budget: int) -> Frontier:
         """A frontier on which nothing is bought yet."""
-        device = forest.start.device
-        return cls(
-            forest,
-            added=torch.zeros(forest.trees, dtype=torch.bool, device=device),
-            split=torch.zeros(forest.nodes, dtype=torch.bool, device=device),
-            budget=budget,
-        )
+        none = forest.start.new_zeros
+        added, split = (none(size, dtype=torch.bool) for size in (forest.trees, forest.nodes))
+        return cls(forest, added, split, budget)
 
     @property
     def reached(self) -> Tensor:

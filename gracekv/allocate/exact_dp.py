@@ -86,13 +86,8 @@ class _Problem:
         place = torch.full((len(ops) + 1,), -1, device=index.device)
         place[index] = torch.arange(len(index), device=index.device)
         # Parent -1 (none) reads the extra last place.
-        return cls(
-            index=index,
-            parent=place[ops.parent[index]].cpu().numpy(),
-            gain=ops.gain[index].cpu().numpy(),
-            cost=ops.cost[index].cpu().numpy(),
-            head=ops.head(index).cpu().numpy(),
-        )
+        columns = place[ops.parent[index]], ops.gain[index], ops.cost[index], ops.head(index)
+        return cls(index, *(column.cpu().numpy() for column in columns))
 
 
 def _solve(problem: _Problem, budget: int, caps: Tensor | None) -> np.ndarray:

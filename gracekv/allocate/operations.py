@@ -59,7 +59,6 @@ class Operations:
         # Split(root) follows the root's Add, which has the root's index.
         above = forest.parent.index_select(0, inner)
         above = torch.where(above < 0, inner, split_of.index_select(0, above.clamp(min=0)))
-        parent = torch.cat([torch.full_like(adds, -1), above])
         # Children are contiguous, so differences of one running sum give their entries.
         first = forest.first_child.index_select(0, inner)
         until = first + forest.child_count.index_select(0, inner)
@@ -88,7 +87,7 @@ class Operations:
         return cls(
             forest=forest,
             node=torch.cat([adds, inner]),
-            parent=parent,
+            parent=torch.cat([torch.full_like(adds, -1), above]),
             bounds=(0, *(roots + ends).tolist()),
             tree=torch.cat([adds, forest.tree.index_select(0, inner)]),
             cost=cost,

@@ -70,13 +70,10 @@ class CamPacker(Packer):
         device = kept.device
         columns = capture.observation(ReceivedAttention()).to(device)
         received = reduce(columns, "(g n) t -> g t", "mean", g=capture.kv_heads)
-        share = self.shares(
-            received[:, spans.context_start : spans.context_end],
-            ~kept,
-            self.uniforms(capture.kv_heads, spans.context_length, capture.number).to(device),
-        )
-        before = capture.values[:, spans.context_start : spans.context_end]
-        after = replayed(before.float(), share, self.merge)
+        drawn = self.uniforms(capture.kv_heads, spans.context_length, capture.number).to(device)
+        context = slice(spans.context_start, spans.context_end)
+        share = self.shares(received[:, context], ~kept, drawn)
+        after = replayed(capture.values[:, context].float(), share, self.merge)
         values = packed.values.clone()
         values[entry] = torch.where(
             reached(share, self.merge)[head, at][:, None],

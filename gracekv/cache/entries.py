@@ -183,15 +183,10 @@ class CompressedCache:
         """The sequences of all `caches` in one cache."""
         length = max(cache.length for cache in caches)
         layers = zip(*(cache.layers for cache in caches), strict=True)
-        return cls(
-            tuple(type(layer[0]).stack(layer) for layer in layers),
-            length,
-            tuple(length - cache.length + pad for cache in caches for pad in cache.padding),
-            tuple(
-                LayerState.stack(states)
-                for states in zip(*(x.other_layers for x in caches), strict=True)
-            ),
-        )
+        stacked = tuple(type(layer[0]).stack(layer) for layer in layers)
+        padding = tuple(length - cache.length + pad for cache in caches for pad in cache.padding)
+        others = map(LayerState.stack, zip(*(x.other_layers for x in caches), strict=True))
+        return cls(stacked, length, padding, tuple(others))
 
     @property
     def kv_bytes(self) -> int:

@@ -62,11 +62,10 @@ def _whole(part: Part, shard: HeadShard) -> Part:
     lengths, made = shard.gather(part.lengths), {}
     for name, own in _tensors(part).items():
         counts = _counts(part, name, lengths)
-        totals = counts.sum(dim=1).tolist()
         # Where each row begins among the rows of all processes, one after the other.
         begins = offsets(counts.flatten())[:-1].view_as(counts)
         at = _ranges(_in_order(begins, part), _in_order(counts, part))
-        made[name] = _gathered(own, totals, shard)[at]
+        made[name] = _gathered(own, counts.sum(dim=1).tolist(), shard)[at]
     return _part_of(part, made, _in_order(lengths, part))
 
 

@@ -34,16 +34,9 @@ def _import(names: list[str] | None) -> list[str] | None:
     return names
 
 
-Imports = Annotated[
-    list[str] | None,
-    Option(
-        "--import",
-        metavar="MODULE",
-        callback=_import,
-        is_eager=True,
-        help="Import a module that registers strategies or recipes; may be repeated.",
-    ),
-]
+_HELP = "Import a module that registers strategies or recipes; may be repeated."
+_IMPORT = Option("--import", metavar="MODULE", callback=_import, is_eager=True, help=_HELP)
+Imports = Annotated[list[str] | None, _IMPORT]
 """The callback imports the modules, so commands need not use the value."""
 
 
@@ -214,11 +207,10 @@ def list_(
     found = [(name, named.find(name)) for name in named.names()]
     # Sources have a column of their own.
     shown["recipes"] = [(name, x.summary, x.source) for name, x in found]
-    console = Console()
     for title in [x for x in (stage, "recipes" if recipes else None) if x] or shown:
         table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         for line in shown[title]:
             table.add_row(*line)
-        console.print(table)
+        Console().print(table)

@@ -132,14 +132,13 @@ def compare(method: AnswerOutputs, full: AnswerOutputs, answer: Tensor) -> dict[
     at = answer.to(ours.device)[:, None]
     nll = -ours.gather(-1, at).mean()
     full_nll = -theirs.gather(-1, at).mean()
-    kl = (theirs.exp() * (theirs - ours)).sum(-1).mean()
     errors = [
         float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
         for a, b in zip(method.outputs, full.outputs, strict=True)
     ]
     return {
         # Rounding can leave a divergence of equal distributions below zero.
-        "kl": max(0.0, float(kl)),
+        "kl": max(0.0, float((theirs.exp() * (theirs - ours)).sum(-1).mean())),
         "nll": float(nll),
         "full_nll": float(full_nll),
         "dnll": float(nll - full_nll),

@@ -96,11 +96,10 @@ def run(
             rich.TextColumn("left"), rich.TimeRemainingColumn(),
         )  # fmt: skip
         new = chain.from_iterable(ready.rows(sample) for sample in schedule.samples)
-        cells = sum(len(sample.cells) for sample in schedule.samples)
         # Cells come in bursts, a prefill before each: a short window would make the estimate jump.
         at, off = Console(stderr=True), not progress
         with rich.Progress(*columns, console=at, speed_estimate_period=600, disable=off) as bar:
-            for row in bar.track(new, cells):
+            for row in bar.track(new, sum(len(sample.cells) for sample in schedule.samples)):
                 file.append(row)
                 written += 1
                 if (error := row["error"]) is not None:

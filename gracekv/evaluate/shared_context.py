@@ -69,15 +69,11 @@ def _questions(article: Sequence[Passage], size: int, rng: Random) -> Texts:
     task = ruler_forms()["tasks"]["qa_1"]
     shown = article[:size]
     questions = [question for passage in shown for question in passage.questions]
-    asked = rng.sample(questions, min(_QUESTIONS["squad"], len(questions)))
-    return Texts(
-        task["prefix"],
-        numbered_documents([one.text for one in shown]),
-        tuple(
-            FurtherQuestion(task["question"].format(query=text), task["answer_prefix"], answers)
-            for text, answers in asked
-        ),
+    asked = tuple(
+        FurtherQuestion(task["question"].format(query=text), task["answer_prefix"], answers)
+        for text, answers in rng.sample(questions, min(_QUESTIONS["squad"], len(questions)))
     )
+    return Texts(task["prefix"], numbered_documents([one.text for one in shown]), asked)
 
 
 def _lookups(size: int, rng: Random) -> Texts:

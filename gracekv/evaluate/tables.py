@@ -48,13 +48,12 @@ def interval(tasks: Sequence[Values]) -> Interval:
     Every task is resampled by itself, so that none gains weight. A paired comparison is the
     interval of the differences. The random stream is fixed: the same rows give the same interval.
     """
-    count = sum(len(values) for values in tasks)
     mean, low, high = float(np.mean([np.mean(values) for values in tasks])), math.nan, math.nan
     if min(len(values) for values in tasks) > 1:
         rng = np.random.default_rng(0)
         drawn = [rng.choice(values, (RESAMPLES, len(values))).mean(axis=1) for values in tasks]
         low, high = np.quantile(np.mean(drawn, axis=0), (0.025, 0.975)).tolist()
-    return Interval(mean, low, high, count)
+    return Interval(mean, low, high, sum(map(len, tasks)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +177,7 @@ def _table(title: Title, values: dict[tuple[str, str], Samples], against: str | 
         # What keeps everything stands beside every budget.
         own = {m: found for (m, c), found in values.items() if c == FULL}
         own |= {m: values[m, column] for m in present}
-        common = set.intersection(*map(set, own.values()))
-        if column == FULL and used:
-            common = used
+        common = used if column == FULL and used else set.intersection(*map(set, own.values()))
         unpaired += sum(len(own[m]) - len(common) for m in present)
         if not common:
             continue

@@ -172,8 +172,7 @@ def attention(
     )
     layer.record(step)
     with without_autocast():
-        mixed = packed.backend(step)
-    return mixed.transpose(1, 2).contiguous(), None
+        return packed.backend(step).transpose(1, 2).contiguous(), None
 
 
 def _eager(

@@ -117,8 +117,7 @@ class ReplayedForward:
         # `generate` must neither compile the step nor make 4D masks for it.
         for layer in self.cache.layers:
             layer.is_compileable = False
-        self.records = self._start.is_cuda
-        self.recordings = 0
+        self.records, self.recordings = self._start.is_cuda, 0
         self._options: dict[str, Any] | None = None
         self._ids = torch.zeros(self._rows, 1, dtype=torch.int64, device=self._start.device)
         self._graph: Any = None

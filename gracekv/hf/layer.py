@@ -196,8 +196,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget the tail; the packed part stays."""
-        self._used = 0
-        self.rows = None
+        self._used, self.rows = 0, None
         self._keys = self._values = None
         self.is_initialized = False
 

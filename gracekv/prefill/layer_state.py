@@ -89,10 +89,9 @@ class LayerState:
         Raises `ShapeError` if they belong to different model layers.
         """
         first = layers[0]
-        names = first.tensors.keys()
         if len({(x.number, x.kind, x.window) for x in layers}) != 1:
             raise ShapeError("Only states of the same model layer can be stacked.")
-        columns = {name: [x.tensors[name] for x in layers] for name in names}
+        columns = {name: [x.tensors[name] for x in layers] for name in first.tensors}
         if first.window is not None:
             width = max(x.shape[2] for x in columns["keys"])
             columns = {

@@ -80,13 +80,9 @@ class Needs:
     def known_positions(self, spans: PromptSpans) -> Tensor:
         """int64 [n] ascending: all positions known before the pass whose queries are read."""
         region = spans.region(self.recent)
-        known: Tensor = torch.cat(
-            [
-                self.window_positions(spans),
-                prompt_samples(spans.length, self.prompt_samples),
-                *(region_samples(region, count) for count in sorted(self.context_samples)),
-            ]
-        ).unique()
+        drawn = [region_samples(region, count) for count in sorted(self.context_samples)]
+        drawn.append(prompt_samples(spans.length, self.prompt_samples))
+        known: Tensor = torch.cat([self.window_positions(spans), *drawn]).unique()
         return known[known >= spans.past]
 
 

@@ -113,14 +113,11 @@ class _ModelContinuation:
             observe(layer, TokenRun(start, query[0], keys, values, rope, call.scale, **call.logits))
             return attention(call, query, keys, values)
 
+        row, places = (x[None].to(device) for x in (ids, positions))
         with patched_attention(model, attend):
-            states = model.get_decoder()(
-                input_ids=ids[None].to(device),
-                position_ids=positions[None].to(device),
-                use_cache=False,
-            ).last_hidden_state
+            states = model.get_decoder()(input_ids=row, position_ids=places, use_cache=False)
         self._count += len(ids)
-        last: Tensor = states[0, -1]
+        last: Tensor = states.last_hidden_state[0, -1]
         return last
 
 
@@ -175,15 +172,12 @@ class QueryPass:
         size = chunk_length(prefill.spans.length)
         for first in range(0, len(positions), size):
             some = positions[first : first + size]
-            part = partial(attend, slice(first, first + size), PartialAttention(base, some))
+            own = partial(attend, slice(first, first + size), PartialAttention(base, some))
+            row, places = (x[None].to(device) for x in (prefill.token_ids[some], some))
             with (
-                patched_attention(self._model, part),
+                patched_attention(self._model, own),
                 rotations(decoder, table),
                 suppress(_LastLayer),
             ):
-                decoder(
-                    input_ids=prefill.token_ids[some][None].to(device),
-                    position_ids=some[None].to(device),
-                    use_cache=False,
-                )
+                decoder(input_ids=row, position_ids=places, use_cache=False)
         return made

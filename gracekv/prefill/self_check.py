@@ -187,8 +187,7 @@ def _last_step(model: Any, ids: Tensor, calls: Mapping[int, AttentionCall]) -> T
 
     with patched_attention(model, step):
         place = torch.tensor([[count - 1]], device=ids.device)
-        output = model(input_ids=ids[:, -1:], position_ids=place, **options)
-    logits: Tensor = output.logits[0, -1]
+        logits: Tensor = model(input_ids=ids[:, -1:], position_ids=place, **options).logits[0, -1]
     return logits
 
 

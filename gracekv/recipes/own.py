@@ -19,9 +19,8 @@ def _fit_of(queries: int, **more: object) -> dict[str, Any]:
     `more`: further fields of the `ReferenceQueries`.
     """
     replay = {"name": "replay", "uniform_weight": 1.0, "max_queries": queries}
-    asked = {"replay": replay, "tail": 0, **more}
     held = {"trust": 0.03, "trust_read": 0.3, "by_score": True}
-    return {"name": "values_and_mass", "queries": asked, **held}
+    return {"name": "values_and_mass", "queries": {"replay": replay, "tail": 0, **more}, **held}
 
 
 # Three guesses of what the answer will attend to; docs/quality.md measures each.

@@ -79,13 +79,9 @@ class CurvatureDP(Segmenter):
         """
         kappa = self.curvature(prefill)
         boundary = self.boundary_score(kappa, *map(prefill.observation, self._observers))
-        profit = self.slot_profits(
-            boundary[region.start : region.end],
-            [
-                hidden[region.start : region.end]
-                for hidden in hidden_at(prefill, self.curvature.depths)
-            ],
-        )
+        own = slice(region.start, region.end)
+        states = [hidden[own] for hidden in hidden_at(prefill, self.curvature.depths)]
+        profit = self.slot_profits(boundary[own], states)
         _, bounds = best_partition(profit, self.min_length)
         # All processes see the same hidden states; that they cut alike must not rest on it.
         bounds, kappa = map(prefill.shard.from_first, (bounds, kappa))

@@ -77,7 +77,6 @@ def synthetic_prefill(
     keys = tuple(project(kv_heads, True) for _ in range(layers))
     values = tuple(project(kv_heads, False) for _ in range(layers))
     queries = tuple(project(heads, True) for _ in range(layers))
-    probes = len(spans.question_probes())
 
     observed: dict[Observer, Tensor] = {
         # Any depth may be asked for, so every layer's input is there.
@@ -87,7 +86,7 @@ def synthetic_prefill(
     repeated = torch.stack(queries)[:, :, prefix:][:, :, :context]
     observed |= {
         Surprisal(): draw(length).abs().float(),
-        ProjectedNorms(): draw(layers, kv_heads, probes).abs().float() + 0.1,
+        ProjectedNorms(): draw(layers, kv_heads, len(spans.question_probes())).abs().float() + 0.1,
         ProjectionNorms(): draw(layers, heads).abs().float() + 0.1,
         WrittenNorms(): draw(layers, kv_heads, length).abs().float() + 0.1,
         Reconstruction(): draw(layers, kv_heads, context).abs().float().tanh(),

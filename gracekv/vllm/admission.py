@@ -221,9 +221,7 @@ class Front:
 
         Raises `StoreError` if the engine cannot compress the document.
         """
-        found, start = list(ids), None
-        if tokenizer is not None:
-            found, start = opened(tokenizer, ids)
+        found, start = (list(ids), None) if tokenizer is None else opened(tokenizer, ids)
         if order.source is not None:
             # A message to the chat endpoint is the passage; other ids are used as they are.
             found, start = found[start:] if start else list(ids), None

@@ -44,10 +44,9 @@ class GraceCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):  # type:
                 f"vLLM's pages have strides {kv_cache.stride()}; contexts need each head's part of "
                 f"a block to be contiguous, as in the CPU backend of vLLM 0.32."
             )
-        slots = torch.arange(kv_cache.shape[2])
 
         def write(keys: Tensor, values: Tensor, page: Tensor) -> None:
-            self.do_kv_cache_update(layer, keys, values, page, slots)
+            self.do_kv_cache_update(layer, keys, values, page, torch.arange(kv_cache.shape[2]))
 
         return find_layout(write, kv_cache.new_zeros(1, *kv_cache.shape[1:]))
 

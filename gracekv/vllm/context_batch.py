@@ -95,22 +95,20 @@ def plan_batch(
 
     of_context = {digest: parts(context.longest) for digest, context in contexts.items()}
     order, work, slots = _divide(asking, group, most, of_context, parts(metadata.max_seq_len))
-    slots_before = np.concatenate([[0], np.cumsum(slots)])
     counts = np.array([one.tokens for _, one in order])
     addresses, units, first_slot, blocks, request, step = _send(
         pages.device,
         torch.stack([context.addresses for context in contexts.values()], dim=1),
         torch.tensor(work),
-        torch.from_numpy(slots_before),
+        torch.from_numpy(np.concatenate([[0], np.cumsum(slots)])),
         torch.tensor([block for block, _ in order]),
         torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),
         torch.from_numpy(np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)),
     )
     starts = metadata.query_start_loc
     same = last_pages(metadata, pages.shape[2])[None, :] == blocks[:, None]
-    row = same.int().argmax(1)
     found = same.any(1)[request]
-    rows = row[request]
+    rows = same.int().argmax(1)[request]
     new = starts[1:] - starts[:-1]
     return ContextBatch(
         contexts=tuple(contexts.values()),

@@ -134,9 +134,7 @@ class Recording:
             self._run_bytes = max(self._run_bytes, rows.nbytes)
 
         def run() -> TokenRun:
-            rope = self._rope
-            if layer in self._unrotated:
-                rope = Rope.none(length, keys.device)
+            rope = Rope.none(length, keys.device) if layer in self._unrotated else self._rope
             return TokenRun(start, rows, keys, values, rope, scale)
 
         if self._pool is None:

@@ -124,9 +124,7 @@ def replacements() -> dict[str, str]:
 
     if current_platform.is_cpu():
         return CPU
-    if current_platform.is_cuda() and current_platform.has_device_capability(80):
-        return GPU
-    return {}
+    return GPU if current_platform.is_cuda() and current_platform.has_device_capability(80) else {}
 
 
 def attention_layers(vllm_config: Any) -> list[Any]:
