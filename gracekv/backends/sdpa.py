@@ -57,13 +57,9 @@ class HeadViews:
     def of(cls, layer: Layer, threads: int) -> HeadViews:
         """Those of `layer`, for as many `threads` as read a head at once."""
         rows = [layer.exact.head(g, s) for s in range(layer.sequences) for g in range(layer.heads)]
-        return cls(
-            layer.heads,
-            layer.sequences,
-            threads,
-            tuple((keys, values, log_m) for keys, values, _, log_m in rows),
-            tuple((part, tuple(part.offsets.tolist())) for part in layer.coded),
-        )
+        exact = tuple((keys, values, log_m) for keys, values, _, log_m in rows)
+        coded = tuple((part, tuple(part.offsets.tolist())) for part in layer.coded)
+        return cls(layer.heads, layer.sequences, threads, exact, coded)
 
     def pieces(self, row: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Keys and values [n, d] and log multiplicities [n] of a row, a piece at a time.

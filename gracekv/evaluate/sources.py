@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
@@ -178,20 +178,14 @@ def _json_lines(raw: bytes) -> list[dict[str, Any]]:
 
 def squad_articles(raw: bytes) -> list[list[Passage]]:
     """The articles of a SQuAD v2 file in file order, paragraph by paragraph."""
-    return [
-        [
-            Passage(
-                paragraph["context"],
-                tuple(
-                    (qa["question"].strip(), tuple(answer["text"] for answer in qa["answers"]))
-                    for qa in paragraph["qas"]
-                    if not qa.get("is_impossible")
-                ),
-            )
-            for paragraph in article["paragraphs"]
-        ]
-        for article in json.loads(raw)["data"]
-    ]
+    articles = json.loads(raw)["data"]
+    return [[_passage(paragraph) for paragraph in one["paragraphs"]] for one in articles]
+
+
+def _passage(paragraph: Mapping[str, Any]) -> Passage:
+    asked = [qa for qa in paragraph["qas"] if not qa.get("is_impossible")]
+    questions = ((qa["question"].strip(), tuple(x["text"] for x in qa["answers"])) for qa in asked)
+    return Passage(paragraph["context"], tuple(questions))
 
 
 def squad(raw: bytes) -> tuple[list[Question], list[str]]:

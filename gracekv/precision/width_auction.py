@@ -212,15 +212,11 @@ def rates(loss: Tensor, costs: WidthCosts) -> Tensor:
     slopes = []
     for step in range(len(costs.bits)):
         # Over all chords across the step: from each start the steepest, of these the flattest.
-        steepest = [
-            torch.stack(
-                [
-                    (lost[:, start] - lost[:, end]) / (bytes_[end] - bytes_[start]).clamp(min=1)
-                    for end in range(step + 1, len(bytes_))
-                ]
-            ).amax(dim=0)
-            for start in range(step + 1)
-        ]
+        steepest = []
+        for start in range(step + 1):
+            fall = lost[:, start, None] - lost[:, step + 1 :]
+            width = (bytes_[step + 1 :] - bytes_[start]).clamp(min=1)
+            steepest.append((fall / width).amax(dim=1))
         slopes.append(torch.stack(steepest).amin(dim=0))
     return torch.stack(slopes, dim=1).clamp_(min=0)
 

@@ -172,11 +172,9 @@ def turn_ids(
         shown = [first, *messages[1:]]
 
     def rendered(count: int, *, answers: bool = False) -> str:
+        read = shown[: len(shown) - len(messages) + count]
         text: str = tokenizer.apply_chat_template(
-            shown[: len(shown) - len(messages) + count],
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=answers,
+            read, tools=tools, tokenize=False, add_generation_prompt=answers
         )
         if text.count(mark) != 1:
             raise PromptError(_CHANGED)
