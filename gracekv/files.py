@@ -19,7 +19,9 @@ def path_of(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(path)
     except TypeError as error:
-        raise ConfigError(f"A path is a str or pathlib.Path; got {type(path).__name__}.") from error
+        raise ConfigError(
+            f"A file is named by a text or a pathlib.Path; got {type(path).__name__}."
+        ) from error
 
 
 def read_text(path: Path) -> str:

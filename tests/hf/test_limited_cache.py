@@ -35,7 +35,8 @@ def result(model):
 
 def stored_bytes(tensors):
     """Bytes of the storages of some tensors, each storage once."""
-    return sum({x.data_ptr(): x.nbytes() for x in (x.untyped_storage() for x in tensors)}.values())
+    storages = (x.untyped_storage() for x in tensors)
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
 
 def held_bytes(cache):
