@@ -298,4 +298,6 @@ def _rational(value: object, name: str) -> Fraction:
     try:
         return value if isinstance(value, Fraction) else Fraction(str(value))
     except (ValueError, ZeroDivisionError) as error:
-        raise BudgetError(f"{name} is a finite number such as 8 or 8.5; got {value!r}.") from error
+        raise BudgetError(
+            f"{name} must be a finite number such as 8 or 8.5; got {value!r}."
+        ) from error

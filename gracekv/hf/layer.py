@@ -175,7 +175,8 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises `CacheError` if they do not fit.
         """
         known = self.packed.entries.sequences if self.rows is None else len(self.rows)
-        return None if self.rows is None else self.rows.repeat_interleave(repeats(known, batch))
+        times = repeats(known, batch)
+        return None if self.rows is None else self.rows.repeat_interleave(times)
 
     @property
     def batch(self) -> int:

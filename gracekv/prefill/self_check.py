@@ -88,7 +88,8 @@ def self_check(model: Any) -> None:
             def before(module: Any, args: Any, kwargs: Any, number: int = number) -> None:
                 inputs[number] = args, kwargs
 
-            hooks.append(attention.register_forward_pre_hook(own_thread(before), with_kwargs=True))
+            hook = own_thread(before)
+            hooks.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
         stock = model(input_ids=ids, use_cache=False).logits[0, -1]
     missing = sorted(attending.keys() - calls.keys())
     if missing:
@@ -153,7 +154,9 @@ def _rotation(model: Any, call: AttentionCall, args: Any, kwargs: Any) -> Rotati
             differences[rotation] = _difference(rope.rotate(plain[0], places), call.key[0])
     best = min(differences, key=lambda rotation: differences[rotation])
     if differences[best] > _tolerance(model):
-        raise _refusal(model, f"rotates its keys by none of {', '.join(ROTATIONS)}", call.layer)
+        raise _refusal(
+            model, f"rotates its keys in a way other than {', '.join(ROTATIONS)}", call.layer
+        )
     return best
 
 
@@ -183,11 +186,13 @@ def _last_step(model: Any, ids: Tensor, calls: Mapping[int, AttentionCall]) -> T
         if call.layer in by_hand:
             key = torch.cat([known.key[:, :, :-1], key], dim=2)
             value = torch.cat([known.value[:, :, :-1], value], dim=2)
-        return _softmax_attention(call.query, key, value, call).to(call.query.dtype), None
+        output = _softmax_attention(call.query, key, value, call)
+        return output.to(call.query.dtype), None
 
     with patched_attention(model, step):
         place = torch.tensor([[count - 1]], device=ids.device)
-        logits: Tensor = model(input_ids=ids[:, -1:], position_ids=place, **options).logits[0, -1]
+        output = model(input_ids=ids[:, -1:], position_ids=place, **options)
+    logits: Tensor = output.logits[0, -1]
     return logits
 
 
