@@ -52,6 +52,6 @@ def test_so_is_one_on_another_device():
 
 def test_loops_of_a_softmax_use_512_bits_where_there_are_any():
     single = numba.float32
-    exponentials.compile((single[::1], numba.int64, single, single))
-    (code,) = exponentials.inspect_llvm().values()
-    assert '"prefer-vector-width"="512"' in code
+    arguments = (single[::1], numba.int64, single, single)
+    exponentials.compile(arguments)
+    assert '"prefer-vector-width"="512"' in exponentials.inspect_llvm(arguments)
