@@ -9,6 +9,7 @@ MOST_MINUTES = 180
 
 OUTSIDE = {
     "gpu": "`make gpu`, on a GPU that the machine of the other results does not have",
+    "gpu-compression": "the steps of `gpu.py --parts compress`, on another GPU",
     "fuzz": "`make test-long`, a test",
     "conversation": "`python benchmarks/conversation.py`, half an hour on a core",
 }

@@ -98,6 +98,7 @@ KNOWN = {
     "vllm-plugin": Known("vllm.md"),
     "vllm_compress": Known("vllm.md"),
     "gpu": Known("limits.md", tables=False),
+    "gpu-compression": Known("limits.md", tables=False),
     "fuzz": Known("security.md"),
     "conversation": Known("conversations.md", tables=False),
 }
