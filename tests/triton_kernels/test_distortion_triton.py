@@ -93,12 +93,12 @@ def test_every_term_and_option():
 
 
 def test_more_probes_than_a_program_takes():
-    context = in_slots(tree_context(7, layers=1, context=120, dim=128), 60)
-    distortion = Prototype(evidence_slots=2, evidence_per_slot=45)
+    context = in_slots(tree_context(7, layers=1, context=60, dim=128), 30)
+    distortion = Prototype(evidence_slots=2, evidence_per_slot=10)
     evaluator, _ = evaluator_of(context, "triton", distortion)
     probes = evaluator._constants["P"]
     assert probes > evaluator._constants["BLOCK_P"]
-    check(context, [60, 9], distortion)
+    check(context, [30, 9], distortion)
 
 
 def test_a_node_does_not_depend_on_others_and_repeats_to_the_bit():
