@@ -28,8 +28,9 @@ from gracekv.undo import undone
 _MASK, _LEAST, _MOST = 2**25, 128, 1024
 # Most rows that attend at once on a CPU, and elements of their mask, which is small beside keys.
 _ROWS, _ROW_MASK = 256, 2**22
-# The largest head dimension of torch's FlashAttention.
-_FLASH_DIM = 256
+# The largest head dimension of torch's FlashAttention, and the fewest tokens for which cuDNN is
+# asked: it plans each new length, which may take longer than fewer tokens gain (ours).
+_FLASH_DIM, _LEAST_SPLIT = 256, 4096
 
 
 def chunk_length(length: int) -> int:
@@ -187,14 +188,14 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
 
 
 def _split_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor | None:
-    """As `causal_attention`, by cuDNN, which is faster on Hopper; None elsewhere.
+    """As `causal_attention`, by cuDNN, which is faster for long chunks on Hopper; else None.
 
     cuDNN only aligns a causal mask with the first key. So the tokens before the chunk attend
     without one, those of the chunk with one, and the two are merged in float32 by their
     log-sum-exp. Source: ours.
     """
     before = keys.shape[1] - query.shape[2]
-    if before == 0 or capability(query.device)[0] != 9:
+    if not before or query.shape[2] < _LEAST_SPLIT or capability(query.device)[0] != 9:
         return None
     params = torch.backends.cuda.SDPAParams(query, keys[None], values[None], None, 0.0, False, True)
     if not torch.backends.cuda.can_use_cudnn_attention(params):

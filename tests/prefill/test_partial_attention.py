@@ -70,9 +70,10 @@ def cudnn(query, keys, values, bias, log_sumexp, dropout, causal, debug, *, scal
     return output, logits.logsumexp(dim=-1, keepdim=True).float(), None, None
 
 
-@pytest.mark.parametrize("before", [0, 1, 9])
-def test_hoppers_cudnn_attends_in_two_parts(monkeypatch, before):
+@pytest.mark.parametrize(("before", "least"), [(0, 6), (1, 6), (9, 6), (9, 7)])
+def test_hoppers_cudnn_attends_in_two_parts(monkeypatch, before, least):
     given = states(3, rows=6, length=before + 6)
+    monkeypatch.setattr(partial_attention, "_LEAST_SPLIT", least)
     monkeypatch.setattr(partial_attention, "capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: True)
     calls = []
@@ -84,4 +85,4 @@ def test_hoppers_cudnn_attends_in_two_parts(monkeypatch, before):
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", noted)
     output = causal_attention(*given, scale=0.3)
     torch.testing.assert_close(output.double(), expected(*given, 0.3), rtol=0.02, atol=0.02)
-    assert calls == ([before, 6] if before else [])
+    assert calls == ([before, 6] if before and least == 6 else [])
