@@ -209,7 +209,8 @@ def _split_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
         for part, causal in parts
     )  # fmt: skip
     weight = torch.sigmoid(near - far).reshape(*query.shape[:3], 1)
-    merged: Tensor = old.float().lerp_(own.float(), weight)
+    # Float32 by the weights, and one tensor of it.
+    merged: Tensor = (old * (1 - weight)).addcmul_(own, weight)
     return merged.to(query.dtype).transpose(1, 2)
 
 

@@ -107,8 +107,10 @@ class TreeContext:
         device, so that all groups resemble one another.
         """
         prefill, length = self.prefill, self.partition.region.length
-        # Per token of a head: key, value, about 64 probes' exponentials, and 8 other numbers.
-        layer_bytes = prefill.kv_heads * length * (2 * prefill.head_dim + 72) * 4
+        # Per token of a head: key, value, about 64 probes' exponentials, and 8 other numbers; and 3
+        # sums for each of some 8 parts of the probes, which a GPU's kernel writes.
+        numbers = 2 * prefill.head_dim + (72 if prefill.keys[0].device.type == "cpu" else 96)
+        layer_bytes = prefill.kv_heads * length * numbers * 4
         alike: dict[tuple[torch.device, bool], list[int]] = defaultdict(list)
         for layer, keys in enumerate(prefill.keys):
             alike[keys.device, layer in prefill.unrotated].append(layer)
