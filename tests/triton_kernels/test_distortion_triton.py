@@ -69,42 +69,42 @@ def test_costs_match_the_definitions():
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_every_dimension(dim):
-    check(in_slots(tree_context(dim, layers=1, context=60, dim=dim), 40), [40, 7])
+    check(in_slots(tree_context(dim, layers=1, context=40, dim=dim), 20), [20, 7])
 
 
 @pytest.mark.parametrize(("dim", "rotary"), [(80, 32), (24, 8), (64, 2)])
 def test_heads_that_rotate_in_part(dim, rotary):
-    context = in_slots(tree_context(4, layers=1, context=60, dim=dim), 40)
+    context = in_slots(tree_context(4, layers=1, context=40, dim=dim), 20)
     rope = Rope.of_theta(context.prefill.spans.length, rotary)
     prefill = dataclasses.replace(context.prefill, rope=rope)
-    check(dataclasses.replace(context, prefill=prefill), [35, 7])
+    check(dataclasses.replace(context, prefill=prefill), [18, 7])
 
 
 def test_every_term_and_option():
-    context = in_slots(tree_context(5, layers=1, context=60), 40)
+    context = in_slots(tree_context(5, layers=1, context=40), 20)
     for distortion in (
         Prototype(lambda_z=1.0, lambda_m=0.0),
         Prototype(lambda_z=0.0, lambda_m=1.0, epsilon=1e-3),
         Prototype(question_probes=2, tail_probes=1, evidence_slots=2, evidence_per_slot=1),
     ):
-        check(context, [38, 20], distortion)
+        check(context, [19, 10], distortion)
     rule = PrototypeRule(uniform_base=1.0, epsilon=1e-3, multiplicity=False)
-    check(dataclasses.replace(context, rule=rule), [38, 20])
+    check(dataclasses.replace(context, rule=rule), [19, 10])
 
 
 def test_more_probes_than_a_program_takes():
-    context = in_slots(tree_context(7, layers=1, context=60, dim=128), 30)
+    context = in_slots(tree_context(7, layers=1, context=40, dim=128), 20)
     distortion = Prototype(evidence_slots=2, evidence_per_slot=10)
     evaluator, _ = evaluator_of(context, "triton", distortion)
     probes = evaluator._constants["P"]
     assert probes > evaluator._constants["BLOCK_P"]
-    check(context, [30, 9], distortion)
+    check(context, [20, 9], distortion)
 
 
 def test_a_node_does_not_depend_on_others_and_repeats_to_the_bit():
-    context = in_slots(tree_context(8, layers=1, context=120), 50)
+    context = in_slots(tree_context(8, layers=1, context=70), 30)
     evaluator, batch = evaluator_of(context, "triton")
-    nodes = Nodes(torch.tensor([1, 3]), torch.tensor([4, 0]), torch.tensor([45, 20]))
+    nodes = Nodes(torch.tensor([1, 3]), torch.tensor([4, 0]), torch.tensor([25, 10]))
     costs = evaluator(nodes)
     # Numbers outside the nodes must not be read.
     outside = torch.ones(len(evaluator._arguments["scores"]), dtype=torch.bool)
@@ -117,7 +117,7 @@ def test_a_node_does_not_depend_on_others_and_repeats_to_the_bit():
     again = evaluator(nodes)
     alone = evaluator(nodes[:1])
     for other, rows in ((again, slice(2)), (alone, slice(1))):
-        real = torch.arange(41) < nodes.length[rows, None]
+        real = torch.arange(21) < nodes.length[rows, None]
         for name in ("prefix", "suffix", "mass"):
             assert torch.equal(getattr(other, name)[real], getattr(costs, name)[rows][real]), name
         assert torch.equal(other.drop, costs.drop[rows])

@@ -8,7 +8,7 @@ from gracekv.kernels.softmax_sums import softmax_columns
 from support.covering import LONG
 
 
-@settings(max_examples=15 if LONG else 8)
+@settings(max_examples=15 if LONG else 5)
 @given(
     seed=st.integers(0, 2**32 - 1),
     groups=st.integers(1, 2),
