@@ -43,8 +43,7 @@ class Density(Quota):
         """w [L] float64, which sums to 1, from column sums [L, H, T]."""
         spread = columns.double().var(dim=-1)
         low, high = spread.amin(dim=1, keepdim=True), spread.amax(dim=1, keepdim=True)
-        density = ((spread - low) / (high - low + self.epsilon)).mean(dim=1)
-        return torch.softmax(-density, dim=0)
+        return torch.softmax(-((spread - low) / (high - low + self.epsilon)).mean(dim=1), dim=0)
 
     def __call__(self, scores: Tensor, plan: BudgetPlan) -> Tensor:
         """Caps [L, G] that add up to B_base, from column sums [L, H, T]."""

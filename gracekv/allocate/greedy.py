@@ -132,8 +132,7 @@ def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor
         paid.sum().view(1) if group is None else begins.new_zeros(groups).index_add_(0, group, paid)
     )
     total = tied_cost.view(groups, -1).cumsum(1) + spent[:, None]
-    fits = (total <= limits[:, None]).flatten()
-    return above | (tied & fits.index_select(0, tree))
+    return above | (tied & (total <= limits[:, None]).flatten().index_select(0, tree))
 
 
 def _finish(

@@ -124,8 +124,7 @@ class _Dual:
         net = self._net(price)
         zeros = self.cost.new_zeros(self.heads)
         value = zeros.index_add(0, self.head[self.top], net[self.top].clamp(min=0))
-        spent = zeros.index_add(0, self.head, self.cost * self._inside(net))
-        return value, spent
+        return value, zeros.index_add(0, self.head, self.cost * self._inside(net))
 
     def best_subtrees(self, price: Tensor) -> Tensor:
         """bool [M]: the operations of the best subtrees at `price` [L * G]."""
@@ -159,8 +158,7 @@ class _Dual:
             value, spent = self.evaluate(charged)
             capped = own > price
             total = price * budget + ((charged - price) * caps + value).sum()
-            slope = budget - torch.where(capped, caps, spent).sum()
-            return total.view(1), slope.view(1)
+            return total.view(1), (budget - torch.where(capped, caps, spent).sum()).view(1)
 
         least, _, low, high = _bracket(dual, highest)
         return self.held + float(least), torch.maximum(low, own_low), torch.maximum(high, own_high)

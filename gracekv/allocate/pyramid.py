@@ -40,8 +40,8 @@ class Pyramid(Quota):
         if plan.layers == 1:
             return [mean]
         first = min(2 * mean - mean / Fraction(str(self.beta)), Fraction(plan.compressible))
-        last = 2 * mean - first
-        step = Fraction(first - last, plan.layers - 1)
+        # The last layer is as far below the mean as the first is above it.
+        step = Fraction(2 * (first - mean), plan.layers - 1)
         return [first - layer * step for layer in range(plan.layers)]
 
     def __call__(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:

@@ -123,8 +123,7 @@ def best_matches(
     for first in range(0, goes, rows):
         part = left[:, first : first + rows]
         some = unit.gather(1, part[..., None].expand(-1, -1, unit.shape[-1]))
-        cosine = (some @ pool.transpose(1, 2)).masked_fill_(padding, -torch.inf)
-        top = cosine.max(dim=-1)
+        top = (some @ pool.transpose(1, 2)).masked_fill_(padding, -torch.inf).max(dim=-1)
         best.append(top.values)
         match.append(top.indices)
     similarity, chosen = torch.cat(best, dim=1), torch.cat(match, dim=1)

@@ -166,8 +166,7 @@ def opened(path: Path) -> Iterator[SavedFile]:
         raise SavedCacheError(f"Cannot read the saved cache {path}: {foreign}. {AGAIN}") from error
     with file:
         metadata = file.metadata() or {}
-        header = _header(path, metadata)
-        yield SavedFile(path, header, metadata["gracekv_sha256"], file)
+        yield SavedFile(path, _header(path, metadata), metadata["gracekv_sha256"], file)
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -55,8 +55,7 @@ class RKV(Decoder):
         unit = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
         alike = (unit @ unit.T).fill_diagonal_(0.0)
         place = torch.arange(len(used), device=keys.device)
-        last = torch.where(alike > self.threshold, place, 0).amax(dim=-1)
-        alike[place, last] = 0.0
+        alike[place, torch.where(alike > self.threshold, place, 0).amax(dim=-1)] = 0.0
         redundancy = alike.mean(dim=0).softmax(-1)
         scores = held.keys.new_zeros(held.keys.shape[1], dtype=torch.float64)
         scores[used] = -(1 - self.share) * redundancy.double()

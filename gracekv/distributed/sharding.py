@@ -65,8 +65,7 @@ class HeadShard:
         """[R, ...]: `tensor` [...] of every process, on its device."""
         if self.exchange is None:
             return tensor[None]
-        parts = self.exchange(tensor.detach().cpu().contiguous())
-        return torch.stack(parts).to(tensor.device)
+        return torch.stack(self.exchange(tensor.detach().cpu().contiguous())).to(tensor.device)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over processes, as `tensor` [...]."""

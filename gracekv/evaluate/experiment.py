@@ -128,8 +128,7 @@ class Panel(Configurable):
     def all_tasks(self) -> Iterator[Task]:
         """Every task at every length."""
         for name in expand(self.tasks):
-            given = name.partition(":")[0] in GIVEN
-            for length in (None,) if given else self.lengths:
+            for length in (None,) if name.partition(":")[0] in GIVEN else self.lengths:
                 yield Task(name, length, self.seed)
 
 

@@ -184,8 +184,7 @@ def ridge(shares: Tensor, target: Tensor, weights: Tensor, inverse_penalty: Tens
         return scale[..., None] * _solved(own.mT @ own, own.mT @ rows)
     # The penalty enters one factor alone: a product of two different matrices is as fast.
     left = scaled * inverse_penalty[:, None]
-    solved = _solved(batched_linear(left, scaled), rows)
-    return batched_linear(transposed(solved), left.mT).mT
+    return batched_linear(transposed(_solved(batched_linear(left, scaled), rows)), left.mT).mT
 
 
 def _solved(gram: Tensor, right: Tensor) -> Tensor:

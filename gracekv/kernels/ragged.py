@@ -33,5 +33,4 @@ def rows(counts: Tensor, total: int | None = None) -> Tensor:
 def rows_and_steps(counts: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
     """The row of each item, and its place in that row; both int64 [sum(counts)]; see `rows`."""
     row = rows(counts, total)
-    step = torch.arange(len(row), device=counts.device) - (counts.cumsum(0) - counts)[row]
-    return row, step
+    return row, torch.arange(len(row), device=counts.device) - (counts.cumsum(0) - counts)[row]

@@ -272,8 +272,7 @@ class Compression:
             return [precision.widths(start, region) for start in starts]
         # The last one stands for entries outside the region, whose index is -1.
         every = torch.nn.functional.pad(bought.widths.cpu(), (0, 1), value=EXACT)
-        home = chosen[0].device
-        index = torch.cat([own.to(home) for own in chosen]).cpu()
+        index = torch.cat([own.to(chosen[0].device) for own in chosen]).cpu()
         return list(every[index].split([len(own) for own in chosen]))
 
     def _stored_whole(self) -> CompressedCache:

@@ -93,8 +93,7 @@ class PartialAttention:
 
         `keys` and `values` are [G, T, d] at least up to the last position.
         """
-        on_gpu = query.device.type == "cuda"
-        if on_gpu and self._masks is not None and self._base == "sdpa":
+        if query.device.type == "cuda" and self._masks is not None and self._base == "sdpa":
             stop = int(self._positions[-1]) + 1
             output = causal_attention(query, keys[:, :stop], values[:, :stop], call.scale)
             if output is not None:

@@ -57,10 +57,12 @@ _CHOSEN: Mapping[str, Any] = {
 _PLUS: Mapping[str, Any] = {**_CHOSEN, "fit": "values_and_mass"}
 # Exact tokens are dear where others take 4 bits, so the window is half as long.
 _ALLOCATED: Mapping[str, Any] = {"window": {"size": 2, "minimum": 2}, "precision": "allocated"}
-# Without a question every query of the context may come again, so all of them count alike.
+# Without a question every query of the context may come again, so all of them count alike; heads
+# that copy would read every token.
+_COPIED: Mapping[str, Any] = {"name": "block_replay", "induction": 0.05}
 _AGNOSTIC: Mapping[str, Any] = {
     **_CHOSEN,
-    "value": {"name": "value_norm", "relative": 0.5, "power": 0.8, "scorer": "block_replay"},
+    "value": {"name": "value_norm", "relative": 0.5, "power": 0.8, "scorer": _COPIED},
     "fit": _fit_of(64),
 }
 # What a second reading does look at, beside what the first foresees, which counts three times. A

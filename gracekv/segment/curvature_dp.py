@@ -81,8 +81,7 @@ class CurvatureDP(Segmenter):
         boundary = self.boundary_score(kappa, *map(prefill.observation, self._observers))
         own = slice(region.start, region.end)
         states = [hidden[own] for hidden in hidden_at(prefill, self.curvature.depths)]
-        profit = self.slot_profits(boundary[own], states)
-        _, bounds = best_partition(profit, self.min_length)
+        _, bounds = best_partition(self.slot_profits(boundary[own], states), self.min_length)
         # All processes see the same hidden states; that they cut alike must not rest on it.
         bounds, kappa = map(prefill.shard.from_first, (bounds, kappa))
         return Partition(bounds + region.start, curvature=kappa)

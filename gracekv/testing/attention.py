@@ -71,8 +71,7 @@ def attention_problem(
     def poisoned(*shape: int) -> Tensor:
         """Random numbers in the middle of a buffer of NaN along the last axis but one."""
         whole = (*shape[:-2], shape[-2] + 5, shape[-1])
-        buffer = torch.full(whole, math.nan, dtype=dtype, device=device)
-        inside = buffer.narrow(-2, 2, shape[-2])
+        inside = torch.full(whole, math.nan, dtype=dtype, device=device).narrow(-2, 2, shape[-2])
         inside.copy_(normal(rng, *shape).to(dtype))
         return inside
 

@@ -61,8 +61,7 @@ def _grow_all(
     for layers in context.layer_groups(_GROUP_BYTES or scratch_bytes(device)):
         own = prefill.keys[layers[0]].device
         batch = TreeBatch.of(context, layers)
-        workspace = workspaces.setdefault(own, Workspace(own))
-        evaluator = distortion.evaluator(batch, workspace)
+        evaluator = distortion.evaluator(batch, workspaces.setdefault(own, Workspace(own)))
         with pruner.group(len(layers) / prefill.layers):
             columns, group_drop = grow(batch, evaluator, refiner, pruner)
         # The next group is gathered into the same memory.
@@ -165,8 +164,7 @@ def grow(
         pruner.add(key, cost)
 
         places = torch.stack([parents.tree[:, None].expand(size), split.start, split.end])
-        places = places.flatten(1)
-        nodes = Nodes(*places)
+        nodes = Nodes(*(places := places.flatten(1)))
         relevance, forced = batch.sums(nodes)
         own = (x[:, None].expand(size) for x in (weight, key, free_key))
         numbers = torch.stack([split.distortion, relevance.view(size), *own]).flatten(1)

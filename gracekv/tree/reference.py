@@ -24,8 +24,7 @@ def refine_interval(
     kappa = {t: float(context.curvature[t]) for t in range(start, end)} if (
         context.curvature is not None
     ) else dict.fromkeys(range(start, end), 0.0)  # fmt: skip
-    inner = sorted(range(start + 1, end), key=lambda t: (-kappa[t], t))
-    cuts.update(inner[:candidates])
+    cuts.update(sorted(range(start + 1, end), key=lambda t: (-kappa[t], t))[:candidates])
     low, high = min(kappa.values()), max(kappa.values())
     best_cut, best_rho = -1, -math.inf
     for cut in sorted(cuts):

@@ -85,8 +85,7 @@ class CostTable:
 
         Both count from the node's start and lie between 0 and its length.
         """
-        index = torch.stack([low, high])[..., None]
-        return self._costs.gather(2, index)[..., 0].T
+        return self._costs.gather(2, torch.stack([low, high])[..., None])[..., 0].T
 
     def split(self, children: Children) -> Split:
         """The nodes' `children` with their distortion.

@@ -227,8 +227,7 @@ class TreeBatch:
 
         Raises `ConfigError` if none was computed.
         """
-        own = self.known_curvature()[self.region_start :]
-        return own[rows % self.scores.shape[1]]
+        return self.known_curvature()[self.region_start :][rows % self.scores.shape[1]]
 
     def floor_scores(self, rows: Tensor) -> Tensor | None:
         """Floor scores float64 [...] of the tokens in `rows` int64 [...]; None without a floor."""
@@ -254,5 +253,4 @@ class TreeBatch:
 
 def _over_segments(values: Tensor, bounds: Tensor, reduce: str) -> Tensor:
     """[V]: `values` [U, N] reduced over [bounds[2i], bounds[2i + 1]) of their flat order."""
-    reduced = torch.segment_reduce(values.flatten(), reduce, offsets=bounds, unsafe=True)
-    return reduced[::2]
+    return torch.segment_reduce(values.flatten(), reduce, offsets=bounds, unsafe=True)[::2]

@@ -21,8 +21,7 @@ class UnitEvaluator(DistortionEvaluator):
 
     def __call__(self, nodes: Nodes) -> IntervalCosts:
         batch = self._batch
-        rows = batch.token_rows(nodes, nodes.width)
-        mass = batch.scores.flatten()[rows].float()
+        mass = batch.scores.flatten()[batch.token_rows(nodes, nodes.width)].float()
         costs = mass.new_zeros(2, *mass.shape)
         return IntervalCosts(costs=costs, mass=mass, drop=torch.ones_like(mass[:, 0]))
 

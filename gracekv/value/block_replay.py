@@ -6,6 +6,12 @@ end, from which they see the whole block. A second reading also sees what it has
 token itself and those before it, once more. They stay at their old distance and take their share of
 attention, so that heads that look at near tokens only ask for nothing of the block.
 
+One thing a first reading does not foresee: in a copy, induction heads (Olsson et al. 2022,
+arXiv:2209.11895) read the token after the one that they copy, however often it occurs, and need
+all tokens for it. Those heads are known by the first reading: their moved queries attend to the
+token after their own. So each token of a block may get, beside its sums, what one more query of
+that head would pay on average.
+
 A passage that follows packed entries is short, and what comes after it is asked from farther away:
 its queries are moved beyond its end by its own length, at most 256 tokens, or its last tokens would
 be kept for being near. Its queries also score the entries before it, in the same unit.
@@ -24,14 +30,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from einops import reduce
+from einops import rearrange, reduce
 from torch import Tensor
 from torch.nn import functional
 
 from gracekv.kernels.device import obstacle
-from gracekv.kernels.linalg import capped
+from gracekv.kernels.linalg import batched_linear, capped, on_device
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
+from gracekv.prefill.needs import region_samples
 from gracekv.prefill.observer import Accumulator, LayerObserver, TokenRun
 from gracekv.prefill.spans import ADDED, first_entries
 from gracekv.registry import bounded
@@ -43,6 +50,8 @@ SINKS = 4
 _ROWS = 32
 # How far beyond a passage its queries are moved at most. Source: ours.
 _BEYOND = 256
+# Queries that tell how much a head reads the token after its own. Source: ours.
+_SAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -54,11 +63,13 @@ class BlockReplaySums(LayerObserver):
         power: exponent of attention, at least 1.
         near: how many tokens of the second reading, the last one its own, a query sees beside the
             block; 0: none.
+        induction: how many further queries read each token as induction heads do.
     """
 
     block: int
     power: float
     near: int = 0
+    induction: float = 0.0
 
     def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
         return prefill.layers, prefill.kv_heads, prefill.spans.length
@@ -120,12 +131,18 @@ class BlockReplaySums(LayerObserver):
             seen = keys[own, after : block.end, :width]
             if lead > start:
                 seen = torch.cat([keys[own, start:lead, :width], seen], dim=1)
+            own_sinks = None if sinks is None else sinks[rows]
             columns = softmax_columns(
                 moved[rows, :, :width], seen, seen.shape[1], scale=scale, power=self.power,
-                softcap=softcap, sinks=None if sinks is None else sinks[rows],
+                softcap=softcap, sinks=own_sinks,
             )  # fmt: skip
             columns = reduce(columns, "(g n) t -> g t", "mean", g=at_once)
             total[own, after : block.end].add_(columns[:, lead - start :])
+            if self.induction and block.length > 1:
+                asked = moved[rows, :, :width] * scale
+                read = next_attention(asked, seen, block.length, softcap, own_sinks) ** self.power
+                read = self.induction * reduce(read, "(g n) -> g 1", "mean", g=at_once)
+                total[own, block.start : block.end].add_(read)
             if start < past <= lead:
                 total[own, start:past].add_(columns[:, : past - start])
 
@@ -176,6 +193,8 @@ class BlockReplay(Scorer):
             nearer to the maximum, for texts in which each token has one query of its own.
         near: how many tokens of the second reading itself take part in the softmax, the query's own
             and those before it: heads that look at near tokens only are served by them. 0: none.
+        induction: how many further queries read each token with the mean attention that its head's
+            queries pay to the token after their own. 0: none.
     """
 
     reads_past: ClassVar[bool] = True
@@ -183,6 +202,7 @@ class BlockReplay(Scorer):
     block: int = bounded(2048, at_least=1)
     mean_power: float = bounded(3.0, at_least=1)
     near: int = bounded(64, at_least=0, hint="0: the block alone.")
+    induction: float = bounded(0.0, at_least=0, hint="0.05 keeps what is copied, 1 costs texts.")
 
     def needs(self) -> Needs:
         """The sums, which the capture makes."""
@@ -190,13 +210,37 @@ class BlockReplay(Scorer):
 
     @property
     def _sums(self) -> BlockReplaySums:
-        return BlockReplaySums(self.block, self.mean_power, self.near)
+        return BlockReplaySums(self.block, self.mean_power, self.near, self.induction)
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Power means of attention [G, N], not normalised."""
         asked = region.end - max(region.start, capture.spans.context_start)
         inside = capture.observation(self._sums)[:, region.start : region.end] / asked
         return inside.pow(1 / self.mean_power).to(capture.keys.device)
+
+
+def next_attention(
+    queries: Tensor, keys: Tensor, count: int, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Mean attention that `count` tokens' moved queries pay to the token after their own: [H].
+
+    Of at most 64 of them, evenly spaced; arguments and softmax are those of `softmax_columns`.
+
+    Args:
+        queries: float32 [H, count, d], times the scale.
+        keys: [G, T, d], the last `count` of which are the tokens' own.
+        count: of the tokens, at least 2.
+        softcap: logit softcap, or None.
+        sinks: logits that take their share of attention, [H] or [H, count], or None.
+    """
+    at = on_device(region_samples(Region(0, count - 1), _SAMPLES), queries.device)
+    asked = rearrange(queries[:, at], "(g n) q d -> g (n q) d", g=len(keys))
+    logits = capped(batched_linear(asked, keys.float()), softcap).view(len(queries), len(at), -1)
+    mass = logits.logsumexp(dim=-1)
+    if sinks is not None:
+        mass = torch.logaddexp(mass, sinks[:, at] if sinks.ndim > 1 else sinks[:, None])
+    after = (keys.shape[1] - count + 1 + at).expand(len(queries), -1)
+    return (logits.gather(2, after[..., None])[..., 0] - mass).exp_().mean(dim=-1)
 
 
 def _reads(queries: Tensor, keys: Tensor) -> bool:

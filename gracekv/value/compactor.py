@@ -80,8 +80,7 @@ class Compactor(Scorer):
             queries = capture.queries_at(chunk).float()
             shared = rearrange(queries, "(g n) c d -> g (n c) d", g=capture.kv_heads)
             shares = torch.softmax(shared @ keys.transpose(1, 2), dim=-1)
-            sums = reduce(shares, "g (n c) t -> g t", "sum", c=len(chunk))
-            chunks.append(sums / capture.group)
+            chunks.append(reduce(shares, "g (n c) t -> g t", "sum", c=len(chunk)) / capture.group)
         return torch.cat(chunks, dim=-1)
 
 

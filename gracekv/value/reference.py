@@ -125,8 +125,7 @@ def window_attention(scorer: WindowAttention, prefill: Prefill, region: Region) 
     """SnapKV's score [L, G, N] float64: mean over window and group, pooled inside the region."""
     spans, half = prefill.spans, scorer.kernel // 2
     window = [u for u in range(spans.length) if u >= spans.length - scorer.window]
-    share = 1 / (len(window) * prefill.group)
-    mean = group_sums(prefill, dict.fromkeys(window, share), region)
+    mean = group_sums(prefill, dict.fromkeys(window, 1 / (len(window) * prefill.group)), region)
     tokens = mean.clone()
     for layer in range(prefill.layers):
         for head in range(prefill.kv_heads):
@@ -245,7 +244,7 @@ def block_replay(scorer: BlockReplay, prefill: Prefill, region: Region) -> Tenso
     for layer in range(prefill.layers):
         rope = prefill.rope_of(layer).double()
         for head in range(prefill.query_heads):
-            keys = prefill.keys[layer][head // prefill.group].double()
+            keys, following = prefill.keys[layer][head // prefill.group].double(), list[Tensor]()
             for u in range(spans.context_start, spans.context_end):
                 start = u - (u - spans.context_start) % block
                 end = min(start + block, spans.context_end)
@@ -258,6 +257,12 @@ def block_replay(scorer: BlockReplay, prefill: Prefill, region: Region) -> Tenso
                 row = _shares(prefill, layer, head, products)[: len(asked)]
                 row = row * (torch.tensor(asked) >= (end - block if end - block > 4 else 0))
                 total[layer, head // prefill.group, asked] += row**power / prefill.group
+                if u < end - 1:
+                    following.append(row[asked.index(u + 1)])
+                elif following:
+                    more = scorer.induction * torch.stack(following).mean() ** power
+                    total[layer, head // prefill.group, start:end] += more / prefill.group
+                    following = []
     return (total[..., region.start : region.end] / region.length).pow(1 / power)
 
 

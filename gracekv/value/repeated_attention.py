@@ -80,5 +80,4 @@ class RepeatedAttention(Scorer):
         squares = softmax_columns(
             asked, keys, region.length, scale=capture.scale, power=2.0, softcap=capture.softcap
         )
-        squares = squares / asked.shape[1]
-        return reduce(squares, "(g n) t -> g t", "mean", g=len(keys)).sqrt()
+        return reduce(squares / asked.shape[1], "(g n) t -> g t", "mean", g=len(keys)).sqrt()

@@ -152,8 +152,7 @@ class ContextAttention(abc.ABC):
         running = None if attn_metadata is None else current_step()
         batch = None
         if running is not None and running.reading is not None:
-            parts = query, key, value
-            running.record(layer.layer_name, parts, attn_metadata, self.scale)
+            running.record(layer.layer_name, (query, key, value), attn_metadata, self.scale)
         if running is not None and running.asking:
             batch = running.plan(attn_metadata, lambda: self.plan(running, attn_metadata, kv_cache))
         if batch is None or not batch.covers_all:

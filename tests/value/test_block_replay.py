@@ -30,12 +30,13 @@ def small(**changes):
     block=st.integers(1, 26),
     power=st.sampled_from([1.0, 2.0, 3.0]),
     near=st.integers(0, 26),
+    induction=st.sampled_from([0.0, 0.3]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_equals_the_reference(seed, prefix, context, group, block, power, near, dtype):
+def test_equals_the_reference(seed, prefix, context, group, block, power, near, induction, dtype):
     prefill = small(seed=seed, prefix=prefix, context=context, group=group, dtype=dtype)
     region = Region(prefix, prefix + context)
-    scorer = BlockReplay(block, power, near)
+    scorer = BlockReplay(block, power, near, induction)
     got = scorer(prefill, region).scores
     want = reference.block_replay(scorer, prefill, region)
     torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=1e-6)
@@ -55,7 +56,7 @@ def test_a_passage_equals_its_reference(seed, past, context, block, near, beyond
     prefill = small(seed=seed, prefix=past + 1, context=context)
     spans = dataclasses.replace(prefill.spans, past=past)
     prefill = dataclasses.replace(prefill, spans=spans, observed={})
-    scorer, region = BlockReplay(block, 3.0, near), Region(past + 1, past + 1 + context)
+    scorer, region = BlockReplay(block, 3.0, near, 0.5), Region(past + 1, past + 1 + context)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(block_replay, "_BEYOND", beyond)
         prefill = prefill.with_observations(scorer.needs().observers)
@@ -74,7 +75,7 @@ def passage_scores(prefill, scorer, beyond):
     for layer in range(prefill.layers):
         rope = prefill.rope_of(layer).double()
         for head in range(prefill.query_heads):
-            keys = prefill.keys[layer][head // prefill.group].double()
+            keys, following = prefill.keys[layer][head // prefill.group].double(), []
             for u in range(spans.context_start, spans.context_end):
                 start = u - (u - spans.context_start) % scorer.block
                 end = min(start + scorer.block, spans.context_end)
@@ -92,6 +93,12 @@ def passage_scores(prefill, scorer, beyond):
                 # The first tokens that only stand for all others get nothing.
                 row = row * torch.tensor([t >= first or t < spans.past for t in asked])
                 total[layer, head // prefill.group, asked] += row**3 / prefill.group
+                if u < end - 1:
+                    following.append(row[asked.index(u + 1)])
+                elif following:
+                    read = scorer.induction * torch.stack(following).mean() ** 3
+                    total[layer, head // prefill.group, start:end] += read / prefill.group
+                    following = []
     return (total / spans.context_length).pow(1 / 3)
 
 

@@ -42,8 +42,7 @@ class TorchEvaluator(DistortionEvaluator):
         width = nodes.width
         # Five fields over (token, probe), three of keys and values, five over (token, token).
         per_node = 2 * width * (5 * probes + 3 * dim + 2 + 5 * width)
-        cuda = attention.values.device.type == "cuda"
-        limit = self.memory_limit or (2**30 if cuda else 2**25)
+        limit = self.memory_limit or 2 ** (30 if attention.values.device.type == "cuda" else 25)
         size = max(1, limit // (4 * per_node))
         parts = []
         for first in range(0, len(nodes), size):
