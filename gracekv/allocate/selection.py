@@ -83,8 +83,7 @@ class Selection:
         forest = frontier.forest
         node = torch.nonzero(frontier.kept).flatten()
         first, last = forest.region
-        place = forest.head_of_node() * (last - first) + forest.start
-        node = node[place[node].argsort()]
+        node = node[(forest.head_of_node() * (last - first) + forest.start)[node].argsort()]
         row, step = rows_and_steps(forest.entries[node])
         start = forest.start[node][row] + step
         end = torch.where(forest.entries[node] > 1, 1, forest.length[node])[row] + start

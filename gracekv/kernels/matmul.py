@@ -72,8 +72,7 @@ def _tile(vectors: int) -> Callable[..., Any]:
                     builder.store(builder.load(total), at, align=4)
             return context.get_dummy_value()
 
-        word = types.int64
-        return types.void(*[word] * 9), generate
+        return types.void(*[types.int64] * 9), generate
 
     return tile  # type: ignore[no-any-return]
 

@@ -46,8 +46,7 @@ def quantised(groups: Tensor, dim: int, *levels: int) -> tuple[Tensor, Tensor, T
         scale = torch.where(low == high, (low - zero).to(kind), scale)
     # Between 0 and `levels`, by how zero points and scales are rounded. Only groups of equal
     # numbers divide by 0; their code is 1.
-    codes = ((x - zero) / scale).round_().nan_to_num_(1.0, 1.0, 1.0)
-    return codes, scale, zero
+    return ((x - zero) / scale).round_().nan_to_num_(1.0, 1.0, 1.0), scale, zero
 
 
 def _next(numbers: Tensor, where: Tensor, *, up: bool) -> Tensor:

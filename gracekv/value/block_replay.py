@@ -9,8 +9,8 @@ attention, so that heads that look at near tokens only ask for nothing of the bl
 One thing a first reading does not foresee: in a copy, induction heads (Olsson et al. 2022,
 arXiv:2209.11895) read the token after the one that they copy, however often it occurs, and need
 all tokens for it. Those heads are known by the first reading: their moved queries attend to the
-token after their own. So each token of a block may get, beside its sums, what one more query of
-that head would pay on average.
+token after their own. So each token may get, beside its sums, what one more query of that head
+would pay on average, by those of the first block.
 
 A passage that follows packed entries is short, and what comes after it is asked from farther away:
 its queries are moved beyond its end by its own length, at most 256 tokens, or its last tokens would
@@ -86,8 +86,9 @@ class BlockReplaySums(LayerObserver):
             yield Region(first, min(first + self.block, spans.context_end))
 
     def add_block(
-        self, total: Tensor, queries: Tensor, block: Region, run: TokenRun, past: int = 0
-    ) -> None:
+        self, total: Tensor, queries: Tensor, block: Region, run: TokenRun, past: int = 0,
+        copied: Region | None = None
+    ) -> None:  # fmt: skip
         """Add sum_u p_{u,t}^power of a block's queries to `total`; mean over a KV head's queries.
 
         The softmax runs over the prompt's first 4 tokens and the `block` keys up to the block's
@@ -100,6 +101,7 @@ class BlockReplaySums(LayerObserver):
             block: of the context.
             run: its keys reach at least to the block's end.
             past: places before a passage, all of which its queries see, and which get their share.
+            copied: tokens that induction heads would read, by what this block's queries do.
         """
         keys, rope, softcap, sinks = run.keys, run.rope, run.softcap, run.sinks
         first, before = block.end - self.block, max(SINKS, past)
@@ -131,18 +133,17 @@ class BlockReplaySums(LayerObserver):
             seen = keys[own, after : block.end, :width]
             if lead > start:
                 seen = torch.cat([keys[own, start:lead, :width], seen], dim=1)
-            own_sinks = None if sinks is None else sinks[rows]
+            asked, own_sinks = moved[rows, :, :width], None if sinks is None else sinks[rows]
             columns = softmax_columns(
-                moved[rows, :, :width], seen, seen.shape[1], scale=scale, power=self.power,
-                softcap=softcap, sinks=own_sinks,
+                asked, seen, seen.shape[1], scale=scale, power=self.power, softcap=softcap,
+                sinks=own_sinks,
             )  # fmt: skip
             columns = reduce(columns, "(g n) t -> g t", "mean", g=at_once)
             total[own, after : block.end].add_(columns[:, lead - start :])
-            if self.induction and block.length > 1:
-                asked = moved[rows, :, :width] * scale
-                read = next_attention(asked, seen, block.length, softcap, own_sinks) ** self.power
-                read = self.induction * reduce(read, "(g n) -> g 1", "mean", g=at_once)
-                total[own, block.start : block.end].add_(read)
+            if self.induction and copied is not None and block.length > 1:
+                read = next_attention(asked, seen, block.length, scale, softcap, own_sinks)
+                read = self.induction * reduce(read**self.power, "(g n) -> g 1", "mean", g=at_once)
+                total[own, copied.start : copied.end].add_(read)
             if start < past <= lead:
                 total[own, start:past].add_(columns[:, : past - start])
 
@@ -157,7 +158,7 @@ class _BlockSums(TokenColumns):
 
     def add(self, run: TokenRun) -> None:
         total = self.columns(run.keys)
-        for block in self._replay.blocks(self.spans):
+        for number, block in enumerate(self._replay.blocks(self.spans)):
             start, stop = max(block.start, run.start), min(block.end, run.end)
             if start >= stop:
                 continue
@@ -168,7 +169,8 @@ class _BlockSums(TokenColumns):
                 self._waiting[:, start - block.start : stop - block.start] = rows
                 rows = self._waiting
             if stop == block.end:
-                self._replay.add_block(total, rows, block, run, self.spans.past)
+                copied = None if number else self._replay.seen(self.spans)
+                self._replay.add_block(total, rows, block, run, self.spans.past, copied)
                 self._waiting = None
 
 
@@ -194,7 +196,7 @@ class BlockReplay(Scorer):
         near: how many tokens of the second reading itself take part in the softmax, the query's own
             and those before it: heads that look at near tokens only are served by them. 0: none.
         induction: how many further queries read each token with the mean attention that its head's
-            queries pay to the token after their own. 0: none.
+            queries in the first block pay to the token after their own. 0: none.
     """
 
     reads_past: ClassVar[bool] = True
@@ -220,21 +222,23 @@ class BlockReplay(Scorer):
 
 
 def next_attention(
-    queries: Tensor, keys: Tensor, count: int, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
+    queries: Tensor, keys: Tensor, count: int, scale: float, softcap: float | None,
+    sinks: Tensor | None
+) -> Tensor:  # fmt: skip
     """Mean attention that `count` tokens' moved queries pay to the token after their own: [H].
 
     Of at most 64 of them, evenly spaced; arguments and softmax are those of `softmax_columns`.
 
     Args:
-        queries: float32 [H, count, d], times the scale.
+        queries: float32 [H, count, d].
         keys: [G, T, d], the last `count` of which are the tokens' own.
         count: of the tokens, at least 2.
+        scale: of the logits.
         softcap: logit softcap, or None.
         sinks: logits that take their share of attention, [H] or [H, count], or None.
     """
     at = on_device(region_samples(Region(0, count - 1), _SAMPLES), queries.device)
-    asked = rearrange(queries[:, at], "(g n) q d -> g (n q) d", g=len(keys))
+    asked = rearrange(queries[:, at] * scale, "(g n) q d -> g (n q) d", g=len(keys))
     logits = capped(batched_linear(asked, keys.float()), softcap).view(len(queries), len(at), -1)
     mass = logits.logsumexp(dim=-1)
     if sinks is not None:

@@ -257,12 +257,13 @@ def block_replay(scorer: BlockReplay, prefill: Prefill, region: Region) -> Tenso
                 row = _shares(prefill, layer, head, products)[: len(asked)]
                 row = row * (torch.tensor(asked) >= (end - block if end - block > 4 else 0))
                 total[layer, head // prefill.group, asked] += row**power / prefill.group
-                if u < end - 1:
+                if u < end - 1 and start == spans.context_start:
                     following.append(row[asked.index(u + 1)])
-                elif following:
-                    more = scorer.induction * torch.stack(following).mean() ** power
-                    total[layer, head // prefill.group, start:end] += more / prefill.group
-                    following = []
+            if following:
+                read = torch.stack(following).mean() ** power / prefill.group
+                total[layer, head // prefill.group, spans.context_start :] += (
+                    scorer.induction * read
+                )
     return (total[..., region.start : region.end] / region.length).pow(1 / power)
 
 

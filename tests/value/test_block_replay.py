@@ -93,12 +93,11 @@ def passage_scores(prefill, scorer, beyond):
                 # The first tokens that only stand for all others get nothing.
                 row = row * torch.tensor([t >= first or t < spans.past for t in asked])
                 total[layer, head // prefill.group, asked] += row**3 / prefill.group
-                if u < end - 1:
+                if u < end - 1 and start == spans.context_start:
                     following.append(row[asked.index(u + 1)])
-                elif following:
-                    read = scorer.induction * torch.stack(following).mean() ** 3
-                    total[layer, head // prefill.group, start:end] += read / prefill.group
-                    following = []
+            if following:
+                read = scorer.induction * torch.stack(following).mean() ** 3 / prefill.group
+                total[layer, head // prefill.group, spans.context_start :] += read
     return (total / spans.context_length).pow(1 / 3)
 
 
