@@ -142,8 +142,8 @@ class BlockReplaySums(LayerObserver):
             total[own, after : block.end].add_(columns[:, lead - start :])
             if self.induction and copied is not None and block.length > 1:
                 read = next_attention(asked, seen, block.length, scale, softcap, own_sinks)
-                read = self.induction * reduce(read**self.power, "(g n) -> g 1", "mean", g=at_once)
-                total[own, copied.start : copied.end].add_(read)
+                read = reduce(read**self.power, "(g n) -> g 1", "mean", g=at_once)
+                total[own, copied.start : copied.end].add_(read, alpha=self.induction)
             if start < past <= lead:
                 total[own, start:past].add_(columns[:, : past - start])
 
@@ -237,14 +237,15 @@ def next_attention(
         softcap: logit softcap, or None.
         sinks: logits that take their share of attention, [H] or [H, count], or None.
     """
-    at = on_device(region_samples(Region(0, count - 1), _SAMPLES), queries.device)
+    row = region_samples(Region(0, count - 1), _SAMPLES)
+    at, after = (on_device(x, queries.device) for x in (row, row + (keys.shape[1] - count + 1)))
     asked = rearrange(queries[:, at] * scale, "(g n) q d -> g (n q) d", g=len(keys))
     logits = capped(batched_linear(asked, keys.float()), softcap).view(len(queries), len(at), -1)
-    mass = logits.logsumexp(dim=-1)
     if sinks is not None:
-        mass = torch.logaddexp(mass, sinks[:, at] if sinks.ndim > 1 else sinks[:, None])
-    after = (keys.shape[1] - count + 1 + at).expand(len(queries), -1)
-    return (logits.gather(2, after[..., None])[..., 0] - mass).exp_().mean(dim=-1)
+        own = sinks[:, at] if sinks.ndim > 1 else sinks[:, None].expand(-1, len(at))
+        logits = torch.cat([logits, own[..., None].to(logits)], dim=2)
+    after = after.expand(len(queries), -1)[..., None]
+    return torch.softmax(logits, dim=2).gather(2, after).mean(dim=(1, 2))
 
 
 def _reads(queries: Tensor, keys: Tensor) -> bool:

@@ -132,8 +132,7 @@ class ExpectedAttention(Scorer):
             )
         observer, end = QueryMoments(self.sinks), capture.spans.context_end
         counted, moments = observer.seen(capture.spans), capture.observation(observer)
-        rope = capture.rope
-        rotation = mean_rotation(rope, capture.head_dim, end, self.future_positions)
+        rotation = mean_rotation(capture.rope, capture.head_dim, end, self.future_positions)
         seen = self._expected(capture, moments, counted, rotation)
         whole = seen.new_full((capture.kv_heads, end), float(seen.max()) + 1)
         whole[:, counted.start :] = seen

@@ -23,7 +23,7 @@ LAYERS = 4
 MOST = {
     "gracekv-plus": (260, 21),
     "gracekv-plus-allocated": (347, 41),
-    "gracekv-agnostic": (207, 22),
+    "gracekv-agnostic": (221, 22),
     "snapkv": (131, 18),
     # Ties decide how deep its trees get, a level more or less.
     "gracekv": (660, 106),
