@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +18,6 @@ from gracekv.errors import ConfigError
 from gracekv.files import check_output, read_text
 
 app = typer.Typer(
-    help="Compress a language model's KV cache to a budget, and ask it.",
     no_args_is_help=True,
     add_completion=False,
     # Rich's tables truncate option names on terminals of 80 columns.
@@ -136,6 +137,9 @@ def compress(
         raise ConfigError(
             "There is nothing to do with the cache: add --question, --report, or --save for later."
         )
+    places = [os.path.realpath(x) for x in (context, save, report) if x is not None]
+    if len({*places}) < len(places):
+        raise ConfigError("--context, --save and --report need a file each; two are the same.")
     for out in filter(None, (save, report)):
         check_output(out)
     # Imported here, since they take seconds, which a mistyped path should not cost.
@@ -181,7 +185,8 @@ def compress(
         err=True,
     )
     if save is not None and not question:
-        typer.echo(f"ask it with: gracekv ask '{save}' 'Your question?' --model {model}", err=True)
+        asked = shlex.join(["gracekv", "ask", str(save), "Your question?", "--model", model])
+        typer.echo(f"ask it with: {asked}", err=True)
 
 
 @app.command("list")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -16,6 +16,7 @@ from gracekv.files import check_output, write_atomically
 
 if TYPE_CHECKING:
     from gracekv.evaluate.experiment import Experiment
+    from gracekv.evaluate.measures import Measure
     from gracekv.evaluate.row_files import Row
 
 # Options that may stand beside a file; all others are fields of an experiment.
@@ -52,7 +53,7 @@ class RunOptions:
         from gracekv.evaluate.experiment import Experiment
 
         if self.model is None or self.tasks is None:
-            raise ConfigError("Give --model and --tasks, or everything in a file with --config.")
+            raise ConfigError("Give --model and --tasks; gracekv evaluate takes a --config, too.")
         given = {x: y for x, y in vars(self).items() if x not in _BESIDE}
         length = given.pop("length")
         return Experiment.from_dict(
@@ -115,7 +116,7 @@ def evaluate(
 
 def table(
     runs: Annotated[Path, Argument(help="The --out of an evaluation; shards are merged.")],
-    format: Annotated[str, Option(help="markdown or csv.")] = "markdown",
+    format: Annotated[Literal["markdown", "csv"], Option(help="Of the output.")] = "markdown",
     metric: MeasureNames = "score",
     against: Annotated[
         str | None, Option(help="Also show each method's difference from this one.")
@@ -123,17 +124,10 @@ def table(
     out: Annotated[Path | None, Option(help="Write to this file instead of the screen.")] = None,
 ) -> None:
     """Show means with 95 % bootstrap intervals on paired samples."""
-    from gracekv.evaluate.formats import FORMATS
-
-    if format not in FORMATS:
-        raise ConfigError(f"--format takes one of {', '.join(FORMATS)}; got {format!r}.")
     if out is not None:
         check_output(out)
-    text = _tables(_rows(runs), metric, against, format)
-    if out is None:
-        typer.echo(text)
-    else:
-        write_atomically(out, text.encode())
+    text = _tables(_rows(runs), _measures(metric), against, format)
+    typer.echo(text) if out is None else write_atomically(out, text.encode())
 
 
 def ablate(
@@ -151,24 +145,28 @@ def ablate(
     """Run a method and its variants; show paired differences. At 8x if no budget is given."""
     from gracekv.evaluate.experiment import variants
 
-    settings = set_ or []
+    settings, measures = set_ or [], _measures(metric)
     methods = variants(base, settings, not settings if ablations is None else ablations)
     if options.model is not None or options.tasks is not None:
         if not options.ratios and not options.entries:
             options = replace(options, ratios="8")
         options.run(options.experiment(methods))
-    rows = [row for row in _rows(options.out) if row["method"] in methods]
-    typer.echo(_tables(rows, metric, base))
+    rows = _rows(options.out, methods)
+    typer.echo(_tables(rows, measures, base, "markdown"))
     if any(row["error"] is not None for row in rows):
         raise typer.Exit(1)
 
 
-def _tables(rows: list[Row], metric: str, against: str | None, format: str = "markdown") -> str:
-    from gracekv.evaluate.formats import FORMATS, footer
+def _measures(metric: str) -> list[Measure]:
     from gracekv.evaluate.measures import measure
+
+    return [measure(name) for name in _list(metric) or [metric]]
+
+
+def _tables(rows: list[Row], measures: list[Measure], against: str | None, format: str) -> str:
+    from gracekv.evaluate.formats import FORMATS, footer
     from gracekv.evaluate.tables import make_tables
 
-    measures = [measure(name) for name in _list(metric)]
     texts = [FORMATS[format](make_tables(rows, x, against), x) for x in measures]
     if format == "markdown":
         return "\n".join([*texts, footer(rows)])
@@ -187,10 +185,12 @@ def _numbers(text: str, option: str, kind: type[float] | type[int]) -> list[Any]
         raise ConfigError(f"{option} takes numbers separated by commas; got {text!r}.") from error
 
 
-def _rows(folder: Path) -> list[Row]:
+def _rows(folder: Path, methods: Sequence[str] | None = None) -> list[Row]:
     from gracekv.evaluate.row_files import latest, read_rows
 
-    rows = list(latest(read_rows(folder)).values())
-    if not rows:
-        raise ConfigError(f"There are no rows under {folder} yet. Run gracekv evaluate first.")
-    return rows
+    rows = latest(read_rows(folder)).values()
+    found = [row for row in rows if methods is None or row["method"] in methods]
+    if not found:
+        of = f" of {', '.join(methods)}" if methods else ""
+        raise ConfigError(f"There are no rows{of} under {folder} yet. Run gracekv evaluate first.")
+    return found

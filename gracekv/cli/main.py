@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.util import find_spec
 
-from gracekv.errors import GracekvError
+from gracekv.errors import GracekvError, required
 
 
 def main() -> None:
     """Run the command line; errors of gracekv print their message and exit with status 2."""
-    missing = [name for name in ("typer", "rich") if find_spec(name) is None]
-    if missing:
-        _fail(
-            f"The gracekv command needs {' and '.join(missing)}. Install its extra with: "
-            f"pip install 'gracekv[cli]'"
-        )
-    from gracekv.cli import evaluate_commands, saved_commands
-    from gracekv.cli.commands import app
-
-    saved_commands.register(app)
-    evaluate_commands.register(app)
     try:
+        for package in ("typer", "rich"):
+            required(package, "cli")
+        from gracekv.cli import evaluate_commands, saved_commands
+        from gracekv.cli.commands import app
+
+        saved_commands.register(app)
+        evaluate_commands.register(app)
         app(prog_name="gracekv")
     except GracekvError as error:
         _fail(f"{type(error).__name__}: {error}")

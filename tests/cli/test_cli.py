@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -127,16 +128,14 @@ def test_a_mistyped_context_imports_neither_torch_nor_transformers():
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
 def test_a_full_disk_beneath_the_output_is_one_message():
     with open("/dev/full", "w") as full:
-        code = "from gracekv.cli.main import main; main()"
-        done = python(
-            f"import sys; sys.argv = ['gracekv', 'list', '--recipes']; {code}", stdout=full
-        )
+        listed = "import sys; sys.argv = ['gracekv', 'list', '--recipes']; "
+        done = python(f"{listed} from gracekv.cli.main import main; main()", stdout=full)
     assert done.returncode == 2
     assert done.stderr == "The output cannot be written: No space left on device.\n"
 
 
 def test_missing_extra_is_named(run, monkeypatch):
-    monkeypatch.setattr("gracekv.cli.main.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "rich", None)
     status, _, err = run("list")
     assert status == 2
     assert "pip install 'gracekv[cli]'" in err
@@ -190,11 +189,11 @@ def test_other_budgets_replace_the_ratio(run, calls, story):
 
 
 def test_without_a_question_the_cache_is_saved_to_be_asked_later(run, calls, story, tmp_path):
-    status, out, err = run("compress", "--context", story, "--save", tmp_path / "book")
+    status, out, err = run("compress", "--context", story, "--save", tmp_path / "Tom's book")
     assert (status, out) == (0, "")
     assert "gracekv-plus kept 60" in err
-    asked = f"gracekv ask '{tmp_path / 'book'}' 'Your question?' --model smollm2"
-    assert err.endswith(f"\nask it with: {asked}\n")
+    asked = shlex.join(["gracekv", "ask", f"{tmp_path}/Tom's book", "Your question?"])
+    assert err.endswith(f"\nask it with: {asked} --model smollm2\n")
     (call,) = calls
     assert (call["model"], call["question"]) == ("smollm2:float32", "")
     # Which recipe that is, `gracekv.compress` decides.
@@ -223,6 +222,7 @@ BAD = [
     (["compress", "--ratio", "0.5"], "BudgetError: ratio says how many"),
     (["compress", "--pipeline", "gracekw"], "Did you mean 'gracekv'?"),
     (["compress", "--pipeline", "missing.toml"], "Cannot read missing.toml"),
+    (["compress", "--save", "a", "--report", "./a"], "need a file each; two are the same"),
     (["compress"], "Missing option"),
 ]
 

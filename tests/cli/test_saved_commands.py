@@ -47,11 +47,8 @@ def test_a_saved_cache_is_generated_from(run, loads, tmp_path):
     path = tmp_path / "cache"
     one = gracekv.compress(loads.model, prompts[0], ratio=2)
     one.save(path)
-    assert run("generate", path, "--model", "m", "--max-new-tokens", 5) == (
-        0,
-        one.generate(5) + "\n",
-        "",
-    )
+    shown = run("generate", path, "--model", "m", "--max-new-tokens", 5)
+    assert shown == (0, one.generate(5) + "\n", "")
     assert loads.seen == [("m", "float32")]
     both = gracekv.compress(loads.model, prompts, ratio=2)
     both.save(path)

@@ -121,7 +121,7 @@ def test_the_commands_from_model_to_table(cli, model_folder, small_data, tmp_pat
     assert len(file.read_text().splitlines()) == 1 + 2 * 2 * (5 + 2)
     code, _, told = cli("table", out, "--format", "latex")
     assert code == 2
-    assert "--format takes one of markdown, csv; got 'latex'" in told
+    assert "'latex' is not one of 'markdown', 'csv'" in told
 
 
 def test_the_exit_code_tells_of_failures(cli, model_folder, tmp_path):
@@ -146,6 +146,8 @@ def test_ablate_shows_differences(cli, model_folder, tmp_path):
     assert cli("ablate", *shown)[0] == 0
     assert "Difference from gracekv" in text
     assert "| gracekv[floor.alpha=0.2] | 4x |" in text
+    other = ["--out", tmp_path, "--base", "snapkv", "--set", "window.size=4"]
+    assert "There are no rows of snapkv, snapkv[window.size=4] under" in cli("ablate", *other)[2]
 
 
 def test_a_yaml_file_says_the_same(cli, model_folder, tmp_path):
@@ -165,6 +167,7 @@ def test_a_yaml_file_says_the_same(cli, model_folder, tmp_path):
         (["evaluate", "--config", "a", "--samples", "5", "--methods", "m"], "methods, not both"),
         (["evaluate", "--model", "m", "--tasks", "ruler:fwe", "--ratios", "a"], "numbers"),
         (["ablate", "--base", "fullkv"], "no ablation recipes"),
+        (["ablate", "--model", "m", "--tasks", "ruler:fwe", "--metric", "x"], "measure 'x'"),
     ],
 )
 def test_bad_commands_exit_with_2_and_a_message(cli, tmp_path, argv, message):
