@@ -279,6 +279,7 @@ def generate(
         raise PromptError(
             "custom_generate takes one prompt without padding. Use gracekv.compress for several."
         )
+    expect(question_tokens, int, "question_tokens takes a whole number of tokens")
     length = input_ids.shape[1]
     if length < 2 or (length <= question_tokens and ratio not in (None, 1)):
         raise PromptError(

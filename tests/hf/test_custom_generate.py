@@ -65,9 +65,9 @@ def test_what_it_cannot_do_is_refused(model):
     for ids, question in ((IDS, 200), (IDS[:, :64], 64), (IDS[:, :1], 0)):
         with pytest.raises(PromptError, match=f"question_tokens={question} and {ids.shape[1]} tok"):
             model.generate(ids, ratio=4, question_tokens=question, **options)
-    with pytest.raises(
-        BudgetError, match="exactly one budget: ratio, entries_per_head, kv_bytes; got none"
-    ):
+    with pytest.raises(ConfigError, match="question_tokens takes a whole number of tokens; got st"):
+        model.generate(IDS, ratio=4, question_tokens="4", **options)
+    with pytest.raises(BudgetError, match="one budget: ratio, entries_per_head, kv_bytes; got no"):
         model.generate(IDS, **options)
 
 
