@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gracekv.errors import ConfigError, OutputError
+from gracekv.errors import ConfigError, OutputError, expect
 
 VERSION = "0.3.0"
 """The version of gracekv, which is recorded in every file that it writes."""
@@ -16,12 +16,8 @@ VERSION = "0.3.0"
 
 def path_of(path: str | os.PathLike[str]) -> Path:
     """`path` as a `Path`; raises `ConfigError` if it is none."""
-    try:
-        return Path(path)
-    except TypeError as error:
-        raise ConfigError(
-            f"A file is named by a text or a pathlib.Path; got {type(path).__name__}."
-        ) from error
+    expect(path, str | os.PathLike, "A file is named by a text or a pathlib.Path")
+    return Path(path)
 
 
 def read_text(path: Path) -> str:

@@ -15,10 +15,10 @@ from torch import Tensor
 from gracekv.allocate.curve import AuctionCurve
 from gracekv.cache import Accounting, Timings, dequantised
 from gracekv.decode.limit import CutHistory
-from gracekv.errors import ReportError
+from gracekv.errors import ReportError, expect
 from gracekv.pipeline.run import CodedRelevance
 from gracekv.prefill import PromptSpans
-from gracekv.report.entries import KeptEntries, Result, kept_entries
+from gracekv.report.entries import KeptEntries, Result, check_result, kept_entries
 
 # The character that decoders put in place of incomplete bytes.
 _INCOMPLETE = "\ufffd"
@@ -28,7 +28,7 @@ _INCOMPLETE = "\ufffd"
 _SAME: dict[str, Callable[[Result], object]] = {
     "token ids": lambda result: result.prompt.ids.tolist(),
     "contexts": lambda result: result.prompt.spans,
-    "layers and KV heads": lambda result: tuple(result.accounting.entries.shape),
+    "layers and KV heads": lambda result: tuple(result._run.accounting.entries.shape),
 }
 
 
@@ -72,6 +72,7 @@ class ReportData:
         columns: at least one column.
         history: what the cuts left of the tokens written after the prompt; None without a limit.
         written: the texts of those tokens.
+        model_layers: the number of each compressed layer in the model; empty: they are all.
     """
 
     model: str
@@ -80,6 +81,7 @@ class ReportData:
     columns: tuple[ReportColumn, ...]
     history: CutHistory | None = None
     written: tuple[str, ...] = ()
+    model_layers: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -92,15 +94,12 @@ class ReportData:
         """
         if not results:
             raise ReportError("A report needs at least one result; got none.")
-        answers = answers or {}
-        if unknown := ", ".join(sorted(set(answers) - set(results))):
-            raise ReportError(f"Answers are keyed by label: {', '.join(results)}; got {unknown}.")
         for label, result in results.items():
-            if not all(hasattr(result, name) for name in ("_run", "prompt", "pipeline")):
-                raise ReportError(
-                    f"{label!r} must be what gracekv.compress returns for one prompt; got "
-                    f"{type(result).__name__}. For a batch use batch.report(path)."
-                )
+            expect(label, str, "A label is a text", ReportError)
+            check_result(result)
+        answers = answers or {}
+        if unknown := ", ".join(sorted(map(str, set(answers) - set(results)))):
+            raise ReportError(f"Answers are keyed by label: {', '.join(results)}; got {unknown}.")
         (first, main), *others = results.items()
         for label, other in others:
             for what, read in _SAME.items():
@@ -121,6 +120,7 @@ class ReportData:
             # A loaded prompt may have no tokenizer.
             tokens=tuple(token_texts(main.prompt.ids, tokenizer)),
             columns=tuple(report_column(x, own, answers.get(x)) for x, own in results.items()),
+            model_layers=main._run.cache.model_layers,
         )
 
     def with_history(self, result: Result, history: CutHistory) -> ReportData:
@@ -134,8 +134,8 @@ class ReportData:
         keys = own if history.keys is None else history.keys.to(own)
         if history.first != first or not torch.equal(own, keys):
             raise ReportError(
-                f"The cache belongs to another result: it continues {history.first} prompt tokens, "
-                f"this result has {first}. Pass a cache from this result's new_cache(limit)."
+                f"The cache belongs to another result: its entries of {history.first} prompt "
+                f"tokens are not this one's of {first}. Use this result's new_cache(limit)."
             )
         # How a token is decoded depends on the tokens before it.
         lead = prompt.ids[max(0, first - 4) : first]
@@ -146,6 +146,7 @@ class ReportData:
 
 def report_column(label: str, result: Result, answer: str | None = None) -> ReportColumn:
     """Make the column of one result. Raises `ReportError` as `kept_entries` does."""
+    expect(answer, str | None, "An answer is one text", ReportError)
     run, record = result._run, result._run.recorded()
     return ReportColumn(
         label=label,

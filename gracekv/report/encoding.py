@@ -42,14 +42,14 @@ def encode(data: ReportData) -> tuple[dict[str, Any], bytes]:
         parts["held"] = b"".join(map(_u32, history.held))
         cuts = {"first": history.first, "lengths": [len(own) for own in history.held]}
     entries, spans = data.columns[0].entries, data.spans
-    columns = [_column(parts, number, data) for number in range(len(data.columns))]
     header = {
         "model": data.model,
         "spans": [spans.context_start, spans.context_end, spans.question_end, spans.length],
         "layers": entries.layers,
         "heads": entries.heads,
+        "modelLayers": data.model_layers,
         "region": list(entries.region),
-        "columns": columns,
+        "columns": [_column(parts, number, data) for number in range(len(data.columns))],
         "written": len(data.written),
         "cuts": cuts,
     }

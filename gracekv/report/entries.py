@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from gracekv.cache import Accounting, CompressedCache
+from gracekv.cache import CompressedCache
 from gracekv.errors import ReportError
 from gracekv.kernels.ragged import offsets, rows
 
@@ -36,10 +36,6 @@ class Result(Protocol):
     @property
     def pipeline(self) -> Pipeline:
         """The stages' strategies."""
-
-    @property
-    def accounting(self) -> Accounting:
-        """Entries and bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +87,15 @@ class KeptEntries:
         at = ((self.start <= position) & (position < self.end)).nonzero()[:, 0]
         holder[self.head_of_entry()[at]] = at
         return holder
+
+
+def check_result(result: object) -> None:
+    """Raise `ReportError` unless `result` is what `gracekv.compress` returns for one prompt."""
+    if not all(hasattr(result, name) for name in ("_run", "prompt", "pipeline")):
+        raise ReportError(
+            f"A report takes what gracekv.compress returns for one prompt; got "
+            f"{type(result).__name__}. For a batch use batch.report(path)."
+        )
 
 
 def kept_entries(result: Result) -> KeptEntries:

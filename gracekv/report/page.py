@@ -8,18 +8,18 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from gracekv import recipes
-from gracekv.errors import ReportError
+from gracekv.errors import ReportError, expect
 from gracekv.files import VERSION, path_of, write_atomically
 from gracekv.report.data import ReportData
 from gracekv.report.encoding import encode
-from gracekv.report.entries import Result
+from gracekv.report.entries import Result, check_result
 
 # In order of dependence; they share one scope.
 _SCRIPTS = ("codec.js", "view.js", "charts.js", "cuts.js", "text.js", "inspector.js", "main.js")
@@ -90,7 +90,7 @@ def write_all(
     for number, (prompt, run) in enumerate(zip(batch.prompts, batch._runs, strict=True)):
         page = path.with_name(f"{path.stem}-{number + 1}{path.suffix}")
         shared = {"model": batch.model, "pipeline": batch.pipeline}
-        row: Any = SimpleNamespace(prompt=prompt, _run=run, accounting=run.accounting, **shared)
+        row: Any = SimpleNamespace(prompt=prompt, _run=run, **shared)
         write(page, row, answer=None if answers is None else answers[number])
         written.append(page)
     return tuple(written)
@@ -98,7 +98,8 @@ def write_all(
 
 def default_label(result: Result) -> str:
     """The recipe's name and how many times fewer entries are kept, such as "snapkv 8x"."""
-    kept, name = result.accounting, recipes.label(result.pipeline)
+    check_result(result)
+    kept, name = result._run.accounting, recipes.label(result.pipeline)
     full = kept.entries.numel() * result.prompt.spans.context_length
     ratio = f"{full / max(1, kept.spent):.1f}".removesuffix(".0")
     return name if kept.spent >= full else f"{name} {ratio}x"
@@ -108,6 +109,7 @@ def labelled(results: Mapping[str, Result] | Sequence[Result]) -> Mapping[str, R
     """Results keyed by label; a sequence gets default labels, numbered if they repeat."""
     if isinstance(results, Mapping):
         return results
+    expect(results, Iterable, "compare takes results in a list, or by label", ReportError)
     by_label: dict[str, Result] = {}
     for result in results:
         name = default_label(result)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import torch
 
-from gracekv.errors import ReportError
-from gracekv.report.entries import Result, kept_entries
+from gracekv.errors import ReportError, expect
+from gracekv.report.entries import Result, check_result, kept_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class TokenStatus:
     """A token in one head.
 
     Attributes:
-        layer: layer number.
+        layer: the layer's number in the model.
         head: KV head.
         state: "exact", "merged" or "dropped".
         start: first absolute position of the entry that holds it; -1 where it was dropped.
@@ -61,7 +62,12 @@ class TokenStatuses:
         return len(self.rows)
 
     def count(self, state: str) -> int:
-        """The number of heads in which the token is "exact", "merged" or "dropped"."""
+        """The number of heads in which the token is "exact", "merged" or "dropped".
+
+        Raises `ReportError` for another state.
+        """
+        if state not in ("exact", "merged", "dropped"):
+            raise ReportError(f"A token is exact, merged or dropped; got {state!r}.")
         return sum(row.state == state for row in self.rows)
 
     def __str__(self) -> str:
@@ -90,6 +96,8 @@ def token_statuses(result: Result, position: int) -> TokenStatuses:
 
     Raises `ReportError` if there is no such token, or as `kept_entries` does.
     """
+    check_result(result)
+    expect(position, SupportsIndex, "A position is a token's number", ReportError)
     spans, run = result.prompt.spans, result._run
     given, position = position, position + spans.length if position < 0 else position
     if not 0 <= position < spans.length:
@@ -99,11 +107,10 @@ def token_statuses(result: Result, position: int) -> TokenStatuses:
         )
     entries = kept_entries(result)
     first, last = entries.region
-    if not first <= position < last:
-        holder = torch.full((entries.layers * entries.heads,), -2)
-    else:
+    holder = torch.full((entries.layers * entries.heads,), -2)
+    if first <= position < last:
         holder = entries.entry_of_token(position)
-    record, relevance = run.recorded(), None
+    record, relevance, numbers = run.recorded(), None, run.cache.model_layers
     if record is not None and record.region[0] <= position < record.region[1]:
         relevance = record.relevance.at(position - record.region[0]).flatten()
     rows = []
@@ -116,10 +123,9 @@ def token_statuses(result: Result, position: int) -> TokenStatuses:
             weight = float(entries.multiplicity[entry])
             depth = -1 if entries.depth is None else int(entries.depth[entry])
             floor = None if entries.floor is None else bool(entries.floor[entry])
-            if entries.value_change is not None:
-                change = float(entries.value_change[entry])
+            change = None if entries.value_change is None else float(entries.value_change[entry])
         state = "dropped" if entry == -1 else "merged" if end - start > 1 else "exact"
-        layer, head = divmod(unit, entries.heads)
+        layer, head = numbers[unit // entries.heads], unit % entries.heads
         own = None if relevance is None else float(relevance[unit])
         rows.append(TokenStatus(layer, head, state, start, end, weight, depth, floor, own, change))
     return TokenStatuses(position, tuple(rows))

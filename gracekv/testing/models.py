@@ -211,9 +211,8 @@ def tiny_tokenizer(texts: Sequence[str] = (), vocabulary: int = 2000) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    raw.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(False)])
     raw.decoder = decoders.ByteLevel()
     chapter = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
     trainer = BpeTrainer(

@@ -132,11 +132,10 @@ def check_observer(
     if seed % 2 and not isinstance(observer, PassObserver):
         spans = dataclasses.replace(prefill.spans, past=4)
         prefill = dataclasses.replace(prefill, spans=spans, observed={})
-    drive = _Driver(prefill, seed)
+    drive, draw = _Driver(prefill, seed), random.Random(seed)
     seen = drive(observer, [prefill.spans.past, prefill.spans.length])
     # Checks shape and numbers.
     dataclasses.replace(prefill, observed={observer: seen})
-    draw = random.Random(seed)
     for by_layer in (False, True):
         inner = range(prefill.spans.past + 1, prefill.spans.length)
         cuts = sorted(draw.sample(inner, draw.randint(1, 6)))
@@ -207,8 +206,7 @@ class _Passes:
 
     def __init__(self, prefill: Prefill, ids: Tensor) -> None:
         self.spans: PromptSpans = prefill.spans
-        self.ids, self.first, self.stops = ids, 7, frozenset[int]()
-        self.prefill = prefill
+        self.ids, self.first, self.stops, self.prefill = ids, 7, frozenset[int](), prefill
         rng = torch.Generator().manual_seed(1)
         heads, groups, dim = prefill.query_heads, prefill.kv_heads, prefill.head_dim
         self.queries = normal(rng, _VOCABULARY, prefill.layers, heads, dim)

@@ -175,9 +175,8 @@ def check_frontier(frontier: Frontier, quota: Tensor | None = None) -> None:
     hold(not bool(unreached.any()), "a root is split that was never added")
     unreached = split[forest.trees :] & ~split[forest.parent[forest.trees :]]
     hold(not bool(unreached.any()), "a node is split although its parent is not")
-    spent = frontier.spent
+    spent, floor_spent = frontier.spent, frontier.floor_spent
     hold(spent <= frontier.budget, f"{spent} entries spent of a budget of {frontier.budget}")
-    floor_spent = frontier.floor_spent
     hold(0 <= floor_spent <= spent, f"floor_spent {floor_spent} is not within spent {spent}")
     if quota is not None:
         held = frontier.entries_per_head()

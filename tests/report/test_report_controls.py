@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,14 +22,12 @@ def test_sliders_shade_the_text_by_their_head(page, data):
     assert not any("slot" in name for name in classes(page, 0).values())
 
 
-def test_maps_choose_a_head_by_click_and_by_keys(page):
+def test_maps_choose_a_head_by_click_and_by_keys(page, data):
     page.locator("#maps [data-layer='2'][data-head='0']").first.click()
-    assert page.locator("#layerShown").inner_text() == "2"
-    assert page.locator("#headShown").inner_text() == "0"
+    assert shown_unit(page, data) == 2 * 2 + 0
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowLeft")
-    assert page.locator("#layerShown").inner_text() == "1"
-    assert page.locator("#headShown").inner_text() == "1"
+    assert shown_unit(page, data) == 1 * 2 + 1
     chosen = page.locator("#maps [role=grid]").first.locator("[aria-selected=true]")
     assert chosen.count() == 1
     assert chosen.get_attribute("aria-label").startswith("layer 1, head 1:")
@@ -90,8 +89,7 @@ def test_a_chosen_token_shows_its_entry_in_every_head(page, pair, data):
     assert f"token {token}. Grace: " in said
     assert f"in layer {page.locator('#layerShown').inner_text()}, head " in said
     page.locator("#inspector [data-unit='5']").first.click()
-    assert page.locator("#layerShown").inner_text() == "2"
-    assert page.locator("#headShown").inner_text() == "1"
+    assert shown_unit(page, data) == 5
 
 
 def test_keys_move_in_the_text(page, data):
@@ -110,8 +108,7 @@ def test_keys_move_in_the_text(page, data):
     page.locator("#words").focus()
     page.keyboard.press("Shift+ArrowUp")
     page.keyboard.press("Shift+ArrowRight")
-    assert page.locator("#layerShown").inner_text() == "1"
-    assert page.locator("#headShown").inner_text() == "1"
+    assert shown_unit(page, data) == 1 * 2 + 1
     page.keyboard.press("Escape")
     assert page.locator(".cursor").count() == 0
 
@@ -130,24 +127,37 @@ def test_everything_is_reached_by_the_tab_key(page):
 
 
 def test_search_finds_words_and_numbers(page, data):
-    page.fill("#query", "#33")
-    page.press("#query", "Enter")
-    assert page.locator(".cursor").first.get_attribute("data-t") == "33"
-    page.fill("#query", "WORD4")
-    page.press("#query", "Enter")
+    def search(text):
+        page.fill("#query", text)
+        page.press("#query", "Enter")
+        return page.locator(".cursor").first.get_attribute("data-t")
+
+    assert search("#33") == "33"
     # Numbers from 40 on come first behind the cursor.
-    assert page.locator(".cursor").first.get_attribute("data-t") == "40"
+    assert search("WORD4") == "40"
     assert re.fullmatch(r"\d+ of 11, token #40", page.locator("#found").inner_text())
-    page.fill("#query", "word44 word45 word46")
-    page.press("#query", "Enter")
+    search("word44 word45 word46")
     marked = page.locator(".pane:nth-child(1) .match")
     assert [m.get_attribute("data-t") for m in marked.all()] == ["44", "45", "46"]
-    page.fill("#query", "nowhere")
-    page.press("#query", "Enter")
+    search("nowhere")
     assert page.locator("#found").inner_text() == "not in the prompt"
-    page.fill("#query", "#99999")
-    page.press("#query", "Enter")
+    search("#99999")
     assert f"#{data.spans.length - 1}" in page.locator("#found").inner_text()
+
+
+def test_layers_are_numbered_as_in_the_model_and_all_is_printed(opened, make):
+    result = make("snapkv", 3, context=2000)
+    others = (SimpleNamespace(number=0, beside_entries=False),)
+    cache = dataclasses.replace(result._run.cache, other_layers=others)
+    result._run = dataclasses.replace(result._run, cache=cache)
+    assert [row.layer for row in token_statuses(result, 9)] == [1, 1, 2, 2]
+    page = opened(ReportData.of({"a": result}))
+    slide(page, "layer", 1)
+    assert page.locator("#scope").inner_text().startswith("layer 2, head")
+    assert page.locator(".row:empty").count() > 0
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator(".row:empty").count() == 0
+    page.close()
 
 
 def test_one_result_alone_and_the_other_side(opened, page, data):

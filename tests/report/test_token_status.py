@@ -44,22 +44,20 @@ def test_prints_as_a_table(make):
     result = make("gracekv", 4)
     tables = [str(token_statuses(result, p)) for p in range(result.prompt.spans.length)]
     assert all(len(table.splitlines()) == 2 + 4 for table in tables)
-    assert {len(line) for table in tables for line in table.splitlines()[1:]} == {
-        len(tables[0].splitlines()[1])
-    }
+    assert len({len(line) for table in tables for line in table.splitlines()[1:]}) == 1
     assert any("merged" in table.splitlines()[2] for table in tables)
 
 
 def test_positions_count_from_the_end_too(make):
     result = make("gracekv", 3)
-    assert (
-        token_statuses(result, -20).rows
-        == token_statuses(result, result.prompt.spans.length - 20).rows
-    )
+    length = result.prompt.spans.length
+    assert token_statuses(result, -20).rows == token_statuses(result, length - 20).rows
 
 
-@pytest.mark.parametrize("position", [10**6, -(10**6)])
+@pytest.mark.parametrize("position", [10**6, -(10**6), "9"])
 def test_a_token_that_is_not_there(make, position):
     result = make("gracekv", 3)
-    with pytest.raises(ReportError, match=rf"tokens 0 to 110; got {position}\."):
+    with pytest.raises(ReportError, match=rf"tokens 0 to 110; got {position}\.|number; got str"):
         token_statuses(result, position)
+    with pytest.raises(ReportError, match="exact, merged or dropped; got 'kept'"):
+        token_statuses(result, 9).count("kept")

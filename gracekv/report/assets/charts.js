@@ -87,7 +87,7 @@ function drawMaps(report, choose) {
       const row = el("div", { role: "row" }, el("span", { role: "rowheader" }, `head ${head}`));
       for (let layer = 0; layer < report.layers; layer++) {
         const entries = column.accounting.entries[layer][head];
-        const name = `layer ${layer}, head ${head}: ${count(entries)} entries, ${percent(entries / context)} of the context`;
+        const name = `layer ${report.layerName(layer)}, head ${head}: ${count(entries)} entries, ${percent(entries / context)} of the context`;
         const cell = el("button", {
           role: "gridcell", type: "button", tabindex: -1, class: "cell", title: name, "aria-label": name,
           "data-layer": layer, "data-head": head, "data-entries": entries,
@@ -102,7 +102,7 @@ function drawMaps(report, choose) {
     const ticks = el("div", { class: "ticks", "aria-hidden": "true" }, el("span", {}, "layer"));
     const every = Math.max(1, Math.round(report.layers / 8));
     for (let layer = 0; layer < report.layers; layer++) {
-      ticks.append(el("span", {}, layer % every === 0 ? String(layer) : ""));
+      ticks.append(el("span", {}, layer % every === 0 ? String(report.layerName(layer)) : ""));
     }
     grid.append(ticks);
     grid.addEventListener("keydown", (event) => {
@@ -142,7 +142,7 @@ function markMaps(report) {
 
 /** Shares of tokens by what became of them; the swatches are the text's legend. */
 function drawResolution(report) {
-  byId("scope").textContent = view.scope();
+  byId("scope").textContent = view.scope(report);
   const units = view.units(report);
   const shown = view.shown(report);
   const table = shown.map((column) => {

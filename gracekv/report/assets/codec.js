@@ -74,6 +74,11 @@ class Report {
     return low;
   }
 
+  /** A layer's number in the model, of which some layers may not be compressed. */
+  layerName(layer) {
+    return this.modelLayers[layer] ?? layer;
+  }
+
   /** "prefix", "context", "question" or "tail". */
   partOf(position) {
     if (position < this.contextStart) return "prefix";

@@ -88,7 +88,7 @@ function drawInspector(report, choose) {
   const parts = view.shown(report).map((column) => {
     const status = column.status(view.layer * report.heads + view.head, position);
     const one = view.mode === "head";
-    const where = one ? `layer ${view.layer}, head ${view.head}` : view.scope();
+    const where = view.scope(report);
     const said = el("p", {}, el("span", { class: `state ${one ? status.state : ""}` }, one ? describe(report, column, status) : countStates(report, column, position)), ` in ${where}`);
     const merged = one && status.state === "merged";
     return el(
@@ -136,7 +136,7 @@ function heads(report, column, position) {
       const status = statuses[unit];
       const bin = status.state === "merged" ? binOf(status.end - status.start) : STATES.indexOf(status.state);
       const now = view.mode === "head" && layer === view.layer && head === view.head ? " now" : "";
-      grid.append(el("i", { class: `n${bin}${now}`, "data-unit": unit, title: `layer ${layer}, head ${head}: ${describe(report, column, status)}` }));
+      grid.append(el("i", { class: `n${bin}${now}`, "data-unit": unit, title: `layer ${report.layerName(layer)}, head ${head}: ${describe(report, column, status)}` }));
     }
   }
   const table = el("details", {}, el("summary", {}, `Table of ${report.units} heads`));
@@ -166,7 +166,7 @@ function statusTable(report, column, statuses) {
       ...statuses.map((status, unit) => {
         const gone = status.state === "dropped";
         const cells = [
-          Math.floor(unit / report.heads),
+          report.layerName(Math.floor(unit / report.heads)),
           unit % report.heads,
           status.state,
           gone ? "–" : `[${status.start}, ${status.end})`,

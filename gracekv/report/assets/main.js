@@ -43,7 +43,7 @@ async function start() {
     document.querySelector(`[name=mode][value=${view.mode}]`).checked = true;
     byId("layer").value = view.layer;
     byId("head").value = view.head;
-    byId("layerShown").value = view.mode === "all" ? "all" : view.layer;
+    byId("layerShown").value = view.mode === "all" ? "all" : report.layerName(view.layer);
     byId("headShown").value = view.mode === "head" ? view.head : "all";
     byId("layer").disabled = view.mode === "all";
     byId("head").disabled = view.mode !== "head";

@@ -22,6 +22,8 @@ class Words {
     new ResizeObserver(() => {
       if (Math.abs(this.box.clientWidth - this.width) > 2) this.layOut();
     }).observe(this.box);
+    // A printer needs all blocks, not only those near the window.
+    addEventListener("beforeprint", () => this.rows.forEach((_, number) => this.fill(number)));
   }
 
   /** [first token, token after the last, part of the prompt] of each block. */
@@ -212,7 +214,7 @@ function drawLegend(report) {
           [[sample("n2 begin", "2"), sample("n5 begin", "16"), sample("n8 begin", "65")], "tokens merged in one entry"],
           [[sample("n0", "dropped")], ""],
         ]
-      : [[[..."012345678"].map((step) => sample(`a${step}`, ((step / 8) ** 2).toFixed(2))), `entries per token, mean of ${view.scope()}`]];
+      : [[[..."012345678"].map((step) => sample(`a${step}`, ((step / 8) ** 2).toFixed(2))), `entries per token, mean of ${view.scope(report)}`]];
   parts.push([[sample("kept", "outside")], "the context, kept whole"]);
   if (view.slots && view.shown(report).some((x) => x.slots)) parts.push([[sample("slot", "slot")], "begins here"]);
   byId("legend").replaceChildren(...parts.map(([samples, said]) => el("span", {}, ...samples, ` ${said}`)));

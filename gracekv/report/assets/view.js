@@ -23,10 +23,10 @@ const view = {
     return [this.left, this.right].filter((n) => n >= 0).map((n) => report.columns[n]);
   },
   /** In words. */
-  scope() {
+  scope(report) {
     if (this.mode === "all") return "all layers and heads";
-    if (this.mode === "layer") return `layer ${this.layer}, all heads`;
-    return `layer ${this.layer}, head ${this.head}`;
+    if (this.mode === "layer") return `layer ${report.layerName(this.layer)}, all heads`;
+    return `layer ${report.layerName(this.layer)}, head ${this.head}`;
   },
 };
 
