@@ -200,16 +200,17 @@ class RaggedCache(CompressedCache):
         )
         return replace(self, layers=layers)
 
-    def with_keys_of(self, other: RaggedCache, dim: int) -> RaggedCache:
-        """This cache with the keys of `other`, which holds the same entries.
+    def with_keys_of(self, other: RaggedCache, read: RaggedCache, dim: int) -> RaggedCache:
+        """This cache with the keys of `other`, moved as its own were moved from those of `read`.
 
-        Keys and values are views of their first `dim` coordinates.
+        All hold the same entries. Keys and values have their first `dim` coordinates.
         """
-        layers = tuple(
-            replace(own, keys=x.keys[:, :dim], values=own.values[:, :dim])
-            for own, x in zip(self.layers, other.layers, strict=True)
-        )
-        return replace(self, layers=layers)
+        layers = []
+        for own, x, before in zip(self.layers, other.layers, read.layers, strict=True):
+            moves = own.keys is not before.keys
+            keys = (x.keys + (own.keys - before.keys)).to(x.dtype) if moves else x.keys
+            layers.append(replace(own, keys=keys[:, :dim], values=own.values[:, :dim]))
+        return replace(self, layers=tuple(layers))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

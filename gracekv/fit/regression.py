@@ -71,7 +71,9 @@ class Regression(QueryFitter):
         change = ridge(shares, error, attention.weights, free / self.penalty)
         values = bounded_move(packed.values, change, attention, free, self.value_cap)
         fitted = dataclasses.replace(packed, values=values)
-        change = key_change(attended(reference, fitted, region), reference, free, self.penalty)
+        # Coordinates that a passage adds to its keys are 0, and none of the model's.
+        own = dataclasses.replace(reference, asked=reference.asked * packed.keys.any(dim=0))
+        change = key_change(attended(reference, fitted, region), own, free, self.penalty)
         keys = bounded_move(packed.keys, change, attention, free, self.key_cap)
         found = (packed, fitted, dataclasses.replace(fitted, keys=keys))
 

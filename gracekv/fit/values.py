@@ -68,7 +68,8 @@ class QueryFitter(Fitter):
             done = [self.layer(own, asked, region) if own.entries else own for own, asked in parts]
             together, sizes = RaggedEntries.stack(done), [layer.entries for layer in layers]
             # What changed, in memory of its own.
-            new = [x for x in PARTS[:-1] if getattr(together, x) is not getattr(packed, x)]
+            pairs = [(own, old) for own, (old, _) in zip(done, parts, strict=True)]
+            new = [x for x in PARTS if any(getattr(a, x) is not getattr(b, x) for a, b in pairs)]
             copies = (copied(getattr(together, x).split(sizes)) for x in new)
             for layer, *own in zip(layers, *copies, strict=True):
                 fitted.append(dataclasses.replace(layer, **dict(zip(new, own, strict=True))))

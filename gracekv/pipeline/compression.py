@@ -172,7 +172,7 @@ class Compression:
             fitted = pipe.fit.layers(read, self._references, self._region(info))
             change = None if isinstance(pipe.fit, NoFit) else value_change(cache, fitted)
         with self._stage("precision", info.device):
-            exact = fitted.with_keys_of(cache, info.entry_dim)
+            exact = fitted.with_keys_of(cache, read, info.entry_dim)
             stored = pipe.precision(exact, widths).with_other_layers(others)
         return Run(
             plan=bought.plan,

@@ -40,15 +40,13 @@ class LagRelative(Scorer):
         length = spans.context_end - first
         parts = length // self.lag
         ranked = (parts - 1) * self.lag if parts >= 2 else 0
-        whole = torch.full(
-            (capture.kv_heads, spans.context_end), 3.0, device=keys.device, dtype=torch.float32
-        )
+        whole = keys.new_full((capture.kv_heads, spans.context_end), 3.0, dtype=torch.float32)
         # The later, the better.
         later = 1 + torch.arange(1, length + 1).float() / max(1, length)
         whole[:, first:] = later.to(keys.device)
         if ranked:
-            used = slice(first, first + parts * self.lag)
-            both = [_spread(states[:, used].float(), self.lag) for states in (keys, values)]
+            used, dim = slice(first, first + parts * self.lag), capture.info.entry_dim
+            both = [_spread(x[:, used, :dim].float(), self.lag) for x in (keys, values)]
             order = (both[0] + both[1]).sort(dim=-1, descending=True, stable=True).indices
             ranks = torch.arange(self.lag - 1, -1, -1, device=order.device).float() / self.lag
             scores = torch.zeros(order.shape, device=order.device, dtype=torch.float32)

@@ -109,8 +109,11 @@ def test_the_queries_outputs_never_get_worse(seed, ratio):
     prefill, region, cache = compressed(ratio, seed=seed)
     fitter = Regression()
     fitted = fitted_cache(fitter, prefill, region, cache)
-    better = 0
+    pipeline = dataclasses.replace(Pipeline.named("gracekv-plus"), fit=fitter)
+    stored, better = pipeline.run(prefill, Budget.ratio(ratio)).cache, 0
     for number in range(prefill.layers):
+        keys = (x.layers[number].keys for x in (stored, fitted))
+        torch.testing.assert_close(*keys, rtol=1e-3, atol=1e-4)
         reference, errors = fitter.reference(prefill.layer(number), region, {}), []
         for layer in (cache.layers[number], fitted.layers[number]):
             seen = attended(reference, layer, region)
