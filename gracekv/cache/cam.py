@@ -96,7 +96,7 @@ class CamPacker(Packer):
         """
         count = self._following(received)
         merges = dropped & (uniforms < self.probabilities(received)) & (count > 0)
-        return torch.where(merges, 1.0 / count.clamp(min=1), 0.0).float()
+        return torch.where(merges, 1.0 / count.clamp(min=1).float(), 0.0)
 
     def probabilities(self, received: Tensor) -> Tensor:
         """p, float64 [G, N], from A [G, N].
