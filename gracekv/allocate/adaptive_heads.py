@@ -55,10 +55,8 @@ class AdaptiveHeads(Quota):
     def _guarded(self, scores: Tensor, pool: int, plan: BudgetPlan) -> Tensor:
         """`scores` [G, N] with the guaranteed tokens raised above all others."""
         guaranteed = math.floor(Fraction(str(self.floor)) * (pool // plan.heads + plan.recent))
-        if self.floor > 0:
-            guaranteed = max(1, guaranteed)
         # The recent window is held anyway, and counts as part of what is guaranteed.
-        guaranteed -= plan.recent
+        guaranteed = max(guaranteed, int(self.floor > 0)) - plan.recent
         if guaranteed <= 0:
             return scores
         best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :guaranteed]

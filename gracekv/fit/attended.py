@@ -284,6 +284,11 @@ def attended(reference: Reference, packed: RaggedEntries, region: Region) -> Lay
 
 
 def scattered(packed: Tensor, attention: LayerAttention, changed: Tensor) -> Tensor:
-    """`packed` [E, ...] with `changed` [G, W, ...] in the free columns, in packed's dtype."""
+    """`packed` [E, ...] with `changed` [G, W, ...] in the free columns, in packed's dtype.
+
+    Numbers beyond the range of float16 become its largest.
+    """
+    if packed.dtype == torch.float16:
+        changed = changed.clamp(-65504.0, 65504.0)
     free = attention.free.flatten()[attention.place].view(-1, *[1] * (packed.ndim - 1))
     return torch.where(free, changed.flatten(0, 1)[attention.place].to(packed.dtype), packed)
