@@ -158,9 +158,10 @@ def run_python(code: str) -> str:
 def test_import_is_light():
     code = (
         "import sys, gracekv, gracekv.pipeline, gracekv.vllm\n"
-        f"print(sorted({HEAVY | {'typer', 'rich', 'vllm', 'gracekv.hf'}!r} & set(sys.modules)))"
+        f"print(sorted({HEAVY | {'typer', 'rich', 'vllm', 'gracekv.hf'}!r} & set(sys.modules)))\n"
+        "print('report' in dir(gracekv))"
     )
-    assert run_python(code).strip() == "[]"
+    assert run_python(code).split() == ["[]", "True"]
 
 
 STATE = """
