@@ -177,8 +177,8 @@ OWN: Mapping[str, Recipe] = {
     "fullkv": Recipe("Nothing removed, whatever the budget", "paper, FullKV", {"keep_all": True}),
     **{
         f"fullkv-{bits}bit": Recipe(
-            f"Nothing removed, everything but prefix, question and sinks at {bits} bits a number",
-            "Liu et al. 2024, KIVI, arXiv:2402.02750, its groups without its window",
+            f"Nothing removed; all but prefix, window, question and sinks at {bits} bits a number",
+            "Liu et al. 2024, KIVI, arXiv:2402.02750, its groups; the window is ours",
             {"keep_all": True, "precision": {"name": "uniform", "bits": bits}},
         )
         for bits in (8, 4)
