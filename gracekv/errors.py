@@ -57,7 +57,7 @@ class PluginWarning(UserWarning):
 
 
 class UnsupportedModelError(GracekvError):
-    """The model's architecture breaks an assumption (no RoPE, sliding windows, untested family)."""
+    """The model breaks an assumption (no RoPE, training mode), or fails the check when untested."""
 
 
 class LayerOrderError(UnsupportedModelError):

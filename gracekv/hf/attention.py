@@ -37,8 +37,8 @@ def attach(model: Any) -> None:
     what comes with a compressed cache (see `gracekv.hf.input_checks`); a second call changes
     nothing. Undo with `detach`.
 
-    Raises `UnsupportedModelError` if the model's family is not tested, it is in training mode, or
-    its attention is neither "sdpa" nor "eager".
+    Raises `UnsupportedModelError` if the model's family is not tested and fails a check, it is in
+    training mode, or its attention is neither "sdpa" nor "eager".
     """
     check_model(model)
     set_attention(model)

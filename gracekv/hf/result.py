@@ -172,7 +172,7 @@ class CompressionResult(BaseResult):
         Only the passage is read, over the packed entries, which stay as they are, quantised or not;
         this result remains usable. Give exactly one of the five budgets, for the passage alone.
         Meanwhile a copy of the packed entries is held in the model's dtype, each layer's heads
-        padded to the longest head, and no other thread may use the model.
+        padded to the longest head.
 
         Args:
             passage: text, added as it is, so it brings its own separator; or token ids [n].
