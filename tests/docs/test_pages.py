@@ -119,6 +119,15 @@ def test_every_strategy_has_its_place(built):
             assert f"{home}.{cls.__qualname__}" in built[page].ids
 
 
+def test_every_stage_says_what_a_strategy_of_it_defines():
+    text = (ROOT / "docs" / "add-a-strategy.md").read_text(encoding="utf-8")
+    for stage, registry in REGISTRIES.items():
+        name, told = re.search(rf"\n\| \[{stage}\]\S+ \| `(\w+)` \|(.*)\|\n", text).groups()
+        base = getattr(importlib.import_module(registry._base.__module__), name)
+        assert all(x.replace("__call__", "`(") in told for x in base.__abstractmethods__), stage
+        assert all(hasattr(base, x) for x in re.findall(r"`(\w+)", told)), stage
+
+
 def test_every_exported_name_has_its_place(built):
     ids = set().union(*(page.ids for page in built.values()))
     places, found = [], []
