@@ -102,4 +102,4 @@ def tried_model(family: str, **fields: Any) -> Any:
 def sentence() -> str:
     """What docs/models.md says of them."""
     *first, last = TRIED.values()
-    return f"Tests try {', '.join(first)} and {last} so."
+    return f"Tests do this with {', '.join(first)} and {last}."
