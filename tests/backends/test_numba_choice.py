@@ -91,8 +91,7 @@ def test_addresses_are_only_read_where_everything_fits(monkeypatch, change):
 
 
 def test_splits_serve_all_steps_of_a_batch_and_then_make_room():
-    layer = ragged(torch.Generator().manual_seed(10), [90, 60, 30, 20], sequences=2)
-    held = Numba().prepare(layer)
+    held = Numba().prepare(ragged(torch.Generator().manual_seed(10), [90, 60, 30, 20], sequences=2))
     first = held.splits(2, 6, None)
 
     assert held.splits(2, 6, None) is first
@@ -101,15 +100,13 @@ def test_splits_serve_all_steps_of_a_batch_and_then_make_room():
     assert held.splits(2, 6, torch.tensor([1, 0])) is swapped
     assert held.held_bytes == swapped.held_bytes
     # A sequence without continuations is not read.
-    only = held.splits(1, 6, torch.tensor([1]))
-    splits = only.tables["splits"]
+    splits = held.splits(1, 6, torch.tensor([1])).tables["splits"]
     assert int(splits[:, 0].min()) == 2
     assert int((splits[:, 2] - splits[:, 1]).sum()) == 50
 
 
 def test_a_group_too_large_for_the_kernel_holds_nothing():
-    layer = ragged(torch.Generator().manual_seed(12), [90])
-    prepared = Numba().prepare(layer)
+    prepared = Numba().prepare(ragged(torch.Generator().manual_seed(12), [90]))
 
     Numba().warm_up(prepared, 97)
 

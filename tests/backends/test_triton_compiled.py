@@ -132,14 +132,12 @@ def test_split_fits(tmp_path, dim, dtype, queries, arch):
 @pytest.mark.parametrize("kind", [triton_split_kernel.BOOLEAN, triton_split_kernel.ADDITIVE])
 @pytest.mark.parametrize("arch", [89, 90])
 def test_split_with_a_mask_fits(tmp_path, kind, arch):
-    binary = split(128, BF16, 1, arch, kind)
-    check_fits(binary, tmp_path, arch, TWO_REGISTERS)
+    check_fits(split(128, BF16, 1, arch, kind), tmp_path, arch, TWO_REGISTERS)
 
 
 @pytest.mark.parametrize(("dim", "arch"), [(128, 80), (256, 90), (64, 120)])
 def test_split_of_capped_logits_fits(tmp_path, dim, arch):
-    binary = split(dim, BF16, 1, arch, capped=True)
-    check_fits(binary, tmp_path, arch, TWO_REGISTERS)
+    check_fits(split(dim, BF16, 1, arch, capped=True), tmp_path, arch, TWO_REGISTERS)
 
 
 @pytest.mark.parametrize("arch", SHARED_KIB)

@@ -50,8 +50,7 @@ def test_no_head_keeps_more_than_it_may(book):
     most = []
     # Also where all of them together fit.
     for known, size in ((None, 20), (12, 20), (12, 400)):
-        limit = Limit(entries_per_head=size, window=4)
-        masks = entries_within(limit, cache, scores, known=known)
+        masks = entries_within(Limit(entries_per_head=size, window=4), cache, scores, known=known)
         counts = []
         for layer, own, mask in zip(cache.layers, scores, masks, strict=True):
             assert bool(mask[own.isinf()].all())

@@ -106,8 +106,7 @@ def test_a_pipeline_hands_over_the_scores_that_chose(recipe):
     prefill, region, got = compressed(recipe, 3, fit, seed=6)
     pipeline = dataclasses.replace(Pipeline.named(recipe), fit=FITTERS.parse("none"))
     run = pipeline.run(prefill, Budget.ratio(3))
-    scores = run.relevance.scores
-    wanted = fitted_cache(FITTERS.parse(fit), prefill, region, run.cache, scores)
+    wanted = fitted_cache(FITTERS.parse(fit), prefill, region, run.cache, run.relevance.scores)
     flat = fitted_cache(FITTERS.parse(fit), prefill, region, run.cache)
     for one, other, without in zip(got.layers, wanted.layers, flat.layers, strict=True):
         torch.testing.assert_close(one.values, other.values, rtol=1e-3, atol=1e-4)

@@ -88,8 +88,7 @@ def test_both_regressions_equal_the_public_formulas(seed, group, lam):
 def test_no_head_moves_beyond_its_cap(dtype):
     prefill, region, cache = compressed(dtype=dtype, seed=4)
     fitter = Regression()
-    reference = fitter.reference(prefill.layer(0), region, {})
-    seen = attended(reference, cache.layers[0], region)
+    seen = attended(fitter.reference(prefill.layer(0), region, {}), cache.layers[0], region)
     free = fitter._free(seen)
     old = cache.layers[0].values.float()[seen.columns] * free[..., None]
     for seed in range(8):

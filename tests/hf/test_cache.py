@@ -121,8 +121,7 @@ def test_one_token_at_a_wrong_position_is_refused(masked):
 
 def test_a_model_in_training_is_refused():
     model = tiny_llama()
-    prompt = gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
-    result = gracekv.compress(model, prompt, ratio=2)
+    result = gracekv.compress(model, gracekv.Prompt.from_ids(torch.arange(60), (4, 50)), ratio=2)
     model.train()
     with pytest.raises(CacheError, match=r"LlamaModel is in training mode.*eval"):
         model.generate(**result.inputs, past_key_values=result.new_cache(), max_new_tokens=2)

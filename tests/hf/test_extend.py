@@ -292,8 +292,7 @@ def test_bad_passages_are_refused(model, passage, options, error, message):
 
 
 def test_results_that_cannot_go_on_are_refused(model):
-    ids = IDS[:120]
-    asked = gracekv.compress(model, Prompt.from_ids(ids, context=(4, 90)), ratio=2)
+    asked = gracekv.compress(model, Prompt.from_ids(IDS[:120], context=(4, 90)), ratio=2)
     with pytest.raises(PromptError, match="a question of its own"):
         asked.extend([1], ratio=1)
     twice = compressed(model, 2, "kvzip-two-pass")

@@ -203,8 +203,7 @@ def test_old_names_of_other_layers_work_and_say_so(tmp_path):
 @pytest.mark.parametrize("family", ["ministral", "qwen3_next"])
 def test_what_needs_every_token_of_every_layer_is_refused_by_name(family, tmp_path):
     model = model_of(family)
-    ids = torch.arange(100) * 13 % VOCABULARY
-    prompt = gracekv.Prompt.from_ids(ids, (4, 90))
+    prompt = gracekv.Prompt.from_ids(torch.arange(100) * 13 % VOCABULARY, (4, 90))
     for recipe in ("gracekv-draft", "kvzip-two-pass"):
         with pytest.raises(
             ObserverError, match=r"(Ministral|Qwen3Next).* layer 0 \((sliding|linear)_attention\)"

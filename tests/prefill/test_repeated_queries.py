@@ -24,8 +24,7 @@ def test_equals_one_stock_reading(count, chunk):
     wanted = []
     for first in range(5, 60, chunk):
         last = min(first + chunk, 60)
-        lead = IDS[max(5, first - 8) : first]
-        both = torch.cat([IDS[:60], lead, IDS[66:], IDS[first:last]])
+        both = torch.cat([IDS[:60], IDS[max(5, first - 8) : first], IDS[66:], IDS[first:last]])
         whole = capture(model, Prompt.from_ids(both, (5, 60), len(both)), Needs(later_queries=True))
         at = chosen[(chosen >= first) & (chosen < last)] - last + len(both)
         view = whole.with_queries(at)
@@ -39,6 +38,5 @@ def test_a_repetition_beyond_the_models_positions_is_refused_before_the_work():
     needs = Needs.observed(RepeatedQueries(8))
     with pytest.raises(UnsupportedModelError, match=r"RepeatedQueries.*takes 115 .*made for 100"):
         capture(model, PROMPT, needs)
-    beyond = CaptureOptions(beyond_positions=True)
-    assert capture(model, PROMPT, needs, beyond).observed
+    assert capture(model, PROMPT, needs, CaptureOptions(beyond_positions=True)).observed
     capture(model, PROMPT, Needs.observed(RepeatedQueries(8, 20)))

@@ -60,14 +60,12 @@ def captured(model, prompt):
 @settings(max_examples=4)
 @given(seed=st.integers(0, 2**32 - 1), dim=st.sampled_from([16, 32, 64]))
 def test_unrotating_a_captured_key_gives_the_key_before_rotation(variant, seed, dim):
-    model = tiny_model(**variant, dim=dim, seed=seed)
-    prefill, before, _ = captured(model, prompt_of(seed=seed))
+    prefill, before, _ = captured(tiny_model(**variant, dim=dim, seed=seed), prompt_of(seed=seed))
 
     for key, plain in zip(prefill.keys, before, strict=True):
         unrotated = prefill.rope.unrotate(key, torch.arange(LENGTH))
         torch.testing.assert_close(unrotated, plain, rtol=0, atol=1e-5)
-    rotating = round(dim * variant.get("partial", 1.0))
-    assert prefill.rope.cos.shape == (LENGTH, rotating)
+    assert prefill.rope.cos.shape == (LENGTH, round(dim * variant.get("partial", 1.0)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -75,8 +73,7 @@ def test_unrotating_a_captured_key_gives_the_key_before_rotation(variant, seed, 
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_key_moved_to_another_position_is_rotated_as_the_model_would(variant, seed):
     """What merging does: the mean of plain keys, rotated to where its node stands."""
-    model = tiny_model(**variant, seed=seed)
-    prefill, before, own = captured(model, prompt_of(seed=seed))
+    prefill, before, own = captured(tiny_model(**variant, seed=seed), prompt_of(seed=seed))
     moved = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(seed))
     cos, sin = prefill.rope.cos[moved][None], prefill.rope.sin[moved][None]
     for plain in before:

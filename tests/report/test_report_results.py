@@ -79,8 +79,7 @@ def test_a_loaded_result_reports_or_says_why_not(model, prompt, tmp_path):
         then, now = header(page)["columns"]
         assert then["accounting"]["entries"] == now["accounting"]["entries"]
         page.unlink()
-    merged = gracekv.compress(model, prompt, ratio=3, pipeline="gracekv")
-    merged.save(tmp_path / "saved")
+    gracekv.compress(model, prompt, ratio=3, pipeline="gracekv").save(tmp_path / "saved")
     again = gracekv.load(tmp_path / "saved", model)
     with pytest.raises(ReportError, match="loaded from a file"):
         again.report(page)

@@ -86,8 +86,7 @@ def test_never_reads_slots_that_leave_the_region(problem):
     profit, min_length = problem
     poisoned = profit.copy()
     length, max_length = profit.shape
-    beyond = np.arange(length)[:, None] + np.arange(1, max_length + 1) > length
-    poisoned[beyond] = np.nan
+    poisoned[np.arange(length)[:, None] + np.arange(1, max_length + 1) > length] = np.nan
     for clean, dirty in zip(
         best_partition(profit, min_length), best_partition(poisoned, min_length), strict=True
     ):

@@ -15,5 +15,4 @@ def scored_plans(draw):
     rng = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     levels = draw(st.sampled_from([1, 3, 1000]))
     tokens = torch.randint(0, levels, (layers, heads, count), generator=rng) / levels
-    plan = BudgetPlan(layers, heads, count + recent, base + layers * heads * recent, recent)
-    return tokens, plan
+    return tokens, BudgetPlan(layers, heads, count + recent, base + layers * heads * recent, recent)

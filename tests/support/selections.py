@@ -14,8 +14,7 @@ def kept_positions(run: Run, prefill: Prefill, layer: int, head: int) -> Tensor:
     """int64 [E]: context positions of one head's packed entries, in packing order."""
     spans = prefill.spans
     positions = run.cache.layers[layer].head(head)[2].long()
-    inside = (positions >= spans.context_start) & (positions < spans.context_end)
-    return positions[inside]
+    return positions[(positions >= spans.context_start) & (positions < spans.context_end)]
 
 
 def check_selection(run: Run, prefill: Prefill, recent: int) -> None:

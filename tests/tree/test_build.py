@@ -57,8 +57,7 @@ def test_forest_invariants(distortion: str, refiner: str, seed: int, floor: bool
         count, first = int(forest.child_count[v]), int(forest.first_child[v])
         if count == 0:
             assert first == -1
-            single = int(forest.length[v]) == 1
-            assert single or refiner == "leaf_only"
+            assert int(forest.length[v]) == 1 or refiner == "leaf_only"
             continue
         kids = torch.arange(first, first + count)
         assert count >= 2

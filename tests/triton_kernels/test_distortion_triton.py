@@ -102,8 +102,7 @@ def test_more_probes_than_a_program_takes():
 
 
 def test_a_node_does_not_depend_on_others_and_repeats_to_the_bit():
-    context = in_slots(tree_context(8, layers=1, context=70), 30)
-    evaluator, batch = evaluator_of(context, "triton")
+    evaluator, batch = evaluator_of(in_slots(tree_context(8, layers=1, context=70), 30), "triton")
     nodes = Nodes(torch.tensor([1, 3]), torch.tensor([4, 0]), torch.tensor([25, 10]))
     costs = evaluator(nodes)
     # Numbers outside the nodes must not be read.

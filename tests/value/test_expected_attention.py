@@ -56,8 +56,7 @@ def test_a_large_mean_costs_no_digits():
     want = prefill.observe(QueryMoments(4))[0, :, 1:]
     rope, at = prefill.rope, torch.arange(prefill.spans.length)
     moved = rope.rotate(rope.unrotate(prefill.queries[0], at) + 300.0, at)
-    other = dataclasses.replace(prefill, queries=(moved,))
-    moments = other.observe(QueryMoments(4))[0]
+    moments = dataclasses.replace(prefill, queries=(moved,)).observe(QueryMoments(4))[0]
     mean, got = moments[:, 0], moments[:, 1:]
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
     assert float((mean - 300).abs().max()) < 10

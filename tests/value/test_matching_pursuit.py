@@ -25,13 +25,11 @@ def test_equals_the_plain_pursuit(seed, rows, length, most, largest):
     for head in range(2):
         # With as many columns as rows nothing is missing, and rounding errors choose.
         sure = min(got.shape[1], rows)
-        wanted = reference.pursued(mass[head], most, largest)
-        assert got[head, :sure].tolist() == wanted[:sure]
+        assert got[head, :sure].tolist() == reference.pursued(mass[head], most, largest)[:sure]
 
 
 def test_dependent_columns_are_taken_without_harm():
-    rng = torch.Generator().manual_seed(0)
-    mass = torch.rand(1, 20, 4, generator=rng).repeat(1, 1, 3)
+    mass = torch.rand(1, 20, 4, generator=torch.Generator().manual_seed(0)).repeat(1, 1, 3)
     taken = pursued(mass, 12, 1000.0)[0].tolist()
     assert sorted(taken) == list(range(12))
     assert len({x % 4 for x in taken[:4]}) == 4
