@@ -86,8 +86,7 @@ class HeadShard:
     def from_first(self, tensor: Tensor) -> Tensor:
         """What process 0 gave: [...], of any shape there; others give the same dtype and rank."""
         shape = self.gather(torch.tensor(tensor.shape))[0].tolist()
-        sent = tensor if self.rank == 0 else tensor.new_zeros(shape)
-        return self.gather(sent)[0]
+        return self.gather(tensor if self.rank == 0 else tensor.new_zeros(shape))[0]
 
     def all_heads(self, tensor: Tensor, dim: int) -> Tensor:
         """[.., R G, ..]: all processes' heads along `dim` of `tensor` [.., G, ..], with its own."""

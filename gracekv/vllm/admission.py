@@ -137,11 +137,9 @@ def _put_ids(processor: Any, found: str | Order, made: Any, params: Any) -> None
     front, ids = _fronts[processor], made.prompt_token_ids
     tokenizer = None if transfer_of(params).get(EXACT) else getattr(processor, "tokenizer", None)
     if isinstance(found, str):
-        if tokenizer is not None and ids is not None:
-            # Only the scheduler may know the context; then the prompt stays as it is.
-            follow = front.known(found)[1]
-            if follow is not None:
-                made.prompt_token_ids = continuing(tokenizer, found, follow, ids)
+        # Only the scheduler may know the context; then the prompt stays as it is.
+        if tokenizer is not None and ids is not None and (follow := front.known(found)[1]):
+            made.prompt_token_ids = continuing(tokenizer, found, follow, ids)
         return
     made.params.max_tokens, made.params.min_tokens = 1, 0
     if isinstance(found, Compression):

@@ -215,10 +215,8 @@ class SchedulerSide:
         state = scheduler_output.kv_connector_block_state
         start, block = starts[job.request], state.get_block_ids(job.request)[0][0]
         count = min(scheduler_output.num_scheduled_tokens[job.request], job.length - start)
-        past = None
-        if job.order.source is not None:
-            name, header = self._contexts[job.request]
-            past = name, header.digest
+        name, header = self._contexts.get(job.request, ("", None))
+        past = None if header is None else (name, header.digest)
         chunk = Chunk(job.request, job.order, block, start, count, job.length, past)
         return chunk if count > 0 else None
 

@@ -36,8 +36,7 @@ def test_the_auction_is_a_sorted_list(name, seed, budget):
         assert torch.equal(own, plain) or len(score.unique()) < score.numel()
     total = sum(int(own.sum()) for own in kept)
     assert total <= budget
-    room = sum(int(x.used.sum()) for x in layers)
-    assert strategy.per_head or total == min(budget, room)
+    assert strategy.per_head or total == min(budget, sum(int(x.used.sum()) for x in layers))
 
 
 @pytest.mark.parametrize("name", EVERY)

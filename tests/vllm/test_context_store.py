@@ -77,8 +77,7 @@ def edit(folder, **changes):
 
 
 def forge_model(folder, **changes):
-    model = json.loads((folder / "header.json").read_text())["model"]
-    forge(folder, model={**model, **changes})
+    forge(folder, model={**json.loads((folder / "header.json").read_text())["model"], **changes})
 
 
 def forge(folder, **changes):

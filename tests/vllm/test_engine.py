@@ -69,8 +69,7 @@ def ask(served, engine):
         options = {"max_tokens": TOKENS, "logprobs": 0, **options}
         prompts = [one.prompt for one in asked]
         params = [one.sampling_params(**options) for one in asked]
-        ids = served.tokenizer(PLAIN).input_ids
-        prompts += [{"prompt_token_ids": ids}] * plain
+        prompts += [{"prompt_token_ids": served.tokenizer(PLAIN).input_ids}] * plain
         params += [SamplingParams(temperature=0.0, max_tokens=TOKENS)] * plain
         return engine.generate(prompts, params, use_tqdm=False)
 

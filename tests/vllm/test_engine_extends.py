@@ -62,8 +62,7 @@ def test_a_context_is_extended_as_in_transformers(made, recipe):
         assert (after["state"], after["recipe"]) == ("ready", recipe)
         assert after["length"] == before["length"] + (number + 1) * len(passage)
         assert after["entries"] == len(kept)
-    stored = tokens_of(ContextStore(made.store).load("talk").layers)
-    assert len(stored & kept) >= 0.99 * len(kept)
+    assert len(tokens_of(ContextStore(made.store).load("talk").layers) & kept) >= 0.99 * len(kept)
     run(made, (passage, extend("talk", into="longer")))
     assert wait(made, "longer")["recipe"] == recipe
     for name, want in (("talk", result), ("longer", result.extend(passage, ratio=3))):

@@ -183,8 +183,7 @@ def test_a_limit_cuts_as_a_conversation_s_does(model, ids, tmp_path, ranks, save
         assert made[0].header.length == result.packed.length
         sizes.append(len(got))
         heads, workers = begun(model, tmp_path, ranks) if save else (heads, workers)
-    units = len(result.packed.layers) * 4
-    assert sizes[1:] == [36 * units] * 3
+    assert sizes[1:] == [36 * len(result.packed.layers) * 4] * 3
     assert sizes[0] < sizes[1]
 
 

@@ -30,8 +30,7 @@ def test_an_order_says_how_to_compress():
     # The last token is read after the context, so that all before it have entries.
     assert (spans.context_start, spans.context_end, spans.length) == (3, 9, 10)
     assert order_of(compress(save=True)).recipe == "gracekv-agnostic"
-    by_bytes = {"compress": {"name": "book", "kv_bytes": "1MiB"}}
-    assert order_of(by_bytes).budget.kind == "kv_bytes"
+    assert order_of({"compress": {"name": "book", "kv_bytes": "1MiB"}}).budget.kind == "kv_bytes"
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,7 @@ def test_a_recording_compresses_as_a_capture(model, served, recipe, pieces):
     pipeline = Pipeline.named(recipe)
     everything = gracekv.prefill.Needs(later_queries=True)
     prefill = capture.capture(model, read, pipeline.needs() | everything)
-    given = {"compress": {"name": "book", "ratio": 3, "recipe": recipe}}
-    order = order_of(given, {"start": 5})
+    order = order_of({"compress": {"name": "book", "ratio": 3, "recipe": recipe}}, {"start": 5})
     found = recorded(served, prefill, order, pieces).prefill()
     assert found.spans == prefill.spans
     assert torch.equal(found.rope.cos[:90], prefill.rope.cos[:90])

@@ -170,8 +170,7 @@ def test_the_guide_s_curl_lines_do_as_they_say(server):
     said = [reply["kv_transfer_params"] for reply in (compressed, listed, deleted)]
     assert said[0] == {"gracekv": {"name": "bank", "state": "compressing"}}
     assert answered["choices"][0]["message"]["content"] == asked
-    found = {one["name"]: one["state"] for one in said[1]["gracekv"]["contexts"]}
-    assert found["bank"] == "ready"
+    assert {one["name"]: one["state"] for one in said[1]["gracekv"]["contexts"]}["bank"] == "ready"
     assert said[2] == {"gracekv": {"name": "bank", "state": "deleted"}}
     with pytest.raises(StoreError, match="There is no context 'bank'"):
         list(client.stream("bank", QUESTION))

@@ -38,8 +38,7 @@ def test_documents_beside_ordinary_requests_lose_and_mix_nothing(server, client)
         ordinary = [others.submit(answer, server, ids) for ids in plain]
         about = list(documents.map(both, names))
         ordinary = [one.result() for one in ordinary]
-    states = {one.name: one.state for one in client.list()}
-    assert states == dict.fromkeys(names, "ready")
+    assert {one.name: one.state for one in client.list()} == dict.fromkeys(names, "ready")
     for name, found in zip(names, about, strict=True):
         assert same(found, answer(server, asked(server, name), name)), name
         # Made again when nothing else runs.
