@@ -95,6 +95,7 @@ class Jobs:
         Raises `StoreError` if the request may not use the name, or if the context to delete does
         not exist or is in the making.
         """
+        self.expire()
         for name in names_of(order):
             self._store.check_allowed(name, parameters)
         if isinstance(order, Compression):
@@ -212,7 +213,6 @@ class Jobs:
 
     def listing(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
         """A description of each context that a request with these `kv_transfer_params` may see."""
-        self.expire()
         found = {name: self._described(name) for name in self._store.names()}
         # While its replacement is in the making, or if it fails, the old context answers.
         for name, known in self._done.items():

@@ -140,7 +140,7 @@ def add(jobs, request, parameters, length=10):
 
 
 def listed(jobs):
-    return {one["name"]: one for one in jobs.listing({})}
+    return {one["name"]: one for one in add(jobs, "", {"gracekv": {"list": True}})["contexts"]}
 
 
 def test_documents_have_their_turn_one_after_the_other(jobs, headers):
@@ -188,6 +188,8 @@ def test_deleted_and_expired_contexts_are_gone(jobs, headers, root):
     add(jobs, "0", asked("brief", expires=0.01))
     jobs.update([Outcome("0", headers[0].header, 1.0)], set())
     time.sleep(0.02)
+    with pytest.raises(StoreError, match="no context 'brief'"):
+        add(jobs, "1", {"gracekv": {"extend": {"name": "brief", "ratio": 2}}})
     assert "brief" not in listed(jobs)
     assert jobs.forgotten == {"brief": None}
     assert add(jobs, "1", {"gracekv": {"delete": "c0"}}) == {"name": "c0", "state": "deleted"}
