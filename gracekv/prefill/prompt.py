@@ -75,7 +75,7 @@ class Prompt:
 
         Raises `PromptError` if ids or spans cannot be used.
         """
-        checked = _checked_ids(ids)
+        checked = checked_ids(ids)
         if (
             not isinstance(context, tuple | list)
             or len(context) != 2
@@ -146,7 +146,7 @@ class Prompt:
         ids, borders = encode(tokenizer, parts, special=not chat)
         start, end, last = borders
         spans = PromptSpans(start, end, last, len(ids))
-        return cls(_checked_ids(ids), spans, parts, tokenizer, separator, template)
+        return cls(checked_ids(ids), spans, parts, tokenizer, separator, template)
 
     @classmethod
     def from_messages(
@@ -174,7 +174,7 @@ class Prompt:
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         tail, end = continued(tokenizer, answered[len(text) :]), len(ids)
         spans = PromptSpans(0, end, end, end + len(tail))
-        return cls(_checked_ids([*ids, *tail]), spans, None, tokenizer, messages=len(messages))
+        return cls(checked_ids([*ids, *tail]), spans, None, tokenizer, messages=len(messages))
 
     @property
     def has_question(self) -> bool:
@@ -204,7 +204,7 @@ class Prompt:
         if isinstance(passage, str):
             check_text("passage", passage)
             passage = continued(self.tokenizer, passage)
-        new = _checked_ids(passage)
+        new = checked_ids(passage)
         if not len(new):
             raise PromptError("The passage is empty: there is nothing to read.")
         spans, end = self.spans, self.spans.context_end
@@ -226,7 +226,7 @@ class Prompt:
         return replace(self, ids=self.ids[:end], spans=spans, parts=None)
 
 
-def _checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
+def checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
     """Convert ids [T] or [1, T] to int64 [T] on the CPU.
 
     Raises `PromptError` unless they are ids of one sequence.

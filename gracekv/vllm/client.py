@@ -11,8 +11,9 @@ from typing import Any
 
 from gracekv.decode.compaction import Compaction
 from gracekv.decode.limit import Limit
-from gracekv.errors import PromptError, StoreError, required
+from gracekv.errors import PromptError, StoreError, expect, required
 from gracekv.prefill.chat_text import check_text, continued
+from gracekv.prefill.prompt import checked_ids
 from gracekv.vllm.chatting import ServedConversation
 from gracekv.vllm.header import PARAMETER
 from gracekv.vllm.requests import Request, document, request
@@ -70,7 +71,8 @@ class Client:
         model: the model's name on the server; by default its first model.
         tokenizer: of the served model; by default loaded from the server's path or hub name.
         api_key: if the server needs one.
-        timeout: the most seconds that a request or a compression may take.
+        timeout: the most seconds that a compression, or one attempt of a request, may take. A
+            question or a listing that fails is sent up to three times, anything else once.
     """
 
     url: str = "http://localhost:8000/v1"
@@ -95,7 +97,7 @@ class Client:
 
         Raises:
             StoreError: the server refuses the document, or compressing fails or takes too long.
-            PromptError: the text is empty, or the chat template changes it.
+            PromptError: the text is empty or no text, or the chat template changes it.
             MissingDependencyError: openai is not installed, or transformers if it is needed.
         """
         ids = document(self._tokenizer, text) if isinstance(text, str) else text
@@ -135,30 +137,32 @@ class Client:
         if isinstance(text, str):
             check_text("text", text)
             text = continued(self._tokenizer, text)
-        if not len(text):
-            raise PromptError("The passage is empty: there is nothing to read.")
+        expect(limit, Limit | None, "limit takes a gracekv.Limit(entries_per_head=512)")
         if limit is not None:
             options["limit"] = limit.to_dict()
         return self._make({"extend": {"name": name, **options}}, text, wait)
 
     def _make(self, order: Mapping[str, Any], ids: Sequence[int], wait: bool) -> Context:
+        ids = checked_ids(ids).tolist()
+        if not ids:
+            raise PromptError("The document or passage is empty: there is nothing to read.")
         made = Context.of(self._order(order, ids))
         if wait:
-            gone = Context(made.name, "gone", reason="It expired or was deleted.")
-            made = self._listed(made.name, self.timeout) or gone
+            made = self._listed(made.name, self.timeout)
             if made.state != "ready":
                 reason = made.reason or f"Wait longer than {self.timeout:g} s (timeout=...)."
                 raise StoreError(f"The context {made.name!r} is {made.state}. {reason}")
         return made
 
-    def _listed(self, name: str, seconds: float = 0) -> Context | None:
-        """The context as listed once it is made, at most so many seconds later; None if gone."""
+    def _listed(self, name: str, seconds: float = 0) -> Context:
+        """The context as listed once it is made or "gone", at most so many seconds later."""
+        gone = Context(name, "gone", reason="It expired or was deleted.")
         end = time.monotonic() + seconds
-        while (made := next((x for x in self.list() if x.name == name), None)) is not None:
+        while True:
+            made = next((x for x in self.list() if x.name == name), gone)
             if made.state != "compressing" or time.monotonic() >= end:
-                break
+                return made
             time.sleep(_LOOK)
-        return made
 
     def ask(self, name: str, question: str, max_tokens: int = 64, **options: Any) -> str:
         """The answer to a question about a context, greedy unless `options` say otherwise.
@@ -226,7 +230,9 @@ class Client:
     def _order(self, order: Mapping[str, Any], ids: Sequence[int] = (0,)) -> dict[str, Any]:
         """The server's reply to an order."""
         body = Request("", tuple(ids), None, order, exact="extend" in order).body(self._model, 1)
-        said = getattr(self._send(body), "kv_transfer_params", None) or {}
+        # Only a listing may be sent again: a passage whose reply was lost would be added twice.
+        once = {} if "list" in order else {"max_retries": 0}
+        said = getattr(self._send(body, **once), "kv_transfer_params", None) or {}
         if PARAMETER not in said:
             raise StoreError(
                 f"The server at {self.url} has no store of contexts. Start it with "
@@ -234,11 +240,11 @@ class Client:
             )
         return dict(said[PARAMETER])
 
-    def _send(self, body: dict[str, Any]) -> Any:
+    def _send(self, body: dict[str, Any], **how: Any) -> Any:
         plain = {name: body.pop(name) for name in ("model", "prompt", "stream") if name in body}
         with _refusals():
             # OpenAI's client does not know all of the other fields.
-            return self._openai.completions.create(**plain, extra_body=body)
+            return self._openai.with_options(**how).completions.create(**plain, extra_body=body)
 
     @cached_property
     def _openai(self) -> Any:

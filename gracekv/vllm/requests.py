@@ -112,12 +112,13 @@ def request(
         StoreError: the context is missing or damaged, or was made with another tokenizer.
         PromptError: the question is empty or missing, or the context already has one.
     """
-    if store is None:
+    if question is not None or store is None:
         check_question(question)
+        if tokenizer is None:
+            raise PromptError("A question needs the tokenizer that made the context: tokenizer=...")
+    if store is None:
         return Request(name, tuple(first_turn(tokenizer, str(question), SEPARATOR, True)), None)
-    if not isinstance(store, ContextStore):
-        store = ContextStore(store)
-    header = store.header(name)
+    header = (store if isinstance(store, ContextStore) else ContextStore(store)).header(name)
     ids = header.prompt_ids
     if header.has_question != (question is None):
         raise PromptError(
@@ -127,9 +128,6 @@ def request(
             else f"The context {name!r} has no question of its own: pass question."
         )
     if question is not None:
-        check_question(question)
-        if tokenizer is None:
-            raise PromptError("A question needs the tokenizer that made the context: tokenizer=...")
         own, marks = header.tokenizer, tokenizer_marks(tokenizer)
         other = [mark for mark, value in marks.items() if own.get(mark, value) != value]
         if other:
