@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy, deepcopy
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -271,7 +272,8 @@ class Conversation:
                 *older, (_, last) = self._new_turns(messages, tools)
                 self._tail = [*self._tail, *((role, len(ids)) for role, ids in older)]
                 self._ids = torch.cat([self._ids, *(self._ids.new_tensor(ids) for _, ids in older)])
-                self.messages, self._tools = list(messages[:-1]), tools
+                # Copies, so that edits of what the caller holds are found.
+                self.messages, self._tools = deepcopy(list(messages[:-1])), copy(tools)
                 self._compress_older()
                 ids = torch.cat([self._ids, self._ids.new_tensor(last)])
                 check_room(self._model, self._prompt, len(ids), max_new_tokens, self._limit)
@@ -310,7 +312,7 @@ class Conversation:
         added = len(turn) - len(self._ids)
         self._tail = [*self._tail, (message["role"], added), ("assistant", len(answer))]
         self._ids = torch.cat([turn, answer])
-        self.messages = [*self.messages, message, {"role": "assistant", "content": text}]
+        self.messages = [*self.messages, deepcopy(message), {"role": "assistant", "content": text}]
         return text
 
     def _check_alone(self, options: dict[str, Any]) -> None:

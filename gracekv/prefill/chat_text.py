@@ -281,7 +281,7 @@ def new_turns(
             "it, the first message is a user's. Compress Prompt.from_messages(tokenizer, messages, "
             "tools=tools) instead."
         )
-    if not new and (known or not context):
+    if not new and (known or len(given) < max(context, 1)):
         raise PromptError("There is no new message to answer.")
     after: Any = "answer" if known else "messages" if context else "context"
     ids = turn_ids(tokenizer, new, separator, template, after=after, tools=tools)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
+from copy import copy, deepcopy
 from typing import Any, Literal
 
 from gracekv.decode.compaction import Compaction
 from gracekv.decode.limit import Limit
-from gracekv.errors import EditedHistoryError, StoreError
+from gracekv.errors import EditedHistoryError, StoreError, expect
 from gracekv.prefill.chat_text import Message, check_question, continued, new_turns
 from gracekv.vllm.header import SEPARATOR
 from gracekv.vllm.requests import Request
@@ -30,6 +31,8 @@ class ServedConversation:
     def __init__(
         self, client: Any, context: str, limit: Limit | None, compact: Compaction | None, count: int
     ) -> None:
+        expect(limit, Limit | None, "limit takes a gracekv.Limit(entries_per_head=512)")
+        expect(compact, Compaction | None, "compact takes a gracekv.Compaction(after=..., ratio=4)")
         self._client, self._limit, self._compact = client, limit, compact
         self._first, self._count = context, count
         self._own, self._made = f"chat-{secrets.token_hex(8)}", 0
@@ -38,6 +41,7 @@ class ServedConversation:
     def _begin(self) -> None:
         """Begin after the first context."""
         self.messages: list[Message] = []
+        self._tools: Sequence[Any] | None = None
         self.context = self._first
         # Uncompressed messages as role and tokens; runs of them to be compressed; the name of the
         # context in the making, and the tokens of its run.
@@ -67,7 +71,7 @@ class ServedConversation:
         """
         check_question(question, unread=bool(self._count and not self.messages))
         asked = [*self.messages, {"role": "user", "content": question}]
-        yield from self._stream(asked, self._new_turns(asked), max_tokens, options)
+        yield from self._stream(asked, self._tools, max_tokens, options)
 
     def send(
         self,
@@ -84,39 +88,42 @@ class ServedConversation:
         what `stream` raises, and `EditedHistoryError` for a history that was edited.
         """
         try:
-            turns = self._new_turns(messages, tools)
+            self._new_turns(messages, tools)
         except EditedHistoryError:
             if edited != "compress":
                 raise
             self.close()
             self._begin()
-            turns = self._new_turns(messages, tools)
-        return "".join(self._stream(messages, turns, max_tokens, options))
+        return "".join(self._stream(messages, tools, max_tokens, options))
 
-    def _new_turns(self, messages: Any, tools: Any = None) -> list[tuple[str, list[int]]]:
+    def _new_turns(self, messages: Any, tools: Any) -> list[tuple[str, list[int]]]:
         known, tokenizer = self.messages, self._client._tokenizer
+        if known and tools != self._tools:
+            raise EditedHistoryError("The tools are not those that the conversation began with.")
         return new_turns(tokenizer, known, messages, self._count, tools=tools, separator=SEPARATOR)
 
-    def _stream(
-        self, messages: Any, turns: list[tuple[str, list[int]]], max_tokens: int, options: Any
-    ) -> Iterator[str]:
+    def _stream(self, messages: Any, tools: Any, max_tokens: int, options: Any) -> Iterator[str]:
         self._take_over()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        client, tail = self._client, [*self._tail, *turns]
+        client, tail = self._client, [*self._tail, *self._new_turns(messages, tools)]
         ids = [x for _, tokens in tail for x in tokens]
-        text, answer = "", list[int]()
+        text, answer, end = "", list[int](), None
         made = Request(self.context, tuple(ids), None, exact=True)
         for choice in client._choices(made, max_tokens, {**options, "return_token_ids": True}):
             text += choice.text
             answer += getattr(choice, "token_ids", None) or []
+            # The token at which the answer stopped, if it is not the tokenizer's own.
+            end = getattr(choice, "stop_reason", None)
             yield choice.text
         answer = answer or continued(client._tokenizer, text)
-        if answer and answer[-1] == client._tokenizer.eos_token_id:
+        if answer and answer[-1] in (client._tokenizer.eos_token_id, end):
             answer.pop()
         self._tail = [*tail, ("assistant", answer)]
-        self.messages = [*messages, {"role": "assistant", "content": text}]
+        # Copies, so that edits of what the caller holds are found.
+        answered = {"role": "assistant", "content": text}
+        self.messages, self._tools = [*deepcopy(messages), answered], copy(tools)
         self._take_over()
 
     def _take_over(self) -> None:
@@ -134,12 +141,11 @@ class ServedConversation:
         if self._pending is not None:
             name, tokens = self._pending
             made = self._client._listed(name)
-            if made is not None and made.state == "compressing":
+            if made.state == "compressing":
                 return
             self._pending = None
-            if made is None or made.state != "ready":
-                reason = "It is gone." if made is None else made.reason
-                raise StoreError(f"Older messages could not be compressed. {reason}")
+            if made.state != "ready":
+                raise StoreError(f"Older messages could not be compressed. {made.reason}")
             old, self.context, self._failed = self.context, name, 0
             while tokens > 0:
                 tokens -= len(self._tail.pop(0)[1])

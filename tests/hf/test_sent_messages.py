@@ -1,5 +1,7 @@
 """Histories of messages as OpenAI's clients send them, with tools, edits and compaction."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -87,11 +89,14 @@ def test_an_edited_history_is_refused_or_compressed_anew(agent):
     policy = gracekv.Compaction(after=64, ratio=4, recent=0, keep=("tool",))
     edited = [*LATER[:3], {**FOUND, "content": TEXT[500:800]}, *LATER[4:]]
     with agent.chat(compact=policy) as chat, agent.chat(compact=policy) as other:
-        told = chat.send(LATER, 6, tools=TOOLS)
+        mine, defined = deepcopy((LATER, TOOLS))
+        told = chat.send(mine, 6, tools=defined)
+        # Where the caller's own list is edited, too.
+        mine[0]["content"] += " Quickly."
         held, more = chat.accounting.entries, {"role": "user", "content": "Why?"}
         answer = {"role": "assistant", "content": told}
-        for changed in (edited, [BEGUN[0], *LATER[2:]], LATER[:4]):
-            with pytest.raises(EditedHistoryError, match=r"Message [13456], of role"):
+        for changed in (mine, edited, [BEGUN[0], *LATER[2:]], LATER[:4]):
+            with pytest.raises(EditedHistoryError, match=r"Message [013456], of role"):
                 chat.send([*changed, answer, more] if changed[4:] else changed, tools=TOOLS)
         with pytest.raises(EditedHistoryError, match="tools are not"):
             chat.send([*LATER, answer, more])

@@ -12,14 +12,16 @@ class ContextServer(ThreadingHTTPServer):
     """Contexts by name, and every body that was sent.
 
     A new context is listed as being made `looks` times. A question is answered by the context's
-    name and the question's own tokens as text, a word at a time. Names that begin with "bad" fail.
+    name and the question's own tokens as text, a word at a time; `told` is what each word comes
+    with. Names that begin with "bad" fail.
     """
 
     def __init__(self, tokenizer, looks=1):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.tokenizer, self.looks = tokenizer, looks
         self.contexts, self.waiting, self.bodies = {}, {}, []
-        self.headers, self.connector, self.failing, self.refusing = [], True, False, False
+        self.headers, self.told, self.connector = [], {}, True
+        self.failing = self.refusing = False
         self.daemon_threads = True
 
     @property
@@ -32,8 +34,7 @@ class ContextServer(ThreadingHTTPServer):
             if left == 0:
                 failed = {"state": "failed", "reason": "Its document has one token."}
                 made = {"state": "ready", "entries": 1200, "bytes": 614400, "seconds": 0.5}
-                fails = self.failing or name.startswith("bad")
-                self.contexts[name] |= failed if fails else made
+                self.contexts[name] |= failed if self.failing or name.startswith("bad") else made
         return {"contexts": list(self.contexts.values())}
 
     def compress(self, ids, name, ratio=None, recipe="gracekv-agnostic", save=False, **other):
@@ -55,10 +56,9 @@ class ContextServer(ThreadingHTTPServer):
             case {"extend": options}:
                 self.find(options["name"])
                 if self.refusing:
-                    raise Refusal(400, "It is being made. Extend it afterwards.")
-                return self.compress(
-                    ids, **{**options, "name": options.get("into", options["name"])}
-                )
+                    raise Refusal(max(400, self.refusing), "It is being made.")
+                longer = {**options, "name": options.get("into", options["name"])}
+                return self.compress(ids, **longer)
             case {"list": True}:
                 return self.listed()
             case {"delete": name}:
@@ -123,7 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         pieces = self.server.answer(ids, order)
         if body.get("stream"):
-            self._stream([_chunk([{"index": 0, "text": piece}]) for piece in pieces] + [_chunk([])])
+            told = [[{"index": 0, "text": piece} | self.server.told] for piece in pieces]
+            self._stream(map(_chunk, [*told, []]))
             return
         said = {"kv_transfer_params": {"gracekv": reply}} if self.server.connector else {}
         self._say(200, _chunk([{"index": 0, "text": "".join(pieces)}]) | said)

@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("openai")
 
+import openai
+
 import gracekv
 from gracekv import Compaction, Limit
 from gracekv.errors import EditedHistoryError, MissingDependencyError, PromptError, StoreError
@@ -70,15 +72,17 @@ def test_a_passage_extends_a_context(client, server, tokenizer):
     assert (made.state, made.ratio, made.saved) == ("ready", 2.0, True)
     sent = [body for body in server.bodies if "extend" in body["kv_transfer_params"]["gracekv"]]
     want = gracekv.Prompt.from_chat(tokenizer, context=TEXT).extended(" And so on.")
-    assert (
-        sent[-1]["prompt"]
-        == want.ids[len(document(tokenizer, TEXT)) : want.spans.context_end].tolist()
-    )
+    passage = want.ids[len(document(tokenizer, TEXT)) : want.spans.context_end]
+    assert sent[-1]["prompt"] == passage.tolist()
     assert sent[-1]["kv_transfer_params"]["gracekv_exact"]
     assert client.extend("talk", [5, 6, 7], ratio=2, wait=False).state == "compressing"
     for empty in ("", []):
         with pytest.raises(PromptError, match="passage is empty"):
             client.extend("talk", empty, ratio=2)
+    server.refusing = 504
+    with pytest.raises(openai.InternalServerError):
+        client.extend("talk", "And so on.", ratio=2)
+    assert len(extensions(server)) == 4
 
 
 def test_nobody_has_to_wait(client):
@@ -112,18 +116,23 @@ def test_a_context_that_is_deleted_is_gone(client):
 
 
 REFUSED = {
-    "A ratio is at least 1; got 0.5": ("book", TEXT, {"ratio": 0.5}),
-    "'speed': 3": ("book", TEXT, {"ratio": 4, "speed": 3}),
-    "'bad' is failed. Its document has one token.": ("bad", TEXT, {"ratio": 4}),
-    "The context is empty": ("book", " ", {"ratio": 4}),
+    "A ratio is at least 1; got 0.5": lambda x: x.compress("book", TEXT, ratio=0.5),
+    "'speed': 3": lambda x: x.compress("book", TEXT, ratio=4, speed=3),
+    "'bad' is failed. Its document has one token.": lambda x: x.compress("bad", TEXT, ratio=4),
+    "The context is empty": lambda x: x.compress("book", " ", ratio=4),
+    "must be token ids of one sequence": lambda x: x.compress("book", None, ratio=4),
+    "needs the tokenizer": lambda x: request(None, "book", QUESTION),
+    "no new message": lambda x: x.chat("book", messages=1).send([]),
+    "limit takes a gracekv.Limit": lambda x: x.extend("book", TEXT, limit={"ratio": 2}),
+    "(entries_per_head=512); got Compaction": lambda x: x.chat("book", Compaction()),
+    "compact takes a gracekv.Compaction": lambda x: x.chat("book", compact={"after": 64}),
 }
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_the_reason_is_the_server_s(client, reason):
-    name, text, options = REFUSED[reason]
-    with pytest.raises((StoreError, PromptError)) as caught:
-        client.compress(name, text, **options)
+def test_the_reason_is_told(client, reason):
+    with pytest.raises(gracekv.errors.GracekvError) as caught:
+        REFUSED[reason](client)
     assert reason in str(caught.value)
 
 
@@ -141,8 +150,6 @@ def test_a_server_without_contexts(client, server):
 
 
 def test_other_errors_are_openai_s(tokenizer):
-    import openai
-
     with context_server(tokenizer) as gone:
         lost = Client(gone.url, MODEL, tokenizer)
     lost.__dict__["_openai"] = lost._openai.with_options(max_retries=0)
@@ -227,11 +234,19 @@ def whole_of(chat, tokenizer):
     return ids
 
 
+def test_the_token_that_ends_an_answer_is_in_no_turn(client, server):
+    client.compress("book", TEXT, ratio=4)
+    chat, server.told = client.chat("book"), {"token_ids": [7, 9], "stop_reason": 9}
+    chat.ask(QUESTION)
+    # Of 7 and 9 with each of four words, the last 9.
+    assert chat._tail[-1] == ("assistant", [7, 9, 7, 9, 7, 9, 7])
+
+
 def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
     system = {"role": "system", "content": "Search. " + TEXT[:100]}
     asked = [{"role": "user", "content": "Who?"}, {"role": "tool", "content": TEXT[100:300]}]
     prompt = gracekv.Prompt.from_messages(tokenizer, [system])
-    client.compress("agent", prompt.ids[: prompt.spans.context_end].tolist(), ratio=1)
+    client.compress("agent", prompt.ids[: prompt.spans.context_end], ratio=1)
     with client.chat("agent", compact=Compaction(after=32, recent=0), messages=1) as chat:
         with pytest.raises(PromptError, match="consists of messages"):
             chat.ask("Who?")
@@ -245,10 +260,12 @@ def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
         sent = [body["prompt"] for body in server.bodies if body.get("stream")]
         assert sent == [whole[prompt.spans.context_end :]]
         more = {"role": "user", "content": "Why?"}
-        changed = [{**asked[0], "content": "Where?"}, asked[1], answer, more]
+        with pytest.raises(EditedHistoryError, match="tools are not"):
+            chat.send([*history, more], tools=[])
+        chat.send([*history, more])
+        asked[0]["content"], changed = "Where?", [*asked, answer, more]
         with pytest.raises(EditedHistoryError, match="Message 1"):
             chat.send([system, *changed])
-        chat.send([*history, more])
         assert extensions(server)[0][0]["name"] == "agent"
         chat.send([system, *changed], edited="compress")
         assert chat.messages[1:5] == changed
