@@ -174,7 +174,7 @@ def connect(model: Any, *, timeout: float = TIMEOUT) -> HeadShard:
     """
     from gracekv.distributed.agreement import GlooExchange
 
-    if not timeout > 0:
+    if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
         raise ConfigError(f"timeout is a positive number of seconds; got {timeout!r}.")
     if not is_sharded(model):
         return WHOLE

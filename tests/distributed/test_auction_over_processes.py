@@ -15,8 +15,7 @@ from support.thread_exchange import in_threads
 def part(forest, shard):
     """The trees of this process's heads; and which nodes and trees of `forest` they are."""
     heads, slots = forest.heads // shard.ranks, forest.slots
-    unit = torch.arange(forest.trees) // slots
-    trees = unit % forest.heads // heads == shard.rank
+    trees = torch.arange(forest.trees) // slots % forest.heads // heads == shard.rank
     nodes = trees[forest.tree]
     number = torch.cat([nodes.cumsum(0) - 1, torch.tensor([-1])])
     tree = trees.cumsum(0) - 1

@@ -7,7 +7,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import gracekv
 from gracekv.distributed.sharding import WHOLE, connect, is_sharded
-from gracekv.errors import UnsupportedModelError
+from gracekv.errors import ConfigError, UnsupportedModelError
 from gracekv.testing.models import tiny_llama
 
 PROMPT = gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
@@ -40,6 +40,9 @@ def by_hand(model):
 def test_a_whole_model_is_not_sharded():
     assert not is_sharded(tiny_llama())
     assert connect(tiny_llama(), timeout=60) is WHOLE
+    for wrong in (None, "60", 0, float("inf")):
+        with pytest.raises(ConfigError, match="positive number of seconds"):
+            connect(tiny_llama(), timeout=wrong)
 
 
 def test_a_weight_divided_by_hand_is_seen_before_any_process_has_joined():

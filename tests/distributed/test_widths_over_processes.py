@@ -89,8 +89,7 @@ def test_affordable_against_its_definition(seed, ranks):
         own = sorted((-float(k), int(t)) for k, t in zip(keys[shard.rank], ties[shard.rank]))  # noqa: B905
         tie = torch.tensor([t for _, t in own])
         key = torch.tensor([-k for k, _ in own], dtype=torch.float64)
-        cost = torch.tensor([price[t] for _, t in own])
-        return affordable(key, tie, cost, limit, shard)
+        return affordable(key, tie, torch.tensor([price[t] for _, t in own]), limit, shard)
 
     assert in_threads(ranks, one) == [(count, left) for count in taken]
 

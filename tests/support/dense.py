@@ -115,8 +115,7 @@ def _attention(model: Any, biases: dict[int, Tensor], windows: dict[int, int]) -
         logits, sinks = logits + every[None, :, None], kwargs.get("s_aux")
         if sinks is not None:
             logits = torch.cat([logits, sinks.view(1, -1, 1, 1)], dim=-1)
-        shares = logits.softmax(-1)[..., : keys.shape[2]]
-        return (shares @ values).transpose(1, 2), None
+        return (logits.softmax(-1)[..., : keys.shape[2]] @ values).transpose(1, 2), None
 
     AttentionInterface.register(_NAME, attend)
     AttentionMaskInterface.register(_NAME, lambda **_: None)
