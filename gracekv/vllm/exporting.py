@@ -203,19 +203,33 @@ def delete_context(folder: Path) -> bool:
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     """Make the folder and lock it against other exports; remove it at the end if it is empty."""
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    handle = None
+    while handle is None:
+        handle = _locked(folder)
     try:
-        # The lock ends with the process, however it ends, and leaves no file. Not on every system.
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         with contextlib.suppress(OSError):
             folder.rmdir()
         os.close(handle)
+
+
+def _locked(folder: Path) -> int | None:
+    """A handle of the locked folder; None if another export removed the folder meanwhile."""
+    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as opened:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+        opened.callback(os.close, handle)
+        # The lock ends with the process, however it ends, and leaves no file. Not on every system.
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        # A lock on a removed folder keeps nobody out of the new one.
+        if os.path.samestat(os.fstat(handle), os.stat(folder)):
+            opened.pop_all()
+            return handle
+    return None
 
 
 def _delete(folder: Path, unneeded: Callable[[str], bool]) -> None:
