@@ -253,8 +253,7 @@ def _tail_block(attend: Kernel, step: AttentionStep) -> Partial:
     if bias is not None:
         blind = (bias == -math.inf).all(dim=-1)  # [B, 1, Tq]: padding sees nothing
         bias = bias.expand(-1, heads // groups, -1, -1).flatten(1, 2)[:, None]
-    folded = step.query.reshape(batch, groups, -1, dim)
-    output, lse = attend(folded, step.keys, step.values, bias)
+    output, lse = attend(step.query.reshape(batch, groups, -1, dim), step.keys, step.values, bias)
     lse = lse.reshape(batch, heads, tokens)
     if blind is not None:
         lse = lse.masked_fill(blind, -math.inf)

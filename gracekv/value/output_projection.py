@@ -72,8 +72,7 @@ class _Dynamic:
         self._projection, self._groups = run.projection, len(run.keys)
         inside = self._probes[(self._probes >= run.start) & (self._probes < run.end)]
         if len(inside):
-            at = on_device(inside - run.start, run.outputs.device)
-            self._parts.append(run.outputs[:, at])
+            self._parts.append(run.outputs[:, on_device(inside - run.start, run.outputs.device)])
 
     def result(self) -> Tensor:
         assert self._projection is not None  # it is read

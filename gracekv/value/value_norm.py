@@ -50,7 +50,6 @@ class ValueNorm(Scorer):
         dtype = torch.promote_types(inside.dtype, torch.float32)
         norms = torch.linalg.vector_norm(inside, dim=-1, dtype=dtype).float()
         own = norms[:, max(0, capture.spans.context_start - region.start) :]
-        mean = capture.shard.mean(own.mean())
-        norms = norms / mean.clamp_min(1e-12) ** self.relative
+        norms = norms / capture.shard.mean(own.mean()).clamp_min(1e-12) ** self.relative
         weighted: Tensor = scores * (norms if self.power == 1 else norms**self.power)
         return weighted

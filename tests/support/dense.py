@@ -101,8 +101,7 @@ def _attention(model: Any, biases: dict[int, Tensor], windows: dict[int, int]) -
     ) -> tuple[Tensor, None]:
         group = query.shape[1] // key.shape[1]
         if module.layer_idx in windows:
-            window = windows[module.layer_idx]
-            key, value = (x[:, :, -window:] for x in (key, value))
+            key, value = (x[:, :, -windows[module.layer_idx] :] for x in (key, value))
             bias = key.new_zeros(key.shape[1], key.shape[2])
         else:
             bias = biases[module.layer_idx]

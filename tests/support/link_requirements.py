@@ -54,8 +54,7 @@ def link(made: Distribution, target: Path) -> None:
 def main() -> None:
     """Link, and say how many packages."""
     package, other = sys.argv[1:]
-    others = {canonicalize_name(d.name): d for d in distributions(path=[other])}
-    found = needed(package, others)
+    found = needed(package, {canonicalize_name(d.name): d for d in distributions(path=[other])})
     target = Path(sysconfig.get_path("purelib"))
     for made in found.values():
         link(made, target)

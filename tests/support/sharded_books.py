@@ -64,8 +64,7 @@ def near_models(folder: Path, name: str):
         if seed:
             with torch.no_grad():
                 for weight in model.parameters():
-                    noise = torch.randn(weight.shape, generator=rng).clamp(-3, 3)
-                    weight.mul_(1 + 1e-6 * noise)
+                    weight.mul_(1 + 1e-6 * torch.randn(weight.shape, generator=rng).clamp(-3, 3))
         yield model
 
 

@@ -117,8 +117,7 @@ def few_checks(model, folder, rank):
     one, found = PROMPTS[0], {}
     for name in RECIPES[:2]:
         found[name] = facts(gracekv.compress(model, one, ratio=RATIO, pipeline=name))
-    result = gracekv.compress(model, one, ratio=RATIO)
-    result.save(folder / "shared.safetensors")
+    gracekv.compress(model, one, ratio=RATIO).save(folder / "shared.safetensors")
     found["loaded"] = facts(gracekv.load(folder / "shared.safetensors", model))
     found["other budget"] = message(lambda: gracekv.compress(model, one, ratio=2 + rank))
     found["too small"] = message(

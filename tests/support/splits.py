@@ -107,7 +107,6 @@ def _ratings(
         if reward and curvature is not None:
             kappa = curvature[node[0] : node[1]].double()
             span = float(kappa.max() - kappa.min())
-            cut = children[0][1] - node[0]
-            bonus = float(kappa[cut] - kappa.min()) / span if span else 0.0
+            bonus = float(kappa[children[0][1] - node[0]] - kappa.min()) / span if span else 0.0
         found.append((plain + reward * bonus, scale))
     return found

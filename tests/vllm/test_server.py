@@ -39,8 +39,7 @@ def client(server):
 def ask(client, server, **options):
     from gracekv.vllm import request
 
-    asked = request(server.store, "book", QUESTION, server.tokenizer)
-    body = asked.body(NAME, TOKENS, **options)
+    body = request(server.store, "book", QUESTION, server.tokenizer).body(NAME, TOKENS, **options)
     ours = ("kv_transfer_params", "use_beam_search")  # Fields that OpenAI's client does not know.
     extra = {name: body.pop(name) for name in ours if name in body}
     return client.completions.create(extra_body=extra, **body)
