@@ -82,8 +82,7 @@ class EntryPool:
         free[:new] = ranks[known:count]
         loser = (ranks[new:count] - reached[:known]).masked_fill_(stays[:known], count)
         free.scatter_(0, loser, self._entries[2])
-        target = free[count - reached[known:]]
-        torch.where(stays[known:], target, spare, out=rows[2, known:])
+        torch.where(stays[known:], free[count - reached[known:]], spare, out=rows[2, known:])
         for pool, states in ((self._keys, capture.keys), (self._values, capture.values)):
             seen = states[:, self._first :].to(pool.device).flatten(0, 1)
             # A GPU takes as long for a small number as for one of 16 bytes.

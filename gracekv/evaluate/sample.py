@@ -171,8 +171,7 @@ def render(
         )
     head = room if truncate == "start" else (room + 1) // 2
     start, end = spans.context_start, spans.context_end
-    tail = full.ids[end - (room - head) : end]
-    ids = torch.cat([full.ids[: start + head], tail, full.ids[end:]])
+    ids = torch.cat([full.ids[: start + head], full.ids[end - (room - head) :]])
     cut = Prompt.from_ids(ids, (start, start + room), spans.question_end - excess, tokenizer)
     return Rendered(sample, cut, answer, excess)
 

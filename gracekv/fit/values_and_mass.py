@@ -55,8 +55,7 @@ class ValuesAndMass(RidgeFitter):
 def multiplicities(attention: KeptMass, trust: float, trust_read: float) -> Tensor:
     """float32 [G, W]: factors of the packed multiplicities; 1 for entries that are not free."""
     shares = attention.mass / attention.total[..., None]
-    on_tokens = 1.0 - (attention.sink / attention.total)[..., None]
-    missing = on_tokens - shares.sum(dim=-1, keepdim=True)
+    missing = 1.0 - (attention.sink / attention.total)[..., None] - shares.sum(dim=-1, keepdim=True)
     inverse = inverse_penalty(shares, attention, trust, trust_read)
     change = ridge(shares, missing, attention.weights, inverse)[..., 0]
     factor = (1.0 + change.nan_to_num_(0.0, 0.0, 0.0)).clamp_(LEAST, MOST)

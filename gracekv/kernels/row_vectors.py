@@ -86,8 +86,7 @@ def dot_four(
                 builder.store(multiply_add(builder, q, k, builder.load(total)), total)
                 row = builder.add(row, dim)
         four = sums_of_four(builder, [builder.load(total) for total in sums])
-        place = vector_at(context, builder, kinds[5], out, to, four.type)
-        builder.store(four, place, align=4)
+        builder.store(four, vector_at(context, builder, kinds[5], out, to, four.type), align=4)
         return context.get_dummy_value()
 
     number = types.int64
@@ -144,8 +143,7 @@ def _adder(channels: int) -> Any:
             return context.get_dummy_value()
 
         number = types.int64
-        given = (weights, number, values, number, number, number, out, number)
-        return types.void(*given), generate
+        return types.void(weights, number, values, number, number, number, out, number), generate
 
     return intrinsic(add)
 

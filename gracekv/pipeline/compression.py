@@ -152,8 +152,7 @@ class Compression:
             if compared is None:
                 scored = TokenScores.from_scores(torch.stack(self._scores), info.shard)
                 self._scores.clear()
-                omega = torch.stack(self._omega)
-                relevance = Relevance(scored.scores, scored.seed_scores, omega)
+                relevance = Relevance(scored.scores, scored.seed_scores, torch.stack(self._omega))
                 compared = Compared(relevance, token_slots(self._region(info)))
         with self._stage("allocate", info.device):
             bought, relevance = self._bought(compared, costs), compared.relevance

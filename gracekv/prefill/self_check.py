@@ -88,8 +88,7 @@ def self_check(model: Any) -> None:
             def before(module: Any, args: Any, kwargs: Any, number: int = number) -> None:
                 inputs[number] = args, kwargs
 
-            hook = own_thread(before)
-            hooks.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
+            hooks.append(attention.register_forward_pre_hook(own_thread(before), with_kwargs=True))
         stock = model(input_ids=ids, use_cache=False).logits[0, -1]
     missing = sorted(attending.keys() - calls.keys())
     if missing:

@@ -26,5 +26,4 @@ class KeyDifference(Scorer):
         unit = functional.normalize(capture.keys.float(), dim=-1)
         seen = slice(capture.spans.past, capture.spans.context_end)
         mean = functional.normalize(unit[:, seen].mean(dim=1, keepdim=True), dim=-1)
-        likeness = (unit[:, region.start : region.end] * mean).sum(dim=-1)
-        return (1 - likeness).clamp_min(0)
+        return (1 - (unit[:, region.start : region.end] * mean).sum(dim=-1)).clamp_min(0)

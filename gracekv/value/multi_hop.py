@@ -153,5 +153,4 @@ def select_seeds(score: Tensor, mass: float, limit: int) -> Tensor:
     reached = ordered.values.cumsum(0)
     # The total is the last of these sums: a sum in another order could differ in its last bit and
     # select tokens of score 0.
-    selected = reached - ordered.values < mass * reached[-1]
-    return ordered.indices[selected][:limit].sort().values
+    return ordered.indices[reached - ordered.values < mass * reached[-1]][:limit].sort().values

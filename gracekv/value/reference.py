@@ -35,8 +35,7 @@ def _shares(prefill: Prefill, layer: int, head: int, products: Tensor) -> Tensor
         logits = cap * torch.tanh(logits / cap)
     if not prefill.sink_logits:
         return logits.softmax(0)
-    sink = prefill.sink_logits[layer][head].to(logits)
-    return torch.cat([logits, sink[None]]).softmax(0)[:-1]
+    return torch.cat([logits, prefill.sink_logits[layer][head].to(logits)[None]]).softmax(0)[:-1]
 
 
 def attention_sums(
