@@ -64,8 +64,7 @@ def auctions(draw, slots=5, slot_tokens=20):
 def affordable(frontier, quota):
     """Operations that could still be bought, one by one."""
     ops = Operations.of(frontier.forest)
-    left = frontier.budget - frontier.spent
-    fits = ops.available(ops.executed(frontier)) & (ops.cost <= left)
+    fits = ops.available(ops.executed(frontier)) & (ops.cost <= frontier.budget - frontier.spent)
     if quota is not None:
         fits &= ops.cost <= (quota - frontier.entries_per_head()).flatten()[ops.head()]
     return fits

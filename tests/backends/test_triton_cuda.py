@@ -168,8 +168,7 @@ def test_generation_replays_a_graph_and_grows():
     result = gracekv.compress(model, prompts, ratio=4)
     assert graph_replay.suits(model, result.new_cache(), 200, {})
     with graph_replay.replaying(model, result.new_cache(), 200):
-        forward = model.forward
-        assert forward.records
+        assert model.forward.records
     answer = result.generate_ids(200, eos_token_id=None)
 
     # The replayed answer's tokens are the growing tail's own choices, up to logits that tie.
