@@ -288,11 +288,13 @@ class LimitedCache(GraceCache):
 
         Positions in the tail count the tokens that are seen.
         """
-        layer, packed, now = self.grace_layers[number], self.packed_length, int(seen.sum())
+        layer, packed, first = self.grace_layers[number], self.packed_length, self._start
+        # Of a padded row, fewer positions are the prompt's.
+        place = seen.cumsum(0) - 1
+        prompt, now = (torch.stack([place[first.packed_length - 1], place[-1]]) + 1).tolist()
         known = None if self._carried is None else self._carried[number]
         at = None if self._places is None else self._places[number]
         keys, values, positions, mass, carried, places = layer.held(row, known, at)
-        place = seen.cumsum(0) - 1
         new = slice(positions.shape[1] - layer.tail_length, None)
         positions[:, new] = place[packed:]
         if places is not None:
@@ -306,7 +308,5 @@ class LimitedCache(GraceCache):
         if len(at):
             # Entries without a score stay only until there are queries.
             carried.nan_to_num_(posinf=0.0)
-        return HeldLayer(
-            number, keys, values, mass, positions, asked, moved, carried,
-            self._start.packed_length, now, softcap, sinks, places,
-        )  # fmt: skip
+        facts = prompt, now, softcap, sinks, places
+        return HeldLayer(number, keys, values, mass, positions, asked, moved, carried, *facts)
