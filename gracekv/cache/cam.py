@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from gracekv.cache.base import PACKERS, LayerToPack, Packer, RaggedEntries
 from gracekv.cache.evict import best_tokens, kept_in_context
+from gracekv.kernels.linalg import rounded
 from gracekv.prefill import Needs
 from gracekv.registry import bounded
 from gracekv.value.column_sums import ReceivedAttention
@@ -77,7 +78,7 @@ class CamPacker(Packer):
         values = packed.values.clone()
         values[entry] = torch.where(
             reached(share, self.merge)[head, at][:, None],
-            after[head, at].to(values.dtype),
+            rounded(after[head, at], values.dtype),
             values[entry],
         )
         return dataclasses.replace(packed, values=values)

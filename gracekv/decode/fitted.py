@@ -12,6 +12,7 @@ from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 from gracekv.fit.attended import KeptMass
 from gracekv.fit.values import ridge_change
 from gracekv.fit.values_and_mass import multiplicities
+from gracekv.kernels.linalg import rounded
 from gracekv.registry import bounded
 
 
@@ -79,6 +80,6 @@ class Fitted(Decoder):
         change = ridge_change(attention, shares, error, self.trust, self.trust_read)
         return dataclasses.replace(
             packed,
-            values=(packed.values + change[kept]).to(packed.dtype),
+            values=rounded(packed.values + change[kept], packed.dtype),
             log_multiplicity=packed.log_multiplicity + factor[kept].log(),
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.base import QuerySet
-from gracekv.kernels.linalg import batched_linear, capped, filled, on_device, transposed
+from gracekv.kernels.linalg import batched_linear, capped, filled, on_device, rounded, transposed
 from gracekv.prefill import LayerCapture, Region
 from gracekv.prefill.spans import first_entries
 
@@ -284,11 +284,6 @@ def attended(reference: Reference, packed: RaggedEntries, region: Region) -> Lay
 
 
 def scattered(packed: Tensor, attention: LayerAttention, changed: Tensor) -> Tensor:
-    """`packed` [E, ...] with `changed` [G, W, ...] in the free columns, in packed's dtype.
-
-    Numbers beyond the range of float16 become its largest.
-    """
-    if packed.dtype == torch.float16:
-        changed = changed.clamp(-65504.0, 65504.0)
+    """`packed` [E, ...] with `changed` [G, W, ...] in the free columns, `rounded` to its dtype."""
     free = attention.free.flatten()[attention.place].view(-1, *[1] * (packed.ndim - 1))
-    return torch.where(free, changed.flatten(0, 1)[attention.place].to(packed.dtype), packed)
+    return torch.where(free, rounded(changed.flatten(0, 1)[attention.place], packed.dtype), packed)

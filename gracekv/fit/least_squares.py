@@ -70,9 +70,8 @@ class LeastSquares(QueryFitter):
             shares /= shares.sum(dim=1, keepdim=True).clamp_min(1e-30)
             values[head, free] = solved(shares, attention.output[head])
             factor[head, free] = own
-        # The fit is computed in float32, whatever the dtype of the values.
-        limit = min(torch.finfo(x).max for x in (packed.values.dtype, values.dtype))
-        fitted = values.nan_to_num_(0.0).clamp_(-limit, limit)
+        # What bfloat16 can hold.
+        fitted = values.nan_to_num_(0.0).clamp_(-3e38, 3e38)
         log_m = packed.log_multiplicity[attention.columns] + factor.log()
         return dataclasses.replace(
             packed,

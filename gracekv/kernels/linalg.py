@@ -104,6 +104,11 @@ def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     return logits.sub_(total).exp_()
 
 
+def rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """`numbers` [...] in `dtype`; beyond float16's largest number they become that, not inf."""
+    return (numbers.clamp(-65504, 65504) if dtype == torch.float16 else numbers).to(dtype)
+
+
 class Columns(NamedTuple):
     """The arguments of `softmax_sums.softmax_columns`, on the keys' device.
 

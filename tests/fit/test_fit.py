@@ -167,15 +167,17 @@ def test_without_a_fit_the_cache_is_the_packed_one():
     assert Pipeline.named("gracekv").fit == FITTERS.build("none")
 
 
-def test_degenerate_heads_stay_finite():
-    prefill, region, _ = compressed(seed=2, dtype=torch.float16)
-    # Repeated keys, keys that no query looks at, and values near the largest number.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_degenerate_heads_stay_finite(dtype):
+    prefill, region, _ = compressed(seed=2, dtype=dtype)
+    # Repeated keys, and keys that no query looks at.
     keys = [x.clone() for x in prefill.keys]
     keys[0][:, region.start : region.end] = keys[0][:, region.start : region.start + 1]
     keys[1][0] = 0.0
     last = prefill.queries_at(1, [prefill.spans.length - 1])[0]
-    keys[1][0, region.start : region.end] = -1e3 * last
-    values = tuple(x / x.abs().max() * 65000.0 for x in prefill.values)
+    keys[1][0, region.start : region.end] = -1e4 * last
+    # Near float16's largest number.
+    values = tuple(6e4 * x.sign() for x in prefill.values)
     broken = dataclasses.replace(prefill, keys=tuple(keys), values=values)
     packed = Pipeline.named("gracekv-plus").run(broken, Budget.ratio(3)).cache
     for name in FITTERS:
