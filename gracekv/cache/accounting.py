@@ -129,9 +129,10 @@ class Accounting:
     @property
     def sizes(self) -> str:
         """The bytes, in words."""
+        quantises = self.budget_bytes is not None or any(x.bits < 16 for x in self.widths)
         return (
             f"{self.bytes:,} bytes of keys and values and {self.metadata_bytes:,} of metadata, "
-            f"full cache {self.full_bytes:,}{'' if self.budget_bytes is None else ' in 16 bits'}"
+            f"full cache {self.full_bytes:,}{' in 16 bits' if quantises else ''}"
         )
 
     def __repr__(self) -> str:

@@ -149,8 +149,9 @@ def closed_run(result: BaseResult, tokens: int) -> Run:
 def _with_layers(run: Run, cache: CompressedCache, layers: Any, scores: Any) -> Run:
     """The run with other entries of its dequantised `cache`."""
     packed = dataclasses.replace(cache, layers=tuple(layers))
-    entries = run.accounting.entries - run.cache.entries() + packed.entries()
-    accounting = dataclasses.replace(
-        run.accounting, entries=entries, spent=int(entries.sum()), **physical_sizes(packed, WHOLE)
-    )
+    kept = run.accounting
+    entries = kept.entries - run.cache.entries() + packed.entries()
+    spent = None if kept.spent_bytes is None else kept.spent_bytes + packed.kv_bytes - kept.bytes
+    sizes = {"entries": entries, "spent": int(entries.sum()), **physical_sizes(packed, WHOLE)}
+    accounting = dataclasses.replace(kept, spent_bytes=spent, **sizes)
     return Run(run.plan, packed, accounting, run.timings, run.fingerprint, scores=scores)

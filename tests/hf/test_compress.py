@@ -141,7 +141,8 @@ def test_results_print_in_one_line(model, prompt, result):
     )
     coded = gracekv.Pipeline.from_dict({"precision": "uniform"}, base="gracekv-plus")
     # Bytes of such a pipeline are held against a cache of 16-bit numbers.
-    assert repr(gracekv.compress(model, prompt, ratio=2, pipeline=coded)).endswith(" in 16 bits)")
+    fewer = gracekv.compress(model, prompt, pipeline=coded, entries_per_head=70)
+    assert repr(fewer).endswith(" in 16 bits)")
     assert repr(gracekv.compress(model, [prompt, prompt], ratio=3)).startswith(
         "BatchResult(LlamaForCausalLM, 'gracekv-plus', 2 prompts, 300 tokens, "
     )

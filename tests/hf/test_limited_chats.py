@@ -5,6 +5,7 @@ import torch
 
 import gracekv
 from gracekv import Limit
+from gracekv.hf.extend import limited_run
 from gracekv.testing.models import tiny_model, tiny_tokenizer
 
 TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
@@ -59,6 +60,11 @@ def test_what_a_conversation_compresses_stays_within_its_limit():
     assert held == sorted(held)
     assert len(set(held)) > 2
     assert max(held) == 4 * (150 - 8)
+
+
+def test_bytes_are_those_that_dequantised_entries_take():
+    kept = limited_run(compressed(512, 2, "gracekv-agnostic-allocated"), Limit(ratio=2)).accounting
+    assert kept.spent_bytes == kept.spent * 2 * 16 * 4
 
 
 def test_a_conversation_that_no_cut_reaches_goes_on_beyond_the_positions():
