@@ -67,7 +67,8 @@ class Conversation:
             "Put the weights or adapters back, or compress it with this model.",
         )
         self._closed, self._limit, self._compact = False, limit, compact
-        self._lock, self._first = threading.Lock(), result
+        # A copy or pickle is refused as the result's.
+        self._first, self._lock = result, threading.Lock()
         self._begin_anew()
 
     def _begin_anew(self) -> None:

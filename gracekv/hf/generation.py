@@ -227,10 +227,8 @@ def check_room(
     tokens.
     """
     check_new_tokens(new_tokens)
-    most = trained_length(model)
-    if most is None or prompt.spans.context_end > most or length + new_tokens - 1 <= most:
-        return
-    if limit is not None and limit.positions == "closed":
+    most, closed = trained_length(model), getattr(limit, "positions", None) == "closed"
+    if closed or most is None or not prompt.spans.context_end <= most < length + new_tokens - 1:
         return
     room, advice = most - length + 1, "Ask a shorter question, or begin a new conversation."
     if room > 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from gracekv.backends import AttentionBackend, AttentionSpec, Backend
 from gracekv.cache import LayerEntries
@@ -51,6 +51,10 @@ class PackedLayer:
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayer:
         # `copy.deepcopy(cache)` is how users fork a conversation: only the tail need be copied.
         return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raises `CacheError`: the entries belong to the result."""
+        raise CacheError("No cache is pickled: use result.save(path), gracekv.load(path, model).")
 
 
 def repeats(known: int, rows: int, kind: str = "prompts") -> int:

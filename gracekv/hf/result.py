@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Unpack, overload
+from typing import Any, ClassVar, Literal, NoReturn, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from gracekv.allocate import Budget, BudgetOptions
 from gracekv.decode import Compaction, Limit
 from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sharding import check_whole
-from gracekv.errors import ConfigError, PromptError
+from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.conversation import Conversation
@@ -248,6 +248,16 @@ class BatchResult(BaseResult):
         a prompt has no tokenizer.
         """
         return decode_rows(self.tokenizer, self.generate_ids(max_new_tokens, limit=limit, **kwargs))
+
+
+def _is_no_cache(self: Any, *_: object) -> NoReturn:
+    """Raises `CacheError`; transformers calls this if it is given a result as the cache."""
+    raise CacheError("A result is no cache, and stays as it is. Pass the model result.new_cache().")
+
+
+# A frozen dataclass defines its own `__setattr__`, so ours comes afterwards.
+for _kind in (CompressionResult, BatchResult):
+    _kind.__setattr__ = _kind.get_seq_length = _is_no_cache  # type: ignore
 
 
 def _check_one_answer(model: Any, options: dict[str, Any]) -> None:

@@ -68,9 +68,13 @@ def test_everything_comes_back_bit_for_bit(model, result, saved):
 
 
 def test_a_pickle_is_refused_and_names_what_works(result):
-    for refused in (pickle.dumps, copy.deepcopy):
+    for refused in (pickle.dumps, copy.deepcopy, lambda x: pickle.dumps(x.new_cache())):
         with pytest.raises(CacheError, match=r"result\.save\(path\).*gracekv\.load"):
             refused(result)
+    # A result in place of a cache.
+    for run in (result.model, result.model.generate):
+        with pytest.raises(CacheError, match=r"result\.new_cache\(\)"):
+            run(**result.inputs, past_key_values=result)
 
 
 def test_text_needs_the_same_tokenizer(model, result, saved):
