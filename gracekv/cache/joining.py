@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,14 +43,13 @@ def joined_cache(
         shard: the KV heads that this process holds.
     """
     shift = old.length - places
-    pairs = [(_parts(one), _parts(more)) for one, more in zip(old.layers, new.layers, strict=True)]
     # A width that the passage uses nowhere, in no process, needs no part.
-    counts = torch.tensor([[part.entries for part in codes] for _, (_, codes) in pairs]).sum(0)
+    counts = torch.tensor([[part.entries for part in layer.coded] for layer in new.layers]).sum(0)
     used = shard.sum(counts).nonzero().flatten().tolist()
     layers = list[LayerEntries]()
-    for (exact, codes), (added, added_codes) in pairs:
-        joined = _joined_layer(exact, added, shift)
-        parts = _joined_codes(codes, [added_codes[n] for n in used], shift)
+    for one, more in zip(old.layers, new.layers, strict=True):
+        joined = _joined_layer(one.exact, more.exact, shift)
+        parts = _joined_codes(one.coded, [more.coded[n] for n in used], shift)
         layers.append(QuantisedEntries(joined, parts) if parts else joined)
     return dataclasses.replace(new, layers=tuple(layers), length=new.length + shift)
 
@@ -95,11 +93,6 @@ def _without_gaps(scores: Tensor) -> Tensor:
     """Scores [E] of a head with their mean in place of inf."""
     finite = scores[scores.isfinite()]
     return scores.masked_fill(scores.isinf(), float(finite.mean()) if len(finite) else 0.0)
-
-
-def _parts(layer: Any) -> tuple[RaggedEntries, tuple[CodedEntries, ...]]:
-    """The entries of a layer in the model's dtype, and the quantised ones."""
-    return (layer.exact, layer.coded) if isinstance(layer, QuantisedEntries) else (layer, ())
 
 
 def _joined_layer(old: RaggedEntries, new: RaggedEntries, shift: int) -> RaggedEntries:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gracekv import recipes
 from gracekv.cache import Accounting, CompressedCache, Timings, dequantised
-from gracekv.cache.quantised import QuantisedEntries
 from gracekv.cache.serialization import write_cache
 from gracekv.cache.sharding import gathered_cache
 from gracekv.decode import Limit
@@ -104,7 +103,7 @@ class BaseResult(ABC):
         scores = None if None in each else tuple(map(torch.cat, zip(*each, strict=True)))
         strategy = limit.decoder(self.pipeline.decode)
         source = self._cache
-        if any(isinstance(layer, QuantisedEntries) for layer in self.packed.layers):
+        if any(layer.coded for layer in self.packed.layers):
             source = GraceCache(dequantised(self.packed), self.pipeline.backend)
         return LimitedCache(source, self.model, limit, strategy, scores)
 

@@ -163,10 +163,9 @@ class LimitedCache(GraceCache):
         if self._scores is None and not self._strategy.keep_prompt:
             why = "the packed entries have no scores by which they could be cut"
         elif not self._strategy.keep_prompt:
-            heads = [x.packed.entries.lengths for x in self.grace_layers]
-            whole = zip(heads, self._scores or (), strict=True)
-            rows = [(ragged.rows(counts)[own.isinf().cpu()], len(counts)) for counts, own in whole]
-            stays = self._sums([torch.bincount(row, minlength=count) for row, count in rows])
+            counted = [ragged.offsets(own.isinf().long().cpu()) for own in self._scores or ()]
+            each_layer = zip(counted, self.grace_layers, strict=True)
+            stays = self._sums([n[x.packed.entries.exact.offsets].diff() for n, x in each_layer])
             why = "the part of the prompt that was not compressed stays"
         every, each = self.limit.every, [-(-own // units) + self.limit.window for own in stays]
         lengths = [self.packed_length + 1 - hidden for hidden in self.padding]

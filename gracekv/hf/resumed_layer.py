@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -134,6 +135,11 @@ class HybridLayer(ResumedStates, LinearAttentionAndFullAttentionLayer):  # type:
     """
 
     is_compileable = False
+    # Those of the compressed part.
+    update = property(attrgetter("attention.update"))
+    get_seq_length = property(attrgetter("attention.get_seq_length"))
+    get_mask_sizes = property(attrgetter("attention.get_mask_sizes"))
+    get_max_length = property(attrgetter("attention.get_max_length"))
 
     def __init__(self, state: LayerState, attention: GraceLayer) -> None:
         self.attention = attention
@@ -143,24 +149,9 @@ class HybridLayer(ResumedStates, LinearAttentionAndFullAttentionLayer):  # type:
         super().reset()
         self.attention.reset()
 
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        return self.attention.update(*args, **kwargs)
-
-    def get_seq_length(self) -> int:
-        return self.attention.get_seq_length()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.attention.get_mask_sizes(query_length)
-
-    def get_max_length(self) -> int:
-        return -1
-
     def crop(self, tokens_to_remove: int) -> None:
         ResumedStates.crop(self, tokens_to_remove)
         self.attention.crop(tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
@@ -169,6 +160,8 @@ class HybridLayer(ResumedStates, LinearAttentionAndFullAttentionLayer):  # type:
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
         self.attention.batch_select_indices(indices)
+
+    reorder_cache = batch_select_indices
 
 
 def resumed_layer(state: LayerState, length: int, attention: GraceLayer | None) -> Any:

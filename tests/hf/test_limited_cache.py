@@ -158,12 +158,8 @@ def masked_logits(model, ids, dropped, steps):
         model(input_ids=ids[None, :first], past_key_values=cache)
         mask = torch.ones(1, len(ids), dtype=torch.long)
         mask[0, list(dropped)] = 0
-        return model(
-            input_ids=ids[None, first:],
-            past_key_values=cache,
-            attention_mask=mask,
-            position_ids=torch.arange(first, len(ids))[None],
-        ).logits[0]
+        how = {"attention_mask": mask, "position_ids": torch.arange(first, len(ids))[None]}
+        return model(input_ids=ids[None, first:], past_key_values=cache, **how).logits[0]
 
 
 @pytest.mark.parametrize("rope", ["default", "yarn", "dynamic"])
