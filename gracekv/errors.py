@@ -7,7 +7,8 @@ callers can catch what they already catch.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -134,6 +135,22 @@ def expect(value: object, kind: Any, takes: str, error: type[GracekvError] = Con
     """Raise `error`, which says what a call `takes`, unless `value` is a `kind`."""
     if not isinstance(value, kind):
         raise error(f"{takes}; got {type(value).__name__}.")
+
+
+def one_of(
+    name: str, value: object, known: Collection[str], error: type[GracekvError] = ConfigError
+) -> None:
+    """Raise `error`, with the nearest name, unless `value` of `name` is one of the `known`."""
+    if value not in known:
+        near = suggestion(str(value), list(known))
+        raise error(f"{name} takes one of {', '.join(known)}; got {value!r}.{near}")
+
+
+def suggestion(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
+    """`` Did you mean 'x'?`` for the nearest known name or what it maps to, or nothing."""
+    written = known if isinstance(known, Mapping) else {x: x for x in known}
+    near = get_close_matches(name.lower(), written, n=1)
+    return "".join(f" Did you mean {written[x]!r}?" for x in near)
 
 
 def renamed(old: str, new: str) -> Any:

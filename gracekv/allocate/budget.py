@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.plan import BudgetPlan
-from gracekv.errors import BudgetError, ConfigError, expect
+from gracekv.errors import BudgetError, ConfigError, expect, suggestion
 from gracekv.kernels import ragged
-from gracekv.registry import Configurable, bounded, suggestion
+from gracekv.registry import Configurable, bounded
 
 _UNITS = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9,

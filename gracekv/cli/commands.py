@@ -14,7 +14,7 @@ from typer import Option
 
 import gracekv
 from gracekv import recipes
-from gracekv.errors import ConfigError
+from gracekv.errors import ConfigError, one_of
 from gracekv.files import check_output, read_text
 
 app = typer.Typer(
@@ -201,14 +201,11 @@ def list_(
     from rich.table import Table
 
     from gracekv import recipes as named
-    from gracekv.registry import suggestion
 
     shown: dict[str, list[tuple[str, ...]]] = {}
     shown |= {x: list(rows.items()) for x, rows in gracekv.strategies().items()}
-    if stage is not None and stage not in shown:
-        raise ConfigError(
-            f"Unknown stage {stage!r}.{suggestion(stage, list(shown))} Stages: {', '.join(shown)}."
-        )
+    if stage is not None:
+        one_of("stage", stage, shown)
     found = [(name, named.find(name)) for name in named.names()]
     # Sources have a column of their own.
     shown["recipes"] = [(name, x.summary, x.source) for name, x in found]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from gracekv.errors import ConfigError
+from gracekv.errors import ConfigError, suggestion
 from gracekv.prefill.chat_text import ROLES
-from gracekv.registry import Configurable, bounded, suggestion
+from gracekv.registry import Configurable, bounded
 
 # Shorter runs of messages are not worth compressing. Source: ours.
 _SHORT = 32

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gracekv.errors import ConfigError
+from gracekv.errors import one_of
 from gracekv.evaluate.row_files import Row
-from gracekv.registry import suggestion
 
 # A method that equals FullKV has KL 0; its logarithm is cut here (ours; float32 rounding alone
 # makes about 1e-6).
@@ -90,9 +89,5 @@ MEASURES = {measure.name: measure for measure in _ALL}
 
 def measure(name: str) -> Measure:
     """The measure of that name; `ConfigError` with the nearest name if there is none."""
-    if name not in MEASURES:
-        raise ConfigError(
-            f"Unknown measure {name!r}.{suggestion(name, list(MEASURES))} Measures: "
-            f"{', '.join(MEASURES)}."
-        )
+    one_of("metric", name, MEASURES)
     return MEASURES[name]

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gracekv.errors import TaskError
+from gracekv.errors import TaskError, suggestion
 from gracekv.evaluate import long_outputs, ruler, shared_context
 from gracekv.evaluate.sample import Sample, chat_prompt, render_questions
 from gracekv.evaluate.sources import Sources, longbench_forms, ruler_forms
 from gracekv.evaluate.texts import Family, largest, random_stream
-from gracekv.registry import suggestion
 
 # Tasks of several questions about one text; see `gracekv.evaluate.shared_context`.
 SHARED = tuple(f"shared_context:{name}" for name in shared_context.TASKS)

@@ -15,7 +15,7 @@ from torch import Tensor
 from gracekv.allocate import BudgetOptions
 from gracekv.cache import Occupancy
 from gracekv.decode import Compaction, Limit
-from gracekv.errors import CacheError, EditedHistoryError, PromptError, expect
+from gracekv.errors import CacheError, EditedHistoryError, PromptError, expect, one_of
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.extend import closed_run, limited_run
 from gracekv.hf.generation import (
@@ -137,9 +137,11 @@ class Conversation:
                 read, and compresses all older messages again; otherwise that is refused.
             kwargs: go to `model.generate`.
 
-        Raises what `ask` raises, and `EditedHistoryError` for a history that was edited.
+        Raises what `ask` raises, `EditedHistoryError` for a history that was edited, and
+        `ConfigError` if `edited` is neither.
         """
         self._check_alone(kwargs)
+        one_of("edited", edited, ("refuse", "compress"))
         anew = False
         try:
             self._new_turns(messages, tools)
@@ -218,7 +220,8 @@ class Conversation:
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
-        return f"Conversation({len(self.messages) // 2} turns, {len(self._ids):,} tokens{state})"
+        turns = sum(message["role"] == "user" for message in self.messages)
+        return f"Conversation({turns} turns, {len(self._ids):,} tokens{state})"
 
     def _stream(
         self, messages: Any, tools: Any, max_new_tokens: int, options: dict[str, Any]

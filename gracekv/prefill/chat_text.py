@@ -10,8 +10,7 @@ from itertools import pairwise
 from os.path import commonprefix
 from typing import Any, Literal
 
-from gracekv.errors import EditedHistoryError, PromptError, expect
-from gracekv.registry import suggestion
+from gracekv.errors import EditedHistoryError, PromptError, expect, suggestion
 
 # The leads that `continued` encodes before a text, in order. A word merges with a letter before
 # it, rarely with a line end or a full stop; the rest serve texts that start with one of those.

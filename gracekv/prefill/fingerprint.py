@@ -148,8 +148,7 @@ def sampled_digest(
             own[data.device][name] = data, at
     for device, held in own.items():
         for name, few in zip(held, _elements(device, list(held.values())), strict=True):
-            own_dtype = held[name][0].dtype
-            read = few if dtype is None else few.clone().view(own_dtype).to(dtype)
+            read = few if dtype is None else few.clone().view(held[name][0].dtype).to(dtype)
             samples[name] = read.view(torch.uint8)
     digest = hashlib.sha256()
     for name, mark in marks:

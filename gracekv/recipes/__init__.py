@@ -6,11 +6,11 @@ recipe has code of its own. Plugins add theirs with `register`.
 
 from __future__ import annotations
 
-from gracekv.errors import ConfigError, UnknownStrategyError
+from gracekv.errors import ConfigError, UnknownStrategyError, suggestion
 from gracekv.recipes.base import PAPER, Recipe
 from gracekv.recipes.own import OWN
 from gracekv.recipes.rivals import RIVALS
-from gracekv.registry import Configurable, suggestion
+from gracekv.registry import Configurable
 from gracekv.registry.plugins import load_plugins, missing_hint
 
 __all__ = [

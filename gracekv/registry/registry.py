@@ -14,11 +14,10 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
-from gracekv.errors import ConfigError, UnknownStrategyError
+from gracekv.errors import ConfigError, UnknownStrategyError, suggestion
 from gracekv.registry.hyperparameter import check_fields, check_values
 from gracekv.registry.plugins import load_plugins, missing_hint
 
@@ -196,13 +195,6 @@ class Registry(Generic[S]):
 
     def __len__(self) -> int:
         return len(self._known())
-
-
-def suggestion(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
-    """`` Did you mean 'x'?`` for the nearest known name or what it maps to, or nothing."""
-    written = known if isinstance(known, Mapping) else {x: x for x in known}
-    near = get_close_matches(name.lower(), written, n=1)
-    return "".join(f" Did you mean {written[x]!r}?" for x in near)
 
 
 # A compression reads dozens of strategies; a class's annotations stay as they are.

@@ -8,7 +8,7 @@ from typing import SupportsIndex
 
 import torch
 
-from gracekv.errors import ReportError, expect
+from gracekv.errors import ReportError, expect, one_of
 from gracekv.report.entries import Result, check_result, kept_entries
 
 
@@ -66,8 +66,7 @@ class TokenStatuses:
 
         Raises `ReportError` for another state.
         """
-        if state not in ("exact", "merged", "dropped"):
-            raise ReportError(f"A token is exact, merged or dropped; got {state!r}.")
+        one_of("state", state, ("exact", "merged", "dropped"), ReportError)
         return sum(row.state == state for row in self.rows)
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from gracekv.decode.compaction import Compaction
 from gracekv.decode.limit import Limit
-from gracekv.errors import EditedHistoryError, StoreError, expect
+from gracekv.errors import EditedHistoryError, StoreError, expect, one_of
 from gracekv.prefill.chat_text import Message, check_question, continued, new_turns
 from gracekv.vllm.header import SEPARATOR
 from gracekv.vllm.requests import Request
@@ -85,19 +85,22 @@ class ServedConversation:
         """The answer to a whole history of messages, as in `gracekv.hf.conversation.Conversation`.
 
         That the context consists of the first of them, with these tools, is not checked. Raises
-        what `stream` raises, and `EditedHistoryError` for a history that was edited.
+        what `stream` raises, and what `Conversation.send` does.
         """
+        one_of("edited", edited, ("refuse", "compress"))
         try:
-            self._new_turns(messages, tools)
+            self._new_turns(messages, tools, self.messages)
         except EditedHistoryError:
             if edited != "compress":
                 raise
+            self._new_turns(messages, tools, ())  # Before anything is deleted.
             self.close()
             self._begin()
         return "".join(self._stream(messages, tools, max_tokens, options))
 
-    def _new_turns(self, messages: Any, tools: Any) -> list[tuple[str, list[int]]]:
-        known, tokenizer = self.messages, self._client._tokenizer
+    def _new_turns(self, messages: Any, tools: Any, known: Any) -> list[tuple[str, list[int]]]:
+        """Role and ids of each message that was not `known`; raises as `new_turns` does."""
+        tokenizer = self._client._tokenizer
         if known and tools != self._tools:
             raise EditedHistoryError("The tools are not those that the conversation began with.")
         return new_turns(tokenizer, known, messages, self._count, tools=tools, separator=SEPARATOR)
@@ -107,7 +110,7 @@ class ServedConversation:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        client, tail = self._client, [*self._tail, *self._new_turns(messages, tools)]
+        client, tail = self._client, [*self._tail, *self._new_turns(messages, tools, self.messages)]
         ids = [x for _, tokens in tail for x in tokens]
         text, answer, end = "", list[int](), None
         made = Request(self.context, tuple(ids), None, exact=True)

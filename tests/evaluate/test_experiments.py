@@ -141,8 +141,7 @@ def test_ablate_shows_differences(cli, model_folder, tmp_path):
     )  # fmt: skip
     assert code == 0
     # A failure that has been run again with success since is none.
-    failed = {**read_rows(tmp_path)[0], "error": {"type": "X", "message": ""}}
-    written(tmp_path, [failed], "early")
+    written(tmp_path, [{**read_rows(tmp_path)[0], "error": {"type": "X", "message": ""}}], "early")
     assert cli("ablate", *shown)[0] == 0
     assert "Difference from gracekv" in text
     assert "| gracekv[floor.alpha=0.2] | 4x |" in text
@@ -167,7 +166,7 @@ def test_a_yaml_file_says_the_same(cli, model_folder, tmp_path):
         (["evaluate", "--config", "a", "--samples", "5", "--methods", "m"], "methods, not both"),
         (["evaluate", "--model", "m", "--tasks", "ruler:fwe", "--ratios", "a"], "numbers"),
         (["ablate", "--base", "fullkv"], "no ablation recipes"),
-        (["ablate", "--model", "m", "--tasks", "ruler:fwe", "--metric", "x"], "measure 'x'"),
+        (["ablate", "--model", "m", "--tasks", "ruler:fwe", "--metric", "x"], "metric takes one"),
     ],
 )
 def test_bad_commands_exit_with_2_and_a_message(cli, tmp_path, argv, message):

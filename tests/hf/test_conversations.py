@@ -36,8 +36,7 @@ def test_turns_are_compressed_behind_the_context(model, tokenizer, book):
         for question in ("Why?", "And then?"):
             for one in (chat, plain):
                 one.ask(question, max_new_tokens=6, eos_token_id=1999)
-            by_hand = chat._ids[: len(chat._ids) - 6]
-            want, logits = steps(model, by_hand, book.new_cache(), 6)
+            want, logits = steps(model, chat._ids[: len(chat._ids) - 6], book.new_cache(), 6)
             same_greedy(chat._ids[-6:], want, logits)
         assert [turn["role"] for turn in chat.messages] == ["user", "assistant"] * 3
         before = chat._cache.packed_length

@@ -227,8 +227,7 @@ def test_every_row_of_a_batch_has_a_limit_of_its_own(model):
     model.generate(**batch.inputs, past_key_values=cache, max_new_tokens=100, do_sample=False)
     tail = cache.grace_layers[0].tail_length
     for row, length in enumerate((399, 159)):
-        each = int(cache.packed.sequence(row).entries().sum()) / 4
-        assert each + tail <= length // 2.5 + 16
+        assert int(cache.packed.sequence(row).entries().sum()) / 4 + tail <= length // 2.5 + 16
     assert cache.cuts > 2
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gracekv
-from gracekv.errors import EditedHistoryError, PromptError
+from gracekv.errors import ConfigError, EditedHistoryError, PromptError
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
 from support.asked_context import TEXT, same_greedy, steps
 
@@ -100,11 +100,14 @@ def test_an_edited_history_is_refused_or_compressed_anew(agent):
                 chat.send([*changed, answer, more] if changed[4:] else changed, tools=TOOLS)
         with pytest.raises(EditedHistoryError, match="tools are not"):
             chat.send([*LATER, answer, more])
+        with pytest.raises(ConfigError, match="one of refuse, compress; got 'compres'"):
+            chat.send(edited, tools=TOOLS, edited="compres")
         for unlike in ({"tools": TOOLS * 2}, {"tools": TOOLS, "max_new_tokens": 5000}):
             with pytest.raises(PromptError, match=r"those of the context|pass the 4096 positions"):
                 chat.send(edited, edited="compress", **unlike)
         assert chat.accounting.entries == held
         assert chat.messages == [*LATER, answer]
+        assert repr(chat).startswith("Conversation(2 turns, ")
         got = chat.send(edited, 6, tools=TOOLS, edited="compress")
         assert got == other.send(edited, 6, tools=TOOLS)
         assert torch.equal(chat._ids, other._ids)

@@ -20,8 +20,7 @@ def test_equals_the_definition(dtype, dim, power, maximum):
     seen = torch.randint(1, 1501, (700,), generator=made, device="cuda")
     weights = torch.rand(700, generator=made, device="cuda")
     got = softmax_columns(queries, keys, seen, weights, power=power, maximum=maximum)
-    wide = keys.double().repeat_interleave(4, dim=0)
-    logits = queries.double() @ wide.mT
+    logits = queries.double() @ keys.double().repeat_interleave(4, dim=0).mT
     logits.masked_fill_(torch.arange(1500, device="cuda") >= seen[:, None], -torch.inf)
     shares = weights.double()[:, None] * logits.softmax(-1) ** power
     want = shares.amax(1) if maximum else shares.sum(1)

@@ -190,8 +190,7 @@ def test_a_quantised_model_is_captured_and_compressed_like_its_plain_twin(kind, 
             got, want = (torch.stack(getattr(x, name)) for x in (prefill, expected))
         else:
             got, want = (x.observation(name) for x in (prefill, expected))
-        error = relative_error(got, want)
-        assert error < (1e-5 if dtype is torch.float32 else 0.02), name
+        assert relative_error(got, want) < (1e-5 if dtype is torch.float32 else 0.02), name
     if dtype is torch.float32:
         ids = gracekv.compress(model, PROMPT, ratio=3).generate_ids(8)
         plain = gracekv.compress(twin, PROMPT, ratio=3)

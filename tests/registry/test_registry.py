@@ -4,8 +4,8 @@ from typing import Literal
 
 import pytest
 
-from gracekv.errors import ConfigError, GracekvError, UnknownStrategyError
-from gracekv.registry import Configurable, Registry, Strategy, suggestion
+from gracekv.errors import ConfigError, GracekvError, UnknownStrategyError, suggestion
+from gracekv.registry import Configurable, Registry, Strategy
 from gracekv.value import SCORERS, ReadAhead
 
 TOYS: Registry["Toy"] = Registry("toy", "what is played")

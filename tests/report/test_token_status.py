@@ -59,5 +59,5 @@ def test_a_token_that_is_not_there(make, position):
     result = make("gracekv", 3)
     with pytest.raises(ReportError, match=rf"tokens 0 to 110; got {position}\.|number; got str"):
         token_statuses(result, position)
-    with pytest.raises(ReportError, match="exact, merged or dropped; got 'kept'"):
+    with pytest.raises(ReportError, match="one of exact, merged, dropped; got 'kept'"):
         token_statuses(result, 9).count("kept")

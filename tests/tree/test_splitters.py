@@ -42,8 +42,7 @@ def problem(seed: int, slots: int, floor: bool, tied: bool) -> TreeContext:
     region = context.partition.region
     rng = torch.Generator().manual_seed(seed)
     places = torch.randperm(region.length - 1, generator=rng)[: slots - 1]
-    cuts = (places + 1 + region.start).tolist()
-    bounds = torch.tensor(sorted({region.start, region.end, *cuts}))
+    bounds = torch.tensor(sorted({region.start, region.end, *(places + 1 + region.start).tolist()}))
     context = dataclasses.replace(context, partition=Partition(bounds))
     if tied:
         assert context.curvature is not None

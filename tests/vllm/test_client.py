@@ -267,6 +267,11 @@ def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
         with pytest.raises(EditedHistoryError, match="Message 1"):
             chat.send([system, *changed])
         assert extensions(server)[0][0]["name"] == "agent"
+        with pytest.raises(ValueError, match="Did you mean 'compress'"):
+            chat.send([system, *changed], edited="compres")
+        with pytest.raises(PromptError, match="role"):
+            chat.send([system, *changed[:-1], {}], edited="compress")
+        assert chat.messages[1]["content"] == "Who?"
         chat.send([system, *changed], edited="compress")
         assert chat.messages[1:5] == changed
         asked = [x["kv_transfer_params"] for x in server.bodies if "stream" in x]
