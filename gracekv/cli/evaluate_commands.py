@@ -48,6 +48,13 @@ class RunOptions:
     retry_failed: Annotated[bool, Option("--retry-failed", help="Run failed cells again.")] = False
     imports: Imports = None
 
+    @property
+    def own(self) -> list[str]:
+        """The options that an experiment's file would say, and that differ from their defaults."""
+        return [
+            x for x, y in vars(self).items() if x not in _BESIDE and y != getattr(RunOptions, x)
+        ]
+
     def experiment(self, methods: Sequence[str]) -> Experiment:
         """One panel of these methods. Raises `ConfigError` without a model or tasks."""
         from gracekv.evaluate.experiment import Experiment
@@ -100,11 +107,10 @@ def evaluate(
     """Run methods on benchmark tasks, resumably. Writes a row per sample, method and budget."""
     from gracekv.evaluate.experiment import Experiment, split_methods
 
-    own = [x for x, y in vars(options).items() if x not in _BESIDE and y != getattr(RunOptions, x)]
     if config is None:
         experiment = options.experiment(split_methods(methods or "fullkv,gracekv"))
-    elif own or methods:
-        told = ", ".join([*own, *["methods"] * bool(methods)])
+    elif options.own or methods:
+        told = ", ".join([*options.own, *["methods"] * bool(methods)])
         raise ConfigError(f"Give either --config or {told}, not both: the file says all of it.")
     else:
         experiment = Experiment.load(config)
@@ -147,7 +153,7 @@ def ablate(
 
     settings, measures = set_ or [], _measures(metric)
     methods = variants(base, settings, not settings if ablations is None else ablations)
-    if options.model is not None or options.tasks is not None:
+    if options.own:
         if not options.ratios and not options.entries:
             options = replace(options, ratios="8")
         options.run(options.experiment(methods))

@@ -162,6 +162,7 @@ def test_a_yaml_file_says_the_same(cli, model_folder, tmp_path):
     ("argv", "message"),
     [
         (["evaluate"], "Give --model and --tasks"),
+        (["ablate", "--ratios", "4"], "Give --model and --tasks"),
         (["evaluate", "--model", "m", "--tasks", "x"], "Unknown task"),
         (["evaluate", "--config", "a", "--samples", "5", "--methods", "m"], "methods, not both"),
         (["evaluate", "--model", "m", "--tasks", "ruler:fwe", "--ratios", "a"], "numbers"),

@@ -72,8 +72,7 @@ def test_equals_attention_in_float64(
     mask = torch.rand(batch, 1, tokens, tokens + 3, generator=rng) < 0.5 if masked else None
     rows = torch.randint(0, sequences, (batch,), generator=rng) if shuffled else None
     logits = torch.randn(heads * group, generator=rng) if sinks else None
-    options = {"softcap": softcap, "sink_logits": logits}
-    check(layer, query, *tail, mask, rows, options)
+    check(layer, query, *tail, mask, rows, {"softcap": softcap, "sink_logits": logits})
 
 
 @pytest.mark.parametrize("size", [32, 48, 200])
