@@ -21,9 +21,9 @@ def path_of(path: str | os.PathLike[str]) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file; raises `ConfigError` if it cannot be read."""
+    """The text of a UTF-8 file, without a byte order mark; `ConfigError` if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Cannot read {path} as UTF-8 text: {error}.") from error
 

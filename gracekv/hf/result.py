@@ -16,7 +16,7 @@ from gracekv.allocate import Budget, BudgetOptions
 from gracekv.decode import Compaction, Limit
 from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sharding import check_whole
-from gracekv.errors import CacheError, ConfigError, PromptError
+from gracekv.errors import CacheError, ConfigError, PromptError, ReportError, expect
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.conversation import Conversation
@@ -83,12 +83,14 @@ class CompressionResult(BaseResult):
                 `new_cache(Limit(..., history=True))`; the page then shows what each cut left of it.
 
         Raises `ReportError` if the result was loaded from a file and holds merged entries, whose
-        tokens are not in the file, or if the cache belongs to another result; `CacheError` if the
-        cache has no history.
+        tokens are not in the file, or if the cache is none of this result's; `CacheError` if it has
+        no history.
         """
         from gracekv.report import write
 
         check_whole(self.model, "report")
+        takes = "cache takes a cache of result.new_cache(Limit(..., history=True))"
+        expect(cache, GraceCache | None, takes, ReportError)
         write(path, self, label=label, answer=answer, cache=cache)
 
     def generate(

@@ -13,5 +13,5 @@ def run(cli, monkeypatch):
 @pytest.fixture
 def story(tmp_path):
     path = tmp_path / "story.txt"
-    path.write_text("Once “upon” a time.", encoding="utf-8")
+    path.write_text("Once “upon” a time.", encoding="utf-8-sig")  # as Windows writes it
     return path

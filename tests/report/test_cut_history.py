@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import gracekv
 from gracekv import Limit
@@ -99,8 +100,9 @@ def test_the_page_holds_the_texts_and_the_counts(book, tmp_path):
     other = gracekv.compress(
         book.model, gracekv.Prompt.from_chat(book.tokenizer, context=TEXT[:100]), ratio=2
     )
-    with pytest.raises(ReportError, match="belongs to another result"):
-        other.report(tmp_path / "other.html", cache=cache)
+    for given, why in ((cache, "belongs to another result"), (DynamicCache(), "got DynamicCache")):
+        with pytest.raises(ReportError, match=why):
+            other.report(tmp_path / "other.html", cache=given)
 
 
 @pytest.mark.parametrize("other", ["prompt", "recipe"])
@@ -126,8 +128,7 @@ def test_quantised_and_loaded_results_report_their_own_caches(book, tmp_path):
     assert quantised.packed.layers[-1].coded
     cache, _ = written(quantised, Limit(**{**SMALL, "entries_per_head": 400}, history=True))
     quantised.report(tmp_path / "quantised.html", cache=cache)
-    whole = gracekv.compress(book.model, book.prompt, ratio=2, pipeline="snapkv")
-    whole.save(tmp_path / "saved")
+    gracekv.compress(book.model, book.prompt, ratio=2, pipeline="snapkv").save(tmp_path / "saved")
     loaded = gracekv.load(tmp_path / "saved", book.model, tokenizer=book.tokenizer)
     cache = loaded.new_cache(Limit(**{**SMALL, "entries_per_head": 400}, history=True))
     loaded.report(tmp_path / "loaded.html", cache=cache)
