@@ -240,12 +240,14 @@ def next_attention(
     row = region_samples(Region(0, count - 1), _SAMPLES)
     at, after = (on_device(x, queries.device) for x in (row, row + (keys.shape[1] - count + 1)))
     asked = rearrange(queries[:, at] * scale, "(g n) q d -> g (n q) d", g=len(keys))
-    logits = capped(batched_linear(asked, keys.float()), softcap).view(len(queries), len(at), -1)
+    # Each head of a passage has a size of its own, for which oneDNN would compile.
+    logits = batched_linear(asked, keys.float(), once=True)
+    logits = capped(logits, softcap).view(len(queries), len(at), -1)
+    total = logits.logsumexp(dim=2)
     if sinks is not None:
-        own = sinks[:, at] if sinks.ndim > 1 else sinks[:, None].expand(-1, len(at))
-        logits = torch.cat([logits, own[..., None].to(logits)], dim=2)
-    after = after.expand(len(queries), -1)[..., None]
-    return torch.softmax(logits, dim=2).gather(2, after).mean(dim=(1, 2))
+        total = total.logaddexp((sinks[:, at] if sinks.ndim > 1 else sinks[:, None]).to(total))
+    read = logits.gather(2, after.expand(len(queries), -1)[..., None])[..., 0]
+    return read.sub_(total).exp_().mean(dim=1)
 
 
 def _reads(queries: Tensor, keys: Tensor) -> bool:

@@ -41,8 +41,7 @@ def generated(model, result, cache=None, **kwargs):
         return_dict_in_generate=True,
         **({"max_new_tokens": 9, "do_sample": False} | kwargs),
     )
-    length = result.inputs["input_ids"].shape[1]
-    return output.sequences[:, length:], torch.stack(output.logits)
+    return output.sequences[:, result.inputs["input_ids"].shape[1] :], torch.stack(output.logits)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])

@@ -99,8 +99,7 @@ def compactor(prefill, sinks=8, chunk=13, blending=0.5, ridge=1e-2):
                 keys = prefill.keys[layer][head, inside.start : inside.stop].double()
                 for query_head in (2 * head, 2 * head + 1):
                     for u in inside:
-                        query = prefill.queries[layer][query_head, u].double()
-                        share = (keys @ query).softmax(0)
+                        share = (keys @ prefill.queries[layer][query_head, u].double()).softmax(0)
                         for t in inside:
                             sums[t - sinks] += float(share[t - first]) / 2
             norms = prefill.values[layer][head, sinks:end].double().norm(dim=-1).tolist()

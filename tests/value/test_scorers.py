@@ -95,8 +95,7 @@ def test_the_best_tokens_are_the_free_sinks_and_the_latest(prefix, context, rece
     # The prefix holds the prompt's first tokens already.
     first = [t for t in range(sinks) if region.start <= t < region.end][:kept]
     rest = [t for t in range(region.start, region.end) if t not in first]
-    expected = first + rest[len(rest) - (kept - len(first)) :]
-    assert bool((best == torch.tensor(expected)).all())
+    assert bool((best == torch.tensor(first + rest[len(rest) - (kept - len(first)) :])).all())
 
 
 def test_scores_stay_distinct_and_sum_to_one_over_a_long_context():
