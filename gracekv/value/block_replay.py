@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.kernels.device import obstacle
-from gracekv.kernels.linalg import batched_linear, capped, on_device
+from gracekv.kernels.linalg import capped, on_device
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.needs import region_samples
@@ -240,9 +240,8 @@ def next_attention(
     row = region_samples(Region(0, count - 1), _SAMPLES)
     at, after = (on_device(x, queries.device) for x in (row, row + (keys.shape[1] - count + 1)))
     asked = rearrange(queries[:, at] * scale, "(g n) q d -> g (n q) d", g=len(keys))
-    # Each head of a passage has a size of its own, for which oneDNN would compile.
-    logits = batched_linear(asked, keys.float(), once=True)
-    logits = capped(logits, softcap).view(len(queries), len(at), -1)
+    # Torch's own product: oneDNN compiles for each size, and heads of a passage all differ in size.
+    logits = capped(asked @ keys.float().mT, softcap).view(len(queries), len(at), -1)
     total = logits.logsumexp(dim=2)
     if sinks is not None:
         total = total.logaddexp((sinks[:, at] if sinks.ndim > 1 else sinks[:, None]).to(total))

@@ -249,7 +249,7 @@ def test_without_the_padding_of_heads_a_passage_is_read_alike(model, monkeypatch
     plain, sizes = linalg.linear, set()
     monkeypatch.setattr(linalg, "linear", lambda x, rows: sizes.add(rows.shape) or plain(x, rows))
     own = book.extend(IDS[:40], ratio=2)
-    # Those of the passage alone: for each head's own, oneDNN would compile once more.
+    # oneDNN compiles for each size, so a head's own entries must not make one.
     assert len(sizes) == 4
     for reader in (partial_attention, block_replay, attended):
         monkeypatch.setattr(reader, "first_entries", lambda keys, past: [0] * len(keys))

@@ -33,8 +33,7 @@ class Tied(Scorer):
     levels: int = 3
 
     def layer(self, capture, region, memory):
-        norms = capture.keys[:, region.start : region.end].norm(dim=-1)
-        return (norms * 7).floor() % self.levels
+        return (capture.keys[:, region.start : region.end].norm(dim=-1) * 7).floor() % self.levels
 
 
 @dataclass(frozen=True)
