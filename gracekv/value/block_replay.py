@@ -242,11 +242,11 @@ def next_attention(
     asked = rearrange(queries[:, at] * scale, "(g n) q d -> g (n q) d", g=len(keys))
     # Torch's own product: oneDNN compiles for each size, and heads of a passage all differ in size.
     logits = capped(asked @ keys.float().mT, softcap).view(len(queries), len(at), -1)
-    total = logits.logsumexp(dim=2)
     if sinks is not None:
-        total = total.logaddexp((sinks[:, at] if sinks.ndim > 1 else sinks[:, None]).to(total))
-    read = logits.gather(2, after.expand(len(queries), -1)[..., None])[..., 0]
-    return read.sub_(total).exp_().mean(dim=1)
+        own = sinks[:, at] if sinks.ndim > 1 else sinks[:, None].expand(-1, len(at))
+        logits = torch.cat([logits, own[..., None].to(logits)], dim=2)
+    torch.softmax(logits, dim=2, out=logits)
+    return logits.gather(2, after.expand(len(queries), -1)[..., None]).mean(dim=(1, 2))
 
 
 def _reads(queries: Tensor, keys: Tensor) -> bool:
