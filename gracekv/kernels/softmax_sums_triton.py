@@ -182,19 +182,21 @@ def row_logsumexp(
         held = _tile(queries, q, known, query_row_stride, 0, D, BLOCK_D)
         if PARTS == 2:
             low = _tile(queries + query_part_stride, q, known, query_row_stride, 0, D, BLOCK_D)
+    least = tl.min(tl.where(known, visible, length), 0)
     span = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_K) * BLOCK_K
     stop = tl.minimum((split + 1) * span, tl.max(visible, 0))
     for start in range(split * span, stop, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        logits = scale * _logits(
+        logits = _logits(
             queries, keys, q, known, k, k < length, query_part_stride, query_row_stride,
             key_row_stride, held, low, features, D, BLOCK_Q, BLOCK_K, BLOCK_D, PARTS, "q",
         )  # fmt: skip
-        logits = tl.where(k[None, :] < visible[:, None], logits, -float("inf"))
-        peak = tl.maximum(top, tl.max(logits, 1))
+        if start + BLOCK_K > least:
+            logits = tl.where(k[None, :] < visible[:, None], logits, -float("inf"))
+        peak = tl.maximum(top, scale * tl.max(logits, 1))
         # A query may see nothing of its part of the keys.
         base = tl.where(peak == -float("inf"), 0.0, peak)
-        total = total * tl.exp2(top - base) + tl.sum(tl.exp2(logits - base[:, None]), 1)
+        total = total * tl.exp2(top - base) + tl.sum(tl.exp2(logits * scale - base[:, None]), 1)
         top = peak
     out = (split * tl.num_programs(1) + head) * count + q
     # Where nothing was seen, `top` is -inf.
@@ -223,8 +225,10 @@ def reduce_columns(
         held = _tile(keys, k, inside, key_row_stride, 0, D, BLOCK_D)
     # The first query that sees one of these keys: ascending ones after it do too.
     asked = part * CHUNK + tl.arange(0, CHUNK)
-    sees = tl.load(seen + asked, mask=asked < count, other=0).to(tl.int32) > first
-    begin = tl.min(tl.where(sees, asked, count), 0)
+    ends = tl.load(seen + asked, mask=asked < count, other=0).to(tl.int32)
+    begin = tl.min(tl.where(ends > first, asked, count), 0)
+    # Most queries see whole blocks, whose logits need no mask.
+    covered = tl.min(tl.where(asked < count, ends, length), 0) >= first + BLOCK_K
     split = tl.arange(0, SPLITS)[:, None]
     # Reduced at the end: other warps hold the other rows.
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
@@ -232,17 +236,18 @@ def reduce_columns(
         q = start + tl.arange(0, BLOCK_Q)
         known = (q < count) & (q < (part + 1) * CHUNK)
         visible = tl.load(seen + q, mask=known, other=0).to(tl.int32)
-        logits = scale * _logits(
+        logits = _logits(
             queries, keys, q, known, k, inside, query_part_stride, query_row_stride,
             key_row_stride, held, held, features, D, BLOCK_Q, BLOCK_K, BLOCK_D, PARTS, "k",
         )  # fmt: skip
+        if not covered:
+            logits = tl.where(k[None, :] < visible[:, None], logits, -float("inf"))
         at = (split * tl.num_programs(1) + head) * count + q[None, :]
         some = tl.load(lse + at, mask=known[None, :], other=0.0)
         peak = tl.max(some, 0)
-        norm = peak + tl.log2(tl.sum(tl.exp2(some - peak[None, :]), 0))
+        norm = power * (peak + tl.log2(tl.sum(tl.exp2(some - peak[None, :]), 0)))
         weight = tl.load(weights + q, mask=known, other=0.0)
-        share = weight[:, None] * tl.exp2(power * (logits - norm[:, None]))
-        share = tl.where(k[None, :] < visible[:, None], share, 0.0)
+        share = weight[:, None] * tl.exp2(logits * (power * scale) - norm[:, None])
         total = tl.maximum(total, share) if MAXIMUM else total + share
     reduced = tl.max(total, 0) if MAXIMUM else tl.sum(total, 0)
     at = (part * tl.num_programs(1) + head) * length + k
