@@ -100,12 +100,15 @@ def allocated_widths(
     bought, left = affordable(operation.rate, operation.tie, change, max(0, budget), shard)
     level = torch.zeros_like(entries.head)
     level.scatter_reduce_(0, operation.entry[:bought], operation.target[:bought], "amax")
-    # What is left is bought one by one, and so on the CPU.
-    known = torch.cat([level, entries.head, operation.after(bought)]).cpu()
-    level, head, rest = torch.split(known, [len(level), len(level), len(known) - 2 * len(level)])
-    waiting = _Waiting(_Operations.unpacked(rest), level, head, costs)
+    # What is left is bought one by one, and so on the CPU; a number holds head and level of an
+    # entry, or an operation, since a GPU copies slowly.
+    rest = (operation.entry << 16 | operation.source << 8 | operation.target)[bought:]
+    own, rest = torch.cat([entries.head << 8 | level, rest]).cpu().split([len(level), len(rest)])
+    # Only other processes ask for the order.
+    order = [x[bought:] for x in (operation.rate, operation.tie)] if shard.ranks > 1 else [rest] * 2
+    waiting = _Waiting(own, rest, order, costs)
     buy_in_turn(waiting.first, waiting.buy, left, shard)
-    return level
+    return waiting.level
 
 
 def widths_by_head(entries: Entries, costs: WidthCosts, budget: int) -> Tensor:
@@ -175,17 +178,6 @@ class _Operations:
         source = torch.where(fixed[entry], 0, target - 1)
         return cls(entry, source, target, falling.values[:offered], place * widths + target - 1)
 
-    def after(self, count: int) -> Tensor:
-        """int64 [5 M]: all fields of the operations after the first `count`; see `unpacked`."""
-        fields = [self.entry, self.source, self.target, self.rate.view(torch.int64), self.tie]
-        return torch.cat([field[count:] for field in fields])
-
-    @classmethod
-    def unpacked(cls, fields: Tensor) -> _Operations:
-        """The operations of `after`, int64 [5 M]."""
-        entry, source, target, rate, tie = fields.view(5, -1)
-        return cls(entry, source, target, rate.view(torch.float64), tie)
-
     def bytes(self, entries: Entries, costs: WidthCosts) -> Tensor:
         """int64 [M]: the cost of each operation after all operations before it."""
         price = torch.tensor((0, *costs.entry)).to(self.entry.device)
@@ -225,22 +217,29 @@ class _Waiting:
     """The operations that may still fit; `first` and `buy` are for `ranking.buy_in_turn`.
 
     Args:
-        ops: those that are not bought yet.
-        level: int64 [E], the level of each entry; purchases raise it.
-        head: int64 [E], the head of each entry.
+        entries: int64 [E], 256 times the head of each entry, and its level.
+        ops: int64 [M], those that are not bought yet: 65,536 times the entry, 256 times the level
+            before, and the level after.
+        order: what `ranking.first_offer` compares: rate and tie [M].
         costs: bytes of the widths.
+
+    Attributes:
+        level: int64 [E], the level of each entry; purchases raise it.
     """
 
-    def __init__(self, ops: _Operations, level: Tensor, head: Tensor, costs: WidthCosts) -> None:
-        self._level, self._costs, self._rate, self._tie = level, costs, ops.rate, ops.tie
-        self._entry, self._source, self._target = ops.entry, ops.source, ops.target
-        self._head = head[ops.entry]
+    def __init__(
+        self, entries: Tensor, ops: Tensor, order: Sequence[Tensor], costs: WidthCosts
+    ) -> None:
+        head, self.level = entries >> 8, entries & 255
+        self._costs, self._order = costs, order
+        self._entry, self._source, self._target = ops >> 16, ops >> 8 & 255, ops & 255
+        self._head = head[self._entry]
         levels, heads = len(costs.bits) + 1, int(head[-1]) + 1 if len(head) else 0
-        self._counts = torch.zeros(heads, levels, dtype=torch.int64)
-        self._counts.index_put_((head, level), torch.ones_like(level), accumulate=True)
+        counts = torch.bincount(head * levels + self.level, minlength=heads * levels)
+        self._counts = counts.view(heads, levels)
         # Costs follow from head, level before and level after.
         self._kind = (self._head * levels + self._source) * levels + self._target
-        self._waiting = level[self._entry] == self._source
+        self._waiting = self.level[self._entry] == self._source
         self._chosen = 0
 
     def first(self, left: int) -> tuple[float, int, int] | None:
@@ -253,11 +252,12 @@ class _Waiting:
         if not len(fits):
             return None
         at = self._chosen = int(fits[0])
-        return float(self._rate[at]), int(self._tie[at]), int(cost[self._kind[at]])
+        rate, tie = self._order
+        return float(rate[at]), int(tie[at]), int(cost[self._kind[at]])
 
     def buy(self) -> None:
         at = self._chosen
-        self._level[self._entry[at]] = self._target[at]
+        self.level[self._entry[at]] = self._target[at]
         self._counts[self._head[at], self._source[at]] -= 1
         self._counts[self._head[at], self._target[at]] += 1
         of_entry = self._entry == self._entry[at]
