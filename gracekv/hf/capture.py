@@ -265,8 +265,8 @@ def prefilled_run(
             stays = plan.total / (plan.layers * plan.heads * plan.context)
             read = partial(layer_by_layer, each=made.layer, trims=options.trim)
             try:
-                others, seconds = _read(model, prompt, past, needs, options, read, stays)
-                return made.finish(others, seconds_by_stage(seconds, needs))
+                others, seconds, identity = _read(model, prompt, past, needs, options, read, stays)
+                return made.finish(others, seconds_by_stage(seconds, needs), identity)
             except LayerOrderError as error:
                 if options.stream:
                     raise

@@ -53,9 +53,9 @@ from gracekv.undo import hooked, undone
 _TRIM = 4
 
 
-# What is known once the last layer was read: states of the layers that are not compressed, and wall
-# seconds of the forward pass ("prefill") and of each observer beside it.
-_Ending = tuple[tuple[LayerState, ...], Mapping[str | Observer, float]]
+# What is known once the last layer was read: states of the layers that are not compressed, wall
+# seconds of the forward pass ("prefill") and of each observer beside it, and the fingerprint.
+_Ending = tuple[tuple[LayerState, ...], Mapping[str | Observer, float], Mapping[str, str]]
 
 
 class Reading:
@@ -250,7 +250,6 @@ def layer_by_layer(
     layer, since kept entries lie between freed blocks.
     """
     record, count = reading.record, len(reading.layers)
-    identity = fingerprint(reading.model, reading.prompt.tokenizer)
     devices: list[torch.device] = []
     checks = FiniteChecks()
 
@@ -269,7 +268,6 @@ def layer_by_layer(
             scale=record.scale,
             softcap=record.softcap,
             token_ids=reading.prompt.ids,
-            fingerprint=identity,
             shard=reading.shard,
         )
         rope, sinks = record.rope_of(number), record.sinks.get(number)
@@ -284,5 +282,8 @@ def layer_by_layer(
             trim_memory()
 
     reading.by_layers(show)
+    # Last, when a GPU has enough to do until the host has found all weights.
+    identity = fingerprint(reading.model, reading.prompt.tokenizer)
     checks.finish()
-    return reading.others.states, {"prefill": reading.seconds} | reading.observations.seconds
+    seconds = {"prefill": reading.seconds} | reading.observations.seconds
+    return reading.others.states, seconds, identity

@@ -88,12 +88,12 @@ class Compression:
                 prefill = prefill.with_queries(torch.cat([*asked, pipe.precision.asks(info.spans)]))
         for capture in prefill:
             self.layer(capture)
-        others, seconds = prefill.other_layers, seconds_by_stage(prefill.seconds, needs)
+        known = prefill.other_layers, seconds_by_stage(prefill.seconds, needs), prefill.fingerprint
         if self._pool is None:
-            return self.finish(others, seconds, prefill)
+            return self.finish(*known, prefill)
         # The pool has what stays: from here on, nobody needs the other keys and values.
         del capture, prefill
-        return self.finish(others, seconds)
+        return self.finish(*known)
 
     def layer(self, capture: LayerCapture) -> None:
         """Score a layer, note what later stages need of it, and keep its best entries."""
@@ -131,6 +131,7 @@ class Compression:
         self,
         others: tuple[LayerState, ...],
         seconds: Mapping[str, float],
+        fingerprint: Mapping[str, str],
         prefill: Prefill | None = None,
     ) -> Run:
         """Choose and store the entries, after the last layer.
@@ -138,6 +139,7 @@ class Compression:
         Args:
             others: states of the layers that are not compressed.
             seconds: seconds of the capture, by stage of `Timings`.
+            fingerprint: identifies model and tokenizer.
             prefill: all layers, if they are held.
         """
         pipe, info, plan = self._pipeline, self._info, self._plan
@@ -146,7 +148,7 @@ class Compression:
             stored = self._stored_whole().with_other_layers(others)
             account = accounted(info, plan, stored, None, costs)
             timings = Timings(**seconds, **self._clock.seconds())
-            return Run(plan, stored, account, timings, info.fingerprint)
+            return Run(plan, stored, account, timings, fingerprint)
         with self._stage("value", info.device):
             compared = self._compared
             if compared is None:
@@ -178,7 +180,7 @@ class Compression:
             cache=stored,
             accounting=accounted(info, bought.plan, stored, bought, costs),
             timings=Timings(**seconds, **self._clock.seconds()),
-            fingerprint=info.fingerprint,
+            fingerprint=fingerprint,
             partition=compared.partition,
             relevance=relevance,
             forest=compared.forest,

@@ -164,7 +164,6 @@ class Prefill:
             scale=self.scale,
             softcap=self.softcap,
             token_ids=self.token_ids,
-            fingerprint=self.fingerprint,
             shard=self.shard,
         )
 
@@ -227,7 +226,7 @@ class Prefill:
         `query_source`.
         """
         wanted = torch.as_tensor(positions, dtype=torch.int64, device="cpu").unique()
-        at, held = self.info.query_rows(wanted)
+        at, held = map(torch.from_numpy, self.info.query_rows(wanted))
         if bool(held.all()) and all(
             self.queries[x].shape[1] == len(self.query_positions)
             for x in (range(self.layers) if layers is None else layers)

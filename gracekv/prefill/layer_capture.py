@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,7 +64,6 @@ class CaptureInfo:
         scale: factor of q . k before the softmax (1/sqrt(d) in most models).
         softcap: c of the logits c tanh(s q.k / c), or None.
         token_ids: int64 [T], or None for a prefill built from tensors.
-        fingerprint: identifies model and tokenizer, for saved caches.
         shard: which of all processes' KV heads these are; by default all.
     """
 
@@ -78,7 +78,6 @@ class CaptureInfo:
     scale: float
     softcap: float | None = None
     token_ids: Tensor | None = None
-    fingerprint: Mapping[str, str] = field(default_factory=dict)
     shard: HeadShard = WHOLE
 
     @property
@@ -95,16 +94,14 @@ class CaptureInfo:
         """Bytes of one K/V pair as it is stored."""
         return 2 * self.entry_dim * self.dtype.itemsize
 
-    def query_rows(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def query_rows(self, wanted: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Index of each of `wanted` (int64 [P], CPU) in `query_positions`, and whether it is there.
 
-        Returns int64 [P] and bool [P].
+        Returns int64 [P] and bool [P], by NumPy: torch wakes its threads for 200 numbers.
         """
-        held = self.query_positions
-        if not len(held):
-            return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
-        at = torch.searchsorted(held, wanted).clamp(max=len(held) - 1)
-        return at, held[at] == wanted
+        held, asked = self.query_positions.numpy(), wanted.numpy()
+        at = np.searchsorted(held, asked).clip(max=max(0, len(held) - 1))
+        return at, held[at] == asked if len(held) else np.zeros(len(asked), dtype=bool)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,14 +197,14 @@ class LayerCapture:
                 return self.queries[:, positions - first if first else positions]
         wanted = torch.as_tensor(positions, dtype=torch.int64, device="cpu")
         at, held = self.info.query_rows(wanted)
-        if not bool(held.all()) or self.queries.shape[1] != len(known):
+        if not held.all() or self.queries.shape[1] != len(known):
             raise MissingCaptureError(
                 f"Queries of layer {self.number} at positions "
                 f"{wanted[~held][:5].tolist() or 'asked for'} were not captured. {ADVICE}"
             )
-        if bool((at.diff() == 1).all()) and len(at):
+        if len(at) and (np.diff(at) == 1).all():
             return self.queries[:, int(at[0]) : int(at[-1]) + 1]
-        return self.queries[:, on_device(at, self.queries.device)]
+        return self.queries[:, on_device(torch.from_numpy(at), self.queries.device)]
 
     def run_of(self, region: Region) -> TokenRun:
         """The queries of `region` and the keys that they attend to, as observers see tokens.

@@ -54,7 +54,7 @@ def layerwise(pipeline, prefill, budget):
         made.layer(dataclasses.replace(capture, **lent))
         for tensor in lent.values():
             tensor.fill_(torch.nan)
-    return made.finish((), {})
+    return made.finish((), {}, {})
 
 
 def held(pipeline, prefill, budget):
