@@ -49,8 +49,7 @@ def _numbers(
     else:
         at = n[:, None] + (dim * 0)[None, :]
     s = tl.load(scale + at, mask=used, other=0.0).to(tl.float32)
-    z = tl.load(zero + at, mask=used, other=0.0).to(tl.float32)
-    return z + s * code.to(tl.float32)
+    return tl.load(zero + at, mask=used, other=0.0).to(tl.float32) + s * code.to(tl.float32)
 
 
 @triton.jit

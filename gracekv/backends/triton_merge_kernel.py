@@ -110,8 +110,7 @@ def merge_splits(
     batch = tl.program_id(2).to(tl.int64)
     dim = tl.arange(0, BLOCK_D)
     count = group * tokens
-    width = slots + heads * tail_splits
-    first_part = batch * width * count + m
+    first_part = batch * (slots + heads * tail_splits) * count + m
     parts = part_output + first_part * D
     lses = part_lse + first_part
     query_head = head * group + m // tokens
@@ -142,6 +141,5 @@ def merge_splits(
     )
     safe = tl.where(total > 0, total, 1.0)
     token = m % tokens
-    all_heads = heads * group
-    at = output + ((batch * tokens + token) * all_heads + query_head) * D + dim
+    at = output + ((batch * tokens + token) * heads * group + query_head) * D + dim
     tl.store(at, (acc / safe).to(output.dtype.element_ty), mask=dim < D)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -120,11 +121,10 @@ def split_tables(
 
 
 def uploaded(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors [...] of one dtype on `device`, copied at once: the host waits for each copy."""
+    """Tensors int64 [...] on `device`, copied at once: the host waits for each copy."""
     # Triton compiles a kernel once more for addresses that are not multiples of 16 bytes.
-    padding = (tensors[0].new_zeros(0), tensors[0].new_zeros(1))
-    pieces = [part for x in tensors for part in (x.flatten(), padding[x.numel() % 2])]
-    there = torch.cat(pieces).to(device).split([x.numel() for x in pieces])
+    pieces = [y for x in tensors for y in (x.numpy().ravel(), np.zeros(x.numel() % 2, np.int64))]
+    there = torch.from_numpy(np.concatenate(pieces)).to(device).split(list(map(len, pieces)))
     return [x.view(old.shape) for x, old in zip(there[::2], tensors, strict=True)]
 
 
@@ -204,12 +204,13 @@ def _rows(layer: LayerEntries, rows: int, parts: int) -> Tensor:
 
     Parts that the layer lacks have no entries.
     """
-    made: Tensor = layer.exact.offsets.new_zeros(3, parts, rows)
+    made = np.zeros((3, parts, rows), dtype=np.int64)
     for part, entries in enumerate((layer.exact, *layer.coded)):
-        made[0, part], made[1, part] = entries.offsets[:-1], entries.offsets.diff()
+        offsets = entries.offsets.numpy()
+        made[0, part], made[1, part] = offsets[:-1], np.diff(offsets)
         if part:
             made[2, part] = entries.block_offsets[:-1] * entries.coding.group
-    return made
+    return torch.from_numpy(made)
 
 
 def tail_splits(size: int, readers: int, programs: int, block: int) -> tuple[int, int]:

@@ -85,6 +85,8 @@ class HeadShard:
 
     def from_first(self, tensor: Tensor) -> Tensor:
         """What process 0 gave: [...], of any shape there; others give the same dtype and rank."""
+        if self.exchange is None:
+            return tensor
         shape = self.gather(torch.tensor(tensor.shape))[0].tolist()
         return self.gather(tensor if self.rank == 0 else tensor.new_zeros(shape))[0]
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,9 +84,10 @@ class Reference:
             sinks = own_sinks.repeat_interleave(rows // capture.group, dim=1)
         inside = queries.within or Region(0, length)
         # All queries see the keys before the first of these positions.
-        all_see = min(queries.asked_at.tolist(), default=length) + 1
-        place = torch.arange(max(inside.start, all_see), max(inside.end, all_see))
-        unseen = on_device(place > queries.asked_at.repeat(capture.group)[:, None], device)
+        at = queries.asked_at.numpy()
+        all_see = int(at.min(initial=length)) + 1
+        place = np.arange(max(inside.start, all_see), max(inside.end, all_see))
+        unseen = on_device(torch.from_numpy(place > np.tile(at, capture.group)[:, None]), device)
         past = max(0, capture.spans.past - inside.start)
         before = output
         if past or sinks is not None:
@@ -134,8 +136,7 @@ class Reference:
         weights = (queries.weights.expand(capture.group, -1) / capture.group).flatten()
         weights = on_device(weights, device).expand(heads, -1)
         last = torch.stack([keys[:, -1], values[:, -1]], dim=1)
-        seeing_all = int((queries.asked_at == length - 1).long().cumprod(0).sum())
-        blind = on_device(queries.asked_at[seeing_all:], device)
+        blind = on_device(queries.asked_at[(at == length - 1).cumprod().sum() :], device)
         sizes = (length, capture.group, capture.softcap)
         return cls(asked, blind, top, total, sink, before, output, weights, last, *sizes)
 

@@ -14,12 +14,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gracekv.distributed.sharding import is_sharded
 from gracekv.errors import CacheError
-from gracekv.kernels import ragged
 from gracekv.kernels.device import obstacle
 
 # Where the model came from may differ between machines; its computation may not.
@@ -169,10 +169,12 @@ def _elements(device: torch.device, held: list[tuple[Tensor, Tensor]]) -> list[T
         # Imported here, so that gracekv can be imported without triton.
         from gracekv.kernels.bytes_triton import bytes_at
 
-        facts = places.new_tensor([(x.data_ptr(), x.itemsize) for x in flat])
-        start, width = facts.repeat_interleave(places.new_tensor(counts), dim=0).unbind(dim=1)
-        element, byte = ragged.rows_and_steps(width)
-        found = bytes_at(((start + places * width)[element] + byte).to(device))
+        # By NumPy: torch would wake all its threads for so few numbers.
+        facts = np.array([(x.data_ptr(), x.itemsize) for x in flat]).repeat(counts, axis=0)
+        start, width = facts.T
+        end = width.cumsum()
+        first = (start + places.numpy() * width - (end - width)).repeat(width)
+        found = bytes_at(torch.from_numpy(first + np.arange(len(first))).to(device))
     else:
         pairs = zip(flat, places.to(device).split(counts), strict=True)
         found = torch.cat([x[at].view(torch.uint8) for x, at in pairs])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -174,17 +175,21 @@ def depth_layers(depths: Sequence[float], layers: int) -> tuple[int, ...]:
     return tuple(sorted({min(math.floor(rho * layers), layers - 1) for rho in depths}))
 
 
+@functools.lru_cache(maxsize=16)
 def prompt_samples(length: int, count: int) -> Tensor:
     """The last position of each of `count` equal stretches of a prompt: int64 [min(count, T)].
+
+    Shared, as that of `region_samples`: never write to it.
 
     Args:
         length: T, tokens.
         count: most positions; 0: none.
     """
     count = min(count, length)
-    return (torch.arange(1, count + 1) * length) // max(1, count) - 1
+    return (torch.arange(1, count + 1, device="cpu") * length) // max(1, count) - 1
 
 
+@functools.lru_cache(maxsize=16)
 def region_samples(region: Region, count: int) -> Tensor:
     """Evenly spaced positions of `region`, its ends included: int64 [n] ascending, absolute.
 
@@ -193,5 +198,5 @@ def region_samples(region: Region, count: int) -> Tensor:
         count: most positions; 0: none.
     """
     count = min(count, region.length)
-    spaced = torch.linspace(0, max(0, region.length - 1), count, dtype=torch.float32).round().long()
-    return spaced + region.start
+    spaced = torch.linspace(0, max(0, region.length - 1), count, dtype=torch.float32, device="cpu")
+    return spaced.round().long() + region.start

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -221,14 +222,13 @@ class Recorder:
 
     def _keep(self, layer: int, rows: Tensor) -> None:
         """Store the chunk's queries [H, C, d] at the positions that are held."""
-        positions = self._positions
+        positions, chunk = self._positions, self._chunk
         kept = self._at(self.queries, layer, rows, len(positions))
-        edges = torch.tensor([self._chunk.start, self._chunk.end])
-        first, last = torch.searchsorted(positions, edges).tolist()
+        first, last = np.searchsorted(positions.numpy(), [chunk.start, chunk.end]).tolist()
         if last - first == rows.shape[1]:
             kept[:, first:last] = rows
         elif last > first:
-            at = positions[first:last] - self._chunk.start
+            at = positions[first:last] - chunk.start
             kept[:, first:last] = rows[:, on_device(at, rows.device)]
 
 

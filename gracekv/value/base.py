@@ -118,8 +118,7 @@ def rank_scores(order: Tensor) -> Tensor:
 
     Source: ours.
     """
-    length = order.shape[-1]
-    ranks = torch.arange(length, 0, -1, dtype=torch.float64, device=order.device)
+    ranks = torch.arange(order.shape[-1], 0, -1, dtype=torch.float64, device=order.device)
     ranks = (ranks / ranks.sum()).float().expand_as(order)
     return torch.zeros_like(ranks).scatter_(-1, order, ranks)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,11 +66,10 @@ class Mixture(Scorer):
 
 def combine_scores(scores: list[Tensor], weights: tuple[float, ...], rule: Rule) -> Tensor:
     """Combine scores [..., N] as `Mixture` does: float32, computed in float64."""
-    stacked, share = torch.stack(scores), torch.tensor(weights, dtype=torch.float64)
-    share = share / share.sum()
+    stacked, part = torch.stack(scores), np.array(weights) / sum(weights)
     if rule == "rms":
-        share = share.sqrt()
-    share = on_device(share, stacked.device).view(-1, *[1] * scores[0].ndim)
+        part = np.sqrt(part)
+    share = on_device(torch.from_numpy(part), stacked.device).view(-1, *[1] * scores[0].ndim)
     if rule == "sum":
         return (share * stacked).sum(dim=0).float()
     if rule == "rms":

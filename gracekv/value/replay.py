@@ -110,7 +110,7 @@ class Replay(Scorer):
             alike = count
             at = torch.arange(region.start, region.end, device=likely.device)
         else:
-            alike = count if self.context_share else len(self._spaced(region, self.max_queries))
+            alike = count if self.context_share else self.max_queries // 2
             best = self._ranks(likely, capture, region, memory)[:count]
             at, likely = best + region.start, likely[best]
         if (key := ("share", self, total, region)) not in memory:
@@ -122,11 +122,6 @@ class Replay(Scorer):
         weights = torch.addcdiv(memory[key], chance, chance.sum(), value=rest)
         # Processes run these tokens together, so the positions must not differ.
         return capture.shard.from_first(at), capture.shard.from_first(weights)
-
-    def _spaced(self, region: Region, most: int) -> Tensor:
-        """int64 [n]: half of `most` queries, evenly spaced, as tokens of the region."""
-        spaced: Tensor = (region_samples(region, most // 2) - region.start).unique()
-        return spaced
 
     def _ranks(
         self, likely: Tensor, capture: LayerCapture, region: Region, memory: Memory
@@ -143,7 +138,7 @@ class Replay(Scorer):
         if (*key, "spaced") not in memory:
             spaced = torch.zeros(len(asked), len(likely), dtype=torch.bool)
             for row, most in zip(spaced, asked, strict=True):
-                row[self._spaced(region, most)] = True
+                row[region_samples(region, most // 2) - region.start] = True
             memory[(*key, "spaced")] = spaced.to(likely.device)
 
         def ranks() -> Tensor:

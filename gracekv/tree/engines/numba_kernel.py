@@ -193,8 +193,7 @@ def _work(args: Any) -> None:
         if start >= args.nodes:
             return
         for v in range(start, min(start + _NODES, args.nodes)):
-            row = head[v] * args.tokens + first[v]
-            node = Node(head[v], first[v], length[v], row)
+            node = Node(head[v], first[v], length[v], head[v] * args.tokens + first[v])
             if node.length > 2 or args.mode != SPLIT:
                 load_node(node, heads, scratch)
             if args.mode == EVALUATE:

@@ -125,8 +125,7 @@ def interval_costs(
         if MULTIPLICITY:
             norm_sum += tl.load(key_norms + row)
             square = tl.sum(tl.sum(key_one * key_one + key_other * key_other, 0), 0)
-            mean_norm = tl.sqrt(square) / count
-            coherence = mean_norm / (norm_sum / count + rule_epsilon)
+            coherence = tl.sqrt(square) / count / (norm_sum / count + rule_epsilon)
             logit += tl.log(tl.minimum(tl.maximum(count * coherence * coherence, 1.0), count))
         z_tilde = tl.exp(tl.minimum(logit, _MAX_EXPONENT))
 
