@@ -189,15 +189,17 @@ def write_context(
 def delete_context(folder: Path) -> bool:
     """Delete a context's files, the header first; return whether there was a context.
 
-    Raises `StoreError` if `folder` holds other files.
+    What an export left that was killed is deleted too. Raises `StoreError` if `folder` holds other
+    files.
     """
-    if not (folder / HEADER).is_file():
+    if not folder.is_dir():
         return False
     check_replaceable(folder)
     with _alone_in(folder):
+        there = (folder / HEADER).is_file()
         (folder / HEADER).unlink(missing_ok=True)
         _delete(folder, is_ours)
-    return True
+    return there
 
 
 @contextlib.contextmanager

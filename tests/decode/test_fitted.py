@@ -16,8 +16,7 @@ TRUST, MASS_TRUST, TRUST_READ = 0.1, 0.2, 0.3
 def ridge(rows, target, trust):
     """The change of each column that explains `target`, every row of the same weight."""
     read = rows.square().mean(dim=0)
-    penalty = trust * read.mean() + TRUST_READ * read
-    normal = rows.T @ rows / len(rows) + penalty.diag()
+    normal = rows.T @ rows / len(rows) + (trust * read.mean() + TRUST_READ * read).diag()
     return torch.linalg.solve(normal, rows.T @ target / len(rows))
 
 

@@ -96,8 +96,7 @@ def test_more_probes_than_a_program_takes():
     context = in_slots(tree_context(7, layers=1, context=40, dim=128), 20)
     distortion = Prototype(evidence_slots=2, evidence_per_slot=10)
     evaluator, _ = evaluator_of(context, "triton", distortion)
-    probes = evaluator._constants["P"]
-    assert probes > evaluator._constants["BLOCK_P"]
+    assert evaluator._constants["P"] > evaluator._constants["BLOCK_P"]
     check(context, [20, 9], distortion)
 
 

@@ -14,7 +14,7 @@ from gracekv.prefill.fingerprint import differences
 from gracekv.prefill.model_layers import model_layers
 from gracekv.testing.models import tiny_model, tiny_tokenizer
 from gracekv.vllm import ContextStore, export, request
-from gracekv.vllm.exporting import moved
+from gracekv.vllm.exporting import delete_context, moved
 from gracekv.vllm.served_model import checkpoint_digests, model_facts
 from support.killed import killed_at_each_line
 
@@ -126,6 +126,10 @@ def test_what_no_export_wrote_is_not_replaced(book, tmp_path):
     (tmp_path / "mixed" / ".new.safetensors-ab12").write_text("")
     (tmp_path / "mixed" / ".tmpAb12Cd").write_text("")
     assert len(list(export(book, tmp_path / "mixed").iterdir())) == 2
+    (tmp_path / "left").mkdir()
+    (tmp_path / "left" / "new.safetensors").write_text("")
+    assert not delete_context(tmp_path / "left")
+    assert not (tmp_path / "left").exists()
 
 
 def test_a_second_export_is_as_private_as_the_first(book, tmp_path):

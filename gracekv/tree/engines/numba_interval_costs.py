@@ -245,8 +245,7 @@ def flush(node: Any, heads: Any, scratch: Any, costs: Any, pending: int) -> None
     for r in range(pending):
         log_m = log_ms[r]
         for i in range(padded_probes):
-            logit = logits[r, i] + (log_m - max_logit[u, i])
-            logits[r, i] = min(logit, _MAX_EXPONENT)
+            logits[r, i] = min(logits[r, i] + (log_m - max_logit[u, i]), _MAX_EXPONENT)
     size = pending * padded_probes
     exponentiate(logits.reshape(-1)[:size])
     for r in range(pending):
