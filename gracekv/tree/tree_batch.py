@@ -59,14 +59,15 @@ class Workspace:
 
 
 _CPU_BYTES = 3 * 2**24
-_MAX_GPU_BYTES = 2**30
+_MAX_GPU_BYTES = 2**31
 
 
 def scratch_bytes(device: torch.device) -> int:
     """A default limit of working memory: 48 MiB on a CPU; on a GPU an eighth of what is free.
 
-    More does not help a CPU, whose cache is small; a GPU wants large batches, of 1 GiB at most.
-    Memory that torch's allocator has reserved and does not use counts as free. Source: ours.
+    More does not help a CPU, whose cache is small. A group of layers takes a GPU some 45 levels,
+    most of a few nodes, for which it waits for its host; so groups are large, up to 2 GiB. Memory
+    that torch's allocator has reserved and does not use counts as free. Source: ours.
     """
     if device.type != "cuda":
         return _CPU_BYTES
