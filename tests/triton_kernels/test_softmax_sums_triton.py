@@ -23,10 +23,11 @@ from support.covering import LONG
     has_sinks=st.booleans(),
     half_queries=st.booleans(),
     strided=st.booleans(),
+    least=st.sampled_from([1, 150]),
 )
 def test_equals_the_torch_engine(
     seed, groups, group, count, length, dim, power, maximum, dtype, scale, has_sinks, half_queries,
-    strided,
+    strided, least,
 ):  # fmt: skip
     made = torch.Generator().manual_seed(seed)
     queries = torch.randn(groups * group, count, dim, generator=made)
@@ -36,7 +37,7 @@ def test_equals_the_torch_engine(
     if strided:  # parts of larger tensors
         queries = torch.cat([queries, queries], dim=1)[:, :count]
         keys = torch.cat([keys, keys], dim=2)[..., :dim]
-    seen = torch.randint(1, length + 1, (count,), generator=made)
+    seen = torch.randint(min(least, length), length + 1, (count,), generator=made)
     inputs = (queries, keys, seen, torch.rand(count, generator=made))
     sinks = 5 * torch.randn(len(queries), count, generator=made) if has_sinks else None
     rules = {"scale": scale, "power": power, "maximum": maximum, "sinks": sinks}
