@@ -104,9 +104,8 @@ def test_shares_add_up_within_their_limits(seed, layers, heads, context, recent,
 
 def test_weights_by_hand():
     """Variances 0, 2 | 0, 2, 1 ...: normalised over heads, averaged, softmax of the negative."""
-    step = torch.tensor([-1.0, 0.0, 1.0])
     scales = torch.tensor([[0.0, 2.0, 1.0], [0.0, 100.0, 0.0]])
-    columns = 5 + scales[..., None].sqrt() * step
+    columns = 5 + scales[..., None].sqrt() * torch.tensor([-1.0, 0.0, 1.0])
     # Layer 0: v = 0, 2, 1 -> 0, 1, 1/2; layer 1: 0, 100, 0 -> 0, 1, 0.
     want = torch.softmax(-torch.tensor([0.5, 1 / 3], dtype=torch.float64), dim=0)
     torch.testing.assert_close(Density().weights(columns), want, rtol=1e-5, atol=1e-6)

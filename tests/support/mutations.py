@@ -84,8 +84,7 @@ def mutated_layout(data: bytes, rng: Random) -> tuple[str, bytes]:
 
 def mutated_content(data: bytes, rng: Random) -> tuple[str, bytes]:
     """A file whose header or tensors say something else, with checksums that fit."""
-    size = struct.unpack("<Q", data[:8])[0]
-    metadata = json.loads(data[8 : 8 + size])["__metadata__"]
+    metadata = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])["__metadata__"]
     header, tensors = json.loads(metadata["gracekv"]), load(data)
     if rng.random() < 0.6:
         kind = _mutate_plain(header, rng)

