@@ -45,8 +45,7 @@ def auctions(draw, slots=5, slot_tokens=20):
     )
     units = forest.layers * forest.heads
     count = int(forest.end.max() - forest.start.min())
-    most = int(Operations.of(forest).cost.sum())
-    budget = draw(st.integers(0, most + 1))
+    budget = draw(st.integers(0, int(Operations.of(forest).cost.sum()) + 1))
     quota = None
     rng = torch.Generator().manual_seed(seed)
     if draw(st.booleans()):
@@ -121,8 +120,7 @@ def test_heuristics_below_exact_below_bound(case, elastic):
 )
 def test_bound_is_tight_in_a_large_forest(seed, share, capped, gains):
     forest = random_forest(seed, layers=2, heads=2, slots=150, slot_tokens=12, gains=gains)
-    most = int(Operations.of(forest).cost.sum())
-    start = Frontier.empty(forest, int(share * most))
+    start = Frontier.empty(forest, int(share * int(Operations.of(forest).cost.sum())))
     result = Lagrangian()(start, torch.full((2, 2), start.budget // 5) if capped else None)
     # What is missing is less than the best tree, once for the budget and once for each quota.
     ops = Operations.of(forest)

@@ -33,8 +33,7 @@ def by_loops(parts, sequences, size, block):
         slots[s].append(slots[s][-1])
         for every, part in zip(items, parts, strict=True):
             start, end = part.offsets[row : row + 2].tolist()
-            count = max(1, -(-(end - start) // size))
-            step = -(-(end - start) // count)
+            step = -(-(end - start) // max(1, -(-(end - start) // size)))
             step = -(-step // block) * block
             for begin in range(start, end, step or 1):
                 item = [g, begin, min(step, end - begin), slots[s][-1]]

@@ -87,5 +87,4 @@ def test_before_the_first_query_what_is_carried_decides():
     held.carried.copy_(torch.arange(held.carried.numel()).view_as(held.carried))
     kept, _ = kept_entries(1, lambda _: held, Attention(), 6, window=1)
     rest = held.carried[held.used & ~kept[0]]
-    recent = held.positions >= held.now - 1
-    assert held.carried[kept[0] & ~recent].min() > rest.max()
+    assert held.carried[kept[0] & (held.positions < held.now - 1)].min() > rest.max()

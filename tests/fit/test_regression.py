@@ -37,8 +37,7 @@ def published(q, k, v, mutable, target, weights, lam):
     root = weights.sqrt().repeat(groups)
     a = (w * mutable[:, None, None]).reshape(heads, -1, slots) * root[None, :, None]
     r = (target - out).reshape(heads, groups * queries, -1) * root[None, :, None]
-    dual = torch.linalg.solve(a @ a.mT + lam * torch.eye(groups * queries).double(), r)
-    dv = a.mT @ dual
+    dv = a.mT @ torch.linalg.solve(a @ a.mT + lam * torch.eye(groups * queries).double(), r)
     # The key problem in full: its Jacobian by automatic differentiation, head by head.
     dk = torch.zeros_like(k)
     for h in range(heads):

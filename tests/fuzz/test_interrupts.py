@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
@@ -11,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 import gracekv
 from gracekv.evaluate import Experiment, read_rows, run
+from gracekv.hf import attach
 from gracekv.prefill.attention_patch import patched_attention
 from gracekv.prefill.partial_attention import rotations
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
@@ -57,6 +59,8 @@ class Session:
             [sorted(interface) for interface in interfaces],
             torch.get_float32_matmul_precision(),
             torch.is_grad_enabled(),
+            # In another thread, which gets no lock that this one still holds.
+            ThreadPoolExecutor(1).submit(attach, self.model).result(60) is None,
         ]
 
     def compress(self):

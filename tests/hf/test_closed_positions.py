@@ -48,8 +48,7 @@ def test_closed_keys_are_those_of_the_closed_positions(family, options):
         old, _, at, _ = full.packed.entries.head(g)
         dense = torch.zeros(plain.packed_length + len(tokens), keys.shape[1])
         dense[at.long()], dense[plain.packed_length :] = old, tail[g]
-        part = slice(int(entries.offsets[g]), int(entries.offsets[g + 1]))
-        to = places[part]
+        to = places[int(entries.offsets[g]) : int(entries.offsets[g + 1])]
         want = rope.rotate(rope.unrotate(dense[positions.long()], positions), to)
         torch.testing.assert_close(keys, want, rtol=1e-4, atol=1e-4)
         assert bool((to.diff() > 0).all())

@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from linecache import getline
 from pathlib import Path
 
 import gracekv
@@ -10,15 +11,24 @@ PACKAGE = str(Path(gracekv.__file__).parent)
 
 
 def _traced(action, seen):
-    """Run `action`, calling `seen(file, line)` at each line of gracekv."""
+    """Run `action`, calling `seen(file, line)` at each line of gracekv.
 
-    def at_line(frame, event, arg):
-        if event == "line":
-            seen((frame.f_code.co_filename, frame.f_lineno))
-        return at_line
+    Not where a `with` ends: it comes back to its line before it lets go of what it holds, as a
+    lock, and no signal is handled in between.
+    """
 
     def at_call(frame, event, arg):
-        return at_line if frame.f_code.co_filename.startswith(PACKAGE) else None
+        file, before = frame.f_code.co_filename, 0
+
+        def at_line(frame, event, arg):
+            nonlocal before
+            back, before = before > frame.f_lineno, frame.f_lineno
+            ends = back and getline(file, before).lstrip().startswith("with ")
+            if event == "line" and not ends:
+                seen((file, before))
+            return at_line
+
+        return at_line if file.startswith(PACKAGE) else None
 
     before = sys.gettrace()
     sys.settrace(at_call)
