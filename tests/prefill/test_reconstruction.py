@@ -176,7 +176,8 @@ def test_the_request_comes_first_then_the_tail_then_the_chunk():
     assert rest[-19:].tolist() == [*tail.tolist(), *ids[45:60].tolist()]
     # A later chunk is announced by the end of the one before.
     assert rest[-27:-19].tolist() == ids[37:45].tolist()
-    assert next(iter(repeated(prompt_of(), 40)))[1].tolist() == [*tail.tolist(), *ids[5:45].tolist()]
+    first = next(iter(repeated(prompt_of(), 40)))[1].tolist()
+    assert first == [*tail.tolist(), *ids[5:45].tolist()]
 
 
 def test_the_capture_makes_the_pass_when_asked_and_says_what_it_took():
