@@ -56,9 +56,8 @@ class CostTable:
         # token, so prefixes begin in the second column.
         columns = self._width + 1
         self._costs = node_cost.new_zeros(2, len(nodes), columns)
-        inner = self._costs.as_strided(
-            intervals.costs.shape, (len(nodes) * columns - 1, columns, 1), 1
-        )
+        strides = self._costs.stride(0) - 1, columns, 1
+        inner = self._costs.as_strided(intervals.costs.shape, strides, 1)
         inner.copy_(intervals.costs).masked_fill_(self.padding, 0.0)
         self.cost_before = self._costs[0, :, :-1]
         self.cost_from, self.cost_after = self._costs[1, :, :-1], self._costs[1, :, 1:]
