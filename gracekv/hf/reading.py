@@ -282,7 +282,7 @@ def layer_by_layer(
             trim_memory()
 
     reading.by_layers(show)
-    # Last, when a GPU has enough to do until the host has found all weights.
+    # After the layers: a GPU still works on them while its host looks up the weights.
     identity = fingerprint(reading.model, reading.prompt.tokenizer)
     checks.finish()
     seconds = {"prefill": reading.seconds} | reading.observations.seconds

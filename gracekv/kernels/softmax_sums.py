@@ -49,7 +49,7 @@ def softmax_columns(
         seen: int64 [Q], the number of keys that each query sees, from 1 to T, in any order
             (ascending is fastest), or one number for all queries.
         weights: w [Q], or None for equal weights of 1.
-        scale: factor of q . k.
+        scale: factor of q . k, above 0.
         power: exponent, at least 1.
         maximum: reduce w_q p^power over queries by the maximum, not the sum.
         softcap: logit softcap, or None.

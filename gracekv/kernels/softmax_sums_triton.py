@@ -182,6 +182,7 @@ def row_logsumexp(
         held = _tile(queries, q, known, query_row_stride, 0, D, BLOCK_D)
         if PARTS == 2:
             low = _tile(queries + query_part_stride, q, known, query_row_stride, 0, D, BLOCK_D)
+    # Every query sees the keys before this one, whose logits need no mask.
     least = tl.min(tl.where(known, visible, length), 0)
     span = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_K) * BLOCK_K
     stop = tl.minimum((split + 1) * span, tl.max(visible, 0))
@@ -227,7 +228,7 @@ def reduce_columns(
     asked = part * CHUNK + tl.arange(0, CHUNK)
     ends = tl.load(seen + asked, mask=asked < count, other=0).to(tl.int32)
     begin = tl.min(tl.where(ends > first, asked, count), 0)
-    # Most queries see whole blocks, whose logits need no mask.
+    # Every query sees the whole block, so that its logits need no mask.
     covered = tl.min(tl.where(asked < count, ends, length), 0) >= first + BLOCK_K
     split = tl.arange(0, SPLITS)[:, None]
     # Reduced at the end: other warps hold the other rows.

@@ -192,7 +192,9 @@ def delete_context(folder: Path) -> bool:
     What an export left that was killed is deleted too. Raises `StoreError` if `folder` holds other
     files.
     """
-    if not folder.is_dir():
+    names = os.listdir(folder) if folder.is_dir() else []
+    # A folder that no export wrote is no context.
+    if HEADER not in names and not (names and all(map(is_ours, names))):
         return False
     check_replaceable(folder)
     with _alone_in(folder):
