@@ -24,7 +24,7 @@ class DistortionWork:
     Attributes:
         dim: d.
         probes: P, at most.
-        tokens: of all nodes.
+        tokens: tokens of all nodes.
         multiply_adds: those that every algorithm needs.
     """
 

@@ -74,7 +74,7 @@ def against_prefill(
 
     Args:
         model: prefills.
-        ids: of the prompt; [1, tokens].
+        ids: ids of the prompt; [1, tokens].
         works: by name.
         rounds: at most.
         patience: seconds after which no further round begins.

@@ -38,7 +38,7 @@ CLOCKS = (time.process_time, time.perf_counter)
 
 
 def made_up(model: torch.nn.Module, entries: int) -> GraceCache:
-    """A cache of random keys and values, as a prompt of so many tokens would fill it."""
+    """A cache of random keys and values, as a prompt of this many tokens would fill it."""
     rng = torch.Generator().manual_seed(0)
     config = model.config
     shape = (config.num_key_value_heads, entries, config.hidden_size // config.num_attention_heads)

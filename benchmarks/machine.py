@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-# What is no code: changing it changes no figure.
+# Not code: changing it changes no figure.
 _NO_CODE = (":!benchmarks/results", ":!docs", ":!*.md")
 
 

@@ -81,7 +81,7 @@ def prompt_of(tokenizer: Any, length: int) -> Prompt:
 
 
 def run(model: Any, prompt: Prompt, row: str, ratio: str) -> Any:
-    """What stays alive after the row's work."""
+    """Do the work of the row, and return all that stays alive."""
     if row == PREFILL:
         ids = prompt.ids[None].to(model.device)
         with torch.no_grad():

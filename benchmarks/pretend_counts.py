@@ -48,7 +48,7 @@ READS_A_PART = frozenset({"index", "index_select", "gather", "embedding", "take"
 
 @dataclass(slots=True)
 class Count:
-    """What one line asked for.
+    """The launches and waits of one line.
 
     Attributes:
         launches: kernels that were started.

@@ -24,14 +24,14 @@ class Part:
     folder of rows; `python`, `gracekv` and `vllm-python` are those of the environments.
 
     Attributes:
-        name: of the part.
+        name: name of the part.
         question: what it answers.
-        minutes: it is stopped after so many.
+        minutes: it is stopped after this time.
         commands: run at once, with one thread each where there are several. A part that does not
             have the machine for itself has two; timings have one, and run alone.
         outputs: names of the pages that it writes to `benchmarks/results`.
         pages: run one after the other when the commands have ended; they make pages of rows.
-        threads: of a single command.
+        threads: threads of a single command.
         balanced: whether rows that are there when the minutes are over can be published: every
             sample counts whole. Otherwise the part has failed.
         resumes: whether an interrupted part goes on; its rows are kept.

@@ -35,11 +35,11 @@ _VLLM = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part.
+    """The outcome of a part.
 
     Attributes:
         state: "done" or "failed".
-        minutes: that it took, all runs of it together.
+        minutes: how long it took, all runs of it together.
         load: the machine's load average when it began; other work than ours counts.
         why: the reason why it failed, or what is missing; "" where nothing is.
     """
@@ -52,13 +52,13 @@ class Outcome:
 
 @dataclass
 class State:
-    """What is known of a run.
+    """The state of a run.
 
     Attributes:
-        commit: that is measured.
-        machine: where.
-        versions: of Python, torch and transformers.
-        parts: what became of those that have ended, by name.
+        commit: the commit that is measured.
+        machine: where it runs.
+        versions: versions of Python, torch and transformers.
+        parts: outcomes of those that have ended, by name.
     """
 
     commit: str
@@ -73,7 +73,7 @@ class State:
 
     @classmethod
     def read(cls, path: Path) -> State | None:
-        """What is in the file; None if there is no file."""
+        """Read the file; None if there is no file."""
         if not path.is_file():
             return None
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -11,11 +11,11 @@ from gracekv.evaluate.row_files import Row
 
 @dataclass(frozen=True)
 class Suite:
-    """What is reported of one evaluation.
+    """The report of one evaluation.
 
     Attributes:
-        title: of the page.
-        protocol: of its rows.
+        title: title of the page.
+        protocol: protocol of its rows.
         config: what is run, in benchmarks.
         ours: the method whose place is told, or that others are compared with.
         placed: what competes for a place; none: no standings and no picture.

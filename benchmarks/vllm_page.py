@@ -19,8 +19,8 @@ class Row:
     Attributes:
         first: seconds to the first token.
         each: seconds for each request.
-        tokens: of the prompt, in pages.
-        shared: of these, those that requests about one context share.
+        tokens: tokens of the prompt, in pages.
+        shared: those of them that requests about one context share.
         beside: bytes that lie beside the pages.
     """
 

@@ -131,7 +131,7 @@ class Result:
     """One file of results.
 
     Attributes:
-        name: of the file, without its suffix.
+        name: name of the file, without its suffix.
         title: its heading.
         notes: its first list, item by item.
         body: what follows, in Markdown.

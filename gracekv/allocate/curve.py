@@ -59,7 +59,7 @@ def auction_curve(
         executed = ops.executed(frontier)
         before = torch.zeros_like(executed) if floor is None else ops.executed(floor)
         bought = torch.nonzero(executed).flatten()
-        # What the floor executed has the key +inf and comes first.
+        # Operations that the floor executed have the key +inf and come first.
         order = bought[ops.path_minimum(before)[bought].sort(descending=True, stable=True).indices]
         spent = ops.cost[order].cumsum(0).cpu()
         gained = ops.gain[order].cumsum(0).cpu()

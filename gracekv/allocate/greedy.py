@@ -74,7 +74,7 @@ def auction(ops: Operations, executed: Tensor, left: RemainingBudget, *, elastic
     # Elastic: at key 0 the path holds an operation without gain, which is never bought.
     wanted = (key > 0) & ~executed if elastic else ~executed
     if left.per_head is not None:
-        # What the quotas alone would allow: each process finishes by itself.
+        # The most that quotas alone would allow: each process finishes by itself.
         bought = _cut(ops, wanted, key, left.per_head)
         unlimited = RemainingBudget(_UNLIMITED, left.per_head).after(ops, bought)
         by_quota = _finish(ops, executed | bought, unlimited, elastic, WHOLE)

@@ -73,7 +73,7 @@ def weighted_cut(
         digit = (keys >> shift) & (2**_BITS - 1)
         bins = torch.zeros(2**_BITS, dtype=torch.int64, device=keys.device)
         bins = shard.sum(bins.index_add_(0, digit, weights)).cpu()
-        # What lies at each digit and above it, and all above the prefix.
+        # Sums at each digit and above it, and all above the prefix.
         reached = bins.flip(0).cumsum(0).flip(0) + above
         beyond = (reached > limit).nonzero()
         if not len(beyond):

@@ -51,9 +51,9 @@ class Selection:
         offsets: int64 [L*G + 1] on the CPU; head layer * G + g holds entries
             [offsets[h], offsets[h + 1]).
         start: int32 [E] absolute positions.
-        end: int32 [E], exclusive; None: every entry is a single token.
-        level: int16 [E] level of the entry's node in its tree; None: all are 0.
-        from_floor: bool [E], entries that the floor bought; None: no entry.
+        end: int32 [E], exclusive; or None if every entry is a single token.
+        level: int16 [E] level of the entry's node in its tree; or None if all are 0.
+        from_floor: bool [E], entries that the floor bought; or None if it bought none.
     """
 
     layers: int

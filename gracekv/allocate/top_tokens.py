@@ -66,7 +66,7 @@ def top_tokens(
     if budget == 0:
         return torch.zeros_like(kept)
     if wanted > budget:
-        # What is not among the best here is not among the best of all processes. Gains are at least
+        # A token below the best here is below the best of all processes, too. Gains are at least
         # 0, so what is out already comes last.
         flat = rough.masked_fill_(~kept, -1.0).flatten()
         cut = kth_largest(flat, budget)

@@ -25,7 +25,7 @@ class Auto(Backend):
         return backend if backend.obstacle(spec) is None else BACKENDS.build("sdpa").resolve(spec)
 
     def describe(self, device: torch.device | str) -> str:
-        """What is used on `device`, and why not something faster, as one line."""
+        """The backend for `device`, and why it is not a faster one, as one line."""
         spec = AttentionSpec(torch.device(device))
         backend = self.resolve(spec)
         line = f"auto -> {backend.name} on {spec.device}: {backend.summary()}"

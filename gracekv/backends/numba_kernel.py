@@ -32,7 +32,7 @@ from gracekv.kernels.numba_softmax import cap_logits, exponentials, largest, mer
 from gracekv.kernels.row_vectors import WIDTH
 
 _ARGS, _PART = np.dtype(AttentionArgs), np.dtype(CodedArgs)
-# Rows that are converted are converted so many numbers at a time: they stay in the nearest cache.
+# Numbers that are converted at a time, so that they stay in the nearest cache.
 _PIECENUMBERS = 4096
 _NO_SINK = np.float32(-math.inf)
 _LOWEST = np.finfo(np.float32).min

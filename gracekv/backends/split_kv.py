@@ -60,8 +60,8 @@ class SplitEntries:
     def splits(self, batch: int, heads: int, rows: Tensor | None) -> SplitKV | None:
         """The splits for one token of `batch` rows, `rows` [B], and `heads` query heads.
 
-        Built once while these stay the same. None if there are so many queries that matrix
-        products are faster, or the entries are not contiguous.
+        Built once while these stay the same. None if matrix products are faster, with
+        many queries, or the entries are not contiguous.
         """
         of_row = None if rows is None else tuple(rows.tolist())
         splits = self._split(batch, heads // self.layer.heads, of_row)

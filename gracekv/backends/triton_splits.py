@@ -21,7 +21,7 @@ from gracekv.kernels import ragged
 from gracekv.registry.hyperparameter import parts_of
 
 # With more query tiles on each packed row, larger splits fill the GPU too and write fewer partial
-# results: a table for at least so many readers of a row, and one of a split per head beyond (ours).
+# results: tables for at least this many readers of a row; beyond, one split per head (ours).
 _READERS = (1, 4, 16)
 # Splits of one kernel step leave its software pipeline unused. Preferred sizes, where there are
 # still enough splits for this share of the processors (ours).
@@ -106,7 +106,7 @@ def split_tables(
     """The tables of packed layers, on their device.
 
     Args:
-        layers: of S sequences and G heads each.
+        layers: layers of S sequences and G heads each.
         blocks: entries of a kernel step in each layer; splits are whole blocks where the head
             allows.
         processors: streaming multiprocessors of the GPU.

@@ -35,7 +35,7 @@ def with_closed_gaps(
     Args:
         cache: its entries.
         model: knows the rotations; its weights may be on the device "meta".
-        tokens: that are read next.
+        tokens: how many are read next.
         shard: the KV heads of this process.
     """
     known, now = closable_length(model), cache.length
@@ -63,7 +63,7 @@ def closed(entries: RaggedEntries, now: int, rope: Rope, reach: int) -> RaggedEn
         entries: those of one sequence; keys are rotated on from their positions.
         now: position of the next token, to which distances count.
         rope: the layer's rotations, up to `now`.
-        reach: in positions.
+        reach: number of positions.
     """
     # On the host, where a head's few numbers need no launches.
     at = entries.positions.long().cpu()

@@ -167,7 +167,7 @@ class EntryPool:
             chosen: entries of `selection()`.
 
         Returns:
-            For each layer its E entries, and int64 [E], which of the chosen each is; -1: none.
+            For each layer its E entries, and int64 [E], which of the chosen each is, or -1.
         """
         info, length, own = self._info, self._length, self.selection()
         place, slot = self._entries[1:]
@@ -209,7 +209,7 @@ def _where(mask: Tensor, count: int, ranks: Tensor, reached: Tensor | None = Non
 
     Args:
         mask: holds `count` times.
-        count: of the indices.
+        count: number of indices.
         ranks: 0, 1, 2, ... at least to n - 1.
         reached: the running sum of `mask`, if it is known.
     """

@@ -39,7 +39,7 @@ from gracekv.registry import check_values
 FORMAT = 4
 """Raise it when files of an older version could be misread. Version 0.2.0 wrote formats 1 to 4."""
 
-# What the header holds on top of what `write_cache` is given.
+# Fields that the header has beside those that `write_cache` is given.
 _FIELDS = {"layers": int, "length": int, "padding": list, "kept": list, "sha256": dict}
 # How every file groups the numbers of quantised entries.
 _GROUPED = {"keys": "channel", "values": "token"}
@@ -86,7 +86,7 @@ def write_cache(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedFile:
-    """An open file of `write_cache`: header and entries are of one file, whatever takes its place.
+    """An open file of `write_cache`: header and entries belong together, whatever takes its place.
 
     Attributes:
         path: for errors.
@@ -170,7 +170,7 @@ def opened(path: Path) -> Iterator[SavedFile]:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """What differs once another file has taken the path."""
+    """Numbers that differ once another file has taken the path."""
     found = path.stat()
     return found.st_ino, found.st_mtime_ns
 

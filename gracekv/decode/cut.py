@@ -78,7 +78,7 @@ def entries_within(
     and entry. The limit's window is left free.
 
     Args:
-        limit: of all heads, those of other processes included.
+        limit: limit over all heads, those of other processes included.
         cache: the entries.
         scores: [E] by layer.
         shard: the KV heads of this process.

@@ -43,7 +43,7 @@ def together(shard: HeadShard) -> Iterator[HeadShard]:
 def call_facts(
     prompts: Sequence[Any], pipeline: object, budget: object, **others: object
 ) -> dict[str, bytes]:
-    """What all processes must have in common in one call, for `HeadShard.agree`.
+    """Arguments that all processes must have in common, for `HeadShard.agree`.
 
     Args:
         prompts: each with `ids` and `spans`.

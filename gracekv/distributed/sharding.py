@@ -54,7 +54,7 @@ class HeadShard:
     Attributes:
         rank: r, from 0.
         ranks: R.
-        exchange: reaches the other processes; None: there are none, as by default.
+        exchange: reaches the other processes, or None if there are none (the default).
     """
 
     rank: int = 0
@@ -84,7 +84,7 @@ class HeadShard:
         return tensor if self.exchange is None else self.gather(tensor).amax(dim=0)
 
     def from_first(self, tensor: Tensor) -> Tensor:
-        """What process 0 gave: [...], of any shape there; others give the same dtype and rank."""
+        """The tensor [...] of process 0, of any shape; others give the same dtype and rank."""
         if self.exchange is None:
             return tensor
         shape = self.gather(torch.tensor(tensor.shape))[0].tolist()

@@ -24,7 +24,7 @@ class Measure:
 
     Attributes:
         name: on the command line.
-        title: in tables.
+        title: its title in tables.
         read: the number, or None if the row has none.
         higher: whether more is better.
         digits: after the point, in tables.

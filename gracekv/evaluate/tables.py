@@ -174,7 +174,7 @@ def _table(title: Title, values: dict[tuple[str, str], Samples], against: str | 
     # FullKV's column comes last, over the samples of all others.
     for column in [*columns, *{c for _, c in values if c == FULL}]:
         present = [m for m in methods if (m, column) in values]
-        # What keeps everything stands beside every budget.
+        # A method that keeps everything stands beside every budget.
         own = {m: found for (m, c), found in values.items() if c == FULL}
         own |= {m: values[m, column] for m in present}
         common = used if column == FULL and used else set.intersection(*map(set, own.values()))

@@ -72,7 +72,7 @@ class ReferenceQueries(Configurable):
         tail_share: share of the total weight that the tail has, spread evenly.
         repeat: how many queries of a second pass over the context are used, evenly spaced; 0 for
             no second pass.
-        repeat_share: share of all but the tail's weight that these have; 1: nothing is replayed.
+        repeat_share: share of all but the tail's weight that these have. 1 replays nothing.
         repeat_chunk: context tokens that are repeated at once; scorers of a second pass that have
             the same share it.
     """

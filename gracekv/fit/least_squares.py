@@ -70,7 +70,7 @@ class LeastSquares(QueryFitter):
             shares /= shares.sum(dim=1, keepdim=True).clamp_min(1e-30)
             values[head, free] = solved(shares, attention.output[head])
             factor[head, free] = own
-        # What bfloat16 can hold.
+        # The range of bfloat16.
         fitted = values.nan_to_num_(0.0).clamp_(-3e38, 3e38)
         log_m = packed.log_multiplicity[attention.columns] + factor.log()
         return dataclasses.replace(

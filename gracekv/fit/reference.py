@@ -117,7 +117,7 @@ def matched_head(
         asked: [M, d], reference queries times the scale.
         kept: int64 [E], which tokens stayed.
         least: bounds of the multiplicities.
-        most: as `least`.
+        most: like `least`.
         steps: projected gradient steps.
 
     Source: Zweiger et al. (2026), Attention Matching, arXiv:2602.16284, and its code.

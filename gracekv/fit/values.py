@@ -43,7 +43,7 @@ class QueryFitter(Fitter):
         return self.queries.replay.compares_layers
 
     def needs(self) -> Needs:
-        """What the reference queries need."""
+        """The needs of the reference queries."""
         return self.queries.needs()
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
@@ -67,7 +67,7 @@ class QueryFitter(Fitter):
                 parts = list(zip(rows, reference.heads(), strict=True))
             done = [self.layer(own, asked, region) if own.entries else own for own, asked in parts]
             together, sizes = RaggedEntries.stack(done), [layer.entries for layer in layers]
-            # What changed, in memory of its own.
+            # Copy the tensors that changed: views would keep whole batches.
             pairs = [(own, old) for own, (old, _) in zip(done, parts, strict=True)]
             new = [x for x in PARTS if any(getattr(a, x) is not getattr(b, x) for a, b in pairs)]
             copies = (copied(getattr(together, x).split(sizes)) for x in new)

@@ -91,7 +91,7 @@ def attached(model: Any) -> Iterator[None]:
 
     Raises what `attach` raises.
     """
-    # What is no model cannot be detached either.
+    # Only a model can be detached.
     check_model(model)
     mine = object()
 

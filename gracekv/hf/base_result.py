@@ -194,7 +194,7 @@ class BaseResult(ABC):
         There is a row per prompt unless `num_return_sequences` asks for more; rows that end early
         are filled with the padding id. Decoding is greedy unless `kwargs`, which are passed to
         `model.generate`, say otherwise. With `limit` the cache stays within it: see `new_cache`.
-        Raises `CacheError` if so many tokens exceed the positions that the model's RoPE or sliding
+        Raises `CacheError` if these tokens exceed the positions that the model's RoPE or sliding
         window allows.
         """
         cache = self.new_cache(limit)

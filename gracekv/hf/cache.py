@@ -155,7 +155,7 @@ class GraceCache(Cache):  # type: ignore[misc]
     def fit_rows(self, rows: int) -> None:
         """Repeat states for `rows` rows; the other layers see rows as they come.
 
-        Raises `CacheError` if so many rows cannot continue the packed prompts.
+        Raises `CacheError` if this many rows cannot continue the packed prompts.
         """
         for layer in self.layers:
             if isinstance(layer, ResumedStates):
@@ -169,7 +169,7 @@ class GraceCache(Cache):  # type: ignore[misc]
     def packed_padding(self, rows: int, device: torch.device | None = None) -> Tensor:
         """int64 [rows]: how many tokens fewer each row's prompt covers than the longest.
 
-        Raises `CacheError` if so many rows cannot continue the packed prompts.
+        Raises `CacheError` if this many rows cannot continue the packed prompts.
         """
         layer = self.grace_layers[0]
         device = layer.packed.entries.device if device is None else device
@@ -179,7 +179,7 @@ class GraceCache(Cache):  # type: ignore[misc]
     def packed_mask(self, rows: int, device: torch.device) -> Tensor:
         """bool [rows, packed_length]: False where a row's prompt is padded.
 
-        Raises `CacheError` if so many rows cannot continue the packed prompts.
+        Raises `CacheError` if this many rows cannot continue the packed prompts.
         """
         padding = self.packed_padding(rows, device)
         return torch.arange(self.packed_length, device=device) >= padding[:, None]

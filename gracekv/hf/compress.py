@@ -262,7 +262,7 @@ def generate(
         kv_bytes: as for `gracekv.compress`.
         pipeline: as for `gracekv.compress`.
         question_tokens: how many of the last tokens stay whole and say what matters, as the
-            question and the end of the chat format do; 0: the prompt has no question.
+            question and the end of the chat format do; or 0 if the prompt has no question.
         limit: the most that the cache may hold while decoding.
         model_kwargs: transformers' own.
 

@@ -167,7 +167,7 @@ class Conversation:
 
         Args:
             capture: how the turns are read, as in `CompressionResult.extend`.
-            budget: that of the turns, as in `gracekv.compress`.
+            budget: the turns' budget, as in `gracekv.compress`.
 
         Raises what `extend` raises, `CacheError` as `ask` does, and `PromptError` if there is no
         turn that is not compressed yet.

@@ -44,7 +44,7 @@ def extended_run(
     """The prompt that goes on with `passage`, and the run with its entries behind those packed.
 
     Args:
-        result: of one prompt, whose pipeline compresses the passage.
+        result: one prompt's result; its pipeline compresses the passage.
         passage: text, or token ids [n].
 
     The other arguments and errors are those of `CompressionResult.extend`; `CacheError` also if the

@@ -70,7 +70,7 @@ def continue_ids(
 
     The first arguments are those of `padded_inputs`; with `keep_cache` the new tokens are in
     `cache` afterwards, all but the last. Raises `ConfigError` if `options` hold ids, a mask, a
-    cache, or a length (in a `generation_config` or not), and for no tokens; `CacheError` if so many
+    cache, or a length (in a `generation_config` or not), and for no tokens; `CacheError` if as many
     would outgrow what the model's RoPE or sliding window lets a cache cover; `RankError` if the
     processes of a sharded model were given different rows.
     """
@@ -133,7 +133,7 @@ def check_one(
 
 
 def check_new_tokens(count: Any) -> None:
-    """Raise `ConfigError` unless so many tokens can be generated."""
+    """Raise `ConfigError` unless this many tokens can be generated."""
     if not isinstance(count, int) or count < 1:
         raise ConfigError(f"max_new_tokens must be a whole number of at least 1; got {count!r}.")
 
@@ -163,7 +163,7 @@ def stream_text(
     Args:
         tokenizer: for decoding.
         generate: calls `model.generate` for one row with the options that it is given.
-        options: of `model.generate`; a streamer and a stopping criterion are added.
+        options: options of `model.generate`; a streamer and a stopping criterion are added.
 
     Closing the iterator stops the generation at the next token. Errors of `generate` are raised
     from the iterator. Raises `ConfigError` if `options` have a streamer already.

@@ -96,7 +96,7 @@ def before_forward(
 
 
 def check_positions(given: int, covered: int) -> None:
-    """Raise `CacheError` unless mask or positions are of as many tokens as the cache covers.
+    """Raise `CacheError` unless mask or positions cover as many tokens as the cache does.
 
     Both numbers count all tokens, those of this step included.
     """

@@ -186,7 +186,7 @@ class LimitedCache(GraceCache):
         """Cut if `tokens` would exceed the limit.
 
         Args:
-            tokens: of the next step, ids [B, n] or embeddings [B, n, D].
+            tokens: tokens of the next step, ids [B, n] or embeddings [B, n, D].
             mask: the model's attention mask [B, length], or None.
 
         Raises `CacheError` for more tokens than an interval, and for a mask of another shape.
@@ -230,7 +230,7 @@ class LimitedCache(GraceCache):
 
     @torch.no_grad()
     def _cut(self, mask: Any, within: int | None = None) -> None:
-        """Cut every row by itself; entries move `within` so many positions, unless that is None."""
+        """Cut every row by itself; entries move within `within` positions, unless that is None."""
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             raise CacheError(
                 "A cut has to know which tokens are padding. Pass a 2D attention_mask [B, length], "

@@ -59,7 +59,7 @@ def load(
 
     Raises:
         SavedCacheError: the file is damaged, of an unknown format, of another model or tokenizer,
-            or its strategies are of a package that is not installed or imported here.
+            or its strategies come from a package that is not installed or imported here.
         UnsupportedModelError: see `attach`.
         CacheError: the KV heads cannot be divided among the model's processes.
         RankError: as for `gracekv.compress`.

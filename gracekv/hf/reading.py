@@ -53,7 +53,7 @@ from gracekv.undo import hooked, undone
 _TRIM = 4
 
 
-# What is known once the last layer was read: states of the layers that are not compressed, wall
+# Known once the last layer was read: states of the layers that are not compressed, wall
 # seconds of the forward pass ("prefill") and of each observer beside it, and the fingerprint.
 _Ending = tuple[tuple[LayerState, ...], Mapping[str | Observer, float], Mapping[str, str]]
 
@@ -143,7 +143,7 @@ class Reading:
         # An error ends the forwards that are paused, too.
         with self._patched(), hooked() as hooks, undone(runs.clear):
             for number, block in enumerate(blocks):
-                # Before the recorder's hooks, which are of the chunk that goes on.
+                # Before the recorder's hooks, which belong to the chunk that goes on.
                 hook = own_thread(partial(pause, number))
                 hooks.append(block.register_forward_pre_hook(hook, prepend=True))
             runs += [greenlets.greenlet(partial(self._forward, chunk)) for chunk in self._chunks]

@@ -139,7 +139,7 @@ def load_model(name: str, dtype: str = "float32", device: str | None = None) -> 
 
     Args:
         name: "smollm2" for the embedded model, or a transformers name or folder.
-        dtype: of the weights, one of `DTYPES`.
+        dtype: dtype of the weights, one of `DTYPES`.
         device: where the model goes; default: the GPU if there is one. The embedded model stays on
             the CPU unless told.
 

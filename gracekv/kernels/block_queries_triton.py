@@ -64,7 +64,7 @@ def turn_and_look_back(
         cos, sin: [Q, ROTARY].
         moved, lse: [H, Q, D] and [H, Q], written.
         count, features: Q and D.
-        scale: of the logits, times log2(e).
+        scale: scale of the logits, times log2(e).
         SHARED: features in a row that have one angle.
         PARTNER: how far apart features are that rotate together.
     """

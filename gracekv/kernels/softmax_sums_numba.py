@@ -49,7 +49,7 @@ class SoftmaxSumsArgs(ctypes.Structure):
         queries: float32 [H, Q, d], scaled.
         seen: int64 [Q], number of keys that each query sees, from 1 to T.
         weights: float32 [Q].
-        sinks: float32 [H, Q], a logit more of each row, which is no column; -inf: none.
+        sinks: float32 [H, Q], a further logit of each row, which is no column; -inf for none.
         total: float32 [H, C, T], zeros; written by `reduce_columns`.
         counter: int64, 0.
         maximum: 1 for the maximum over queries, 0 for the sum.

@@ -22,8 +22,8 @@ from gracekv.kernels.linalg import Columns, filled
 LARGEST_DIM = 256
 # Most features that a program of half-precision keys holds at once.
 _WHOLE = 128
-# Queries of one program of the second kernel: the larger number where the keys alone make at least
-# so many programs. Programs of the first below which its keys are cut into so many parts (ours).
+# Queries of one program of the second kernel: the larger number where keys alone make at least the
+# third number of programs. Below a number of programs of the first, its keys are cut into parts.
 _QUERIES, _MORE_QUERIES, _ENOUGH = 256, 1024, 1024
 _SPLITS = ((128, 16), (1024, 4))
 _LOG2_E = 1.4426950408889634

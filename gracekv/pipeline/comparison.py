@@ -25,7 +25,7 @@ from gracekv.value.column_sums import ReceivedAttention
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compared:
-    """What `compare` found.
+    """The result of `compare`.
 
     Attributes:
         relevance: token scores and head sensitivity of all layers.
@@ -182,16 +182,16 @@ def within_bytes(
     Source: ours.
 
     Args:
-        plan: with `bytes`; its `total` is an upper bound.
+        plan: the budget, in bytes; its `total` is an upper bound.
         costs: bytes of the entries.
         choose: the selection for a plan of fewer entries.
-        shard: which heads the selections are of; by default all.
+        shard: the heads of the selections; by default all.
     """
     limit = plan.bytes
     assert limit is not None  # a plan of entries is spent as it is
 
     def attempt(total: int) -> tuple[int, AuctionResult]:
-        """Bytes that a selection of so many entries leaves, and the selection."""
+        """Bytes that a selection of this many entries leaves, and the selection."""
         result = choose(replace(plan, total=total))
         return limit - selection_bytes(result.selection, plan, costs, shard), result
 

@@ -103,7 +103,7 @@ class Composition(Configurable):
 
     @classmethod
     def default(cls, *, question: bool = True, per_byte: bool = False) -> Self:
-        """What `gracekv.compress` and the command line use unless told; see `recipes.default`."""
+        """The default of `gracekv.compress` and the command line; see `recipes.default`."""
         return cls.named(recipes.default(question=question, per_byte=per_byte))
 
     def check(self) -> None:
@@ -111,7 +111,7 @@ class Composition(Configurable):
             raise ConfigError("keep_all has no budget to allocate bits by: use 'uniform'.")
 
     def needs(self) -> Needs:
-        """What the capture must keep for this pipeline."""
+        """The parts of a prefill that the capture must keep for this pipeline."""
         if self.keep_all:
             return Needs()
         needs = self.segment.needs() | self.value.needs() | self.sensitivity.needs()
@@ -122,7 +122,7 @@ class Composition(Configurable):
         return needs | Curvature().needs() if self.refine.uses_curvature else needs
 
     def plan(self, prefill: Prefill, budget: Budget) -> BudgetPlan:
-        """What `budget` comes to for this prefill; raises `BudgetError` if it is too small."""
+        """`budget` in entries of this prefill; raises `BudgetError` if it is too small."""
         expect(prefill, Prefill, "A pipeline compresses what gracekv.capture returns")
         expect(budget, Budget, "budget takes a gracekv.Budget, such as Budget.ratio(8)")
         info = prefill.info

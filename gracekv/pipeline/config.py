@@ -63,7 +63,7 @@ def save_pipeline(pipeline: Pipeline, path: str | Path) -> None:
 
 
 def parsed(path: Path) -> Any:
-    """What a .yaml, .toml or .json file holds; `ConfigError` if it cannot be read."""
+    """The content of a .yaml, .toml or .json file; `ConfigError` if it cannot be read."""
     text = read_text(path)
     try:
         if path.suffix == ".toml":

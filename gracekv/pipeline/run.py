@@ -87,7 +87,7 @@ class RunRecord:
         selection: the entries that stay; None if they are single tokens of no tree, whose positions
             are the cache's own.
         slots: int32 [J + 1] absolute slot borders; None if every token is a slot.
-        relevance: of the compressible tokens.
+        relevance: relevance of the compressible tokens.
         curve: utility over entries spent.
     """
 
@@ -239,7 +239,7 @@ def accounted(
 
 
 def physical_sizes(cache: CompressedCache, shard: HeadShard) -> dict[str, Any]:
-    """What `Accounting` says of the tensors of `cache`, by its names; all heads."""
+    """Fields of `Accounting` that count the tensors of `cache`, of all heads."""
     others = bytes_by_kind(cache.other_layers)
     for kind in {layer.kind for layer in cache.other_layers if layer.window is not None}:
         # Of the states of linear layers every process holds all.

@@ -43,7 +43,7 @@ class Precision(Strategy, abc.ABC):
         return ()
 
     def entry_bytes(self, dim: int, itemsize: int, spans: PromptSpans) -> EntryBytes | None:
-        """What entries cost if budgets count bytes, or None if they count entries.
+        """The cost of entries if budgets count bytes, or None if they count entries.
 
         Args:
             dim: d.

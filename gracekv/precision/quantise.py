@@ -94,7 +94,7 @@ def coded(part: RaggedEntries, blocks: Tensor, coding: Coding) -> CodedEntries:
     most, dim = coding.most, part.dim
     codes, scale, zero = quantised(part.keys[blocks], -2, most)
     flat = torch.empty(part.keys.shape, dtype=torch.uint8, device=part.device)
-    # What a short block repeats has the same codes.
+    # Rows that a short block repeats have the same codes.
     flat.index_copy_(0, blocks.flatten(), codes.to(torch.uint8).view(-1, dim))
     keys = Codes(_packed(flat, coding.bits), scale[0, :, 0], zero[:, 0])
     codes, scale, zero = quantised(part.values.unflatten(1, (-1, min(coding.group, dim))), -1, most)

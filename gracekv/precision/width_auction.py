@@ -100,7 +100,7 @@ def allocated_widths(
     bought, left = affordable(operation.rate, operation.tie, change, max(0, budget), shard)
     level = torch.zeros_like(entries.head)
     level.scatter_reduce_(0, operation.entry[:bought], operation.target[:bought], "amax")
-    # What is left is bought one by one, and so on the CPU; a number holds head and level of an
+    # The rest is bought one by one, and so on the CPU; a number holds head and level of an
     # entry, or an operation, since a GPU copies slowly.
     rest = (operation.entry << 16 | operation.source << 8 | operation.target)[bought:]
     own, rest = torch.cat([entries.head << 8 | level, rest]).cpu().split([len(level), len(rest)])
@@ -170,7 +170,7 @@ class _Operations:
         rate = torch.where(fixed[:, None], _NEVER, entries.worth[:, None] * by_head[entries.head])
         rate[:, -1] = torch.where(fixed, entries.worth / float(costs.entry[-1]), rate[:, -1])
         falling = rate.flatten().sort(descending=True, stable=True)
-        # What is never offered comes last.
+        # Steps that are never offered come last.
         offered = rate.numel() - (widths - 1) * int(fixed.sum())
         order = falling.indices[:offered]
         entry, target = order // widths, order % widths + 1

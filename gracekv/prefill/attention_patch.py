@@ -81,7 +81,7 @@ class _Entry:
     It stays there as long as the model, so that threads that run the model as well never miss it.
 
     Attributes:
-        name: in the table.
+        name: its name in the table.
         lock: held by the thread that reads the model, or switches its attention.
         reading: the thread that reads, and its attention function and mask function.
         others: the functions that other threads go on with.

@@ -58,7 +58,7 @@ class CaptureInfo:
         kv_heads: G, this process's.
         query_heads: H, this process's.
         head_dim: d of the captured keys.
-        dtype: of keys and values.
+        dtype: dtype of keys and values.
         device: the device of the first layer, where layers are compared.
         query_positions: int64 [n] ascending, on the CPU: whose queries were captured.
         scale: factor of q . k before the softmax (1/sqrt(d) in most models).

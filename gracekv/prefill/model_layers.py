@@ -46,7 +46,7 @@ class ModelLayer:
         number: 0-based, in the model.
         kind: as transformers names it: "full_attention", "sliding_attention" and so on.
         window: size of a sliding layer's window in tokens, or None.
-        rotation: of its keys and queries.
+        rotation: how its keys and queries are rotated.
     """
 
     number: int

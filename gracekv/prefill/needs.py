@@ -32,7 +32,7 @@ Source: ours."""
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a strategy reads from a prefill beyond keys and values; `Pipeline.needs` is the union.
+    """Data that a strategy reads beside keys and values; `Pipeline.needs` is the union.
 
     Attributes:
         question_queries: number of last question positions whose queries are read, at every layer.
@@ -183,7 +183,7 @@ def prompt_samples(length: int, count: int) -> Tensor:
 
     Args:
         length: T, tokens.
-        count: most positions; 0: none.
+        count: most positions, at least 0.
     """
     count = min(count, length)
     return (torch.arange(1, count + 1, device="cpu") * length) // max(1, count) - 1
@@ -195,7 +195,7 @@ def region_samples(region: Region, count: int) -> Tensor:
 
     Args:
         region: N tokens.
-        count: most positions; 0: none.
+        count: most positions, at least 0.
     """
     count = min(count, region.length)
     spaced = torch.linspace(0, max(0, region.length - 1), count, dtype=torch.float32, device="cpu")

@@ -54,7 +54,7 @@ class Observations:
     Args:
         observers: the observers.
         layers: L, compressed layers.
-        spans: of the prompt.
+        spans: spans of the prompt.
     """
 
     def __init__(self, observers: Iterable[Observer], layers: int, spans: PromptSpans) -> None:
@@ -114,7 +114,7 @@ class Observations:
         """The result of each observer, [...]; `Prefill` checks shapes and numbers.
 
         Args:
-            device: to wait for.
+            device: the device to wait for.
             passes: runs further tokens; None where no observer asks for it.
         """
         found: dict[Observer, Tensor] = {}

@@ -82,7 +82,7 @@ class TokenRun:
 
     @property
     def logits(self) -> dict[str, Any]:
-        """What `gracekv.kernels.linalg` makes of the products of queries and keys."""
+        """Arguments that `gracekv.kernels.linalg` needs to turn products into attention."""
         return {"softcap": self.softcap, "sinks": self.sinks}
 
 
@@ -152,7 +152,7 @@ class Passes(Protocol):
     """A model that runs again over a captured prefill.
 
     Attributes:
-        spans: of the prompt, T tokens.
+        spans: spans of the prompt, T tokens.
         ids: int64 [T].
         first: the most likely token after the prompt.
         stops: token ids that end an answer.
@@ -191,7 +191,7 @@ class Observer(abc.ABC):
 
     @property
     def timed_as(self) -> Observer:
-        """What its seconds are counted for, by default itself: one for all that share a pass."""
+        """The observer that its seconds count for: itself, or one of all that share a pass."""
         return self
 
     @abc.abstractmethod

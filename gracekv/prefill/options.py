@@ -21,13 +21,13 @@ class CaptureOptions(Configurable):
     """How a prefill runs. The options change what is captured only by rounding.
 
     Attributes:
-        chunk: tokens that run at once; None: 512, on a GPU as many as its free memory holds, 512 to
-            16,384. Where everything is read first, a prompt of at most 2,048 tokens runs in one
-            pass.
-        memory_limit: most bytes of held queries; None: 256 MiB, or a quarter of keys and values if
-            that is more. 0 holds only probes and windows, and recomputes all others when they are
-            read. A model with layers that are not compressed cannot recompute queries, so it holds
-            all that are needed.
+        chunk: tokens that run at once; by default 512, and on a GPU 512 to 16,384, as its free
+            memory allows. Where everything is read first, a prompt of at most 2,048 tokens runs in
+            one pass.
+        memory_limit: most bytes of held queries; by default 256 MiB, or a quarter of keys and
+            values if that is more. 0 holds only probes and windows, and recomputes all others when
+            they are read. A model with layers that are not compressed cannot recompute queries, so
+            it holds all that are needed.
         progress: called after each chunk with the number of tokens done and in total.
         beyond_positions: accept prompts longer than the model was trained or extended for, with a
             `LengthWarning`; they are refused otherwise.

@@ -89,7 +89,7 @@ class PartialAttention:
         self._made: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
     def __call__(self, call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor) -> Any:
-        """What the model's attention function returns for query [1, H, C, d].
+        """The result of the model's attention function for query [1, H, C, d].
 
         `keys` and `values` are [G, T, d] at least up to the last position.
         """
@@ -251,7 +251,7 @@ def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> 
     some tokens must use the table of the whole prompt.
 
     Args:
-        decoder: of the model.
+        decoder: decoder of the model.
         table: called with the model's own function and the hidden states at the first use;
             returns (cos, sin).
 

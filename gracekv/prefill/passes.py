@@ -45,7 +45,7 @@ class ModelPasses:
         prompt: the prefilled prompt, T tokens.
         keys: L tensors [G, T, d].
         values: L tensors [G, T, d].
-        rope: of a layer, the rotations of positions 0..T-1.
+        rope: rotations of positions 0..T-1 in one layer.
         logits: [vocabulary] of the last position.
     """
 
@@ -140,7 +140,7 @@ class QueryPass:
         """L tensors [H, P, d]; [H, 0, d] for layers that are not in `layers`.
 
         Args:
-            prefill: with the keys, values, rotations and ids of the prompt.
+            prefill: has the keys, values, rotations and ids of the prompt.
             positions: int64 [P] ascending, on the CPU.
             layers: whose queries are wanted, ascending.
 

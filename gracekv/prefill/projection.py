@@ -20,7 +20,7 @@ class Projection:
     """A layer's output projection without its bias, from this process's H d numbers to D.
 
     Attributes:
-        module: from [.., H d] to [.., D]; a bias is taken off.
+        module: maps [.., H d] to [.., D]; a bias is taken off.
         width: H d, of this process.
     """
 

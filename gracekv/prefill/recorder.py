@@ -33,7 +33,7 @@ class Recorder:
     """Keys, values and queries, each written once into its final place; observers see every run.
 
     Args:
-        spans: of the prompt.
+        spans: spans of the prompt.
         observations: the observers.
         query_positions: int64 [n] ascending: whose queries are held.
         layers: the L that are compressed.

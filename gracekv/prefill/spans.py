@@ -119,7 +119,7 @@ class Past:
     """The compressed entries that a passage follows, in P places of each head.
 
     Attributes:
-        layers: of each layer the heads, as keys [E_g, d], values [E_g, d] and log m [E_g].
+        layers: the heads of each layer, as keys [E_g, d], values [E_g, d] and log m [E_g].
         places: P, at least the longest head's entries.
         length: logical tokens that it stands for; the passage's first token is at this position.
         other_layers: states of the layers that are not compressed.

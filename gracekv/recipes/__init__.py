@@ -33,7 +33,7 @@ entries; see `default` for the others. "gracekv" is the paper's method."""
 DEFAULT_WITHOUT_QUESTION = "gracekv-agnostic"
 """The same for a prompt without a question, whose cache is asked later."""
 
-# What kvpress calls them, where the nearest name is another's; SnapKVPress is our snapkv.
+# Names in kvpress whose nearest name here is another method's; SnapKVPress is our snapkv.
 _PRESSES = {"adakv": "ada-snapkv", "kvzip": "kvzip-two-pass", "observedattention": "h2o"}
 
 RECIPES: dict[str, Recipe] = {**OWN, **RIVALS}

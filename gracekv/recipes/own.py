@@ -65,7 +65,7 @@ _AGNOSTIC: Mapping[str, Any] = {
     "value": {"name": "value_norm", "relative": 0.5, "power": 0.8, "scorer": _COPIED},
     "fit": _fit_of(64),
 }
-# What a second reading does look at, beside what the first foresees, which counts three times. A
+# The attention of a second reading, beside that which the first foresees and which counts thrice. A
 # token needs both, or heads that repeat every token alike would take the whole budget; after those
 # come the tokens that only the second reading looks at, such as identifiers. Norms count less than
 # in one pass, since texts lose by them.

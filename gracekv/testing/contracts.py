@@ -188,7 +188,7 @@ def check_floor(floor: Floor, forest: Any, plan: BudgetPlan, tokens: Tensor) -> 
     """A frontier that stays within B_base; returns it, or raises `AssertionError`.
 
     Args:
-        floor: to check.
+        floor: the strategy to check.
         forest: a `Forest`.
         plan: the budget in entries.
         tokens: R^tok [L, G, N].

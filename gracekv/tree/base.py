@@ -21,7 +21,7 @@ class Nodes:
         tree: int64 [V], index of the tree in the batch.
         start: int64 [V], relative to the slot.
         end: int64 [V], exclusive.
-        longest: tokens of the longest node; None: `width` reads it from the device.
+        longest: tokens of the longest node, or None: `width` then reads it from the device.
     """
 
     tree: Tensor

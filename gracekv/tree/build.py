@@ -68,7 +68,7 @@ def _grow_all(
         del evaluator
         drop[batch.tree_id.to(device)] = group_drop.to(device)
         grown.append({name: x.to(device) for name, x in columns.items()})
-    # What is copied is freed: nodes are held twice at most.
+    # Free each part that was copied: nodes are held twice at most.
     nodes = {name: torch.cat([part.pop(name) for part in grown]) for name in list(columns)}
     # Nodes of one tree and level come from one part, in order.
     order = (nodes["level"] * trees + nodes["tree"]).argsort(stable=True)

@@ -46,8 +46,8 @@ class Prototype(Distortion):
         tail_probes: probes from the sequence's end, the paper's 16.
         evidence_slots: slots of largest seed score that give probes, the paper's 8.
         evidence_per_slot: probes of each, the paper's 2.
-        memory_limit: bytes of working tensors per batch of "torch"; None: 32 MiB on a CPU, 1 GiB
-            on a GPU (ours).
+        memory_limit: bytes of working tensors per batch of "torch"; by default 32 MiB on a CPU,
+            1 GiB on a GPU (ours).
         engine: "numba" (a CPU kernel, needs `gracekv[cpu]`), "triton" (an NVIDIA kernel, needs
             `gracekv[triton]`), "torch" (any device), or "auto": a kernel where one is available,
             else torch (ours). They agree to float32's rounding.

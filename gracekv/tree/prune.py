@@ -34,9 +34,9 @@ class Pruner:
     """The key below which nodes are not refined; it stays on the device of the trees.
 
     Args:
-        budget: entries that floor and auction may spend together (B_base); None: no pruning.
-        lower_bound: a known lower bound of the threshold, float64 []; None: the first group of
-            trees guesses one.
+        budget: entries that floor and auction may spend together (B_base), or None not to prune.
+        lower_bound: a known lower bound of the threshold, float64 []; or None: the first group
+            of trees guesses one.
     """
 
     def __init__(self, budget: int | None = None, lower_bound: Tensor | None = None) -> None:
@@ -87,7 +87,7 @@ class Pruner:
         return self._guess is None or bool(self.lower_bound() >= self._guess)
 
     def _reached(self, budget: float) -> Tensor:
-        """The largest key down to which the known operations cost more than `budget`; 0: never."""
+        """The largest key down to which the known operations cost more than `budget`, or 0."""
         keys, order = torch.cat(self._keys).sort(descending=True)
         costs, most = torch.cat(self._costs)[order], (self._budget or 0) + 1
         self._keys, self._costs, self._unsorted = [keys[:most]], [costs[:most]], 0

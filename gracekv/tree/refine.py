@@ -17,7 +17,7 @@ from gracekv.tree.tree_batch import TreeBatch
 
 
 class CostTable:
-    """What a refiner reads about V nodes of up to w tokens, on a grid [V, w] of their tokens.
+    """The input of a refiner: V nodes of up to w tokens, on a grid [V, w] of their tokens.
 
     Args:
         nodes: the nodes.

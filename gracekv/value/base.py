@@ -139,7 +139,7 @@ class Relevance:
 
 
 Memory: TypeAlias = dict[Any, Any]
-"""What strategies note of the layers that they have seen, for those above. One prompt has one."""
+"""Notes of strategies on the layers so far, for the layers above. Each prompt has its own."""
 
 
 class Scorer(PrefillReader, Strategy, abc.ABC):
@@ -267,7 +267,7 @@ class TokenColumns:
     """An `Accumulator` of numbers [n, T], which subclasses write into as runs come.
 
     Args:
-        spans: of the prompt, T tokens.
+        spans: spans of the prompt, T tokens.
     """
 
     def __init__(self, spans: PromptSpans) -> None:

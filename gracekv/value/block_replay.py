@@ -62,7 +62,7 @@ class BlockReplaySums(LayerObserver):
         block: context tokens whose queries are moved together.
         power: exponent of attention, at least 1.
         near: how many tokens of the second reading, the last one its own, a query sees beside the
-            block; 0: none.
+            block, or 0.
         induction: how many further queries read each token as induction heads do.
     """
 
@@ -98,7 +98,7 @@ class BlockReplaySums(LayerObserver):
         Args:
             total: float32 [G, T], changed in place; on the keys' device.
             queries: [H, n, d] post-RoPE, of the block's n tokens.
-            block: of the context.
+            block: its place in the context.
             run: its keys reach at least to the block's end.
             past: places before a passage, all of which its queries see, and which get their share.
             copied: tokens that induction heads would read, by what this block's queries do.
@@ -194,9 +194,9 @@ class BlockReplay(Scorer):
         mean_power: exponent of the mean over queries: 2 is the root mean square, larger ones come
             nearer to the maximum, for texts in which each token has one query of its own.
         near: how many tokens of the second reading itself take part in the softmax, the query's own
-            and those before it: heads that look at near tokens only are served by them. 0: none.
+            and those before it: heads that look at near tokens only are served by them. May be 0.
         induction: how many further queries read each token with the mean attention that its head's
-            queries in the first block pay to the token after their own. 0: none.
+            queries in the first block pay to the token after their own. May be 0.
     """
 
     reads_past: ClassVar[bool] = True
@@ -232,8 +232,8 @@ def next_attention(
     Args:
         queries: float32 [H, count, d].
         keys: [G, T, d], the last `count` of which are the tokens' own.
-        count: of the tokens, at least 2.
-        scale: of the logits.
+        count: number of the tokens, at least 2.
+        scale: scale of the logits.
         softcap: logit softcap, or None.
         sinks: logits that take their share of attention, [H] or [H, count], or None.
     """

@@ -114,7 +114,7 @@ def written_norms(projection: Projection, values: Tensor, heads: int) -> Tensor:
     """[G, T] float32: mean over a KV head's query heads h of ||W_O^h v_t||_1.
 
     Args:
-        projection: of the layer.
+        projection: the output projection of the layer.
         values: [G, T, d], of one KV head each; coordinates beyond the projection's are zeros.
         heads: H.
 

@@ -174,7 +174,7 @@ def received_attention(
         seen: [G, >= part.end, d] keys of prefix and context.
         own: [G, Q, d] keys of the tokens of this pass.
         part: absolute positions of the n tokens.
-        scale: of the logits.
+        scale: scale of the logits.
         power: exponent of the summed attention; 0 for the maximum.
         logits: `softcap` and `sinks`, as of a `TokenRun`.
     """

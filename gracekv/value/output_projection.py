@@ -113,7 +113,7 @@ def projected_norms(projection: Projection, outputs: Tensor, groups: int) -> Ten
     """[G, P] float32: ||sum_{h in H(g)} W_O^h o_u^h||_2 at each of P positions.
 
     Args:
-        projection: of the layer.
+        projection: the output projection of the layer.
         outputs: [H, P, d] attention outputs before the projection.
         groups: G.
 
@@ -134,7 +134,7 @@ def projection_norms(projection: Projection, heads: int, like: Tensor) -> Tensor
     """[H] float32: ||W_O^h||_F.
 
     Args:
-        projection: of the layer.
+        projection: the output projection of the layer.
         heads: H.
         like: a tensor of the dtype and on the device of the model's states.
 

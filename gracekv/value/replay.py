@@ -50,8 +50,8 @@ class Replay(Scorer):
         max_queries: number of queries; of a longer context, half are evenly spaced and the rest
             are those of the likeliest tokens.
         likely_layers: how many layers tell a layer its likely tokens: itself and the next ones
-            below, so that it can be scored as soon as it is read; 0: all layers.
-        context_share: of a longer context so large a share is asked, at most twice `max_queries`;
+            below, so that it can be scored as soon as it is read; or 0 for all layers.
+        context_share: share of a longer context that is asked, at most twice `max_queries`;
             more of its words may be asked for. The uniform weight then goes to all queries, not
             only to the evenly spaced ones. 0: `max_queries` whatever the length.
     """

@@ -80,8 +80,8 @@ def attend(
     Args:
         batch: n tokens and their contexts.
         layer: index of the model's layer.
-        call: of that layer; in its pages, each head's part of a block is contiguous.
-        layout: of keys and values in a block.
+        call: the layer's call; in its pages, each head's part of a block is contiguous.
+        layout: layout of keys and values in a block.
         scale: factor of q . k.
 
     Log multiplicities are added to the logits; sums are in float32.

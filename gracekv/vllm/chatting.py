@@ -48,7 +48,7 @@ class ServedConversation:
         self._tail: list[tuple[str, list[int]]] = []
         self._runs: list[tuple[int, float]] = []
         self._pending: tuple[str, int] | None = None
-        # What the next turn raises, and the uncompressed tokens when compressing failed.
+        # The error that the next turn raises; the uncompressed tokens when compressing failed.
         self._failure: Exception | None = None
         self._failed = 0
 

@@ -27,13 +27,13 @@ class Context:
     """A context as the server lists it; fields that are not known (yet) are None.
 
     Attributes:
-        name: of the context.
+        name: name of the context.
         state: "compressing", "ready" or "failed".
         length: tokens of the document.
         entries: total over layers and heads.
-        bytes: of keys and values.
+        bytes: total of keys and values.
         ratio: entries of a full cache per entry.
-        seconds: from the document's first token until the context was ready.
+        seconds: time from the document's first token until the context was ready.
         recipe: the pipeline's name.
         saved: whether it is in the store's folder too.
         reason: why it failed.
@@ -67,9 +67,9 @@ class Client:
     errors are those of OpenAI's client.
 
     Attributes:
-        url: of the server's API.
+        url: URL of the server's API.
         model: the model's name on the server; by default its first model.
-        tokenizer: of the served model; by default loaded from the server's path or hub name.
+        tokenizer: the served model's; by default loaded from the server's path or hub name.
         api_key: if the server needs one.
         timeout: the most seconds that a compression, or one attempt of a request, may take. A
             question or a listing that fails is sent up to three times, anything else once.
@@ -87,7 +87,7 @@ class Client:
         """Compress a document into a context, replacing an existing one of that name.
 
         Args:
-            name: of the context.
+            name: name of the context.
             text: the document, which gets the chat format; or token ids, which are used as they
                 are.
             wait: whether to wait until the context is ready; if not, see `list`.
@@ -118,7 +118,7 @@ class Client:
         `compress`, unless it gets another name by `into`.
 
         Args:
-            name: of the context.
+            name: name of the context.
             text: the passage, which is appended to the document as it is, separators included; or
                 token ids.
             limit: the most that the longer context may hold, with its `every` and `window` left
@@ -155,7 +155,7 @@ class Client:
         return made
 
     def _listed(self, name: str, seconds: float = 0) -> Context:
-        """The context as listed once it is made or "gone", at most so many seconds later."""
+        """The context as listed once it is made or "gone", after at most this many seconds."""
         gone = Context(name, "gone", reason="It expired or was deleted.")
         end = time.monotonic() + seconds
         while True:
@@ -168,7 +168,7 @@ class Client:
         """The answer to a question about a context, greedy unless `options` say otherwise.
 
         Args:
-            name: of the context.
+            name: name of the context.
             question: a text.
             max_tokens: the most tokens of the answer.
             options: more fields of `POST /v1/completions`, such as temperature=0.7.
@@ -202,7 +202,7 @@ class Client:
         what the conversation stored when it ends; `chat.ask("Who is Dinah?")` takes a turn.
 
         Args:
-            name: of the context.
+            name: name of the context.
             limit: the most that context and compressed messages may hold, as in `extend`.
             compact: when the server compresses older messages; by default never.
             messages: how many messages the context consists of, if it was compressed from the ids

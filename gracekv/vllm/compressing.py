@@ -48,8 +48,8 @@ class Outcome:
 
     Attributes:
         request: the request's id.
-        header: of the context with all ranks' heads, or None if the worker failed.
-        seconds: from the first token to the finished context.
+        header: header of the context with all ranks' heads, or None if the worker failed.
+        seconds: time from the first token to the finished context.
         reason: why the worker failed, or "".
     """
 

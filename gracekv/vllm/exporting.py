@@ -42,7 +42,7 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
     folder is replaced if it holds nothing but a context's files. A batch writes book-1, book-2, ...
 
     Args:
-        result: from `compress` or `load`.
+        result: what `compress` or `load` returned.
         path: the store's folder, and the context's name in it.
 
     Returns:
@@ -99,7 +99,7 @@ def describe(
         follow: how requests continue it.
         cache: its entries.
         recipe: the pipeline's name.
-        digest: of the entries' file, or a number in its place.
+        digest: digest of the entries' file, or a number in its place.
     """
     return ContextHeader(
         length=cache.length,

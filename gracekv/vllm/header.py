@@ -113,9 +113,9 @@ class ContextHeader(Continuation):
     Attributes:
         length: positions that the entries stand for; the first token after them has this position.
         entries: total over layers and heads.
-        bytes: of keys and values.
-        digest: of the entries' file.
-        dtype: of keys and values.
+        bytes: total of keys and values.
+        digest: digest of the entries' file.
+        dtype: dtype of keys and values.
         model: `model_facts` of the model that made the entries.
         recipe: the pipeline's name, or "custom".
         positions: the model's longest sequence, or None if its config does not say.

@@ -166,7 +166,7 @@ class Jobs:
         """Take in a report of the workers.
 
         Args:
-            outcomes: of the current job.
+            outcomes: outcomes of the current job.
             dropped: names and digests of unsaved contexts that were dropped for want of room.
             recorded: bytes held of the current document.
         """

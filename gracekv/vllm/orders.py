@@ -39,7 +39,7 @@ class Deletion:
     """Deletes a context.
 
     Attributes:
-        name: of the context.
+        name: name of the context.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Compression:
     """Makes a context of a request's prompt, or extends one by it.
 
     Attributes:
-        name: of the context.
+        name: name of the context.
         recipe: the pipeline's name.
         pipeline: compresses the prompt.
         budget: size of the context, or of the passage's part of it.

@@ -66,7 +66,7 @@ class Recording:
         past: the context that the prompt extends, or None.
 
     Attributes:
-        spans: of the prompt, after the places of `past`.
+        spans: spans of the prompt, after the places of `past`.
         past: as given.
         failure: the error of an observer, or None.
     """

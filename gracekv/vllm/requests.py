@@ -104,7 +104,7 @@ def request(
     Args:
         store: the folder or the store; None for a context that vLLM made from a `document`, whose
             header is not needed.
-        name: of the context.
+        name: name of the context.
         question: a text; None for a context whose prompt already had its question.
         tokenizer: the one that made the context's ids; vocabulary and chat template are compared.
 
@@ -146,7 +146,7 @@ def document(tokenizer: Any, text: str) -> list[int]:
     The first message of the conversation is the text and the question together.
 
     Args:
-        tokenizer: of the served model.
+        tokenizer: tokenizer of the served model.
         text: the document.
 
     Raises `PromptError` if the text is empty or the chat template changes it.
@@ -194,7 +194,7 @@ def continuing(tokenizer: Any, name: str, follow: Continuation, ids: Sequence[in
 
     Args:
         tokenizer: the server's.
-        name: of the context.
+        name: name of the context.
         follow: how requests continue it.
         ids: the request's prompt.
 

@@ -51,7 +51,7 @@ class WorkerReport(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
     """A worker's message to the scheduler after a step.
 
     Attributes:
-        outcomes: of compressed prompts, one from each worker.
+        outcomes: outcomes of compressed prompts, one from each worker.
         dropped: names and digests of unsaved contexts that were dropped for want of room.
         opened: for each context that the step opened, by digest: None if it is in memory, else the
             reply to requests about it.

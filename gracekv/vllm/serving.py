@@ -186,7 +186,7 @@ def open_store(
     Args:
         vllm_config: vLLM's.
         rank: tensor-parallel rank of a process that loads contexts; None if it only reads headers.
-        device: of the entries; by default the CPU.
+        device: device of the entries; by default the CPU.
 
     Raises `ConfigError` if an option of the store is unusable.
     """

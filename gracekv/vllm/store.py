@@ -19,7 +19,7 @@ from gracekv.prefill.fingerprint import differences
 from gracekv.vllm.header import HEADER, PARAMETER, ContextHeader, check_name, is_name, is_served
 from gracekv.vllm.stored_context import LoadedContexts, StoredContext
 
-# The default limit: one of so many parts of the machine's memory, or of a GPU's, most of which vLLM
+# The default limit: a quarter of the machine's memory, or a tenth of a GPU's, most of which vLLM
 # fills with pages. Source: ours.
 _SHARE, _SHARE_OF_GPU = 4, 10
 
@@ -29,8 +29,8 @@ class _Known:
     """A context's header or refusal, valid as long as its files do not change.
 
     Attributes:
-        state: of the files.
-        header: in the files.
+        state: state of the files.
+        header: the header in the files.
         refusal: why the context cannot be used.
     """
 
@@ -53,7 +53,7 @@ class ContextStore:
         limit: the most bytes of entries in memory, and of one context; by default a quarter of the
             machine's memory, or a tenth of the GPU's.
         heads: KV heads that this process serves, (first, last + 1); by default all.
-        device: of the entries; by default the CPU.
+        device: device of the entries; by default the CPU.
         allow: whether a request may use a context, from its name and the request's
             `kv_transfer_params`; by default every request may.
 
@@ -115,8 +115,8 @@ class ContextStore:
         """Serve a context that was made in this process, replacing the one of this name.
 
         Args:
-            header: of the context.
-            name: of the context.
+            header: header of the context.
+            name: name of the context.
             context: the context, or None if this process reads headers only. If it is dropped and
                 was not saved, it is lost: see `dropped`.
             saved: whether its files are in the folder.
@@ -165,7 +165,7 @@ class ContextStore:
         """The context, from memory or from its file.
 
         Args:
-            name: of the context.
+            name: name of the context.
             digest: the digest that the request was admitted with; any other is refused.
 
         Raises `StoreError` as `header` does, or if the context was replaced.

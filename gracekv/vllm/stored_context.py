@@ -92,7 +92,7 @@ class LoadedContexts:
 
     Args:
         limit: the most bytes of all entries, and of one context.
-        device: of the entries.
+        device: device of the entries.
 
     Attributes:
         made: headers of unsaved contexts, by name.

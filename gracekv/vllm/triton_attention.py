@@ -58,8 +58,8 @@ def unit_tile(dim: int, dtype: torch.dtype, capability: tuple[int, int], rows: i
 
     Args:
         dim: d.
-        dtype: of queries, keys and values.
-        capability: of the GPU, (major, minor).
+        dtype: dtype of queries, keys and values.
+        capability: capability of the GPU, (major, minor).
         rows: the most query rows that share a context, or the rows of the largest unit; both lead
             to the same tile.
 
@@ -100,7 +100,7 @@ def attend(batch: ContextBatch, layer: int, call: LayerCall, scale: float) -> No
     Args:
         batch: the tokens and their contexts.
         layer: index of the model's layer.
-        call: of that layer; its pages hold keys before values; only their last stride is fixed.
+        call: the layer's call; pages hold keys before values; only their last stride is fixed.
         scale: factor of q . k.
 
     Log multiplicities are added to the logits; sums are in float32.

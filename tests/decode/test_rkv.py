@@ -18,9 +18,9 @@ def plain_scores(queries, keys, window, kernel, share, threshold):
         queries: [n][Q][d], already times the scale; the last `window` of them count.
         keys: [N][d].
         window: last tokens, which are not scored.
-        kernel: of the pooling.
+        kernel: size of the pooling kernel.
         share: lambda.
-        threshold: of similarity.
+        threshold: similarity threshold.
     """
     count, past = len(keys), len(keys) - window
 

@@ -16,7 +16,7 @@ class Block:
 
     Attributes:
         page: path of the page inside the repository.
-        line: of its first line of code, from 1.
+        line: line of its first line of code, from 1.
         language: the word after the fence, or "".
         title: the name that the page gives the block's file, or None.
         code: without the indentation of its fence.

@@ -22,7 +22,7 @@ def compiled(kernel, pointers, floats, constants, arch, unaligned=(), **options)
         constants: by name.
         arch: compute capability, as in 90.
         unaligned: names of pointers and strides that may not be divisible by 16.
-        options: of the compiler.
+        options: options of the compiler.
     """
     signature, values, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):

@@ -14,7 +14,7 @@ def check_answer(served, name, question, answer, greedy=True):
 
     Args:
         served: store, tokenizer and model, and gracekv's results by name.
-        name: of the context.
+        name: name of the context.
         question: a text, or None.
         answer: vLLM's, with log-probabilities.
         greedy: each token is also the likeliest, or within `MARGIN` of it.

@@ -16,7 +16,7 @@ class Family:
     Attributes:
         title: what people call it.
         facts: what is particular about its attention.
-        options: of `tiny_model`; "family" is its `config.model_type`.
+        options: options of `tiny_model`; "family" is its `config.model_type`.
     """
 
     title: str

@@ -82,7 +82,7 @@ def assert_same_tokens(
     Args:
         got: int64 [n], new tokens.
         want: int64 [m]; where one answer ends first, the end is the difference.
-        logits: of the next token [V] after new tokens int64 [i]; called only for a difference.
+        logits: gives the next token's logits [V] after new tokens int64 [i], if choices differ.
         margin: absolute.
     """
     got, want = got.flatten(), want.flatten()

@@ -70,14 +70,14 @@ def paged_step(
     """A random step.
 
     Args:
-        seed: of all numbers.
+        seed: seed of all numbers.
         contexts: entries of each head, by the context's name.
         requests: see `PagedStep`.
         dim: d.
         group: query heads of a KV head.
         block: tokens of a page.
-        dtype: of queries, keys and values.
-        layout: of `LAYOUTS`.
+        dtype: dtype of queries, keys and values.
+        layout: layout of `LAYOUTS`.
         device: where all lies.
     """
     rng = torch.Generator().manual_seed(seed)
@@ -163,7 +163,7 @@ def check_step(step: PagedStep, bound: float | None = None) -> None:
 
     Args:
         step: from `paged_step`.
-        bound: of the relative error; None: that of the dtype in `TOLERANCES`.
+        bound: bound of the relative error; None: that of the dtype in `TOLERANCES`.
     """
     output = step_attention(step)()
     bound = TOLERANCES[output.dtype] if bound is None else bound

@@ -30,10 +30,10 @@ class Worker:
     """A compressor, fed as an engine's worker feeds it.
 
     Args:
-        model: of the document.
-        root: of the store.
+        model: model of the document.
+        root: folder of the store.
         shard: which of its heads the worker computes.
-        options: of the store.
+        options: options of the store.
     """
 
     def __init__(self, model, root, shard=WHOLE, **options):

@@ -16,7 +16,7 @@ class VllmServer:
     Args:
         folder: where its log lies.
         model: the model's folder.
-        store: of the contexts.
+        store: folder of the contexts.
         options: more of its command line.
     """
 

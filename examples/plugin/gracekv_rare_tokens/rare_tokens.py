@@ -19,7 +19,7 @@ class RareTokens(Scorer):
     Cost: one count of the context's token ids.
 
     Attributes:
-        power: of 1 / (number of occurrences).
+        power: power of 1 / (number of occurrences).
     """
 
     power: float = bounded(1.0, above=0)

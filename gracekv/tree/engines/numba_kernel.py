@@ -34,8 +34,8 @@ class DistortionArgs(ctypes.Structure):
     Fields, with V nodes, U heads, N tokens a head, P probes, Q the next multiple of
     `matmul.COLUMNS`:
         exponentials ... sin: as in `numba_arrays.HeadArrays`.
-        kappa: float64 [T]; 0: it is not read.
-        forced: float64 [U, N] floor scores, -inf: no candidate; 0: no floor.
+        kappa: float64 [T], or 0 if it is not read.
+        forced: float64 [U, N] floor scores, -inf for no candidate; or 0 without a floor.
         head, first, length: int64 [V]: head, place in the region, and tokens of each node.
         counter: int64, 0.
         max_length: tokens of the longest node.

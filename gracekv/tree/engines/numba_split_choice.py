@@ -58,7 +58,7 @@ def best_cut(
         node_cost: D of the node.
         costs: float32 [2, n]: D of prefixes up to k and suffixes from k.
         n, chosen, kappa, first: as in `mark_cuts`.
-        reward: lambda_kappa; 0: kappa is not read.
+        reward: lambda_kappa; with 0, kappa is not read.
     """
     low, span = 0.0, 0.0
     if reward != 0.0:

@@ -28,8 +28,8 @@ class TorchEvaluator(DistortionEvaluator):
     Attributes:
         inputs: the inputs of the engine.
         workspace: scratch memory.
-        memory_limit: bytes of working tensors per batch of nodes; None: 32 MiB on a CPU, 1 GiB on a
-            GPU.
+        memory_limit: bytes of working tensors per batch of nodes; by default 32 MiB on a CPU, 1 GiB
+            on a GPU.
     """
 
     inputs: EngineInputs
