@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Unpack, overload
 
@@ -213,6 +214,8 @@ class CompressionResult(BaseResult):
 class BatchResult(BaseResult):
     """The result of `compress` for a list of prompts, each with its own budget.
 
+    `batch[0]` is the result of the first prompt over the same entries, to ask or save alone.
+
     Attributes:
         model: the model that the cache belongs to.
         prompts: the compressed prompts, in order.
@@ -221,6 +224,14 @@ class BatchResult(BaseResult):
     """
 
     is_batch: ClassVar[bool] = True
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, number: int) -> CompressionResult:
+        """The result of one prompt, over the same entries; it holds the whole batch."""
+        own = [self.prompts[index(number)]], [self._runs[number]], self.pipeline
+        return CompressionResult.from_runs(self.model, *own, keep_run=self.keep_run)
 
     @property
     def details(self) -> tuple[Run, ...] | None:

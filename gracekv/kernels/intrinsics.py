@@ -138,5 +138,4 @@ def digest(*modules: ModuleType) -> str:
     it closes over, so a kernel closes over this digest.
     """
     files = sorted(Path(module.__file__ or "") for module in modules)
-    texts = [file.read_bytes() for file in files]
-    return hashlib.sha256(b"".join(texts)).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

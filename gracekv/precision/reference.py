@@ -33,8 +33,7 @@ def rounded(numbers: Tensor, lengths: Tensor, coding: Coding, side: Side) -> tup
             continue
         zero = every[torch.searchsorted(every, group.min(), right=True) - 1]
         step = every[torch.searchsorted(every, (group.max() - zero) / levels)]
-        codes = ((group - zero) / step).round()
-        read[rows, columns] = zero + step * codes
+        read[rows, columns] = zero + step * ((group - zero) / step).round()
         steps[rows, columns] = step
     return read, steps
 

@@ -172,8 +172,7 @@ def _elements(device: torch.device, held: list[tuple[Tensor, Tensor]]) -> list[T
         # By NumPy: torch would wake all its threads for so few numbers.
         facts = np.array([(x.data_ptr(), x.itemsize) for x in flat]).repeat(counts, axis=0)
         start, width = facts.T
-        end = width.cumsum()
-        first = (start + places.numpy() * width - (end - width)).repeat(width)
+        first = (start + places.numpy() * width - (width.cumsum() - width)).repeat(width)
         found = bytes_at(torch.from_numpy(first + np.arange(len(first))).to(device))
     else:
         pairs = zip(flat, places.to(device).split(counts), strict=True)

@@ -5,7 +5,6 @@ Slow on purpose; the fast versions are tested equal to these.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -51,9 +50,7 @@ def stable_curvature(states: Sequence[Tensor], rule: Curvature) -> Floats:
     kappa = np.zeros(len(views[0]))
     for i in range(len(kappa)):
         at = [float(view[i]) for view in views]
-        mean = sum(at) / len(at)
-        variance = sum((x - mean) ** 2 for x in at) / len(at)
-        kappa[i] = mean - rule.stability * math.sqrt(variance)
+        kappa[i] = np.mean(at) - rule.stability * np.std(at)
     return kappa
 
 

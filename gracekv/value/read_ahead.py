@@ -135,8 +135,7 @@ def _decays(blocks: int, length: int, device: torch.device, stream: int) -> list
         _decay(_BLOCK, step, step)[:1],
         _decay(blocks, step**_BLOCK, 1.0, first=1),
     ]
-    flat = torch.cat([x.flatten() for x in parts]).to(device)
-    split = flat.split([x.numel() for x in parts])
+    split = torch.cat([x.flatten() for x in parts]).to(device).split([x.numel() for x in parts])
     return [x.view(like.shape) for x, like in zip(split, parts, strict=True)]
 
 

@@ -231,8 +231,7 @@ def read_ahead(scorer: ReadAhead, prefill: Prefill, region: Region) -> Tensor:
     ahead = torch.zeros_like(score)
     for t in range(region.length):
         for i in range(t + 1):
-            weight = (1 - 1 / scorer.lookahead) ** i
-            ahead[..., t] += weight * score[..., t - i] / scorer.lookahead
+            ahead[..., t] += (1 - 1 / scorer.lookahead) ** i * score[..., t - i] / scorer.lookahead
     return ahead ** (1 / scorer.power)
 
 

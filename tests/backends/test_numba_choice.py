@@ -40,8 +40,7 @@ def _count(monkeypatch):
 def test_what_does_not_suit_goes_to_sdpa(monkeypatch, why):
     rng = torch.Generator().manual_seed(9)
     layer = ragged(rng, [40, 11])
-    batch = 49 if why == "many" else 1
-    query, keys, values = step(rng, layer, 2, batch, 12)
+    query, keys, values = step(rng, layer, 2, 49 if why == "many" else 1, 12)
     if why == "two tokens":
         query = query.repeat(1, 1, 2, 1)
     elif why == "gradient":

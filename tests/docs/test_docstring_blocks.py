@@ -71,5 +71,4 @@ def test_formulas_are_no_code():
     assert not [
         place for place, code in BLOCKS if place.partition(":")[0] in FORMULAS and parses(code)
     ]
-    homes = {place.partition(":")[0] for place, _ in BLOCKS}
-    assert homes > FORMULAS
+    assert {place.partition(":")[0] for place, _ in BLOCKS} > FORMULAS

@@ -49,9 +49,8 @@ def test_every_question_can_be_answered_from_the_context(rendered, sources, toke
     assert all(one.answers[0] in sample.context for one in asked)
     assert all(one.context == sample.context for one in asked)
     cap = Task(name, 700, 3).max_new_tokens
-    longest = max(len(one.prompt.ids) for one in found)
     # Filled to a pair of the object or a paragraph.
-    assert 700 - cap - 120 < longest <= 700 - cap
+    assert 700 - cap - 120 < max(len(one.prompt.ids) for one in found) <= 700 - cap
     assert rendered(name)[0] == sample
     assert rendered(name, seed=4)[0] != sample
 

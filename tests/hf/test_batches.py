@@ -78,6 +78,15 @@ def test_beams_of_a_batch_are_those_of_its_prompts(batch, singles, options):
         assert_same_beams(beams, single.generate_ids(8, **options), single)
 
 
+def test_each_prompt_of_a_batch_is_a_result_of_its_own(batch, singles):
+    assert len(batch) == len(singles)
+    for own, single in zip(batch, singles, strict=True):
+        assert (own.prompt, own.accounting.bytes) == (single.prompt, single.accounting.bytes)
+        assert_same_tokens(own.generate_ids(8)[0], single.generate_ids(8), logits_over(single))
+    with pytest.raises(TypeError, match="slice"):
+        batch[:1]
+
+
 def test_accounting_is_per_prompt_and_in_total(batch, singles):
     parts = [single.accounting for single in singles]
     for ours, theirs in zip(batch.accountings, parts, strict=True):

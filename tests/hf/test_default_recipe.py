@@ -41,8 +41,7 @@ BUDGETS = [Budget.ratio(4), Budget.kv_bytes(10**6), Budget.entries_per_head(20)]
     ],
 )
 def test_bits_are_allocated_where_budgets_count_16_bit_numbers(dtype, dim, want):
-    given = llama(dtype, dim)
-    assert [per_byte(given, budget) for budget in BUDGETS] == want
+    assert [per_byte(llama(dtype, dim), budget) for budget in BUDGETS] == want
 
 
 @pytest.mark.parametrize("question", [True, False])

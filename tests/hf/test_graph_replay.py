@@ -138,9 +138,7 @@ def test_a_recorded_step_is_replayed_with_the_tail_where_it_was(replay, model, m
             fakes[-1].install(monkeypatch)
 
     monkeypatch.setattr(graph_replay, "ReplayedForward", Recording)
-    answer = batch.generate_ids(30, eos_token_id=None)
-
-    assert torch.equal(answer, want)
+    assert torch.equal(batch.generate_ids(30, eos_token_id=None), want)
     assert fakes[0].steps == 30
     assert fakes[0].forward.recordings == 3  # 8, 16 and 30 places
     assert [layer.tail_length for layer in fakes[0].forward.cache.layers] == [30, 30]

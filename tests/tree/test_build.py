@@ -101,8 +101,7 @@ class FastEvaluator:
 
     def _costs(self, start: int, end: int) -> IntervalCosts:
         bounds = (self.tree, start - self.slot_start, end - self.slot_start)
-        nodes = Nodes(*(torch.tensor([x]) for x in bounds))
-        return self.evaluator(nodes)
+        return self.evaluator(Nodes(*(torch.tensor([x]) for x in bounds)))
 
     def node(self, start: int, end: int) -> float:
         return float(self.costs(start, end).prefix[0, -1])
