@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,11 +36,11 @@ class WidthShare:
     @classmethod
     def of(cls, cache: CompressedCache, shard: HeadShard = WHOLE) -> tuple[WidthShare, ...]:
         """The shares of all widths in `cache`, over all processes, widest first."""
-        own = torch.zeros(len(_WIDTHS), 2, dtype=torch.int64)
+        own = np.zeros((len(_WIDTHS), 2), dtype=np.int64)
         for layer in cache.layers:
             for bits, share in layer.widths().items():
-                own[_WIDTHS.index(bits)] += torch.tensor(share)
-        return cls.summed(map(cls, _WIDTHS, *shard.sum(own).T.tolist()))
+                own[_WIDTHS.index(bits)] += share
+        return cls.summed(map(cls, _WIDTHS, *shard.sum(torch.from_numpy(own)).T.tolist()))
 
     @classmethod
     def summed(cls, shares: Iterable[WidthShare]) -> tuple[WidthShare, ...]:

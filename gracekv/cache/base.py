@@ -50,7 +50,7 @@ class RaggedEntries(LayerEntries):
     scores: Tensor | None = None
 
     def __post_init__(self) -> None:
-        entries = int(self.offsets[-1])
+        entries = int(self.offsets.numpy()[-1])
         if self.keys.ndim != 2 or self.keys.shape != self.values.shape or len(self.keys) != entries:
             raise ShapeError(
                 f"RaggedEntries takes keys and values [E, d] with E = offsets[-1] = {entries}; got "
@@ -100,10 +100,10 @@ class RaggedEntries(LayerEntries):
 
     def rows(self, begin: int, end: int) -> RaggedEntries:
         """Views of rows [begin, end), as one sequence."""
-        offsets = self.offsets[begin : end + 1]
+        offsets = self.offsets.numpy()[begin : end + 1]
         at = slice(int(offsets[0]), int(offsets[-1]))
         parts = {name: x[at] for name, x in self._columns().items()}
-        return RaggedEntries(**parts, offsets=offsets - offsets[0], sequences=1)
+        return RaggedEntries(**parts, offsets=torch.from_numpy(offsets - at.start), sequences=1)
 
     def where(self, mask: Tensor) -> RaggedEntries:
         """The entries where `mask` (bool [E]) holds."""

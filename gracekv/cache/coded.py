@@ -115,7 +115,7 @@ class CodedEntries:
     sequences: int = 1
 
     def __post_init__(self) -> None:
-        entries, blocks = int(self.offsets[-1]), int(self.block_offsets[-1])
+        entries, blocks = (int(x.numpy()[-1]) for x in (self.offsets, self.block_offsets))
         dim = self.dim
         self.coding.check(dim)
         shapes = {"keys": (blocks, dim), "values": (entries, dim // min(self.coding.group, dim))}
@@ -148,7 +148,7 @@ class CodedEntries:
     @property
     def lengths(self) -> Tensor:
         """int64 [S*G], entries per row."""
-        return self.offsets.diff()
+        return torch.from_numpy(np.diff(self.offsets.numpy()))
 
     @property
     def block_offsets(self) -> Tensor:
@@ -172,7 +172,8 @@ class CodedEntries:
 
     def rows(self, begin: int, end: int) -> CodedEntries:
         """Views of rows [begin, end), as one sequence."""
-        at, blocks = (slice(int(x[begin]), int(x[end])) for x in (self.offsets, self.block_offsets))
+        both = self.offsets.numpy(), self.block_offsets.numpy()
+        at, blocks = (slice(int(x[begin]), int(x[end])) for x in both)
         tensors = {
             name: x[blocks if self.by_block(name) else at]
             for name, x in self.tensors().items()

@@ -122,10 +122,9 @@ def sample_places(name: str, shape: tuple[int, ...]) -> Tensor:
     """
     size = math.prod(shape)
     count = min(_READS, size)
-    edges = torch.arange(count + 1, device="cpu") * size // max(1, count)
+    edges = np.arange(count + 1) * size // max(1, count)
     noise = hashlib.shake_256(f"{name} {list(shape)}".encode()).digest(8 * count)
-    chosen = torch.frombuffer(bytearray(noise), dtype=torch.int64) if count else edges[:0]
-    return edges[:-1] + chosen.remainder(edges.diff())
+    return torch.from_numpy(edges[:-1] + np.frombuffer(noise, np.int64, count) % np.diff(edges))
 
 
 def sampled_digest(

@@ -190,7 +190,7 @@ class LayerCapture:
         """
         known = self.info.query_positions
         if isinstance(positions, Tensor) and positions.device.type != "cpu" and len(known):
-            first, last = int(known[0]), int(known[-1])
+            first, last = known.numpy()[[0, -1]].tolist()
             # Where all positions of a range were captured, the host need not look.
             if last - first + 1 == len(known) == self.queries.shape[1]:
                 positions = positions.to(self.queries.device)
