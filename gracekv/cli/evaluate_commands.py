@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -48,13 +48,6 @@ class RunOptions:
     retry_failed: Annotated[bool, Option("--retry-failed", help="Run failed cells again.")] = False
     imports: Imports = None
 
-    @property
-    def own(self) -> list[str]:
-        """The options that an experiment's file would say, and that differ from their defaults."""
-        return [
-            x for x, y in vars(self).items() if x not in _BESIDE and y != getattr(RunOptions, x)
-        ]
-
     def experiment(self, methods: Sequence[str]) -> Experiment:
         """One panel of these methods. Raises `ConfigError` without a model or tasks."""
         from gracekv.evaluate.experiment import Experiment
@@ -98,6 +91,7 @@ def register(app: typer.Typer) -> None:
 
 def evaluate(
     options: RunOptions,
+    context: typer.Context,
     config: Annotated[Path | None, Option(help="A YAML file instead of options.")] = None,
     methods: Annotated[
         str | None,
@@ -109,9 +103,8 @@ def evaluate(
 
     if config is None:
         experiment = options.experiment(split_methods(methods or "fullkv,gracekv"))
-    elif options.own or methods:
-        told = ", ".join([*options.own, *["methods"] * bool(methods)])
-        raise ConfigError(f"Give either --config or {told}, not both: the file says all of it.")
+    elif names := ", ".join(_given(context, "methods")):
+        raise ConfigError(f"Give either --config or {names}, not both: the file says all of it.")
     else:
         experiment = Experiment.load(config)
         if options.data is not None:
@@ -138,6 +131,7 @@ def table(
 
 def ablate(
     options: RunOptions,
+    context: typer.Context,
     base: Annotated[str, Option(help="The method to vary.")] = "gracekv",
     set_: Annotated[
         list[str] | None,
@@ -153,7 +147,7 @@ def ablate(
 
     settings, measures = set_ or [], _measures(metric)
     methods = variants(base, settings, not settings if ablations is None else ablations)
-    if options.own:
+    if _given(context):
         if not options.ratios and not options.entries:
             options = replace(options, ratios="8")
         options.run(options.experiment(methods))
@@ -161,6 +155,14 @@ def ablate(
     typer.echo(_tables(rows, measures, base, "markdown"))
     if any(row["error"] is not None for row in rows):
         raise typer.Exit(1)
+
+
+def _given(context: typer.Context, *others: str) -> list[str]:
+    """The options on the command line that an experiment's file would say, and `others`."""
+    names = [*(x.name for x in fields(RunOptions) if x.name not in _BESIDE), *others]
+    source = context.get_parameter_source
+    # --out is always there.
+    return [f"--{x.replace('_', '-')}" for x in names if source(x) is source("out")]
 
 
 def _measures(metric: str) -> list[Measure]:

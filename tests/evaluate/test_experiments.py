@@ -164,7 +164,7 @@ def test_a_yaml_file_says_the_same(cli, model_folder, tmp_path):
         (["evaluate"], "Give --model and --tasks"),
         (["ablate", "--ratios", "4"], "Give --model and --tasks"),
         (["evaluate", "--model", "m", "--tasks", "x"], "Unknown task"),
-        (["evaluate", "--config", "a", "--samples", "5", "--methods", "m"], "methods, not both"),
+        (["evaluate", "--config", "a", "--samples", "50"], "--config or --samples, not both"),
         (["evaluate", "--model", "m", "--tasks", "ruler:fwe", "--ratios", "a"], "numbers"),
         (["ablate", "--base", "fullkv"], "no ablation recipes"),
         (["ablate", "--model", "m", "--tasks", "ruler:fwe", "--metric", "x"], "metric takes one"),
