@@ -172,8 +172,7 @@ class CodedEntries:
 
     def rows(self, begin: int, end: int) -> CodedEntries:
         """Views of rows [begin, end), as one sequence."""
-        both = self.offsets.numpy(), self.block_offsets.numpy()
-        at, blocks = (slice(int(x[begin]), int(x[end])) for x in both)
+        at, blocks = (slice(*x.numpy()[[begin, end]]) for x in (self.offsets, self.block_offsets))
         tensors = {
             name: x[blocks if self.by_block(name) else at]
             for name, x in self.tensors().items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -66,8 +66,12 @@ class StoredContext:
         """The context with its entries on `device`."""
         if device == self.layers[0].device:
             return self
-        layers = (replace(x.mapped(lambda t: t.to(device)), offsets=x.offsets) for x in self.layers)
-        return StoredContext(self.header, tuple(layers), self.places)
+
+        def moved(tensor: Tensor) -> Tensor:
+            # Offsets, the only int64 numbers, stay on the CPU.
+            return tensor if tensor.dtype == torch.int64 else tensor.to(device)
+
+        return StoredContext(self.header, tuple(x.mapped(moved) for x in self.layers), self.places)
 
 
 def heads_of_rank(heads: int, size: int, rank: int) -> tuple[int, int]:

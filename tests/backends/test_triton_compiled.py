@@ -103,8 +103,7 @@ CODED = [
 
 @pytest.mark.parametrize(("dim", "dtype", "arch", "bits"), covering(CODED))
 def test_split_of_codes_fits(tmp_path, dim, dtype, arch, bits):
-    binary = codes(dim, dtype, arch, bits, 16 if dim == 80 else 32)
-    check_fits(binary, tmp_path, arch)
+    check_fits(codes(dim, dtype, arch, bits, 16 if dim == 80 else 32), tmp_path, arch)
 
 
 DECODING = [

@@ -60,8 +60,7 @@ def test_within_the_positions_nothing_changes():
     model = tiny_model(positions=4096)
     book = gracekv.compress(model, PROMPT, ratio=2)
     caches = [book.new_cache(Limit(**SIZES, positions=x)) for x in ("counted", "closed")]
-    tokens = torch.arange(200) * 7 % 97
-    assert torch.equal(*(fed(model, cache, tokens) for cache in caches))
+    assert torch.equal(*(fed(model, cache, torch.arange(200) * 7 % 97) for cache in caches))
 
 
 def test_a_conversation_goes_on_beyond_the_models_positions():

@@ -67,8 +67,7 @@ def case_of(model, ids):
 
 def tiny():
     # A length that leaves whole chunks of 10 beside the window, as ChunkKV's comparison needs.
-    length = 170 + WINDOW
-    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 97, (170 + WINDOW,), generator=torch.Generator().manual_seed(1))
     return case_of(tiny_llama(layers=3, heads=6, kv_heads=2), ids)
 
 

@@ -178,3 +178,8 @@ def test_pages_that_lose_numbers_are_refused():
 
     with pytest.raises(ShapeError, match="quantised"):
         find_layout(halves, page)
+
+
+def test_offsets_stay_on_the_cpu_when_a_context_moves():
+    for layer in Step(torch.float32, DIVISION).contexts["a"].to(torch.device("meta")).layers:
+        assert (layer.keys.device.type, layer.offsets.device.type) == ("meta", "cpu")
