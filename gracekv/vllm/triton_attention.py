@@ -78,7 +78,7 @@ def warm_up(pages: Tensor, group: int) -> None:
     heads, dim, device = pages.shape[1], pages.shape[3] // 2, pages.device
     entries = torch.zeros(heads, dim, dtype=pages.dtype, device=device)
     ones = torch.zeros(heads, device=device, dtype=torch.float32)
-    layer = RaggedEntries(entries, entries, ones.int(), ones, torch.arange(heads + 1))
+    layer = RaggedEntries(entries, entries, ones.int(), ones, torch.arange(heads + 1, device="cpu"))
     header: Any = SimpleNamespace(digest="")
     context = StoredContext(header, (layer,))
     for tokens in sorted({-(-rows // group) for rows in _TILES}):
