@@ -118,8 +118,8 @@ class RaggedEntries(LayerEntries):
         return replace(self, **parts, offsets=offsets)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> RaggedEntries:
-        """The same entries, with `change` applied to each of `tensors` [...] in turn."""
-        changed: dict[str, Any] = {name: change(x) for name, x in self.tensors().items()}
+        """The same entries, with `change` applied to each tensor [...] but the offsets in turn."""
+        changed: dict[str, Any] = {name: change(x) for name, x in self._columns().items()}
         return replace(self, **changed)
 
     @property

@@ -193,8 +193,8 @@ class CodedEntries:
         return cls.of_tensors(joined, parts[0].coding, sum(part.sequences for part in parts))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> CodedEntries:
-        """The same entries, with `change` applied to each of `tensors` [...] in turn."""
-        tensors = {name: change(x) for name, x in self.tensors().items()}
+        """The same entries, with `change` applied to each tensor [...] but the offsets in turn."""
+        tensors = {n: x if n == "offsets" else change(x) for n, x in self.tensors().items()}
         return CodedEntries.of_tensors(tensors, self.coding, self.sequences)
 
     def tensors(self) -> Mapping[str, Tensor]:

@@ -103,7 +103,7 @@ class QuantisedEntries(LayerEntries):
         return {**self.exact.tensors(), **coded}
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantisedEntries:
-        """The same entries, with `change` applied to each of `tensors` [...] in turn."""
+        """The same entries, with `change` applied to each tensor [...] but the offsets in turn."""
         exact = self.exact.mapped(change)
         return QuantisedEntries(exact, tuple(part.mapped(change) for part in self.coded))
 
@@ -186,7 +186,8 @@ def apart(batch: Entries, layers: int) -> list[Entries]:
     if layers == 1:
         return [batch]
     views = [batch.sequence(number) for number in range(layers)]
-    made = iter(copied([x for view in views for x in view.tensors().values()]))
+    tensors = [item for view in views for item in view.tensors().items()]
+    made = iter(copied([x for name, x in tensors if "offsets" not in name]))
     return [view.mapped(lambda _: next(made)) for view in views]
 
 

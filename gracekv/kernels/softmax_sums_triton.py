@@ -22,8 +22,8 @@ from gracekv.kernels.linalg import Columns, filled
 LARGEST_DIM = 256
 # Most features that a program of half-precision keys holds at once.
 _WHOLE = 128
-# Queries of one program of the second kernel: the larger number where keys alone make at least the
-# third number of programs. Below a number of programs of the first, its keys are cut into parts.
+# Queries of a program of the second kernel: 256, or 1,024 where the keys alone make 1,024 programs.
+# Below 128 programs of the first kernel its keys are cut into 16 parts, below 1,024 into 4 (ours).
 _QUERIES, _MORE_QUERIES, _ENOUGH = 256, 1024, 1024
 _SPLITS = ((128, 16), (1024, 4))
 _LOG2_E = 1.4426950408889634

@@ -46,7 +46,7 @@ def band_products(x: Tensor, width: int, before: int = 0, after: int = 0) -> Ten
     """[n, width]: entry (t, j) is x_t . x_{t+j} for the rows of x [m, D]; 0 past the last row.
 
     The band beside the diagonal of a Gram matrix, computed as small overlapping matrix products.
-    n = `before` + m + `after`: the numbers of rows of zeros around x.
+    n = `before` + m + `after`; x gets rows of zeros on both sides.
     """
     rows, dim = before + len(x) + after, x.shape[1]
     blocks = -(-rows // _BLOCK)

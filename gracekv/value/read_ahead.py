@@ -36,7 +36,7 @@ class ReadAhead(Scorer):
     Attributes:
         question_probes: last question positions whose attention counts (the paper's 32).
         tail_probes: last prompt positions whose attention counts (the paper's 16).
-        lookahead: mean number of tokens that attention is spread over. Ours: fewer lose
+        lookahead: mean number of tokens that attention is spread over, at least 1. Ours: fewer lose
             the ends of long answers, more blur the score.
         power: exponent of the power mean over probes and query heads: 1 is the mean, 2 the root
             mean square, in which a single probe with much attention weighs more.

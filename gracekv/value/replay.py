@@ -51,8 +51,8 @@ class Replay(Scorer):
             are those of the likeliest tokens.
         likely_layers: how many layers tell a layer its likely tokens: itself and the next ones
             below, so that it can be scored as soon as it is read; or 0 for all layers.
-        context_share: share of a longer context that is asked, at most twice `max_queries`;
-            more of its words may be asked for. The uniform weight then goes to all queries, not
+        context_share: share of a longer context whose queries are asked, at most twice
+            `max_queries` of them. The uniform weight then goes to all queries, not
             only to the evenly spaced ones. 0: `max_queries` whatever the length.
     """
 

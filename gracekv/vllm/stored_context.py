@@ -66,12 +66,8 @@ class StoredContext:
         """The context with its entries on `device`."""
         if device == self.layers[0].device:
             return self
-
-        def moved(tensor: Tensor) -> Tensor:
-            # Offsets, the only int64 numbers, stay on the CPU.
-            return tensor if tensor.dtype == torch.int64 else tensor.to(device)
-
-        return StoredContext(self.header, tuple(x.mapped(moved) for x in self.layers), self.places)
+        layers = tuple(x.mapped(lambda tensor: tensor.to(device)) for x in self.layers)
+        return StoredContext(self.header, layers, self.places)
 
 
 def heads_of_rank(heads: int, size: int, rank: int) -> tuple[int, int]:
