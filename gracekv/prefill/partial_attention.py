@@ -171,7 +171,9 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
         return output
     # Under a dispatch mode, such as torch's FlopCounterMode, a tensor subclass cannot be made.
     with _disable_current_modes():
-        bias = causal_lower_right(query.shape[2], keys.shape[1])
+        bias = causal_lower_right(1, 1)
+    # Only now: a tensor of 2 x C x S numbers would come with them.
+    bias.seq_len_q, bias.seq_len_kv = query.shape[2], keys.shape[1]
     if _takes_flash(query, values):
         output = scaled_dot_product_attention(
             query, keys[None], values[None], attn_mask=bias, scale=scale, enable_gqa=True

@@ -58,6 +58,20 @@ def test_what_flash_attention_does_not_take_goes_to_another_kernel(monkeypatch):
     torch.testing.assert_close(output.double(), expected(*given, 0.3), rtol=1e-4, atol=1e-5)
 
 
+def test_its_mask_is_no_tensor_of_chunk_times_prompt(monkeypatch):
+    masks = []
+
+    def kernel(query, *_, attn_mask, **__):
+        masks.append(attn_mask)
+        return query
+
+    monkeypatch.setattr(partial_attention, "scaled_dot_product_attention", kernel)
+    monkeypatch.setattr(partial_attention, "_takes_flash", lambda *_: True)
+    causal_attention(*states(0, rows=50, length=90), scale=0.3)
+    assert (masks[0].seq_len_q, masks[0].seq_len_kv) == (50, 90)
+    assert masks[0].untyped_storage().nbytes() < 100
+
+
 def cudnn(query, keys, values, bias, log_sumexp, dropout, causal, debug, *, scale):
     """As torch calls cuDNN: a causal mask begins at the first key; sums are [1, H, C, 1]."""
     assert (bias, log_sumexp, dropout, debug) == (None, True, 0, False)
