@@ -73,7 +73,8 @@ def _attend(
         elif KIND == CAUSAL:
             seen = inside[None, :] & ((first + n)[None, :] <= (token + shift)[:, None])
         else:
-            at = extra + token[:, None] * extra_token_stride + n[None, :] * extra_key_stride
+            row = token.to(tl.int64) * extra_token_stride
+            at = extra + row[:, None] + n[None, :] * extra_key_stride
             if KIND == BOOLEAN:
                 seen = tl.load(at, mask=inside[None, :], other=0) != 0
             else:
@@ -157,8 +158,8 @@ def attend_splits(
     at = (
         query
         + batch * query_batch_stride
-        + (m // tokens)[:, None] * query_head_stride
-        + token[:, None] * query_token_stride
+        + (m // tokens).to(tl.int64)[:, None] * query_head_stride
+        + token.to(tl.int64)[:, None] * query_token_stride
         + dim[None, :]
     )
     # Addresses of its results, without the offset of the slot.

@@ -102,19 +102,22 @@ def test_repeats_to_the_bit(dtype):
 
 
 def test_masks_of_other_strides_and_of_huge_negative_numbers():
-    problem = attention_problem(9, [20, 20], batch=2, tokens=2, tail=12, mask="float")
+    problem = attention_problem(9, [20, 20], batch=2, tokens=3, tail=12, mask="float")
     one = problem.mask[:1, :, :1]
-    shared = one.expand(1, 1, 2, 12)
-    many = one.expand(2, 1, 2, 12).contiguous()
+    shared = one.expand(1, 1, 3, 12)
+    many = one.expand(2, 1, 3, 12).contiguous()
     prepared = BACKEND.prepare(problem.packed)
 
     def run(mask):
         return BACKEND(replace(problem, packed=prepared, mask=mask))
 
     assert torch.equal(run(shared), run(many))
-    hidden = torch.zeros(2, 1, 2, 12, dtype=torch.bool)
+    hidden = torch.zeros(2, 1, 3, 12, dtype=torch.bool)
     hidden[..., :7] = True
-    lowest = torch.zeros(2, 1, 2, 12).masked_fill(~hidden, torch.finfo(torch.float32).min)
+    # Its last row lies 2^31 elements behind the first; the memory between is never touched.
+    far = torch.empty(2**31 + 12, dtype=torch.bool).as_strided((1, 1, 3, 12), (1, 1, 2**30, 1))
+    assert torch.equal(run(far.copy_(hidden[:1]).expand(2, -1, -1, -1)), run(hidden))
+    lowest = torch.zeros(2, 1, 3, 12).masked_fill(~hidden, torch.finfo(torch.float32).min)
     assert torch.equal(run(hidden), run(lowest))
 
 
