@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -139,6 +139,12 @@ class Partial:
 
     output: Tensor
     lse: Tensor
+
+    @classmethod
+    def of_rows(cls, parts: Sequence[Partial]) -> Self:
+        """The part whose query rows are those of `parts`, one after the other."""
+        every = (torch.cat([getattr(x, name) for x in parts], dim=2) for name in ("output", "lse"))
+        return cls(*every)
 
     def united(self, other: Partial) -> Partial:
         """Attention over the union of this part and a disjoint one, as a part."""

@@ -24,6 +24,8 @@ from gracekv.kernels.linalg import capped
 
 # Logits (query rows x tail entries) that the tail may hold at once; longer turns go in blocks.
 _TAIL_LOGITS = 1 << 22
+# The same for a head's packed entries.
+_PACKED_LOGITS = 1 << 25
 # Entries of one head that are dequantised at once. Ours.
 _PIECE = 4096
 # Query rows that the fused kernel gives to one thread, and the fewest entries of a window. Ours.
@@ -137,10 +139,7 @@ class Sdpa(AttentionBackend):
             _tail_block(attend, _turn(step, start, min(start + block, tokens)))
             for start in range(0, tokens, block)
         ]
-        return Partial(
-            torch.cat([part.output for part in parts], dim=2),
-            torch.cat([part.lse for part in parts], dim=2),
-        )
+        return Partial.of_rows(parts)
 
     def _kernel(self, step: AttentionStep) -> Kernel:
         if self._fused(step.query.device) and step.softcap is None:
@@ -213,6 +212,10 @@ def _windowed(
     attend: Kernel, rows: Tensor, keys: Tensor, values: Tensor, bias: Tensor, threads: int
 ) -> Partial:
     """Attention of rows [1, 1, R, d] to keys [n, d], float32, a window of them for each thread."""
+    most = max(_THREAD_ROWS * threads, _PACKED_LOGITS // len(keys))
+    if rows.shape[2] > most:
+        some = rows.split(most, dim=2)
+        return Partial.of_rows([_windowed(attend, x, keys, values, bias, threads) for x in some])
     few = rows.shape[2] < _THREAD_ROWS * threads
     count = max(1, min(threads, len(keys) // _SHORTEST)) if few else 1
     step = len(keys) // count

@@ -82,11 +82,14 @@ def test_a_long_turn_is_attended_in_blocks(monkeypatch, mask):
     if mask == "length":
         buffers = {name: getattr(step, name).nan_to_num() for name in ("keys", "values")}
         step = dataclasses.replace(step, **buffers, length=torch.tensor([40, 31]))
-    whole = Sdpa().tail(step)
+    split = dataclasses.replace(step, packed=Sdpa("plain").prepare(step.packed))
+    whole, packed = Sdpa().tail(step), Sdpa("plain")(split)
 
     monkeypatch.setattr(sdpa, "_TAIL_LOGITS", 2 * 40 * 5)
+    monkeypatch.setattr(sdpa, "_PACKED_LOGITS", 7 * 40)
     blocks = Sdpa().tail(step)
 
+    torch.testing.assert_close(Sdpa("plain")(split), packed)
     torch.testing.assert_close(blocks.output, whole.output)
     torch.testing.assert_close(blocks.lse, whole.lse)
     torch.testing.assert_close(whole.lse.double(), attention(step)[1][1], rtol=0, atol=1e-4)
