@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ShapeError
-from gracekv.kernels.linalg import on_device
+from gracekv.kernels.linalg import on_device, stream_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class Rope:
     cos: Tensor
     sin: Tensor
     interleaved: bool = False
-    _moved: dict[tuple[int, int, int], Rope] = field(default_factory=dict, init=False, repr=False)
+    _moved: dict[tuple[int, ...], Rope] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.cos.ndim != 2 or self.cos.shape != self.sin.shape or self.cos.shape[1] % 2:
@@ -89,7 +89,8 @@ class Rope:
         made once for all layers.
         """
         if isinstance(positions, slice):
-            key = positions.start, positions.stop, int(to)
+            # By stream: another one could read it before it is made.
+            key = positions.start, positions.stop, int(to), stream_of(self.cos.device)
             if key not in self._moved:
                 self._moved[key] = self._moved_rows(positions, to)
             return self._moved[key]

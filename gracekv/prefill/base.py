@@ -276,7 +276,8 @@ class Prefill:
             return self.observed[observer]
         asked = observer.seen(self.spans)
         made = [observer.accumulator(x, self.layers, self.spans) for x in range(self.layers)]
-        size = asked.length if len(self.query_positions) == self.spans.length else _PART
+        held = len(self.query_positions) == self.spans.length
+        size = min(asked.length, 16 * _PART) if held else _PART
         for first in range(asked.start, asked.end, size):
             part = Region(first, min(first + size, asked.end))
             view = self.with_queries(range(part.start, part.end))

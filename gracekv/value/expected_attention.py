@@ -170,12 +170,14 @@ def mean_rotation(rope: Rope, dim: int, start: int, count: int) -> Tensor:
     The table ends with the prompt. R(p + n) = R(p) U^n, U the rotation by one position without the
     attention factor, so the mean is R(start - 1) times a mean of powers of U.
     """
-    cos, sin = rope.cos.double(), rope.sin.double()
-    half = cos.shape[1] // 2
-    turn = torch.complex(cos, sin)[:, :half]
-    step = torch.angle(turn[1] / turn[0])
+    half = rope.cos.shape[1] // 2
+    first, last = (
+        torch.complex(rope.cos[at, :half].double(), rope.sin[at, :half].double())
+        for at in (slice(2), start - 1)
+    )
+    step = torch.angle(first[1] / first[0])
     ahead = torch.arange(1, count + 1, dtype=torch.float64, device=step.device)
-    mean = torch.exp(1j * ahead[:, None] * step).mean(dim=0) * turn[start - 1]
+    mean = torch.exp(1j * ahead[:, None] * step).mean(dim=0) * last
     c, s = torch.diag(mean.real), torch.diag(mean.imag)
     # (low, high, rest) -> (c low - s high, s low + c high, rest).
     turned = torch.cat([torch.cat([c, s], dim=1), torch.cat([-s, c], dim=1)])

@@ -123,7 +123,7 @@ def spread_ahead(score: Tensor, length: int) -> Tensor:
     return sums.flatten(-2)[..., :width].to(score.dtype)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=4)
 def _decays(blocks: int, length: int, device: torch.device, stream: int) -> list[Tensor]:
     """Weights between the tokens of a block, of what a block gets, and between blocks; float64.
 
