@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 
 from gracekv.hf.cache import GraceCache
 from gracekv.undo import undone
@@ -46,9 +47,14 @@ def setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
 
 
 def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[str, Any]) -> bool:
-    """Whether generation with these `options` replays a graph: plain steps on one NVIDIA GPU."""
+    """Whether generation with these `options` replays a graph: plain steps on one NVIDIA GPU.
+
+    peft's and torch.compile's wrappers run another module's forward than their own.
+    """
     return (
-        not cache.packed.other_layers
+        isinstance(model, GenerationMixin)
+        and model._compiled_call_impl is None
+        and not cache.packed.other_layers
         and cache.grace_layers[0].packed.entries.device.type == "cuda"
         and max_new_tokens >= _FEWEST_TOKENS
         and all(setting(model, options, name) in (None, 1) for name in _ROWS)

@@ -1,6 +1,7 @@
 """Decoding by replay of a recorded step: the same answers, and the model is given back."""
 
 import contextlib
+import copy
 import threading
 from types import SimpleNamespace
 
@@ -175,6 +176,10 @@ def test_what_is_replayed(model):
         {"generation_config": model.generation_config},
     ):  # fmt: skip
         assert not graph_replay.suits(model, cache, 64, options), options
+    # The forward that their `generate` runs is not their own.
+    compiled, wrapped = copy.deepcopy(model), torch.compile(model, backend="eager")
+    compiled.compile(backend="eager")
+    assert not any(graph_replay.suits(x, cache, 64, {}) for x in (compiled, wrapped))
     layer.packed.backend.name = "sdpa"
     assert not graph_replay.suits(model, cache, 64, {})
     on_cpu = gracekv.compress(model, prompts(80)[0], ratio=4).new_cache()
