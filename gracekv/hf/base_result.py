@@ -26,7 +26,7 @@ from gracekv.hf.generation import continue_ids, padded_inputs
 from gracekv.hf.limited import LimitedCache
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
-from gracekv.prefill.fingerprint import fingerprint
+from gracekv.prefill.fingerprint import check_same_model, fingerprint, quick_marks
 from gracekv.prefill.prompt import Prompt
 from gracekv.registry.plugins import foreign_modules
 
@@ -94,8 +94,11 @@ class BaseResult(ABC):
         With `limit` it is a `LimitedCache`, which is cut while it grows. It holds entries in the
         model's dtype, and a copy of them if the result is quantised. Raises `BudgetError` if the
         limit is too small for the entries that must stay, `CacheError` if heads are spread over
-        processes, `ConfigError` if `limit` is not a `Limit`.
+        processes, `ConfigError` if `limit` is not a `Limit`. With or without one, `CacheError` if
+        the model's dtype or active adapters have changed.
         """
+        fix = "Put it back, or compress again with this model."
+        check_same_model(self.fingerprint, self.model, "The compressed context", fix, quick_marks)
         if limit is None:
             return self._cache.with_empty_tail()
         expect(limit, Limit, "limit takes a gracekv.Limit, such as Limit(entries_per_head=512)")

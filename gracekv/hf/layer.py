@@ -52,6 +52,16 @@ def _refuse() -> NoReturn:
     )
 
 
+def check_alike(held: Any, new: Tensor) -> None:
+    """Raise `CacheError` unless `new` states have the dtype and device of those `held`."""
+    if (new.dtype, new.device) != (held.dtype, held.device):
+        raise CacheError(
+            f"This cache is {held.dtype} on {held.device}, the model computes in {new.dtype} on "
+            f"{new.device}. Compress again after moving or converting the model, and under the "
+            f"autocast under which it generates."
+        )
+
+
 class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
     """A packed layer and a dense tail [B, G, S, d] behind transformers' cache-layer interface.
 
@@ -139,12 +149,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"{key_states.shape[1]} of {key_states.shape[-1]}. Use it with the model that it "
                 f"was made from."
             )
-        if (key_states.dtype, key_states.device) != (packed.dtype, packed.device):
-            raise CacheError(
-                f"This cache is {packed.dtype} on {packed.device}, the model computes in "
-                f"{key_states.dtype} on {key_states.device}. Compress again after moving or "
-                f"converting the model, and under the autocast under which it generates."
-            )
+        check_alike(packed, key_states)
 
     def _grow(self, batch: int, capacity: int) -> None:
         """New storage for `batch` rows and `capacity` places that holds the tail so far."""

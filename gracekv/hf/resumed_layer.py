@@ -13,7 +13,7 @@ from transformers.cache_utils import (
 )
 
 from gracekv.errors import CacheError
-from gracekv.hf.layer import GraceLayer
+from gracekv.hf.layer import GraceLayer, check_alike
 from gracekv.hf.packed_layer import repeats
 from gracekv.prefill.layer_state import WITHOUT_CACHE, LayerState
 from gracekv.prefill.stock_cache import WithoutCache, fill, fill_states, read_states
@@ -41,8 +41,9 @@ class ResumedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """As the stock layer, for states [B, G, q, d]; rows are repeated for samples and beams.
 
-        Raises `CacheError` if the rows do not fit.
+        Raises `CacheError` if the rows, their dtype or their device do not fit.
         """
+        check_alike(self.values, value_states)
         self.batch_repeat_interleave(repeats(len(self.keys), len(key_states)))
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         # While tokens are recorded, transformers before 5.23 returns more than the mask covers.

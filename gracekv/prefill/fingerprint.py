@@ -34,20 +34,25 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
     count, nor do elements of weights that cannot be read: offloaded ones and those of a quantising
     class. Weights that are spread over processes have no hash, so they are not compared.
     """
+    marks = quick_marks(model)
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
     # Saving a model adds these to its config; they do not change what it computes.
     for name in ("transformers_version", "architectures", "dtype", "name_or_path"):
         config.pop(name, None)
-    marks = {
-        "model_class": type(model).__name__,
-        "model_name": str(getattr(model.config, "name_or_path", "")),
-        "config": _digest(json.dumps(config, sort_keys=True, default=repr)),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "adapters": ", ".join(active_adapters(model)),
-    }
+    marks["config"] = _digest(json.dumps(config, sort_keys=True, default=repr))
     if not is_sharded(model):
         marks["weights"] = sampled_digest(_weights(model))
     return marks if tokenizer is None else marks | tokenizer_marks(tokenizer)
+
+
+def quick_marks(model: Any) -> dict[str, str]:
+    """Those of a model's marks that take no time: class, name, dtype and active adapters."""
+    return {
+        "model_class": type(model).__name__,
+        "model_name": str(getattr(model.config, "name_or_path", "")),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "adapters": ", ".join(active_adapters(model)),
+    }
 
 
 def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -62,8 +67,8 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if mine == other or mine is None or other is None:
             continue
         said = name
-        if name == "adapters":
-            said = f"adapters ({mine or 'none'} then, {other or 'none'} now)"
+        if name in ("adapters", "dtype"):
+            said = f"{name} ({mine or 'none'} then, {other or 'none'} now)"
         elif isinstance(mine, Mapping) and isinstance(other, Mapping):
             # Checkpoints may hold experts under other names, and tied weights twice.
             shared = [x for x in sorted(mine.keys() & other.keys()) if other[x] is not None]
@@ -76,9 +81,14 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def check_same_model(made: Mapping[str, str], model: Any, what: str, fix: str) -> None:
-    """Raise `CacheError` if `model` is not the one that `what` was `made` by; `fix` ends it."""
-    other = differences(made, fingerprint(model))
+def check_same_model(
+    made: Mapping[str, str], model: Any, what: str, fix: str, marks: Any = fingerprint
+) -> None:
+    """Raise `CacheError` if `model` is not the one that `what` was `made` by; `fix` ends it.
+
+    `marks` of the model makes what is compared.
+    """
+    other = differences(made, marks(model))
     if other:
         raise CacheError(f"{what} is from another model: {', '.join(other)} differ. {fix}")
 

@@ -82,6 +82,8 @@ def test_an_adapter_that_was_switched_is_refused_by_name(model, tmp_path):
         gracekv.load(tmp_path / "law.gracekv", model)
     with pytest.raises(CacheError, match=switched):
         result.extend(IDS[:40], ratio=2)
+    with pytest.raises(CacheError, match=switched):
+        result.generate_ids(2)
     layer.disable_adapters = True
     with pytest.raises(SavedCacheError, match=r"adapters \(law then, none now\) differ"):
         gracekv.load(tmp_path / "law.gracekv", model)

@@ -8,7 +8,7 @@ import torch
 import gracekv
 from gracekv.errors import CacheError
 from gracekv.fit import LeastSquares, Regression, ValuesAndMass
-from gracekv.testing.models import tiny_llama
+from gracekv.testing.models import tiny_llama, tiny_model
 
 IDS = torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(0))
 PROMPT = gracekv.Prompt.from_ids(IDS, (4, 138), question_end=146)
@@ -23,6 +23,12 @@ def test_a_result_of_autocast_is_saved_and_loaded_under_it(tmp_path):
         assert gracekv.load(tmp_path / "cache", model).generate_ids(6).equal(answer)
     with pytest.raises(CacheError, match="autocast"):
         result.generate_ids(6)
+    sliding = gracekv.compress(tiny_model("gemma3_text", layers=4, window=32), PROMPT, ratio=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(CacheError, match="autocast"):
+        sliding.generate_ids(6)
+    sliding.model.bfloat16()
+    with pytest.raises(CacheError, match=r"dtype \(float32 then, bfloat16 now\) differ"):
+        sliding.generate_ids(6)
 
 
 @pytest.mark.parametrize("fit", [None, Regression(), LeastSquares(), ValuesAndMass()])
