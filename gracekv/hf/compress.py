@@ -242,6 +242,7 @@ def generate(
     pipeline: str | Pipeline | None = None,
     question_tokens: int = 64,
     limit: Limit | None = None,
+    text_streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
     """Compress the prompt's cache inside transformers' `model.generate`; for `custom_generate`.
@@ -264,6 +265,8 @@ def generate(
         question_tokens: how many of the last tokens stay whole and say what matters, as the
             question and the end of the chat format do; or 0 if the prompt has no question.
         limit: the most that the cache may hold while decoding.
+        text_streamer: gets the prompt and each new token; transformers keeps its own `streamer`,
+            assistant models and stop strings' tokenizer from such a function.
         model_kwargs: transformers' own.
 
     Raises what `gracekv.compress` and `result.generate_ids` raise, `PromptError` for several rows
@@ -292,7 +295,9 @@ def generate(
     result = compress(model, prompt, pipeline=pipeline, budget=Budget.of(sizes, sizes))
     # A mask as long as the ids says that they begin with what is cached.
     model_kwargs |= {"attention_mask": torch.ones_like(input_ids)}
-    model_kwargs |= {"past_key_values": result.new_cache(limit)}
+    model_kwargs |= {"past_key_values": result.new_cache(limit), "streamer": text_streamer}
+    if text_streamer is not None:
+        text_streamer.put(input_ids.cpu())
     return model._sample(
         input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.generation import BaseStreamer
 
 import gracekv
 from gracekv.errors import BudgetError, ConfigError, PromptError
@@ -29,12 +30,31 @@ def test_it_is_what_compress_and_generate_are(model, question):
     assert torch.equal(got[:, 200:], want)
 
 
-def test_the_folder_does_the_same(model, monkeypatch, tmp_path):
+class Pieces(BaseStreamer):
+    """All that a streamer is given."""
+
+    def __init__(self):
+        self.ids, self.ended = [], False
+
+    def put(self, value):
+        self.ids += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def test_the_folder_does_the_same_and_streams(model, monkeypatch, tmp_path):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
     options = {"max_new_tokens": 8, "pad_token_id": 1, "ratio": 4, "attention_mask": IDS**0}
-    want = model.generate(IDS, custom_generate=gracekv.generate, **options)
-    got = model.generate(IDS, custom_generate=str(FOLDER), trust_remote_code=True, **options)
-    assert torch.equal(got, want)
+    own, pieces = Pieces(), Pieces()
+    want = model.generate(IDS, custom_generate=gracekv.generate, text_streamer=own, **options)
+    options |= {"custom_generate": str(FOLDER), "trust_remote_code": True}
+    assert torch.equal(model.generate(IDS, streamer=pieces, **options), want)
+    for each in (own, pieces):
+        assert each.ended
+        assert each.ids == want[0].tolist()
+    with pytest.raises(ConfigError, match=r"cannot use stop_strings. Use gracekv.compress"):
+        model.generate(IDS, stop_strings=["a"], **options)
 
 
 def test_sampling_limits_and_other_outputs_work(model):
