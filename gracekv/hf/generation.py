@@ -100,11 +100,11 @@ def continue_ids(
         # The model's own sampling settings would only raise warnings here.
         greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         options = greedy | options
-    if model.generation_config.pad_token_id is None:
+    if setting(model, options, "pad_token_id") is None:
         options = {"pad_token_id": padding_id(model, tokenizer)} | options
     if setting(model, options, "cache_implementation") is not None:
         options = {"cache_implementation": None} | options
-    if options.get("stop_strings") is not None:
+    if setting(model, options, "stop_strings") is not None:
         options = {"tokenizer": tokenizer} | options
     # A recorded step reads neither a mask of its own nor more rows than the cache has.
     new_tokens = inputs["attention_mask"][:, cache.packed_length :]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
 import gracekv
 from gracekv.testing.models import tiny_llama
@@ -110,6 +111,14 @@ def test_mask_and_positions_are_made_where_the_caller_leaves_them_out(model, bat
             for step in logits:
                 own = model(ids[row : row + 1], past_key_values=alone).logits
                 torch.testing.assert_close(step[row], own[0], rtol=0, atol=2e-4)
+
+
+def test_a_configs_padding_fills_rows_that_end_early(batch):
+    end = int(batch.generate_ids(1)[0])
+    config = GenerationConfig(eos_token_id=end, pad_token_id=7)
+    rows = batch.generate_ids(4, generation_config=config)
+    assert rows.shape[1] > 1
+    assert set(rows[0, 1:].tolist()) == {7}
 
 
 def test_a_second_turn_follows_each_answer(model, batch, singles):

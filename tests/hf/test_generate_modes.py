@@ -166,6 +166,8 @@ def test_stop_strings_end_the_answer(model, result, tokenizer):
     # The result knows its tokenizer.
     told = tokenizer.decode(plain[:end], skip_special_tokens=True)
     assert result.generate(12, stop_strings=word) == told
+    config = GenerationConfig(stop_strings=word)
+    assert result.generate(12, generation_config=config) == told
 
 
 class Written(BaseStreamer):
