@@ -63,10 +63,14 @@ def without_rope() -> object:
     return transformers.GPT2LMHeadModel(config).eval()
 
 
-def chat_by(template: str) -> object:
+def with_template(template: str) -> object:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
-    return Prompt.from_chat(tokenizer, context="one two three", question="four")
+    return tokenizer
+
+
+def chat_by(template: str) -> object:
+    return Prompt.from_chat(with_template(template), context="one two three", question="four")
 
 
 # fmt: off
@@ -169,6 +173,12 @@ TABLE = {
     ),
     "a template that fails": (lambda: chat_by("{{ 1 / 0 }}"), PromptError, "division by zero"),
     "a template of bad syntax": (lambda: chat_by("{% broken"), PromptError, "unknown tag"),
+    "a template without such messages": (
+        lambda: Prompt.from_messages(
+            with_template("{{ raise_exception('no system') }}"), [{"role": "user", "content": "a"}]
+        ),
+        PromptError, "fails on messages of user: no system. Render",
+    ),
     "a cache of another kind": (
         lambda: compress(ratio=4).generate_ids(2, cache_implementation="static"),
         ConfigError,

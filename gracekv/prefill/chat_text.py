@@ -47,16 +47,7 @@ def render(
         number += 1
     content = separator.join(text for text in (instruction, mark, question) if text)
     if chat:
-        asked = [{"role": "user", "content": content}]
-        try:
-            content = tokenizer.apply_chat_template(
-                asked, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # a template may raise anything
-            raise PromptError(
-                f"The tokenizer's chat template fails on a user's message: {error}. Render the "
-                f"prompt yourself and use Prompt.from_ids, or set another template."
-            ) from error
+        content = shown(tokenizer, [{"role": "user", "content": content}], answers=True)
     if content.count(mark) != 1:
         raise PromptError(
             f"The chat template shows the user's message {content.count(mark)} times; it must show "
@@ -64,6 +55,28 @@ def render(
         )
     before, _, after = content.partition(mark)
     return before, after
+
+
+def shown(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    answers: bool,
+    tools: Sequence[Any] | None = None,
+) -> str:
+    """The chat template's text of `messages`, with `answers` up to the start of the next answer.
+
+    Raises `PromptError` if the template fails.
+    """
+    options = {"tools": tools, "tokenize": False, "add_generation_prompt": answers}
+    try:
+        return str(tokenizer.apply_chat_template(messages, **options))
+    except Exception as error:  # a template may raise anything
+        roles = ", ".join(str(one["role"]) for one in messages)
+        raise PromptError(
+            f"The tokenizer's chat template fails on messages of {roles}: {error}. Render the "
+            f"prompt yourself and use Prompt.from_ids, or set another template."
+        ) from error
 
 
 def check_text(name: str, text: object, advice: str = _ONE) -> None:
@@ -165,16 +178,14 @@ def turn_ids(
     number = 0
     while (mark := f"[[turn {number}]]") in str(messages):
         number += 1
-    shown = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}, *messages]
+    read = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}, *messages]
     if after == "context":
         first = {**messages[0], "content": f"{mark}{separator}{messages[0]['content']}"}
-        shown = [first, *messages[1:]]
+        read = [first, *messages[1:]]
 
     def rendered(count: int, *, answers: bool = False) -> str:
-        read = shown[: len(shown) - len(messages) + count]
-        text: str = tokenizer.apply_chat_template(
-            read, tools=tools, tokenize=False, add_generation_prompt=answers
-        )
+        some = read[: len(read) - len(messages) + count]
+        text = shown(tokenizer, some, answers=answers, tools=tools)
         if text.count(mark) != 1:
             raise PromptError(_CHANGED)
         return text.partition(mark)[2]

@@ -19,6 +19,7 @@ from gracekv.prefill.chat_text import (
     has_chat_template,
     plain_messages,
     render,
+    shown,
 )
 from gracekv.prefill.spans import PromptSpans
 
@@ -168,9 +169,10 @@ class Prompt:
         """
         if not messages or not has_chat_template(tokenizer):
             raise PromptError("Give at least one message, and a tokenizer with a chat template.")
-        show = {"conversation": plain_messages(messages), "tools": tools, "tokenize": False}
-        text = tokenizer.apply_chat_template(**show)
-        answered = tokenizer.apply_chat_template(**show, add_generation_prompt=True)
+        read = plain_messages(messages)
+        text, answered = (
+            shown(tokenizer, read, answers=answers, tools=tools) for answers in (False, True)
+        )
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         tail, end = continued(tokenizer, answered[len(text) :]), len(ids)
         spans = PromptSpans(0, end, end, end + len(tail))
