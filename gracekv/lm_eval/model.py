@@ -102,6 +102,11 @@ class GraceLM(HFLM):  # type: ignore[misc]
         spans = PromptSpans(start, end, length if parts.question_seen else end, length)
         return Prompt(ids.cpu(), spans, tokenizer=self.tokenizer)
 
+    def _precision(self) -> torch.autocast:
+        """`hf`'s mixed precision, if it was asked for."""
+        dtype = self.mixed_precision_dtype
+        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+
     def _compress(self, rows: Sequence[Tensor]) -> BaseResult:
         prompts, named = [self._prompt(row) for row in rows], self._pipeline
         return compress(
@@ -118,13 +123,15 @@ class GraceLM(HFLM):  # type: ignore[misc]
     ) -> Tensor:
         """Ids [B, T + new] of prompts [B, T], which are padded on the left, and their answers."""
         mask = torch.ones_like(context) if attention_mask is None else attention_mask
-        result = self._compress([row[seen.bool()] for row, seen in zip(context, mask, strict=True)])
+        prompts = [row[seen.bool()] for row, seen in zip(context, mask, strict=True)]
         if not options.get("do_sample"):
             # Greedy is the default, and a temperature would raise warnings.
             options = {k: x for k, x in options.items() if k not in ("do_sample", "temperature")}
         rows, length = context.shape
         criteria = stop_sequences_criteria(self.tokenizer, stop, length, rows)
-        new = result.generate_ids(max_length - length, stopping_criteria=criteria, **options)
+        options["stopping_criteria"] = criteria
+        with self._precision():
+            new = self._compress(prompts).generate_ids(max_length - length, **options)
         return torch.cat([context, new.to(context.device)], dim=1)
 
     def _loglikelihood_tokens(
@@ -144,7 +151,8 @@ class GraceLM(HFLM):  # type: ignore[misc]
                 longest = max(len(requests[place][2]) for place in places)
                 # Contexts that are too long lose their beginning, as in `hf`.
                 kept = shared[-max(1, self.max_length + 1 - longest) :]
-                result = self._compress([torch.tensor(kept)])
+                with self._precision():
+                    result = self._compress([torch.tensor(kept)])
                 for place in places:
                     texts, _, continuation = requests[place]
                     answers[place] = self._score(result, continuation)
@@ -155,7 +163,8 @@ class GraceLM(HFLM):  # type: ignore[misc]
 
     def _score(self, result: BaseResult, continuation: list[int]) -> tuple[float, bool]:
         following, ids = torch.tensor(continuation), result.prompts[0].ids
-        logs = teacher_force(self.model, ids, following, result.new_cache()).log_probs.cpu()
+        with self._precision():
+            logs = teacher_force(self.model, ids, following, result.new_cache()).log_probs.cpu()
         chosen = logs.gather(-1, following[:, None])
         return float(chosen.sum()), bool((logs.argmax(dim=-1) == following).all())
 

@@ -147,7 +147,9 @@ def continued(result):
     return logits
 
 
-def test_choices_are_scored_over_one_cache_a_context(harness, folder, own, monkeypatch):
+@pytest.fixture
+def made(harness, monkeypatch):
+    """The results that the model makes."""
     import gracekv.lm_eval.model as module
 
     made = []
@@ -157,6 +159,18 @@ def test_choices_are_scored_over_one_cache_a_context(harness, folder, own, monke
         return made[-1]
 
     monkeypatch.setattr(module, "compress", counted)
+    return made
+
+
+def test_mixed_precision_is_that_of_hf(own, made):
+    options = {**ARGUMENTS, "tokenizer": own.tokenizer, "mixed_precision_dtype": "bfloat16"}
+    mixed = type(own)(own.model, **options)
+    mixed._model_generate(torch.arange(5, 105)[None], 104, ["</s>"])
+    mixed._loglikelihood_tokens([(None, list(range(5, 105)), [7])])
+    assert [x.packed.layers[0].dtype for x in made] == [torch.bfloat16] * 2
+
+
+def test_choices_are_scored_over_one_cache_a_context(harness, folder, own, made):
     found = samples(harness, folder, own, "small_choices")
     assert len(made) == len(found) == 2
     for sample in found:
