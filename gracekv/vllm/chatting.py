@@ -6,12 +6,19 @@ import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
 from copy import copy, deepcopy
+from operator import ne
 from typing import Any, Literal
 
 from gracekv.decode.compaction import Compaction
 from gracekv.decode.limit import Limit
-from gracekv.errors import EditedHistoryError, StoreError, expect, one_of
-from gracekv.prefill.chat_text import Message, check_question, continued, new_turns
+from gracekv.errors import ConfigError, EditedHistoryError, StoreError, expect, one_of
+from gracekv.prefill.chat_text import (
+    Message,
+    check_question,
+    continued,
+    new_turns,
+    plain_messages,
+)
 from gracekv.vllm.header import SEPARATOR
 from gracekv.vllm.requests import Request
 
@@ -35,7 +42,9 @@ class ServedConversation:
         expect(compact, Compaction | None, "compact takes a gracekv.Compaction(after=..., ratio=4)")
         self._client, self._limit, self._compact = client, limit, compact
         self._first, self._count = context, count
-        self._own, self._made = f"chat-{secrets.token_hex(8)}", 0
+        self._name, self._made = f"chat-{secrets.token_hex(8)}", 0
+        # Contexts of this conversation's own that the server may hold.
+        self._own: list[str] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -67,6 +76,7 @@ class ServedConversation:
         Raises:
             StoreError: the server refuses the turn; or could not compress older messages, which
                 then stay uncompressed.
+            ConfigError: `options` ask for several answers, or for the prompt with the answer.
             PromptError: the question is empty.
         """
         check_question(question, unread=bool(self._count and not self.messages))
@@ -84,19 +94,28 @@ class ServedConversation:
     ) -> str:
         """The answer to a whole history of messages, as in `gracekv.hf.conversation.Conversation`.
 
-        That the context consists of the first of them, with these tools, is not checked. Raises
-        what `stream` raises, and what `Conversation.send` does.
+        That the context consists of the first of them, with these tools, is not checked at the
+        first turn. Raises what `stream` raises, and what `Conversation.send` does.
         """
         one_of("edited", edited, ("refuse", "compress"))
+        before: dict[str, Any] = {}
         try:
             self._new_turns(messages, tools, self.messages)
         except EditedHistoryError:
-            if edited != "compress":
+            first = (plain_messages(x)[: self._count] for x in (messages, self.messages))
+            of_context = self._count and (tools != self._tools or ne(*first))
+            if edited != "compress" or of_context:
                 raise
-            self._new_turns(messages, tools, ())  # Before anything is deleted.
-            self.close()
+            before = dict(vars(self))
             self._begin()
-        return "".join(self._stream(messages, tools, max_tokens, options))
+        try:
+            answer = "".join(self._stream(messages, tools, max_tokens, options))
+        except BaseException:
+            vars(self).update(before)
+            raise
+        if before:
+            self._delete(self.context, *(self._pending or ()))
+        return answer
 
     def _new_turns(self, messages: Any, tools: Any, known: Any) -> list[tuple[str, list[int]]]:
         """Role and ids of each message that was not `known`; raises as `new_turns` does."""
@@ -110,6 +129,10 @@ class ServedConversation:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+        if options.get("echo") or any((options.get(x) or 1) != 1 for x in ("n", "best_of")):
+            raise ConfigError(
+                "A conversation has one answer a turn: leave out n, best_of and echo."
+            )
         client, tail = self._client, [*self._tail, *self._new_turns(messages, tools, self.messages)]
         ids = [x for _, tokens in tail for x in tokens]
         text, answer, end = "", list[int](), None
@@ -120,7 +143,8 @@ class ServedConversation:
             # The token at which the answer stopped, if it is not the tokenizer's own.
             end = getattr(choice, "stop_reason", None)
             yield choice.text
-        answer = answer or continued(client._tokenizer, text)
+        if not answer or isinstance(end, str):  # its tokens go on behind the stop string
+            answer = continued(client._tokenizer, text)
         if answer and answer[-1] in (client._tokenizer.eos_token_id, end):
             answer.pop()
         self._tail = [*tail, ("assistant", answer)]
@@ -149,34 +173,35 @@ class ServedConversation:
             self._pending = None
             if made.state != "ready":
                 raise StoreError(f"Older messages could not be compressed. {made.reason}")
-            old, self.context, self._failed = self.context, name, 0
+            self.context, self._failed = name, 0
             while tokens > 0:
                 tokens -= len(self._tail.pop(0)[1])
-            self._delete(old)
+            self._delete(name)
         lengths = [(role, len(ids)) for role, ids in self._tail]
         grown = sum(tokens for _, tokens in lengths) - self._failed
         if self._compact is not None and not self._runs and grown > self._compact.after:
             self._runs = self._compact.runs(lengths, len(self.messages) - len(self._tail))
         if self._runs:
             tokens, ratio = self._runs[0]
-            name, self._made = f"{self._own}.{self._made}", self._made + 1
+            name, self._made = f"{self._name}.{self._made}", self._made + 1
+            self._own.append(name)
             ids = [x for _, ids in self._tail for x in ids][:tokens]
             options = {"into": name, "ratio": ratio, "limit": self._limit}
             self._client.extend(self.context, ids, wait=False, **options)
             self._pending, self._runs = (name, tokens), self._runs[1:]
 
-    def _delete(self, name: str) -> None:
-        """Delete a context if it is this conversation's own."""
-        if name.startswith(self._own):
+    def _delete(self, *kept: object) -> None:
+        """Delete the contexts of this conversation's own but those to be `kept`."""
+        for name in [name for name in self._own if name not in kept]:
             with contextlib.suppress(StoreError):
                 # A server deletes no context in the making.
                 self._client._listed(name, self._client.timeout)
                 self._client.delete(name)
+            self._own.remove(name)
 
     def close(self) -> None:
         """Delete the contexts of this conversation's own."""
-        for name in (self.context, self._pending[0] if self._pending else ""):
-            self._delete(name)
+        self._delete()
 
     def __enter__(self) -> ServedConversation:
         return self

@@ -122,6 +122,7 @@ REFUSED = {
     "The context is empty": lambda x: x.compress("book", " ", ratio=4),
     "must be token ids of one sequence": lambda x: x.compress("book", None, ratio=4),
     "needs the tokenizer": lambda x: request(None, "book", QUESTION),
+    "leave out n, best_of and echo": lambda x: x.chat("book").ask("Who?", n=2),
     "no new message": lambda x: x.chat("book", messages=1).send([]),
     "limit takes a gracekv.Limit": lambda x: x.extend("book", TEXT, limit={"ratio": 2}),
     "(entries_per_head=512); got Compaction": lambda x: x.chat("book", Compaction()),
@@ -240,6 +241,10 @@ def test_the_token_that_ends_an_answer_is_in_no_turn(client, server):
     chat.ask(QUESTION)
     # Of 7 and 9 with each of four words, the last 9.
     assert chat._tail[-1] == ("assistant", [7, 9, 7, 9, 7, 9, 7])
+    # A stop string is no part of the text, but of the tokens.
+    server.told["stop_reason"] = "\nUser:"
+    text = chat.ask(QUESTION)
+    assert chat._tail[-1] == ("assistant", continued(client._tokenizer, text))
 
 
 def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
@@ -271,7 +276,14 @@ def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
             chat.send([system, *changed], edited="compres")
         with pytest.raises(PromptError, match="role"):
             chat.send([system, *changed[:-1], {}], edited="compress")
+        with pytest.raises(EditedHistoryError, match="Message 0"):
+            chat.send([{**system, "content": "Sing."}, *changed], edited="compress")
+        held = server.contexts.pop("agent")
+        with pytest.raises(StoreError, match="no context 'agent'"):
+            chat.send([system, *changed], edited="compress")
+        server.contexts["agent"] = held
         assert chat.messages[1]["content"] == "Who?"
+        assert chat.context in {x.name for x in client.list()}
         chat.send([system, *changed], edited="compress")
         assert chat.messages[1:5] == changed
         asked = [x["kv_transfer_params"] for x in server.bodies if "stream" in x]
