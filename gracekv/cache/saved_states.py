@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from gracekv.errors import SavedCacheError, ShapeError
@@ -32,7 +33,8 @@ def refusing(path: Path, what: str) -> Iterator[None]:
     except SavedCacheError:
         raise
     except (
-        ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError,
+        ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, SafetensorError,
+        TypeError, ValueError,
     ) as error:  # fmt: skip
         if is_out_of_memory(error):
             raise

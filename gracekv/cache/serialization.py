@@ -130,7 +130,7 @@ class SavedFile:
                 parts = {name.removeprefix(prefix): x for name, x in self._tensors(prefix).items()}
                 layers.append(_layer(parts, codings, length, len(padding), device))
             cache = CompressedCache(tuple(layers), length, padding, states)
-        return cache, self._tensors("prompts.")
+            return cache, self._tensors("prompts.")
 
     def _tensors(self, prefix: str) -> dict[str, Tensor]:
         """[...] by name, in memory of their own: the file may change once this has returned.

@@ -190,14 +190,14 @@ def delete_context(folder: Path) -> bool:
     """Delete a context's files, the header first; return whether there was a context.
 
     What an export left that was killed is deleted too. Raises `StoreError` if `folder` holds other
-    files.
+    files, or if an export is writing there.
     """
     names = os.listdir(folder) if folder.is_dir() else []
     # A folder that no export wrote is no context.
     if HEADER not in names and not (names and all(map(is_ours, names))):
         return False
     check_replaceable(folder)
-    with _alone_in(folder):
+    with _alone_in(folder, wait=False):
         there = (folder / HEADER).is_file()
         (folder / HEADER).unlink(missing_ok=True)
         _delete(folder, is_ours)
@@ -205,11 +205,14 @@ def delete_context(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Make the folder and lock it against other exports; remove it at the end if it is empty."""
+def _alone_in(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Make the folder and lock it against other exports; remove it at the end if it is empty.
+
+    Raises `StoreError` if another export holds it and this one does not `wait`.
+    """
     handle = None
     while handle is None:
-        handle = _locked(folder)
+        handle = _locked(folder, wait)
     try:
         yield
     finally:
@@ -218,7 +221,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _locked(folder: Path) -> int | None:
+def _locked(folder: Path, wait: bool) -> int | None:
     """A handle of the locked folder; None if another export removed the folder meanwhile."""
     with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as opened:
         folder.mkdir(parents=True, exist_ok=True)
@@ -228,7 +231,10 @@ def _locked(folder: Path) -> int | None:
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                raise StoreError(f"{folder.name!r} is being written: delete it later.") from None
         # A lock on a removed folder keeps nobody out of the new one.
         if os.path.samestat(os.fstat(handle), os.stat(folder)):
             opened.pop_all()

@@ -39,6 +39,8 @@ _KIND = "ragged"
 _LARGEST = 2**24
 # No model has more layers or heads.
 _MOST = 2**16
+# Replies carry numbers of 64 bits.
+_NUMBERS = 2**63
 # Some systems reserve names for devices, so these are not folder names everywhere.
 _NAME = re.compile(
     r"(?!(con|prn|aux|nul|com\d|lpt\d)(\.|\Z))[a-z0-9]([a-z0-9._-]{0,126}[a-z0-9_-])?",
@@ -184,10 +186,12 @@ class ContextHeader(Continuation):
             if not isinstance(model, dict):
                 raise TypeError("the model's facts are no mapping")
             sizes = model.get("layers"), model.get("kv_heads")
+            numbers = header.length, header.entries, header.bytes, *header.prompt_ids
             if not (
                 isinstance(header.tokenizer, dict)
                 and re.fullmatch("[0-9a-f]{64}", header.digest) is not None
-                and min(header.length, header.entries, header.bytes, *header.prompt_ids) >= 0
+                and all(0 <= x < _NUMBERS for x in numbers)
+                and len(header.recipe.encode()) < _MOST
                 and all(type(x) is int and 0 < x < _MOST for x in sizes)
                 and isinstance(model.get("rope"), dict)
                 and isinstance(model.get("weights"), dict | None)

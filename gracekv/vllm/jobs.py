@@ -123,11 +123,13 @@ class Jobs:
             return {"contexts": self.listing(parameters)}
         if self.is_making(order.name):
             raise StoreError(f"Context {order.name!r} is being made. Delete it afterwards.")
+        # What may be refused comes first.
+        saved = delete_context(self._store.folder(order.name))
         self.forgotten[order.name] = None
         self._expiry.pop(order.name, None)
         in_memory = self._store.forget(order.name)
         known = self._done.pop(order.name, None) is not None
-        if not (delete_context(self._store.folder(order.name)) or in_memory or known):
+        if not (saved or in_memory or known):
             raise StoreError(
                 f"There is no context {order.name!r} in the store to delete."
             ) from FileNotFoundError()

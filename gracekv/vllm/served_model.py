@@ -115,11 +115,14 @@ class ServedModel:
         served, parallel = vllm_config.model_config, vllm_config.parallel_config
         config = served.hf_text_config
         ranks, heads = parallel.tensor_parallel_size, config_facts(config, served.dtype)["kv_heads"]
-        if parallel.world_size_across_dp > ranks or heads % ranks:
+        # Each front knows only the contexts that it let the engine make.
+        fronts = getattr(parallel, "_api_process_count", 1)
+        if parallel.world_size_across_dp > ranks or heads % ranks or fronts > 1:
             raise UnsupportedModelError(
                 f"This engine runs {heads} KV heads in {parallel.world_size_across_dp} processes, "
-                f"of which {ranks} share one model. Serve with tensor parallelism alone, of a size "
-                f"that divides the KV heads, or compress with transformers and export."
+                f"of which {ranks} share one model, behind {fronts} API servers. Serve with tensor "
+                f"parallelism alone, of a size that divides the KV heads, and one API server, or "
+                f"compress with transformers and export."
             )
         if config.model_type not in TESTED_MODEL_TYPES:
             raise UnsupportedModelError(

@@ -220,8 +220,10 @@ class ContextStore:
         return header
 
     def _read(self, name: str, header: ContextHeader) -> StoredContext:
-        path = self.folder(name) / header.entries_file
-        devices = [torch.device("cpu")] * header.model["layers"]
+        path, model = self.folder(name) / header.entries_file, header.model
+        first, after = self._heads or (0, model["kv_heads"])
+        self.loaded.check(name, header.bytes * (after - first) // model["kv_heads"])
+        devices = [torch.device("cpu")] * model["layers"]
         try:
             cache = read_cache(path, devices, header.digest)
             layers = dequantised(cache).layers
@@ -231,11 +233,13 @@ class ContextStore:
         except Exception as error:
             raise StoreError(f"The entries of {name!r} are damaged. Export it again.") from error
         facts = (cache.length, cache.sequences, int(cache.entries().sum()), cache.kv_bytes)
-        if facts != (header.length, 1, header.entries, header.bytes):
+        shapes = {(x.heads, x.dim, str(x.dtype).removeprefix("torch.")) for x in layers}
+        own = model["kv_heads"], model.get("head_dim"), header.dtype
+        if facts != (header.length, 1, header.entries, header.bytes) or shapes != {own}:
             raise StoreError(f"Context {name!r} is damaged: its header is of other entries.")
         if self._heads is not None:
             # A copy, so that the other heads are freed.
-            layers = tuple(layer.rows(*self._heads).mapped(torch.clone) for layer in layers)
+            layers = tuple(layer.rows(first, after).mapped(torch.clone) for layer in layers)
         return StoredContext(header, layers, int(cache.entries().max()))
 
 

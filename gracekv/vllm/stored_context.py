@@ -134,7 +134,7 @@ class LoadedContexts:
     def hold(self, name: str, context: StoredContext) -> None:
         """Add a context; `StoreError` if it is larger than the limit."""
         self.check(name, context.bytes)
-        self._make_room(context.bytes)
+        self._make_room(context.bytes, name)
         self._held[context.header.digest] = name, context.to(self._device)
         self.rename(name, context.header.digest)
 
@@ -159,9 +159,12 @@ class LoadedContexts:
             if self._newest.get(self._held[digest][0]) != digest:
                 del self._held[digest]
 
-    def _make_room(self, room: int) -> None:
-        """Drop contexts until `room` more bytes fit."""
-        for digest in [x for x in self._held if x not in self._used]:
+    def _make_room(self, room: int, replaced: str) -> None:
+        """Drop contexts until `room` more bytes fit, those named `replaced` then dropped."""
+        idle = [x for x in self._held if x not in self._used]
+        old = {x for x in idle if self._held[x][0] == replaced}
+        room -= sum(self._held[x][1].bytes for x in old)
+        for digest in [x for x in idle if x not in old]:
             if self.bytes + room <= self.limit:
                 return
             name, _ = self._held.pop(digest)

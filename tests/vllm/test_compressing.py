@@ -196,6 +196,10 @@ def test_deleted_and_expired_contexts_are_gone(jobs, headers, root):
     assert sorted(x.name for x in root.iterdir()) == ["c1", "c2"]
     with pytest.raises(StoreError, match="no context 'c0' in the store to delete"):
         add(jobs, "2", {"gracekv": {"delete": "c0"}})
+    (root / "c1" / "notes.txt").touch()
+    with pytest.raises(StoreError, match="not replaced"):
+        add(jobs, "3", {"gracekv": {"delete": "c1"}})
+    assert "c1" not in jobs.forgotten
 
 
 def test_who_may_not_use_a_name_may_not_make_delete_or_see_it(jobs, root):

@@ -14,7 +14,7 @@ from gracekv.prefill.fingerprint import differences
 from gracekv.prefill.model_layers import model_layers
 from gracekv.testing.models import tiny_model, tiny_tokenizer
 from gracekv.vllm import ContextStore, export, request
-from gracekv.vllm.exporting import delete_context, moved
+from gracekv.vllm.exporting import _alone_in, delete_context, moved
 from gracekv.vllm.served_model import checkpoint_digests, model_facts
 from support.killed import killed_at_each_line
 
@@ -126,6 +126,8 @@ def test_what_no_export_wrote_is_not_replaced(book, tmp_path):
     (tmp_path / "mixed" / ".new.safetensors-ab12").write_text("")
     (tmp_path / "mixed" / ".tmpAb12Cd").write_text("")
     assert len(list(export(book, tmp_path / "mixed").iterdir())) == 2
+    with _alone_in(tmp_path / "mixed"), pytest.raises(StoreError, match="being written"):
+        delete_context(tmp_path / "mixed")
     (tmp_path / "left").mkdir()
     (tmp_path / "left" / "new.safetensors").write_text("")
     assert not any(map(delete_context, (tmp_path / "left", theses)))
@@ -252,7 +254,8 @@ def test_a_checkpoint_is_known_by_its_weights(model, tmp_path):
     assert other.startswith("weights (")
     linear = model_facts(tiny_model(vocabulary=500, rope="linear"))
     assert differences(facts, linear) == ["rope (1 of 2, rope_type first)"]
-    assert differences(facts, {**facts, "dtype": "bfloat16"}) == ["dtype"]
+    (other,) = differences(facts, {**facts, "dtype": "bfloat16"})
+    assert other == "dtype (float32 then, bfloat16 now)"
     assert differences(facts, {**facts, "quantised": True}) == ["quantised"]
     assert differences(facts, {**facts, "weights": {"other": ""}}) == ["weights (0 of 0)"]
     assert not differences(facts, json.loads(json.dumps(facts)))

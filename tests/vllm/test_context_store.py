@@ -107,6 +107,10 @@ def forge(folder, **changes):
         (lambda folder: forge(folder, length=7), "of other entries"),
         (lambda folder: forge(folder, prompt_ids=[float("inf")]), "is damaged"),
         (lambda folder: forge(folder, prompt_ids=[-1]), "is damaged"),
+        (lambda folder: forge(folder, length=2**63), "is damaged"),
+        (lambda folder: forge(folder, recipe="\ud800"), "is damaged"),
+        (lambda folder: forge(folder, dtype="float16"), "of other entries"),
+        (lambda folder: forge_model(folder, kv_heads=3), "of other entries"),
         (lambda folder: forge(folder, model={"layers": None}), "is damaged"),
         (lambda folder: forge_model(folder, layers=10**12), "is damaged"),
         (lambda folder: forge_model(folder, kv_heads=0), "is damaged"),
@@ -129,7 +133,7 @@ def test_contexts_of_other_models_are_refused(root):
     with pytest.raises(StoreError, match=r"another model: weights \(.* first\) differ"):
         other.load("c0")
     facts = {"family": "llama", "layers": 30, "dtype": "bfloat16"}
-    with pytest.raises(StoreError, match="dtype, layers differ"):
+    with pytest.raises(StoreError, match=r"dtype \(float32 then, bfloat16 now\), layers differ"):
         ContextStore(root, model=facts).header("c0")
 
 
@@ -206,7 +210,7 @@ def test_entries_are_in_memory_of_their_own(root):
         ContextStore(root).load("c0", digest)
 
 
-def test_memory_has_a_bound_also_by_default(root):
+def test_memory_has_a_bound_also_by_default(root, monkeypatch):
     store = ContextStore(root)
     assert store.loaded.bytes < store.loaded.limit < 2**50
     size = store.load("c0").bytes
@@ -214,6 +218,17 @@ def test_memory_has_a_bound_also_by_default(root):
     with pytest.raises(StoreError, match=rf"takes {size:,} bytes .* larger limit_bytes"):
         small.load("c0")
     assert small.loaded.bytes == 0
+    monkeypatch.setattr("gracekv.vllm.store.read_cache", None)
+    with pytest.raises(StoreError, match="and the limit is 99"):
+        ContextStore(root, limit=99).load("c0")  # its header tells
+
+
+def test_what_is_replaced_makes_room_first(root):
+    size = ContextStore(root).load("c0").bytes
+    store = ContextStore(root, limit=2 * size + size // 2)
+    first, _ = store.load("c0"), store.load("c1")
+    store.loaded.hold("c1", ContextStore(root).load("c2"))
+    assert store.load("c0") is first
 
 
 def test_replaced_contexts_go_when_no_request_reads_them(root):

@@ -151,6 +151,8 @@ def test_models_and_engines_that_cannot_be_compressed_for_are_refused(model):
         parallel = dict(zip(("world_size_across_dp", "tensor_parallel_size"), sizes, strict=True))
         with pytest.raises(UnsupportedModelError, match=f"2 KV heads in {sizes[0]} processes"):
             ServedModel.of(engine(model, **parallel))
+    with pytest.raises(UnsupportedModelError, match="behind 2 API servers"):
+        ServedModel.of(engine(model, _api_process_count=2))
     parallel = {"world_size_across_dp": 2, "tensor_parallel_size": 2}
     assert ServedModel.of(engine(model, **parallel)).ranks == 2
     config = type(model.config)(**{**model.config.to_dict(), "model_type": "llama"})
