@@ -128,12 +128,16 @@ class Accounting:
         )
 
     @property
+    def full_in_16_bits(self) -> bool:
+        """Whether `full_bytes` is of 16 bits a number: where entries are quantised."""
+        return self.budget_bytes is not None or any(x.bits < 16 for x in self.widths)
+
+    @property
     def sizes(self) -> str:
         """The bytes, in words."""
-        quantises = self.budget_bytes is not None or any(x.bits < 16 for x in self.widths)
         return (
             f"{self.bytes:,} bytes of keys and values and {self.metadata_bytes:,} of metadata, "
-            f"full cache {self.full_bytes:,}{' in 16 bits' if quantises else ''}"
+            f"full cache {self.full_bytes:,}{' in 16 bits' if self.full_in_16_bits else ''}"
         )
 
     def __repr__(self) -> str:

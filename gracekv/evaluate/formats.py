@@ -104,6 +104,8 @@ def _about(table: Table) -> str:
     )
     if table.unpaired:
         text += f" {table.unpaired} values left out: another method lacks their sample."
+    for column, tasks in table.without.items():
+        text += f" {column} is without {', '.join(tasks)}."
     return text
 
 

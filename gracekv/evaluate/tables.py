@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,7 @@ class Table:
         against: (method, column) to its mean difference from the reference method, by sample.
         reference: the method compared with, or None.
         unpaired: values left out because another method lacks that sample.
+        without: the tasks that a column lacks, since a method has no values there.
     """
 
     title: Title
@@ -103,6 +104,7 @@ class Table:
     against: dict[tuple[str, str], Interval]
     reference: str | None
     unpaired: int
+    without: dict[str, list[str]] = field(default_factory=dict)
 
     def ranks(self, column: str, higher: bool) -> dict[str, int]:
         """1 for the best compressed methods of a column, 2 for the second; ties share.
@@ -170,7 +172,8 @@ def _table(title: Title, values: dict[tuple[str, str], Samples], against: str | 
     cells: dict[tuple[str, str], Interval] = {}
     compared: dict[tuple[str, str], Interval] = {}
     used: set[tuple[str, int, int]] = set()
-    unpaired = 0
+    unpaired, without = 0, {}
+    tasks = tuple(dict.fromkeys(task for found in values.values() for task, _, _ in found))
     # FullKV's column comes last, over the samples of all others.
     for column in [*columns, *{c for _, c in values if c == FULL}]:
         present = [m for m in methods if (m, column) in values]
@@ -182,6 +185,8 @@ def _table(title: Title, values: dict[tuple[str, str], Samples], against: str | 
         if not common:
             continue
         used |= common
+        if lacking := [x for x in tasks if x not in {task for task, _, _ in common}]:
+            without[column] = lacking
         arrays = {m: _by_task(found, common) for m, found in own.items()}
         cells |= {(m, column): interval(arrays[m]) for m in present}
         if against in arrays:
@@ -189,8 +194,7 @@ def _table(title: Title, values: dict[tuple[str, str], Samples], against: str | 
                 paired = zip(arrays[m], arrays[against], strict=True)
                 if m != against:
                     compared[m, column] = interval([own - other for own, other in paired])
-    tasks = tuple(dict.fromkeys(task for found in values.values() for task, _, _ in found))
-    return Table(title, tasks, methods, columns, cells, compared, against, unpaired)
+    return Table(title, tasks, methods, columns, cells, compared, against, unpaired, without)
 
 
 def _by_task(values: Samples, samples: set[tuple[str, int, int]]) -> list[Values]:

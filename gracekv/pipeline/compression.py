@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gracekv.allocate import Budget, BudgetPlan
 from gracekv.allocate.budget import EntryBytes
-from gracekv.allocate.top_tokens import candidates, entry_gains
+from gracekv.allocate.top_tokens import candidates, check_finite, entry_gains
 from gracekv.cache import CompressedCache, RaggedCache, RaggedEntries, Timings
 from gracekv.cache.base import LayerToPack
 from gracekv.cache.pool import EntryPool
@@ -35,7 +35,8 @@ from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.observations import Clock, seconds_by_stage
 from gracekv.segment.tokens import token_slots
 from gracekv.undo import full_float32
-from gracekv.value import Memory, Relevance, TokenScores
+from gracekv.value import Memory, Relevance
+from gracekv.value.base import mean_seed_scores
 
 
 class Compression:
@@ -152,9 +153,10 @@ class Compression:
         with self._stage("value", info.device):
             compared = self._compared
             if compared is None:
-                scored = TokenScores.from_scores(torch.stack(self._scores), info.shard)
+                scores, omega = torch.stack(self._scores), torch.stack(self._omega)
                 self._scores.clear()
-                relevance = Relevance(scored.scores, scored.seed_scores, torch.stack(self._omega))
+                check_finite(scores, omega)
+                relevance = Relevance(scores, mean_seed_scores(scores, shard=info.shard), omega)
                 compared = Compared(relevance, token_slots(self._region(info)))
         with self._stage("allocate", info.device):
             bought, relevance = self._bought(compared, costs), compared.relevance

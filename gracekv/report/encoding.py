@@ -24,7 +24,7 @@ _RELEVANCE_BYTES = 7 * 2**20
 # The fields of `Accounting` and `AuctionCurve` that the page shows.
 _ACCOUNTING = (
     "budget", "spent", "floor_spent", "recent", "bytes", "metadata_bytes", "full_bytes",
-    "backend_bytes", "utility", "bound", "certified_ratio", "entries",
+    "backend_bytes", "utility", "bound", "certified_ratio", "entries", "full_in_16_bits",
 )  # fmt: skip
 _CURVE = ("entries", "utility", "floor_entries", "bound")
 

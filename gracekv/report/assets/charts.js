@@ -39,7 +39,7 @@ function drawSummary(report) {
         bar,
         el("p", {}, `${count(kept.spent)} of ${count(full)} entries` +
           (kept.floor_spent ? `, ${count(kept.floor_spent)} of them bought by the floor (dark)` : "")),
-        el("p", {}, `${bytes(kept.bytes)} of keys and values, the full cache takes ${bytes(kept.full_bytes)}`),
+        el("p", {}, `${bytes(kept.bytes)} of keys and values, the full cache takes ${bytes(kept.full_bytes)}` + (kept.full_in_16_bits ? " in 16 bits" : "")),
         column.answer === null ? null : el("blockquote", {}, el("span", { class: "said" }, "Answer"), column.answer),
       ),
     );
