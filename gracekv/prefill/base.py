@@ -20,7 +20,7 @@ from gracekv.prefill.layer_capture import (
     FiniteChecks,
     LayerCapture,
     check_observation,
-    missing_observation,
+    observation_of,
 )
 from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.observer import LayerObserver, Observer
@@ -194,10 +194,7 @@ class Prefill:
 
     def observation(self, observer: Observer) -> Tensor:
         """The result of `observer`, [...]; raises `MissingCaptureError` if it was not there."""
-        found = self.observed.get(observer)
-        if found is None:
-            raise missing_observation(observer, self.observed)
-        return found
+        return observation_of(observer, self.observed)
 
     def queries_at(self, layer: int, positions: Sequence[int] | Tensor) -> Tensor:
         """[H, P, d] queries of `layer` at absolute `positions`; not to be written to.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,10 +178,7 @@ class LayerCapture:
 
         Raises `MissingCaptureError` if it was not there.
         """
-        found = self.observed.get(observer)
-        if found is None:
-            raise missing_observation(observer, self.observed)
-        return found
+        return observation_of(observer, self.observed)
 
     def queries_at(self, positions: Sequence[int] | Tensor) -> Tensor:
         """[H, P, d] queries at absolute `positions`.
@@ -244,10 +241,12 @@ class LayerCapture:
             )
 
 
-def missing_observation(observer: Observer, observed: Iterable[Observer]) -> MissingCaptureError:
-    """The error for an observation that was not captured."""
+def observation_of(observer: Observer, observed: Mapping[Observer, Tensor]) -> Tensor:
+    """What `observer` observed; raises `MissingCaptureError` if that was not captured."""
+    if (found := observed.get(observer)) is not None:
+        return found
     known = ", ".join(sorted(map(repr, observed))) or "none"
-    return MissingCaptureError(f"{observer!r} has not observed this prefill; {known} did. {ADVICE}")
+    raise MissingCaptureError(f"{observer!r} has not observed this prefill; {known} did. {ADVICE}")
 
 
 def check_observation(
