@@ -6,7 +6,7 @@ Of a list of messages, those that a conversation has not read yet are encoded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 from os.path import commonprefix
 from typing import Any, Literal
 
@@ -42,9 +42,7 @@ def render(
     prompts and stripped blanks are the template's own. Raises `PromptError` if the template fails,
     or the placeholder does not appear exactly once and unchanged.
     """
-    number = 0
-    while (mark := f"[[context {number}]]") in instruction + question:
-        number += 1
+    mark = _mark("context", instruction + question)
     content = separator.join(text for text in (instruction, mark, question) if text)
     if chat:
         content = shown(tokenizer, [{"role": "user", "content": content}], answers=True)
@@ -55,6 +53,11 @@ def render(
         )
     before, _, after = content.partition(mark)
     return before, after
+
+
+def _mark(kind: str, text: str) -> str:
+    """A placeholder that does not stand in `text`."""
+    return next(mark for n in count() if (mark := f"[[{kind} {n}]]") not in text)
 
 
 def shown(
@@ -175,9 +178,7 @@ def turn_ids(
     if not (template and has_chat_template(tokenizer)):
         texts = [separator + (message.get("content") or "") for message in messages]
         return [continued(tokenizer, text) for text in (*texts[:-1], texts[-1] + answer_prefix)]
-    number = 0
-    while (mark := f"[[turn {number}]]") in str(messages):
-        number += 1
+    mark = _mark("turn", str(messages))
     read = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}, *messages]
     if after == "context":
         first = {**messages[0], "content": f"{mark}{separator}{messages[0]['content']}"}
@@ -185,8 +186,7 @@ def turn_ids(
 
     def rendered(count: int, *, answers: bool = False) -> str:
         some = read[: len(read) - len(messages) + count]
-        text = shown(tokenizer, some, answers=answers, tools=tools)
-        if text.count(mark) != 1:
+        if (text := shown(tokenizer, some, answers=answers, tools=tools)).count(mark) != 1:
             raise PromptError(_CHANGED)
         return text.partition(mark)[2]
 
