@@ -88,9 +88,8 @@ class AttentionStep:
             seen = torch.arange(places, device=device) <= last[..., None]
             mask = seen.unsqueeze(-3) if self.length is not None else seen[None, None]
         if mask.dtype == torch.bool:
-            return torch.zeros(mask.shape, device=mask.device, dtype=torch.float32).masked_fill(
-                ~mask, -torch.inf
-            )
+            zeros = torch.zeros(mask.shape, device=mask.device, dtype=torch.float32)
+            return zeros.masked_fill(~mask, -torch.inf)
         return mask.float()
 
     def rows_of(self, sequences: int) -> list[slice | Tensor]:
@@ -198,8 +197,7 @@ class AttentionBackend(Backend):
 
     def require(self, spec: AttentionSpec) -> None:
         """Raise `BackendUnavailableError` with the `obstacle` if there is one."""
-        obstacle = self.obstacle(spec)
-        if obstacle is not None:
+        if (obstacle := self.obstacle(spec)) is not None:
             raise BackendUnavailableError(f"Backend {self.name!r} cannot run. {obstacle}")
 
     @abc.abstractmethod

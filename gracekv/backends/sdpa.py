@@ -135,11 +135,9 @@ class Sdpa(AttentionBackend):
         attend = self._kernel(step)
         if tokens <= block:
             return _tail_block(attend, step)
-        parts = [
-            _tail_block(attend, _turn(step, start, min(start + block, tokens)))
-            for start in range(0, tokens, block)
-        ]
-        return Partial.of_rows(parts)
+        starts = range(0, tokens, block)
+        turns = (_turn(step, start, min(start + block, tokens)) for start in starts)
+        return Partial.of_rows([_tail_block(attend, turn) for turn in turns])
 
     def _kernel(self, step: AttentionStep) -> Kernel:
         if self._fused(step.query.device) and step.softcap is None:

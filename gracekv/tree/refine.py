@@ -164,11 +164,8 @@ def best_cut(table: CostTable, cuts: int, reward: float) -> tuple[Tensor, Tensor
     if cuts < gain.shape[1]:
         inner, excluded = excluded, table.step[1:] != (table.last[:, None] + 1) // 2
         if cuts:
-            order = (
-                kappa[:, 1:]
-                .masked_fill(inner, -torch.inf)
-                .argsort(dim=1, descending=True, stable=True)
-            )
+            inside = kappa[:, 1:].masked_fill(inner, -torch.inf)
+            order = inside.argsort(dim=1, descending=True, stable=True)
             excluded = excluded.scatter_(1, order[:, :cuts], False) | inner
     best = gain.masked_fill_(excluded, -torch.inf).max(dim=1)
     return best.indices + 1, best.values

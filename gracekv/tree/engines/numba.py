@@ -57,10 +57,8 @@ class NumbaEvaluator(DistortionEvaluator):
         from gracekv.tree.engines.numba_kernel import EVALUATE
 
         count, width = len(nodes), nodes.width
-        costs, mass = (
-            torch.zeros(2, count, width, dtype=torch.float32),
-            torch.zeros(count, width, dtype=torch.float32),
-        )
+        costs = torch.zeros(2, count, width, dtype=torch.float32)
+        mass = torch.zeros(count, width, dtype=torch.float32)
         drop = torch.empty(count, dtype=torch.float32)
         outputs = {"prefix": costs[0], "suffix": costs[1], "mass": mass, "drop": drop}
         self.run(nodes, EVALUATE, outputs, {})

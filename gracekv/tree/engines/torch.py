@@ -174,11 +174,8 @@ class TorchEvaluator(DistortionEvaluator):
 
         # Token j adds 2 p_j v_j.M + p_j^2 |v_j|^2, M of the tokens before it.
         m_square = self.workspace.take(*p.shape)
-        torch.bmm(
-            gram.mul_(2.0 * causal - torch.eye(width, device=row.device, dtype=torch.float32)),
-            p,
-            out=m_square,
-        )
+        twice = 2.0 * causal - torch.eye(width, device=row.device, dtype=torch.float32)
+        torch.bmm(gram.mul_(twice), p, out=m_square)
         m_square.mul_(p)
         return _running_sum(m_square, m_square), m_dot_v, v_square
 
