@@ -88,8 +88,7 @@ def check_same_model(
 
     `marks` of the model makes what is compared.
     """
-    other = differences(made, marks(model))
-    if other:
+    if other := differences(made, marks(model)):
         raise CacheError(f"{what} is from another model: {', '.join(other)} differ. {fix}")
 
 
@@ -179,8 +178,7 @@ def _elements(device: torch.device, held: list[tuple[Tensor, Tensor]]) -> list[T
         from gracekv.kernels.bytes_triton import bytes_at
 
         # By NumPy: torch would wake all its threads for so few numbers.
-        facts = np.array([(x.data_ptr(), x.itemsize) for x in flat]).repeat(counts, axis=0)
-        start, width = facts.T
+        start, width = np.array([(x.data_ptr(), x.itemsize) for x in flat]).repeat(counts, axis=0).T
         first = (start + places.numpy() * width - (width.cumsum() - width)).repeat(width)
         found = bytes_at(torch.from_numpy(first + np.arange(len(first))).to(device))
     else:

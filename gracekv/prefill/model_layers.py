@@ -119,8 +119,7 @@ def head_sizes(model: Any) -> tuple[int, int, int]:
         heads = own.num_attention_heads
         groups = getattr(own, "num_key_value_heads", None) or heads
         sizes.append((heads, groups, getattr(own, "head_dim", None) or own.hidden_size // heads))
-    other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
-    if other is not None:
+    if (other := next((i for i, size in enumerate(sizes) if size != sizes[0]), None)) is not None:
         raise UnsupportedModelError(
             f"Layers {layers[0].number} and {layers[other].number} of {type(model).__name__} have "
             f"{sizes[0]} and {sizes[other]} query heads, KV heads and features a head; gracekv "
@@ -152,8 +151,7 @@ def rope_parameters(model: Any) -> Mapping[str, Any]:
 
 def layer_kinds(config: Any) -> list[str]:
     """The kind of each layer, as transformers names it."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
+    if kinds := getattr(config, "layer_types", None):
         return list(kinds)
     kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     return [kind] * config.num_hidden_layers
@@ -213,9 +211,8 @@ def remember_rotations(model: Any, rotations: Mapping[int, Rotation]) -> None:
 
 def _rotation(family: str, rope: bool, layer: Any) -> Rotation:
     attention = attention_module(layer)
-    if not rope or not getattr(attention, "use_rope", True):
-        return "none"
-    if family in _ONLY_SLIDING_ROTATES and not getattr(attention, "sliding_window", None):
+    still = family in _ONLY_SLIDING_ROTATES and not getattr(attention, "sliding_window", None)
+    if not rope or not getattr(attention, "use_rope", True) or still:
         return "none"
     if family in _ONE_HALF:
         return "one_half"

@@ -39,8 +39,7 @@ def check_observers(
         advice: a sentence that says how to go on.
     """
     for observer in sorted(observers, key=repr):
-        missing = sorted(observer.reads - gives)
-        if missing:
+        if missing := sorted(observer.reads - gives):
             raise ObserverError(
                 f"{observer!r} reads {', '.join(missing)}, and {driver} gives "
                 f"{', '.join(sorted(gives)) or 'none of it'} "
@@ -64,8 +63,7 @@ class Observations:
         for observer in self._observers:
             if isinstance(observer, LayerObserver):
                 for layer, held in enumerate(self._by_layer):
-                    accumulator = observer.accumulator(layer, layers, spans)
-                    if accumulator is not None:
+                    if (accumulator := observer.accumulator(layer, layers, spans)) is not None:
                         held[observer] = accumulator
         final = [x for x in self._observers if isinstance(x, FinalObserver)]
         self._final = {x: x.accumulator(spans) for x in final}

@@ -76,8 +76,7 @@ def free_bytes(device: torch.device) -> int:
     free = int(psutil.virtual_memory().available)
     if psutil.LINUX:
         process = psutil.Process()
-        limit = process.rlimit(psutil.RLIMIT_AS)[0]
-        if limit != psutil.RLIM_INFINITY:
+        if (limit := process.rlimit(psutil.RLIMIT_AS)[0]) != psutil.RLIM_INFINITY:
             free = max(0, min(free, limit - process.memory_info().vms))
     return free
 
@@ -139,8 +138,7 @@ def trim_memory() -> None:
     the compressed cache. Takes milliseconds. GPU memory belongs to torch's allocator and is not
     touched.
     """
-    trim = _malloc_trim()
-    if trim is not None:
+    if (trim := _malloc_trim()) is not None:
         trim(0)
 
 

@@ -166,8 +166,7 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
         values: [G, S, d].
         scale: factor of q . k.
     """
-    output = _split_attention(query, keys, values, scale)
-    if output is not None:
+    if (output := _split_attention(query, keys, values, scale)) is not None:
         return output
     # Under a dispatch mode, such as torch's FlopCounterMode, a tensor subclass cannot be made.
     with _disable_current_modes():
@@ -201,13 +200,12 @@ def _split_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
     params = torch.backends.cuda.SDPAParams(query, keys[None], values[None], None, 0.0, False, True)
     if not torch.backends.cuda.can_use_cudnn_attention(params):
         return None
-    parts = (slice(before), False), (slice(before, None), True)
     (old, far), (own, near) = (
         torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, keys[None, :, part], values[None, :, part], None, True, 0.0, causal, False,
             scale=scale,
         )[:2]
-        for part, causal in parts
+        for part, causal in ((slice(before), False), (slice(before, None), True))
     )  # fmt: skip
     weight = torch.sigmoid(near - far).reshape(*query.shape[:3], 1)
     # Float32 by the weights, and one tensor of it.
@@ -259,8 +257,7 @@ def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> 
 
     Raises `UnsupportedModelError` if the decoder has no module `rotary_emb`.
     """
-    rotary = getattr(decoder, "rotary_emb", None)
-    if rotary is None:
+    if (rotary := getattr(decoder, "rotary_emb", None)) is None:
         raise UnsupportedModelError(
             f"{type(decoder).__name__} has no module rotary_emb, so its tokens cannot be run in "
             f"parts. Use a chunk that is at least the prompt's length."

@@ -70,8 +70,7 @@ class ModelPasses:
         Raises `UnsupportedModelError` if they pass a bound of the model (a sliding window, a switch
         of its RoPE).
         """
-        bound = longest_sequence(self.model, end)
-        if bound is not None and end + count > bound[0]:
+        if (bound := longest_sequence(self.model, end)) is not None and end + count > bound[0]:
             raise UnsupportedModelError(
                 f"Running {count} tokens more after {end} takes {end + count} positions, "
                 f"{type(self.model).__name__} has {bound[0]}: beyond, {bound[1]}. Use a shorter "

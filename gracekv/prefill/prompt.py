@@ -255,11 +255,9 @@ def checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
 
 def _question_end(after: str, question: str) -> int:
     """The offset in `after` at which the question ends; `PromptError` if it is not there."""
-    wanted = question.strip()
-    if not wanted:
+    if not (wanted := question.strip()):
         return 0
-    at = after.find(wanted)
-    if at < 0:
+    if (at := after.find(wanted)) < 0:
         raise PromptError(
             "The chat template changes the question's text, so its end cannot be found. Render "
             "the prompt yourself and use Prompt.from_ids."

@@ -90,20 +90,17 @@ def self_check(model: Any) -> None:
 
             hooks.append(attention.register_forward_pre_hook(own_thread(before), with_kwargs=True))
         stock = model(input_ids=ids, use_cache=False).logits[0, -1]
-    missing = sorted(attending.keys() - calls.keys())
-    if missing:
+    if missing := sorted(attending.keys() - calls.keys()):
         raise _refusal(
             model,
             "does not call transformers' attention function, so gracekv cannot read its keys and "
             "queries",
             missing[0],
         )
-    uneven = [x.layer for x in calls.values() if x.key.shape[-1] != x.value.shape[-1]]
-    if uneven:
+    if uneven := [x.layer for x in calls.values() if x.key.shape[-1] != x.value.shape[-1]]:
         raise _refusal(model, "has values of another dimension than its keys", uneven[0])
     rotations = {number: _rotation(model, calls[number], *inputs[number]) for number in inputs}
-    difference = _difference(_last_step(model, ids, calls), stock)
-    if difference > _tolerance(model):
+    if (difference := _difference(_last_step(model, ids, calls), stock)) > _tolerance(model):
         raise _refusal(
             model,
             f"differs by {difference:.1g} from the whole prompt at once in a step over cached "
@@ -185,8 +182,7 @@ def _last_step(model: Any, ids: Tensor, calls: Mapping[int, AttentionCall]) -> T
         if call.layer in by_hand:
             key = torch.cat([known.key[:, :, :-1], key], dim=2)
             value = torch.cat([known.value[:, :, :-1], value], dim=2)
-        output = _softmax_attention(call.query, key, value, call)
-        return output.to(call.query.dtype), None
+        return _softmax_attention(call.query, key, value, call).to(call.query.dtype), None
 
     with patched_attention(model, step):
         place = torch.tensor([[count - 1]], device=ids.device)

@@ -94,8 +94,7 @@ class PromptSpans:
         Source: the paper, "Direct relevance"; the union is a set, see departure 3.
         """
         asked = range(max(self.context_end, self.question_end - question), self.question_end)
-        probes = sorted({*asked, *self.last(tail)})
-        if not probes:
+        if not (probes := sorted({*asked, *self.last(tail)})):
             raise PromptError(
                 f"There are no probes among the last {question} question and {tail} tail positions "
                 f"of the prompt. Set tail_probes >= 1, or mark the question's span in the prompt."
@@ -165,8 +164,7 @@ def widened(states: Tensor, dim: int, first: float = 0.0) -> Tensor:
 
     `first` is 1/s for queries, 0 for keys and values of a passage.
     """
-    old = states.shape[-1]
-    if old == dim:
+    if (old := states.shape[-1]) == dim:
         return states
     wide = functional.pad(states, (0, dim - old))
     if first:

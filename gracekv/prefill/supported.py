@@ -51,8 +51,7 @@ def check_decoder(model: Any) -> None:
     """Raise `UnsupportedModelError` unless `model` is a causal language model of transformers."""
     known = getattr(model, "config", None) is not None and hasattr(model, "get_decoder")
     # Llama 4, which is refused later, is its own decoder.
-    headless = known and model.get_decoder() is model and model.get_output_embeddings() is None
-    if not known or headless:
+    if not known or (model.get_decoder() is model and model.get_output_embeddings() is None):
         raise UnsupportedModelError(
             f"gracekv takes a causal language model of transformers, as AutoModelForCausalLM loads "
             f"it; got {type(model).__name__}."
@@ -67,8 +66,7 @@ def check_model(model: Any) -> None:
     """
     check_decoder(model)
     check_sharding(model)
-    problem = _problem(model)
-    if problem is not None:
+    if (problem := _problem(model)) is not None:
         raise UnsupportedModelError(problem)
     head_sizes(model)
     if model.training:
@@ -127,8 +125,7 @@ def _problem(model: Any) -> str | None:
             f"The config of {name} describes {len(kinds)} layers, its decoder has {count} in a "
             f"list named layers; gracekv takes one attention a layer. {_TESTED}"
         )
-    shared = getattr(text_config(model), "num_kv_shared_layers", None) or 0
-    if shared:
+    if shared := getattr(text_config(model), "num_kv_shared_layers", None) or 0:
         return (
             f"Layer {len(kinds) - shared} of {name} attends to the keys and values of an earlier "
             f"layer; what several layers read is not compressed yet."
@@ -217,11 +214,9 @@ def longest_sequence(model: Any, prompt_length: int) -> tuple[int, str] | None:
     which is never fed.
     """
     bounds = []
-    window = sliding_window(model)
-    if window is not None:
+    if (window := sliding_window(model)) is not None:
         bounds.append((window, "its layers stop seeing the first tokens (sliding window)"))
-    switch = switch_point(model)
-    if switch is not None and prompt_length <= switch:
+    if (switch := switch_point(model)) is not None and prompt_length <= switch:
         bounds.append((switch, "it changes its RoPE and transformers drops the cache"))
     return min(bounds, default=None)
 
@@ -264,8 +259,7 @@ def check_prompt_length(model: Any, length: int, *, beyond_positions: bool = Fal
                 f"--beyond-positions."
             )
         _warn(said)
-    bound = longest_sequence(model, length)
-    if bound is not None and bound[0] - length < _ROOM:
+    if (bound := longest_sequence(model, length)) is not None and bound[0] - length < _ROOM:
         _warn(
             f"{name} can continue this prompt for {bound[0] - length + 1} tokens: beyond a length "
             f"of {bound[0]}, {bound[1]}. Keep max_new_tokens below that."
