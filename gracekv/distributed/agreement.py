@@ -27,10 +27,9 @@ def in_step(model: Any) -> AbstractContextManager[HeadShard]:
 @contextmanager
 def together(shard: HeadShard) -> Iterator[HeadShard]:
     """`in_step` of the processes that `shard` reaches."""
-    usual = torch.get_default_device().type == "cpu"
     try:
         # Whatever torch.set_default_device says; a mode that changes nothing would cost time.
-        with nullcontext() if usual else torch.device("cpu"):
+        with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
             yield shard
     except RankError:
         raise
@@ -89,8 +88,7 @@ class GlooExchange:
         Raises `RankError` if a process fails, leaves, is too late, or gives another shape.
         """
         headers = self._gather(torch.tensor([_GOES_ON, tensor.nbytes]))
-        failed = [rank for rank, header in enumerate(headers) if int(header[0]) == _FAILED]
-        if failed:
+        if failed := [rank for rank, header in enumerate(headers) if int(header[0]) == _FAILED]:
             raise RankError(
                 f"Process {', '.join(map(str, failed))} of the {len(headers)} that share this "
                 f"model has failed; its own error says why."

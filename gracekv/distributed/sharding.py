@@ -195,15 +195,13 @@ def check_sharding(model: Any) -> None:
     and the output projection by columns, into equal parts of whole KV heads, as transformers'
     `tp_plan` does for most models.
     """
-    if is_sharded(model):
-        problem = _problem(model)
-        if problem is not None:
-            raise UnsupportedModelError(
-                f"The weights of this {type(model).__name__} are sharded over processes, and "
-                f"{problem}. A budget over all heads needs a model that transformers' tensor "
-                f"parallelism shards by whole KV heads, and by nothing else. Load it so, or whole: "
-                f"device_map='auto' spreads whole layers over several GPUs."
-            )
+    if is_sharded(model) and (problem := _problem(model)) is not None:
+        raise UnsupportedModelError(
+            f"The weights of this {type(model).__name__} are sharded over processes, and "
+            f"{problem}. A budget over all heads needs a model that transformers' tensor "
+            f"parallelism shards by whole KV heads, and by nothing else. Load it so, or whole: "
+            f"device_map='auto' spreads whole layers over several GPUs."
+        )
 
 
 def check_whole(model: Any, call: str) -> None:
@@ -265,8 +263,7 @@ def _problem(model: Any) -> str | None:
             if module in place and style not in styles:
                 return f"{place} is sharded as {style!r}"
     for number, layer in enumerate(model.get_decoder().layers):
-        attention = getattr(layer, "self_attn", None)
-        if attention is None:
+        if (attention := getattr(layer, "self_attn", None)) is None:
             if hasattr(layer, "linear_attn"):
                 continue
             return f"layer {number} has no attention whose heads they could share"

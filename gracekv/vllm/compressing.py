@@ -213,8 +213,7 @@ class Compressor:
                     f"Compress the context anew, by a recipe that scores tokens."
                 )
             known = closable_length(model) if order.limit.positions == "closed" else None
-            masks = entries_within(order.limit, cache, scores, shard, known)
-            if masks is not None:
+            if (masks := entries_within(order.limit, cache, scores, shard, known)) is not None:
                 cache = replace(cache, layers=tuple(map(RaggedEntries.where, cache.layers, masks)))
             if known is not None:
                 cache = from_zero(with_closed_gaps(cache, model, shard=shard) or cache, shard)

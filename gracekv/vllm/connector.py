@@ -53,8 +53,7 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
         return True
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        layers = attention_layers(self._vllm_config)
-        if layers:
+        if layers := attention_layers(self._vllm_config):
             check_attention(layers, self._vllm_config.cache_config.block_size)
             # Compiling takes seconds once per machine; no request should wait for it.
             impl = layers[0].impl

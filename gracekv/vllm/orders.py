@@ -137,8 +137,7 @@ def order_of(
 
 def _compression(given: Mapping[str, Any], recipe_of: Callable[[str], str] | None) -> Compression:
     known = _OPTIONS.union(_BUDGETS, () if recipe_of is None else {"into", "limit"})
-    unknown = sorted(map(str, given.keys() - known))
-    if unknown:
+    if unknown := sorted(map(str, given.keys() - known)):
         raise StoreError(
             f"Compressing takes {', '.join(sorted(known))}; got {', '.join(unknown)[:200]}."
         )

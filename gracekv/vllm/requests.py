@@ -129,8 +129,7 @@ def request(
         )
     if question is not None:
         own, marks = header.tokenizer, tokenizer_marks(tokenizer)
-        other = [mark for mark, value in marks.items() if own.get(mark, value) != value]
-        if other:
+        if other := [mark for mark, value in marks.items() if own.get(mark, value) != value]:
             raise StoreError(f"Context {name!r} has another tokenizer: {', '.join(other)} differ.")
         ids = (*ids, *first_turn(tokenizer, question, header.separator, header.template))
     # A context that is itself longer than the model's positions had its warning.

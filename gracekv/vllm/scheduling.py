@@ -226,8 +226,7 @@ class SchedulerSide:
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in the workers' report after a step."""
-        report = connector_output.kv_connector_worker_meta
-        if report is None:
+        if (report := connector_output.kv_connector_worker_meta) is None:
             return
         self._jobs.update(report.outcomes, report.dropped, report.recorded)
         for digest, reply in report.opened.items():

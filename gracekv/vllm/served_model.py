@@ -170,8 +170,7 @@ def check_served(model: Any) -> None:
         cap is not None and f"it caps its attention logits at {cap}",
         window is not None and f"its layers have a sliding window of {window} tokens",
     ]
-    found = [text for text in obstacles if text]
-    if found:
+    if found := [text for text in obstacles if text]:
         raise UnsupportedModelError(
             f"vLLM cannot serve contexts of {type(model).__name__}: {'; '.join(map(str, found))}. "
             f"Serve a text model with full attention in every layer, RoPE of type default, linear, "

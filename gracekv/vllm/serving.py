@@ -67,8 +67,7 @@ def store_options(extra: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `ConfigError` if there is no such folder, or an option is unknown or unusable.
     """
-    unknown = sorted(extra.keys() - {_STORE, _LIMIT, _ALLOW})
-    if unknown:
+    if unknown := sorted(extra.keys() - {_STORE, _LIMIT, _ALLOW}):
         raise ConfigError(
             f"kv_connector_extra_config takes {_STORE!r}, {_LIMIT!r} and {_ALLOW!r}; got {unknown}."
         )
@@ -147,8 +146,7 @@ def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
         "LoRA adapters": vllm_config.lora_config is not None,
         "layers of several kinds": len(kv_cache_config.kv_cache_groups) > 1,
     }
-    found = [name for name, there in obstacles.items() if there]
-    if found:
+    if found := [name for name, there in obstacles.items() if there]:
         raise ConfigError(
             f"Compressed contexts cannot be served with {' and '.join(found)}. Serve without it, "
             f"or remove the KV connector."
@@ -162,16 +160,14 @@ def check_attention(layers: list[Any], page: int) -> None:
         layers: vLLM's.
         page: tokens per page.
     """
-    stock = {type(x.impl).__name__ for x in layers if not isinstance(x.impl, ContextAttention)}
-    if stock:
+    if stock := {type(x.impl).__name__ for x in layers if not isinstance(x.impl, ContextAttention)}:
         raise ConfigError(
             f"Compressed contexts cannot be served by {' and '.join(sorted(stock))}. They need the "
             f"plugin 'gracekv' (VLLM_PLUGINS, if set, must name it) and, on NVIDIA GPUs of compute "
             f"capability 8.0 or newer, --attention-backend FLASH_ATTN or TRITON_ATTN. Set these, "
             f"or remove the KV connector."
         )
-    sizes = sorted({layer.kv_cache.shape[2] for layer in layers} - {page})
-    if sizes:
+    if sizes := sorted({layer.kv_cache.shape[2] for layer in layers} - {page}):
         raise ConfigError(
             f"Attention must read whole pages; got pages of {page} tokens, read in blocks of "
             f"{sizes[0]}. Serve with --block-size {sizes[0]}."
@@ -202,10 +198,8 @@ def open_store(
             "that made the contexts.",
             model.model,
         )
-    heads = None
     size = vllm_config.parallel_config.tensor_parallel_size
-    if rank is not None and size > 1:
-        heads = heads_of_rank(facts["kv_heads"], size, rank)
+    heads = heads_of_rank(facts["kv_heads"], size, rank) if rank is not None and size > 1 else None
     return ContextStore(**options, model=facts, heads=heads, device=device)
 
 
