@@ -108,12 +108,11 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
             hooks.append(attention.register_forward_hook(listen))
             count += 1
         # A cache with a limit is cut between two pieces.
-        pieces = fed.split(len(fed) if cache.limit is None else cache.limit.every)
         logits = [
             model(
                 input_ids=piece[None].to(device), past_key_values=cache, logits_to_keep=len(answer)
             ).logits[0]
-            for piece in pieces
+            for piece in fed.split(len(fed) if cache.limit is None else cache.limit.every)
         ]
     outputs = (torch.cat(kept[n::count])[-len(answer) :] for n in range(count))
     return AnswerOutputs(torch.cat(logits)[-len(answer) :].float().log_softmax(-1), tuple(outputs))

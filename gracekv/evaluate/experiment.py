@@ -105,8 +105,7 @@ class Panel(Configurable):
             )
         if not self.generate and not self.fidelity:
             raise ConfigError("generate and fidelity are both off: there is nothing to measure.")
-        cells = self.cells()
-        if not cells:
+        if not (cells := self.cells()):
             raise ConfigError(
                 f"The methods {', '.join(self.methods)} need a budget. Give ratios such as 4,8,16 "
                 f"or entries such as 512."
@@ -208,8 +207,7 @@ def parse_method(spec: str, recent_share: float | None = None) -> Pipeline:
     `ConfigError` if `spec` cannot be read, `UnknownStrategyError` for an unknown recipe or
     strategy.
     """
-    match = _SPEC.fullmatch(spec.strip())
-    if match is None:
+    if (match := _SPEC.fullmatch(spec.strip())) is None:
         raise ConfigError(
             f"A method is a recipe or a file, with changes in brackets such as "
             f"gracekv[value.lambda_graph=0.1;floor=none]; got {spec!r}."

@@ -73,8 +73,7 @@ def _normal(text: str) -> str:
 
 
 def _f1(prediction: list[str], answer: list[str]) -> float:
-    same = sum((Counter(prediction) & Counter(answer)).values())
-    if not same:
+    if not (same := sum((Counter(prediction) & Counter(answer)).values())):
         return 0.0
     precision, recall = same / len(prediction), same / len(answer)
     return 2 * precision * recall / (precision + recall)

@@ -63,8 +63,7 @@ class RowFile(AbstractContextManager["RowFile"]):
         """Write one row; it is on the disk when this returns. `OutputError` if it cannot be."""
         line = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
         try:
-            written = os.write(self._file.fileno(), line)
-            if written != len(line):
+            if (written := os.write(self._file.fileno(), line)) != len(line):
                 # A full disk: take the half line back, so that the next one is not glued to it.
                 self._file.truncate(os.fstat(self._file.fileno()).st_size - written)
                 raise OSError(f"only {written} of {len(line)} bytes fit")

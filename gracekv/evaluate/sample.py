@@ -159,8 +159,7 @@ def render(
     """
     full = chat_prompt(sample, tokenizer)
     answer = _answer_ids(full, sample, tokenizer, answer_words)
-    excess = len(full.ids) - limit
-    if excess <= 0:
+    if (excess := len(full.ids) - limit) <= 0:
         return Rendered(sample, full, answer)
     spans = full.spans
     room = spans.context_length - excess

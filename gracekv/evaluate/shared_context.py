@@ -58,8 +58,7 @@ def _passages(article: Sequence[Passage], rng: Random) -> Iterator[Family]:
     half = len(article) // 2 + 1
     for first in rng.sample(range(half), half):
         known = itertools.accumulate(len(passage.questions) for passage in article[first:])
-        enough = [size for size, count in enumerate(known, 1) if count >= _LEAST]
-        if enough:
+        if enough := [size for size, count in enumerate(known, 1) if count >= _LEAST]:
             draw = partial(_questions, article[first:])
             yield Family(draw, least=enough[0], most=len(article) - first)
 

@@ -128,8 +128,7 @@ class GraceLM(HFLM):  # type: ignore[misc]
             # Greedy is the default, and a temperature would raise warnings.
             options = {k: x for k, x in options.items() if k not in ("do_sample", "temperature")}
         rows, length = context.shape
-        criteria = stop_sequences_criteria(self.tokenizer, stop, length, rows)
-        options["stopping_criteria"] = criteria
+        options["stopping_criteria"] = stop_sequences_criteria(self.tokenizer, stop, length, rows)
         with self._precision():
             new = self._compress(prompts).generate_ids(max_length - length, **options)
         return torch.cat([context, new.to(context.device)], dim=1)

@@ -100,8 +100,7 @@ def _column(parts: dict[str, bytes], number: int, data: ReportData) -> dict[str,
 def _relevance(
     parts: dict[str, bytes], number: int, columns: Sequence[ReportColumn]
 ) -> dict[str, Any] | None:
-    coded = columns[number].relevance
-    if coded is None:
+    if (coded := columns[number].relevance) is None:
         return None
     everything = sum(x.relevance.codes.numel() for x in columns if x.relevance is not None)
     if everything > _RELEVANCE_BYTES:

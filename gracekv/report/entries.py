@@ -127,8 +127,7 @@ def kept_entries(result: Result) -> KeptEntries:
     in_region = position < record.region[1]
     depth = torch.where(in_region, 0, -1).to(torch.int16)
     floor = torch.zeros_like(in_region)
-    chosen = record.selection
-    if chosen is None:
+    if (chosen := record.selection) is None:
         return replace(entries, depth=depth, floor=floor)
     start = chosen.start.long()
     end = start + 1 if chosen.end is None else chosen.end.long()
