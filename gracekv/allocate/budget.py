@@ -166,8 +166,7 @@ class Budget:
 
         Raises `BudgetError` for a smaller ratio, and for anything but a number.
         """
-        amount = _rational(ratio, "ratio")
-        if amount < 1:
+        if (amount := _rational(ratio, "ratio")) < 1:
             hint = ""
             if amount > 0:
                 hint = (

@@ -46,8 +46,7 @@ class ExactDP(Allocator):
         left = RemainingBudget.of(ops, start, quota)
         problem = _Problem.of(ops, ops.offered(executed, elastic=self.elastic))
         budget = min(left.total, int(problem.cost.sum()))
-        cells = (len(problem.cost) + 1) * (budget + 1)
-        if cells > self.max_cells:
+        if (cells := (len(problem.cost) + 1) * (budget + 1)) > self.max_cells:
             raise ConfigError(
                 f"ExactDP needs a table of {cells} cells for this budget; max_cells is "
                 f"{self.max_cells}. Raise it if there is enough memory, or use 'greedy' or "
@@ -129,8 +128,7 @@ def _subtree_ends(problem: _Problem, part: slice) -> list[int]:
     count = part.stop - part.start
     ends = list(range(1, count + 1))
     for i in range(count - 1, -1, -1):
-        above = int(problem.parent[part.start + i])
-        if above >= 0:
+        if (above := int(problem.parent[part.start + i])) >= 0:
             ends[above - part.start] = max(ends[above - part.start], ends[i])
     return ends
 

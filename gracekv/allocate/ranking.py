@@ -102,14 +102,12 @@ def first_fitting(
     """
     # Numbers that are at least 0 have the order of their bits, which are nearly their logs.
     bits = keys.contiguous().view(torch.int64)
-    cut = weighted_cut(bits, weights, limit, shard)
-    if cut is None:
+    if (cut := weighted_cut(bits, weights, limit, shard)) is None:
         return torch.ones_like(bits, dtype=torch.bool)
     fits = bits > cut[0]
     tied = (bits == cut[0]).nonzero().flatten()
     order = shard.maximum(ties.max() if len(ties) else ties.new_zeros(())) - ties[tied]
-    last = weighted_cut(order, weights[tied], limit - cut[1], shard)
-    if last is None:
+    if (last := weighted_cut(order, weights[tied], limit - cut[1], shard)) is None:
         raise AssertionError("The tied candidates alone exceed what is left.")
     fits[tied[order > last[0]]] = True
     return fits

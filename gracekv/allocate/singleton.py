@@ -67,8 +67,7 @@ class Singleton(Floor):
     def candidates(
         self, scores: Tensor, plan: BudgetPlan, shard: HeadShard = WHOLE
     ) -> Tensor | None:
-        limit = self.limit(plan)
-        if limit <= 0:
+        if (limit := self.limit(plan)) <= 0:
             return None
         relevance = scores.double()
         score = self._score(relevance, shard)
@@ -77,8 +76,7 @@ class Singleton(Floor):
         before = relevance.gather(-1, order.indices).cumsum(-1) <= self.eta
         # Scores fall and sums rise along the order, so both conditions hold on a prefix.
         counts = (passes & before).sum(-1).maximum(passes[..., 0].long())
-        total = shard.total(int(counts.sum()))
-        if total > limit:
+        if (total := shard.total(int(counts.sum()))) > limit:
             counts = torch.where(counts > 0, (counts * limit // total).clamp(min=1), 0)
         chosen = torch.arange(scores.shape[-1], device=relevance.device) < counts[..., None]
         kept = torch.where(chosen, order.values, -torch.inf)

@@ -51,10 +51,9 @@ class Compaction(Configurable):
         """
         if sum(tokens for _, tokens in tail) <= self.after:
             return []
-        older = enumerate(tail[: max(0, len(tail) - self.recent)], first)
         runs = _joined(
             (tokens, 1.0 if role in self.keep or number in self.keep else self.ratio)
-            for number, (role, tokens) in older
+            for number, (role, tokens) in enumerate(tail[: max(0, len(tail) - self.recent)], first)
             if tokens
         )
         if runs and runs[-1][1] != 1 and runs[-1][0] < _SHORT:

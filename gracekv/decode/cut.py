@@ -98,8 +98,7 @@ def entries_within(
     # Of the elastic auction, an entry needs a gain above that of padding.
     gains[used] = torch.cat(list(scores)).float().cpu().clamp(min=torch.finfo(torch.float32).tiny)
     stays = gains.isinf()
-    left = most - shard.total(int(stays.sum()))
-    if left < 0:
+    if (left := most - shard.total(int(stays.sum()))) < 0:
         raise BudgetError(
             f"The limit leaves {most // units} entries per head beside its window, but "
             f"{-(-(most - left) // units)} must stay: what was never compressed. Raise the limit."

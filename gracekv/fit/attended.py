@@ -275,8 +275,7 @@ def attended(reference: Reference, packed: RaggedEntries, region: Region) -> Lay
     # A merged key can exceed every token's logit; beyond e^20 its mass says nothing more.
     mass.clamp_(max=20.0).exp_().mul_(entry_mass[:, None])
     free = is_entry & (positions >= region.start) & (positions < region.end)
-    scores = reference.scores
-    if scores is not None:
+    if (scores := reference.scores) is not None:
         token = (positions - region.start).clamp_(0, scores.shape[1] - 1).long()
         scores = torch.where(free, scores.to(device).gather(1, token), 0.0).square_()
         scores /= scores.sum(dim=1, keepdim=True).clamp_min(1e-30)

@@ -148,8 +148,7 @@ def inverse_penalty(shares: Tensor, attention: KeptMass, trust: float, trust_rea
         trust_read: times the entry's own diagonal, or its part of their sum by squared scores.
     """
     # sum_r w_r p_rt^2, as a product: on a CPU a sum over rows takes several times as long.
-    weights = attention.weights.expand(*shares.shape[:2])
-    own = (weights[:, None] @ shares.square())[:, 0]
+    own = (attention.weights.expand(*shares.shape[:2])[:, None] @ shares.square())[:, 0]
     total = own.masked_fill_(~attention.free, 0.0).sum(dim=1, keepdim=True)
     mean = total / attention.free.sum(dim=1, keepdim=True).clamp_min(1)
     if attention.scores is not None:

@@ -44,11 +44,10 @@ class ValuesAndMass(RidgeFitter):
         error = attention.output - attention.found(shares, attention.values)
         change = ridge_change(attention, shares, error, self.trust, self.trust_read)
         # The factor of entries that are not free is 1.
-        moved = factor.flatten()[attention.place].log_()
         return dataclasses.replace(
             packed,
             values=scattered(packed.values, attention, attention.values + change),
-            log_multiplicity=packed.log_multiplicity + moved,
+            log_multiplicity=packed.log_multiplicity + factor.flatten()[attention.place].log_(),
         )
 
 
