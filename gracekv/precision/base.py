@@ -126,11 +126,10 @@ class Precision(Strategy, abc.ABC):
         self, cache: RaggedCache, widths: Sequence[Tensor]
     ) -> Iterator[tuple[RaggedEntries, int, list[_Part]]]:
         """Batches of layers: stacked, their number, and their parts, the exact one first."""
-        kinds = [(EXACT, 1), *((x.bits, x.group) for x in self.codings)]
         for some in batches(cache.layers, lambda layer: layer.keys.nbytes, _BATCH):
             batch = RaggedEntries.stack(cache.layers[some])
             own, parts = torch.cat(list(widths[some])).cpu(), []
-            for bits, group in kinds:
+            for bits, group in [(EXACT, 1), *((x.bits, x.group) for x in self.codings)]:
                 mask = own == bits
                 offsets = ragged.offsets(mask.long())[batch.offsets]
                 parts.append(_Part(mask.nonzero()[:, 0], blocks_of(offsets.diff(), group), offsets))

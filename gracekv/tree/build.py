@@ -32,8 +32,7 @@ def build_forest(
     Source: the paper, "Recursive refinement rule" and Eqs. (V6),
     (A5).
     """
-    probes = distortion.probes(context)
-    if probes is not None:
+    if (probes := distortion.probes(context)) is not None:
         # Once for all layers: what was not captured is computed by running the model.
         context = replace(context, prefill=context.prefill.with_queries(probes))
     if budget is None or refiner.max_cost > 2:

@@ -86,8 +86,7 @@ class TableSplitter(Splitter):
         self, nodes: Nodes, distortion: Tensor, forced: Tensor, intervals: IntervalCosts
     ) -> Split:
         table = CostTable(nodes, self._batch, intervals, distortion, forced)
-        rule = self._refiner.rule()
-        if rule is None:
+        if (rule := self._refiner.rule()) is None:
             return table.split(self._refiner(nodes, table))
         low, high = rule(table)
         return Split.of_cuts(nodes, low, high, table.outer_costs(low, high))

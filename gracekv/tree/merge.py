@@ -120,10 +120,9 @@ def merge(
     weighs = weights > 0
     weight = torch.where(weighs[node], weight, 1.0)
     weights = torch.where(weighs, weights, size) + rule.epsilon
-    value = total(weight[:, None] * values) / weights[:, None]
     return Prototypes(
         keys=rope.rotate(mean_key, positions),
-        values=value,
+        values=total(weight[:, None] * values) / weights[:, None],
         positions=positions,
         multiplicity=rule.multiplicities(mean_key.norm(dim=-1), norm_mean, size),
     )

@@ -83,8 +83,7 @@ class Prototype(Distortion):
         if self.evidence_slots and self.evidence_per_slot:
             score, first = context.seed_scores.double().cpu(), int(partition.bounds[0])
             total = torch.segment_reduce(score, "sum", lengths=partition.lengths, unsafe=True)
-            best_slots = total.argsort(descending=True, stable=True)[: self.evidence_slots]
-            for slot in best_slots.tolist():
+            for slot in total.argsort(descending=True, stable=True)[: self.evidence_slots].tolist():
                 a, b = partition.bounds[slot : slot + 2].tolist()
                 best = score[a - first : b - first].argsort(descending=True, stable=True)
                 probes.update((best[: self.evidence_per_slot] + a).tolist())

@@ -165,11 +165,10 @@ class TreeBatch:
         per_layer = context.prefill.kv_heads * partition.slots
         first = torch.tensor(chosen)[:, None] * per_layer
         slots, region = partition.bounds[:-1], partition.region
-        rows = torch.arange(heads)[:, None] * region.length + slots - region.start
         columns = [
             (first + torch.arange(per_layer)).flatten(),
             slots.repeat(heads),
-            rows.flatten(),
+            (torch.arange(heads)[:, None] * region.length + slots - region.start).flatten(),
             partition.lengths.repeat(heads),
         ]
         tree_id, slot_start, slot_row, length = torch.stack(columns).to(device)

@@ -232,8 +232,7 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
             if part.compares_layers:
                 memory["scores", part] = part(prefill, region).scores
         prefill = prefill.with_queries(self.asks(prefill, region, memory))
-        device = prefill.keys[0].device
-        scores = [part_scores(self, x, region, memory).to(device) for x in prefill]
+        scores = [part_scores(self, x, region, memory).to(prefill.keys[0].device) for x in prefill]
         return TokenScores.from_scores(torch.stack(scores), shard=prefill.shard)
 
 

@@ -62,8 +62,7 @@ class Draft(PassObserver):
             state = answer.run(torch.tensor([token]), attend)
             rows.append(torch.stack(seen))
             seen.clear()
-            token = passes.likeliest(state)
-            if token in passes.stops:
+            if (token := passes.likeliest(state)) in passes.stops:
                 break
         return torch.stack(rows, dim=2)
 

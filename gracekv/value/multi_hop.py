@@ -103,8 +103,7 @@ class MultiHop(Scorer):
         seed_scores = mean_seed_scores(direct, self.epsilon, prefill.shard)
         if self._propagates:
             propagated = self._propagated(prefill, region, seed_scores)
-            mass = propagated.sum()
-            if mass > 0:
+            if (mass := propagated.sum()) > 0:
                 diffused = propagated / (mass + self.epsilon)
                 mixed = (1 - self.lambda_graph) * direct + self.lambda_graph * diffused
                 return TokenScores(mixed, seed_scores)
