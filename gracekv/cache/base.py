@@ -159,8 +159,7 @@ class RaggedEntries(LayerEntries):
 
         Raises `ShapeError` if they do not.
         """
-        kinds = {(x.heads, x.dim, x.dtype, x.device) for x in layers}
-        if len(kinds) != 1:
+        if len(kinds := {(x.heads, x.dim, x.dtype, x.device) for x in layers}) != 1:
             raise ShapeError(
                 f"Only layers of the same heads, dimension, dtype and device can be stacked; got "
                 f"{sorted(map(str, kinds)) or 'none'}. Compress all prompts with one model."

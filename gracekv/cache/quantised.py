@@ -78,8 +78,7 @@ class QuantisedEntries(LayerEntries):
 
     def sequence(self, s: int) -> QuantisedEntries:
         """Views of sequence s alone."""
-        rows = (s * self.heads, (s + 1) * self.heads)
-        coded = tuple(part.rows(*rows) for part in self.coded)
+        coded = tuple(part.rows(s * self.heads, (s + 1) * self.heads) for part in self.coded)
         return QuantisedEntries(self.exact.sequence(s), coded)
 
     def widths(self) -> Mapping[int, tuple[int, int]]:
@@ -118,8 +117,7 @@ class QuantisedEntries(LayerEntries):
 
         Raises `ShapeError` if they do not.
         """
-        codings = {layer.codings for layer in layers}
-        if len(codings) != 1:
+        if len(codings := {layer.codings for layer in layers}) != 1:
             raise ShapeError(
                 f"Only layers of the same codings can be stacked; got {sorted(map(str, codings))}. "
                 f"Compress all prompts with one pipeline."

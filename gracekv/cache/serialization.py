@@ -110,8 +110,7 @@ class SavedFile:
         another number of layers.
         """
         header, path = self.header, self.path
-        missing = sorted(set(header["sha256"]) ^ set(self._file.keys()))
-        if missing:
+        if missing := sorted(set(header["sha256"]) ^ set(self._file.keys())):
             raise SavedCacheError(f"{path} lacks or adds {', '.join(missing[:3])}. {AGAIN}")
         layers = []
         with refusing(path, "a whole cache"):

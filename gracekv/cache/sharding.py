@@ -70,8 +70,7 @@ def _whole(part: Part, shard: HeadShard) -> Part:
 
 
 def _cut(part: Part, shard: HeadShard) -> Part:
-    heads = len(part.lengths) // part.sequences
-    if heads % shard.ranks:
+    if (heads := len(part.lengths) // part.sequences) % shard.ranks:
         raise CacheError(
             f"The cache has {heads} KV heads, which cannot be divided among {shard.ranks} "
             f"processes. Use a number of processes that divides them."

@@ -216,7 +216,6 @@ def held_memory(cache: GraceCache, *parts: Any) -> dict[str, int]:
     total: Counter[str] = Counter()
     for (device, _), size in storages.items():
         total[device] += size
-    for layer in cache.grace_layers:
-        backend, prepared = layer.packed.backend, layer.packed.prepared
-        total[str(layer.packed.entries.device)] += backend.held_bytes(prepared)
+    for packed in (layer.packed for layer in cache.grace_layers):
+        total[str(packed.entries.device)] += packed.backend.held_bytes(packed.prepared)
     return dict(total)

@@ -259,8 +259,7 @@ def prefilled_run(
     made = Compression(pipeline, plan)
     check_works_sharded(pipeline, head_shard(model))
     if options.stream is not False:
-        _, _, dim = head_sizes(model)
-        reason = pipeline.holds_all(plan, 2 * dim * cache_dtype(model).itemsize)
+        reason = pipeline.holds_all(plan, 2 * head_sizes(model)[2] * cache_dtype(model).itemsize)
         if reason is None:
             stays = plan.total / (plan.layers * plan.heads * plan.context)
             read = partial(layer_by_layer, each=made.layer, trims=options.trim)

@@ -98,8 +98,7 @@ def continue_ids(
     inputs = padded_inputs(model, rows, cache, tokenizer)
     if "do_sample" not in options and getattr(given, "do_sample", None) is None:
         # The model's own sampling settings would only raise warnings here.
-        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        options = greedy | options
+        options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None} | options
     if setting(model, options, "pad_token_id") is None:
         options = {"pad_token_id": padding_id(model, tokenizer)} | options
     if setting(model, options, "cache_implementation") is not None:

@@ -43,12 +43,10 @@ class LimitedLayer(GraceLayer):
         # As the tail: what was made in inference mode cannot be written to outside it.
         lost = old.is_inference() and not torch.is_inference_mode_enabled()
         if lost or len(old) != len(query) or old.shape[1] != query.shape[1]:
-            shape = (len(query), query.shape[1], self._queries, query.shape[3])
-            self._asked = query.new_zeros(shape)
+            self._asked = query.new_zeros(len(query), query.shape[1], self._queries, query.shape[3])
             if old.numel():
                 self._asked += old.repeat_interleave(repeats(len(old), len(query)), dim=0)
-        take = min(query.shape[2], self._queries)
-        if take:
+        if take := min(query.shape[2], self._queries):
             places = torch.arange(self._used - take, self._used, device=query.device)
             self._asked[:, :, places % self._queries] = query[:, :, -take:].detach()
         self._last = max(self._last, self._used)

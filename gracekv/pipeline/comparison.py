@@ -148,8 +148,7 @@ class Auction:
     def choose(self, plan: BudgetPlan) -> AuctionResult:
         """Spend `plan.base` entries, which are those of the heads of all processes."""
         shard, compared = self.info.shard, self.compared
-        quota = compared.quota_of(self.quota, plan)
-        if quota is not None:
+        if (quota := compared.quota_of(self.quota, plan)) is not None:
             quota = shard.own_heads(quota, 1)
         if compared.forest is None:
             prices = (compared.relevance.scores, compared.relevance.sensitivity)

@@ -151,8 +151,7 @@ class Compression:
             timings = Timings(**seconds, **self._clock.seconds())
             return Run(plan, stored, account, timings, fingerprint)
         with self._stage("value", info.device):
-            compared = self._compared
-            if compared is None:
+            if (compared := self._compared) is None:
                 scores, omega = torch.stack(self._scores), torch.stack(self._omega)
                 self._scores.clear()
                 check_finite(scores, omega)
@@ -238,10 +237,9 @@ class Compression:
         widths = self._allocating.allocate(info, self._measured, selection, gains, budget)
         stays = widths > 0
         selection = selection.where(stays)
-        total = plan.total - plan.base + info.shard.total(selection.entries)
         return replace(
             offered,
-            plan=replace(plan, total=total),
+            plan=replace(plan, total=plan.total - plan.base + info.shard.total(selection.entries)),
             selection=selection,
             widths=widths[stays],
             utility=float(gains.cpu()[stays].sum()),

@@ -44,8 +44,7 @@ def save_pipeline(pipeline: Pipeline, path: str | Path) -> None:
     """
     path = path_of(path)
     data = pipeline.to_dict()
-    modules = [name for name in foreign_modules(pipeline) if name != "__main__"]
-    if modules:
+    if modules := [name for name in foreign_modules(pipeline) if name != "__main__"]:
         data = {"imports": modules, **data}
     if path.suffix in (".yaml", ".yml"):
         import yaml
