@@ -58,8 +58,7 @@ def limit_threads(count: int) -> None:
     Without OpenMP (see `threads_obstacle`) nothing changes. Torch sets the number itself when a
     thread first asks for it, so ask before.
     """
-    limit = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)
-    if limit is not None:
+    if (limit := getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)) is not None:
         limit(count)
 
 

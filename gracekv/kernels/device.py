@@ -51,8 +51,7 @@ def obstacle(device: torch.device, otherwise: str) -> str | None:
         return f"The kernels were only made for NVIDIA GPUs. Use {otherwise}."
     if not torch.cuda.is_available():
         return f"torch sees no CUDA GPU. Install a CUDA build of torch, or use {otherwise}."
-    version = capability(device)
-    if version < (8, 0):
+    if (version := capability(device)) < (8, 0):
         return (
             f"This GPU has compute capability {version[0]}.{version[1]}; the kernels need 8.0 or "
             f"newer. Use {otherwise}."

@@ -119,8 +119,7 @@ def foreign_modules(value: Any) -> dict[str, str]:
     known.
     """
     homes = {type(x).__module__ for x in parts_of(value) if dataclasses.is_dataclass(x)}
-    modules = {home: "" for home in sorted(homes) if home.partition(".")[0] != "gracekv"}
-    if modules:
+    if modules := {home: "" for home in sorted(homes) if home.partition(".")[0] != "gracekv"}:
         owners = metadata.packages_distributions()
         for module in modules:
             for owner in owners.get(module.partition(".")[0], ())[:1]:

@@ -193,8 +193,7 @@ def check_floor(floor: Floor, forest: Any, plan: BudgetPlan, tokens: Tensor) -> 
         plan: the budget in entries.
         tokens: R^tok [L, G, N].
     """
-    candidates = floor.candidates(tokens, plan)
-    if candidates is not None:
+    if (candidates := floor.candidates(tokens, plan)) is not None:
         hold(candidates.shape == tokens.shape, f"candidates must be {list(tokens.shape)}")
         hold(not bool(candidates.isnan().any()), "candidates hold NaN")
     frontier = floor.realize(forest, candidates, plan, None)
