@@ -1,11 +1,11 @@
 """Who may import whom (the table of the architecture), and what `import gracekv` leaves alone."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.fresh_python import fresh_python
 
 PACKAGE = Path(__file__).parents[1] / "gracekv"
 
@@ -144,24 +144,17 @@ def test_reports_read_results_and_never_the_reverse():
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=PACKAGE.parent,
-    )
+    done = fresh_python("-c", code, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_import_is_light():
-    code = (
+    assert run_python(
         "import sys, gracekv, gracekv.pipeline, gracekv.vllm\n"
         f"print(sorted({HEAVY | {'typer', 'rich', 'vllm', 'gracekv.hf'}!r} & set(sys.modules)))\n"
         "print('report' in dir(gracekv))"
-    )
-    assert run_python(code).split() == ["[]", "True"]
+    ).split() == ["[]", "True"]
 
 
 STATE = """

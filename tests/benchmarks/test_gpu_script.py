@@ -1,12 +1,11 @@
 """`benchmarks/gpu.py` on a CPU: every part runs, errors end rows only, and a run goes on."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.fresh_python import fresh_python
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
@@ -24,14 +23,7 @@ def written(out):
 
 def run(out, *options):
     """Rows and page of the script, run as from a bare checkout."""
-    done = subprocess.run(
-        [sys.executable, *words(out, *options)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=out,
-    )
+    done = fresh_python(*words(out, *options), cwd=out, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-2000:]
     return written(out)
 

@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import itertools
 import re
-import subprocess
 import sys
 import warnings
 import weakref
@@ -28,6 +27,7 @@ from gracekv.pipeline.compression import Compression
 from gracekv.testing.models import tiny_llama
 from support.covering import covering, every
 from support.families import FAMILIES
+from support.fresh_python import fresh_python
 from support.tried_families import TRIED, tried_model
 
 IDS = torch.randint(97, (150,), generator=torch.Generator().manual_seed(1))
@@ -150,8 +150,7 @@ def test_what_stops_it_leaves_the_model_as_it_was(error, layer):
     hook.remove()
     assert facts(model) == before
     gc.collect()
-    paused = [x for x in gc.get_objects() if type(x) is greenlet.greenlet and x and x.parent]
-    assert not paused
+    assert not [x for x in gc.get_objects() if type(x) is greenlet.greenlet and x and x.parent]
     assert_same(*both(model, "gracekv-plus"))
 
 
@@ -259,9 +258,7 @@ print("layer by layer:", len(result.generate_ids(4)[0]), result.accounting.full_
 
 @pytest.mark.long
 def test_a_context_whose_cache_does_not_fit_is_compressed_and_answers():
-    run = subprocess.run(
-        [sys.executable, "-c", LIMITED, "180"], capture_output=True, text=True, check=False
-    )
+    run = fresh_python("-c", LIMITED, 180)
     assert run.returncode == 0, run.stderr[-2000:]
     whole, streamed = run.stdout.splitlines()
     assert re.match(r"whole: Capturing 2200 tokens ran out of memory.*enough for a prompt", whole)

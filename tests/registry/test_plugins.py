@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import warnings
@@ -22,6 +21,7 @@ from gracekv.pipeline.config import load_pipeline, save_pipeline
 from gracekv.registry import plugins
 from gracekv.segment import SEGMENTERS
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
+from support.fresh_python import fresh_python
 
 ROOT = Path(__file__).parents[2]
 SHELL = "from gracekv.cli.main import main; main()"
@@ -34,12 +34,7 @@ def installed(tmp_path_factory):
     shutil.copytree(ROOT / "examples" / "plugin", folder / "source")
     pip = ["-m", "pip", "install", "-q", "--disable-pip-version-check"]
     alone = ["--no-deps", "--no-build-isolation", "--no-index", "--target", folder / "site"]
-    done = subprocess.run(
-        [sys.executable, *pip, *alone, folder / "source"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = fresh_python(*pip, *alone, folder / "source")
     assert done.returncode == 0, done.stderr
     return folder / "site"
 
@@ -54,15 +49,8 @@ def model_folder(tmp_path_factory):
 
 def python(code, *argv, site=None, folder=None):
     """Run `code` in a fresh process: (status, stdout, stderr)."""
-    paths = [str(path) for path in (ROOT, site) if path is not None]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, argv)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200"},
-    )
+    paths = os.pathsep.join(str(path) for path in (ROOT, site) if path is not None)
+    done = fresh_python("-c", code, *argv, cwd=folder, PYTHONPATH=paths, COLUMNS="200")
     return done.returncode, done.stdout, done.stderr
 
 

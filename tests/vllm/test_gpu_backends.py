@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,6 +14,7 @@ import torch
 from gracekv.errors import ConfigError
 from gracekv.vllm import kv_transfer_config, request
 from support.engine_answers import MARGIN, check_answer
+from support.fresh_python import fresh_python
 
 pytestmark = pytest.mark.vllm
 
@@ -54,9 +54,8 @@ def test_vllms_classes_are_as_the_subclasses_take_them(name):
     assert stock.forward_includes_kv_cache_update is False
     assert "[num_blocks, num_kv_heads, block_size, 2 * head_size]" in stock_impl.forward.__doc__
     metadata = inspect.signature(stock_impl.forward).parameters["attn_metadata"].annotation
-    fields = {field.name: field for field in dataclasses.fields(metadata)}
     read = {"query_start_loc", "seq_lens", "block_table", "max_seq_len", "num_actual_tokens"}
-    assert read <= set(fields)
+    assert read <= {field.name for field in dataclasses.fields(metadata)}
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
@@ -153,20 +152,10 @@ def test_graphs_of_whole_steps_are_for_engines_without_contexts(
 def test_an_engine_answers_as_gracekv(tiny_served, name, eager):
     """vLLM's own classes in a whole engine; once as Python, once traced as a compiled model."""
     contexts = list(tiny_served.results)
-    command = [sys.executable, "-m", "support.gpu_backend_on_cpu", name, str(int(eager))]
-    command += [str(tiny_served.folder), str(tiny_served.store), *contexts]
-    done = subprocess.run(
-        command,
-        env=os.environ
-        | {
-            "TRITON_INTERPRET": "1",
-            "VLLM_CPU_CI_ENV": "1",
-            "PYTHONPATH": os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["-m", "support.gpu_backend_on_cpu", name, int(eager), tiny_served.folder]
+    variables = {"TRITON_INTERPRET": "1", "VLLM_CPU_CI_ENV": "1"}
+    variables["PYTHONPATH"] = os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])
+    done = fresh_python(*command, tiny_served.store, *contexts, **variables)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["impl"] == pairs()[name][1].get_impl_cls().__name__
