@@ -47,3 +47,11 @@ def resources(binary, folder):
         [str(tool), "-res-usage", str(path)], capture_output=True, text=True, check=True
     ).stdout
     return {key: int(re.search(rf"{key}:(\d+)", output)[1]) for key in ("REG", "STACK", "LOCAL")}
+
+
+def check_fits(binary, folder, arch, stack=0):
+    """At most `stack` bytes a thread spill, and shared memory suffices."""
+    used = resources(binary, folder)
+    assert used["LOCAL"] == 0, "registers spill"
+    assert used["STACK"] <= stack, "registers spill"
+    assert binary.metadata.shared <= SHARED_KIB[arch] * 1024

@@ -15,7 +15,7 @@ if interpreted():
 from gracekv.vllm import triton_kernel
 from gracekv.vllm.triton_attention import unit_tile
 from support.covering import covering
-from support.cubin import SHARED_KIB, compiled, resources
+from support.cubin import SHARED_KIB, check_fits, compiled
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 TYPES = {F32: "*fp32", F16: "*fp16", BF16: "*bf16"}
@@ -39,21 +39,20 @@ def attention(dim, dtype, queries, group, arch):
     pointers |= dict.fromkeys(("part_output", "part_lse"), "*fp32")
     names = ("units", "addresses", "places", "positions", "rows", "first_slot")
     pointers |= dict.fromkeys(names, "*i64") | {"blocks": "*i32"}
-    constants = {
-        "GROUP": group,
-        "D": dim,
-        "BLOCK_D": padded_dim(dim),
-        "BLOCK": 16,
-        "BLOCK_M": tile.queries,
-        "BLOCK_N": tile.keys,
-        "UPCAST": False,
-        "PRECISION": tile.precision,
-    }
     return compiled(
         triton_kernel.attend_units,
         pointers,
         {"scale"},
-        constants,
+        {
+            "GROUP": group,
+            "D": dim,
+            "BLOCK_D": padded_dim(dim),
+            "BLOCK": 16,
+            "BLOCK_M": tile.queries,
+            "BLOCK_N": tile.keys,
+            "UPCAST": False,
+            "PRECISION": tile.precision,
+        },
         arch,
         UNALIGNED,
         num_warps=tile.warps,
@@ -63,10 +62,7 @@ def attention(dim, dtype, queries, group, arch):
 
 @pytest.mark.parametrize(("dim", "dtype", "queries", "group", "arch"), covering(CASES))
 def test_attention_fits(tmp_path, dim, dtype, queries, group, arch):
-    binary = attention(dim, dtype, queries, group, arch)
-    used = resources(binary, tmp_path)
-    assert used["STACK"] == used["LOCAL"] == 0, "registers spill"
-    assert binary.metadata.shared <= SHARED_KIB[arch] * 1024
+    check_fits(attention(dim, dtype, queries, group, arch), tmp_path, arch)
 
 
 def test_entries_behind_addresses_are_read_16_bytes_at_a_time():
@@ -84,6 +80,5 @@ def test_merge_fits(tmp_path, dim, arch):
     pointers = dict.fromkeys(("part_output", "part_lse"), "*fp32") | {"output": "*bf16"}
     pointers |= dict.fromkeys(("places", "first_slot"), "*i64")
     constants = {"D": dim, "BLOCK_D": padded_dim(dim), "BLOCK_S": 2048 // padded_dim(dim)}
-    kernel = triton_kernel.merge_units
-    used = resources(compiled(kernel, pointers, set(), constants, arch, UNALIGNED), tmp_path)
-    assert used["STACK"] == used["LOCAL"] == 0, "registers spill"
+    binary = compiled(triton_kernel.merge_units, pointers, set(), constants, arch, UNALIGNED)
+    check_fits(binary, tmp_path, arch)
