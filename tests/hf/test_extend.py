@@ -24,8 +24,9 @@ from gracekv.prefill import Needs, PromptSpans, partial_attention
 from gracekv.prefill.options import CaptureOptions
 from gracekv.testing.models import tiny_llama, tiny_model, tiny_tokenizer
 from gracekv.value import LagRelative, block_replay
+from support.asked_context import same_greedy, stock_steps
 from support.lean_prefills import without_queries
-from support.margins import assert_same_choice, assert_same_tokens
+from support.margins import assert_same_choice
 
 TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
 IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))
@@ -173,14 +174,7 @@ def test_where_nothing_is_removed_it_is_the_stock_models_answer(model, tail):
     for first in range(END, 150, 20):
         longer = longer.extend(IDS[first : first + 20], ratio=1)
     got = longer.generate_ids(6)[0]
-    ids, logits, want = longer.prompt.ids, [], []
-    gracekv.hf.detach(model)
-    with torch.no_grad():
-        for _ in range(6):
-            logits.append(model(ids[None]).logits[0, -1])
-            want.append(int(logits[-1].argmax()))
-            ids = torch.cat([ids, torch.tensor(want[-1:])])
-    assert_same_tokens(got, torch.tensor(want), lambda tokens: logits[len(tokens)])
+    same_greedy(got, *stock_steps(model, longer.prompt.ids, 6))
 
 
 @pytest.fixture(scope="module")
