@@ -55,6 +55,15 @@ def served(tmp_path_factory):
     return serve(tmp_path_factory.mktemp("served"))
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A tiny model, and an engine that compresses, with a store that is empty."""
+    from support.compressing_engine import started
+
+    with started(tmp_path_factory.mktemp("made")) as running:
+        yield running
+
+
 @pytest.fixture(scope="session")
 def stored_model():
     """The model of the contexts in `root`."""

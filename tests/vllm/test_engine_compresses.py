@@ -22,20 +22,12 @@ from support.compressing_engine import (
     question,
     run,
     said,
-    started,
     tokens_of,
     usage,
     wait,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A tiny model, and an engine with a store that is empty."""
-    with started(tmp_path_factory.mktemp("made")) as running:
-        yield running
 
 
 @pytest.mark.parametrize("recipe", ["gracekv-agnostic", "knorm", "snapkv", "expected-attention"])
