@@ -136,8 +136,7 @@ def test_one_scale_explains_all_proportional_shares(weights, least, extra, share
     scales = {x / w for x, w in zip(shares, weights, strict=True) if least < x < most}
     assert len(scales) <= 1
     for scale in scales:
-        want = [min(max(scale * w, Fraction(least)), Fraction(most)) for w in weights]
-        assert shares == want
+        assert shares == [min(max(scale * w, Fraction(least)), Fraction(most)) for w in weights]
 
 
 def test_needs_a_positive_epsilon():

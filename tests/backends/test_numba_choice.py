@@ -51,9 +51,7 @@ def test_what_does_not_suit_goes_to_sdpa(monkeypatch, why):
     elif why == "no tail":
         keys, values = keys[:, :, :0], values[:, :, :0]
     asked = _count(monkeypatch)
-    prepared = Numba().prepare(layer)
-
-    output = Numba()(AttentionStep(query, prepared, keys, values, 0.125))
+    output = Numba()(AttentionStep(query, Numba().prepare(layer), keys, values, 0.125))
 
     assert asked == {"sdpa": int(why != "nothing"), "kernel": int(why == "nothing")}
     want = Eager()(AttentionStep(query, layer, keys, values, 0.125))

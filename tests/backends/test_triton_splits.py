@@ -122,10 +122,9 @@ def test_tail_splits_cover_the_tail_and_are_not_tiny(size, readers, programs, bl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_query_tile_is_the_smallest_that_holds_all_rows(dim, dtype):
     sizes = [tiles(dim, dtype, (9, 0), rows).queries for rows in range(1, 200)]
-    largest = sizes[-1]
     assert sizes == sorted(sizes)
     for rows, size in enumerate(sizes, start=1):
-        assert size >= min(rows, largest)
+        assert size >= min(rows, sizes[-1])
         assert size == 16 or size / 2 < rows
 
 

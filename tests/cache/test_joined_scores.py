@@ -54,8 +54,7 @@ def test_no_head_keeps_more_than_it_may(book):
         counts = []
         for layer, own, mask in zip(cache.layers, scores, masks, strict=True):
             assert bool(mask[own.isinf()].all())
-            scored = (mask & own.isfinite()).split(layer.lengths.tolist())
-            counts += [int(x.sum()) for x in scored]
+            counts += [int(x.sum()) for x in (mask & own.isfinite()).split(layer.lengths.tolist())]
         most.append(max(counts))
     assert most[0] > 6
     assert most[1:] == [6, 6]

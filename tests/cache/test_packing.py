@@ -39,8 +39,7 @@ def test_entries_match_the_reference(seed: int, refiner: str) -> None:
                 for v in torch.nonzero(mine).flatten()
             ]
             for a, b, entries in sorted(nodes):
-                exact = entries > 1
-                want += [(t, t + 1) for t in range(a, b)] if exact else [(a, b)]
+                want += [(t, t + 1) for t in range(a, b)] if entries > 1 else [(a, b)]
             want += [(t, t + 1) for t in range(region.end, prefill.spans.length - 1)]
             assert len(keys) == len(want)
             for i, (a, b) in enumerate(want):

@@ -78,8 +78,7 @@ def test_floor_candidates_where_values_are_exact(seed, ranks):
     # Sixteenths add up without rounding, in any order.
     scores = torch.randint(0, 5, (2, 4, 40), generator=torch.Generator().manual_seed(seed)) / 16
     plan = BudgetPlan(2, 4, 40, 60, 0)
-    whole = Singleton().candidates(scores, plan)
     parts = in_threads(
         ranks, lambda shard: Singleton().candidates(shard.own_heads(scores, 1), plan, shard)
     )
-    assert torch.equal(torch.cat(parts, dim=1), whole)
+    assert torch.equal(torch.cat(parts, dim=1), Singleton().candidates(scores, plan))

@@ -30,14 +30,13 @@ def test_top_tokens(seed, ranks, ties, capped, share):
     omega = torch.randint(1, 3, (layers, heads), generator=rng).float()
     budget = round(share * layers * heads * tokens)
     quota = torch.randint(0, tokens + 1, (layers, heads), generator=rng) if capped else None
-    whole = top_tokens(scores, omega, budget, quota)
     parts = in_threads(
         ranks,
         lambda shard: top_tokens(
             own(shard, scores), own(shard, omega), budget, own(shard, quota), shard=shard
         ),
     )
-    assert torch.equal(torch.cat(parts, dim=1), whole)
+    assert torch.equal(torch.cat(parts, dim=1), top_tokens(scores, omega, budget, quota))
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([2, 3]))

@@ -90,10 +90,9 @@ def test_the_loss_is_that_of_rounding_a_sample():
 @pytest.mark.parametrize("ratio", [1.2, 2, 3, 8])
 def test_bits_go_to_what_is_worth_more(ratio):
     prefill = synthetic_prefill(context=200, dim=32, dtype=torch.bfloat16, seed=1)
-    pipeline = dataclasses.replace(
+    run = dataclasses.replace(
         Pipeline.named("gracekv-plus"), precision=AllocatedPrecision(sinks=0)
-    )
-    run = pipeline.run(prefill, Budget.ratio(ratio))
+    ).run(prefill, Budget.ratio(ratio))
     check_run(run, prefill)
     kept = run.accounting
     assert 0 <= kept.budget_bytes - kept.spent_bytes < 2 * 32 * 2
@@ -101,12 +100,11 @@ def test_bits_go_to_what_is_worth_more(ratio):
     worth = run.relevance.scores.double() * run.relevance.sensitivity.double()[..., None]
     for number, layer in enumerate(run.cache.layers):
         for head in range(layer.heads):
-            own = worth[number, head]
             # In a head all entries lose alike, so a wider one is never worth less.
             least = torch.inf
             for part in layer.coded:
                 at = part.positions[int(part.offsets[head]) : int(part.offsets[head + 1])]
-                mine = own[at.long() - run.partition.region.start]
+                mine = worth[number, head][at.long() - run.partition.region.start]
                 assert not len(mine) or float(mine.max()) <= least
                 least = min(least, float(mine.min()) if len(mine) else least)
 

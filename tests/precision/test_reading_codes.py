@@ -61,7 +61,6 @@ def test_equal_attention_in_float64(
     logits = torch.randn(kv_heads * group, generator=rng) if sinks else None
     options = {"softcap": softcap, "sink_logits": logits}
     want, lse = attention(AttentionStep(query, layer, *asked, **options))
-    bound = TOLERANCES[dtype]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split_kv, "_ENTRIES", most)
         patch.setattr(sdpa, "_PIECE", most)
@@ -69,7 +68,7 @@ def test_equal_attention_in_float64(
             output = backend(AttentionStep(query, backend.prepare(layer), *asked, **options))
             assert output.dtype == dtype
             # Three roundings to the dtype: each part's output and their mixture.
-            assert relative_error(output, want) <= 2 * bound, backend
+            assert relative_error(output, want) <= 2 * TOLERANCES[dtype], backend
             assert bool((output[(lse == -math.inf).all(0)] == 0).all())
 
 

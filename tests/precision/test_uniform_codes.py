@@ -66,12 +66,10 @@ def test_a_byte_holds_channels_that_lie_its_bytes_apart_the_first_lowest(bits):
     rng, n = torch.Generator().manual_seed(bits), 2 * bits
     x = torch.randint(0, 2**bits, (3, 16), generator=rng).float()
     x[:, 0], x[:, 1] = 0, 2**bits - 1  # Codes are the numbers themselves.
-    got = stored(x, torch.tensor([3]), Coding(bits, 16)).values.codes
-    want = [
+    assert stored(x, torch.tensor([3]), Coding(bits, 16)).values.codes.tolist() == [
         [sum(int(row[j + n * part]) << bits * part for part in range(8 // bits)) for j in range(n)]
         for row in x
     ]
-    assert got.tolist() == want
 
 
 @settings(max_examples=30)
@@ -186,9 +184,8 @@ def test_numbers_that_16_bits_cannot_hold_are_refused(bad):
     ],
 )
 def test_bad_fields_are_refused_before_anything_runs(fields, dim, error, message):
-    spans = PromptSpans(4, 24, 30, 32)
     with pytest.raises(error, match=message):
-        PRECISIONS.build("uniform", **fields).entry_bytes(dim, 2, spans)
+        PRECISIONS.build("uniform", **fields).entry_bytes(dim, 2, PromptSpans(4, 24, 30, 32))
 
 
 def test_the_group_of_a_head_smaller_than_it_is_the_whole_entry():

@@ -131,9 +131,8 @@ def test_the_auction_and_the_packed_entries(prefill: Prefill, ratio: int) -> Non
     for layer, head in ((0, 0), (prefill.layers - 1, prefill.kv_heads - 1)):
         mine = kept & (forest.head_of_node() == layer * prefill.kv_heads + head)
         nodes = sorted(zip(forest.start[mine].tolist(), forest.end[mine].tolist(), strict=True))
-        start = run.partition.region.start
         keys, values, positions, log_m = packed.layers[layer].head(head)
-        for i, (a, b) in enumerate(nodes, start=start):
+        for i, (a, b) in enumerate(nodes, start=run.partition.region.start):
             entry = prototype_of(context, layer, head, a, b)
             assert int(positions[i]) == entry.position
             torch.testing.assert_close(keys[i].double(), entry.key, rtol=1e-3, atol=1e-4)

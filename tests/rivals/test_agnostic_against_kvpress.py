@@ -61,11 +61,10 @@ def test_lagkv(case, kvpress_module, lag):
 
 @pytest.mark.parametrize("blending", [0.5, 20.0] if LONG else [0.5])
 def test_compactor(case, kvpress_module, monkeypatch, blending):
-    module = kvpress_module("presses.compactor_press")
     dim = case.prefill.head_dim
     # Whole chunks, since the press lets padding take part; a sketch that leaves keys as they are.
     chunk = (case.length - 8) // 2
-    press = module.CompactorPress(
+    press = kvpress_module("presses.compactor_press").CompactorPress(
         sink_size_end=0, chunk_size=chunk, sketch_dimension=dim, blending=blending
     )
     unsketched = torch.eye(dim).expand(1, case.prefill.kv_heads, dim, dim) * dim**0.5

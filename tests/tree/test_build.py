@@ -35,8 +35,7 @@ def with_floor(context: TreeContext, seed: int) -> TreeContext:
     rng = torch.Generator().manual_seed(seed)
     score = torch.rand(context.scores.shape, generator=rng, dtype=torch.float64)
     chosen = torch.rand(score.shape, generator=rng) < 0.2
-    forced = torch.where(chosen, (score * 4).round(), -torch.inf)
-    return dataclasses.replace(context, forced=forced)
+    return dataclasses.replace(context, forced=torch.where(chosen, (score * 4).round(), -torch.inf))
 
 
 @pytest.mark.parametrize("distortion", list(DISTORTIONS))

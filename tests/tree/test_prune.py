@@ -24,10 +24,9 @@ Auction = Callable[[Greedy, Frontier, torch.Tensor | None], Frontier]
 
 
 def problem(seed: int, monkeypatch: pytest.MonkeyPatch) -> TreeContext:
-    context = tree_context(seed, layers=5, context=50)
     # One layer at a time, so that later layers are pruned by what earlier ones showed.
     monkeypatch.setattr("gracekv.tree.build._GROUP_BYTES", 1)
-    return context
+    return tree_context(seed, layers=5, context=50)
 
 
 @pytest.mark.parametrize("refiner", ["binary_extract", "binary", "extract"])

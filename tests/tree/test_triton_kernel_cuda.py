@@ -56,8 +56,7 @@ def test_more_probes_than_a_program_takes():
 
 
 def test_repeats_to_the_bit():
-    context = in_slots(3, 64, context=2000, dim=128)
-    evaluator, batch = evaluator_of(context, "triton")
+    evaluator, batch = evaluator_of(in_slots(3, 64, context=2000, dim=128), "triton")
     nodes = some_nodes(batch, 3, [64] * 500)
     first = evaluator(nodes)
     # What lies behind a shorter node's last token is not written.

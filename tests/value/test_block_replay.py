@@ -37,9 +37,8 @@ def test_equals_the_reference(seed, prefix, context, group, block, power, near, 
     prefill = small(seed=seed, prefix=prefix, context=context, group=group, dtype=dtype)
     region = Region(prefix, prefix + context)
     scorer = BlockReplay(block, power, near, induction)
-    got = scorer(prefill, region).scores
     want = reference.block_replay(scorer, prefill, region)
-    torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=1e-6)
+    torch.testing.assert_close(scorer(prefill, region).scores.double(), want, rtol=2e-4, atol=1e-6)
 
 
 @settings(max_examples=15)

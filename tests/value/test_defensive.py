@@ -50,9 +50,8 @@ def test_equals_the_public_code(seed, group, window, kernel):
     region = dataclasses.replace(prefill.spans.region(1), start=0, end=length - window)
     got = Defensive(window, kernel)(prefill, region).scores.double()
     for layer in range(prefill.layers):
-        queries = prefill.queries[layer][:, -window:].double()
         keys = prefill.keys[layer].double().repeat_interleave(group, dim=0)
-        logits = queries @ keys.mT * prefill.scale
+        logits = prefill.queries[layer][:, -window:].double() @ keys.mT * prefill.scale
         logits += torch.full_like(logits, -torch.inf).triu(length - window + 1)
         attention = logits.softmax(dim=-1)[..., :-window]
         norms = prefill.observation(WrittenNorms())[layer][:, :-window].double()

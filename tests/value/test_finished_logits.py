@@ -39,13 +39,12 @@ def test_scores_equal_their_references(case):
     replay = Replay(uniform_weight=1.0, max_queries=9)
     at, weights = replay.select_queries(prefill.layer(0), region, {})
     window, columns, blocks = WindowAttention(window=5), ColumnSums(), BlockReplay(12)
-    pairs = [
+    for scorer, want in [
         (window, reference.window_attention(window, prefill, region)),
         (columns, reference.column_sums(prefill, region)),
         (replay, reference.replay(prefill, at, weights, region, replay.mean_power)),
         (blocks, reference.block_replay(blocks, prefill, region)),
-    ]
-    for scorer, want in pairs:
+    ]:
         got = scorer(prefill, region).scores
         torch.testing.assert_close(got.double(), want.double(), rtol=3e-4, atol=1e-6)
         assert (scorer(plain, region).scores - got).abs().max() > 1e-3

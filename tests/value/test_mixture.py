@@ -93,9 +93,8 @@ def test_relative_norms_are_those_of_their_layer(relative, power):
 
 def test_mean_attention_is_column_sums_over_the_prompt_length():
     prefill = small()
-    got = MeanAttention()(prefill, REGION).scores
     want = ColumnSums()(prefill, REGION).scores / prefill.spans.length
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(MeanAttention()(prefill, REGION).scores, want, rtol=1e-4, atol=1e-7)
 
 
 @settings(max_examples=10)
@@ -132,9 +131,8 @@ def test_draft_attention_without_a_draft_says_how_to_get_one():
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_two_passes_want_a_token_in_both_and_a_little_in_the_second(seed):
-    pipeline = Pipeline.named("gracekv-agnostic-two-pass")
     prefill, budget = small(seed, context=200), Budget.ratio(8)
-    run = pipeline.run(prefill, budget)
+    run = Pipeline.named("gracekv-agnostic-two-pass").run(prefill, budget)
     region = prefill.spans.region(run.plan.recent)
     passes = BlockReplay(), KVzipTwoPass(mean_power=3)
     first, second = (scorer(prefill, region).scores.double() for scorer in passes)

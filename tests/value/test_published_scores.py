@@ -73,8 +73,7 @@ def lag_relative(prefill, sinks=4, lag=9):
                         math.sqrt(sum((x - mean) ** 2 for x in scaled) / (len(scaled) - 1))
                     )
                 shares += torch.tensor(spread).softmax(0) / 2
-            order = sorted(range(lag), key=lambda i: (-float(shares[i]), i))
-            for place, i in enumerate(order):
+            for place, i in enumerate(sorted(range(lag), key=lambda i: (-float(shares[i]), i))):
                 scores[start + i] = (lag - 1 - place) / lag
         found.append(scores)
     return found
@@ -189,9 +188,8 @@ def test_critical_by_hand():
     scores = Critical(KeyNorm(), first_stage=0.5, epsilon=0.1)(prefill, region).scores
     base = KeyNorm()(prefill, region).scores[1, 0].double()
     norms = prefill.observation(WrittenNorms())[1, 0, region.start : region.end].double()
-    by_score = base.argsort(descending=True).tolist()
     by_both = ((base + 0.1) * norms).argsort(descending=True).tolist()
-    kept = set(by_score[:5])
+    kept = set(base.argsort(descending=True).tolist()[:5])
     kept |= set([token for token in by_both if token not in kept][:6])
     assert set(scores[1, 0].topk(11).indices.tolist()) == kept
 

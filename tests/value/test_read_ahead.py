@@ -31,9 +31,8 @@ def test_equals_the_reference(seed, lookahead, power, max_weight, question_probe
     # Probes of the tail reach into the region: they see less than all of it.
     region = Region(2, 28)
     scorer = ReadAhead(question_probes, 4, lookahead, power, max_weight)
-    got = scorer(prefill, region).scores
     want = reference.read_ahead(scorer, prefill, region)
-    torch.testing.assert_close(got.double(), want, rtol=5e-5, atol=1e-7)
+    torch.testing.assert_close(scorer(prefill, region).scores.double(), want, rtol=5e-5, atol=1e-7)
 
 
 def test_a_spike_spreads_forward_only():
@@ -48,6 +47,5 @@ def test_refuses_to_have_no_probes():
 
 
 def test_a_prompt_without_a_question_has_no_question_probes():
-    prefill = small(question=0, tail=2)
     with pytest.raises(PromptError, match="tail_probes >= 1"):
-        ReadAhead(question_probes=3, tail_probes=0)(prefill, Region(2, 20))
+        ReadAhead(question_probes=3, tail_probes=0)(small(question=0, tail=2), Region(2, 20))

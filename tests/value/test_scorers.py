@@ -44,9 +44,8 @@ def test_seed_scores_are_the_normalised_mean_over_heads():
 )
 def test_output_projection_equals_the_reference(**shape):
     prefill = synthetic_prefill(dim=4, context=8, **shape)
-    omega = OutputProjection()(prefill)
     slow = reference.output_projection(OutputProjection(), prefill)
-    torch.testing.assert_close(omega.double(), slow, rtol=1e-5, atol=0)
+    torch.testing.assert_close(OutputProjection()(prefill).double(), slow, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("missing", [ProjectionNorms, ProjectedNorms])
