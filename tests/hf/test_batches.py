@@ -114,8 +114,7 @@ def test_mask_and_positions_are_made_where_the_caller_leaves_them_out(model, bat
 
 
 def test_a_configs_padding_fills_rows_that_end_early(batch):
-    end = int(batch.generate_ids(1)[0])
-    config = GenerationConfig(eos_token_id=end, pad_token_id=7)
+    config = GenerationConfig(eos_token_id=int(batch.generate_ids(1)[0]), pad_token_id=7)
     rows = batch.generate_ids(4, generation_config=config)
     assert rows.shape[1] > 1
     assert set(rows[0, 1:].tolist()) == {7}

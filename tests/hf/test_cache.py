@@ -35,8 +35,7 @@ def model():
 
 def feed(cache, count, rows=1, seed=0):
     keys = torch.randn(2, rows, 2, count, 16, generator=torch.Generator().manual_seed(seed))
-    handles = [cache.update(keys[0], keys[1], layer)[0] for layer in range(len(cache))]
-    return keys, handles
+    return keys, [cache.update(keys[0], keys[1], layer)[0] for layer in range(len(cache))]
 
 
 def test_lengths_follow_the_logical_tokens():

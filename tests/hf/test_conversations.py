@@ -143,9 +143,8 @@ def test_turns_that_a_limit_has_no_room_for_stay_as_they_are(book, monkeypatch):
 
 
 def test_several_tokens_may_end_an_answer(book):
-    ends = torch.tensor([1998, 1999])
     with book.chat() as chat, book.chat() as other:
-        told = chat.ask("Who fell?", max_new_tokens=6, eos_token_id=ends)
+        told = chat.ask("Who fell?", max_new_tokens=6, eos_token_id=torch.tensor([1998, 1999]))
         assert told == other.ask("Who fell?", max_new_tokens=6, eos_token_id=[1998, 1999])
 
 

@@ -69,12 +69,11 @@ def result(model, prompt):
 
 def over(model, result, cache=None, **kwargs):
     """New ids of `model.generate`, called as a user does, over the result's or the given cache."""
-    output = model.generate(
+    return model.generate(
         **result.inputs,
         past_key_values=result.new_cache() if cache is None else cache,
         **({"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1} | kwargs),
-    )
-    return output[:, len(IDS) :]
+    )[:, len(IDS) :]
 
 
 def stock(model, **kwargs):
@@ -150,10 +149,9 @@ def test_every_mode_repeats_over_one_packed_part(model, result, mode):
 
 def test_a_processor_sees_prompt_and_answer(model, result):
     second = Second()
-    plain = over(model, result)
     changed = over(model, result, logits_processor=LogitsProcessorList([second]))
     assert second.lengths == list(range(150, 162))
-    assert plain[0, 0] != changed[0, 0]
+    assert over(model, result)[0, 0] != changed[0, 0]
 
 
 def test_stop_strings_end_the_answer(model, result, tokenizer):
@@ -166,8 +164,7 @@ def test_stop_strings_end_the_answer(model, result, tokenizer):
     # The result knows its tokenizer.
     told = tokenizer.decode(plain[:end], skip_special_tokens=True)
     assert result.generate(12, stop_strings=word) == told
-    config = GenerationConfig(stop_strings=word)
-    assert result.generate(12, generation_config=config) == told
+    assert result.generate(12, generation_config=GenerationConfig(stop_strings=word)) == told
 
 
 class Written(BaseStreamer):

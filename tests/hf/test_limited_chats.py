@@ -38,11 +38,9 @@ def test_a_chat_stays_within_its_bytes_however_long_it_gets():
 
 def test_what_a_conversation_compresses_stays_within_its_limit():
     """Once it is reached, the entries of highest scores stay, whichever message they are from."""
-    book = compressed(512, 2)
     limit = Limit(entries_per_head=150, every=192, window=8, positions="closed")
-    policy = gracekv.Compaction(after=64, ratio=2)
     held = []
-    with book.chat(limit, policy) as chat:
+    with compressed(512, 2).chat(limit, gracekv.Compaction(after=64, ratio=2)) as chat:
         for turn in range(24):
             before = chat._result
             chat.ask(f"word{turn} {TEXT[:120]}", max_new_tokens=4)
@@ -69,9 +67,8 @@ def test_bytes_are_those_that_dequantised_entries_take():
 
 def test_a_conversation_that_no_cut_reaches_goes_on_beyond_the_positions():
     """Before a run of messages is read, its place is made."""
-    book = compressed(512, 4)
     limit = Limit(entries_per_head=300, every=192, window=8, positions="closed")
-    with book.chat(limit, gracekv.Compaction(after=64, ratio=8)) as chat:
+    with compressed(512, 4).chat(limit, gracekv.Compaction(after=64, ratio=8)) as chat:
         while len(chat._ids) < 1400:
             chat.ask(f"word5 {TEXT[:120]}", max_new_tokens=4)
             layers = chat._result.packed.layers

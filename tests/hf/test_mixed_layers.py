@@ -99,9 +99,8 @@ def test_assisted_decoding_and_resets_go_back_to_the_prompt():
     model = model_of("gemma3_text")
     ids = torch.arange(100) * 13 % VOCABULARY
     result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 90)), ratio=3)
-    want = result.generate_ids(8)
     got = result.generate_ids(8, prompt_lookup_num_tokens=3)
-    assert_same_tokens(got, want, logits_over(result))
+    assert_same_tokens(got, result.generate_ids(8), logits_over(result))
     cache = result.new_cache()
     options = {"past_key_values": cache, "max_new_tokens": 4, "do_sample": False}
     first = model.generate(**result.inputs, **options)

@@ -57,12 +57,11 @@ def test_the_capture_is_the_stock_forward_pass(family):
     assert len(numbers) == prefill.layers
     for layer, number in enumerate(numbers):
         # Exactly: both call the same functions on the same shapes, but for a last token alone.
-        off = 1e-4 if with_states else 0
         for got, stock in (
             (prefill.keys[layer], cache.layers[number].keys[0]),
             (prefill.values[layer], cache.layers[number].values[0]),
         ):
-            torch.testing.assert_close(got, stock, rtol=0, atol=off)
+            torch.testing.assert_close(got, stock, rtol=0, atol=1e-4 if with_states else 0)
         torch.testing.assert_close(parts.keys[layer], prefill.keys[layer], rtol=0, atol=1e-3)
     torch.testing.assert_close(prefill.logits, plain.logits[0, -1], rtol=0, atol=1e-4)
     stream, surprisal = (prefill.observation(x) for x in seen)
@@ -93,12 +92,11 @@ def test_the_capture_is_the_stock_forward_pass(family):
     probes = PROMPT.spans.question_probes()
     unseen = torch.arange(LENGTH)[None] > torch.tensor(probes)[:, None]
     for layer in range(prefill.layers):
-        query = prefill.queries_at(layer, probes).double()
         keys, values = (
             x[layer].double().repeat_interleave(prefill.group, dim=0)
             for x in (prefill.keys, prefill.values)
         )
-        logits = query @ keys.mT * prefill.scale
+        logits = prefill.queries_at(layer, probes).double() @ keys.mT * prefill.scale
         if prefill.softcap is not None:
             logits = prefill.softcap * torch.tanh(logits / prefill.softcap)
         logits = logits.masked_fill(unseen, -torch.inf)

@@ -93,10 +93,9 @@ def samples(harness, folder, model, task, **options):
     from lm_eval.tasks import TaskManager
 
     tasks = TaskManager(include_path=str(folder), include_defaults=False)
-    found = harness.simple_evaluate(
+    return harness.simple_evaluate(
         model=model, tasks=[task], task_manager=tasks, bootstrap_iters=0, **options
-    )
-    return found["samples"][task]
+    )["samples"][task]
 
 
 def ids_of(own, sample):
@@ -210,11 +209,10 @@ def test_at_ratio_1_choices_score_as_without_compression(harness, folder):
 def test_the_recipe_sees_the_question_if_told(folder, own):
     from gracekv.lm_eval.model import GraceLM
 
-    seeing = GraceLM(
-        own.model, tokenizer=own.tokenizer, ratio=4, question_tokens=QUESTION, question_seen=True
-    )
     ids = torch.arange(5, 105)
-    asked = seeing._compress([ids])
+    asked = GraceLM(
+        own.model, tokenizer=own.tokenizer, ratio=4, question_tokens=QUESTION, question_seen=True
+    )._compress([ids])
     assert asked.prompts[0].spans == PromptSpans(4, 80, 100, 100)
     assert asked.pipeline == gracekv.Pipeline.default()
     other = GraceLM(own.model, tokenizer=own.tokenizer, ratio=4, pipeline="snapkv", backend="sdpa")

@@ -66,10 +66,9 @@ class Scheduler:
     def step(self, *requests, opened=()):
         """What workers are told before a step in which the requests that may begin have tokens."""
         begun = [x for x in requests if self.side.get_num_new_matched_tokens(x, 0) == (0, False)]
-        state = SimpleNamespace(get_block_ids=lambda key: [[0, int(key)]])
         told = self.side.build_connector_meta(
             SimpleNamespace(
-                kv_connector_block_state=state,
+                kv_connector_block_state=SimpleNamespace(get_block_ids=lambda key: [[0, int(key)]]),
                 num_scheduled_tokens={x.request_id: 3 for x in begun},
                 total_num_scheduled_tokens=3 * len(begun),
             )

@@ -99,9 +99,8 @@ class Step:
         """The output of the tokens with a context."""
         engine, output = self.engine, torch.full_like(self.query, 7)
         page = torch.zeros(1, HEADS, BLOCK, 2 * DIM, dtype=engine.dtype)
-        layout = find_layout(engine.write, page)
         call = LayerCall(None, self.query, engine.pages, self.metadata, output)
-        attend(self.batch, 1, call, layout, DIM**-0.5)
+        attend(self.batch, 1, call, find_layout(engine.write, page), DIM**-0.5)
         return output[self.batch.places.tolist()]
 
 

@@ -42,8 +42,6 @@ def test_keys_of_a_context_are_moved_to_where_the_question_begins(rope):
     rotary, rng = model.get_decoder().rotary_emb, torch.Generator().manual_seed(1)
     ids = torch.randint(0, 97, (60,), generator=rng)
     result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (0, 50)), ratio=1)
-    length = result.packed.length
-    turned = moved(model, result.packed)
 
     def rotated(x, position):
         cos, sin = rotary(x, torch.tensor([[position]]))
@@ -51,9 +49,9 @@ def test_keys_of_a_context_are_moved_to_where_the_question_begins(rope):
         return x * cos[0] + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin[0]
 
     query = torch.randn(1, 16, generator=rng)
-    for before, after in zip(result.packed.layers, turned.layers, strict=True):
+    for before, after in zip(result.packed.layers, moved(model, result.packed).layers, strict=True):
         for ahead in (0, 7):
-            want = rotated(query, length + ahead) @ before.keys.T
+            want = rotated(query, result.packed.length + ahead) @ before.keys.T
             got = rotated(query, ahead) @ after.keys.T
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
             assert not torch.allclose(rotated(query, ahead) @ before.keys.T, want, atol=1e-2)

@@ -156,9 +156,8 @@ def test_entries_are_loaded_once_and_shared_by_threads(root, reads):
         thread.join()
     assert reads == ["c0"]
     assert len({id(context) for context in found}) == 1
-    digest = found[0].header.digest
     shutil.rmtree(root / "c0")
-    assert store.load("c0", digest) is found[0]
+    assert store.load("c0", found[0].header.digest) is found[0]
 
 
 def test_a_refusal_is_remembered_until_the_files_change(root, reads):

@@ -205,9 +205,8 @@ def test_unusable_contexts_are_refused_by_name_and_alone(served, engine, broken)
     with pytest.raises(VLLMValidationError, match="A context's name"):
         engine.generate({"prompt_token_ids": [1, 2, 3]}, parameters("../global"), use_tqdm=False)
     asked = request(served.store, "global", QUESTIONS[0], served.tokenizer)
-    prompts = [asked.prompt] * (len(broken) + 1)
     params = [parameters(name) for name in broken] + [asked.sampling_params(TOKENS, logprobs=0)]
-    *failed, good = engine.generate(prompts, params, use_tqdm=False)
+    *failed, good = engine.generate([asked.prompt] * (len(broken) + 1), params, use_tqdm=False)
     for (name, reason), output in zip(broken.items(), failed, strict=True):
         said = output.kv_transfer_params["gracekv"]
         assert re.search(reason, said["reason"]), name

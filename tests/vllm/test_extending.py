@@ -67,8 +67,7 @@ def read_over(model, result, ids):
             seen[number, name].view(len(ids), -1, dim).transpose(0, 1)
             for name in ("q_proj", "k_proj", "v_proj")
         )
-        parts = rope.rotate(query, at), rope.rotate(key, at), value
-        yield [x.transpose(0, 1) for x in parts]
+        yield [x.transpose(0, 1) for x in (rope.rotate(query, at), rope.rotate(key, at), value)]
 
 
 def engine(model):
@@ -300,13 +299,12 @@ def test_passages_that_cannot_follow_are_refused_by_name(model, ids, tmp_path, m
     assert add(jobs, "talk", tokens - LENGTH + 1) is None
     with pytest.raises(StoreError, match="is being made"):
         add(jobs, "talk", request="1")
-    other = {"family": "llama", "layers": 30}
     allowed = Jobs(ContextStore(tmp_path, allow=lambda name, parameters: name == "mine"))
     given = order_of({"extend": {"name": "talk", "into": "mine", "ratio": 2}})
     with pytest.raises(StoreError, match="may not use the context 'talk'"):
         allowed.add("0", given, {}, 20)
     with pytest.raises(StoreError, match="another model"):
-        add(Jobs(ContextStore(tmp_path, model=other)), "talk")
+        add(Jobs(ContextStore(tmp_path, model={"family": "llama", "layers": 30})), "talk")
 
 
 def test_a_passage_is_compressed_by_the_context_s_recipe():

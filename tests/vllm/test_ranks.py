@@ -175,9 +175,8 @@ def test_a_context_is_ready_when_all_ranks_have_made_it(jobs, root):
 
 
 def test_what_one_rank_could_not_make_failed(jobs, root):
-    header = ContextStore(root).header("c0")
     jobs.update([Outcome("0", None, 1.0, "Too large.")], set())
-    jobs.update([Outcome("0", header, 1.0)], set())
+    jobs.update([Outcome("0", ContextStore(root).header("c0"), 1.0)], set())
     assert listed(jobs)["book"]["reason"] == "Too large."
     # The rank that has its part never serves it.
     assert (jobs.made, jobs.current) == (set(), None)

@@ -59,10 +59,9 @@ def recorded(served, prefill, order, pieces, begin=0, pool=None):
 @pytest.mark.parametrize("recipe", ["gracekv-agnostic", "expected-attention", "snapkv", "h2o"])
 @pytest.mark.parametrize("pieces", [[], [7, 8, 61]])
 def test_a_recording_compresses_as_a_capture(model, served, recipe, pieces):
-    read = prompt(90, 5)
     pipeline = Pipeline.named(recipe)
     everything = gracekv.prefill.Needs(later_queries=True)
-    prefill = capture.capture(model, read, pipeline.needs() | everything)
+    prefill = capture.capture(model, prompt(90, 5), pipeline.needs() | everything)
     order = order_of({"compress": {"name": "book", "ratio": 3, "recipe": recipe}}, {"start": 5})
     found = recorded(served, prefill, order, pieces).prefill()
     assert found.spans == prefill.spans
@@ -88,9 +87,8 @@ def behind():
 
 @pytest.fixture
 def shown(model):
-    everything = gracekv.prefill.Needs(later_queries=True)
     order = order_of({"compress": {"name": "book", "ratio": 3}})
-    return capture.capture(model, prompt(90, 0), everything), order
+    return capture.capture(model, prompt(90, 0), gracekv.prefill.Needs(later_queries=True)), order
 
 
 def test_sizes_are_told_while_a_thread_empties_the_recording(served, shown):
@@ -157,6 +155,5 @@ def test_models_and_engines_that_cannot_be_compressed_for_are_refused(model):
     assert ServedModel.of(engine(model, **parallel)).ranks == 2
     config = type(model.config)(**{**model.config.to_dict(), "model_type": "llama"})
     config.model_type = "unheard"
-    other = SimpleNamespace(config=config, dtype=model.dtype)
     with pytest.raises(UnsupportedModelError, match="family 'unheard'"):
-        ServedModel.of(engine(other))
+        ServedModel.of(engine(SimpleNamespace(config=config, dtype=model.dtype)))

@@ -162,8 +162,7 @@ def test_documents_that_two_ranks_read_at_once_and_one_that_is_aborted(two_ranks
     requests = []
     for name, ids in documents.items():
         requests += [(ids, compress(name)), (question(two_ranks), asking(name))]
-    outputs = run(two_ranks, *requests)
-    for ids, answer in zip(documents.values(), outputs[1::2], strict=True):
+    for ids, answer in zip(documents.values(), run(two_ranks, *requests)[1::2], strict=True):
         check(two_ranks, answer.outputs[0], by_transformers(two_ranks, ids))
     there = listing(two_ranks)
     assert not {"aborted", "d0"} & there.keys()
