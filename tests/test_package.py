@@ -22,12 +22,11 @@ def numbers(version):
 
 def test_one_version_everywhere():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert VERSION == PROJECT["version"] == citation["version"]
     assert citation["license"] == PROJECT["license"]
     title = citation["title"].removeprefix("gracekv: ")
     assert title.casefold() in PROJECT["description"].casefold()
-    assert f"## [{VERSION}] - " in changes
+    assert f"## [{VERSION}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def pins():

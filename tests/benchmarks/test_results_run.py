@@ -32,8 +32,7 @@ def test_after_a_run_all_files_are_of_its_commit(modules):
     state = modules["results_run"].State.read(BENCHMARKS / "results" / "run.json")
     if state is None:
         pytest.skip("make results has not been run")
-    plan = modules["results_plan"]
-    for part in plan.PARTS:
+    for part in modules["results_plan"].PARTS:
         for name in part.outputs if part.name in state.parts else ():
             page = (BENCHMARKS / "results" / f"{name}.md").read_text(encoding="utf-8")
             assert re.findall(r"^- commit: (\S+)", page, re.MULTILINE) == [state.commit], name

@@ -36,11 +36,10 @@ def test_no_sample_is_in_both_agnostic_halves():
     """By seed where texts are made here, else by number."""
     found = []
     for name in AGNOSTIC:
-        panels = Experiment.load(BENCHMARKS / name).panels
         found.append(
             {
                 (task.name, None if given else task.seed, index if given else None)
-                for panel in panels
+                for panel in Experiment.load(BENCHMARKS / name).panels
                 for task in panel.all_tasks()
                 for given in [task.name in ("ruler:qa_1", "ruler:qa_2", "shared_context:squad")
                               or task.length is None]
@@ -65,11 +64,10 @@ def test_what_is_published_was_not_tuned_on():
 
 def test_the_page_and_its_picture(suite, monkeypatch, tmp_path):
     made = suite.SUITES["smollm2-agnostic"]
-    told = {"protocol": "query_agnostic"}
     costs = {"construction_seconds": 1.0, "prefill_seconds": 2.0, "bytes": {"kv": 1, "full_kv": 4}}
     scores = {(name, x): [0.5, 0.2 + n / 10] for n, name in enumerate(made.placed) for x in RATIOS}
     rows = [
-        {**row, "settings": told, "score": None, **costs}
+        {**row, "settings": {"protocol": "query_agnostic"}, "score": None, **costs}
         for row in grid({("fullkv", "full"): [1.0, 1.0], **scores})
     ]
     folder = written(tmp_path / "runs", rows)

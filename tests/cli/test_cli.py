@@ -67,8 +67,7 @@ def test_version_and_help(run):
 def test_help_is_whole_at_80_columns(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run("-h")
-    lines = out.split("Commands:")[1].splitlines()
-    commands = {line.split()[0] for line in lines if line.strip()}
+    commands = {line.split()[0] for line in out.split("Commands:")[1].splitlines() if line.strip()}
     assert {"compress", "ablate", "evaluate", "ask", "export", "table", "list"} <= commands
     assert "…" not in out
     assert "..." not in out.split("Commands:")[1]

@@ -16,8 +16,7 @@ def test_no_tracked_file_has_conflict_markers():
     names = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = [ROOT / name for name in names.split("\0") if name]
     assert paths
-    marked = [x for x in paths if x.exists() and MARKER.search(x.read_text(encoding="utf-8"))]
-    assert marked == []
+    assert [x for x in paths if x.exists() and MARKER.search(x.read_text(encoding="utf-8"))] == []
 
 
 def test_each_marker_is_found():

@@ -40,9 +40,8 @@ def test_full_cache_gives_the_stock_models_likelihoods(model, setting):
     prompt, answer, _ = setting
     full = cached(model, setting, ratio=1, pipeline="fullkv")
     forced = teacher_force(model, prompt.ids, answer, full.new_cache())
-    whole = torch.cat([prompt.ids, answer])[None]
     with torch.no_grad():
-        logits = model(whole).logits[0, len(prompt.ids) - 1 : -1]
+        logits = model(torch.cat([prompt.ids, answer])[None]).logits[0, len(prompt.ids) - 1 : -1]
     torch.testing.assert_close(forced.log_probs, logits.log_softmax(-1), rtol=1e-4, atol=1e-4)
 
 

@@ -25,9 +25,8 @@ def test_a_longbench_record_keeps_its_own_prompt(record):
 
 def test_few_shot_sets_have_no_chat_format_and_stop_at_a_line(small_data, tokenizer):
     shots = record_sample("samsum", 0, Sources(small_data))
-    prompt = chat_prompt(shots, tokenizer)
     assert (shots.chat, shots.first_line, shots.stop) == (False, True, "\n")
-    text = "".join(prompt.parts)
+    text = "".join(chat_prompt(shots, tokenizer).parts)
     # Braces and carriage returns of the record survive.
     assert text.endswith("\n\nDialogue: A: hi\r\nB: {hello}\nSummary: ")
     assert "<|user|>" not in text

@@ -95,9 +95,8 @@ def test_a_failure_is_a_row_and_the_run_goes_on(experiment, tiny, tmp_path):
     # 400x leaves less than the recent window.
     broken = replace(experiment, panels=(replace(experiment.panels[0], ratios=(2.0, 400.0)),))
     done = run(broken, tmp_path, **tiny)
-    rows = read_rows(tmp_path)
     assert (done.written, done.failed) == (CELLS, 8)
-    failed = [row for row in rows if row["error"] is not None]
+    failed = [row for row in read_rows(tmp_path) if row["error"] is not None]
     assert {row["column"] for row in failed} == {"400x"}
     assert {row["error"]["type"] for row in failed} == {"BudgetError"}
     assert all("score" not in row for row in failed)

@@ -125,9 +125,8 @@ def test_values_that_are_no_numbers_are_left_out():
 
 
 def test_protocols_metrics_and_lengths_have_blocks_of_their_own():
-    agnostic = {"protocol": "query_agnostic", "max_new_tokens": 4}
     more = [
-        row("ours", "2x", 0, 1.0, settings=agnostic),
+        row("ours", "2x", 0, 1.0, settings={"protocol": "query_agnostic", "max_new_tokens": 4}),
         row("fullkv", "full", 0, 1.0, dtype="bfloat16", key="bits"),
         row("ours", "2x", 0, 1.0, task="ruler:fwe", length=2048),
         row("ours", "2x", 0, 1.0, task="longbench:trec", metric="classification", length=None),

@@ -53,8 +53,7 @@ def use(folder, experiment, rng):
     """Everything that reads rows: the schedule of a run that goes on, and tables."""
     rows = read_rows(folder)
     schedule = make_schedule(experiment, rows, Sources())
-    planned = sum(len(sample.cells) for sample in schedule.samples)
-    assert planned + schedule.done == 3 * len(METHODS)
+    assert sum(len(sample.cells) for sample in schedule.samples) + schedule.done == 3 * len(METHODS)
     footer(rows)
     for name in rng.sample(sorted(MEASURES), 3):
         measure = MEASURES[name]

@@ -50,11 +50,10 @@ class Session:
 
     def state_of_process(self):
         """What an interrupt may leave changed though answers stay right."""
-        hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in self.model.modules()]
         interfaces = (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
         return [
             self.model.config._attn_implementation,
-            hooks,
+            [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in self.model.modules()],
             ["forward" in vars(module) for module in self.model.modules()],
             [sorted(interface) for interface in interfaces],
             torch.get_float32_matmul_precision(),

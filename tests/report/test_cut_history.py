@@ -161,8 +161,7 @@ def shown(pair, data):
 
 def test_the_section_is_there_only_with_a_history(page, opened, shown):
     assert page.locator("#cutsSection").is_hidden()
-    never = dataclasses.replace(shown, history=dataclasses.replace(shown.history, held=()))
-    empty = opened(never)
+    empty = opened(dataclasses.replace(shown, history=dataclasses.replace(shown.history, held=())))
     assert "never reached" in empty.locator("#cutsHint").inner_text()
     assert empty.locator("#cuts").is_hidden()
     assert empty.problems == []
@@ -218,8 +217,7 @@ def test_the_picture_tells_tokens_and_heads_and_chooses_a_cut(opened, shown):
     for empty, held in zip(
         torch.tensor(pixels)[3::4].view(3, wide) == 0, history.held, strict=True
     ):
-        clear = float(empty.double().mean())
         left = (1 - line) * (total - len(held)) / (total - history.first)
-        assert clear == pytest.approx(left, abs=0.03)
+        assert float(empty.double().mean()) == pytest.approx(left, abs=0.03)
     assert page.problems == []
     page.close()

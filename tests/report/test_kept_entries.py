@@ -149,7 +149,6 @@ def test_how_far_values_moved_is_told_of_every_entry(make, recipe, seed):
         make(recipe, 3, seed=seed, fields={"fit": fit}) for fit in ("none", "values_and_mass")
     )
     assert kept_entries(plain).value_change is None
-    found = kept_entries(fitted).value_change
     first, last = kept_entries(fitted).region
     expected = []
     for before, after in zip(plain._run.cache.layers, fitted._run.cache.layers, strict=True):
@@ -161,4 +160,4 @@ def test_how_far_values_moved_is_told_of_every_entry(make, recipe, seed):
     wanted = torch.tensor(expected).clamp(max=2.55)
     assert float(wanted.max()) > 0.02
     # Two hundredths for rounding, and for the products of the fit.
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0.02)
+    torch.testing.assert_close(kept_entries(fitted).value_change, wanted, rtol=0, atol=0.02)

@@ -5,12 +5,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 def state(model):
     """Hooks, attention, replaced functions and transformers' registries."""
-    modules = [
-        (name, len(x._forward_pre_hooks), len(x._forward_hooks), "forward" in vars(x))
-        for name, x in model.named_modules()
-    ]
     return (
-        modules,
+        [
+            (name, len(x._forward_pre_hooks), len(x._forward_hooks), "forward" in vars(x))
+            for name, x in model.named_modules()
+        ],
         model.config._attn_implementation,
         # A model keeps a name of its own there as long as it lives.
         {n: x for n, x in AttentionInterface._global_mapping.items() if "gracekv" not in n},

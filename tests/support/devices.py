@@ -76,8 +76,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     far = [x for x in leaves if isinstance(x, SecondDeviceTensor)]
     near = [x for x in leaves if not isinstance(x, SecondDeviceTensor)]
     packet = func.overloadpacket
-    lost = [x for x in near if x.is_meta]
-    if lost:
+    if any(x.is_meta for x in near):
         raise MixedDevicesError(f"{func} was given a tensor whose values were lost on the way.")
     if far and any(x.ndim for x in near) and packet not in _COPIES:
         indexed = packet in _INDEXING and isinstance(args[0], SecondDeviceTensor)
@@ -96,7 +95,6 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def unwrap(x: Any) -> Any:
         return x.held if isinstance(x, SecondDeviceTensor) else x
 
-    result = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
     remote = bool(far) if device is None else torch.device(device) == SECOND_DEVICE
     if packet is _aten.copy_:
         remote = isinstance(args[0], SecondDeviceTensor)
@@ -107,7 +105,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         owner = owners.get(id(x))
         return SecondDeviceTensor(x) if owner is None else owner
 
-    return tree_map(wrap, result)
+    return tree_map(wrap, func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs)))
 
 
 class _Dispatch(TorchDispatchMode):

@@ -41,8 +41,7 @@ def some_nodes(batch: TreeBatch, seed: int, lengths: Sequence[int]) -> Nodes:
     length = torch.minimum(torch.tensor(lengths), slot)
     start = (torch.rand(len(lengths), generator=rng) * (slot - length + 1)).long()
     order = (tree * (int(slot.max()) + 1) + start).argsort(stable=True)
-    device = batch.tree_id.device
-    return Nodes(*(x[order].to(device) for x in (tree, start, start + length)))
+    return Nodes(*(x[order].to(batch.tree_id.device) for x in (tree, start, start + length)))
 
 
 def assert_same_costs(

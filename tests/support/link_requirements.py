@@ -55,9 +55,8 @@ def main() -> None:
     """Link, and say how many packages."""
     package, other = sys.argv[1:]
     found = needed(package, {canonicalize_name(d.name): d for d in distributions(path=[other])})
-    target = Path(sysconfig.get_path("purelib"))
     for made in found.values():
-        link(made, target)
+        link(made, Path(sysconfig.get_path("purelib")))
     print(f"{package} asks for {len(found)} packages: {', '.join(sorted(found))}")
 
 

@@ -54,16 +54,6 @@ def _column(number: int, tokens: int, layers: int, heads: int, kept: int) -> Rep
         depth=torch.randint(0, 9, start.shape, generator=rng).to(torch.int16),
         floor=torch.rand(start.shape, generator=rng) < 0.3,
     )
-    accounting = Accounting(
-        budget=len(start),
-        spent=len(start),
-        floor_spent=0,
-        recent=32,
-        entries=entries.offsets.diff().view(entries.layers, entries.heads),
-        bytes=256 * len(start),
-        metadata_bytes=8 * len(start),
-        full_bytes=256 * units * tokens,
-    )
     return ReportColumn(
         label=f"made {number}",
         pipeline={},
@@ -72,6 +62,15 @@ def _column(number: int, tokens: int, layers: int, heads: int, kept: int) -> Rep
         slots=torch.arange(begin, begin + tokens + 1, 64),
         relevance=CodedRelevance.of(torch.rand(layers, heads, tokens - 32, generator=rng) ** 6),
         curve=None,
-        accounting=accounting,
+        accounting=Accounting(
+            budget=len(start),
+            spent=len(start),
+            floor_spent=0,
+            recent=32,
+            entries=entries.offsets.diff().view(entries.layers, entries.heads),
+            bytes=256 * len(start),
+            metadata_bytes=8 * len(start),
+            full_bytes=256 * units * tokens,
+        ),
         timings=Timings(),
     )

@@ -29,12 +29,11 @@ def tree_context(
     region = prefill.spans.region(recent)
     rng = torch.Generator().manual_seed(seed)
     cuts = (torch.randperm(region.length - 1, generator=rng)[:4] + 1 + region.start).tolist()
-    bounds = torch.tensor(sorted({region.start, region.end, *cuts}))
     tokens = torch.rand(layers, 2, region.length, generator=rng) ** 4
     tokens = tokens / tokens.sum(-1, keepdim=True)
     return TreeContext(
         prefill=prefill,
-        partition=Partition(bounds),
+        partition=Partition(torch.tensor(sorted({region.start, region.end, *cuts}))),
         scores=tokens.to(device),
         seed_scores=tokens.mean((0, 1)).to(device),
         sensitivity=(torch.rand(layers, 2, generator=rng) + 0.5).to(device),
