@@ -59,7 +59,8 @@ def kept_entries(
     scaled = scaled.nan_to_num_(nan=0.0, posinf=3.0, neginf=4.0)
     quota = None
     if strategy.per_head:
-        quota = equal_shares(BudgetPlan(layers, every.shape[1], width, budget, 0))
+        shares = equal_shares(BudgetPlan(layers, every.shape[1], width, budget, 0))
+        quota = shares.maximum(every.isneginf().sum(dim=2).to(shares.device))
     ones = torch.ones(every.shape[:2], dtype=torch.float32)
     kept = top_tokens(scaled, ones, budget, quota, elastic=True)
     return [own[:, : x.shape[1]] for own, x in zip(kept, gains, strict=True)], scores

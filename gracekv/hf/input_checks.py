@@ -91,7 +91,7 @@ def before_forward(
     if positions is None:
         kwargs["position_ids"] = expected
     else:
-        _check_last(positions, expected[:, -1])
+        _check_last(positions, expected[:, -1], mask[:, -1].bool())
     return (), kwargs
 
 
@@ -108,11 +108,17 @@ def check_positions(given: int, covered: int) -> None:
         )
 
 
-def _check_last(positions: Tensor, expected: Tensor) -> None:
-    """Raise `CacheError` unless the last of `positions` [.., B, n] are as `expected`, int64 [B]."""
+def _check_last(positions: Tensor, expected: Tensor, real: Tensor | None = None) -> None:
+    """Raise `CacheError` unless the last of `positions` [.., B, n] are as `expected`, int64 [B].
+
+    Rows whose last token is padding, not `real` bool [B], have no position.
+    """
     # Models that also read images number rows and columns, too; in text all agree.
     last = positions.reshape(-1, *positions.shape[-2:])[0][..., -1]
-    if not torch.equal(last.expand(len(expected)), expected.to(last.device)):
+    expected = expected.to(last.device)
+    if real is not None:
+        expected = torch.where(real.to(last.device), expected, last)
+    if not torch.equal(last.expand(len(expected)), expected):
         raise CacheError(
             f"The rows of a batch go on from the lengths of their own prompts, at positions "
             f"{expected.tolist()}; the model was given {last.tolist()}. Leave position_ids out."

@@ -241,7 +241,8 @@ class LimitedCache(GraceCache):
         length, device = packed + first.tail_length, first.packed.entries.device
         seen = torch.ones(rows, length, dtype=torch.bool, device=device)
         seen[:, :packed] = self.packed_mask(rows, device)
-        if mask is not None:
+        # Before the first token a mask has more rows than there are sequences.
+        if mask is not None and length > packed:
             seen[:, packed:] = mask[:, packed:length].bool()
         entries: list[list[RaggedEntries]] = [[] for _ in self.grace_layers]
         carried: list[list[Tensor]] = [[] for _ in self.grace_layers]
@@ -265,6 +266,8 @@ class LimitedCache(GraceCache):
                         made = replace(moved, positions=made.positions)
                     entries[number].append(made)
                     carried[number].append(score[own].float())
+        # After an error from here on, `mark` goes back to the packed prompts.
+        self.cuts += 1
         self.padding = tuple((~seen).sum(dim=1).tolist())
         self._seen = seen if any(self.padding) else None
         self._carried = [torch.cat(parts) for parts in carried]
@@ -276,7 +279,6 @@ class LimitedCache(GraceCache):
         for layer, parts in zip(self.grace_layers, entries, strict=True):
             backend, joined = layer.packed.backend, RaggedEntries.stack(parts)
             layer.place(PackedLayer(joined, backend.prepare(joined), backend, length))
-        self.cuts += 1
         self._count()
         if self.limit.history:
             positions = [x.packed.entries.index()[1].cpu() for x in self.grace_layers]
@@ -304,7 +306,7 @@ class LimitedCache(GraceCache):
         asked = (asked[:, shown].float() * scale).unflatten(0, (len(keys), -1))
         rope = ropes[number].moved(place[packed + at[shown]], now)
         moved = rope.rotate(asked, torch.arange(asked.shape[2]))
-        if len(at):
+        if moved.shape[2]:
             # Entries without a score stay only until there are queries.
             carried.nan_to_num_(posinf=0.0)
         facts = prompt, now, softcap, sinks, places

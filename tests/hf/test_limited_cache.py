@@ -10,7 +10,7 @@ import transformers
 
 import gracekv
 from gracekv import Limit
-from gracekv.decode import DECODERS, Fitted
+from gracekv.decode import DECODERS, RKV, Fitted
 from gracekv.testing.models import tiny_model
 from support.covering import cases
 from support.families import FAMILIES
@@ -280,6 +280,23 @@ def test_a_packed_prompt_above_the_limit_is_cut_by_its_own_scores(model):
     model.generate(**result.inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
     assert cache.cuts == 1
     assert cache.accounting.most_entries <= 4 * (36 + 16)
+
+
+def test_what_must_stay_stays_where_heads_have_equal_shares(model, result):
+    pairs = [[x.head(g)[2].tolist() for g in range(2)] for x in result.packed.layers]
+    counts = [len(x) for own in pairs for x in own]
+    share = -(-sum(counts) // len(counts)) + 9
+    assert max(counts) + 8 > share
+    rule = RKV(keep_prompt=True)
+    limit = Limit(entries_per_head=share, every=16, window=8, strategy=rule)
+    cache = result.new_cache(limit)
+    model.generate(**result.inputs, past_key_values=cache, max_new_tokens=90, do_sample=False)
+    assert cache.cuts > 1
+    for layer, own in zip(cache.grace_layers, pairs, strict=True):
+        for head, before in enumerate(own):
+            kept = layer.packed.entries.head(head)[2].tolist()
+            assert set(before) <= {*kept}
+            assert len(kept) >= len(before) + 8
 
 
 @pytest.mark.parametrize("name", EVERY)
