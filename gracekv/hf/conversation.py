@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from gracekv.prefill.chat_text import Message, check_question, new_turns, plain_
 from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.supported import trained_length
 
 
 class Conversation:
@@ -295,7 +297,11 @@ class Conversation:
         left, ids, kept = sum(tokens for tokens, _ in runs), self._ids, list(self._tail)
         if runs:
             tail = ids[len(ids) - sum(tokens for _, tokens in kept) :]
-            self._extend(tail, [(tokens, {"ratio": ratio}) for tokens, ratio in runs])
+            # A context that was longer than what the model knows may go on, as turns do.
+            known = trained_length(self._model) or sys.maxsize
+            beyond = self._first.prompts[0].spans.context_end > known
+            how = {"capture": CaptureOptions(beyond_positions=beyond)}
+            self._extend(tail, [(tokens, {"ratio": ratio, **how}) for tokens, ratio in runs])
             self._ids = torch.cat([self._ids, tail[left:]])
             while left > 0:
                 left -= kept.pop(0)[1]

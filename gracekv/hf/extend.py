@@ -58,8 +58,7 @@ def extended_run(
     )
     old, prompt = run.cache, before.extended(passage)
     read = prompt.without_tail()
-    first = oldest_position(old)
-    held, length = (x.spans.length - first for x in (before.without_tail(), read))
+    held, length = before.without_tail().spans.length, read.spans.length
     bound = longest_sequence(model, held)
     if bound is not None and length > bound[0]:
         raise CacheError(
@@ -67,7 +66,8 @@ def extended_run(
             f"where {type(model).__name__} no longer fits its cache: {bound[1]}. Extend by "
             f"{max(0, bound[0] - held)} tokens at most, or compress the whole text anew."
         )
-    check_prompt_length(model, length, beyond_positions=capture.beyond_positions)
+    first = oldest_position(old)
+    check_prompt_length(model, length - first, beyond_positions=capture.beyond_positions)
     if getattr(text_config(model), "attn_logit_softcapping", None) is not None:
         raise CacheError(
             f"{type(model).__name__} caps its attention logits, and a cap would count the "

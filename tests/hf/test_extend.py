@@ -63,11 +63,15 @@ def kept(result, context):
     return mask.bool()
 
 
-def test_a_context_of_which_nothing_was_kept_goes_on(model):
+def test_a_context_of_which_nothing_was_kept_goes_on(model, monkeypatch):
     ids = Prompt.from_ids(IDS[:60], context=(0, 60))
     book = gracekv.compress(model, ids, entries_per_head=1, pipeline="streaming-llm")
     assert book.packed.kv_bytes == 0
     assert book.extend(PASSAGE, ratio=2).packed.entries().unique().tolist() == [40]
+    # What bounds a cache counts all tokens, those without an entry too.
+    monkeypatch.setattr("gracekv.hf.extend.longest_sequence", lambda *_: (100, "it ends"))
+    with pytest.raises(CacheError, match="has 140 tokens and passes a length of 100"):
+        book.extend(PASSAGE, ratio=2)
 
 
 # The passage's partitions are those of the whole text.

@@ -5,20 +5,24 @@ import torch
 
 import gracekv
 from gracekv import Limit
+from gracekv.decode import Fitted
+from gracekv.decode.cut import kept_entries
+from gracekv.hf import limited
 from gracekv.hf.extend import limited_run
+from gracekv.hf.limited import LimitedLayer
 from gracekv.testing.models import tiny_model, tiny_tokenizer
 
 TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
 
 
-def compressed(positions, ratio, pipeline=None):
+def compressed(positions, ratio, pipeline=None, **options):
     tokenizer = tiny_tokenizer([TEXT])
     model = tiny_model(vocabulary=len(tokenizer), positions=positions)
     prompt = gracekv.Prompt.from_chat(tokenizer, context=TEXT)
-    return gracekv.compress(model, prompt, ratio=ratio, pipeline=pipeline)
+    return gracekv.compress(model, prompt, ratio=ratio, pipeline=pipeline, **options)
 
 
-def test_a_chat_stays_within_its_bytes_however_long_it_gets():
+def test_a_chat_stays_within_its_bytes_however_long_it_gets(monkeypatch):
     book = compressed(8192, 1, "fullkv")
     size = book.packed.kv_bytes * 2
     chat = book.chat(Limit(kv_bytes=size, every=16, window=8))
@@ -34,6 +38,13 @@ def test_a_chat_stays_within_its_bytes_however_long_it_gets():
     assert chat._cache.get_seq_length() <= before
     assert isinstance(chat.ask("word3", max_new_tokens=8), str)
     assert chat.accounting.most_bytes <= size
+    left = [1, 0]
+    monkeypatch.setattr(LimitedLayer, "place", lambda *_: 1 // left.pop(0))
+    with pytest.raises(ZeroDivisionError):
+        chat.ask(TEXT, max_new_tokens=20)
+    monkeypatch.undo()
+    assert len({layer.logical_length for layer in chat._cache.grace_layers}) == 1
+    assert isinstance(chat.ask("word4", max_new_tokens=8), str)
 
 
 def test_what_a_conversation_compresses_stays_within_its_limit():
@@ -81,6 +92,33 @@ def test_a_conversation_that_no_cut_reaches_goes_on_beyond_the_positions():
 
 def _stops(ids, scores, **_):
     raise RuntimeError("stop")
+
+
+@pytest.mark.filterwarnings("ignore::gracekv.errors.LengthWarning")
+def test_a_context_beyond_the_positions_goes_on_by_itself():
+    book = compressed(64, 4, capture=gracekv.CaptureOptions(beyond_positions=True))
+    chat = book.chat(compact=gracekv.Compaction(after=32, ratio=2, recent=0))
+    for turn in range(4):
+        chat.ask(f"word{turn} and{turn} word4 and5 word7", max_new_tokens=8)
+    assert chat._result is not book
+
+
+def test_a_row_that_was_asked_nothing_yet_keeps_its_prefix_in_a_cut(monkeypatch):
+    seen = []
+
+    def noted(layers, held, *rest):
+        first = held(0)
+        seen.append((first.moved.shape[2] > 0, bool(first.carried.isinf().any())))
+        return kept_entries(layers, held, *rest)
+
+    monkeypatch.setattr(limited, "kept_entries", noted)
+    book = compressed(8192, 1.25)
+    rule = Fitted(keep_prompt=False)
+    limit = Limit(entries_per_head=book.packed.length // 2, every=16, window=2, strategy=rule)
+    book.ask(["word1", "word2 and3 word4 and5 word7 " * 4], max_new_tokens=4, limit=limit)
+    # Of the shared context, then of the short question's row, all of it padding so far.
+    assert seen[:2] == [(False, True), (False, True)]
+    assert (True, False) in seen
 
 
 def test_several_questions_are_answered_within_the_limit():
