@@ -95,7 +95,8 @@ class Step:
             recording.add(extract_layer_index(name), chunk.start, query, key, value, scale)
         # The step's other requests go on, whatever an observer raises.
         except Exception as error:
-            recording.failure, self.reading = error, None
+            self.reading = None
+            recording.fail(error)
 
 
 _current: Step | None = None

@@ -68,7 +68,7 @@ class Recording:
     Attributes:
         spans: spans of the prompt, after the places of `past`.
         past: as given.
-        failure: the error of an observer, or None.
+        failure: the error that ended the recording, or None.
     """
 
     failure: Exception | None
@@ -102,6 +102,8 @@ class Recording:
         # As in a capture, only differences of positions matter, and places of `past` have none.
         self._rope, self._unrotated = served.rope(length, device, places), served.unrotated()
         self.failure = None
+        sizes = CaptureSizes.of(served.model)
+        self._need = sizes.held(self.spans.length, len(self._positions)) // shard.ranks
         # How much is written of each layer.
         self._ends = [places] * served.layers
         self._pool, self._waiting, self._run_bytes = pool, deque[Future[None]](), 0
@@ -121,7 +123,7 @@ class Recording:
         """
         start += self.spans.past
         length, end = self.spans.length, start + len(query)
-        if start != self._ends[layer] or end > length:
+        if self.failure is not None or start != self._ends[layer] or end > length:
             return
         self._record.begin(Region(start, end), None)
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
@@ -153,6 +155,23 @@ class Recording:
         held = (list(x.values()) for x in (record.keys, record.values, record.queries))
         return sum(x.nbytes for part in held for x in part) + self._run_bytes * len(self._ends)
 
+    def check_free(self, free: int) -> None:
+        """Raise `StoreError` if what is to be held takes more than `free` bytes."""
+        if self._need > free:
+            raise StoreError(
+                f"Reading this document takes {self._need:,} bytes beside vLLM's own, and {free:,} "
+                f"are free. Send a shorter one, or start with a lower --gpu-memory-utilization."
+            )
+
+    def fail(self, error: Exception) -> None:
+        """Refuse the document, and let go of what was recorded."""
+        self.failure = error
+        self._clear()
+
+    def _clear(self) -> None:
+        for held in (self._record.keys, self._record.values, self._record.queries):
+            held.clear()
+
     def cancel(self) -> None:
         """Stop showing tokens to the observers; the recording is of no use afterwards."""
         for each in list(self._waiting):
@@ -171,8 +190,7 @@ class Recording:
             raise StoreError("The engine did not compute all tokens. Send the document again.")
         parts: Any = zip(*map(self._record.layer, range(len(self._ends))), strict=True)
         keys, values, queries = (tuple(x) for x in parts)
-        for held in (self._record.keys, self._record.values, self._record.queries):
-            held.clear()
+        self._clear()
         return Prefill(
             spans=self.spans,
             keys=keys,

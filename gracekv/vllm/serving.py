@@ -135,6 +135,7 @@ def attention_layers(vllm_config: Any) -> list[Any]:
 def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise `ConfigError` for options of vLLM that contexts do not support."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    config = vllm_config.compilation_config
     obstacles = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1
@@ -144,6 +145,8 @@ def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
         f"a KV cache in {cache.cache_dtype}": cache.cache_dtype
         not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")),
         "LoRA adapters": vllm_config.lora_config is not None,
+        # Attention would not run as Python; some fusions turn them on after all.
+        "CUDA graphs of whole steps": config.cudagraph_mode.has_full_cudagraphs(),
         "layers of several kinds": len(kv_cache_config.kv_cache_groups) > 1,
     }
     if found := [name for name, there in obstacles.items() if there]:

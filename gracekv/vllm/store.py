@@ -19,9 +19,9 @@ from gracekv.prefill.fingerprint import differences
 from gracekv.vllm.header import HEADER, PARAMETER, ContextHeader, check_name, is_name, is_served
 from gracekv.vllm.stored_context import LoadedContexts, StoredContext
 
-# The default limit: a quarter of the machine's memory, or a tenth of a GPU's, most of which vLLM
-# fills with pages. Source: ours.
-_SHARE, _SHARE_OF_GPU = 4, 10
+# The default limit: a quarter of the machine's memory, or a twenty-fifth of a GPU's: half of what
+# vLLM leaves of it, the rest is for documents that are being read. Source: ours.
+_SHARE, _SHARE_OF_GPU = 4, 25
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class ContextStore:
         root: the folder.
         model: facts of the served model, which contexts must match; by default any model will do.
         limit: the most bytes of entries in memory, and of one context; by default a quarter of the
-            machine's memory, or a tenth of the GPU's.
+            machine's memory, or a twenty-fifth of the GPU's.
         heads: KV heads that this process serves, (first, last + 1); by default all.
         device: device of the entries; by default the CPU.
         allow: whether a request may use a context, from its name and the request's

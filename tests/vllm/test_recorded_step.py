@@ -24,7 +24,8 @@ def names(monkeypatch):
 
 
 def recorded(add):
-    recording = SimpleNamespace(add=add, failure=None)
+    recording = SimpleNamespace(add=add)
+    recording.fail = lambda error: setattr(recording, "failure", error)
     set_step(Step({}, (recording, SimpleNamespace(block=7, start=40, count=2))))
     step, tokens = current_step(), torch.arange(4.0).view(4, 1, 1)
     step.record("layers.5", (tokens, tokens + 10, tokens + 20), METADATA, 0.5)

@@ -99,6 +99,18 @@ def test_sizes_are_told_while_a_thread_empties_the_recording(served, shown):
     assert made.bytes > 0
 
 
+def test_a_document_that_does_not_fit_or_fails_holds_nothing(served, shown):
+    made = recorded(served, *shown, [])
+    with pytest.raises(StoreError, match="beside vLLM's own, and 99 are free"):
+        made.check_free(99)
+    made.check_free(made.bytes)
+    made.fail(ValueError("no more"))
+    made.add(0, 0, *(x[0].transpose(0, 1) for x in (shown[0].queries, *2 * [shown[0].keys])), 1.0)
+    assert made.bytes == 0
+    with pytest.raises(ValueError, match="no more"):
+        made.prefill()
+
+
 def test_observers_that_look_later_see_the_same(served, behind, shown):
     (sums,) = recorded(served, *shown, [40]).prefill().observed.values()
     made = recorded(served, *shown, [], pool=behind)

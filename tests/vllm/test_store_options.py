@@ -58,6 +58,13 @@ def test_unusable_configurations_are_refused(extra, said):
         store_options(extra)
 
 
+class Graphs:
+    """vLLM's mode of CUDA graphs."""
+
+    def __init__(self, full):
+        self.has_full_cudagraphs = lambda: full
+
+
 @pytest.mark.parametrize(
     ("where", "field", "value", "said"),
     [
@@ -68,6 +75,7 @@ def test_unusable_configurations_are_refused(extra, said):
         ("parallel_config", "prefill_context_parallel_size", 2, "context parallelism"),
         ("parallel_config", "use_ubatching", True, ".*microbatches"),
         ("cache_config", "cache_dtype", "fp8", "a KV cache in fp8"),
+        ("compilation_config", "cudagraph_mode", Graphs(True), "CUDA graphs of whole steps"),
     ],
 )
 def test_what_contexts_are_never_served_with_is_refused_by_name(where, field, value, said):
@@ -77,6 +85,7 @@ def test_what_contexts_are_never_served_with_is_refused_by_name(where, field, va
             prefill_context_parallel_size=1, use_ubatching=False,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(cudagraph_mode=Graphs(False)),
         model_config=SimpleNamespace(dtype=torch.float32),
         speculative_config=None,
         lora_config=None,
