@@ -80,12 +80,12 @@ def main() -> None:
             rows.append(row(ratio, way, book, asked, time.process_time() - started))
             print(rows[-1], flush=True)
     head = [
-        "# A text in passages beside one go",
+        "# A text in passages and at once",
         "",
         *facts(),
         f"- config: recipe `{recipes.DEFAULT_WITHOUT_QUESTION}`; a chapter of "
         f"{whole.spans.context_length:,} tokens with ten hidden numbers, one in each tenth; one "
-        f"question a number, not known before. FullKV tells {told} of {len(asked)}",
+        f"question a number, not known before. FullKV answers {told} of {len(asked)}",
         f"- log KL: mean over the questions of the log of KL(FullKV || method), itself the mean "
         f"over FullKV's own {NEW_TOKENS} tokens; lower is closer. First and second half: of the "
         f"numbers, by their place in the text",

@@ -40,7 +40,10 @@ class Suite:
 
 
 _SEEN, _HIDDEN = "query_aware", "query_agnostic"
-_PLUS = "`gracekv-plus` was tuned on other tasks and another seed; see the config's head"
+_PLUS = (
+    "`gracekv-plus` was tuned on other tasks, and chains of names (vt), with another seed; see the "
+    "config's head"
+)
 _AGNOSTIC = "`gracekv-agnostic` was tuned on `benchmarks/smollm2_agnostic_tuning.yaml`"
 _FURTHER = (
     "gracekv-agnostic-allocated", "gracekv-agnostic-two-pass",
@@ -54,13 +57,14 @@ _EQUAL = (
 _BYTES = (
     "A ratio counts bytes against a full cache of 16-bit numbers; entries that stay as they are "
     "count 16 bits a number where nothing is quantised, and what they take in a float32 model, "
-    "twice that, where something is",
+    "twice that, where something is. Positions and multiplicities, 8 bytes an entry, are counted "
+    "for none",
     "Column full: methods that keep every entry, at 1.8 (8 bits) and 3.2 (4 bits) times fewer "
     "bytes",
 )
 _LIMIT = (
     "Gold traces of LongProc, fed 64 tokens at a time; a ratio is a limit on prompt and answer "
-    "together, of which the context has half of what question and last tokens leave; `none` is "
+    "together, of which, less question and last tokens, the context has half; `none` is "
     "never cut after that, so it holds more"
 )
 

@@ -108,10 +108,12 @@ def parameters(tokens: int, extra: dict[str, Any] | None = None) -> Any:
 
 def cold(llm: Any, prompt: dict[str, Any]) -> dict[str, float]:
     """Seconds to the first token and to the last, of a prompt that no page holds."""
-    other = {**prompt, "cache_salt": "other"}
+    # Every context begins with the shorter ones.
+    length = len(prompt["prompt_token_ids"])
+    first, each = ({**prompt, "cache_salt": f"{length} {name}"} for name in ("first", "each"))
     return {
-        "first": seconds(llm, [prompt], parameters(1)),
-        "each": seconds(llm, [other], parameters(ANSWER)),
+        "first": seconds(llm, [first], parameters(1)),
+        "each": seconds(llm, [each], parameters(ANSWER)),
     }
 
 
