@@ -125,7 +125,7 @@ def attend_coded_splits(
             query
             + batch * query_batch_stride
             + (head * group + m // tokens)[:, None] * query_head_stride
-            + (m % tokens).to(tl.int64)[:, None] * query_token_stride
+            + (m % tokens)[:, None] * query_token_stride
             + dim[None, :]
         )
         q = tl.load(at, mask=used, other=0.0)

@@ -155,13 +155,9 @@ def attend_splits(
     if BLOCK_D != D:
         used = used & (dim < D)[None, :]
     # Addresses of this tile's queries, without the offset of the KV head.
-    at = (
-        query
-        + batch * query_batch_stride
-        + (m // tokens).to(tl.int64)[:, None] * query_head_stride
-        + token.to(tl.int64)[:, None] * query_token_stride
-        + dim[None, :]
-    )
+    row = token.to(tl.int64) * query_token_stride + batch * query_batch_stride
+    row += (m // tokens).to(tl.int64) * query_head_stride
+    at = query + row[:, None] + dim[None, :]
     # Addresses of its results, without the offset of the slot.
     width = slots + heads * tail_splits
     out = part_output + (batch * width * count + m)[:, None] * D + dim[None, :]

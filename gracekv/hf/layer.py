@@ -53,7 +53,7 @@ def _refuse() -> NoReturn:
 
 
 def check_alike(held: Any, new: Tensor) -> None:
-    """Raise `CacheError` unless `new` states have the dtype and device of those `held`."""
+    """Raise `CacheError` unless states `new` [B, G, q, d] have the dtype and device of `held`."""
     if (new.dtype, new.device) != (held.dtype, held.device):
         raise CacheError(
             f"This cache is {held.dtype} on {held.device}, the model computes in {new.dtype} on "

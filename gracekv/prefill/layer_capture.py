@@ -242,7 +242,7 @@ class LayerCapture:
 
 
 def observation_of(observer: Observer, observed: Mapping[Observer, Tensor]) -> Tensor:
-    """What `observer` observed; raises `MissingCaptureError` if that was not captured."""
+    """What `observer` observed, [...]; raises `MissingCaptureError` if it was not captured."""
     if (found := observed.get(observer)) is not None:
         return found
     known = ", ".join(sorted(map(repr, observed))) or "none"

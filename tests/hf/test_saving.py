@@ -104,7 +104,7 @@ def test_a_detached_model_is_the_same_model_and_gets_attached(model, result, sav
         ({"layers": 2}, "config, weights differ"),
         (
             {"layers": 3, "dtype": torch.bfloat16},
-            "its dtype, weights differ from those of the model",
+            r"its dtype \(float32 then, bfloat16 now\), weights differ from those of the model",
         ),
         ({"layers": 3, "rope": "yarn"}, "config differ"),
     ],
