@@ -7,12 +7,15 @@ import json
 import platform
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import reduce
 from importlib.metadata import version
 from itertools import zip_longest
 from operator import or_
 from typing import Any, NamedTuple
+
+import torch
 
 from gracekv import compress
 from gracekv.allocate import Budget
@@ -30,6 +33,7 @@ from gracekv.files import VERSION
 from gracekv.hf.capture import capture
 from gracekv.hf.result import CompressionResult
 from gracekv.prefill import Needs, Prefill
+from gracekv.prefill.chat_text import has_chat_template, turn_change
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
 
@@ -129,6 +133,10 @@ class Worker:
                 question_end=spans.context_end,
                 tokenizer=self.tokenizer,
             )
+            if sample.chat and has_chat_template(self.tokenizer):
+                # A second pass answers; it must not see the question's own start of an answer.
+                tail = torch.tensor(turn_change(self.tokenizer))
+                compressed = replace(compressed, tail=tail)
         needs = reduce(or_, (cell.pipeline.needs() for cell in pending.cells), Needs())
         prefill = capture(self.model, compressed, needs)
         full: list[AnswerOutputs] = []

@@ -82,6 +82,11 @@ def shown(
         ) from error
 
 
+def turn_change(tokenizer: Any) -> list[int]:
+    """Ids of what the chat template puts between a user's message and the answer."""
+    return continued(tokenizer, render(tokenizer, "", "", "", True)[1])
+
+
 def check_text(name: str, text: object, advice: str = _ONE) -> None:
     """Raise `PromptError` unless `text`, called `name`, is text that a tokenizer can read."""
     if not isinstance(text, str):

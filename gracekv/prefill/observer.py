@@ -154,12 +154,14 @@ class Passes(Protocol):
     Attributes:
         spans: spans of the prompt, T tokens.
         ids: int64 [T].
+        tail: int64 [n], the template's change of turn: what follows question and context.
         first: the most likely token after the prompt.
         stops: token ids that end an answer.
     """
 
     spans: PromptSpans
     ids: Tensor
+    tail: Tensor
     first: int
     stops: frozenset[int]
 

@@ -60,6 +60,7 @@ class ModelPasses:
     ) -> None:
         self.model, self.keys, self.values, self.rope = model, keys, values, rope
         self.spans, self.ids, self._tokenizer = prompt.spans, prompt.ids, prompt.tokenizer
+        self.tail = self.ids[self.spans.question_end :] if prompt.tail is None else prompt.tail
         self.first = int(logits.argmax())
         ends = (getattr(model, "generation_config", None) or model.config).eos_token_id
         self.stops = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])

@@ -37,6 +37,7 @@ class Prompt:
         separator: text between the context and a question that is asked later.
         template: whether the tokenizer's chat format is used, if it has one.
         messages: how many whole messages the context consists of; 0 if it lies inside one.
+        tail: int64 [n], what follows the question, if `ids` end before it; None if they do not.
 
     Raises:
         PromptError: the ids are not one sequence of `spans.length` tokens.
@@ -49,6 +50,7 @@ class Prompt:
     separator: str = "\n\n"
     template: bool = True
     messages: int = 0
+    tail: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.ids.shape != (self.spans.length,) or self.ids.dtype != torch.int64:
@@ -225,7 +227,8 @@ class Prompt:
         if end <= self.spans.question_end or end >= self.spans.length:
             return self
         spans = PromptSpans(self.spans.context_start, end - 1, end - 1, end)
-        return replace(self, ids=self.ids[:end], spans=spans, parts=None)
+        tail = self.ids[self.spans.question_end :]
+        return replace(self, ids=self.ids[:end], spans=spans, parts=None, tail=tail)
 
 
 def checked_ids(ids: Tensor | Sequence[int]) -> Tensor:

@@ -207,6 +207,7 @@ class _Passes:
     def __init__(self, prefill: Prefill, ids: Tensor) -> None:
         self.spans: PromptSpans = prefill.spans
         self.ids, self.first, self.stops, self.prefill = ids, 7, frozenset[int](), prefill
+        self.tail = ids[self.spans.question_end :]
         rng = torch.Generator().manual_seed(1)
         heads, groups, dim = prefill.query_heads, prefill.kv_heads, prefill.head_dim
         self.queries = normal(rng, _VOCABULARY, prefill.layers, heads, dim)

@@ -157,8 +157,7 @@ def repetitions(passes: Passes, chunk: int) -> Iterator[tuple[Region, Tensor]]:
         if first == spans.context_start:
             text = _WHOLE
         request = torch.tensor(passes.encode(text), dtype=torch.int64)
-        tail, repeated = ids[spans.question_end :], ids[part.start : part.end]
-        yield part, torch.cat([request, lead, tail, repeated])
+        yield part, torch.cat([request, lead, passes.tail, ids[part.start : part.end]])
 
 
 def received_attention(

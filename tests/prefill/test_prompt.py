@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gracekv.errors import PromptError
 from gracekv.prefill import PromptSpans
+from gracekv.prefill.chat_text import turn_change
 from gracekv.prefill.prompt import Prompt
 
 TEXT = "What is the code of the room?\n\nThe code of room seven is 4 1 9. Read this: " * 3
@@ -100,6 +101,7 @@ def test_an_empty_question_leaves_no_question_probes():
     assert prompt.ids.is_cpu
     assert prompt.spans.question_end == prompt.spans.context_end
     assert pieces(prompt, FAST[True])[2:] == ["", "<|end|>\n<|assistant|>\n"]
+    assert prompt.ids[prompt.spans.context_end :].tolist() == turn_change(FAST[True])
 
 
 @given(

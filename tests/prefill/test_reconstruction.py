@@ -44,7 +44,9 @@ def repeated(prompt, chunk):
             return []
         return prompt.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    return repetitions(SimpleNamespace(spans=prompt.spans, ids=prompt.ids, encode=encode), chunk)
+    tail = prompt.ids[prompt.spans.question_end :] if prompt.tail is None else prompt.tail
+    given = {"spans": prompt.spans, "ids": prompt.ids, "tail": tail, "encode": encode}
+    return repetitions(SimpleNamespace(**given), chunk)
 
 
 def reconstruction(model, prompt, chunk=2048, power=0.0):
@@ -87,9 +89,11 @@ def test_equals_a_stock_pass_over_context_and_repetition(attention, rope, chunk,
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0, 3.0])
-@pytest.mark.parametrize("chunk", [2048, 20])
-def test_power_means_equal_those_of_a_stock_pass(chunk, power):
-    prompt, model = prompt_of(tokenizer=Letters()), tiny_llama(layers=3, attention="eager")
+@pytest.mark.parametrize(("chunk", "question_end"), [(2048, 66), (20, 60)])
+def test_power_means_equal_those_of_a_stock_pass(chunk, question_end, power):
+    """Without a question the prefill ends before the template's tail, the pass does not."""
+    prompt = prompt_of(question_end=question_end, tokenizer=Letters())
+    model = tiny_llama(layers=3, attention="eager")
     got = reconstruction(model, prompt, chunk, power)
     want = stock(model, prompt, chunk, power)
     torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=1e-6)
