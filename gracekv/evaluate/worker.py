@@ -135,8 +135,7 @@ class Worker:
             )
             if sample.chat and has_chat_template(self.tokenizer):
                 # A second pass answers; it must not see the question's own start of an answer.
-                tail = torch.tensor(turn_change(self.tokenizer))
-                compressed = replace(compressed, tail=tail)
+                compressed = replace(compressed, tail=torch.tensor(turn_change(self.tokenizer)))
         needs = reduce(or_, (cell.pipeline.needs() for cell in pending.cells), Needs())
         prefill = capture(self.model, compressed, needs)
         full: list[AnswerOutputs] = []

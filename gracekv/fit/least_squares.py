@@ -45,7 +45,7 @@ class LeastSquares(QueryFitter):
         steps: projected gradient steps (2).
     """
 
-    queries: ReferenceQueries = field(default_factory=lambda: ReferenceQueries(tail=0, repeat=512))
+    queries: ReferenceQueries = field(default_factory=lambda: ReferenceQueries(tail=0, repeat=4096))
     least: float = bounded(math.exp(-3), above=0)
     most: float = bounded(math.exp(3), above=0)
     steps: int = bounded(2, at_least=0)

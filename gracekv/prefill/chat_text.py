@@ -60,13 +60,7 @@ def _mark(kind: str, text: str) -> str:
     return next(mark for n in count() if (mark := f"[[{kind} {n}]]") not in text)
 
 
-def shown(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    *,
-    answers: bool,
-    tools: Sequence[Any] | None = None,
-) -> str:
+def shown(tokenizer: Any, messages: Sequence[Message], answers: bool, tools: Any = None) -> str:
     """The chat template's text of `messages`, with `answers` up to the start of the next answer.
 
     Raises `PromptError` if the template fails.

@@ -11,6 +11,7 @@ from gracekv.recipes.base import TOKENS, Recipe
 # A published rival: nothing weighs its heads, and all shares together are the budget exactly.
 _PER_HEAD = {"name": "per_head", "remainder": True}
 _RIVAL: Mapping[str, Any] = {**TOKENS, "sensitivity": "none", "quota": _PER_HEAD}
+# Without a recent window: the last token alone stays by itself.
 _LAST: Mapping[str, Any] = {**_RIVAL, "window": {"size": 1, "minimum": 1}}
 _MEAN_POOLED = {"name": "window_attention", "pooling": "avg", "kernel": 5}
 RIVALS: Mapping[str, Recipe] = {
@@ -74,9 +75,8 @@ RIVALS: Mapping[str, Recipe] = {
     "kvzip-two-pass": Recipe(
         "One top-k over all heads by attention received while the model repeats the context",
         "Kim et al. 2025, arXiv:2505.23416; runs the model a second time, the question is not read",
-        {**_RIVAL, "value": "kvzip_two_pass", "quota": "global"},
+        {**_LAST, "value": "kvzip_two_pass", "quota": "global"},
     ),
-    # It knows no recent window: the last token alone stays by itself.
     "attention-matching": Recipe(
         "Tokens by what a repetition attends to; multiplicities and values by least squares",
         "Zweiger et al. 2026, arXiv:2602.16284; equal shares, no self-study; a second pass",

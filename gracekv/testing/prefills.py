@@ -91,6 +91,7 @@ def synthetic_prefill(
         WrittenNorms(): draw(layers, kv_heads, length).abs().float() + 0.1,
         Reconstruction(): draw(layers, kv_heads, context).abs().float().tanh(),
         RepeatedQueries(512): repeated[:, :, :512],
+        RepeatedQueries(4096): repeated[:, :, :4096],
         RepeatedQueries(192, 2048): repeated[:, :, :192],
         Draft(64): draw(layers, kv_heads, 5, context).float().softmax(dim=-1),
         Reconstruction(power=3.0): draw(layers, kv_heads, context).abs().float().tanh(),

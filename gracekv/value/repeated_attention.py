@@ -64,10 +64,10 @@ class RepeatedAttention(Scorer):
     Cost: a second pass over the context, and attention rows of its queries, O(L H Q T d).
 
     Attributes:
-        count: queries, evenly spaced (512: ours; the public code takes all of them).
+        count: queries, evenly spaced; all of a shorter context (ours; the public code takes all).
     """
 
-    count: int = bounded(512, at_least=1)
+    count: int = bounded(4096, at_least=1)
 
     def needs(self) -> Needs:
         """The queries of the second pass."""

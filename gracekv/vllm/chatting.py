@@ -12,13 +12,7 @@ from typing import Any, Literal
 from gracekv.decode.compaction import Compaction
 from gracekv.decode.limit import Limit
 from gracekv.errors import ConfigError, EditedHistoryError, StoreError, expect, one_of
-from gracekv.prefill.chat_text import (
-    Message,
-    check_question,
-    continued,
-    new_turns,
-    plain_messages,
-)
+from gracekv.prefill.chat_text import Message, check_question, continued, new_turns, plain_messages
 from gracekv.vllm.header import SEPARATOR
 from gracekv.vllm.requests import Request
 

@@ -14,11 +14,7 @@ pytest.importorskip("triton")
 if interpreted():
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
-from gracekv.backends import (
-    triton_codes_kernel,
-    triton_merge_kernel,
-    triton_split_kernel,
-)
+from gracekv.backends import triton_codes_kernel, triton_merge_kernel, triton_split_kernel
 from gracekv.kernels.block_queries_triton import block_sizes, turn_and_look_back
 from support.covering import covering
 from support.cubin import SHARED_KIB, check_fits, compiled

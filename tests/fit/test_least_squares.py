@@ -17,7 +17,7 @@ from gracekv.value import RepeatedAttention
 from gracekv.value.repeated_attention import RepeatedQueries
 from support.fitting import fitted_cache
 
-OBSERVED = RepeatedQueries(512)
+OBSERVED = RepeatedQueries(4096)
 
 
 def read(seed, group=2, **changes):

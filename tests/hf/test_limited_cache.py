@@ -287,9 +287,8 @@ def test_what_must_stay_stays_where_heads_have_equal_shares(model, result):
     counts = [len(x) for own in pairs for x in own]
     share = -(-sum(counts) // len(counts)) + 9
     assert max(counts) + 8 > share
-    rule = RKV(keep_prompt=True)
-    limit = Limit(entries_per_head=share, every=16, window=8, strategy=rule)
-    cache = result.new_cache(limit)
+    keeps = {"every": 16, "window": 8, "strategy": RKV(keep_prompt=True)}
+    cache = result.new_cache(Limit(entries_per_head=share, **keeps))
     model.generate(**result.inputs, past_key_values=cache, max_new_tokens=90, do_sample=False)
     assert cache.cuts > 1
     for layer, own in zip(cache.grace_layers, pairs, strict=True):

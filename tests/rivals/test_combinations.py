@@ -42,8 +42,8 @@ def test_a_comparison_sets_one_window_for_all():
         own = recipe != "gracekv-plus-trees" and recipe.startswith(
             ("gracekv-plus", "gracekv-agnostic", "gracekv-draft", "gracekv-foresight")
         )
-        one = ("attention-matching", "attention-matching-omp", "rdkv", "streaming-llm")
-        expected = 1 if recipe in one else 4 if own else 10
+        one = recipe.startswith(("attention-matching", "kvzip", "rdkv", "streaming-llm"))
+        expected = 1 if one else 4 if own else 10
         if recipe.endswith("-allocated"):
             expected = 2
         assert run.accounting.recent == expected
