@@ -235,7 +235,8 @@ def _run(state: dict[str, Any]) -> str:
     return (
         f"The run: commit {state['commit']}, {state['machine']}; {state['versions']}; "
         f"{sum(outcome['minutes'] for outcome in ended):.0f} minutes, {len(ended)} of {len(PARTS)} "
-        f"parts. {f'Not whole: {chr(44).join(short)}.' if short else 'All parts are whole.'}\n"
+        f"parts. {f'Not whole: {chr(44).join(short)}. ' if short else ''}Other tables name their "
+        "own commit.\n"
     )
 
 
