@@ -128,7 +128,9 @@ def _gains(scores: Tensor, omega: Tensor) -> Tensor:
 
 def check_finite(scores: Tensor, sensitivity: Tensor) -> None:
     """Raise `NonFiniteError` if R^tok or omega [any shapes] hold NaN or infinity."""
-    if not bool(scores.isfinite().all() & sensitivity.to(scores.device).isfinite().all()):
+    # Only numbers that are not finite differ from themselves.
+    bad, worse = ((x - x).any() for x in (scores, sensitivity.to(scores.device)))
+    if bool(bad | worse):
         raise NonFiniteError(
             "Scores or sensitivities hold NaN or infinity, so tokens cannot be ranked. Check the "
             "scorer for overflow."
