@@ -221,8 +221,8 @@ class ContextStore:
 
     def _read(self, name: str, header: ContextHeader) -> StoredContext:
         path, model = self.folder(name) / header.entries_file, header.model
-        first, after = self._heads or (0, model["kv_heads"])
-        self.loaded.check(name, header.bytes * (after - first) // model["kv_heads"])
+        if self._heads is None:  # of some heads, the header tells no bytes
+            self.loaded.check(name, header.bytes)
         devices = [torch.device("cpu")] * model["layers"]
         try:
             cache = read_cache(path, devices, header.digest)
@@ -239,7 +239,7 @@ class ContextStore:
             raise StoreError(f"Context {name!r} is damaged: its header is of other entries.")
         if self._heads is not None:
             # A copy, so that the other heads are freed.
-            layers = tuple(layer.rows(first, after).mapped(torch.clone) for layer in layers)
+            layers = tuple(layer.rows(*self._heads).mapped(torch.clone) for layer in layers)
         return StoredContext(header, layers, int(cache.entries().max()))
 
 
