@@ -46,7 +46,7 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
 
 
 def quick_marks(model: Any) -> dict[str, str]:
-    """Those of a model's marks that take no time: class, name, dtype and active adapters."""
+    """The marks of a model that are read at once: class, name, dtype and active adapters."""
     return {
         "model_class": type(model).__name__,
         "model_name": str(getattr(model.config, "name_or_path", "")),

@@ -125,7 +125,7 @@ class Compressor:
                 past = None if chunk.past is None else self._store.load(*chunk.past)
                 recording = Recording(chunk.order, chunk.length, self._served(), *own, past)
                 if self._device.type == "cuda":
-                    # Without what torch keeps for vLLM's largest steps.
+                    # What torch has cached belongs to vLLM's largest steps.
                     recording.check_free(torch.cuda.mem_get_info(self._device)[0])
             except Exception as error:
                 recording = error
