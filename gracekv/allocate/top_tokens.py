@@ -128,7 +128,7 @@ def _gains(scores: Tensor, omega: Tensor) -> Tensor:
 
 def check_finite(scores: Tensor, sensitivity: Tensor) -> None:
     """Raise `NonFiniteError` if R^tok or omega [any shapes] hold NaN or infinity."""
-    # Only numbers that are not finite differ from themselves.
+    # x - x is 0, and NaN where x is not finite.
     bad, worse = ((x - x).any() for x in (scores, sensitivity.to(scores.device)))
     if bool(bad | worse):
         raise NonFiniteError(

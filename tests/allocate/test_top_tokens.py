@@ -120,5 +120,7 @@ def test_what_cannot_be_ranked_is_refused():
     scores, omega = torch.rand(2, 2, 9), torch.ones(2, 2)
     with pytest.raises(ShapeError, match="quota"):
         top_tokens(scores, omega, 5, torch.ones(3, 2))
-    with pytest.raises(NonFiniteError, match="NaN"):
-        top_tokens(scores, omega * torch.inf, 5, None)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        for wrong in ((scores * bad, omega), (scores, omega * bad)):
+            with pytest.raises(NonFiniteError, match="NaN"):
+                top_tokens(*wrong, 5, None)

@@ -177,8 +177,7 @@ def test_where_nothing_is_removed_it_is_the_stock_models_answer(model, tail):
     longer = compressed(model, 1, tail=tail)
     for first in range(END, 150, 20):
         longer = longer.extend(IDS[first : first + 20], ratio=1)
-    got = longer.generate_ids(6)[0]
-    same_greedy(got, *stock_steps(model, longer.prompt.ids, 6))
+    same_greedy(longer.generate_ids(6)[0], *stock_steps(model, longer.prompt.ids, 6))
 
 
 @pytest.fixture(scope="module")

@@ -137,8 +137,7 @@ def test_layers_and_chunks_are_told():
 @pytest.mark.parametrize("layer", [0, 2])
 def test_what_stops_it_leaves_the_model_as_it_was(error, layer):
     model = tiny_llama(layers=3)
-    before = facts(model)
-    calls = itertools.count()
+    before, calls = facts(model), itertools.count()
 
     def stop(*_):
         if next(calls) == 2:
