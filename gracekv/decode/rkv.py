@@ -37,7 +37,7 @@ class RKV(Decoder):
     per_head: ClassVar[bool] = True
 
     queries: int = bounded(8, at_least=1)
-    share: float = bounded(0.07, at_least=0, at_most=1)
+    share: float = bounded(0.1, at_least=0, at_most=1)
     kernel: int = bounded(7, at_least=1, odd=True)
     threshold: float = 0.5
     keep_prompt: bool = False

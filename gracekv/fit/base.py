@@ -80,7 +80,7 @@ class ReferenceQueries(Configurable):
     replay: Replay = field(default_factory=lambda: Replay(max_queries=64))
     tail: int = bounded(16, at_least=0)
     tail_share: float = bounded(0.4, at_least=0, at_most=1)
-    repeat: int = bounded(0, at_least=0, hint="0: no second pass; Attention Matching's is 512.")
+    repeat: int = bounded(0, at_least=0, hint="0: no second pass; Attention Matching's is 4096.")
     repeat_share: float = bounded(1.0, above=0, at_most=1)
     repeat_chunk: int = bounded(4096, at_least=1, hint="kvzip_two_pass has 2048.")
 

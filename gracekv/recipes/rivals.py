@@ -69,8 +69,12 @@ RIVALS: Mapping[str, Recipe] = {
     ),
     "expected-attention": Recipe(
         "Tokens by the attention that unknown future queries are expected to pay them",
-        "Devoto et al. 2025, arXiv:2510.00636; the question is not read",
-        {**_RIVAL, "value": "expected_attention"},
+        "Devoto et al. 2025, arXiv:2510.00636; as its authors run it, the question is not read",
+        {
+            **_RIVAL,
+            "value": {"name": "expected_attention", "epsilon": 1e-2},
+            "quota": {"name": "adaptive_heads", "rule": "safeguard"},
+        },
     ),
     "kvzip-two-pass": Recipe(
         "One top-k over all heads by attention received while the model repeats the context",
@@ -130,7 +134,7 @@ RIVALS: Mapping[str, Recipe] = {
     "compactor": Recipe(
         "Tokens by leverage of their keys and attention inside chunks of 256, without a mask",
         "Chari & Van Durme 2025, arXiv:2507.08143; exact leverage, the question is not read",
-        {**_RIVAL, "value": "compactor"},
+        {**_RIVAL, "value": "compactor", "quota": {"name": "adaptive_heads", "floor": 0.0}},
     ),
     "tova": Recipe(
         "Tokens by attention from the prompt's last position, a layer's heads alike",

@@ -13,9 +13,6 @@ from gracekv.value.base import SCORERS, Memory, Scorer
 from gracekv.value.critical import WrittenNorms
 from gracekv.value.scissorhands import attention_probabilities
 
-# The most that ranks add to equal scores, as a share of them.
-_RANKS = 1e-2
-
 
 @SCORERS.register("defensive")
 class Defensive(Scorer):
@@ -61,6 +58,7 @@ class Defensive(Scorer):
         order = mean.sort(dim=-1, descending=True, stable=True)
         held = order.values.cumsum(dim=-1) / mean.sum(dim=-1, keepdim=True).clamp_min(1e-30)
         near = shares[..., -self.window :].sum(dim=-1).mean()
-        ranks = torch.linspace(_RANKS, 0, region.length, device=best.device, dtype=torch.float32)
-        first = torch.where(held < self.mass - near, scores.max() * (1 + ranks), 0.0)
+        ranks = torch.arange(region.length, 0, -1, device=best.device, dtype=torch.float32)
+        # Above all scores, and alike in all layers: heads take turns.
+        first = torch.where(held < self.mass - near, 2.0 + ranks, 0.0)
         return torch.maximum(scores, torch.zeros_like(scores).scatter_(-1, order.indices, first))

@@ -106,14 +106,14 @@ class ExpectedAttention(Scorer):
         future_positions: number of next positions that a query may have (512).
         sinks: first prompt tokens that are left out of the statistics and always kept (4).
         value_norm: multiply by |v|.
-        epsilon: added to the expected attention before that (0).
+        epsilon: added to the expected attention before that (kvpress has 0 unless told).
     """
 
     removed_fields = (("covariance", True),)
     future_positions: int = bounded(512, at_least=1, hint="The published number is 512.")
     sinks: int = bounded(4, at_least=0, hint="The published number is 4.")
     value_norm: bool = True
-    epsilon: float = bounded(0.0, at_least=0, hint="The published value is 0.")
+    epsilon: float = bounded(0.0, at_least=0, hint="Its authors add 0.01.")
 
     def needs(self) -> Needs:
         """Statistics of the queries of prefix and context."""

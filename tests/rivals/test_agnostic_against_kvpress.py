@@ -10,7 +10,7 @@ import torch
 from gracekv.value import Compactor, Critical, LagRelative, Scorer
 from gracekv.value.critical import WrittenNorms
 from support.covering import LONG
-from support.kvpress_cases import RATIOS, ours, true_scores
+from support.kvpress_cases import RATIOS, assert_same_kept, exactly, ours, theirs, true_scores
 from support.margins import assert_same_choice, indicator
 
 # Their scores and ours differ by rounding, relative to scores of about 1.
@@ -26,7 +26,7 @@ def assert_keeps_the_same(case, recipe, press, window=0, least=1, shift=False, *
         entries = max(case.entries(ratio), least)
         want = torch.zeros_like(scores, dtype=torch.bool)
         want.scatter_(-1, scores.topk(entries, dim=-1).indices, True)
-        kept, _ = ours(case, recipe, entries, window, **changes)
+        kept, _ = ours(case, recipe, entries, window, quota="per_head", **changes)
         got = indicator(kept, case.length).view(want.shape)
         assert_same_choice(got, want, scores, margin=MARGIN)
 
@@ -42,8 +42,16 @@ def test_key_methods(case, kvpress_module, recipe, module, name):
 def test_expected_attention(case, kvpress_module):
     for block in case.model.model.layers:  # where the press looks for it
         block.self_attn.rotary_emb = case.model.model.rotary_emb
-    press = kvpress_module("presses.expected_attention_press").ExpectedAttentionPress()
-    assert_keeps_the_same(case, "expected-attention", press)
+    press = kvpress_module("presses.expected_attention_press").ExpectedAttentionPress
+    assert_keeps_the_same(case, "expected-attention", press(), value="expected_attention")
+    adaptive = kvpress_module("presses.adakv_press").AdaKVPress  # as its authors run it
+    for ratio in RATIOS:
+        n = case.entries(ratio)
+        kept, scores = ours(case, "expected-attention", n, window=0)
+        stage = press(exactly(n, case.length), epsilon=1e-2)
+        true = iter(true_scores(case, stage))
+        stage.score = lambda *_, true=true: next(true)[None]  # `theirs` puts positions into values
+        assert_same_kept(kept, theirs(case, adaptive(stage)), scores, across_heads=True)
 
 
 def test_tova(case, kvpress_module):

@@ -58,7 +58,8 @@ def test_equals_the_public_code(seed, group, window, kernel):
         scores, first = published(attention, norms, 2, window, kernel)
         # Tokens on the edge of the first stage may fall to either side.
         top = scores.max()
-        assert (got[layer][first] >= top * (1 - 1e-5)).float().mean() > 0.95
+        # Above all scores of all layers, so that layers share a small budget evenly.
+        assert (got[layer][first] > 2).float().mean() > 0.95
         rest = ~first & (got[layer] < top * (1 - 1e-5))
         assert rest.sum() >= (~first).sum() - 2
         torch.testing.assert_close(got[layer][rest], scores[rest], rtol=1e-4, atol=1e-8)
