@@ -146,6 +146,8 @@ def _count(
             launches += 9
     if name == "repeat_interleave" and kwargs.get("output_size") is None:
         syncs += 1
+    if base == "cumsum" and outputs[0].is_floating_point():
+        State.ledger.refuse("cumsum of floats under torch.use_deterministic_algorithms")
     for tensor in plain:
         # CPU scalars are free and indices are uploaded; anything else raises on CUDA.
         if tensor.dim() and name.startswith(("index", "_index")):

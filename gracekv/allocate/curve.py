@@ -46,14 +46,15 @@ def auction_curve(
     `scores` [L, G, N] and `sensitivity` [L, G] are those of the run's `Relevance`.
 
     Operations are put in the order of the greedy auction (least unit utility on the path, falling),
-    whichever allocator chose them.
+    whichever allocator chose them. Sums of floats are on the CPU: a GPU's are not reproducible, and
+    `torch.use_deterministic_algorithms` refuses them.
     """
-    zero = torch.zeros(1, dtype=torch.int64)
+    zero = torch.zeros(1, dtype=torch.int64, device="cpu")
     floor_entries = 0
     if frontier is None:
         gains = entry_gains(scores, sensitivity, selection)
-        gained = gains.sort(descending=True).values.cumsum(0).cpu()
-        spent = torch.arange(1, len(gained) + 1)
+        gained = gains.sort(descending=True).values.cpu().cumsum(0)
+        spent = torch.arange(1, len(gained) + 1, device="cpu")
     else:
         ops = Operations.of(frontier.forest)
         executed = ops.executed(frontier)
@@ -62,13 +63,14 @@ def auction_curve(
         # Operations that the floor executed have the key +inf and come first.
         order = bought[ops.path_minimum(before)[bought].sort(descending=True, stable=True).indices]
         spent = ops.cost[order].cumsum(0).cpu()
-        gained = ops.gain[order].cumsum(0).cpu()
+        gained = ops.gain[order].cpu().cumsum(0)
         floor_entries = int(torch.where(before, ops.cost, 0).sum())
     # About `_POINTS` evenly spaced points, the floor's end and the last too.
-    at = torch.arange(len(spent))
+    at = torch.arange(len(spent), device="cpu")
     if len(spent) > _POINTS:
-        marks = torch.linspace(0, int(spent[-1]), _POINTS, dtype=torch.float32).long()
-        marks = torch.cat([marks, torch.tensor([floor_entries, int(spent[-1])])]).sort().values
+        marks = torch.linspace(0, int(spent[-1]), _POINTS, dtype=torch.float32, device="cpu").long()
+        ends = spent.new_tensor([floor_entries, int(spent[-1])])
+        marks = torch.cat([marks, ends]).sort().values
         at = torch.searchsorted(spent, marks).clamp(max=len(spent) - 1).unique()
     return AuctionCurve(
         entries=torch.cat([zero, spent[at]]),

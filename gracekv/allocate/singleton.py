@@ -73,7 +73,9 @@ class Singleton(Floor):
         score = self._score(relevance, shard)
         order = score.sort(dim=-1, descending=True, stable=True)
         passes = order.values >= self.gamma / scores.shape[-1]
-        before = relevance.gather(-1, order.indices).cumsum(-1) <= self.eta
+        # On the CPU: a GPU's running sums of floats are not reproducible.
+        sums = relevance.gather(-1, order.indices).cpu().cumsum(-1)
+        before = sums.to(relevance.device) <= self.eta
         # Scores fall and sums rise along the order, so both conditions hold on a prefix.
         counts = (passes & before).sum(-1).maximum(passes[..., 0].long())
         if (total := shard.total(int(counts.sum()))) > limit:

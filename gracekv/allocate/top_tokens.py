@@ -116,7 +116,9 @@ def entry_gains(scores: Tensor, sensitivity: Tensor, selection: Selection) -> Te
     if selection.end is None:
         return _gains(scores.flatten(0, 1)[head, start], omega.flatten()[head])
     gains = _gains(scores, omega[..., None])
-    sums = torch.nn.functional.pad(gains.cumsum(dim=-1), (1, 0)).flatten(0, 1)
+    # On the CPU: a GPU's running sums of floats are not reproducible.
+    sums = gains.cpu().cumsum(dim=-1).to(device)
+    sums = torch.nn.functional.pad(sums, (1, 0)).flatten(0, 1)
     return sums[head, selection.end.to(device).long() - origin] - sums[head, start]
 
 

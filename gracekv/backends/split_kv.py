@@ -72,7 +72,7 @@ class SplitEntries:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _split(layer: Layer, batch: int, group: int, rows: tuple[int, ...] | None) -> SplitKV | None:
-    given = None if rows is None else torch.tensor(rows)
+    given = None if rows is None else torch.tensor(rows, device="cpu")
     of_row = sequence_of_row(given, batch, layer.sequences, torch.device("cpu"))
     counts = torch.bincount(of_row, minlength=layer.sequences)
     most_queries = int(counts.max()) * group
@@ -83,7 +83,7 @@ def _split(layer: Layer, batch: int, group: int, rows: tuple[int, ...] | None) -
     stored = [exact.offsets, *(entries.offsets for entries in coded)]
     parts = [_part(offsets, queries) for offsets in stored]
     row, first, last = (torch.cat(piece) for piece in zip(*parts, strict=True))
-    part = ragged.rows(torch.tensor([len(piece[0]) for piece in parts]))
+    part = ragged.rows(torch.tensor([len(piece[0]) for piece in parts], device="cpu"))
     order = row.argsort(stable=True)
     row, slots = row[order], ragged.offsets(queries[row[order]])
     continuations = of_row.argsort(stable=True)
@@ -95,7 +95,7 @@ def _split(layer: Layer, batch: int, group: int, rows: tuple[int, ...] | None) -
         "sequence_start": ragged.offsets(counts),
         "continuations": continuations,
         "sequence_of": of_row[continuations],
-        "parts": torch.tensor(list(b"".join(described)), dtype=torch.uint8),
+        "parts": torch.tensor(list(b"".join(described)), dtype=torch.uint8, device="cpu"),
     }
     kinds = {name: torch.uint8 if name == "parts" else torch.int64 for name in tables}
     args = AttentionArgs(

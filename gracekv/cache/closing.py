@@ -20,7 +20,7 @@ from gracekv.prefill.supported import closable_length
 def oldest_position(cache: CompressedCache, shard: HeadShard = WHOLE) -> int:
     """The lowest position of an entry in all processes; above 0 once gaps were closed."""
     # Where nothing was kept, that of the last token.
-    every = [torch.tensor([cache.length - 1]), *(x.index()[1] for x in cache.layers)]
+    every = [torch.tensor([cache.length - 1], device="cpu"), *(x.index()[1] for x in cache.layers)]
     return -int(shard.maximum(-torch.cat(every).amin()))
 
 

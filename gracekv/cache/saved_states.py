@@ -123,7 +123,7 @@ def check_codes(parts: Mapping[str, Tensor], dtype: torch.dtype) -> None:
 
     `dtype` is that of the entries that are not quantised.
     """
-    kind = torch.float16 if dtype == torch.float32 else dtype
+    kind = torch.float16 if dtype.itemsize > 2 else dtype
     for name in ("keys", "values"):
         types = [parts[f"{name}.{x}"].dtype for x in ("codes", "scale", "zero")]
         if types != [torch.uint8, kind, kind] or parts[f"{name}.codes"].ndim != 2:

@@ -59,7 +59,8 @@ class Compaction(Configurable):
         if runs and runs[-1][1] != 1 and runs[-1][0] < _SHORT:
             # It waits for what follows.
             runs.pop()
-        return _joined((tokens, 1.0 if tokens < _SHORT else ratio) for tokens, ratio in runs)
+        # At least 8 entries a head: recent windows need 4, which may be twice as wide.
+        return _joined((n, 1.0 if n < _SHORT else min(ratio, n / 8)) for n, ratio in runs)
 
 
 def _joined(runs: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -27,5 +27,5 @@ class Random(Decoder):
 
     def scores(self, held: HeldLayer) -> Tensor:
         rng = torch.Generator().manual_seed(hash((self.seed, held.number, held.now)) % 2**63)
-        drawn = torch.rand(held.positions.shape, generator=rng, dtype=torch.float32)
+        drawn = torch.rand(held.positions.shape, generator=rng, dtype=torch.float32, device="cpu")
         return drawn.to(held.keys.device)

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import deepcopy
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -33,7 +33,7 @@ from gracekv.prefill.chat_text import Message, check_question, new_turns, plain_
 from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.supported import trained_length
+from gracekv.prefill.supported import check_needs, trained_length
 
 
 class Conversation:
@@ -68,6 +68,8 @@ class Conversation:
             "The compressed context",
             "Put the weights or adapters back, or compress it with this model.",
         )
+        if compact is not None:
+            check_needs(result.model, result.pipeline.needs(), passage=True)
         self._closed, self._limit, self._compact = False, limit, compact
         # A copy or pickle is refused as the result's.
         self._first, self._lock = result, threading.Lock()
@@ -83,8 +85,9 @@ class Conversation:
         self._cache = result.new_cache(self._limit)
         self._result, self._model, self._prompt = result, result.model, result.prompts[0]
         self._ids = self._prompt.ids[: self._prompt.spans.context_end]
-        # Role and tokens of each message that is not compressed.
+        # Role and tokens of each message that is not compressed; their sum when that failed.
         self._tail: list[tuple[str, int]] = []
+        self._failed = 0
 
     @overload
     def ask(
@@ -136,7 +139,7 @@ class Conversation:
             max_new_tokens: most tokens of the answer.
             tools: the tools of the context, each time the same.
             edited: "compress" begins anew after the context if a message is not the one that was
-                read, and compresses all older messages again; otherwise that is refused.
+                read, and compresses older messages as `compact` says; otherwise that is refused.
             kwargs: go to `model.generate`.
 
         Raises what `ask` raises, `EditedHistoryError` for a history that was edited, and
@@ -188,7 +191,8 @@ class Conversation:
         result: Any = self._result
         for tokens, how in runs:
             if self._limit is not None and self._limit.positions == "closed":
-                result = _of_run(result, closed_run(result, tokens))
+                # The token after the run is read, too.
+                result = _of_run(result, closed_run(result, tokens + 1))
             result, turns = result.extend(turns[:tokens], **how), turns[tokens:]
         if self._limit is not None:
             result = _of_run(result, limited_run(result, self._limit))
@@ -196,7 +200,7 @@ class Conversation:
 
     @property
     def accounting(self) -> Occupancy:
-        """Entries and bytes of the context and all turns, now and at most."""
+        """Entries and bytes of context and turns, now and at most since the last compression."""
         held: Occupancy = self._cache.accounting
         return held
 
@@ -205,7 +209,8 @@ class Conversation:
 
         Raises what `result.report` does.
         """
-        self._result.report(path, cache=self._cache)
+        noted = self._limit is not None and self._limit.history
+        self._result.report(path, cache=self._cache if noted else None)
 
     def close(self) -> None:
         """Let go of the cache; a further question raises `CacheError`."""
@@ -279,29 +284,33 @@ class Conversation:
                 self._tail = [*self._tail, *((role, len(ids)) for role, ids in older)]
                 self._ids = torch.cat([self._ids, *(self._ids.new_tensor(ids) for _, ids in older)])
                 # Copies, so that edits of what the caller holds are found.
-                self.messages, self._tools = deepcopy(list(messages[:-1])), copy(tools)
+                self.messages, self._tools = deepcopy(list(messages[:-1])), deepcopy(tools)
                 self._compress_older()
                 ids = torch.cat([self._ids, self._ids.new_tensor(last)])
                 check_room(self._model, self._prompt, len(ids), max_new_tokens, self._limit)
                 yield ids
             except BaseException:
-                self.__dict__.update(before | {"_closed": self._closed})
+                self.__dict__.update(before | {"_closed": self._closed, "_failed": self._failed})
                 undo()
                 raise
 
     def _compress_older(self) -> None:
         """Compress older messages if it is time; the others are read again with the next turn."""
-        if self._compact is None:
+        waiting = sum(tokens for _, tokens in self._tail)
+        if self._compact is None or waiting - self._failed <= self._compact.after:
             return
         runs = self._compact.runs(self._tail, len(self.messages) - len(self._tail))
         left, ids, kept = sum(tokens for tokens, _ in runs), self._ids, list(self._tail)
         if runs:
+            self._failed = waiting
             tail = ids[len(ids) - sum(tokens for _, tokens in kept) :]
             # A context that was longer than what the model knows may go on, as turns do.
             known = trained_length(self._model) or sys.maxsize
             beyond = self._first.prompts[0].spans.context_end > known
             how = {"capture": CaptureOptions(beyond_positions=beyond)}
-            self._extend(tail, [(tokens, {"ratio": ratio, **how}) for tokens, ratio in runs])
+            # A ratio of 1 may count bytes of 16 bits, which wider numbers do not fit.
+            sizes = [{"entries_per_head": n} if x == 1 else {"ratio": x} for n, x in runs]
+            self._extend(tail, [(n, how | x) for (n, _), x in zip(runs, sizes, strict=True)])
             self._ids = torch.cat([self._ids, tail[left:]])
             while left > 0:
                 left -= kept.pop(0)[1]

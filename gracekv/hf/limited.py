@@ -143,7 +143,8 @@ class LimitedCache(GraceCache):
         if not self.limit.history or self.grace_layers[0].batch > 1:
             return super().history
         first, keys = self._start.packed_length, self._start.packed.layers[-1].exact.keys
-        return CutHistory(first, torch.tensor(self._read, dtype=torch.long), (*self._left,), keys)
+        read = torch.tensor(self._read, dtype=torch.long, device="cpu")
+        return CutHistory(first, read, (*self._left,), keys)
 
     def _count(self) -> None:
         """Count packed entries in all layers and heads, of all sequences and of each."""

@@ -83,9 +83,9 @@ class CompressionResult(BaseResult):
             cache: the cache that the answer was written on, made by
                 `new_cache(Limit(..., history=True))`; the page then shows what each cut left of it.
 
-        Raises `ReportError` if the result was loaded from a file and holds merged entries, whose
-        tokens are not in the file, or if the cache is none of this result's; `CacheError` if it has
-        no history.
+        Raises `ReportError` if the result was loaded from a file or extended and holds merged
+        entries, whose tokens are not known any more, or if the cache is none of this result's;
+        `CacheError` if it has no history.
         """
         from gracekv.report import write
 

@@ -32,6 +32,7 @@ from gracekv.prefill.partial_attention import CausalMasks, PartialAttention, chu
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.spans import widened
 from gracekv.prefill.supported import longest_sequence
+from gracekv.undo import full_float32
 
 if TYPE_CHECKING:
     from gracekv.prefill.base import Prefill
@@ -110,7 +111,9 @@ class _ModelContinuation:
             self._values[layer].append(call.value[0])
             keys, values = (torch.cat(x[layer], dim=1) for x in (self._keys, self._values))
             rope = self._passes.rope(layer)
-            observe(layer, TokenRun(start, query[0], keys, values, rope, call.scale, **call.logits))
+            run = TokenRun(start, query[0], keys, values, rope, call.scale, **call.logits)
+            with full_float32():
+                observe(layer, run)
             return attention(call, query, keys, values)
 
         row, places = (x[None].to(device) for x in (ids, positions))

@@ -36,7 +36,7 @@ def encode(data: ReportData) -> tuple[dict[str, Any], bytes]:
         parts[name] = "".join(texts).encode("utf-8", "replace")
         # JavaScript counts text in units of UTF-16.
         units = [len(text.encode("utf-16-le", "replace")) // 2 for text in texts]
-        parts[f"{name}Lengths"] = _u32(torch.tensor(units))
+        parts[f"{name}Lengths"] = _u32(torch.tensor(units, device="cpu"))
     cuts = None
     if history is not None:
         parts["held"] = b"".join(map(_u32, history.held))

@@ -83,7 +83,7 @@ class KeptEntries:
 
     def entry_of_token(self, position: int) -> Tensor:
         """int64 [L*G]: the entry of each head that stands for the token, -1 where it is dropped."""
-        holder = torch.full((len(self.offsets) - 1,), -1)
+        holder = torch.full((len(self.offsets) - 1,), -1, device="cpu")
         at = ((self.start <= position) & (position < self.end)).nonzero()[:, 0]
         holder[self.head_of_entry()[at]] = at
         return holder
@@ -101,8 +101,8 @@ def check_result(result: object) -> None:
 def kept_entries(result: Result) -> KeptEntries:
     """The context entries of `result`, and the tokens that each stands for.
 
-    Raises `ReportError` if `result` was loaded from a file and holds merged entries, or if the
-    packer did not pack the selected entries in order.
+    Raises `ReportError` if `result` was loaded from a file or extended and holds merged entries, or
+    if the packer did not pack the selected entries in order.
     """
     run, spans, represents = result._run, result.prompt.spans, result.pipeline.pack.represents
     cache, record = run.cache, run.recorded()
@@ -118,9 +118,8 @@ def kept_entries(result: Result) -> KeptEntries:
         full = run.accounting.entries.numel() * spans.context_length
         if represents == "node" and run.accounting.spent < full:
             raise ReportError(
-                "This result was loaded from a file, which holds merged entries but not the "
-                "tokens that each stands for. Write the report from the result of compress, "
-                "beside result.save."
+                "This result was loaded from a file or extended, and holds merged entries but not "
+                "the tokens that each stands for. Write the report from the result of compress."
             )
         return entries
 

@@ -106,7 +106,7 @@ def token_statuses(result: Result, position: int) -> TokenStatuses:
         )
     entries = kept_entries(result)
     first, last = entries.region
-    holder = torch.full((entries.layers * entries.heads,), -2)
+    holder = torch.full((entries.layers * entries.heads,), -2, device="cpu")
     if first <= position < last:
         holder = entries.entry_of_token(position)
     record, relevance, numbers = run.recorded(), None, run.cache.model_layers

@@ -148,8 +148,10 @@ def select_seeds(score: Tensor, mass: float, limit: int) -> Tensor:
 
     Source: the paper, "Direct relevance".
     """
-    ordered = score.double().sort(descending=True, stable=True)
+    # On the CPU: a GPU's running sums of floats are not reproducible.
+    ordered = score.double().cpu().sort(descending=True, stable=True)
     reached = ordered.values.cumsum(0)
     # The total is the last of these sums: a sum in another order could differ in its last bit and
     # select tokens of score 0.
-    return ordered.indices[reached - ordered.values < mass * reached[-1]][:limit].sort().values
+    seeds = ordered.indices[reached - ordered.values < mass * reached[-1]][:limit].sort().values
+    return seeds.to(score.device)

@@ -60,7 +60,7 @@ class Scissorhands(Scorer):
         for first in range(capture.spans.last(self.history).start, length, _ROWS):
             probes = torch.arange(first, min(first + _ROWS, length))
             shares = attention_probabilities(capture, probes)[..., region.start : region.end]
-            uniform = (1.0 / (probes + 1)).to(device)[:, None]
+            uniform = (1.0 / (probes + 1).float()).to(device)[:, None]
             important = reduce(shares >= uniform, "(g n) p t -> g t", "sum", g=groups)
             counts[:, : important.shape[-1]] += important
         return counts

@@ -57,6 +57,8 @@ def test_short_runs_stay_whole():
     assert policy.runs([*turns, ("assistant", 9)], 0) == [(119, 1.0)]
     # What has no tokens, such as an empty answer, is in no run.
     assert policy.runs([("user", 0), ("assistant", 200), ("user", 0)], 0) == [(200, 4.0)]
+    # A recent window fits.
+    assert gracekv.Compaction(after=64, ratio=16, recent=0).runs([("user", 72)], 0) == [(72, 9.0)]
 
 
 @given(

@@ -84,6 +84,40 @@ def test_a_conversation_that_compresses_itself_grows_less(book):
     assert len(set(held)) == 3
 
 
+def test_what_is_kept_keeps_all_its_entries(model, prompt):
+    """Numbers of 32 bits do not fit the bytes that a ratio of 1 counts."""
+    kept = {"pipeline": "gracekv-agnostic-allocated", "kv_bytes": "40kB"}
+    book = gracekv.compress(model, prompt, **kept)
+    policy = gracekv.Compaction(after=64, ratio=16, recent=0, keep=("user", "assistant"))
+    with book.chat(compact=policy) as chat:
+        for question in questions(4):
+            chat.ask(question, max_new_tokens=12)
+        result = chat._result
+        added = result.prompt.spans.context_end - book.prompt.spans.context_end
+        assert added > 64
+        assert torch.equal(result.accounting.entries, book.accounting.entries + added)
+
+
+@pytest.mark.parametrize("ratio", [4, 16])
+def test_older_messages_may_be_compressed_far(book, ratio):
+    with book.chat(compact=gracekv.Compaction(after=64, ratio=ratio, recent=0)) as chat:
+        for question in questions(4):
+            chat.ask(question, max_new_tokens=12)
+        assert chat._result is not book
+
+
+def test_a_compression_that_fails_is_told_once(book, monkeypatch):
+    def refuse(*_, **__):
+        raise BudgetError("no room")
+
+    monkeypatch.setattr(type(book), "extend", refuse)
+    with book.chat(compact=gracekv.Compaction(after=64, recent=0)) as chat:
+        chat.ask("Who fell? " * 20, max_new_tokens=4)
+        with pytest.raises(BudgetError, match="no room"):
+            chat.ask("Why?")
+        assert chat.ask("Why?", max_new_tokens=4) == chat.messages[-1]["content"]
+
+
 def test_a_streamed_turn_counts_when_it_is_read_to_its_end(book):
     with book.chat() as chat:
         spoken = "".join(chat.ask("Who fell?", max_new_tokens=8, stream=True))

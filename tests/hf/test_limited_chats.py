@@ -71,6 +71,17 @@ def test_what_a_conversation_compresses_stays_within_its_limit():
     assert max(held) == 4 * (150 - 8)
 
 
+def test_a_message_of_half_of_the_positions_is_compressed():
+    """So is the token after it."""
+    limit = Limit(entries_per_head=100, every=384, window=8, positions="closed")
+    with compressed(512, 4).chat(limit, gracekv.Compaction(after=64, ratio=8)) as chat:
+        while len(chat._ids) < 700:
+            chat.ask(f"word5 {TEXT[:120]}", max_new_tokens=4)
+        chat.ask(" ".join((TEXT.split() * 3)[:150]), max_new_tokens=4)
+        for turn in range(3):
+            chat.ask(f"word{turn}", max_new_tokens=4)
+
+
 def test_bytes_are_those_that_dequantised_entries_take():
     kept = limited_run(compressed(512, 2, "gracekv-agnostic-allocated"), Limit(ratio=2)).accounting
     assert kept.spent_bytes == kept.spent * 2 * 16 * 4

@@ -6,9 +6,12 @@ import sys
 import pytest
 import torch
 
+import gracekv
 from gracekv import Budget, Pipeline
 from gracekv.testing import synthetic_prefill
+from gracekv.testing.models import tiny_llama
 from gracekv.undo import full_float32
+from gracekv.value import draft_attention, kvzip_two_pass
 
 
 @pytest.fixture
@@ -46,6 +49,29 @@ def test_stages_compute_in_full_float32(precision, monkeypatch):
     pipeline.run(synthetic_prefill(context=150, layers=2), Budget.ratio(4))
     assert seen == ["highest"] * 8
     assert torch.get_float32_matmul_precision() == "high"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "module", "product"),
+    [
+        ("gracekv-draft", draft_attention, "capped"),
+        ("kvzip-two-pass", kvzip_two_pass, "received_attention"),
+    ],
+)
+def test_what_further_passes_see_is_computed_in_full_float32(
+    precision, monkeypatch, recipe, module, product
+):
+    stock, seen = getattr(module, product), set()
+
+    def watched(*args, **options):
+        seen.add(torch.get_float32_matmul_precision())
+        return stock(*args, **options)
+
+    monkeypatch.setattr(module, product, watched)
+    precision("high")
+    prompt = gracekv.Prompt.from_ids(torch.arange(90), (4, 80))
+    gracekv.compress(tiny_llama(), prompt, ratio=2, pipeline=recipe)
+    assert seen == {"highest"}
 
 
 def test_settings_by_backend_are_kept_too():

@@ -65,7 +65,7 @@ def test_batches_and_beams(model, fields):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("fields", [{}, {"bits": 4}, ALLOCATED])
 def test_files_hold_what_is_accounted_for(tmp_path, dtype, fields):
     model = tiny_llama(layers=2, dtype=dtype)

@@ -140,8 +140,9 @@ def test_a_chat_reports_its_turns(book, tmp_path):
         chat.ask(f"word{turn} and{turn}", max_new_tokens=24)
     history = chat._cache.history
     assert torch.equal(history.ids, chat._ids[history.first :][: len(history.ids)])
-    chat.report(tmp_path / "chat.html")
-    assert (tmp_path / "chat.html").exists()
+    for name, one in {"chat": chat, "plain": book.chat()}.items():
+        one.report(tmp_path / f"{name}.html")
+        assert (tmp_path / f"{name}.html").exists()
 
 
 @pytest.fixture(scope="session")
