@@ -97,26 +97,6 @@ class RunRecord:
     relevance: CodedRelevance
     curve: AuctionCurve
 
-    @classmethod
-    def of(
-        cls,
-        partition: Partition,
-        relevance: Relevance,
-        selection: Selection,
-        floor: Frontier | None,
-        frontier: Frontier | None,
-    ) -> RunRecord:
-        """The record of a run; arguments are named as in `gracekv.pipeline.run.Run`."""
-        whole = partition.slots == partition.region.length
-        prices = relevance.scores, relevance.sensitivity
-        return cls(
-            region=selection.region,
-            selection=None if selection.end is None else selection.cpu(),
-            slots=None if whole else partition.bounds.to("cpu", torch.int32),
-            relevance=CodedRelevance.of(relevance.scores),
-            curve=auction_curve(selection, *prices, floor, frontier),
-        )
-
     def entry_scores(self, cache: CompressedCache) -> tuple[Tensor, ...]:
         """L tensors float32 [E]: the relevance of the token of each entry of the run's `cache`.
 
@@ -182,7 +162,15 @@ class Run:
         partition, relevance, selection = self.partition, self.relevance, self.selection
         if partition is None or relevance is None or selection is None:
             return self.record
-        return RunRecord.of(partition, relevance, selection, self.floor, self.frontier)
+        whole = partition.slots == partition.region.length
+        prices = relevance.scores, relevance.sensitivity
+        return RunRecord(
+            region=selection.region,
+            selection=None if selection.end is None else selection.cpu(),
+            slots=None if whole else partition.bounds.to("cpu", torch.int32),
+            relevance=CodedRelevance.of(relevance.scores),
+            curve=auction_curve(selection, *prices, self.floor, self.frontier),
+        )
 
     def entry_scores(self) -> tuple[Tensor, ...] | None:
         """L tensors [E] as `RunRecord.entry_scores` gives them; None without a record."""
