@@ -63,17 +63,14 @@ class CodedRelevance:
                 codes = torch.where(large, steps, 0).to(torch.uint8)
         return cls(codes.cpu(), low, high, mean.float().cpu())
 
-    def decoded(self) -> Tensor:
-        """float32 [L, G, N], in multiples of the head's mean."""
-        return self._decode(self.codes)
+    def decoded(self, at: Any = ...) -> Tensor:
+        """float32 [L, G, N], or what `at` picks of it, in multiples of the head's mean."""
+        codes, step = self.codes[at], (self.high - self.low) / 254
+        return torch.where(codes > 0, (self.low + step * (codes.float() - 1)).exp(), 0.0)
 
     def at(self, token: int) -> Tensor:
         """float32 [L, G]: the relevance of one token, counted from the context's start."""
-        return self._decode(self.codes[..., token]) * self.mean
-
-    def _decode(self, codes: Tensor) -> Tensor:
-        step = (self.high - self.low) / 254
-        return torch.where(codes > 0, (self.low + step * (codes.float() - 1)).exp(), 0.0)
+        return self.decoded((..., token)) * self.mean
 
 
 @dataclass(frozen=True, slots=True, eq=False)
