@@ -55,14 +55,6 @@ class HeadViews:
     exact: tuple[tuple[Tensor, Tensor, Tensor], ...]
     coded: tuple[tuple[CodedEntries, tuple[int, ...]], ...]
 
-    @classmethod
-    def of(cls, layer: Layer, threads: int) -> HeadViews:
-        """Those of `layer`, for as many `threads` as read a head at once."""
-        rows = [layer.exact.head(g, s) for s in range(layer.sequences) for g in range(layer.heads)]
-        exact = tuple((keys, values, log_m) for keys, values, _, log_m in rows)
-        coded = tuple((part, tuple(part.offsets.tolist())) for part in layer.coded)
-        return cls(layer.heads, layer.sequences, threads, exact, coded)
-
     def pieces(self, row: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Keys and values [n, d] and log multiplicities [n] of a row, a piece at a time.
 
@@ -97,7 +89,11 @@ class Sdpa(AttentionBackend):
     kernel: Literal["auto", "fused", "plain"] = "auto"
 
     def prepare(self, layer: Layer) -> HeadViews:
-        return HeadViews.of(layer, torch.get_num_threads() if self._fused(layer.device) else 1)
+        threads = torch.get_num_threads() if self._fused(layer.device) else 1
+        rows = [layer.exact.head(g, s) for s in range(layer.sequences) for g in range(layer.heads)]
+        exact = tuple((keys, values, log_m) for keys, values, _, log_m in rows)
+        coded = tuple((part, tuple(part.offsets.tolist())) for part in layer.coded)
+        return HeadViews(layer.heads, layer.sequences, threads, exact, coded)
 
     def held_bytes(self, prepared: HeadViews) -> int:
         return 0
