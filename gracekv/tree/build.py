@@ -35,15 +35,12 @@ def build_forest(
     if (probes := distortion.probes(context)) is not None:
         # Once for all layers: what was not captured is computed by running the model.
         context = replace(context, prefill=context.prefill.with_queries(probes))
-    if budget is None or refiner.max_cost > 2:
-        nodes, drop = _grow_all(context, distortion, refiner, Pruner())
-    else:
-        pruner = Pruner(budget)
+    pruner = Pruner(None if refiner.max_cost > 2 else budget)
+    nodes, drop = _grow_all(context, distortion, refiner, pruner)
+    if not pruner.is_exact():
+        # The first layers gain more than the others, so their guess pruned too much.
+        pruner = Pruner(budget, pruner.lower_bound())
         nodes, drop = _grow_all(context, distortion, refiner, pruner)
-        if not pruner.is_exact():
-            # The first layers gain more than the others, so their guess pruned too much.
-            pruner = Pruner(budget, pruner.lower_bound())
-            nodes, drop = _grow_all(context, distortion, refiner, pruner)
     return _forest(context, nodes, drop, refiner.exact_roots)
 
 
