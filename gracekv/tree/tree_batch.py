@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gracekv.errors import ConfigError
 from gracekv.prefill import Prefill
+from gracekv.prefill.options import free_bytes
 from gracekv.segment.base import Partition
 from gracekv.tree.base import Nodes
 from gracekv.tree.merge import PrototypeRule
@@ -71,9 +72,7 @@ def scratch_bytes(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return _CPU_BYTES
-    free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(min(_MAX_GPU_BYTES, max(_CPU_BYTES, free // 8)))
+    return min(_MAX_GPU_BYTES, max(_CPU_BYTES, free_bytes(device) // 8))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
