@@ -180,11 +180,6 @@ class Composition(Configurable):
         return partition.slots == partition.region.length and self.keeps_or_drops
 
     @property
-    def elastic(self) -> bool:
-        """Whether budget is left unspent rather than buy what gains nothing."""
-        return self.allocate.elastic
-
-    @property
     def keeps_or_drops(self) -> bool:
         """Whether a slot of one token stays or goes at a gain of omega R, in one auction."""
         return (

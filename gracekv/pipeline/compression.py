@@ -126,7 +126,8 @@ class Compression:
                 if self._pool is None:
                     self._pool = EntryPool(info, region, self._plan.base)
                 caps = self._caps(scores, capture.number)
-                self._pool.add(capture, candidates(scores, omega, caps, pipe.elastic))
+                gains = candidates(scores, omega, caps, pipe.allocate.elastic)
+                self._pool.add(capture, gains)
 
     def finish(
         self,

@@ -64,7 +64,7 @@ def held(pipeline, prefill, budget):
     scored = pipeline.value(prefill, region)
     caps = pipeline.quota(scored.scores, plan)
     omega = pipeline.sensitivity(prefill)
-    kept = top_tokens(scored.scores, omega, plan.base, caps, elastic=pipeline.elastic)
+    kept = top_tokens(scored.scores, omega, plan.base, caps, elastic=pipeline.allocate.elastic)
     return Selection.of_tokens(kept, region.start)
 
 
