@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import or_
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from einops import reduce
@@ -37,11 +37,6 @@ class TokenScores:
 
     scores: Tensor
     seed_scores: Tensor
-
-    @classmethod
-    def from_scores(cls, scores: Tensor, shard: HeadShard = WHOLE) -> Self:
-        """Scores [L, G, N] with their mean over heads as seed scores, see `mean_seed_scores`."""
-        return cls(scores, mean_seed_scores(scores, shard=shard))
 
     def __post_init__(self) -> None:
         if self.scores.ndim != 3 or self.seed_scores.shape != self.scores.shape[-1:]:
@@ -232,8 +227,9 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
             if part.compares_layers:
                 memory["scores", part] = part(prefill, region).scores
         prefill = prefill.with_queries(self.asks(prefill, region, memory))
-        scores = [part_scores(self, x, region, memory).to(prefill.keys[0].device) for x in prefill]
-        return TokenScores.from_scores(torch.stack(scores), shard=prefill.shard)
+        each = [part_scores(self, x, region, memory).to(prefill.keys[0].device) for x in prefill]
+        scores = torch.stack(each)
+        return TokenScores(scores, mean_seed_scores(scores, shard=prefill.shard))
 
 
 def part_scores(part: Scorer, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
