@@ -61,14 +61,6 @@ class Children:
     start: Tensor
     end: Tensor
 
-    @classmethod
-    def of_cuts(cls, nodes: Nodes, low: Tensor, high: Tensor) -> Children:
-        """The non-empty ones of [start, low), [low, high), [high, end); int64 [V] cuts."""
-        bounds = torch.stack([nodes.start, low, high, nodes.end], dim=1)
-        start, end = bounds[:, :3], bounds[:, 1:]
-        kept = start < end
-        return cls(kept.sum(dim=1), start[kept], end[kept])
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IntervalCosts:

@@ -235,7 +235,10 @@ class RuleRefiner(Refiner):
 
     def __call__(self, nodes: Nodes, table: CostTable) -> Children:
         low, high = self.rule()(table)
-        return Children.of_cuts(nodes, nodes.start + low, nodes.start + high)
+        bounds = torch.stack([nodes.start, nodes.start + low, nodes.start + high, nodes.end], dim=1)
+        start, end = bounds[:, :3], bounds[:, 1:]
+        kept = start < end
+        return Children(kept.sum(dim=1), start[kept], end[kept])
 
 
 REFINERS = Registry("refine", "into which children a node splits", Refiner)
