@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import string
+import sys
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,15 +73,11 @@ def largest(fits: Callable[[int], bool], least: int, most: int | None = None) ->
     """
     if not fits(least):
         return None
+    limit = sys.maxsize if most is None else most
     good, step = least, 1
-    while True:
-        bad = good + step
-        if most is not None and bad > most:
-            bad = most + 1
-            break
-        if not fits(bad):
-            break
-        good, step = bad, 2 * step
+    while good + step <= limit and fits(good + step):
+        good, step = good + step, 2 * step
+    bad = min(good + step, limit + 1)
     while bad - good > 1:
         middle = (good + bad) // 2
         if fits(middle):
