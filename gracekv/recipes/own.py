@@ -150,11 +150,9 @@ OWN: Mapping[str, Recipe] = {
         "ours: not a method, since it generates the answer first; what selection could reach",
         {**_by({"name": "draft_attention", "max_tokens": 64}), "fit": "none"},
     ),
-    "gracekv-plus-no-fit": Recipe(
-        "gracekv-plus whose kept entries stay as they were", "ours: an ablation", _CHOSEN
-    ),
-    "gracekv-plus-no-replay": Recipe(
-        "gracekv-plus by read-ahead and mean attention alone", "ours: an ablation", _by(_POINTED)
+    "gracekv-plus-no-fit": _ablated("gracekv-plus whose kept entries stay as they were", _CHOSEN),
+    "gracekv-plus-no-replay": _ablated(
+        "gracekv-plus by read-ahead and mean attention alone", _by(_POINTED)
     ),
     "gracekv-plus-only-replay": _ablated(
         "gracekv-plus by replayed queries and the prompt's tail alone", _by(_REPLAYED)
