@@ -44,23 +44,19 @@ class AdaptiveHeads(Quota):
 
     def layer(self, scores: Tensor, layer: int, plan: BudgetPlan) -> Tensor:
         """int64 [G]: shares of one layer's entries from its scores [G, N]."""
-        pool = int(equal_shares(plan)[layer].sum())
+        pool, share = int(equal_shares(plan)[layer].sum()), Fraction(str(self.floor))
         if self.rule == "safeguard":
-            return winners(self._guarded(scores, pool, plan), pool)
-        share = Fraction(str(self.floor))
+            guaranteed = math.floor(share * (pool // plan.heads + plan.recent))
+            # The recent window is held anyway, and counts as part of what is guaranteed.
+            guaranteed = max(guaranteed, int(self.floor > 0)) - plan.recent
+            if guaranteed > 0:
+                # The guaranteed tokens are raised above all others.
+                best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :guaranteed]
+                scores = scores.scatter(-1, best, torch.inf)
+            return winners(scores, pool)
         equal = share * Fraction(pool, plan.heads)
         parts = [(1 - share) * won + equal for won in winners(scores, pool).tolist()]
         return torch.tensor(largest_remainder(parts, pool, plan.compressible), device=scores.device)
-
-    def _guarded(self, scores: Tensor, pool: int, plan: BudgetPlan) -> Tensor:
-        """`scores` [G, N] with the guaranteed tokens raised above all others."""
-        guaranteed = math.floor(Fraction(str(self.floor)) * (pool // plan.heads + plan.recent))
-        # The recent window is held anyway, and counts as part of what is guaranteed.
-        guaranteed = max(guaranteed, int(self.floor > 0)) - plan.recent
-        if guaranteed <= 0:
-            return scores
-        best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :guaranteed]
-        return scores.scatter(-1, best, torch.inf)
 
 
 def winners(scores: Tensor, count: int) -> Tensor:

@@ -45,17 +45,9 @@ class Scissorhands(Scorer):
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Ranks as scores [G, N]."""
-        sums = ColumnSums().layer(capture, region, memory)
-        counts = self._counts(capture, region)
-        # Two stable sorts: if both are equal, the earlier token stays first.
-        by_sum = sums.sort(dim=-1, descending=True, stable=True).indices
-        by_count = counts.gather(-1, by_sum).sort(dim=-1, descending=True, stable=True).indices
-        return rank_scores(by_sum.gather(-1, by_count))
-
-    def _counts(self, capture: LayerCapture, region: Region) -> Tensor:
-        """int64 [G, N]: queries and query heads that find each token important."""
-        length, groups = capture.spans.length, capture.kv_heads
-        device = capture.keys.device
+        sums, groups = ColumnSums().layer(capture, region, memory), capture.kv_heads
+        length, device = capture.spans.length, capture.keys.device
+        # Queries and query heads that find each token important.
         counts = torch.zeros(groups, region.length, dtype=torch.int64, device=device)
         for first in range(capture.spans.last(self.history).start, length, _ROWS):
             probes = torch.arange(first, min(first + _ROWS, length))
@@ -63,7 +55,10 @@ class Scissorhands(Scorer):
             uniform = (1.0 / (probes + 1).float()).to(device)[:, None]
             important = reduce(shares >= uniform, "(g n) p t -> g t", "sum", g=groups)
             counts[:, : important.shape[-1]] += important
-        return counts
+        # Two stable sorts: if both are equal, the earlier token stays first.
+        by_sum = sums.sort(dim=-1, descending=True, stable=True).indices
+        by_count = counts.gather(-1, by_sum).sort(dim=-1, descending=True, stable=True).indices
+        return rank_scores(by_sum.gather(-1, by_count))
 
 
 def attention_probabilities(capture: LayerCapture, probes: Sequence[int] | Tensor) -> Tensor:
