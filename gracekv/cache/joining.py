@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
-from gracekv.cache.coded import CodedEntries
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.cache.quantised import QuantisedEntries
 from gracekv.distributed.sharding import WHOLE, HeadShard
@@ -49,7 +48,10 @@ def joined_cache(
     layers = list[LayerEntries]()
     for one, more in zip(old.layers, new.layers, strict=True):
         joined = _joined_layer(one.exact, more.exact, shift)
-        parts = _joined_codes(one.coded, [more.coded[n] for n in used], shift)
+        # The old parts, then the new ones: blocks cannot grow without new codes.
+        new_parts = (more.coded[n] for n in used)
+        moved = (dataclasses.replace(x, positions=x.positions + shift) for x in new_parts)
+        parts = tuple(sorted([*one.coded, *moved], key=lambda part: -part.coding.bits))
         layers.append(QuantisedEntries(joined, parts) if parts else joined)
     return dataclasses.replace(new, layers=tuple(layers), length=new.length + shift)
 
@@ -103,11 +105,3 @@ def _joined_layer(old: RaggedEntries, new: RaggedEntries, shift: int) -> RaggedE
         parts += [old.head(g), (keys, values, positions + shift, log_m)]
     keys, values, positions, log_m = map(torch.cat, zip(*parts, strict=True))
     return RaggedEntries(keys, values, positions, log_m, offsets(old.lengths + new.lengths))
-
-
-def _joined_codes(
-    old: Sequence[CodedEntries], new: Sequence[CodedEntries], shift: int
-) -> tuple[CodedEntries, ...]:
-    """The parts of `old`, then those of `new`: blocks cannot grow without new codes."""
-    moved = [dataclasses.replace(part, positions=part.positions + shift) for part in new]
-    return tuple(sorted([*old, *moved], key=lambda part: -part.coding.bits))

@@ -72,7 +72,12 @@ def run(
     folder, part = Path(out), shard or Shard()
     sources = Sources(None if experiment.data is None else Path(experiment.data))
 
-    def worker() -> Worker:
+    marks: dict[tuple[str, str], Any] = {}
+    with RowFile(folder, part.name) as file:
+        rows = read_rows(folder)
+        for row in rows:
+            note_marks(row, marks)
+        schedule = make_schedule(experiment, rows, sources, part.owns, retry_failed)
         loaded = (model, tokenizer)
         if model is None:
             from gracekv.hf.smollm2 import load_model
@@ -80,15 +85,7 @@ def run(
             rank = os.environ.get("LOCAL_RANK") if torch.cuda.is_available() else None
             device = None if rank is None else f"cuda:{rank}"
             loaded = load_model(experiment.model, experiment.dtype, device)
-        return Worker(experiment.model, experiment.dtype, *loaded, sources)
-
-    marks: dict[tuple[str, str], Any] = {}
-    with RowFile(folder, part.name) as file:
-        rows = read_rows(folder)
-        for row in rows:
-            note_marks(row, marks)
-        schedule = make_schedule(experiment, rows, sources, part.owns, retry_failed)
-        ready = worker()
+        ready = Worker(experiment.model, experiment.dtype, *loaded, sources)
         note_marks(ready.named, marks)
         written = failed = 0
         columns = (
