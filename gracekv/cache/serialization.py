@@ -114,7 +114,9 @@ class SavedFile:
             raise SavedCacheError(f"{path} lacks or adds {', '.join(missing[:3])}. {AGAIN}")
         layers = []
         with refusing(path, "a whole cache"):
-            padding, length = _whole(header["padding"]), header["length"]
+            padding, length = tuple(header["padding"]), header["length"]
+            if not padding or any(type(number) is not int for number in padding):
+                raise ShapeError(f"padding takes whole numbers, at least one; got {[*padding]!r}")
             codings = _codings(header["coding"])
             states = saved_layer_states(header, self._tensors("kept."), devices)
             others = {state.number for state in states if not state.beside_entries}
@@ -255,9 +257,8 @@ def _layer(
     device: torch.device,
 ) -> LayerEntries:
     """The layer of `parts`; raises `ShapeError` or `KeyError` if they do not make one."""
-    exact = {part: parts[part] for part in PARTS}
-    check_index(exact, length)
-    check_numbers(exact)
+    check_index(parts, length)
+    check_numbers(parts)
     scores = parts.get("scores")
     if scores is not None and (scores.dtype != torch.bfloat16 or not bool((scores >= 0).all())):
         raise ShapeError("scores are not bfloat16, or below 0")
@@ -274,12 +275,6 @@ def _layer(
         check_codes(own, layer.dtype)
         coded.append(CodedEntries.of_tensors(own, coding, sequences))
     return QuantisedEntries(layer, tuple(coded))
-
-
-def _whole(numbers: list[Any]) -> tuple[int, ...]:
-    if not numbers or any(type(number) is not int for number in numbers):
-        raise ShapeError(f"padding takes whole numbers, at least one; got {numbers!r}")
-    return tuple(numbers)
 
 
 def _digest(tensor: Tensor) -> str:
