@@ -109,15 +109,14 @@ def _patch_cuda() -> None:
 
 
 def _patch_gracekv() -> None:
-    from gracekv.kernels import softmax_sums, softmax_sums_triton
+    from gracekv.kernels import softmax_sums
     from gracekv.prefill import fingerprint, projection
     from gracekv.prefill.observations import Clock
     from gracekv.tree.engines import base, numba, triton
     from gracekv.value import block_replay
 
     # They take plain tensors only, and ask `type(x) is Tensor`.
-    kernels = (softmax_sums, softmax_sums_triton)
-    for module in (*kernels, block_replay, fingerprint, projection, base):
+    for module in (softmax_sums, block_replay, fingerprint, projection, base):
         module.Tensor = Pretended  # type: ignore[misc]
     time = Clock.time
 

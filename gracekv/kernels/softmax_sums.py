@@ -23,6 +23,8 @@ Engine = Literal["auto", "torch", "numba", "triton"]
 # Bytes of logits that torch holds at once: about a CPU's cache; on a GPU, enough work for each
 # launch. Very long prompts exceed them, because a product needs a minimum of rows to be fast.
 _CPU_BLOCK, _GPU_BLOCK, _LEAST_ROWS = 4 * 2**20, 256 * 2**20, 16
+# What the compiled engines read; and the largest head dimension of the engine `triton`.
+_COMPILED, _LARGEST_DIM = (torch.float32, torch.bfloat16, torch.float16), 256
 
 
 def softmax_columns(
@@ -86,18 +88,12 @@ def softmax_columns(
 
 
 def _fastest(queries: Tensor, keys: Tensor) -> Engine:
+    if not type(queries) is type(keys) is Tensor or keys.dtype not in _COMPILED:
+        return "torch"
     if keys.device.type == "cpu":
-        if importlib.util.find_spec("numba") is not None:
-            from gracekv.kernels import softmax_sums_numba
-
-            if softmax_sums_numba.takes(queries, keys):
-                return "numba"
-    elif type(keys) is Tensor and triton_device.obstacle(keys.device, "torch") is None:
-        from gracekv.kernels import softmax_sums_triton
-
-        if softmax_sums_triton.takes(queries, keys):
-            return "triton"
-    return "torch"
+        return "torch" if importlib.util.find_spec("numba") is None else "numba"
+    fits = keys.shape[-1] <= _LARGEST_DIM
+    return "triton" if fits and triton_device.obstacle(keys.device, "torch") is None else "torch"
 
 
 def _torch_columns(asked: Columns, softcap: float | None) -> Tensor:

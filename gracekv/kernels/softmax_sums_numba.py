@@ -194,12 +194,6 @@ def reduce_columns() -> Any:
     return cached(partial(cfunc, types.void(types.voidptr)), body)
 
 
-def takes(queries: Tensor, keys: Tensor) -> bool:
-    """Whether the kernel can read queries [H, Q, d] and keys [G, T, d]."""
-    plain = type(queries) is type(keys) is Tensor
-    return plain and keys.device.type == "cpu" and keys.dtype in NUMBERS
-
-
 def softmax_columns(asked: Columns) -> Tensor:
     """float32 [H, T]; as in `gracekv.kernels.softmax_sums`, on the CPU."""
     queries, keys = asked.scaled, asked.keys

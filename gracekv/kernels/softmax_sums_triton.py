@@ -19,7 +19,6 @@ from torch import Tensor
 from gracekv.kernels.device import capability, interpreted
 from gracekv.kernels.linalg import Columns, filled
 
-LARGEST_DIM = 256
 # Most features that a program of half-precision keys holds at once.
 _WHOLE = 128
 # Queries of a program of the second kernel: 256, or 1,024 where the keys alone make 1,024 programs.
@@ -27,7 +26,6 @@ _WHOLE = 128
 _QUERIES, _MORE_QUERIES, _ENOUGH = 256, 1024, 1024
 _SPLITS = ((128, 16), (1024, 4))
 _LOG2_E = 1.4426950408889634
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def block_sizes(
@@ -51,12 +49,6 @@ def block_sizes(
     else:
         rows, columns = (64, 64, features, 4, 2), (32, 64, features, 4, 2)
     return dict(zip(names, rows, strict=True)), dict(zip(names, columns, strict=True))
-
-
-def takes(queries: Tensor, keys: Tensor) -> bool:
-    """Whether the kernels can read queries [H, Q, d] and keys [G, T, d]."""
-    plain = type(queries) is type(keys) is Tensor
-    return plain and keys.dtype in _DTYPES and keys.shape[-1] <= LARGEST_DIM
 
 
 def softmax_columns(asked: Columns) -> Tensor:
