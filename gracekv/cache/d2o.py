@@ -55,36 +55,22 @@ class D2OPacker(Packer):
         if not len(source):
             return packed
 
+        weight = similarity.exp()
+        # Segments of sorted targets: the same sums in the same order on every run and device.
+        order = target.sort(stable=True).indices
+        touched, count = torch.unique_consecutive(target[order], return_counts=True)
+        size = torch.segment_reduce(weight[order], "sum", lengths=count, axis=0, unsafe=True)
+
         def merged(packed_rows: Tensor, rows: Tensor) -> Tensor:
-            changed = packed_rows.clone()
-            sources = rows.flatten(0, 1)[source]
-            result, touched = _merged(packed_rows[entry], sources, target, similarity)
+            changed, targets = packed_rows.clone(), packed_rows[entry][touched].float()
+            sources = weight[order, None] * rows.flatten(0, 1)[source][order].float()
+            total = torch.segment_reduce(sources, "sum", lengths=count, axis=0, unsafe=True)
+            result = (math.e * targets + total) / (math.e + size)[:, None]
             changed[entry[touched]] = result.to(changed.dtype)
             return changed
 
         values = merged(packed.values, capture.values[:, context])
         return dataclasses.replace(packed, keys=merged(packed.keys, keys), values=values)
-
-
-def _merged(
-    targets: Tensor, sources: Tensor, target: Tensor, similarity: Tensor
-) -> tuple[Tensor, Tensor]:
-    """New rows [C, d] float32 of the targets that tokens merge into, and their numbers.
-
-    Args:
-        targets: [K, d] kept rows.
-        sources: [M, d] accepted rows.
-        target: int64 [M] into `targets`.
-        similarity: u float32 [M].
-    """
-    weight = similarity.exp()
-    # Segments of sorted targets: the same sums in the same order on every run and device.
-    order = target.sort(stable=True).indices
-    touched, count = torch.unique_consecutive(target[order], return_counts=True)
-    rows = weight[order, None] * sources[order].float()
-    total = torch.segment_reduce(rows, "sum", lengths=count, axis=0, unsafe=True)
-    size = torch.segment_reduce(weight[order], "sum", lengths=count, axis=0, unsafe=True)
-    return (math.e * targets[touched].float() + total) / (math.e + size)[:, None], touched
 
 
 def best_matches(
