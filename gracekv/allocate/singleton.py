@@ -70,7 +70,10 @@ class Singleton(Floor):
         if (limit := self.limit(plan)) <= 0:
             return None
         relevance = scores.double()
-        score = self._score(relevance, shard)
+        # f: relevance mixed with its mean over heads, then max pooled.
+        mean = shard.mean(relevance.mean(dim=(0, 1)))
+        mixed = (1 - self.consensus) * relevance + self.consensus * mean
+        score = torch.nn.functional.max_pool1d(mixed, self.pool, stride=1, padding=self.pool // 2)
         order = score.sort(dim=-1, descending=True, stable=True)
         passes = order.values >= self.gamma / scores.shape[-1]
         # On the CPU: a GPU's running sums of floats are not reproducible.
@@ -83,12 +86,6 @@ class Singleton(Floor):
         chosen = torch.arange(scores.shape[-1], device=relevance.device) < counts[..., None]
         kept = torch.where(chosen, order.values, -torch.inf)
         return torch.full_like(score, -torch.inf).scatter_(-1, order.indices, kept)
-
-    def _score(self, relevance: Tensor, shard: HeadShard) -> Tensor:
-        """f [L, G, N]: relevance mixed with its mean over heads, then max pooled (in float64)."""
-        mean = shard.mean(relevance.mean(dim=(0, 1)))
-        mixed = (1 - self.consensus) * relevance + self.consensus * mean
-        return torch.nn.functional.max_pool1d(mixed, self.pool, stride=1, padding=self.pool // 2)
 
     def realize(
         self, forest: Forest, candidates: Tensor | None, plan: BudgetPlan, quota: Tensor | None

@@ -43,7 +43,11 @@ def clean(prediction: str) -> str:
 
 def qa_f1(prediction: str, answer: str) -> float:
     """Token F1 after lower-casing and removing ASCII punctuation and English articles."""
-    return _f1(_normal(prediction).split(), _normal(answer).split())
+    said, wanted = _normal(prediction).split(), _normal(answer).split()
+    if not (same := sum((Counter(said) & Counter(wanted)).values())):
+        return 0.0
+    precision, recall = same / len(said), same / len(wanted)
+    return 2 * precision * recall / (precision + recall)
 
 
 def rouge_l(prediction: str, answer: str) -> float:
@@ -70,13 +74,6 @@ PAIRWISE = {metric.__name__: metric for metric in (qa_f1, rouge_l)}
 def _normal(text: str) -> str:
     kept = "".join(c for c in text.lower() if c not in set(string.punctuation))
     return " ".join(_ARTICLES.sub(" ", kept).split())
-
-
-def _f1(prediction: list[str], answer: list[str]) -> float:
-    if not (same := sum((Counter(prediction) & Counter(answer)).values())):
-        return 0.0
-    precision, recall = same / len(prediction), same / len(answer)
-    return 2 * precision * recall / (precision + recall)
 
 
 @cache
