@@ -102,7 +102,6 @@ def attend_splits(
     bias,  # [E]
     items,  # see PartSplits
     item_first,
-    rows,  # [B], or unused
     tail_keys,  # [B, G, S, D]
     tail_values,
     tail_key_batch_stride,
@@ -116,6 +115,7 @@ def attend_splits(
     mask_batch_stride,
     mask_token_stride,
     mask_key_stride,
+    rows,  # [B], or unused
     part_output,  # [B, slots + G * tail_splits, n * Tq, D] float32
     part_lse,  # [B, slots + G * tail_splits, n * Tq]
     scale,

@@ -26,16 +26,17 @@ def launches(monkeypatch):
     """Grids and numbers of every launch; tensors by shape and stride."""
     seen = []
 
+    def plain(a):
+        return (tuple(a.shape), a.stride()) if isinstance(a, torch.Tensor) else a
+
     class Recorder:
         def __init__(self, kernel):
             self.kernel = kernel
 
         def __getitem__(self, grid):
             def launch(*args, **kwargs):
-                plain = [
-                    (tuple(a.shape), a.stride()) if isinstance(a, torch.Tensor) else a for a in args
-                ]
-                seen.append((grid, plain, kwargs))
+                named = {name: plain(a) for name, a in kwargs.items()}
+                seen.append((grid, [plain(a) for a in args], named))
                 self.kernel[grid](*args, **kwargs)
 
             return launch
