@@ -82,12 +82,9 @@ def _decoder(half: str, *, by_channel: bool) -> Any:
 # the 16 bytes from `at` + r `step` on: whole bytes, their low halves or their high halves. Scale
 # and zero point are 16 numbers from `place` on, the same for all rows ("channel"), or one number,
 # at `place` + r `stride` ("token").
-whole_by_channel = _decoder("whole", by_channel=True)
-low_by_channel = _decoder("low", by_channel=True)
-high_by_channel = _decoder("high", by_channel=True)
-whole_by_token = _decoder("whole", by_channel=False)
-low_by_token = _decoder("low", by_channel=False)
-high_by_token = _decoder("high", by_channel=False)
+_HALVES = ("whole", "low", "high")
+whole_by_channel, low_by_channel, high_by_channel = (_decoder(x, by_channel=True) for x in _HALVES)
+whole_by_token, low_by_token, high_by_token = (_decoder(x, by_channel=False) for x in _HALVES)
 
 
 @inner(fastmath={"contract"})
@@ -119,10 +116,8 @@ def coded_rows(
     """
     p, dim = parts[part - 1], wide.shape[1]
     codes = codes_of(parts, part, of_keys, dim)
-    if of_keys:
-        scale, zero = p.key_scale, p.key_zero
-    else:
-        scale, zero = p.value_scale, p.value_zero
+    scale = p.key_scale if of_keys else p.value_scale
+    zero = p.key_zero if of_keys else p.value_zero
     # Scales that a row has, and those of all rows.
     groups = dim if of_keys else p.columns
     numbers = groups * (p.block_count if of_keys else p.entries)

@@ -208,15 +208,8 @@ def distortion_kernel() -> Any:
 
     The first call on a machine compiles for 10 to 20 seconds; later ones find the result on disk.
     """
-    sources = digest(
-        numba_split_choice,
-        intrinsics,
-        numba_interval_costs,
-        numba_arrays,
-        matmul,
-        numba_softmax,
-        row_vectors,
-    )
+    shared = intrinsics, matmul, numba_softmax, row_vectors
+    sources = digest(*shared, numba_arrays, numba_interval_costs, numba_split_choice)
 
     def body(address: Any) -> None:
         _ = sources
