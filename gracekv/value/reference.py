@@ -6,6 +6,7 @@ A function that is named after a strategy takes it as its first argument, for it
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -53,10 +54,9 @@ def attention_sums(
 def group_sums(prefill: Prefill, weights: dict[int, float], region: Region) -> Tensor:
     """[L, G, N] float64: `attention_sums` added up over the query heads of each KV head."""
     sums = torch.zeros(prefill.layers, prefill.kv_heads, region.length, dtype=torch.float64)
-    for layer in range(prefill.layers):
-        for head in range(prefill.query_heads):
-            row = attention_sums(prefill, layer, head, weights, region)
-            sums[layer, head // prefill.group] += torch.tensor(row, dtype=torch.float64)
+    for layer, head in product(range(prefill.layers), range(prefill.query_heads)):
+        row = attention_sums(prefill, layer, head, weights, region)
+        sums[layer, head // prefill.group] += torch.tensor(row, dtype=torch.float64)
     return sums
 
 
@@ -108,10 +108,9 @@ def multi_hop(scorer: MultiHop, prefill: Prefill, region: Region) -> TokenScores
     """R and S-hat, Eqs. (V2) to (V6); float64."""
     probes = prefill.spans.direct_probes(scorer.question_probes, scorer.tail_probes)
     direct = group_sums(prefill, dict.fromkeys(probes, 1.0), region)
-    for layer in range(prefill.layers):
-        for head in range(prefill.kv_heads):
-            row = normalised(direct[layer, head].tolist(), scorer.epsilon)
-            direct[layer, head] = torch.tensor(row, dtype=torch.float64)
+    for layer, head in product(range(prefill.layers), range(prefill.kv_heads)):
+        row = normalised(direct[layer, head].tolist(), scorer.epsilon)
+        direct[layer, head] = torch.tensor(row, dtype=torch.float64)
     seed_scores = mean_over_heads(direct, scorer.epsilon)
     diffused = propagated(scorer, prefill, region, seed_scores)
     share = scorer.lambda_graph if sum(diffused) > 0 else 0.0
@@ -126,15 +125,14 @@ def window_attention(scorer: WindowAttention, prefill: Prefill, region: Region) 
     window = [u for u in range(spans.length) if u >= spans.length - scorer.window]
     mean = group_sums(prefill, dict.fromkeys(window, 1 / (len(window) * prefill.group)), region)
     tokens = mean.clone()
-    for layer in range(prefill.layers):
-        for head in range(prefill.kv_heads):
-            row = mean[layer, head].tolist()
-            for t in range(region.length):
-                near = row[max(0, t - half) : t + half + 1]
-                if scorer.pooling == "max":
-                    tokens[layer, head, t] = max(near)
-                elif scorer.pooling == "avg":
-                    tokens[layer, head, t] = sum(near) / scorer.kernel
+    for layer, head in product(range(prefill.layers), range(prefill.kv_heads)):
+        row = mean[layer, head].tolist()
+        for t in range(region.length):
+            near = row[max(0, t - half) : t + half + 1]
+            if scorer.pooling == "max":
+                tokens[layer, head, t] = max(near)
+            elif scorer.pooling == "avg":
+                tokens[layer, head, t] = sum(near) / scorer.kernel
     return tokens
 
 
@@ -205,12 +203,11 @@ def output_projection(sensitivity: OutputProjection, prefill: Prefill) -> Tensor
     static_norms = prefill.observation(ProjectionNorms())
     projected = prefill.observation(ProjectedNorms())
     raw = torch.zeros(prefill.layers, prefill.kv_heads, dtype=torch.float64)
-    for layer in range(prefill.layers):
-        for g in range(prefill.kv_heads):
-            group = range(g * prefill.group, (g + 1) * prefill.group)
-            static = math.sqrt(sum(float(static_norms[layer, h]) ** 2 for h in group))
-            dynamic = [float(norm) for norm in projected[layer, g]]
-            raw[layer, g] = math.sqrt(static * sum(dynamic) / len(dynamic))
+    for layer, g in product(range(prefill.layers), range(prefill.kv_heads)):
+        group = range(g * prefill.group, (g + 1) * prefill.group)
+        static = math.sqrt(sum(float(static_norms[layer, h]) ** 2 for h in group))
+        dynamic = [float(norm) for norm in projected[layer, g]]
+        raw[layer, g] = math.sqrt(static * sum(dynamic) / len(dynamic))
     return raw / (float(raw.sum()) / raw.numel() + sensitivity.epsilon)
 
 
@@ -219,14 +216,13 @@ def read_ahead(scorer: ReadAhead, prefill: Prefill, region: Region) -> Tensor:
     probes = prefill.spans.direct_probes(scorer.question_probes, scorer.tail_probes)
     mean = torch.zeros(prefill.layers, prefill.kv_heads, region.length, dtype=torch.float64)
     maximum = torch.zeros_like(mean)
-    for layer in range(prefill.layers):
-        for head in range(prefill.query_heads):
-            for probe in probes:
-                row = attention_probability(prefill, layer, head, probe)
-                for t in range(region.start, min(region.end, probe + 1)):
-                    share, place = row[t] ** scorer.power, t - region.start
-                    mean[layer, head // prefill.group, place] += share / len(probes) / prefill.group
-                    maximum[layer, head // prefill.group, place].clamp_(min=share)
+    for layer, head in product(range(prefill.layers), range(prefill.query_heads)):
+        for probe in probes:
+            row = attention_probability(prefill, layer, head, probe)
+            for t in range(region.start, min(region.end, probe + 1)):
+                share, place = row[t] ** scorer.power, t - region.start
+                mean[layer, head // prefill.group, place] += share / len(probes) / prefill.group
+                maximum[layer, head // prefill.group, place].clamp_(min=share)
     score = (1 - scorer.max_weight) * mean + scorer.max_weight * maximum
     ahead = torch.zeros_like(score)
     for t in range(region.length):
