@@ -159,13 +159,11 @@ class Sources:
         return label, raw
 
 
-@cache
 def ruler_forms() -> Any:
     """RULER's prompt strings: the needle and noise lines, and under "tasks" one entry per task."""
     return _packaged("ruler.json")
 
 
-@cache
 def longbench_forms() -> Any:
     """LongBench's prompt strings, one entry per data set."""
     return _packaged("longbench.json")["datasets"]
@@ -220,5 +218,6 @@ def hotpot(raw: bytes) -> tuple[list[Question], list[str]]:
     return questions, list(dict.fromkeys(corpus))
 
 
+@cache
 def _packaged(name: str) -> Any:
     return json.loads((files("gracekv.evaluate") / "data" / name).read_text(encoding="utf-8"))

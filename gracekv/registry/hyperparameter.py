@@ -96,18 +96,12 @@ def parts_of(value: Any) -> Iterator[Any]:
         yield from parts_of(item)
 
 
-def check_fields(instance: Any) -> None:
-    """Raise `ConfigError` unless each field has its annotated type and lies within its bounds.
+def check_values(cls: type, values: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` unless values of fields of `cls`, by name, fit their types and bounds.
 
     Checks numbers, texts, `Literal`s, instances of other classes, tuples of those, and `None` where
     it is allowed. A whole number is taken for a float.
     """
-    fields = dataclasses.fields(instance)
-    check_values(type(instance), {field.name: getattr(instance, field.name) for field in fields})
-
-
-def check_values(cls: type, values: Mapping[str, Any]) -> None:
-    """`check_fields` for some values by field name, before `cls` is built of them."""
     for field, hint in _fields(cls):
         if field.name in values:
             _check(values[field.name], hint, bounds_of(field), cls, field.name)

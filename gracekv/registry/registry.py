@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from gracekv.errors import ConfigError, UnknownStrategyError, suggestion
-from gracekv.registry.hyperparameter import check_fields, check_values
+from gracekv.registry.hyperparameter import check_values
 from gracekv.registry.plugins import load_plugins, missing_hint
 
 
@@ -37,7 +37,8 @@ class Configurable:
     removed_fields: ClassVar[tuple[tuple[str, object], ...]] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        check_values(type(self), {field.name: getattr(self, field.name) for field in fields})
         self.check()
 
     def check(self) -> None:
@@ -216,7 +217,7 @@ def _full_name(cls: type) -> str:
 def _converted(value: Any, hint: Any) -> Any:
     """`value` as the annotated type where plain data cannot spell it: tuples, strategies, 1.0.
 
-    A value that does not fit is returned unchanged; `check_fields` then refuses it.
+    A value that does not fit is returned unchanged; `check_values` then refuses it.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
