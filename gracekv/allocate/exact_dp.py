@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
 from gracekv.allocate.greedy import auction
-from gracekv.allocate.operations import Operations, RemainingBudget
+from gracekv.allocate.operations import Operations, auction_start
 from gracekv.errors import ConfigError
 from gracekv.registry import bounded
 
@@ -41,9 +41,7 @@ class ExactDP(Allocator):
     removed_fields = (("max_operations", 2_000),)
 
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
-        ops = Operations.of(start.forest)
-        executed = ops.executed(start)
-        left = RemainingBudget.of(ops, start, quota)
+        ops, executed, left = auction_start(start, quota)
         problem = _Problem.of(ops, ops.offered(executed, elastic=self.elastic))
         budget = min(left.total, int(problem.cost.sum()))
         if (cells := (len(problem.cost) + 1) * (budget + 1)) > self.max_cells:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
-from gracekv.allocate.operations import Operations, RemainingBudget
+from gracekv.allocate.operations import Operations, RemainingBudget, auction_start
 from gracekv.allocate.ranking import buy_in_turn, dense_rank, descending, first_fitting, where_true
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.kernels.ragged import offsets
@@ -57,9 +57,8 @@ class Greedy(Allocator):
     elastic: bool = False
 
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
-        ops = Operations.of(start.forest)
-        left = RemainingBudget.of(ops, start, quota)
-        return ops.frontier(start, auction(ops, ops.executed(start), left, elastic=self.elastic))
+        ops, executed, left = auction_start(start, quota)
+        return ops.frontier(start, auction(ops, executed, left, elastic=self.elastic))
 
 
 def auction(ops: Operations, executed: Tensor, left: RemainingBudget, *, elastic: bool) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
 from gracekv.allocate.greedy import auction
-from gracekv.allocate.operations import Operations, RemainingBudget
+from gracekv.allocate.operations import Operations, RemainingBudget, auction_start
 from gracekv.allocate.ranking import where_true
 
 # Most evaluations of the dual function per bracket; fewer once it is tight. Source: ours.
@@ -48,9 +48,7 @@ class Lagrangian(Allocator):
     removed_fields = (("iterations", 60),)
 
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
-        ops = Operations.of(start.forest)
-        executed = ops.executed(start)
-        left = RemainingBudget.of(ops, start, quota)
+        ops, executed, left = auction_start(start, quota)
         dual = _Dual(ops, executed, left, elastic=self.elastic)
         bound, low, high = dual.minimum()
         # They fit, but for rounding: then the last ones are left out.
@@ -78,9 +76,7 @@ def upper_bound(start: Frontier, quota: Tensor | None = None, *, elastic: bool =
         quota: int64 [L, G] entries per head, or None.
         elastic: bound only the allocations that buy no operation of gain <= 0.
     """
-    ops = Operations.of(start.forest)
-    left = RemainingBudget.of(ops, start, quota)
-    return _Dual(ops, ops.executed(start), left, elastic=elastic).minimum()[0]
+    return _Dual(*auction_start(start, quota), elastic=elastic).minimum()[0]
 
 
 class _Dual:

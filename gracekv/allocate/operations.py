@@ -160,24 +160,6 @@ class RemainingBudget:
     total: int
     per_head: Tensor | None
 
-    @classmethod
-    def of(cls, ops: Operations, start: Frontier, quota: Tensor | None) -> RemainingBudget:
-        """The budget and the `quota` ([L, G]) less what `start` holds.
-
-        Raises `BudgetError` if `start` already holds more than it may, `ShapeError` if the quota
-        is not [L, G].
-        """
-        caps = check_quota(quota, ops.forest.layers, ops.forest.heads)
-        if caps is not None:
-            caps = caps.flatten().to(device=ops.cost.device, dtype=torch.int64)
-        left = cls(start.budget, caps).after(ops, ops.executed(start))
-        if left.total < 0 or (left.per_head is not None and bool((left.per_head < 0).any())):
-            raise BudgetError(
-                f"The starting frontier holds more entries than its budget of {start.budget} or a "
-                f"head's quota allows. Realise the floor under the same budget and quota."
-            )
-        return left
-
     def after(self, ops: Operations, bought: Tensor) -> RemainingBudget:
         """The budget left after the operations `bought` (bool [M]) of each process."""
         paid = torch.where(bought, ops.cost, 0)
@@ -192,3 +174,25 @@ def check_quota(quota: Tensor | None, layers: int, heads: int) -> Tensor | None:
     if quota is not None and tuple(quota.shape) != (layers, heads):
         raise ShapeError(f"A quota is [L, G] = [{layers}, {heads}]; got {list(quota.shape)}.")
     return quota
+
+
+def auction_start(
+    start: Frontier, quota: Tensor | None
+) -> tuple[Operations, Tensor, RemainingBudget]:
+    """The forest's operations, which of them `start` has executed, bool [n], and what is left.
+
+    That is the budget and the `quota` ([L, G]) less what `start` holds. Raises `BudgetError` if
+    `start` already holds more than it may, `ShapeError` if the quota is not [L, G].
+    """
+    ops = Operations.of(start.forest)
+    executed = ops.executed(start)
+    caps = check_quota(quota, ops.forest.layers, ops.forest.heads)
+    if caps is not None:
+        caps = caps.flatten().to(device=ops.cost.device, dtype=torch.int64)
+    left = RemainingBudget(start.budget, caps).after(ops, executed)
+    if left.total < 0 or (left.per_head is not None and bool((left.per_head < 0).any())):
+        raise BudgetError(
+            f"The starting frontier holds more entries than its budget of {start.budget} or a "
+            f"head's quota allows. Realise the floor under the same budget and quota."
+        )
+    return ops, executed, left

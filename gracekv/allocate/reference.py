@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gracekv.allocate.adaptive_heads import AdaptiveHeads
 from gracekv.allocate.base import Frontier
-from gracekv.allocate.operations import Operations, RemainingBudget
+from gracekv.allocate.operations import auction_start
 from gracekv.allocate.plan import BudgetPlan
 from gracekv.allocate.singleton import Singleton
 from gracekv.errors import GracekvError
@@ -33,11 +33,10 @@ def greedy_heap(start: Frontier, quota: Tensor | None, *, elastic: bool = False)
 
     Source: Eqs. (A5), (A6) and (A7) and the appendix on the greedy allocator; departures 6.
     """
-    ops = Operations.of(start.forest)
-    left = RemainingBudget.of(ops, start, quota)
+    ops, executed, left = auction_start(start, quota)
     total = left.total
     per_head = None if left.per_head is None else left.per_head.tolist()
-    done = ops.executed(start).tolist()
+    done = executed.tolist()
     unit, cost, parent = ops.unit.tolist(), ops.cost.tolist(), ops.parent.tolist()
     tree, head = ops.tree.tolist(), ops.head().tolist()
     first_token = start.forest.start[ops.node].tolist()
@@ -77,9 +76,7 @@ def integer_program(start: Frontier, quota: Tensor | None, *, elastic: bool = Fa
     # Importing scipy's solvers changes the warning filters, so they are imported where used.
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    ops = Operations.of(start.forest)
-    executed = ops.executed(start)
-    left = RemainingBudget.of(ops, start, quota)
+    ops, executed, left = auction_start(start, quota)
     wanted = ops.offered(executed, elastic=elastic)
     gain, cost = ops.gain.numpy(), ops.cost.numpy().astype(float)
     count, largest = len(ops), gain.max(initial=0.0)
