@@ -141,7 +141,8 @@ def dispersion_table(states: Sequence[Tensor], longest: int, epsilon: float) -> 
         table += _squared_distances(hidden, longest, epsilon).to(device)
     table /= len(states)
     # The variance is linear in these sums, so the mean over layers is taken first.
-    squared_steps = functional.pad(table[:, 1].cumsum(0), (1, 0))
+    # Summed up on the CPU: a GPU's running sums of floats are not reproducible.
+    squared_steps = functional.pad(table[:, 1].cpu().cumsum(0).to(device), (1, 0))
     squared_steps = functional.pad(squared_steps, (0, longest))
     inside = squared_steps.unfold(0, longest, 1)[:rows] - squared_steps[:rows, None]
     steps = torch.arange(longest, dtype=torch.float64, device=device)
