@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -67,14 +68,19 @@ class Mixture(Scorer):
 def combine_scores(scores: list[Tensor], weights: tuple[float, ...], rule: Rule) -> Tensor:
     """Combine scores [..., N] as `Mixture` does: float32, computed in float64."""
     stacked, part = torch.stack(scores), np.array(weights) / sum(weights)
-    if rule == "rms":
-        part = np.sqrt(part)
+    part = np.sqrt(part) if rule == "rms" else part
     share = on_device(torch.from_numpy(part), stacked.device).view(-1, *[1] * scores[0].ndim)
-    if rule == "sum":
-        return (share * stacked).sum(dim=0).float()
-    if rule == "rms":
-        norm: Tensor = torch.linalg.vector_norm(share * stacked, dim=0)
-        return norm.float()
-    # A token whose score is 0 in one of them still ranks by the others.
-    least = filled(1, 1e-30, torch.float64, stacked.device)
-    return torch.maximum(stacked, least).pow_(share).prod(dim=0).float()
+    if rule == "geometric":
+        # A token whose score is 0 in one of them still ranks by the others.
+        least = filled(1, 1e-30, torch.float64, stacked.device)
+        parts = torch.maximum(stacked, least).pow_(share)
+    else:
+        parts = stacked * share
+    joined: Any = {"sum": torch.add, "rms": torch.hypot, "geometric": torch.mul}[rule]
+    *first, last = parts.unbind()
+    if not first:
+        return last.float()
+    # The last of them rounds, too.
+    rounded = torch.empty_like(last, dtype=torch.float32)
+    joined(functools.reduce(joined, first), last, out=rounded)
+    return rounded

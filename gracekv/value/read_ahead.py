@@ -119,8 +119,9 @@ def spread_ahead(score: Tensor, length: int) -> Tensor:
     inside, onwards, across = _decays(blocks, length, score.device, stream_of(score.device))
     padded = functional.pad(score, (0, blocks * _BLOCK - width)).double()
     sums = padded.unflatten(-1, (-1, _BLOCK)) @ inside
-    sums = torch.addcmul(sums, (sums[..., -1] @ across)[..., None], onwards)
-    return sums.flatten(-2)[..., :width].to(score.dtype)
+    spread = torch.empty_like(sums, dtype=score.dtype)
+    torch.addcmul(sums, (sums[..., -1] @ across)[..., None], onwards, out=spread)
+    return spread.flatten(-2)[..., :width]
 
 
 @functools.lru_cache(maxsize=4)
