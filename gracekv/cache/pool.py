@@ -67,7 +67,7 @@ class EntryPool:
         own = _gains(self._tokens).view(len(gains), -1)
         own = own[:, self._region.start - self._first : self._region.end - self._first]
         torch.nan_to_num(gains.to(own.device), 0.0, posinf=_LARGEST, out=own)
-        self._tokens[1] += tokens
+        self._tokens[1].add_(tokens)
         rows = torch.cat([self._entries, self._tokens], dim=1)
         count = self._count(rows, known)
         self._reserve(count, tokens, capture)
@@ -78,11 +78,12 @@ class EntryPool:
         # tokens are written to one spare place, so that no size depends on how many win.
         new, ranks = count - known, self._ranks
         spare = ranks[len(self._keys) - 1]
+        # From the end: as many as there are winners, the last of which has reached `count`.
         free = ranks.new_empty(count + 1)
-        free[:new] = ranks[known:count]
-        loser = (ranks[new:count] - reached[:known]).masked_fill_(stays[:known], count)
-        free.scatter_(0, loser, self._entries[2])
-        torch.where(stays[known:], free[count - reached[known:]], spare, out=rows[2, known:])
+        free[known + 1 :] = ranks[known:count]
+        loser = (reached[:known] - ranks[new + 1 : count + 1]).masked_fill_(stays[:known], 0)
+        free[loser] = self._entries[2]
+        torch.where(stays[known:], free[reached[known:]], spare, out=rows[2, known:])
         for pool, states in ((self._keys, capture.keys), (self._values, capture.values)):
             seen = states[:, self._first :].to(pool.device).flatten(0, 1)
             # A GPU takes as long for a small number as for one of 16 bytes.
@@ -90,7 +91,9 @@ class EntryPool:
             if pool.shape[1] % many == seen.storage_offset() % many == 0:
                 pool, seen = (x.contiguous().view(torch.complex128) for x in (pool, seen))
             pool.index_copy_(0, rows[2, known:], seen)
-        self._entries = rows[:, _where(stays, count, ranks, reached)]
+        # Losers are written to a place before the first.
+        place = (reached * stays).expand(3, -1)
+        self._entries = rows.new_empty(3, count + 1).scatter_(1, place, rows)[:, 1:]
 
     def _count(self, rows: Tensor, known: int) -> int:
         """The number of `rows` [3, n] that stay; gains become `NEVER` where other processes win.
@@ -204,15 +207,14 @@ def _gains(rows: Tensor) -> Tensor:
     return rows[0].view(torch.float64)
 
 
-def _where(mask: Tensor, count: int, ranks: Tensor, reached: Tensor | None = None) -> Tensor:
+def _where(mask: Tensor, count: int, ranks: Tensor) -> Tensor:
     """int64 [count]: the indices at which `mask` (bool [n]) holds, without waiting for the device.
 
     Args:
         mask: holds `count` times.
         count: number of indices.
         ranks: 0, 1, 2, ... at least to n - 1.
-        reached: the running sum of `mask`, if it is known.
     """
-    place = (mask.cumsum(0) if reached is None else reached) * mask
     # All others are written to a place before the first.
+    place = mask.cumsum(0) * mask
     return ranks.new_empty(count + 1).scatter_(0, place, ranks[: len(mask)])[1:]
