@@ -74,12 +74,10 @@ class EntryPool:
 
         stays = largest(_gains(rows), count)
         reached = stays.cumsum(0)
-        # New slots, then those of losers, go to the winners from the last to the first. All other
-        # tokens are written to one spare place, so that no size depends on how many win.
+        # New slots, then those of losers, go to winners from the last to the first, so they fill
+        # `free` from its end. Other tokens go to one spare place: no size depends on who wins.
         new, ranks = count - known, self._ranks
-        spare = ranks[len(self._keys) - 1]
-        # From the end: as many as there are winners, the last of which has reached `count`.
-        free = ranks.new_empty(count + 1)
+        spare, free = ranks[len(self._keys) - 1], ranks.new_empty(count + 1)
         free[known + 1 :] = ranks[known:count]
         loser = (reached[:known] - ranks[new + 1 : count + 1]).masked_fill_(stays[:known], 0)
         free[loser] = self._entries[2]
@@ -172,19 +170,21 @@ class EntryPool:
         Returns:
             For each layer its E entries, and int64 [E], which of the chosen each is, or -1.
         """
-        info, length, own = self._info, self._length, self.selection()
+        info, length, own, ranks = self._info, self._length, self.selection(), self._ranks
         place, slot = self._entries[1:]
         position = self._position()
         inside = self._inside(position)
-        # Decoding feeds the last prompt token again, so it is no entry.
         stays = position < self._covered
         if chosen is not own:
             wanted = chosen.head_of_entry().to(place.device) * length + chosen.start - self._first
             outside, inside = ~inside, torch.zeros_like(inside)
             inside.index_fill_(0, torch.searchsorted(place, wanted), True)
             stays &= inside | outside
-        counts = self._per_head(stays)
-        stay = _where(stays, int(counts.sum()), self._ranks)
+        if chosen is own and self._region.end <= self._covered:
+            counts, stay = own.offsets.diff() + self._fixed // info.kv_heads, ranks[: len(slot)]
+        else:
+            counts = self._per_head(stays)
+            stay = _where(stays, int(counts.sum()), ranks)
         selected = torch.where(inside, inside.cumsum(0) - 1, -1)[stay]
         slot, position = slot[stay], position[stay].to(torch.int32)
         # One after the other, so that no more than half of the pool is held twice.
@@ -208,12 +208,9 @@ def _gains(rows: Tensor) -> Tensor:
 
 
 def _where(mask: Tensor, count: int, ranks: Tensor) -> Tensor:
-    """int64 [count]: the indices at which `mask` (bool [n]) holds, without waiting for the device.
+    """int64 [count]: where `mask` (bool [n]) holds, `count` times, without waiting for the device.
 
-    Args:
-        mask: holds `count` times.
-        count: number of indices.
-        ranks: 0, 1, 2, ... at least to n - 1.
+    `ranks` are 0, 1, 2, ... at least to n - 1.
     """
     # All others are written to a place before the first.
     place = mask.cumsum(0) * mask

@@ -56,9 +56,10 @@ class CodedRelevance:
             largest = scaled.amax()
             large = scaled >= (largest * _SMALLEST_SHARE).clamp_min(1e-300)
             smallest = torch.where(large, scaled, torch.inf).amin()
-            ends = torch.stack([smallest, largest]).log().tolist()
-            if math.isfinite(ends[1]):
-                low, high = ends
+            known = torch.cat([mean.flatten(), torch.stack([smallest, largest]).log_()]).cpu()
+            mean = known[:-2].view(mean.shape)
+            if math.isfinite(known[-1]):
+                low, high = known[-2:].tolist()
                 steps = scaled.log_().sub_(low).div_((high - low) / 254 or 1.0).round_().add_(1)
                 codes = torch.where(large, steps, 0).to(torch.uint8)
         return cls(codes.cpu(), low, high, mean.float().cpu())
