@@ -194,7 +194,8 @@ def _solved(gram: Tensor, right: Tensor) -> Tensor:
     """
     matrix = gram.double()
     matrix.diagonal(dim1=1, dim2=2).add_(1.0)
-    # Unchecked, since a check waits for the GPU.
+    # Unchecked, since a check waits for the GPU, as `cholesky_solve` of many does in MAGMA.
     factor, failed = torch.linalg.cholesky_ex(matrix)
-    solution = torch.cholesky_solve(right.double(), factor).float()
+    half = torch.linalg.solve_triangular(factor, right.double(), upper=False)
+    solution = torch.linalg.solve_triangular(factor.mT, half, upper=True).float()
     return solution.masked_fill_(failed[:, None, None] != 0, 0.0)
