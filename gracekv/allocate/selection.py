@@ -175,9 +175,9 @@ class Selection:
 
     def where(self, mask: Tensor) -> Selection:
         """The entries where `mask` (bool [E]) holds."""
-        inside = offsets(mask.cpu().long())
-        mask = mask.to(self.start.device)
-        return replace(self, offsets=inside[self.offsets], **self._each(lambda x: x[mask]))
+        mask, device = mask.cpu(), self.start.device
+        inside, at = offsets(mask.long()), mask.nonzero()[:, 0].to(device, non_blocking=True)
+        return replace(self, offsets=inside[self.offsets], **self._each(lambda x: x[at]))
 
     def cpu(self) -> Selection:
         """This selection on the CPU."""

@@ -91,7 +91,7 @@ class AllocatedPrecision(AllocatingPrecision):
         device = worth.device if info.shard.ranks == 1 else torch.device("cpu")
         entries = Entries(
             worth=worth.to(device).double().square(),
-            head=head.to(device),
+            head=head.to(device, non_blocking=True),
             loss=torch.nn.functional.pad(loss.square(), (0, 1)),
             fixed=candidates.start.to(device) < self.sinks,
             place=_places(head, info),

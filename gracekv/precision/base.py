@@ -137,7 +137,7 @@ class Precision(Strategy, abc.ABC):
                 # One upload for all of them.
                 sizes = [x.numel() for part in parts for x in (part.entry, part.blocks)]
                 flat = torch.cat([x.flatten() for part in parts for x in part[:2]])
-                there = iter(flat.to(batch.device).split(sizes))
+                there = iter(flat.to(batch.device, non_blocking=True).split(sizes))
                 parts = [_Part(next(there), next(there).view(x.blocks.shape), x[2]) for x in parts]
             yield batch, some.stop - some.start, parts
 

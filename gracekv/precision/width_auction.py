@@ -166,7 +166,7 @@ class _Operations:
     def of(cls, entries: Entries, costs: WidthCosts) -> _Operations:
         widths = len(costs.bits)
         device, fixed = entries.worth.device, entries.fixed
-        by_head = rates(entries.loss, costs).to(device)
+        by_head = rates(entries.loss, costs).to(device, non_blocking=True)
         rate = torch.where(fixed[:, None], _NEVER, entries.worth[:, None] * by_head[entries.head])
         rate[:, -1] = torch.where(fixed, entries.worth / float(costs.entry[-1]), rate[:, -1])
         falling = rate.flatten().sort(descending=True, stable=True)
@@ -180,7 +180,7 @@ class _Operations:
 
     def bytes(self, entries: Entries, costs: WidthCosts) -> Tensor:
         """int64 [M]: the cost of each operation after all operations before it."""
-        price = torch.tensor((0, *costs.entry)).to(self.entry.device)
+        price = torch.tensor((0, *costs.entry)).to(self.entry.device, non_blocking=True)
         change = price[self.target] - price[self.source]
         by_head, first = _by_head(entries.head[self.entry], len(entries.loss))
         for width, block in enumerate(costs.block, start=1):
