@@ -42,6 +42,7 @@ class Rope:
     sin: Tensor
     interleaved: bool = False
     _moved: dict[tuple[int, ...], Rope] = field(default_factory=dict, init=False, repr=False)
+    _both: Tensor | None = field(default=None, repr=False)  # cos and sin, where they are in one
 
     def __post_init__(self) -> None:
         if self.cos.ndim != 2 or self.cos.shape != self.sin.shape or self.cos.shape[1] % 2:
@@ -100,11 +101,9 @@ class Rope:
         cos, sin = self.cos[positions], self.sin[positions]
         norm = cos.square() + sin.square()
         last_cos, last_sin = self.cos[to], self.sin[to]
-        return Rope(
-            (last_cos * cos + last_sin * sin) / norm,
-            (last_sin * cos - last_cos * sin) / norm,
-            self.interleaved,
-        )
+        turned = [last_cos * cos + last_sin * sin, last_sin * cos - last_cos * sin]
+        both = torch.stack(turned).div_(norm)
+        return Rope(both[0], both[1], self.interleaved, both)
 
     def double(self) -> Rope:
         """The table in float64, for references."""
@@ -129,7 +128,8 @@ class Rope:
         if positions is not None:
             # A sharded model has one table, and layers on several devices.
             positions = on_device(positions, cos.device)
-            cos, sin = cos[positions], sin[positions]
+            both = self._both
+            cos, sin = (cos[positions], sin[positions]) if both is None else both[:, positions]
         return cos.to(x.device, x.dtype), sin.to(x.device, x.dtype)
 
 
