@@ -197,5 +197,5 @@ def _solved(gram: Tensor, right: Tensor) -> Tensor:
     # Unchecked, since a check waits for the GPU, as `cholesky_solve` of many does in MAGMA.
     factor, failed = torch.linalg.cholesky_ex(matrix)
     half = torch.linalg.solve_triangular(factor, right.double(), upper=False)
-    solution = torch.linalg.solve_triangular(factor.mT, half, upper=True).float()
+    solution: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True).float()
     return solution.masked_fill_(failed[:, None, None] != 0, 0.0)

@@ -91,16 +91,8 @@ def attention_sums(
     Raises `MissingCaptureError` if a probe's query was not captured.
     """
     at = torch.as_tensor(probes, dtype=torch.int64, device="cpu")
-    columns = softmax_columns(
-        capture.queries_at(at),
-        capture.keys,
-        at + 1,
-        weights,
-        scale=capture.scale,
-        power=power,
-        maximum=maximum,
-        **capture.logits,
-    )
+    logits = {"scale": capture.scale, "power": power, "maximum": maximum, **capture.logits}
+    columns = softmax_columns(capture.queries_at(at), capture.keys, at + 1, weights, **logits)
     inside = columns[:, region.start : region.end]
     return reduce(inside, "(g n) t -> g t", over, g=capture.kv_heads) if over else inside
 

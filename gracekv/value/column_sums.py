@@ -33,9 +33,8 @@ class _Columns(TokenColumns):
     def add(self, run: TokenRun) -> None:
         keys = run.keys[:, : run.end]
         seen = torch.arange(run.start + 1, run.end + 1, device=keys.device)
-        self.columns(run.queries)[:, : run.end] += softmax_columns(
-            run.queries, keys, seen, scale=run.scale, **run.logits
-        )
+        own = softmax_columns(run.queries, keys, seen, scale=run.scale, **run.logits)
+        self.columns(run.queries)[:, : run.end].add_(own)
 
 
 @SCORERS.register("column_sums", works_sharded=True)

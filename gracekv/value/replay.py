@@ -189,14 +189,8 @@ def replayed_powers(
     """
     length, queries = capture.spans.length, capture.queries_at(at)
     asked = torch.empty_like(queries, dtype=torch.float32)
-    columns = softmax_columns(
-        capture.rope.moved(slice(0, length), length - 1).rotate(queries, at, asked),
-        capture.keys,
-        length,
-        weights,
-        scale=capture.scale,
-        power=power,
-        **capture.logits,
-    )
+    capture.rope.moved(slice(0, length), length - 1).rotate(queries, at, asked)
+    logits = {"scale": capture.scale, "power": power, **capture.logits}
+    columns = softmax_columns(asked, capture.keys, length, weights, **logits)
     inside = columns[:, region.start : region.end]
     return reduce(inside, "(g n) t -> g t", "mean", g=capture.kv_heads)
