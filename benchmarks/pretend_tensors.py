@@ -102,7 +102,9 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         moved = size(next(x for x in tree_leaves(output) if isinstance(x, torch.Tensor)))
         label = "device to host" if to_host else "host to device"
         # PCIe moves 20 GB/s.
-        State.ledger.note(label, syncs=1, moved=moved, seconds=moved / 2e10)
+        # CUDA reads what it uploads from pageable memory before the call returns.
+        waits = to_host or not kwargs.get("non_blocking")
+        State.ledger.note(label, syncs=int(waits), moved=moved, seconds=moved / 2e10)
     else:
         _count(func, name, args, kwargs, (inner_args, inner_kwargs), output, plain)
     if to_host:

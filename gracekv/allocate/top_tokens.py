@@ -110,16 +110,16 @@ def candidates(scores: Tensor, sensitivity: Tensor, caps: Tensor | None, elastic
 
 def entry_gains(scores: Tensor, sensitivity: Tensor, selection: Selection) -> Tensor:
     """float64 [E]: the gains of all tokens that each entry of `selection` stands for, summed."""
-    device, origin = scores.device, selection.region[0]
-    omega, head = sensitivity.to(device).double(), selection.head_of_entry().to(device)
-    start = selection.start.to(device).long() - origin
+    device, omega = scores.device, sensitivity.to(scores.device).double()
+    head = selection.head_of_entry().to(device, non_blocking=True)
+    start = selection.start.to(device).long() - selection.region[0]
     if selection.end is None:
         return _gains(scores.flatten(0, 1)[head, start], omega.flatten()[head])
     gains = _gains(scores, omega[..., None])
     # On the CPU: a GPU's running sums of floats are not reproducible.
     sums = gains.cpu().cumsum(dim=-1).to(device)
     sums = torch.nn.functional.pad(sums, (1, 0)).flatten(0, 1)
-    return sums[head, selection.end.to(device).long() - origin] - sums[head, start]
+    return sums[head, selection.end.to(device).long() - selection.region[0]] - sums[head, start]
 
 
 def _gains(scores: Tensor, omega: Tensor) -> Tensor:

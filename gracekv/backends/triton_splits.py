@@ -121,11 +121,12 @@ def split_tables(
 
 
 def uploaded(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors int64 [...] on `device`, copied at once: the host waits for each copy."""
+    """Tensors int64 [...] on `device`, copied at once."""
     # Triton compiles a kernel once more for addresses that are not multiples of 16 bytes.
     pieces = [y for x in tensors for y in (x.numpy().ravel(), np.zeros(x.numel() % 2, np.int64))]
-    there = torch.from_numpy(np.concatenate(pieces)).to(device).split(list(map(len, pieces)))
-    return [x.view(old.shape) for x, old in zip(there[::2], tensors, strict=True)]
+    there = torch.from_numpy(np.concatenate(pieces)).to(device, non_blocking=True)
+    starts = there.split(list(map(len, pieces)))[::2]
+    return [x.view(old.shape) for x, old in zip(starts, tensors, strict=True)]
 
 
 def split_size(entries: int, block: int, processors: int, per_processor: int) -> int:

@@ -176,7 +176,8 @@ class EntryPool:
         inside = self._inside(position)
         stays = position < self._covered
         if chosen is not own:
-            wanted = chosen.head_of_entry().to(place.device) * length + chosen.start - self._first
+            head = chosen.head_of_entry().to(place.device, non_blocking=True)
+            wanted = head * length + chosen.start - self._first
             outside, inside = ~inside, torch.zeros_like(inside)
             inside.index_fill_(0, torch.searchsorted(place, wanted), True)
             stays &= inside | outside

@@ -253,7 +253,7 @@ def attended(reference: Reference, packed: RaggedEntries, region: Region) -> Lay
     counts = packed.lengths
     width = -(-(int(counts.max()) + 1) // _COLUMNS) * _COLUMNS
     # One upload for both.
-    first, counts = torch.stack([packed.offsets[:-1], counts]).to(device)
+    first, counts = torch.stack([packed.offsets[:-1], counts]).to(device, non_blocking=True)
     row, step = torch.arange(len(counts), device=device), torch.arange(width, device=device)
     place = torch.arange(packed.entries, device=device)
     place += (row * width - first).repeat_interleave(counts, output_size=packed.entries)

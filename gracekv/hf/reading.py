@@ -198,7 +198,7 @@ class Reading:
         options = self.others.options()
         if self._in_parts:
             options["position_ids"] = self._places[:, chunk.start : chunk.end]
-        ids = self.prompt.ids[None, chunk.start : chunk.end].to(self.device)
+        ids = self.prompt.ids[None, chunk.start : chunk.end].to(self.device, non_blocking=True)
         return self.model(input_ids=ids, logits_to_keep=1, **options)
 
     def _finish(self, chunk: Region) -> None:

@@ -3,8 +3,8 @@
 Torch multiplies float32 matrices on CPUs with MKL, which uses half of a recent AMD core; oneDNN,
 which torch ships too, uses all of it and rounds the same way (float32, no lower precision).
 
-Small tensors are put on a GPU once, since each upload would make the host wait. They are shared:
-never write to them.
+Small tensors are put on a GPU once, since each upload takes as long as several launches. They are
+shared: never write to them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _uploaded(
 ) -> Tensor:
     if not data:
         return torch.empty(shape, dtype=dtype, device=device)
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape).to(device)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape).to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=64)

@@ -180,7 +180,8 @@ def _elements(device: torch.device, held: list[tuple[Tensor, Tensor]]) -> list[T
         # By NumPy: torch would wake all its threads for so few numbers.
         start, width = np.array([(x.data_ptr(), x.itemsize) for x in flat]).repeat(counts, axis=0).T
         first = (start + places.numpy() * width - (width.cumsum() - width)).repeat(width)
-        found = bytes_at(torch.from_numpy(first + np.arange(len(first))).to(device))
+        first = torch.from_numpy(first + np.arange(len(first)))
+        found = bytes_at(first.to(device, non_blocking=True))
     else:
         pairs = zip(flat, places.to(device).split(counts), strict=True)
         found = torch.cat([x[at].view(torch.uint8) for x, at in pairs])

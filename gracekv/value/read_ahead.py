@@ -136,7 +136,8 @@ def _decays(blocks: int, length: int, device: torch.device, stream: int) -> list
         _decay(_BLOCK, step, step)[:1],
         _decay(blocks, step**_BLOCK, 1.0, first=1),
     ]
-    split = torch.cat([x.flatten() for x in parts]).to(device).split([x.numel() for x in parts])
+    flat = torch.cat([x.flatten() for x in parts]).to(device, non_blocking=True)
+    split = flat.split([x.numel() for x in parts])
     return [x.view(like.shape) for x, like in zip(split, parts, strict=True)]
 
 

@@ -139,7 +139,7 @@ class Replay(Scorer):
             spaced = torch.zeros(len(asked), len(likely), dtype=torch.bool)
             for row, most in zip(spaced, asked, strict=True):
                 row[region_samples(region, most // 2) - region.start] = True
-            memory[(*key, "spaced")] = spaced.to(likely.device)
+            memory[(*key, "spaced")] = spaced.to(likely.device, non_blocking=True)
 
         def ranks() -> Tensor:
             # A stable sort puts the earlier of two equal ones first, as everywhere.
