@@ -212,13 +212,13 @@ class Budget:
         Raises `BudgetError` for an unknown unit or a size that is not positive.
         """
         if isinstance(size, str):
-            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
+            match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", size.strip())
             if not match or match[2].lower() not in _UNITS:
                 raise BudgetError(
                     f"kv_bytes takes a number of bytes or a size such as '64MiB', '1.5GB' "
                     f"(units: B, kB, MB, GB, KiB, MiB, GiB); got {size!r}."
                 )
-            amount = Fraction(match[1]) * _UNITS[match[2].lower()]
+            amount = _rational(match[1], "kv_bytes") * _UNITS[match[2].lower()]
         else:
             amount = _rational(size, "kv_bytes")
         if amount <= 0:
@@ -294,8 +294,13 @@ def _rational(value: object, name: str) -> Fraction:
         raise BudgetError(
             f"{name} must be a number such as 8 or 8.5; got {value!r} ({type(value).__name__})."
         )
+    if isinstance(value, Fraction):
+        return value
     try:
-        return value if isinstance(value, Fraction) else Fraction(str(value))
+        # Fraction("1e999999999") would compute that power of ten.
+        if re.search(r"e[+-]?[\d_]{4}", str(value), re.IGNORECASE):
+            raise ValueError("exponent")
+        return Fraction(str(value))
     except (ValueError, ZeroDivisionError) as error:
         raise BudgetError(
             f"{name} must be a finite number such as 8 or 8.5; got {value!r}."

@@ -43,7 +43,10 @@ def test_an_order_says_how_to_compress():
         (compress(name="../x"), "context's name"),
         (compress(name=None), "context's name"),
         (compress(ratio=0.5), "at least 1"),
-        (compress(ratio="much"), "ratio"),
+        (compress(ratio="1E+9999"), "finite number"),
+        ({"compress": {"name": "book", "kv_bytes": "9" * 5000}}, "finite number"),
+        # In time that is linear.
+        ({"compress": {"name": "book", "kv_bytes": "1" + " " * 10**6 + "!"}}, "number of bytes"),
         (compress(kv_bytes=4096), "exactly one budget"),
         ({"compress": {"name": "book"}}, "exactly one budget"),
         (compress(recipe="gracekv-agnostik"), "Unknown recipe"),
