@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -168,13 +169,20 @@ def opened(tokenizer: Any, ids: Sequence[int]) -> tuple[list[int], int | None]:
     """
     ids = list(ids)
     opening, closing = _frame(tokenizer)
-    end = len(ids) - len(closing)
-    closed = bool(closing) and ids[end:] == closing
-    ids = ids[:end] if closed else ids
+    last = len(ids) - len(closing)
+    # A template may open the answer with more than by default: with tags, as of an empty thought.
+    ends = [
+        end
+        for end in range(max(0, last - 16), last + 1)
+        if closing
+        and ids[end : end + len(closing)] == closing
+        and re.fullmatch(r"(\s|<[^<>]*>)*", tokenizer.decode(ids[end + len(closing) :]))
+    ]
+    ids = ids[: max(ends)] if ends else ids
     if ids[: len(opening)] == opening:
         return ids, len(opening)
     # A chat with its own system prompt.
-    return ids, 0 if closed else None
+    return ids, 0 if ends else None
 
 
 def question_text(tokenizer: Any, separator: str = SEPARATOR, template: bool = True) -> str | None:

@@ -21,6 +21,8 @@ SYSTEM = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
+THOUGHT = "{% if enable_thinking is defined %}<a>\n\n</a>\n\n{% endif %}"
+
 
 def made(template):
     # Two line ends are one token where nothing follows.
@@ -73,6 +75,19 @@ def test_the_server_finds_the_document(name):
         # In no format of the tokenizer: all of it is the document.
         plain = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
         assert opened(tokenizer, plain) == (plain, None)
+
+
+def test_the_document_ends_before_an_answer_that_is_opened_with_a_thought():
+    tokenizer = made("<|user|>{{ messages[0]['content'] }}<|end|><|assistant|>" + THOUGHT)
+    ids = document(tokenizer, TEXT)
+    asked = [{"role": "user", "content": TEXT}]
+    text = tokenizer.apply_chat_template(asked, tokenize=False, enable_thinking=False)
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(whole).endswith("</a>\n\n")
+    assert opened(tokenizer, whole) == (ids, 1)
+    # An answer is a part of the document.
+    answered = ids + tokenizer("<|end|><|assistant|>No", add_special_tokens=False)["input_ids"]
+    assert opened(tokenizer, answered) == (answered, 1)
 
 
 def test_a_system_prompt_of_its_own_is_part_of_the_document():
