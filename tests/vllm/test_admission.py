@@ -1,6 +1,7 @@
 """Where vLLM takes requests in: whatever goes wrong over a context is a client's error there."""
 
 import sys
+from copy import deepcopy
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -98,6 +99,13 @@ def test_tokens_that_are_exact_are_read_as_they_are(ask):
     for said, read in (("c2", TURN), (passage, [*TURN, TURN[-1]])):
         assert ask(TURN, said, gracekv_exact=True) == read
         assert ask(TURN, said) != read
+
+
+def test_a_passage_has_no_system_prompt(ask, processor):
+    processor.tokenizer = deepcopy(processor.tokenizer)
+    processor.tokenizer.chat_template = "<s>Be kind." + processor.tokenizer.chat_template
+    with pytest.raises(Refused, match="Leave the system prompt out"):
+        ask(TURN, {"extend": {"name": "c2", "into": "longer", "ratio": 1}})
 
 
 def test_a_context_answers_in_its_format_until_the_next_one_is_read(ask, processor):
