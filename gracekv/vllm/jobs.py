@@ -120,7 +120,7 @@ class Jobs:
             self.jobs[request] = Job(request, order, length)
             return None
         if isinstance(order, Listing):
-            return {"contexts": self.listing(parameters)}
+            return {"contexts": self.listing(parameters, order.name)}
         if self.is_making(order.name):
             raise StoreError(f"Context {order.name!r} is being made. Delete it afterwards.")
         # What may be refused comes first.
@@ -213,9 +213,15 @@ class Jobs:
                 reply["reason"] = f"Context {name!r} could not be made. {reason}"
         return reply
 
-    def listing(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """A description of each context that a request with these `kv_transfer_params` may see."""
-        found = {name: self._described(name) for name in self._store.names()}
+    def listing(
+        self, parameters: Mapping[str, Any], only: str | None = None
+    ) -> list[dict[str, Any]]:
+        """A description of each context that a request with these `kv_transfer_params` may see.
+
+        `only` is the name of the one context that is looked for; [] if there is none.
+        """
+        names = self._store.names() if only is None else [only]
+        found = {name: facts for name in names if (facts := self._described(name))}
         # While its replacement is in the making, or if it fails, the old context answers.
         for name, known in self._done.items():
             if "reason" in known:
@@ -226,17 +232,19 @@ class Jobs:
             made = {"name": name, "state": "compressing", "recipe": recipe, "recorded_bytes": held}
             found[name] = found.get(name, {}) | made
         listed = []
-        for name in sorted(found):
+        for name in sorted(found if only is None else found.keys() & {only}):
             # If the operator's function raises, the request may not see the context.
             with contextlib.suppress(Exception):
                 self._store.check_allowed(name, parameters)
                 listed.append(found[name])
         return listed
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _described(self, name: str) -> dict[str, Any] | None:
         try:
             header = self._store.header(name)
         except StoreError as error:
+            if is_missing(error):
+                return None
             return {"name": name, "state": "failed", "reason": str(error)}
         known = self._done.get(name, {})
         mine = known.get("digest") == header.digest

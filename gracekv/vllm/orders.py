@@ -31,7 +31,13 @@ _ABLE = "gracekv-agnostic, snapkv, expected-attention, knorm or keydiff"
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Lists contexts."""
+    """Lists contexts.
+
+    Attributes:
+        name: name of the only one that is listed, if there is such a context; None for all.
+    """
+
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,7 @@ Order = Compression | Listing | Deletion
 
 
 def names_of(order: Order) -> list[str]:
-    """Names of the contexts that an order makes, reads or deletes."""
+    """Names of the contexts that an order makes, reads, lists or deletes."""
     return [name for x in ("name", "source") if (name := getattr(order, x, None)) is not None]
 
 
@@ -118,8 +124,9 @@ def order_of(
         return None
     if given == {"list": True}:
         return Listing()
-    if list(given) == ["delete"]:
-        return Deletion(check_name(given["delete"]))
+    for word, kind_of in (("list", Listing), ("delete", Deletion)):
+        if list(given) == [word]:
+            return kind_of(check_name(given[word]))
     for kind in ("compress", "extend"):
         if list(given) == [kind] and isinstance(given[kind], Mapping):
             known = {"start": 0, "follow": {}, **(front or {})}

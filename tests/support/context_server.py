@@ -3,6 +3,7 @@
 import contextlib
 import json
 import threading
+from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 MODEL = "served"
@@ -39,11 +40,11 @@ class ContextServer(ThreadingHTTPServer):
 
     def compress(self, ids, name, ratio=None, recipe="gracekv-agnostic", save=False, **other):
         other = {x: value for x, value in other.items() if x not in ("into", "limit")}
-        if ratio is None or ratio < 1 or other:
+        if ratio is None or (amount := Fraction(ratio)) < 1 or other:
             raise Refusal(400, f"A ratio is at least 1; got {ratio}. {other or ''}")
         self.contexts[name] = {
             "name": name, "state": "compressing", "length": len(ids), "entries": None,
-            "ratio": float(ratio), "recipe": recipe, "saved": save, "pages": 3,
+            "ratio": float(amount), "recipe": recipe, "saved": save, "pages": 3,
         }  # fmt: skip
         self.waiting[name] = self.looks
         return {"name": name, "state": "compressing"}
@@ -59,8 +60,9 @@ class ContextServer(ThreadingHTTPServer):
                     raise Refusal(max(400, self.refusing), "It is being made.")
                 longer = {**options, "name": options.get("into", options["name"])}
                 return self.compress(ids, **longer)
-            case {"list": True}:
-                return self.listed()
+            case {"list": name}:
+                found = self.listed()["contexts"]
+                return {"contexts": [x for x in found if name in (True, x["name"])]}
             case {"delete": name}:
                 self.find(name)
                 if self.contexts[name]["state"] == "compressing":

@@ -139,8 +139,8 @@ def add(jobs, request, parameters, length=10):
     return jobs.add(request, order_of(parameters["gracekv"]), parameters, length)
 
 
-def listed(jobs):
-    return {one["name"]: one for one in add(jobs, "", {"gracekv": {"list": True}})["contexts"]}
+def listed(jobs, which=True):
+    return {one["name"]: one for one in add(jobs, "", {"gracekv": {"list": which}})["contexts"]}
 
 
 def test_documents_have_their_turn_one_after_the_other(jobs, headers):
@@ -153,6 +153,9 @@ def test_documents_have_their_turn_one_after_the_other(jobs, headers):
     assert jobs.pending
     assert jobs.current == "0"
     assert listed(jobs)["a"]["state"] == "compressing"
+    # Alone, which reads no other's header.
+    for name, found in (("a", ["a"]), ("c0", ["c0"]), ("none", [])):
+        assert list(listed(jobs, name)) == found
     jobs.update([], set(), 5000)
     assert listed(jobs)["a"]["recorded_bytes"] == 5000
     assert listed(jobs)["hide"]["recorded_bytes"] == 0
@@ -203,7 +206,7 @@ def test_deleted_and_expired_contexts_are_gone(jobs, headers, root):
 
 
 def test_who_may_not_use_a_name_may_not_make_delete_or_see_it(jobs, root):
-    for parameters in (asked("hidden"), {"gracekv": {"delete": "hidden"}}):
+    for parameters in (asked("hidden"), *({"gracekv": {x: "hidden"}} for x in ("delete", "list"))):
         with pytest.raises(StoreError, match="may not use the context 'hidden'"):
             add(jobs, "0", parameters)
     (root / "c1").rename(root / "hidden1")

@@ -17,6 +17,7 @@ def test_names_are_no_orders():
     assert order_of("book") is None
     assert order_of(["book"]) is None
     assert order_of({"list": True}) == Listing()
+    assert order_of({"list": "book"}) == Listing("book")
     assert order_of({"delete": "book"}) == Deletion("book")
 
 
@@ -39,6 +40,7 @@ def test_an_order_says_how_to_compress():
         ({}, "A request names a context"),
         ({"list": 1, "delete": "x"}, "A request names a context"),
         ({"delete": "../x"}, "context's name"),
+        ({"list": "*"}, "context's name"),
         ({"compress": "book"}, "A request names a context"),
         (compress(name="../x"), "context's name"),
         (compress(name=None), "context's name"),
