@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
-from copy import copy, deepcopy
+from copy import deepcopy
 from operator import ne
 from typing import Any, Literal
 
@@ -34,6 +34,11 @@ class ServedConversation:
     ) -> None:
         expect(limit, Limit | None, "limit takes a gracekv.Limit(entries_per_head=512)")
         expect(compact, Compaction | None, "compact takes a gracekv.Compaction(after=..., ratio=4)")
+        if limit is not None and compact is None:
+            raise ConfigError(
+                "A server cuts a conversation when it compresses: pass compact, too, as in "
+                "compact=gracekv.Compaction(after=1024, ratio=4)."
+            )
         self._client, self._limit, self._compact = client, limit, compact
         self._first, self._count = context, count
         self._name, self._made = f"chat-{secrets.token_hex(8)}", 0
@@ -70,7 +75,8 @@ class ServedConversation:
         Raises:
             StoreError: the server refuses the turn; or could not compress older messages, which
                 then stay uncompressed.
-            ConfigError: `options` ask for several answers, or for the prompt with the answer.
+            ConfigError: `options` ask for several answers, for the prompt with the answer, or
+                for `stream`.
             PromptError: the question is empty.
         """
         check_question(question, unread=bool(self._count and not self.messages))
@@ -144,7 +150,7 @@ class ServedConversation:
         self._tail = [*tail, ("assistant", answer)]
         # Copies, so that edits of what the caller holds are found.
         answered = {"role": "assistant", "content": text}
-        self.messages, self._tools = [*deepcopy(messages), answered], copy(tools)
+        self.messages, self._tools = [*deepcopy(messages), answered], deepcopy(tools)
         self._take_over()
 
     def _take_over(self) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 from gracekv.decode.compaction import Compaction
 from gracekv.decode.limit import Limit
-from gracekv.errors import PromptError, StoreError, expect, required
+from gracekv.errors import ConfigError, PromptError, StoreError, expect, required
 from gracekv.prefill.chat_text import check_text, continued
 from gracekv.prefill.prompt import checked_ids
 from gracekv.vllm.chatting import ServedConversation
@@ -89,7 +91,7 @@ class Client:
         Args:
             name: name of the context.
             text: the document, which gets the chat format; or token ids, which are used as they
-                are.
+                are, without the end of a chat's turn.
             wait: whether to wait until the context is ready; if not, see `list`.
             options: one of `ratio` (tokens per entry kept), `entries_per_head` and `kv_bytes`; and
                 optionally `recipe` (a pipeline's name), `save=True` (write it to the store's folder
@@ -159,7 +161,7 @@ class Client:
         gone = Context(name, "gone", reason="It expired or was deleted.")
         end = time.monotonic() + seconds
         while True:
-            made = next((x for x in self.list() if x.name == name), gone)
+            made = next(map(Context.of, self._order({"list": name})["contexts"]), gone)
             if made.state != "compressing" or time.monotonic() >= end:
                 return made
             time.sleep(_LOOK)
@@ -175,9 +177,11 @@ class Client:
 
         Raises:
             StoreError: the server has no such context, or cannot use it.
+            ConfigError: `options` have `stream`, which is a method of its own.
             PromptError: the question is empty.
             MissingDependencyError: openai is not installed, or transformers if it is needed.
         """
+        _check_options(options)
         asked = request(None, name, question, self._tokenizer)
         return str(self._send(asked.body(self._model, max_tokens, **options)).choices[0].text)
 
@@ -203,10 +207,13 @@ class Client:
 
         Args:
             name: name of the context.
-            limit: the most that context and compressed messages may hold, as in `extend`.
+            limit: the most that context and compressed messages may hold, as in `extend`; needs
+                `compact`.
             compact: when the server compresses older messages; by default never.
             messages: how many messages the context consists of, if it was compressed from the ids
                 of a `Prompt.from_messages` up to `spans.context_end`; `chat.send` then goes on.
+
+        Raises `ConfigError` for a limit without `compact`, and for values of another type.
         """
         return ServedConversation(self, name, limit, compact, messages)
 
@@ -223,12 +230,16 @@ class Client:
 
     def _choices(self, asked: Request, max_tokens: int, options: dict[str, Any]) -> Iterator[Any]:
         """The parts of a streamed answer."""
+        _check_options(options)
         with _refusals():
             for piece in self._send(asked.body(self._model, max_tokens, **options, stream=True)):
                 yield from piece.choices
 
     def _order(self, order: Mapping[str, Any], ids: Sequence[int] = (0,)) -> dict[str, Any]:
         """The server's reply to an order."""
+        # Numbers that JSON does not know: a server reads fractions as they are written.
+        plain = json.dumps(order, default=lambda x: int(x) if isinstance(x, Integral) else str(x))
+        order = json.loads(plain)
         body = Request("", tuple(ids), None, order, exact="extend" in order).body(self._model, 1)
         # Only a listing may be sent again: a passage whose reply was lost would be added twice.
         once = {} if "list" in order else {"max_retries": 0}
@@ -264,6 +275,13 @@ class Client:
         if self.tokenizer is not None:
             return self.tokenizer
         return required("transformers", "vllm").AutoTokenizer.from_pretrained(self._served.root)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    if "stream" in options:
+        raise ConfigError(
+            "Leave stream out: `ask` and `send` return an answer, `stream` iterates over its text."
+        )
 
 
 @contextmanager

@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import sys
+from fractions import Fraction
 
 import pytest
 
 pytest.importorskip("openai")
 
+import numpy as np
 import openai
 
 import gracekv
@@ -44,7 +46,7 @@ def client(server, monkeypatch):
 
 
 def test_a_document_becomes_a_context(client, server, tokenizer):
-    made = client.compress("book", TEXT, ratio=4, save=True)
+    made = client.compress("book", TEXT, ratio=np.int64(4), save=True)
     length = len(document(tokenizer, TEXT))
     assert made == Context(
         "book", "ready", length, 1200, 614400, 4.0, 0.5, "gracekv-agnostic", saved=True
@@ -57,11 +59,13 @@ def test_a_document_becomes_a_context(client, server, tokenizer):
         "temperature": 0.0,
         "kv_transfer_params": {"gracekv": {"compress": {"name": "book", "ratio": 4, "save": True}}},
     }
+    assert server.bodies[1]["kv_transfer_params"] == {"gracekv": {"list": "book"}}
 
 
 def test_ids_are_taken_as_they_are(client, server):
-    client.compress("book", range(5, 9), ratio=2, recipe="knorm")
+    client.compress("book", range(5, 9), ratio=Fraction(5, 2), recipe="knorm")
     assert server.bodies[0]["prompt"] == [5, 6, 7, 8]
+    assert server.bodies[0]["kv_transfer_params"]["gracekv"]["compress"]["ratio"] == "5/2"
 
 
 def test_a_passage_extends_a_context(client, server, tokenizer):
@@ -127,6 +131,9 @@ REFUSED = {
     "limit takes a gracekv.Limit": lambda x: x.extend("book", TEXT, limit={"ratio": 2}),
     "(entries_per_head=512); got Compaction": lambda x: x.chat("book", Compaction()),
     "compact takes a gracekv.Compaction": lambda x: x.chat("book", compact={"after": 64}),
+    "pass compact, too": lambda x: x.chat("book", Limit(ratio=2)),
+    "Leave stream out": lambda x: x.ask("book", QUESTION, stream=True),
+    "`stream` iterates": lambda x: list(x.stream("book", QUESTION, stream=True)),
 }
 
 
@@ -265,8 +272,6 @@ def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
         sent = [body["prompt"] for body in server.bodies if body.get("stream")]
         assert sent == [whole[prompt.spans.context_end :]]
         more = {"role": "user", "content": "Why?"}
-        with pytest.raises(EditedHistoryError, match="tools are not"):
-            chat.send([*history, more], tools=[])
         chat.send([*history, more])
         asked[0]["content"], changed = "Where?", [*asked, answer, more]
         with pytest.raises(EditedHistoryError, match="Message 1"):
@@ -288,6 +293,16 @@ def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
         assert chat.messages[1:5] == changed
         asked = [x["kv_transfer_params"] for x in server.bodies if "stream" in x]
         assert asked[-1] == {"gracekv": "agent", "gracekv_exact": True}
+
+
+def test_tools_that_are_edited_in_place_are_other_tools(client, server):
+    client.compress("agent", [5, 6, 7], ratio=1)
+    chat, tools = client.chat("agent", messages=1), [{"name": "find"}]
+    asked = {"role": "user", "content": "Who?"}
+    chat.send([{"role": "system", "content": "Search."}, asked], tools=tools)
+    tools[0]["name"] = "seek"
+    with pytest.raises(EditedHistoryError, match="tools are not"):
+        chat.send([*chat.messages, asked], tools=tools)
 
 
 def test_a_conversation_goes_on_while_its_next_context_is_made(tokenizer):
