@@ -40,8 +40,9 @@ def kv_transfer_config(
 
     Args:
         store: the folder of contexts.
-        limit_bytes: the most bytes of contexts in a process's memory; by default a quarter of the
-            machine's memory, or a tenth of the GPU's.
+        limit_bytes: the most bytes of one context, and of all in a process's memory but for those
+            that requests read; by default a quarter of the machine's memory, or a twenty-fifth of
+            the GPU's.
         allow: names of the contexts that requests may use, or "module:function". The function takes
             a context's name and the request's `kv_transfer_params`, and returns whether the request
             may use it. By default every request may use every context.
