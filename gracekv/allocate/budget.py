@@ -168,10 +168,10 @@ class Budget:
         """
         if (amount := _rational(ratio, "ratio")) < 1:
             hint = ""
-            if amount > 0:
+            if amount >= 0.001:
                 hint = (
-                    f" If {ratio} is the share to keep, use ratio={_plain(1 / amount)}; if it is "
-                    f"the share to remove, use compression_ratio={ratio}."
+                    f" If {ratio} is the share to keep, use ratio={float(1 / amount):.6g}; if it "
+                    f"is the share to remove, use compression_ratio={ratio}."
                 )
             raise BudgetError(
                 f"ratio says how many times fewer entries to keep, so it is at least 1 (1 keeps "
@@ -281,11 +281,6 @@ class Budget:
         if units * costs.heads(stay, torch.tensor([rest - stay])) > left:
             total = min(units * recent + costs.most(left), full - 1)
         return BudgetPlan(layers, heads, context, total, recent, size if in_bytes else None)
-
-
-def _plain(number: Fraction) -> str:
-    """Up to three decimals, rounded."""
-    return f"{float(number):.3f}".rstrip("0").rstrip(".")
 
 
 def _rational(value: object, name: str) -> Fraction:
