@@ -222,10 +222,7 @@ class Front:
         found, start = (list(ids), None) if tokenizer is None else opened(tokenizer, ids)
         if order.source is not None:
             if start == 0 and len(found) < len(ids):
-                raise StoreError(
-                    "A passage is one user's message, and this chat begins with something else. "
-                    "Leave the system prompt out, or extend with gracekv.vllm.Client."
-                )
+                raise StoreError("A passage is one user's message: leave the system prompt out.")
             # A message to the chat endpoint is the passage; other ids are used as they are.
             found, start = found[start:] if start else list(ids), None
         elif start is not None:

@@ -35,10 +35,7 @@ class ServedConversation:
         expect(limit, Limit | None, "limit takes a gracekv.Limit(entries_per_head=512)")
         expect(compact, Compaction | None, "compact takes a gracekv.Compaction(after=..., ratio=4)")
         if limit is not None and compact is None:
-            raise ConfigError(
-                "A server cuts a conversation when it compresses: pass compact, too, as in "
-                "compact=gracekv.Compaction(after=1024, ratio=4)."
-            )
+            raise ConfigError("A server cuts a conversation when it compresses: pass compact, too.")
         self._client, self._limit, self._compact = client, limit, compact
         self._first, self._count = context, count
         self._name, self._made = f"chat-{secrets.token_hex(8)}", 0

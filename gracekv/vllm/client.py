@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from typing import Any
 
 from gracekv.decode.compaction import Compaction
@@ -238,7 +237,7 @@ class Client:
     def _order(self, order: Mapping[str, Any], ids: Sequence[int] = (0,)) -> dict[str, Any]:
         """The server's reply to an order."""
         # Numbers that JSON does not know: a server reads fractions as they are written.
-        plain = json.dumps(order, default=lambda x: int(x) if isinstance(x, Integral) else str(x))
+        plain = json.dumps(order, default=lambda x: int(x) if hasattr(x, "__index__") else str(x))
         order = json.loads(plain)
         body = Request("", tuple(ids), None, order, exact="extend" in order).body(self._model, 1)
         # Only a listing may be sent again: a passage whose reply was lost would be added twice.

@@ -213,9 +213,7 @@ class Jobs:
                 reply["reason"] = f"Context {name!r} could not be made. {reason}"
         return reply
 
-    def listing(
-        self, parameters: Mapping[str, Any], only: str | None = None
-    ) -> list[dict[str, Any]]:
+    def listing(self, given: Mapping[str, Any], only: str | None = None) -> list[dict[str, Any]]:
         """A description of each context that a request with these `kv_transfer_params` may see.
 
         `only` is the name of the one context that is looked for; [] if there is none.
@@ -235,7 +233,7 @@ class Jobs:
         for name in sorted(found if only is None else found.keys() & {only}):
             # If the operator's function raises, the request may not see the context.
             with contextlib.suppress(Exception):
-                self._store.check_allowed(name, parameters)
+                self._store.check_allowed(name, given)
                 listed.append(found[name])
         return listed
 
@@ -243,9 +241,8 @@ class Jobs:
         try:
             header = self._store.header(name)
         except StoreError as error:
-            if is_missing(error):
-                return None
-            return {"name": name, "state": "failed", "reason": str(error)}
+            failed = {"name": name, "state": "failed", "reason": str(error)}
+            return None if is_missing(error) else failed
         known = self._done.get(name, {})
         mine = known.get("digest") == header.digest
         whole = header.length * int(header.model["layers"] * header.model["kv_heads"])

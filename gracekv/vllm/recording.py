@@ -71,8 +71,6 @@ class Recording:
         failure: the error that ended the recording, or None.
     """
 
-    failure: Exception | None
-
     def __init__(
         self,
         order: Compression,
@@ -94,18 +92,18 @@ class Recording:
         # Evenly spaced queries end at the plan's recent window, which may be a short one.
         recent = order.pipeline.plan_for(served.model, self.spans, order.budget).recent
         self._positions = held_positions(replace(needs, recent=recent), self.spans, once, None)
-        self._observations = Observations(needs.observers, served.layers, self.spans)
         layers = model_layers(served.model)
+        self._observations = Observations(needs.observers, len(layers), self.spans)
         self._record = Recorder(self.spans, self._observations, self._positions, layers)
         if before is not None:
             self._record.follow(past_of(before, places=places), None)
         # As in a capture, only differences of positions matter, and places of `past` have none.
         self._rope, self._unrotated = served.rope(length, device, places), served.unrotated()
-        self.failure = None
+        self.failure: Exception | None = None
         sizes = CaptureSizes.of(served.model)
         self._need = sizes.held(self.spans.length, len(self._positions)) // shard.ranks
         # How much is written of each layer.
-        self._ends = [places] * served.layers
+        self._ends = [places] * len(layers)
         self._pool, self._waiting, self._run_bytes = pool, deque[Future[None]](), 0
 
     def add(

@@ -26,6 +26,8 @@ from gracekv.prefill.prompt import Prompt
 from gracekv.vllm.header import EXACT, PARAMETER, QUESTION, SEPARATOR, Continuation
 from gracekv.vllm.store import ContextStore
 
+_TAGS = re.compile(r"(\s|<[^<>]*>)*")
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -169,20 +171,15 @@ def opened(tokenizer: Any, ids: Sequence[int]) -> tuple[list[int], int | None]:
     """
     ids = list(ids)
     opening, closing = _frame(tokenizer)
-    last = len(ids) - len(closing)
+    size, last = len(closing), len(ids) - len(closing)
+    ends = [x for x in range(max(0, last - 16), last + 1) if ids[x : x + size] == closing]
     # A template may open the answer with more than by default: with tags, as of an empty thought.
-    ends = [
-        end
-        for end in range(max(0, last - 16), last + 1)
-        if closing
-        and ids[end : end + len(closing)] == closing
-        and re.fullmatch(r"(\s|<[^<>]*>)*", tokenizer.decode(ids[end + len(closing) :]))
-    ]
-    ids = ids[: max(ends)] if ends else ids
+    closed = size and ends and _TAGS.fullmatch(tokenizer.decode(ids[ends[-1] + size :]))
+    ids = ids[: ends[-1]] if closed else ids
     if ids[: len(opening)] == opening:
         return ids, len(opening)
     # A chat with its own system prompt.
-    return ids, 0 if ends else None
+    return ids, 0 if closed else None
 
 
 def question_text(tokenizer: Any, separator: str = SEPARATOR, template: bool = True) -> str | None:

@@ -138,11 +138,6 @@ class ServedModel:
         check_served(model)
         return cls(model, ranks)
 
-    @property
-    def layers(self) -> int:
-        """L, the number of layers."""
-        return len(model_layers(self.model))
-
     def rope(self, length: int, device: torch.device, places: int = 0) -> Rope:
         """The rotations of positions 0..length - 1 after `places` rows of position 0."""
         ropes = rotations_up_to(self.model, length - 1)

@@ -26,6 +26,13 @@ def asked(name, **options):
     return {"gracekv": {"compress": {"name": name, "ratio": 3, **options}}}
 
 
+def engine(model, **parallel):
+    """vLLM's config of an engine that serves the model, as far as compressing reads it."""
+    served = SimpleNamespace(hf_text_config=model.config, dtype=model.dtype)
+    parallel = {"world_size_across_dp": 1, "tensor_parallel_size": 1, **parallel}
+    return SimpleNamespace(model_config=served, parallel_config=SimpleNamespace(**parallel))
+
+
 class Worker:
     """A compressor, fed as an engine's worker feeds it.
 
@@ -37,9 +44,7 @@ class Worker:
     """
 
     def __init__(self, model, root, shard=WHOLE, **options):
-        served = SimpleNamespace(hf_text_config=model.config, dtype=model.dtype)
-        ranks = {"world_size_across_dp": shard.ranks, "tensor_parallel_size": shard.ranks}
-        config = SimpleNamespace(model_config=served, parallel_config=SimpleNamespace(**ranks))
+        config = engine(model, world_size_across_dp=shard.ranks, tensor_parallel_size=shard.ranks)
         self.store = ContextStore(root, **options)
         self.compressor = Compressor(config, self.store, torch.device("cpu"), shard)
         self.shard, self.found = shard, None

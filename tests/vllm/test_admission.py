@@ -104,7 +104,7 @@ def test_tokens_that_are_exact_are_read_as_they_are(ask):
 def test_a_passage_has_no_system_prompt(ask, processor):
     processor.tokenizer = deepcopy(processor.tokenizer)
     processor.tokenizer.chat_template = "<s>Be kind." + processor.tokenizer.chat_template
-    with pytest.raises(Refused, match="Leave the system prompt out"):
+    with pytest.raises(Refused, match="leave the system prompt out"):
         ask(TURN, {"extend": {"name": "c2", "into": "longer", "ratio": 1}})
 
 

@@ -11,7 +11,7 @@ import gracekv
 from gracekv.errors import StoreError
 from gracekv.testing.models import tiny_model
 from gracekv.vllm import ContextStore, compressing
-from gracekv.vllm.compressing import Outcome
+from gracekv.vllm.compressing import Compressor, Outcome
 from gracekv.vllm.jobs import Jobs
 from gracekv.vllm.orders import order_of
 from gracekv.vllm.recording import Recording
@@ -72,19 +72,18 @@ def test_a_failure_is_told_and_the_next_one_goes_on(model, prefill, tmp_path, mo
     worker.read(prefill, "0", asked("book"))
     assert "bytes of memory" in worker.outcome().reason
     worker.store.loaded.limit = 2**30
-    monkeypatch.setattr(Recording, "__init__", lambda *_: 1 / 0)
-    worker.read(prefill, "1", asked("book"))
-    assert "cannot be used (ZeroDivisionError)" in worker.outcome().reason
-    monkeypatch.undo()
-    monkeypatch.setattr(type(worker.compressor), "_compressed", lambda *_: 1 / 0)
-    worker.read(prefill, "2", asked("book"))
-    assert "cannot be used (ZeroDivisionError)" in worker.outcome().reason
-    monkeypatch.undo()
-    # Attention that is not ours shows nothing.
-    monkeypatch.setattr(Recording, "add", lambda *_: None)
-    worker.read(prefill, "2", asked("book"))
-    assert "did not compute all tokens" in worker.outcome().reason
-    monkeypatch.undo()
+    for number, (owner, name, changed, said) in enumerate(
+        [
+            (Recording, "__init__", lambda *_: 1 / 0, "cannot be used (ZeroDivisionError)"),
+            (Compressor, "_compressed", lambda *_: 1 / 0, "cannot be used (ZeroDivisionError)"),
+            # Attention that is not ours shows nothing.
+            (Recording, "add", lambda *_: None, "did not compute all tokens"),
+        ]
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, changed)
+            worker.read(prefill, str(number), asked("book"))
+            assert said in worker.outcome().reason
     worker.read(prefill, "3", asked("book"))
     assert worker.outcome().header is not None
 

@@ -100,8 +100,6 @@ def forge(folder, **changes):
         (lambda folder: (folder / "header.json").unlink(), "There is no context"),
         (lambda folder: edit(folder, format=2), "another format"),
         (lambda folder: edit(folder, prompt_ids=[5, 6]), "was edited"),
-        (lambda folder: edit(folder, question_text="Say yes."), "was edited"),
-        (lambda folder: edit(folder, more=1), "was edited"),
         (lambda folder: forge(folder, length="7"), "is damaged"),
         (lambda folder: forge(folder, more=1), "is damaged"),
         (lambda folder: forge(folder, length=7), "of other entries"),

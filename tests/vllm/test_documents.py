@@ -45,11 +45,12 @@ def header(made_with, **fields):
     return SimpleNamespace(**{**known, "separator": "\n\n", "template": True, **fields})
 
 
-def chat(tokenizer, *messages, role="user"):
+def chat(tokenizer, *messages, role="user", **options):
     text = tokenizer.apply_chat_template(
         [{"role": role if n == 0 else "user", "content": m} for n, m in enumerate(messages)],
         tokenize=False,
         add_generation_prompt=True,
+        **options,
     )
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -80,9 +81,7 @@ def test_the_server_finds_the_document(name):
 def test_the_document_ends_before_an_answer_that_is_opened_with_a_thought():
     tokenizer = made("<|user|>{{ messages[0]['content'] }}<|end|><|assistant|>" + THOUGHT)
     ids = document(tokenizer, TEXT)
-    asked = [{"role": "user", "content": TEXT}]
-    text = tokenizer.apply_chat_template(asked, tokenize=False, enable_thinking=False)
-    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    whole = chat(tokenizer, TEXT, enable_thinking=False)
     assert tokenizer.decode(whole).endswith("</a>\n\n")
     assert opened(tokenizer, whole) == (ids, 1)
     # An answer is a part of the document.

@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from gracekv.vllm.orders import order_of
 from gracekv.vllm.recording import Chunk
 from gracekv.vllm.served_model import ServedModel
 from support.compressing_engine import tokens_of
-from support.recording_worker import Worker
+from support.recording_worker import Worker, engine
 from support.thread_exchange import connected
 
 LENGTH, PASSAGE = 60, 40
@@ -61,19 +60,13 @@ def read_over(model, result, ids):
     for hook in hooks:
         hook.remove()
     dim, at = layers[0].self_attn.head_dim, torch.arange(len(ids))
-    rope = engine(model).rope(len(ids), torch.device("cpu"))
+    rope = ServedModel.of(engine(model)).rope(len(ids), torch.device("cpu"))
     for number in range(len(layers)):
         query, key, value = (
             seen[number, name].view(len(ids), -1, dim).transpose(0, 1)
             for name in ("q_proj", "k_proj", "v_proj")
         )
         yield [x.transpose(0, 1) for x in (rope.rotate(query, at), rope.rotate(key, at), value)]
-
-
-def engine(model):
-    served = SimpleNamespace(hf_text_config=model.config, dtype=model.dtype)
-    ranks = SimpleNamespace(world_size_across_dp=1, tensor_parallel_size=1)
-    return ServedModel.of(SimpleNamespace(model_config=served, parallel_config=ranks))
 
 
 def read(worker, model, result, ids, *, pieces=(), **options):

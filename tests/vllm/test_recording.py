@@ -18,6 +18,7 @@ from gracekv.value.block_replay import BlockReplaySums
 from gracekv.vllm.orders import order_of
 from gracekv.vllm.recording import Recording
 from gracekv.vllm.served_model import ServedModel
+from support.recording_worker import engine
 
 CPU = torch.device("cpu")
 
@@ -30,12 +31,6 @@ def model():
 @pytest.fixture(scope="module")
 def served(model):
     return ServedModel.of(engine(model))
-
-
-def engine(model, **parallel):
-    served = SimpleNamespace(hf_text_config=model.config, dtype=model.dtype)
-    parallel = {"world_size_across_dp": 1, "tensor_parallel_size": 1, **parallel}
-    return SimpleNamespace(model_config=served, parallel_config=SimpleNamespace(**parallel))
 
 
 def prompt(length, start):
