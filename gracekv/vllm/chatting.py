@@ -24,6 +24,8 @@ class ServedConversation:
     extends the context by the older ones into a context of this conversation's own, beside other
     requests; turns go on over the old one until the new one is ready. For one thread at a time.
 
+    Raises `ConfigError` for a limit without `compact`.
+
     Attributes:
         messages: the turns so far: {"role": "user", "content": text}, or as they were sent.
         context: name of the context that the next turn reads.
