@@ -20,7 +20,7 @@ from gracekv.errors import CacheError
 from gracekv.hf.input_checks import before_forward, check_positions
 from gracekv.hf.layer import PackedStates
 from gracekv.hf.static_layer import tail_is_full
-from gracekv.prefill.attention_patch import ATTACHED, base_attention, model_lock
+from gracekv.prefill.attention_patch import ATTACHED, base_attention, model_lock, own_decoder
 from gracekv.prefill.partial_attention import additive
 from gracekv.prefill.supported import check_decoder, check_model
 from gracekv.undo import undone, without_autocast
@@ -46,10 +46,11 @@ def attach(model: Any) -> None:
 
 def set_attention(model: Any) -> None:
     """As `attach`, for a model that was checked already."""
+    decoder = own_decoder(model)
     with model_lock(model):
         name = next(name for name, base in ATTACHED.items() if base == base_attention(model))
-        if model.config._attn_implementation != name:
-            model.set_attn_implementation(name)
+        if decoder.config._attn_implementation != name:
+            decoder.set_attn_implementation(name)
         _attached.add(model)
         if not _hooks(model):
             model.get_decoder().register_forward_pre_hook(before_forward, with_kwargs=True)
@@ -62,15 +63,15 @@ def detach(model: Any) -> None:
     does without a compressed cache.
     """
     check_decoder(model)
-    decoder = model.get_decoder()
+    decoder, own = model.get_decoder(), own_decoder(model)
     with model_lock(model):
         # A deep copy of an attached model has copies of its hooks, too.
         for key in _hooks(model):
             del decoder._forward_pre_hooks[key]
             decoder._forward_pre_hooks_with_kwargs.pop(key, None)
-        shared = any(x.config is model.config for x in _attached if x is not model)
-        if model.config._attn_implementation in ATTACHED and not shared:
-            model.set_attn_implementation(base_attention(model))
+        shared = any(own_decoder(x).config is own.config for x in _attached if x is not model)
+        if own.config._attn_implementation in ATTACHED and not shared:
+            own.set_attn_implementation(base_attention(model))
         # Last: a call that was interrupted can be made again.
         _attached.discard(model)
 
@@ -103,7 +104,8 @@ def attached(model: Any) -> Iterator[None]:
                 detach(model)
 
     with model_lock(model):
-        was_attached = model.config._attn_implementation in ATTACHED and bool(_hooks(model))
+        name = own_decoder(model).config._attn_implementation
+        was_attached = name in ATTACHED and bool(_hooks(model))
         stays = was_attached and not _blocks.get(model)
     with nullcontext() if stays else undone(undo):
         with model_lock(model):

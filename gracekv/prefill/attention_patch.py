@@ -107,10 +107,14 @@ class _Entry:
 _entries: WeakKeyDictionary[Any, _Entry] = WeakKeyDictionary()
 
 
-def _entry(model: Any) -> _Entry:
-    # A wrapper (compiled, with adapters) has the decoder of the model inside.
+def own_decoder(model: Any) -> Any:
+    """The decoder inside all wrappers: its attention is replaced, not that of what sees images."""
     decoder = model.get_decoder()
-    decoder = getattr(decoder, "_orig_mod", decoder)
+    return getattr(decoder, "_orig_mod", decoder)
+
+
+def _entry(model: Any) -> _Entry:
+    decoder = own_decoder(model)
     with _new_entry:
         if decoder not in _entries:
             _entries[decoder] = _Entry(decoder)
@@ -150,6 +154,7 @@ def patched_attention(model: Any, attend: Callable[[AttentionCall], Any]) -> Ite
     from transformers import AttentionMaskInterface
 
     entry, masks = _entry(model), AttentionMaskInterface._global_mapping
+    decoder = own_decoder(model)
 
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
@@ -160,17 +165,17 @@ def patched_attention(model: Any, attend: Callable[[AttentionCall], Any]) -> Ite
             return attend(AttentionCall(stock, module, query, key, value, attention_mask, kwargs))
 
     with entry.lock:
-        before, base = model.config._attn_implementation, base_attention(model)
+        before, base = decoder.config._attn_implementation, base_attention(model)
         stock, reading = attention_function(model, base), entry.reading
 
         def undo() -> None:
-            model.set_attn_implementation(before)
             entry.reading = reading
+            decoder.set_attn_implementation(before)
 
         with uncompiled(), undone(undo):
             entry.others = attention_function(model, before), masks[before]
             entry.reading = threading.get_ident(), attention, masks[base]
-            model.set_attn_implementation(entry.name)
+            decoder.set_attn_implementation(entry.name)
             yield
 
 
@@ -180,7 +185,7 @@ def base_attention(model: Any) -> str:
     Raises `UnsupportedModelError` if it is another one.
     """
     with model_lock(model):
-        name = str(model.config._attn_implementation)
+        name = str(own_decoder(model).config._attn_implementation)
     name = ATTACHED.get(name, name)
     if name not in BASE_ATTENTION:
         raise UnsupportedModelError(

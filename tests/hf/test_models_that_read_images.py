@@ -6,6 +6,7 @@ import transformers
 
 import gracekv
 from gracekv.errors import UnsupportedModelError, UntestedModelWarning
+from gracekv.hf import detach
 from gracekv.vllm import export
 from support.margins import assert_same_tokens, logits_over
 from support.tried_families import SIZES
@@ -38,14 +39,14 @@ EVERY = {
 }
 
 
-def model_of(family):
+def model_of(family, **fields):
     decoder, eyes = EVERY[family]
     config = transformers.CONFIG_MAPPING[family]
     if family == "mistral3":
         eyes = eyes | {"model_type": "pixtral"}
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(
-        config(text_config=TEXT_SIZES | decoder, vision_config=eyes, image_token_id=96)
+        config(text_config=TEXT_SIZES | decoder | fields, vision_config=eyes, image_token_id=96)
     )
     for weight in model.parameters():
         if weight.ndim == 2:
@@ -90,9 +91,19 @@ def test_what_cannot_be_done_with_them_is_refused_by_name(tmp_path):
         gracekv.compress(model, PROMPT, ratio=2)
 
 
-def test_images_are_seen_as_before_by_an_attached_model():
-    model, pixels = model_of("llava"), torch.randn(1, 3, 28, 28)
-    model.set_attn_implementation("eager")
-    want = model.model.vision_tower(pixels).last_hidden_state
-    with pytest.warns(UntestedModelWarning), gracekv.attached(model):
-        assert torch.equal(model.model.vision_tower(pixels).last_hidden_state, want)
+def test_a_decoder_has_an_attention_of_its_own():
+    """Gemma 2 cannot run sdpa: transformers loads it with eager attention beside others' sdpa."""
+    model = model_of("llava", model_type="gemma2", attn_logit_softcapping=2.0)
+    sight, text = model.model.vision_tower, model.config.text_config
+    assert (model.config._attn_implementation, text._attn_implementation) == ("sdpa", "eager")
+    # Its own masks, not those of gracekv.
+    sight.set_attn_implementation("eager")
+    pixels, want = torch.randn(1, 3, 28, 28), stock(model, PROMPT.ids)
+    before = model(PROMPT.ids[None]).logits, sight(pixels).last_hidden_state
+    with pytest.warns(UntestedModelWarning):
+        result = gracekv.compress(model, PROMPT, ratio=1)
+    assert_same_tokens(result.generate_ids(5), want, logits_over(result))
+    assert torch.equal(sight(pixels).last_hidden_state, before[1])
+    detach(model)
+    assert (model.config._attn_implementation, text._attn_implementation) == ("sdpa", "eager")
+    assert torch.equal(model(PROMPT.ids[None]).logits, before[0])
