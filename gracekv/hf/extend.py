@@ -47,8 +47,8 @@ def extended_run(
         result: one prompt's result; its pipeline compresses the passage.
         passage: text, or token ids [n].
 
-    The other arguments and errors are those of `CompressionResult.extend`; `CacheError` also if the
-    model caps its logits.
+    The other arguments and errors are those of `CompressionResult.extend`; `CacheError` also as
+    `check_extends` raises it.
     """
     expect(capture, CaptureOptions, "extend takes capture=gracekv.CaptureOptions(...)")
     check_model(result.model)
@@ -68,11 +68,7 @@ def extended_run(
         )
     first = oldest_position(old)
     check_prompt_length(model, length - first, beyond_positions=capture.beyond_positions)
-    if getattr(text_config(model), "attn_logit_softcapping", None) is not None:
-        raise CacheError(
-            f"{type(model).__name__} caps its attention logits, and a cap would count the "
-            f"multiplicities of packed entries. Compress the whole text anew."
-        )
+    check_extends(model)
     shard = head_shard(model)
     if shard.ranks > 1:
         limits = capture.chunk, capture.memory_limit
@@ -88,6 +84,23 @@ def extended_run(
     plan = pipeline.plan_for(model, passage_prompt.spans, budget)
     added = prefilled_run(model, passage_prompt, past, pipeline, plan, capture)
     return prompt, _joined(run, added, past.places, shard)
+
+
+def check_extends(model: Any) -> None:
+    """Raise `CacheError` if the model can read no passage over packed entries.
+
+    It cannot where it caps its logits, or scales its queries by their positions (Ministral 3).
+    """
+    config = text_config(model)
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        why = (
+            "caps its attention logits, and a cap would count the multiplicities of packed entries"
+        )
+    elif (getattr(config, "rope_parameters", None) or {}).get("llama_4_scaling_beta"):
+        why = "scales its queries by positions, which a passage over packed entries does not have"
+    else:
+        return
+    raise CacheError(f"{type(model).__name__} {why}. Compress the whole text anew.")
 
 
 def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:

@@ -16,6 +16,7 @@ from gracekv.errors import (
     MissingCaptureError,
     ObserverError,
     PromptError,
+    UntestedModelWarning,
 )
 from gracekv.fit import FITTERS, Regression, attended
 from gracekv.hf.capture import run_capture
@@ -27,6 +28,7 @@ from gracekv.value import LagRelative, block_replay
 from support.asked_context import same_greedy, stock_steps
 from support.lean_prefills import without_queries
 from support.margins import assert_same_choice
+from support.tried_families import tried_model
 
 TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
 IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))
@@ -194,9 +196,8 @@ def test_a_text_is_asked_saved_and_extended_again(reader, tokenizer, tmp_path):
     book = gracekv.compress(reader, Prompt.from_chat(tokenizer, context=TEXT[:600]), ratio=3)
     answer = book.ask("Who fell?", max_new_tokens=6)
     longer = book.extend(TEXT[600:1200], ratio=3).extend("\n\nThe end.", ratio=1)
-    assert tokenizer.decode(longer.prompt.ids[: longer.prompt.spans.context_end]).endswith(
-        TEXT[:1200] + "\n\nThe end."
-    )
+    read = tokenizer.decode(longer.prompt.ids[: longer.prompt.spans.context_end])
+    assert read.endswith(TEXT[:1200] + "\n\nThe end.")
     assert book.ask("Who fell?", max_new_tokens=6) == answer
     longer.save(tmp_path / "book.gracekv")
     again = gracekv.load(tmp_path / "book.gracekv", reader, tokenizer=tokenizer)
@@ -205,9 +206,7 @@ def test_a_text_is_asked_saved_and_extended_again(reader, tokenizer, tmp_path):
     questions = ["Who fell?", "Where is Alice sitting, and why?"]
     assert again.ask(questions, max_new_tokens=6) == longer.ask(questions, max_new_tokens=6)
     with longer.chat() as chat:
-        assert chat.ask(questions[0], max_new_tokens=6) == longer.ask(
-            questions[0], max_new_tokens=6
-        )
+        assert chat.ask(questions[0], 6) == longer.ask(questions[0], 6)
     further = [x.extend(TEXT[1200:1500], ratio=2) for x in (again, longer)]
     for one, other in zip(*(x.packed.layers for x in further), strict=True):
         assert torch.equal(one.positions, other.positions)
@@ -309,3 +308,6 @@ def test_results_that_cannot_go_on_are_refused(model):
     bounded = tiny_model("phi3", positions=100)
     with pytest.raises(CacheError, match="Extend by 9 tokens at most"):
         compressed(bounded, 2).extend(PASSAGE, ratio=2)
+    scaled = tried_model("ministral3")
+    with pytest.warns(UntestedModelWarning), pytest.raises(CacheError, match="scales its queries"):
+        compressed(scaled, 2).extend(PASSAGE, ratio=2)
