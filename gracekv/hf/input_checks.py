@@ -68,7 +68,7 @@ def before_forward(
         )
     if flat is not None:
         check_positions(flat.shape[1], cached + new)
-    elif mask is None and positions is not None and not any(cache.padding):
+    elif _hides_nothing(mask) and positions is not None and not any(cache.padding):
         # `generate` drops a mask of ones, so only positions tell a used cache from a fresh one.
         check_positions(int(positions.max()) + 1, cached + new)
     cache.make_room(kwargs[name], mask)
@@ -132,6 +132,12 @@ def _is_whole(mask: Tensor | None, positions: Tensor | None, count: int) -> bool
     return (
         positions is not None and positions.shape[-1] == count and int(positions[..., 0].max()) == 0
     )
+
+
+def _hides_nothing(mask: Any) -> bool:
+    """Whether the last token sees all; some models make a dict of masks, bool or None, of none."""
+    full = mask.get("full_attention") if isinstance(mask, dict) else mask
+    return full is None or (isinstance(mask, dict) and bool(full[..., -1, :].all()))
 
 
 def _check_hidden(mask: Tensor, seen: Tensor) -> None:

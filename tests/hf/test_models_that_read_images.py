@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import gracekv
-from gracekv.errors import UnsupportedModelError, UntestedModelWarning
+from gracekv.errors import CacheError, UnsupportedModelError, UntestedModelWarning
 from gracekv.hf import detach
 from gracekv.vllm import export
 from support.margins import assert_same_tokens, logits_over
@@ -89,6 +89,22 @@ def test_what_cannot_be_done_with_them_is_refused_by_name(tmp_path):
     model._tp_size = 2  # as transformers marks a sharded one
     with pytest.raises(UnsupportedModelError, match="q_proj of layer 0 is not split by heads"):
         gracekv.compress(model, PROMPT, ratio=2)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_a_used_cache_is_told_from_a_fresh_one(family):
+    model = model_of(family)
+    with pytest.warns(UntestedModelWarning):
+        result = gracekv.compress(model, PROMPT, ratio=2)
+    options = {"max_new_tokens": 5, "do_sample": False, "past_key_values": result.new_cache()}
+    model.generate(**result.inputs, **options)
+    with pytest.raises(CacheError, match="and a fresh cache"):
+        model.generate(**result.inputs, **options)
+    # Tokens that the mask hides have no positions.
+    cuts = {name: x.split([69, 1], dim=1) for name, x in result.inputs.items()}
+    padded = {name: torch.cat([a, 0 * b, 0 * b, b], dim=1) for name, (a, b) in cuts.items()}
+    options["past_key_values"] = result.new_cache()
+    assert model.generate(**padded, **options).shape == (1, 77)
 
 
 def test_a_decoder_has_an_attention_of_its_own():
