@@ -112,6 +112,10 @@ def continue_ids(
     replays = even and not keep_cache and shard.ranks == 1 and limit is None
     if limit is not None and ahead > limit.every:
         options = {"prefill_chunk_size": limit.every} | options
+    for part in model.modules():
+        # Models that read images would number tokens as the rows and images of their last call.
+        if vars(part).get("rope_deltas") is not None:
+            part.rope_deltas = None
     with ExitStack() as stack:
         if replays and graph_replay.suits(model, cache, max_new_tokens, options):
             cache = stack.enter_context(graph_replay.replaying(model, cache, max_new_tokens))

@@ -69,7 +69,11 @@ def test_text_prompts_at_ratio_one_are_the_stock_model(family):
     if "layer_types" in EVERY[family][0]:
         assert alone.packed.model_layers == (1, 3)
     rows = gracekv.compress(model, [PROMPT, SHORTER], ratio=1).generate_ids(5)
+    # After an answer of two rows, and after one about an image.
     assert_same_tokens(alone.generate_ids(5), want[0], logits_over(alone))
+    if hasattr(model.model, "rope_deltas"):
+        model.model.rope_deltas = torch.tensor([[-7]])
+        assert_same_tokens(alone.generate_ids(5), want[0], logits_over(alone))
     assert_same_tokens(rows[:1], want[0], logits_over(alone))
     assert_same_tokens(rows[1:], want[1], logits_over(gracekv.compress(model, SHORTER, ratio=1)))
     if family != "qwen3_5":  # Its states cannot go back by tokens.
