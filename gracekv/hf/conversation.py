@@ -18,7 +18,7 @@ from gracekv.cache import Occupancy
 from gracekv.decode import Compaction, Limit
 from gracekv.errors import CacheError, EditedHistoryError, PromptError, expect, one_of
 from gracekv.hf.base_result import BaseResult
-from gracekv.hf.extend import closed_run, limited_run
+from gracekv.hf.extend import check_extends, closed_run, limited_run
 from gracekv.hf.generation import (
     check_context,
     check_one,
@@ -69,6 +69,7 @@ class Conversation:
             "Put the weights or adapters back, or compress it with this model.",
         )
         if compact is not None:
+            check_extends(result.model)
             check_needs(result.model, result.pipeline.needs(), passage=True)
         self._closed, self._limit, self._compact = False, limit, compact
         # A copy or pickle is refused as the result's.

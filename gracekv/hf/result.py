@@ -186,7 +186,7 @@ class CompressionResult(BaseResult):
             PromptError: the prompt has a question, or the passage is empty or cannot be encoded.
             BudgetError: not exactly one budget is given, or it is too small for the passage.
             CacheError: the passage exceeds the positions of the model, or its attention logits are
-                capped.
+                capped, or its queries scaled by their positions.
             ConfigError: the pipeline runs the model a second time, which needs the whole context.
             MissingCaptureError: the passage is shorter than the pipeline's observation window.
             CaptureMemoryError: memory ran out.
