@@ -58,7 +58,8 @@ class Conversation:
         """Begin after the context of `result`; stay within `limit`, and compress as `compact` says.
 
         Raises `PromptError` as `result.ask` does, `CacheError` if the model is not what it was,
-        `ConfigError` if `compact` is no `Compaction`, and what `result.new_cache(limit)` does.
+        `ConfigError` if `compact` is no `Compaction`, what `result.new_cache(limit)` does, and with
+        `compact` what `extend` raises for a model or recipe that it cannot do.
         """
         check_context(result.prompts[0])
         expect(compact, Compaction | None, "compact takes a gracekv.Compaction(after=..., ratio=4)")

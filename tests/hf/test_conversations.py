@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 import gracekv
-from gracekv.errors import BudgetError, CacheError, ConfigError, PromptError
+from gracekv.errors import BudgetError, CacheError, ConfigError, ObserverError, PromptError
 from support.asked_context import TEXT, same_greedy, steps
 
 
@@ -201,6 +201,9 @@ def test_bad_conversations_are_refused(model, tokenizer, prompt, book):
     for call in (result.chat, lambda: result.ask("Who?")):
         with pytest.raises(PromptError, match="a question of its own"):
             call()
+    twice = gracekv.compress(model, prompt, ratio=4, pipeline="kvzip-two-pass")
+    with pytest.raises(ObserverError, match="second pass|extended"):
+        twice.chat(compact=gracekv.Compaction())
 
 
 def test_two_threads_do_not_share_a_conversation(model, book):
