@@ -1,15 +1,16 @@
 """Compression inside transformers' own `generate`, as a callable and as a folder."""
 
 import inspect
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
-from transformers.generation import BaseStreamer
 
 import gracekv
 from gracekv.errors import BudgetError, ConfigError, PromptError
 from gracekv.testing.models import tiny_llama
+from support.streamed import Written
 
 IDS = torch.randint(2, 97, (1, 200), generator=torch.Generator().manual_seed(0))
 FOLDER = Path(__file__).parents[2] / "examples" / "custom_generate"
@@ -30,29 +31,16 @@ def test_it_is_what_compress_and_generate_are(model, question):
     assert torch.equal(got[:, 200:], want)
 
 
-class Pieces(BaseStreamer):
-    """All that a streamer is given."""
-
-    def __init__(self):
-        self.ids, self.ended = [], False
-
-    def put(self, value):
-        self.ids += value.flatten().tolist()
-
-    def end(self):
-        self.ended = True
-
-
 def test_the_folder_does_the_same_and_streams(model, monkeypatch, tmp_path):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
     options = {"max_new_tokens": 8, "pad_token_id": 1, "ratio": 4, "attention_mask": IDS**0}
-    own, pieces = Pieces(), Pieces()
+    own, pieces = Written(), Written()
     want = model.generate(IDS, custom_generate=gracekv.generate, text_streamer=own, **options)
     options |= {"custom_generate": str(FOLDER), "trust_remote_code": True}
     assert torch.equal(model.generate(IDS, streamer=pieces, **options), want)
     for each in (own, pieces):
         assert each.ended
-        assert each.ids == want[0].tolist()
+        assert list(chain(*each.pieces)) == want[0].tolist()
     with pytest.raises(ConfigError, match=r"cannot use stop_strings. Use gracekv.compress"):
         model.generate(IDS, stop_strings=["a"], **options)
 

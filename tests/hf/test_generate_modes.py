@@ -17,12 +17,13 @@ from transformers import (
     StoppingCriteriaList,
     TextIteratorStreamer,
 )
-from transformers.generation.streamers import BaseStreamer
 
 import gracekv
 from gracekv.hf import attach, detach
 from gracekv.testing.models import tiny_llama
+from support.forward_passes import fed_shapes
 from support.margins import assert_same_tokens, logits_over
+from support.streamed import Written
 
 IDS = torch.randint(2, 97, (150,), generator=torch.Generator().manual_seed(0))
 
@@ -79,14 +80,13 @@ def over(model, result, cache=None, **kwargs):
 def stock(model, **kwargs):
     detach(model)
     try:
-        output = model.generate(
+        return model.generate(
             IDS[None],
             attention_mask=torch.ones_like(IDS)[None],
             **({"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1} | kwargs),
-        )
+        )[:, len(IDS) :]
     finally:
         attach(model)
-    return output[:, len(IDS) :]
 
 
 class Second(LogitsProcessor):
@@ -167,17 +167,6 @@ def test_stop_strings_end_the_answer(model, result, tokenizer):
     assert result.generate(12, generation_config=GenerationConfig(stop_strings=word)) == told
 
 
-class Written(BaseStreamer):
-    def __init__(self):
-        self.pieces, self.ended = [], False
-
-    def put(self, value):
-        self.pieces.append(value.flatten().tolist())
-
-    def end(self):
-        self.ended = True
-
-
 def test_a_streamer_gets_each_token_as_it_comes(model, result, tokenizer):
     plain = over(model, result)[0]
     written = Written()
@@ -192,18 +181,6 @@ def test_a_streamer_gets_each_token_as_it_comes(model, result, tokenizer):
     thread.join()
 
 
-def counted(model, monkeypatch):
-    """Tokens that each forward pass of the decoder is given."""
-    fed, original = [], model.model.embed_tokens.forward
-
-    def watched(ids):
-        fed.append(ids.shape[1])
-        return original(ids)
-
-    monkeypatch.setattr(model.model.embed_tokens, "forward", watched)
-    return fed
-
-
 @pytest.mark.parametrize("kind", ["lookup", "assistant", "itself"])
 def test_assisted_decoding_changes_speed_only(model, assistant, result, kind, monkeypatch):
     options = {
@@ -212,12 +189,12 @@ def test_assisted_decoding_changes_speed_only(model, assistant, result, kind, mo
         "itself": {"assistant_model": tiny_llama(layers=3)},
     }[kind]
     plain = over(model, result, max_new_tokens=20)
-    fed = counted(model, monkeypatch)
+    fed = fed_shapes(model, monkeypatch)
     cache = result.new_cache()
     assisted = over(model, result, cache, max_new_tokens=20, **options)
     assert_same_tokens(assisted, plain, logits_over(result))
     # The first step gets the last prompt token and the guesses, not the prompt again.
-    assert max(fed) <= 21
+    assert max(length for _, length in fed) <= 21
     assert cache.get_seq_length() == 150 + 19
     if kind == "itself":
         # Over a compressed cache the uncompressed model is a good assistant, and saves steps.

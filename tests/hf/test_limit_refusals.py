@@ -8,6 +8,7 @@ from gracekv import Limit
 from gracekv.decode import Fitted, Guarded
 from gracekv.errors import BudgetError, CacheError, ConfigError
 from gracekv.testing.models import tiny_model
+from support.forward_passes import fed_shapes
 
 PROMPT = gracekv.Prompt.from_ids(torch.arange(60) * 13 % 97, (4, 50))
 SMALL = {"entries_per_head": 80, "every": 16, "window": 8}
@@ -65,20 +66,17 @@ def test_bad_limits_are_refused(fields, said):
         Limit(**fields)
 
 
-def test_modes_that_go_back_or_are_static_are_refused_before_the_first_token(model, result):
-    calls = []
-    handle = model.register_forward_hook(lambda *_: calls.append(1))
-    limit = Limit(**SMALL)
-    try:
+def test_modes_that_go_back_or_are_static_are_refused_before_the_first_token(
+    model, result, monkeypatch
+):
+    fed, limit = fed_shapes(model, monkeypatch), Limit(**SMALL)
+    assistant = {"assistant_model": tiny_model(positions=16384)}
+    for options in (assistant, {"prompt_lookup_num_tokens": 3}):
         with pytest.raises(CacheError, match="Assisted decoding and prompt lookup"):
-            result.generate_ids(40, limit=limit, assistant_model=tiny_model(positions=16384))
-        with pytest.raises(CacheError, match="Assisted decoding and prompt lookup"):
-            result.generate_ids(40, limit=limit, prompt_lookup_num_tokens=3)
-        with pytest.raises(CacheError, match="static tail"):
-            result.new_cache(limit).with_static_tail(64)
-    finally:
-        handle.remove()
-    assert not calls
+            result.generate_ids(40, limit=limit, **options)
+    with pytest.raises(CacheError, match="static tail"):
+        result.new_cache(limit).with_static_tail(64)
+    assert not fed
 
 
 def test_a_step_longer_than_an_interval_names_the_chunk_size(model, result):

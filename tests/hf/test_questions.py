@@ -8,6 +8,7 @@ import gracekv
 from gracekv import recipes
 from gracekv.errors import ConfigError, PromptError
 from support.asked_context import TEXT, same_greedy, steps, stock_steps
+from support.forward_passes import fed_shapes
 
 QUESTIONS = ["Who fell?", "Where is Alice sitting, and what does she see first of all?", "Why?"]
 SEVERAL = GenerationConfig(do_sample=True, num_return_sequences=2)
@@ -59,18 +60,12 @@ def test_questions_of_any_lengths_are_answered_together(model, tokenizer, book):
     assert book.ask([QUESTIONS[0]], max_new_tokens=4) == [book.ask(QUESTIONS[0], max_new_tokens=4)]
 
 
-def test_the_context_is_never_read_again(model, book):
-    fed = []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: fed.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
-    try:
-        book.ask(QUESTIONS, max_new_tokens=3, eos_token_id=1999)
-        with book.chat() as chat:
-            chat.ask(QUESTIONS[1], max_new_tokens=3)
-            chat.ask(QUESTIONS[2], max_new_tokens=3)
-    finally:
-        hook.remove()
+def test_the_context_is_never_read_again(model, book, monkeypatch):
+    fed = fed_shapes(model, monkeypatch)
+    book.ask(QUESTIONS, max_new_tokens=3, eos_token_id=1999)
+    with book.chat() as chat:
+        chat.ask(QUESTIONS[1], max_new_tokens=3)
+        chat.ask(QUESTIONS[2], max_new_tokens=3)
     assert max(length for _, length in fed) < 60
     assert fed[0][0] == 3
 

@@ -8,6 +8,7 @@ import gracekv
 from gracekv.errors import BudgetError, ConfigError, PromptError
 from gracekv.hf import GraceTextGeneration
 from gracekv.testing.models import tiny_llama
+from support.forward_passes import fed_shapes
 
 WORDS = [f"w{i}" for i in range(90)]
 
@@ -75,20 +76,13 @@ def test_defaults_of_the_constructor_give_way_to_the_call(model, tokenizer):
     )
 
 
-def test_reused_questions_are_asked_about_one_compressed_context(model, tokenizer):
+def test_reused_questions_are_asked_about_one_compressed_context(model, tokenizer, monkeypatch):
     pipe = GraceTextGeneration(model=model, tokenizer=tokenizer, ratio=3, max_new_tokens=5)
     prompt = gracekv.Prompt.from_chat(tokenizer, context=CONTEXT, instruction="w5 w6")
     book = gracekv.compress(model, prompt, ratio=3)
-    lengths = []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    try:
-        options = {"context": CONTEXT, "instruction": "w5 w6", "reuse": True}
-        found = pipe(question=QUESTIONS, **options)
-    finally:
-        hook.remove()
-    assert sum(length > 200 for length in lengths) == 1
+    fed = fed_shapes(model, monkeypatch)
+    found = pipe(question=QUESTIONS, context=CONTEXT, instruction="w5 w6", reuse=True)
+    assert sum(length > 200 for _, length in fed) == 1
     assert [x["question"] for x in found] == QUESTIONS
     assert [x["answer"] for x in found] == book.ask(QUESTIONS, max_new_tokens=5)
     kept = book.accounting

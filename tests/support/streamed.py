@@ -1,0 +1,16 @@
+"""A streamer that notes what it is given."""
+
+from transformers.generation.streamers import BaseStreamer
+
+
+class Written(BaseStreamer):
+    """Ids of each call, and whether the answer has ended."""
+
+    def __init__(self):
+        self.pieces, self.ended = [], False
+
+    def put(self, value):
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self):
+        self.ended = True
