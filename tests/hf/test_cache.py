@@ -13,24 +13,20 @@ from gracekv.testing.models import tiny_llama, tiny_model
 PACKED = 30
 
 
-def packed(layers=2, seed=0):
-    rng = torch.Generator().manual_seed(seed)
-    return RaggedCache(
-        tuple(
-            RaggedEntries.dense(
-                torch.randn(2, PACKED, 16, generator=rng), torch.randn(2, PACKED, 16, generator=rng)
-            )
-            for _ in range(layers)
-        ),
-        length=PACKED,
-    )
+def packed():
+    states = torch.randn(2, 2, 2, PACKED, 16, generator=torch.Generator().manual_seed(0))
+    return RaggedCache(tuple(RaggedEntries.dense(*layer) for layer in states), length=PACKED)
+
+
+def tiny(**fields):
+    model = tiny_llama(**fields)
+    attach(model)
+    return model
 
 
 @pytest.fixture
 def model():
-    model = tiny_llama()
-    attach(model)
-    return model
+    return tiny()
 
 
 def feed(cache, count, rows=1, seed=0):
@@ -201,12 +197,6 @@ def as_if_fresh(model):
 def test_wrong_uses_are_refused(model, use, message):
     with pytest.raises(CacheError, match=message), torch.no_grad():
         use(model)
-
-
-def tiny(**fields):
-    model = tiny_llama(**fields)
-    attach(model)
-    return model
 
 
 def test_new_padding_in_the_tail_is_hidden(model):

@@ -25,21 +25,13 @@ def forward(model):
     return model
 
 
-def decoder(model):
-    model.model = torch.compile(model.model, backend="eager")
-    return model
+def part(name):
+    def compiled(model):
+        model.set_submodule(name, torch.compile(model.get_submodule(name), backend="eager"))
+        return model
 
-
-def layer(model):
-    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
-    return model
-
-
-def attention(model):
-    model.model.layers[0].self_attn = torch.compile(
-        model.model.layers[0].self_attn, backend="eager"
-    )
-    return model
+    compiled.__name__ = name
+    return compiled
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +40,11 @@ def plain():
 
 
 # Dynamo takes seconds for each.
-SLOW = [pytest.param(x, marks=pytest.mark.long) for x in (whole, in_place, forward, decoder, layer)]
+SLOW = [whole, in_place, forward, part("model"), part("model.layers.1")]
+SLOW = [pytest.param(compiled, marks=pytest.mark.long) for compiled in SLOW]
 
 
-@pytest.mark.parametrize("compiled", [attention, *SLOW])
+@pytest.mark.parametrize("compiled", [part("model.layers.0.self_attn"), *SLOW])
 def test_a_compiled_model_keeps_and_answers_what_it_does_uncompiled(compiled, plain):
     torch.compiler.reset()
     model = compiled(tiny_llama())

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -68,16 +68,9 @@ def test_replayed_generation_of_a_batch_with_sampling_and_penalties(replay, mode
 def test_a_second_thread_takes_the_growing_tail(replay, model):
     result = gracekv.compress(model, prompts(80)[0], ratio=4)
     want = result.generate_ids(20, eos_token_id=None)
-    answers = []
-
-    def work():
-        answers.append(result.generate_ids(20, eos_token_id=None))
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        works = [pool.submit(result.generate_ids, 20, eos_token_id=None) for _ in range(3)]
+    answers = [work.result() for work in works]
     assert "forward" not in model.__dict__
     for answer in answers:
         assert_same_answer(model, result, answer)

@@ -21,6 +21,8 @@ from support.margins import assert_same_beams, assert_same_steps, assert_same_to
 
 MIXED = [name for name, family in FAMILIES.items() if family.is_mixed]
 WINDOW, VOCABULARY = 24, 300
+IDS = torch.arange(100) * 13 % VOCABULARY
+PROMPT = gracekv.Prompt.from_ids(IDS, (4, 90))
 TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
 
 
@@ -97,8 +99,7 @@ def test_a_window_of_one_head_holds_nothing_beside_itself():
 
 def test_assisted_decoding_and_resets_go_back_to_the_prompt():
     model = model_of("gemma3_text")
-    ids = torch.arange(100) * 13 % VOCABULARY
-    result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 90)), ratio=3)
+    result = gracekv.compress(model, PROMPT, ratio=3)
     got = result.generate_ids(8, prompt_lookup_num_tokens=3)
     assert_same_tokens(got, result.generate_ids(8), logits_over(result))
     cache = result.new_cache()
@@ -111,12 +112,11 @@ def test_assisted_decoding_and_resets_go_back_to_the_prompt():
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
 def test_each_continuation_has_its_own_states(family):
     model = model_of(family)
-    ids = torch.arange(100) * 13 % VOCABULARY
-    result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 90)), ratio=3)
+    result = gracekv.compress(model, PROMPT, ratio=3)
     before = copy.deepcopy(result.packed.other_layers)
     attach(model)
     one, two = result.new_cache(), result.new_cache()
-    last, token = ids[-1:][None], torch.tensor([[5]])
+    last, token = IDS[-1:][None], torch.tensor([[5]])
     with torch.no_grad():
         model(last, past_key_values=one)
         twin = copy.deepcopy(one)
@@ -138,24 +138,22 @@ def test_each_continuation_has_its_own_states(family):
 @pytest.mark.parametrize("family", ["falcon_h1", "gemma3_text", "lfm2", "qwen3_next"])
 def test_beams_at_ratio_one_are_those_of_the_stock_model(family):
     model, plain = model_of(family), model_of(family)
-    ids = torch.arange(100) * 13 % VOCABULARY
-    result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 90)), ratio=1)
+    result = gracekv.compress(model, PROMPT, ratio=1)
     options = {"num_beams": 4, "num_return_sequences": 4}
     want = plain.generate(
-        ids[None],
-        attention_mask=torch.ones_like(ids)[None],
+        IDS[None],
+        attention_mask=torch.ones_like(IDS)[None],
         max_new_tokens=8,
         do_sample=False,
         pad_token_id=0,
         **options,
     )
-    assert_same_beams(result.generate_ids(8, **options), want[:, len(ids) :], result)
+    assert_same_beams(result.generate_ids(8, **options), want[:, len(IDS) :], result)
 
 
 def test_states_alone_and_stateful_models_are_refused():
     model = model_of("qwen3_next")
-    ids = torch.arange(100) * 13 % VOCABULARY
-    result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 90)), ratio=3)
+    result = gracekv.compress(model, PROMPT, ratio=3)
     with pytest.raises(ValueError, match="not supported with stateful models"):
         result.generate_ids(4, prompt_lookup_num_tokens=3)
     model.config.layer_types = ["linear_attention"] * 4
@@ -165,8 +163,7 @@ def test_states_alone_and_stateful_models_are_refused():
 
 def test_budgets_and_numbers_count_compressed_layers_alone():
     model = model_of("gpt_oss")
-    prompt = gracekv.Prompt.from_ids(torch.arange(100) * 13 % VOCABULARY, (4, 90))
-    result = gracekv.compress(model, prompt, entries_per_head=20, pipeline="streaming-llm")
+    result = gracekv.compress(model, PROMPT, entries_per_head=20, pipeline="streaming-llm")
     kept = result.accounting
     assert kept.entries.shape == (2, 2)
     assert kept.budget == kept.spent == 2 * 2 * 20
@@ -175,15 +172,14 @@ def test_budgets_and_numbers_count_compressed_layers_alone():
     size = 2 * 2 * 2 * (WINDOW - 1) * 16 * 4
     assert kept.other_bytes == {"sliding_attention": size}
     assert sum(kept.held_bytes.values()) >= kept.bytes + size
-    both = gracekv.compress(model, [prompt, prompt], ratio=4).accounting
+    both = gracekv.compress(model, [PROMPT, PROMPT], ratio=4).accounting
     assert both.other_bytes == {"sliding_attention": 2 * size}
 
 
 def test_old_names_of_other_layers_work_and_say_so(tmp_path):
     model = model_of("gpt_oss")
-    prompt = gracekv.Prompt.from_ids(torch.arange(100) * 13 % VOCABULARY, (4, 90))
-    prefill = gracekv.capture(model, prompt)
-    result = gracekv.compress(model, prompt, prefill=prefill, ratio=4)
+    prefill = gracekv.capture(model, PROMPT)
+    result = gracekv.compress(model, PROMPT, prefill=prefill, ratio=4)
     for owner, old, new in (
         (result.accounting, "kept_bytes", "other_bytes"),
         (result.packed, "kept", "other_layers"),
@@ -192,7 +188,7 @@ def test_old_names_of_other_layers_work_and_say_so(tmp_path):
         with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
             assert getattr(owner, old) is getattr(owner, new)
     # Files of 0.2 have the old name.
-    facts = prompt_facts(prompt, result._run)
+    facts = prompt_facts(PROMPT, result._run)
     facts["accounting"]["kept_bytes"] = facts["accounting"].pop("other_bytes")
     run = saved_run(facts, result.packed, {})
     assert run.accounting.other_bytes == result._run.accounting.other_bytes != {}
@@ -201,26 +197,24 @@ def test_old_names_of_other_layers_work_and_say_so(tmp_path):
 @pytest.mark.parametrize("family", ["ministral", "qwen3_next"])
 def test_what_needs_every_token_of_every_layer_is_refused_by_name(family, tmp_path):
     model = model_of(family)
-    prompt = gracekv.Prompt.from_ids(torch.arange(100) * 13 % VOCABULARY, (4, 90))
     for recipe in ("gracekv-draft", "kvzip-two-pass"):
         with pytest.raises(
             ObserverError, match=r"(Ministral|Qwen3Next).* layer 0 \((sliding|linear)_attention\)"
         ):
-            gracekv.compress(model, prompt, ratio=2, pipeline=recipe)
-    result = gracekv.compress(model, prompt, ratio=2)
+            gracekv.compress(model, PROMPT, ratio=2, pipeline=recipe)
+    result = gracekv.compress(model, PROMPT, ratio=2)
     with pytest.raises(CacheError, match="static tail needs compressed layers"):
         result.new_cache().with_static_tail(16)
     with pytest.raises(UnsupportedModelError, match=r"vLLM .* layer 0 is of kind"):
         export(result, tmp_path / "context")
     capped = model_of("gemma2")
     with pytest.raises(UnsupportedModelError, match="'expected_attention' has a closed form"):
-        gracekv.compress(capped, prompt, ratio=2, pipeline="expected-attention")
+        gracekv.compress(capped, PROMPT, ratio=2, pipeline="expected-attention")
 
 
 def test_a_file_whose_states_are_not_whole_is_refused(tmp_path, monkeypatch):
     model = model_of("cohere2")
-    ids = torch.arange(100) * 13 % VOCABULARY
-    result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 90)), ratio=2)
+    result = gracekv.compress(model, PROMPT, ratio=2)
     state, *others = result.packed.other_layers
     tensors = {name: x[:, :, 1:] for name, x in state.tensors.items()}
     short = dataclasses.replace(state, tensors=tensors)

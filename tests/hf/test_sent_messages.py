@@ -7,7 +7,7 @@ import torch
 
 import gracekv
 from gracekv.errors import ConfigError, EditedHistoryError, PromptError
-from gracekv.testing.models import tiny_llama, tiny_tokenizer
+from gracekv.testing.models import tiny_tokenizer
 from support.asked_context import TEXT, same_greedy, steps
 
 # A template with tools, tool calls and results; it removes a thought from older answers.
@@ -38,11 +38,6 @@ def tokenizer():
     made = tiny_tokenizer(vocabulary=2000)
     made.chat_template = TEMPLATE
     return made
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama(layers=3, vocabulary=2000, positions=4096)
 
 
 @pytest.fixture(scope="module")

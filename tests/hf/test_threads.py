@@ -18,11 +18,6 @@ COUNTS = (14, 9)
 LOOPS = 40 if LONG else 4
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama(layers=3)
-
-
 def prompt_of(ids):
     return gracekv.Prompt.from_ids(ids, (4, len(ids) - 12), question_end=len(ids) - 4)
 
