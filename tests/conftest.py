@@ -58,6 +58,28 @@ def cli(monkeypatch, capsys):
     return cli
 
 
+@pytest.fixture
+def refused(cli):
+    """Run a command that must end with status 2: its stderr."""
+
+    def refused(*argv):
+        status, _, err = cli(*argv)
+        assert status == 2
+        return err
+
+    return refused
+
+
+@pytest.fixture
+def threads():
+    """Set the number of torch's threads until the test ends."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def browser():
     """The system's Chromium without a window, or playwright's own, driven by playwright."""

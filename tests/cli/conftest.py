@@ -11,6 +11,12 @@ def run(cli, monkeypatch):
 
 
 @pytest.fixture
+def refused(run, refused):
+    """Also in a wide window."""
+    return refused
+
+
+@pytest.fixture
 def story(tmp_path):
     path = tmp_path / "story.txt"
     path.write_text("Once “upon” a time.", encoding="utf-8-sig")  # as Windows writes it

@@ -86,13 +86,11 @@ def test_help_is_whole_at_80_columns(run, monkeypatch):
                     assert re.search(rf"(?<![\w-]){spelt}(?![\w-])", out), (name, spelt)
 
 
-def test_the_demo_refuses_its_folder_before_it_loads_the_model(run, monkeypatch, story):
+def test_the_demo_refuses_its_folder_before_it_loads_the_model(refused, monkeypatch, story):
     import gracekv.cli.demo
 
     monkeypatch.setattr(gracekv.cli.demo, "load_smollm2", lambda: pytest.fail("was loaded"))
-    status, _, said = run("demo", "--out", story)
-    assert status == 2
-    assert said.startswith("OutputError: Cannot write to")
+    assert refused("demo", "--out", story).startswith("OutputError: Cannot write to")
 
 
 def test_help_does_not_import_torch():
@@ -133,11 +131,9 @@ def test_a_full_disk_beneath_the_output_is_one_message():
     assert done.stderr == "The output cannot be written: No space left on device.\n"
 
 
-def test_missing_extra_is_named(run, monkeypatch):
+def test_missing_extra_is_named(refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
-    status, _, err = run("list")
-    assert status == 2
-    assert "pip install 'gracekv[cli]'" in err
+    assert "pip install 'gracekv[cli]'" in refused("list")
 
 
 def test_list_shows_every_strategy_and_recipe(run):
@@ -187,7 +183,9 @@ def test_other_budgets_replace_the_ratio(run, calls, story):
     assert [call["budget"] for call in calls] == [Budget.of(one) for one in given]
 
 
-def test_without_a_question_the_cache_is_saved_to_be_asked_later(run, calls, story, tmp_path):
+def test_without_a_question_the_cache_is_saved_to_be_asked_later(
+    run, refused, calls, story, tmp_path
+):
     status, out, err = run("compress", "--context", story, "--save", tmp_path / "Tom's book")
     assert (status, out) == (0, "")
     assert "gracekv-plus kept 60" in err
@@ -197,9 +195,8 @@ def test_without_a_question_the_cache_is_saved_to_be_asked_later(run, calls, sto
     assert (call["model"], call["question"]) == ("smollm2:float32", "")
     # Which recipe that is, `gracekv.compress` decides.
     assert call["pipeline"] is None
-    status, _, err = run("compress", "--context", story)
-    assert status == 2
-    assert "nothing to do with the cache: add --question" in err
+    said = refused("compress", "--context", story)
+    assert "nothing to do with the cache: add --question" in said
 
 
 def test_an_interrupt_leaves_no_trace(run, calls, story, tmp_path, monkeypatch):
@@ -227,28 +224,24 @@ BAD = [
 
 
 @pytest.mark.parametrize(("argv", "message"), BAD)
-def test_errors_are_one_message_and_status_2(run, calls, story, argv, message):
+def test_errors_are_one_message_and_status_2(refused, calls, story, argv, message):
     if len(argv) > 1 and argv[0] == "compress":
         context = [] if "--context" in argv else ["--context", story]
         argv = [*argv, "--model", "m", "--question", "q", *context]
-    status, _, err = run(*argv)
-    assert status == 2
+    err = refused(*argv)
     assert message in err
     assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("option", ["--save", "--report"])
-def test_outputs_are_checked_before_the_model_is_loaded(run, story, calls, tmp_path, option):
+def test_outputs_are_checked_before_the_model_is_loaded(refused, story, calls, tmp_path, option):
     (tmp_path / "file").touch()
     for place in (tmp_path, tmp_path / "file" / "out", "/dev/full", "/proc/nothing/out"):
-        status, _, err = run("compress", "--context", story, "--question", "Who?", option, place)
-        assert status == 2
+        err = refused("compress", "--context", story, "--question", "Who?", option, place)
         assert err.startswith("OutputError: Cannot write to")
     assert not calls
 
 
-def test_dtype_is_checked_before_a_model_is_loaded(run, story):
+def test_dtype_is_checked_before_a_model_is_loaded(refused, story):
     argv = ("--model", "m", "--context", story, "--question", "q", "--dtype", "int8")
-    status, _, err = run("compress", *argv)
-    assert status == 2
-    assert "float32, bfloat16, float16; got 'int8'" in err
+    assert "float32, bfloat16, float16; got 'int8'" in refused("compress", *argv)
