@@ -3,7 +3,6 @@
 import ctypes
 
 import pytest
-import torch
 
 numba = pytest.importorskip("numba")
 
@@ -16,16 +15,9 @@ def add_one(address):
     fetch_and_add(pointer(address), 0)
 
 
-@pytest.fixture
-def three_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("shared", [True, False])
-def test_every_thread_is_called_once(shared, three_threads, monkeypatch):
+def test_every_thread_is_called_once(shared, threads, monkeypatch):
+    threads(3)
     if not shared:
         monkeypatch.setattr(compiled, "_parallel", lambda: None)
     elif compiled.threads_obstacle() is not None:

@@ -1,6 +1,7 @@
 """`NumbaSplitter` gives the same splits as `TableSplitter` on the same engine."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -95,16 +96,12 @@ def test_only_refiners_with_a_rule_have_a_numba_splitter() -> None:
     assert torch_evaluator.splitter(BinaryExtract()) is None
 
 
-def test_any_number_of_threads_grows_the_same_trees() -> None:
+def test_any_number_of_threads_grows_the_same_trees(threads: Callable[[int], None]) -> None:
     context = problem(4, 12, floor=True, tied=False)
-    before = torch.get_num_threads()
     forests = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            forests.append(build_forest(context, Prototype(), BinaryExtract()))
-    finally:
-        torch.set_num_threads(before)
+    for count in (1, 2, 5):
+        threads(count)
+        forests.append(build_forest(context, Prototype(), BinaryExtract()))
     # To the bit: the kernels promise the same sums for any number of threads.
     for other in forests[1:]:
         for name in ("start", "end", "parent", "distortion", "split_gain", "add_gain"):
