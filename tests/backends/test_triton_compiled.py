@@ -42,25 +42,31 @@ def constants_of(dim, tile):
     }  # fmt: skip
 
 
+def splits(kernel, pointers, constants, dim, tile, arch, unaligned=()):
+    """A kernel that attends in splits, for a tile."""
+    pointers |= dict.fromkeys(("bias", "part_output", "part_lse"), "*fp32")
+    return compiled(
+        kernel,
+        pointers,
+        {"scale", "softcap"},
+        constants_of(dim, tile) | constants,
+        arch,
+        unaligned,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
 def split(dim, dtype, queries, arch, kind=triton_split_kernel.CAUSAL, *, capped=False):
     tile = tiles(dim, dtype, divmod(arch, 10), queries)
     element = TYPES[dtype]
     mask = {0: element, 1: element, 2: "*i1", 3: "*fp32"}[kind.value]
     pointers = dict.fromkeys(("query", "keys", "values", "tail_keys", "tail_values"), element)
     pointers |= dict.fromkeys(("items", "item_first", "rows", "tail_length"), "*i64")
-    pointers |= dict.fromkeys(("bias", "part_output", "part_lse"), "*fp32")
-    constants = constants_of(dim, tile) | {"KIND": kind.value, "CAPPED": capped}
+    pointers |= {"mask": mask}
+    constants = {"KIND": kind.value, "CAPPED": capped}
     constants |= {"HAS_PACKED": True, "HAS_TAIL": True, "HAS_LENGTH": True}
-    return compiled(
-        triton_split_kernel.attend_splits,
-        pointers | {"mask": mask},
-        {"scale", "softcap"},
-        constants,
-        arch,
-        MASK,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    return splits(triton_split_kernel.attend_splits, pointers, constants, dim, tile, arch, MASK)
 
 
 def codes(dim, dtype, arch, bits, size):
@@ -69,18 +75,10 @@ def codes(dim, dtype, arch, bits, size):
     pointers = dict.fromkeys(("key_scale", "key_zero", "value_scale", "value_zero"), half)
     pointers |= dict.fromkeys(("key_codes", "value_codes"), "*u8")
     pointers |= dict.fromkeys(("items", "item_first", "rows"), "*i64")
-    pointers |= dict.fromkeys(("bias", "part_output", "part_lse"), "*fp32")
-    constants = constants_of(dim, tile) | {"BITS": bits, "SIZE": size, "CAPPED": True}
+    pointers |= {"query": TYPES[dtype]}
+    constants = {"BITS": bits, "SIZE": size, "CAPPED": True}
     constants |= {"KEYS_BY_CHANNEL": True, "VALUES_BY_CHANNEL": False}
-    return compiled(
-        triton_codes_kernel.attend_coded_splits,
-        pointers | {"query": TYPES[dtype]},
-        {"scale", "softcap"},
-        constants,
-        arch,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    return splits(triton_codes_kernel.attend_coded_splits, pointers, constants, dim, tile, arch)
 
 
 CODED = [

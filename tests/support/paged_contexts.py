@@ -60,10 +60,10 @@ def paged_step(
     contexts: Mapping[str, Sequence[int]],
     requests: Sequence[tuple[str | None, int, int]],
     *,
-    dim: int,
     group: int,
-    block: int,
-    dtype: torch.dtype,
+    dim: int = 16,
+    block: int = 16,
+    dtype: torch.dtype = torch.float32,
     layout: str = LAYOUTS[0],
     device: str = "cpu",
 ) -> PagedStep:
@@ -73,8 +73,8 @@ def paged_step(
         seed: seed of all numbers.
         contexts: entries of each head, by the context's name.
         requests: see `PagedStep`.
-        dim: d.
         group: query heads of a KV head.
+        dim: d.
         block: tokens of a page.
         dtype: dtype of queries, keys and values.
         layout: layout of `LAYOUTS`.

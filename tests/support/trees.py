@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from gracekv.allocate import Frontier
 from gracekv.segment import Partition
 from gracekv.testing.prefills import synthetic_prefill
-from gracekv.tree import Forest, PrototypeRule, TreeContext
+from gracekv.tree import (
+    BinaryExtract,
+    Forest,
+    Prototype,
+    PrototypeRule,
+    TreeContext,
+    build_forest,
+)
 
 
 def tree_context(
@@ -40,6 +49,23 @@ def tree_context(
         rule=PrototypeRule(),
         curvature=torch.rand(prefill.spans.length, generator=rng).to(device),
     )
+
+
+def in_slots(context: TreeContext, size: int) -> TreeContext:
+    """The context in slots of so many tokens, the last one of what remains."""
+    region = context.partition.region
+    bounds = [*range(region.start, region.end, size), region.end]
+    return dataclasses.replace(context, partition=Partition(torch.tensor(bounds)))
+
+
+def assert_same_growth(context: TreeContext, engine: str) -> None:
+    """Raise `AssertionError` unless the engine grows the trees that the torch engine grows."""
+    forests = [
+        build_forest(context, Prototype(engine=name), BinaryExtract()) for name in ("torch", engine)
+    ]
+    for name in ("start", "end", "parent", "child_count"):
+        assert torch.equal(getattr(forests[0], name), getattr(forests[1], name)), name
+    torch.testing.assert_close(forests[1].distortion, forests[0].distortion, rtol=1e-4, atol=1e-8)
 
 
 def random_frontier(forest: Forest, seed: int) -> Frontier:

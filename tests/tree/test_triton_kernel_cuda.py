@@ -1,25 +1,19 @@
 """The Triton distortion on a GPU: all there is to run on one."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from gracekv.kernels.device import obstacle
-from gracekv.segment import Partition
-from gracekv.tree import BinaryExtract, IntervalCosts, Prototype, build_forest
+from gracekv.tree import IntervalCosts, Prototype
 from support.interval_costs import assert_same_costs, evaluator_of, some_nodes
-from support.trees import tree_context
+from support.trees import assert_same_growth, in_slots, tree_context
 
 REASON = obstacle(torch.device("cuda"), "engine 'torch'")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no GPU here: {REASON}")
 
 
-def in_slots(seed, size, device="cuda", **shape):
-    context = tree_context(seed, device=device, **shape)
-    region = context.partition.region
-    bounds = [*range(region.start, region.end, size), region.end]
-    return dataclasses.replace(context, partition=Partition(torch.tensor(bounds)))
+def slots_of(seed, size, device="cuda", **shape):
+    return in_slots(tree_context(seed, device=device, **shape), size)
 
 
 def on_cpu(costs):
@@ -30,7 +24,7 @@ def on_cpu(costs):
 @pytest.mark.parametrize("longest", [16, 33, 700])
 def test_equals_the_torch_engine(dim, longest):
     # Both engines on the same exponentials: those of the GPU, whose rounding differs.
-    context = in_slots(dim + longest, longest, context=1500, dim=dim)
+    context = slots_of(dim + longest, longest, context=1500, dim=dim)
     evaluator, batch = evaluator_of(context, "triton")
     rng = torch.Generator().manual_seed(dim)
     nodes = some_nodes(batch, dim, torch.randint(1, longest + 1, (300,), generator=rng).tolist())
@@ -38,8 +32,8 @@ def test_equals_the_torch_engine(dim, longest):
 
 
 def test_equals_the_cpu():
-    got, batch = evaluator_of(in_slots(1, 97, context=500, dim=64), "triton")
-    want, near = evaluator_of(in_slots(1, 97, context=500, dim=64, device="cpu"), "torch")
+    got, batch = evaluator_of(slots_of(1, 97, context=500, dim=64), "triton")
+    want, near = evaluator_of(slots_of(1, 97, context=500, dim=64, device="cpu"), "torch")
     lengths = list(range(1, 98))
     nodes = some_nodes(near, 1, lengths)
     assert_same_costs(
@@ -48,7 +42,7 @@ def test_equals_the_cpu():
 
 
 def test_more_probes_than_a_program_takes():
-    context = in_slots(2, 60, context=300, dim=128)
+    context = slots_of(2, 60, context=300, dim=128)
     distortion = Prototype(evidence_slots=3, evidence_per_slot=50)
     evaluator, batch = evaluator_of(context, "triton", distortion)
     nodes = some_nodes(batch, 2, list(range(1, 61)))
@@ -56,7 +50,7 @@ def test_more_probes_than_a_program_takes():
 
 
 def test_repeats_to_the_bit():
-    evaluator, batch = evaluator_of(in_slots(3, 64, context=2000, dim=128), "triton")
+    evaluator, batch = evaluator_of(slots_of(3, 64, context=2000, dim=128), "triton")
     nodes = some_nodes(batch, 3, [64] * 500)
     first = evaluator(nodes)
     # What lies behind a shorter node's last token is not written.
@@ -72,10 +66,4 @@ def test_repeats_to_the_bit():
 def test_auto_takes_it_and_grows_the_same_trees():
     context = tree_context(4, device="cuda")
     assert type(evaluator_of(context, "auto")[0]).__name__ == "TritonEvaluator"
-    forests = [
-        build_forest(context, Prototype(engine=engine), BinaryExtract())
-        for engine in ("torch", "auto")
-    ]
-    for name in ("start", "end", "parent"):
-        assert torch.equal(getattr(forests[0], name), getattr(forests[1], name)), name
-    torch.testing.assert_close(forests[1].distortion, forests[0].distortion, rtol=1e-4, atol=1e-8)
+    assert_same_growth(context, "auto")

@@ -9,18 +9,11 @@ from hypothesis import strategies as st
 
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels.rope import Rope
-from gracekv.segment import Partition
-from gracekv.tree import BinaryExtract, IntervalCosts, Nodes, Prototype, PrototypeRule, build_forest
+from gracekv.tree import IntervalCosts, Nodes, Prototype, PrototypeRule
 from gracekv.tree.engines.reference import ReferenceDistortion
 from support.covering import LONG
 from support.interval_costs import assert_same_costs, evaluator_of, some_nodes
-from support.trees import tree_context
-
-
-def in_slots(context, size):
-    region = context.partition.region
-    bounds = [*range(region.start, region.end, size), region.end]
-    return dataclasses.replace(context, partition=Partition(torch.tensor(bounds)))
+from support.trees import assert_same_growth, in_slots, tree_context
 
 
 def check(context, lengths, distortion=None, seed=0):
@@ -55,8 +48,7 @@ def test_costs_match_the_definitions():
     costs = evaluator(nodes)
     want = IntervalCosts(torch.zeros(2, 2, 40), torch.zeros(2, 40), torch.zeros(2))
     for v, tree in enumerate(nodes.tree.tolist()):
-        slots = context.partition.slots
-        reference = ReferenceDistortion(context, 0, tree // slots, Prototype())
+        reference = ReferenceDistortion(context, 0, tree // context.partition.slots, Prototype())
         origin = int(batch.slot_start[tree])
         a, b = origin + int(nodes.start[v]), origin + int(nodes.end[v])
         for k in range(b - a):
@@ -122,14 +114,7 @@ def test_a_node_does_not_depend_on_others_and_repeats_to_the_bit():
 
 
 def test_grows_the_same_trees():
-    context = tree_context(9, layers=1)
-    forests = [
-        build_forest(context, Prototype(engine=engine), BinaryExtract())
-        for engine in ("torch", "triton")
-    ]
-    for name in ("start", "end", "parent", "child_count"):
-        assert torch.equal(getattr(forests[0], name), getattr(forests[1], name)), name
-    torch.testing.assert_close(forests[1].distortion, forests[0].distortion, rtol=1e-4, atol=1e-8)
+    assert_same_growth(tree_context(9, layers=1), "triton")
 
 
 def test_wide_heads_are_refused():

@@ -17,7 +17,7 @@ CONTEXTS = {"a": [70, 0], "b": [3, 41], "empty": [0, 0]}
 def test_a_step_of_all_kinds_of_requests(dtype):
     requests = [("a", 33, 1), (None, 20, 20), ("b", 17, 17), ("a", 1, 1), ("empty", 5, 2),
                 ("b", 40, 3), (None, 9, 1)]  # fmt: skip
-    check_step(paged_step(0, CONTEXTS, requests, dim=16, group=3, block=16, dtype=dtype))
+    check_step(paged_step(0, CONTEXTS, requests, group=3, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -54,49 +54,32 @@ def test_any_step(seed, lengths, requests, group, layout):
     contexts = {"a": lengths[:2], "b": lengths[2:]}
     # The first request has a context: else nothing is planned.
     requests = [("a", 2, 1)] + [(name, before + new, new) for name, before, new in requests]
-    check_step(
-        paged_step(
-            seed, contexts, requests, dim=16, group=group, block=16, dtype=torch.float32,
-            layout=layout,
-        )
-    )  # fmt: skip
+    check_step(paged_step(seed, contexts, requests, group=group, layout=layout))
 
 
 def test_long_contexts_and_long_answers_are_split():
-    step = paged_step(
-        1, {"a": [1500, 20]}, [("a", 700, 1), ("a", 3, 1)], dim=16, group=2, block=16,
-        dtype=torch.float32,
-    )  # fmt: skip
-    batch = plan(step)
-    parts = {(int(context), int(parts)) for context, _, _, _, _, parts in batch.units}
+    step = paged_step(1, {"a": [1500, 20]}, [("a", 700, 1), ("a", 3, 1)], group=2)
+    parts = {(int(context), int(parts)) for context, _, _, _, _, parts in plan(step).units}
     assert parts == {(0, 4), (-1, 3)}
     check_step(step)
 
 
 def test_long_questions_need_no_slots():
-    step = paged_step(
-        2, {"a": [30, 5]}, [("a", 90, 90), ("a", 60, 40)], dim=16, group=4, block=16,
-        dtype=torch.float32,
-    )  # fmt: skip
+    step = paged_step(2, {"a": [30, 5]}, [("a", 90, 90), ("a", 60, 40)], group=4)
     batch = plan(step)
     assert batch.merged == batch.slots == 0
     check_step(step)
 
 
 def test_requests_of_a_context_share_its_entries():
-    step = paged_step(
-        3, {"a": [30, 5], "b": [9, 9]}, [("a", 9, 1), ("b", 9, 1), ("a", 20, 1), ("a", 4, 1)],
-        dim=16, group=4, block=16, dtype=torch.float32,
-    )  # fmt: skip
+    requests = [("a", 9, 1), ("b", 9, 1), ("a", 20, 1), ("a", 4, 1)]
+    step = paged_step(3, {"a": [30, 5], "b": [9, 9]}, requests, group=4)
     units = plan(step).units
     assert units[units[:, 0] >= 0][:, 3].tolist() == [12, 4]
 
 
 def test_a_request_that_is_not_in_the_step_changes_nothing():
-    step = paged_step(
-        4, {"a": [30, 5]}, [("a", 9, 1), (None, 20, 3)], dim=16, group=2, block=16,
-        dtype=torch.float32,
-    )  # fmt: skip
+    step = paged_step(4, {"a": [30, 5]}, [("a", 9, 1), (None, 20, 3)], group=2)
     step.metadata.block_table[0] = 99
     asking = {5: next(iter(step.asking.values()))}
     batch = plan_gpu_batch(asking, step.metadata, step.group, step.pages)
@@ -104,9 +87,7 @@ def test_a_request_that_is_not_in_the_step_changes_nothing():
 
 
 def test_repeats_to_the_bit():
-    step = paged_step(
-        5, CONTEXTS, [("a", 33, 1), ("b", 17, 17)], dim=16, group=3, block=16, dtype=torch.float32
-    )
+    step = paged_step(5, CONTEXTS, [("a", 33, 1), ("b", 17, 17)], group=3)
     first = step_attention(step)().clone()
     assert torch.equal(step_attention(step)(), first)
 
