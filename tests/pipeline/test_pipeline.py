@@ -21,6 +21,7 @@ from gracekv.testing import synthetic_prefill
 from gracekv.testing.selections import check_run
 from gracekv.value.kvzip_two_pass import Reconstruction
 from gracekv.value.output_projection import ProjectedNorms
+from support.lean_prefills import without_context_queries
 
 
 def same_entries(first: Run, second: Run) -> bool:
@@ -191,10 +192,7 @@ def test_captures_that_no_stage_needs_may_be_missing() -> None:
         }
     )
     full = synthetic_prefill(context=150)
-    probes = torch.tensor(full.spans.direct_probes())
-    lean = dataclasses.replace(
-        full, observed={}, queries=tuple(q[:, probes] for q in full.queries), query_positions=probes
-    )
+    lean = dataclasses.replace(without_context_queries(full), observed={})
     assert same_entries(pipeline.run(full, Budget.ratio(4)), pipeline.run(lean, Budget.ratio(4)))
 
 

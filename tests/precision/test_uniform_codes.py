@@ -14,6 +14,7 @@ from gracekv.pipeline import Pipeline
 from gracekv.precision import PRECISIONS, UniformPrecision, reference
 from gracekv.precision.quantise import blocks_of, coded
 from gracekv.prefill import PromptSpans, Region
+from support.quantised_layers import layer_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of a float32 sum, in units of the numbers' size.
@@ -93,19 +94,6 @@ def test_constant_groups_are_exact(seed, dtype, side, bits, size):
         torch.testing.assert_close(got, x, rtol=3e-7, atol=6e-8)
     else:
         assert torch.equal(got.to(dtype), x)
-
-
-def layer_of(rng, lengths, dim=8, dtype=torch.float32, sequences=1):
-    counts = torch.tensor(lengths)
-    total = int(counts.sum())
-    return RaggedEntries(
-        keys=torch.randn(total, dim, generator=rng).to(dtype),
-        values=torch.randn(total, dim, generator=rng).to(dtype),
-        positions=torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]),
-        log_multiplicity=torch.rand(total, generator=rng),
-        offsets=offsets(counts),
-        sequences=sequences,
-    )
 
 
 def quantised(layer, region=(3, 40), **fields):

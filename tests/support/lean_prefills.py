@@ -3,6 +3,16 @@
 import dataclasses
 
 
+def without_context_queries(prefill):
+    """The prefill as captured for direct probes alone."""
+    probes = prefill.spans.direct_probes()
+    return dataclasses.replace(
+        prefill,
+        queries=tuple(queries[:, probes] for queries in prefill.queries),
+        query_positions=prefill.query_positions[probes],
+    )
+
+
 def without_queries(prefill):
     """The prefill as one that holds no query."""
     none = tuple(x[:, :0].clone() for x in prefill.queries)

@@ -14,6 +14,27 @@ from gracekv.precision import AllocatedPrecision, UniformPrecision
 from gracekv.prefill import Region
 
 
+def layer_of(
+    rng: torch.Generator,
+    lengths: list[int],
+    dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    sequences: int = 1,
+    device: str = "cpu",
+) -> RaggedEntries:
+    """Rows of `lengths` entries, each from position 0 on."""
+    counts = torch.tensor(lengths)
+    total = int(counts.sum())
+    return RaggedEntries(
+        keys=torch.randn(total, dim, generator=rng).to(device, dtype),
+        values=torch.randn(total, dim, generator=rng).to(device, dtype),
+        positions=torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]).to(device),
+        log_multiplicity=(torch.rand(total, generator=rng) * 2).to(device),
+        offsets=offsets(counts),
+        sequences=sequences,
+    )
+
+
 def quantised(
     rng: torch.Generator,
     lengths: list[int],
@@ -24,17 +45,8 @@ def quantised(
     stop: int = 60,
     **fields: Any,
 ) -> QuantisedEntries:
-    """Rows of `lengths` entries; the first two and those from `stop` on stay as they are."""
-    counts = torch.tensor(lengths)
-    total = int(counts.sum())
-    layer = RaggedEntries(
-        keys=torch.randn(total, dim, generator=rng).to(device, dtype),
-        values=torch.randn(total, dim, generator=rng).to(device, dtype),
-        positions=torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]).to(device),
-        log_multiplicity=(torch.rand(total, generator=rng) * 2).to(device),
-        offsets=offsets(counts),
-        sequences=sequences,
-    )
+    """`layer_of`, of whose rows the first two entries and those from `stop` on stay as they are."""
+    layer = layer_of(rng, lengths, dim, dtype, sequences, device)
     cache = RaggedCache((layer,), 1000, (0,) * sequences)
     strategy = UniformPrecision(**{"sinks": 2, **fields})
     found = strategy(cache, [strategy.widths(layer.positions, Region(0, stop))]).layers[0]

@@ -11,6 +11,7 @@ from gracekv.testing import synthetic_prefill
 from gracekv.value import reference
 from gracekv.value.base import attention_sums
 from gracekv.value.scissorhands import attention_probabilities
+from support.lean_prefills import without_context_queries
 
 # float32 sums of a few dozen terms against float64. bfloat16 inputs get no more: both sides raise
 # the same rounded tensors before any arithmetic.
@@ -75,7 +76,7 @@ def test_large_logits_do_not_overflow():
     torch.testing.assert_close(rows.sum(-1), torch.ones(4, 2))
 
 
-def test_names_the_positions_that_were_not_captured(without_context_queries):
+def test_names_the_positions_that_were_not_captured():
     prefill = without_context_queries(small(0))
     with pytest.raises(MissingCaptureError, match=r"\[7\]"):
         attention_sums(prefill.layer(0), [7, 33], Region(3, 20))

@@ -15,6 +15,7 @@ from gracekv.testing import synthetic_prefill
 from gracekv.value import SCORERS, Compactor, Critical, KeyNorm
 from gracekv.value.critical import WrittenNorms, merged_order
 from gracekv.value.reference import attention_probability
+from support.lean_prefills import without_context_queries
 
 BLIND = ("key_norm", "key_difference", "lag_relative", "compactor", "expected_attention")
 
@@ -161,7 +162,7 @@ def test_compactor_scores_a_context_of_sinks():
     assert bool(Compactor()(short, short.spans.region(0)).scores.isfinite().all())
 
 
-def test_compactor_computes_queries_again_in_chunks(without_context_queries):
+def test_compactor_computes_queries_again_in_chunks():
     assert Compactor().needs() == Needs(later_queries=True)
     with pytest.raises(MissingCaptureError, match="not captured"):
         Compactor()(without_context_queries(drawn(5)), Region(4, 40))
