@@ -1,14 +1,13 @@
 """The figures are those of the recorded run and the published tables, and small enough to load."""
 
-import os
 import re
-import subprocess
-import sys
 from importlib.metadata import version
 from xml.etree import ElementTree
 
 import pytest
 from page_blocks import ROOT, pages
+
+from support.fresh_python import fresh_python
 
 FIGURES = ROOT / "docs" / "figures"
 DRAWN = ROOT / "docs" / "assets" / "figures"
@@ -20,9 +19,8 @@ DRAWN = ROOT / "docs" / "assets" / "figures"
     reason="another matplotlib than the pinned one draws other outlines",
 )
 def test_what_is_committed_is_what_is_drawn(tmp_path):
-    command = [sys.executable, str(FIGURES / "all.py"), str(tmp_path)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run(command, check=True, capture_output=True, env=env)
+    done = fresh_python(FIGURES / "all.py", tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
     fresh = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     committed = {path.name: path.read_bytes() for path in DRAWN.iterdir()}
     assert fresh.keys() == committed.keys(), "run: make figures"

@@ -1,10 +1,10 @@
 """Intrinsics at the end of a page, beyond which nothing may be read or written."""
 
-import os
-import subprocess
 import sys
 
 import pytest
+
+from support.fresh_python import fresh_python
 
 pytest.importorskip("numba")
 
@@ -63,9 +63,7 @@ assert counter.tolist() == [0, 0, 3]
 
 def run(beyond):
     # The pages alone shall notice.
-    alone = os.environ | {"NUMBA_BOUNDSCHECK": "0"}
-    command = [sys.executable, "-c", SCRIPT, str(beyond)]
-    return subprocess.run(command, check=False, env=alone).returncode
+    return fresh_python("-c", SCRIPT, beyond, NUMBA_BOUNDSCHECK="0").returncode
 
 
 def test_intrinsics_stay_inside_their_arrays():
