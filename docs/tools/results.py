@@ -39,8 +39,8 @@ _INTRO = (
     "fails if it is out of date. The meaning of the figures is under "
     "[Keeping the answers](quality.md) and [Limits and failure cases](limits.md).\n\n"
     "A section shows means, standings and short tables. **All tables** leads to everything that "
-    "was measured, task by task and with intervals in brackets: one CSV file a result, whose head "
-    'says machine, commit and settings (`pandas.read_csv(path, comment="#")`).\n'
+    "was measured, task by task and with intervals in brackets: one CSV file per result, whose "
+    'first lines give machine, commit and settings (`pandas.read_csv(path, comment="#")`).\n'
 )
 _OUTSIDE = (
     "## Not made by `make results` { #outside }\n\n"

@@ -114,9 +114,7 @@ class SavedFile:
             raise SavedCacheError(f"{path} lacks or adds {', '.join(missing[:3])}. {AGAIN}")
         layers = []
         with refusing(path, "a whole cache"):
-            padding, length = tuple(header["padding"]), header["length"]
-            if not padding or any(type(number) is not int for number in padding):
-                raise ShapeError(f"padding takes whole numbers, at least one; got {[*padding]!r}")
+            padding, length = _whole(header["padding"]), header["length"]
             codings = _codings(header["coding"])
             states = saved_layer_states(header, self._tensors("kept."), devices)
             others = {state.number for state in states if not state.beside_entries}
@@ -275,6 +273,12 @@ def _layer(
         check_codes(own, layer.dtype)
         coded.append(CodedEntries.of_tensors(own, coding, sequences))
     return QuantisedEntries(layer, tuple(coded))
+
+
+def _whole(numbers: list[Any]) -> tuple[int, ...]:
+    if not numbers or any(type(number) is not int for number in numbers):
+        raise ShapeError(f"padding takes whole numbers, at least one; got {numbers!r}")
+    return tuple(numbers)
 
 
 def _digest(tensor: Tensor) -> str:

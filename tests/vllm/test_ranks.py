@@ -52,7 +52,7 @@ def kept(layers, first=0):
     }
 
 
-@pytest.mark.parametrize("recipe", ["gracekv-agnostic", "snapkv", "knorm", "expected-attention"])
+@pytest.mark.parametrize("recipe", ["gracekv-agnostic", "snapkv", "knorm", "h2o"])
 @pytest.mark.parametrize("save", [False, True])
 def test_two_ranks_keep_what_one_keeps(model, prefill, workers, recipe, save):
     made = outcomes(workers, prefill, "0", asked("book", recipe=recipe, save=save))
