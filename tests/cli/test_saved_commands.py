@@ -97,8 +97,7 @@ def test_a_model_that_a_file_names_is_not_downloaded(run, refused, loads, book):
 
 def test_the_file_names_its_model(run, refused, loads, book, tmp_path):
     result, path = book
-    said = refused("ask", path, "Who fell?")
-    assert "does not name its model. Give it with --model" in said
+    assert "does not name its model. Give it with --model" in refused("ask", path, "Who fell?")
     for name, wanted in ((str(tmp_path), str(tmp_path)), (MODEL_NAME, "smollm2")):
         rename(result, path, name)
         assert run("ask", path, "Who fell?", "--max-new-tokens", 2)[0] == 0
@@ -177,6 +176,5 @@ def test_a_file_that_is_no_cache_is_told_before_the_model_is_loaded(refused, sto
 def test_export_refuses_a_store_that_is_a_file_before_a_model_is_loaded(
     refused, loads, book, story
 ):
-    said = refused("export", book[1], "--store", story)
-    assert said.startswith("OutputError: Cannot write to")
+    assert refused("export", book[1], "--store", story).startswith("OutputError: Cannot write to")
     assert not loads.seen
