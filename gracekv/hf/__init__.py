@@ -1,8 +1,9 @@
 """transformers: the cache class, the attention function, compression of a model's prompt.
 
-Importing this package makes the task "gracekv-text-generation" known to `transformers.pipeline` and
-changes nothing else; `import gracekv` alone does not. Raises `MissingDependencyError` if
-transformers is not installed. `compress` is at the top, `gracekv.compress`.
+Importing this package makes the task "gracekv-text-generation" and the attention implementations
+"gracekv" and "gracekv_eager" known to transformers; `import gracekv` alone does not. Raises
+`MissingDependencyError` if transformers is not installed. `compress` is at the top,
+`gracekv.compress`.
 """
 
 from __future__ import annotations

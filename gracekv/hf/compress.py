@@ -93,7 +93,7 @@ def compress(
             lengths, which are prefilled one after the other, so that the peak memory is that of
             the largest, and then generate together.
         prefill: what `capture(model, prompt)` made, which is only read; for a list of prompts a
-            list. It must hold what the pipeline needs: `capture` keeps everything unless told less.
+            list. It must hold what the pipeline needs: `capture` keeps what most recipes read.
         pipeline: the name of a recipe, or a pipeline of your own; default: "gracekv-plus", or
             "gracekv-agnostic" for a prompt without a question; for a budget in bytes, and for a
             ratio of a model that computes in 16 bits, "gracekv-plus-allocated" or

@@ -137,8 +137,8 @@ def rounding_loss(
     r"""float64 [G, C]: the output error of rounding an entry over that of dropping it.
 
     Rounding adds d_v + (q . d_k) (v - mean) to an entry's share of the output, where q is a query
-    times the attention scale; dropping the entry takes v - mean. The loss is the root of the mean
-    square over tokens and queries, sqrt(|d_v|^2 / |v - mean|^2 + (q . d_k)^2).
+    times the attention scale; dropping the entry takes v - mean. The loss is sqrt(|d_v|^2 /
+    |v - mean|^2 + (q . d_k)^2), each square its mean over tokens and queries.
 
     Source: ours.
 

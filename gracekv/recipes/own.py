@@ -105,7 +105,7 @@ def _without(summary: str, label: str, pipeline: Mapping[str, Any]) -> Recipe:
 
 def _allocated(name: str, pipeline: Mapping[str, Any], by: str) -> dict[str, Recipe]:
     """The recipe `name` with entries of several widths."""
-    summary = f"{name} whose entries take 4, 8 or 16 bits a number, by {by}"
+    summary = f"{name} whose entries take 4, 8 or all bits a number, by {by}"
     source = "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750"
     return {f"{name}-allocated": Recipe(summary, source, {**pipeline, **_ALLOCATED})}
 

@@ -121,7 +121,7 @@ class KVzipTwoPass(Scorer):
 
     Source: Kim et al. (2025), KVzip, arXiv:2505.23416.
 
-    Cost: the second pass, 3.5 times the prefill at 4,096 tokens on a CPU.
+    Cost: the second pass, one to three times the prefill on a CPU.
 
     Attributes:
         sinks: first prompt tokens, which score higher than all others (KVzip's 4).
