@@ -170,6 +170,8 @@ class Run:
     def _together(self, part: Part, commands: Sequence[str], minutes: float) -> tuple[str, bool]:
         """Run commands side by side: the first failure, and whether the time was over."""
         deadline = time.monotonic() + 60 * minutes
+        # Cells that failed are in an evaluation's tables: status 1.
+        fine = (0, 1) if commands[0].startswith("gracekv evaluate ") else (0,)
         running = []
         try:
             for number, command in enumerate(commands):
@@ -184,14 +186,14 @@ class Run:
             for process, _ in running:
                 process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            return "", True
+            ends = [(process.poll(), log) for process, log in running]
+            bad = (self._told(code, log) for code, log in ends if code not in (None, *fine))
+            return (why := next(bad, "")), not why
         except OSError as error:
             return f"{type(error).__name__}: {error.strerror}", False
         finally:
             for process, _ in running:
                 _end(process)
-        # Cells that failed are in an evaluation's tables: status 1.
-        fine = (0, 1) if commands[0].startswith("gracekv evaluate ") else (0,)
         ends = ((process.returncode, log) for process, log in running)
         return next((self._told(code, log) for code, log in ends if code not in fine), ""), False
 

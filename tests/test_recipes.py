@@ -54,3 +54,9 @@ def test_labels_mind_what_decides_which_entries_are_kept(name: str) -> None:
     pipeline = Pipeline.named(name)
     assert recipes.label(dataclasses.replace(pipeline, backend=Eager(), certify=True)) == name
     assert recipes.label(dataclasses.replace(pipeline, window=RecentWindow(size=7))) == "custom"
+
+
+def test_a_broken_recipe_breaks_no_label(monkeypatch) -> None:
+    broken = recipes.Recipe("Broken", "a plugin", {"value": "shrt_keys"})
+    monkeypatch.setattr(recipes, "RECIPES", {"broken": broken, **recipes.RECIPES})
+    assert recipes.label(Pipeline(window=RecentWindow(size=7))) == "custom"

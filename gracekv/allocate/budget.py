@@ -269,7 +269,7 @@ class Budget:
             if not in_bytes:
                 hint = f"entries_per_head of at least {least // units}, or {hint}"
             if largest >= 1:
-                hint = f"a ratio of at most {largest:g}, or {hint}"
+                hint = f"a ratio of at most {largest:.10g}, or {hint}"
             raise BudgetError(
                 f"A budget of {size:,} {'bytes' if in_bytes else 'entries'} is below the smallest "
                 f"that works here, {least:,} ({minimum} recent tokens, or one entry, in each of "

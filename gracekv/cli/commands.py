@@ -215,4 +215,4 @@ def list_(
         table.add_column(overflow="fold")
         for line in shown[title]:
             table.add_row(*line)
-        Console().print(table)
+        Console(markup=False, emoji=False).print(table)

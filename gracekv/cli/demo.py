@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import gracekv
@@ -74,7 +75,8 @@ def run_demo(out: Path, max_new_tokens: int = 32) -> None:
     _, light, shown_first, hard, *others = trials
     shown = [shown_first, *others, light, hard]
     compare({t.label: t.result for t in shown}, page, answers={t.label: t.answer for t in shown})
-    console.print(f"What became of every token, method by method: [bold]{page.resolve()}[/bold]")
+    where = escape(str(page.resolve()))
+    console.print(f"What became of every token, method by method: [bold]{where}[/bold]")
 
 
 def _trials(console: Console, max_new_tokens: int) -> list[Trial]:

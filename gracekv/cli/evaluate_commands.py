@@ -147,7 +147,7 @@ def ablate(
 
     settings, measures = set_ or [], _measures(metric)
     methods = variants(base, settings, not settings if ablations is None else ablations)
-    if _given(context):
+    if _given(context) or options.retry_failed or options.shard:
         if not options.ratios and not options.entries:
             options = replace(options, ratios="8")
         options.run(options.experiment(methods))

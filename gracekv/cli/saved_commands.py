@@ -89,6 +89,8 @@ def chat(saved: Saved, max_new_tokens: Tokens = 256) -> None:
             except (EOFError, KeyboardInterrupt):
                 typer.echo()
                 return
+            except UnicodeDecodeError as error:
+                raise PromptError(f"The input is not UTF-8 text: {error}.") from error
             if not question.strip():
                 continue
             try:

@@ -19,7 +19,7 @@ from gracekv.pipeline.config import load_pipeline, parsed
 from gracekv.registry import Configurable, bounded
 from gracekv.registry.plugins import import_modules, module_list
 
-_SPEC = re.compile(r"(?P<base>[^\[\]]+?)(?:\[(?P<changes>[^\[\]]*)\])?")
+_SPEC = re.compile(r"(?P<base>[^\[\]]+?)(?:\[(?P<changes>(?:[^\[\]]|\[[^\[\]]*\])*)\])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ def changed(pipeline: Pipeline, change: str) -> Pipeline:
         )
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{text!r} in {change!r} is not a value: {error}") from error
     return Pipeline.from_dict(data | {stage: data[stage] | {fields[0]: value} if fields else value})
 

@@ -61,7 +61,8 @@ class RowFile(AbstractContextManager["RowFile"]):
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row; it is on the disk when this returns. `OutputError` if it cannot be."""
-        line = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        text = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n"
+        line = text.encode("utf-8", "replace")
         try:
             if (written := os.write(self._file.fileno(), line)) != len(line):
                 # A full disk: take the half line back, so that the next one is not glued to it.

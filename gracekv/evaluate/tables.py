@@ -132,7 +132,8 @@ def make_tables(rows: Sequence[Row], measure: Measure, against: str | None = Non
         shared = (row[name] for name in ("group", "metric", "length"))
         model = row["model"] + f" in {row['dtype']}" * (row["dtype"] != "float32")
         title = Title(model, row["settings"]["protocol"], *shared)
-        sample = (row["task"], row["seed"], row["index"])
+        # Given texts, which have no length, are the same with every seed.
+        sample = (row["task"], row["seed"] if row["length"] else 0, row["index"])
         found.setdefault(title, {}).setdefault((row["method"], row["column"]), {})[sample] = value
     known = {method for values in found.values() for method, _ in values}
     if against is not None and found and against not in known:
@@ -150,8 +151,10 @@ def _trusted(rows: Sequence[Row]) -> list[Row]:
     for row in chosen:
         note_marks(row, marks)
         place = (*(row[name] for name in _PLACE), row["settings"]["protocol"])
-        other = seen.setdefault((*place, row["method"], row["column"]), row)
-        if other is not row:
+        # All samples of a cell are made alike, whatever their seeds.
+        cell = (*place[:4], place[-1], row["method"], row["column"])
+        other = seen.setdefault(cell, row)
+        if (other["settings"], other.get("pipeline")) != (row["settings"], row.get("pipeline")):
             changed = [n for n, v in row["settings"].items() if other["settings"].get(n) != v]
             raise ConfigError(
                 f"The folder holds rows of {row['method']} on {row['task']} made under different "

@@ -190,8 +190,14 @@ def _read(
     splits = has_rope(model) or rotating(model_layers(model)) == "none"
     sizes = CaptureSizes.of(model, stays)
     held = held_positions(needs, prompt.spans, sizes, options.memory_limit)
+    # This process has its heads only.
+    shard = head_shard(model)
+    sizes = replace(sizes, kv=sizes.kv // shard.ranks, queries=sizes.queries // shard.ranks)
     gpus = {x.device for x in model.parameters() if x.device.type == "cuda"}
     free = sum(map(free_bytes, gpus)) if model.device.type == "cuda" else None
+    if free is not None:
+        # Processes of one model run the same chunks, or none.
+        free = -int(shard.maximum(torch.tensor(-free)))
     # Layers are spread over the GPUs; a chunk runs on one at a time.
     room = None if free is None else chunk_room(length, len(held), sizes, free) // len(gpus)
     size = chunk_size(options, length, splits=splits, by_layers=stays is not None, room=room)

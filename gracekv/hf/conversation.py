@@ -292,7 +292,8 @@ class Conversation:
                 check_room(self._model, self._prompt, len(ids), max_new_tokens, self._limit)
                 yield ids
             except BaseException:
-                self.__dict__.update(before | {"_closed": self._closed, "_failed": self._failed})
+                failed = before["_failed"] if anew else self._failed
+                self.__dict__.update(before | {"_closed": self._closed, "_failed": failed})
                 undo()
                 raise
 

@@ -69,14 +69,16 @@ class ModelPasses:
     def after(self, end: int, count: int) -> _ModelContinuation:
         """A continuation of up to `count` tokens over the keys and values before `end`.
 
-        Raises `UnsupportedModelError` if they pass a bound of the model (a sliding window, a switch
-        of its RoPE).
+        Raises `UnsupportedModelError` if they and the prompt lie on two sides of a bound of the
+        model (a sliding window, a switch of its RoPE).
         """
-        if (bound := longest_sequence(self.model, end)) is not None and end + count > bound[0]:
+        bound, last, length = longest_sequence(self.model, end), end + count, self.spans.length
+        if bound is not None and (last > bound[0]) != (length > bound[0]):
             raise UnsupportedModelError(
-                f"Running {count} tokens more after {end} takes {end + count} positions, "
-                f"{type(self.model).__name__} has {bound[0]}: beyond, {bound[1]}. Use a shorter "
-                f"context, or a scorer that needs no second pass and no draft."
+                f"The prompt has {length} tokens, and {count} more after {end} take {last} "
+                f"positions. {type(self.model).__name__} has a length of {bound[0]} between them: "
+                f"beyond, {bound[1]}. Use a prompt of another length, or a scorer that needs no "
+                f"second pass and no draft."
             )
         return _ModelContinuation(self, end)
 

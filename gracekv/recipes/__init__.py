@@ -6,6 +6,8 @@ recipe has code of its own. Plugins add theirs with `register`.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from gracekv.errors import ConfigError, UnknownStrategyError, suggestion
 from gracekv.recipes.base import PAPER, Recipe
 from gracekv.recipes.own import OWN
@@ -91,6 +93,7 @@ def label(pipeline: Configurable) -> str:
     """
     ignored = {key: pipeline.to_dict()[key] for key in ("backend", "certify", "prune")}
     for name in names():
-        if type(pipeline).from_dict({**RECIPES[name].pipeline, **ignored}) == pipeline:
-            return name
+        with suppress(ConfigError):  # another one that is broken
+            if type(pipeline).from_dict({**RECIPES[name].pipeline, **ignored}) == pipeline:
+                return name
     return "custom"

@@ -76,11 +76,13 @@ def _column(parts: dict[str, bytes], number: int, data: ReportData) -> dict[str,
         parts[f"origins.{number}"] = _u8(depth + floor)
     if entries.value_change is not None:
         parts[f"changes.{number}"] = _u8((entries.value_change * 100).round())
+    share = entries.multiplicity / entries.length
+    # A file holds fitted multiplicities, and no changes; exp(log(n)) may exceed n by rounding.
+    if entries.value_change is not None or bool((share > 1.01).any()):
         # 16 steps double the multiplicity.
         steps = (16 * entries.multiplicity.clamp_min(1e-6).log2()).round() + 128
         parts[f"masses.{number}"] = _u8(steps.clamp(0, 255))
     else:
-        share = entries.multiplicity / entries.length
         parts[f"weights.{number}"] = _u8((share * 255).round().clamp(0, 255))
     if column.slots is not None:
         parts[f"slots.{number}"] = _u32(column.slots)

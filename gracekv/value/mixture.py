@@ -79,7 +79,7 @@ def combine_scores(scores: list[Tensor], weights: tuple[float, ...], rule: Rule)
     joined: Any = {"sum": torch.add, "rms": torch.hypot, "geometric": torch.mul}[rule]
     *first, last = parts.unbind()
     if not first:
-        return last.float()
+        return (last.abs() if rule == "rms" else last).float()
     # The last of them rounds, too.
     rounded = torch.empty_like(last, dtype=torch.float32)
     joined(functools.reduce(joined, first), last, out=rounded)

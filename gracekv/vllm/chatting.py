@@ -185,7 +185,9 @@ class ServedConversation:
             name, self._made = f"{self._name}.{self._made}", self._made + 1
             self._own.append(name)
             ids = [x for _, ids in self._tail for x in ids][:tokens]
-            options = {"into": name, "ratio": ratio, "limit": self._limit}
+            # As in `Conversation`: a ratio of 1 may count bytes of 16 bits.
+            size = {"entries_per_head": tokens} if ratio == 1 else {"ratio": ratio}
+            options = {"into": name, **size, "limit": self._limit}
             self._client.extend(self.context, ids, wait=False, **options)
             self._pending, self._runs = (name, tokens), self._runs[1:]
 

@@ -237,8 +237,9 @@ class Client:
     def _order(self, order: Mapping[str, Any], ids: Sequence[int] = (0,)) -> dict[str, Any]:
         """The server's reply to an order."""
         # Numbers that JSON does not know: a server reads fractions as they are written.
-        plain = json.dumps(order, default=lambda x: int(x) if hasattr(x, "__index__") else str(x))
-        order = json.loads(plain)
+        order = json.loads(
+            json.dumps(order, default=lambda x: x.item() if hasattr(x, "item") else str(x))
+        )
         body = Request("", tuple(ids), None, order, exact="extend" in order).body(self._model, 1)
         # Only a listing may be sent again: a passage whose reply was lost would be added twice.
         once = {} if "list" in order else {"max_retries": 0}

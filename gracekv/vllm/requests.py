@@ -174,7 +174,8 @@ def opened(tokenizer: Any, ids: Sequence[int]) -> tuple[list[int], int | None]:
     size, last = len(closing), len(ids) - len(closing)
     ends = [x for x in range(max(0, last - 16), last + 1) if ids[x : x + size] == closing]
     # A template may open the answer with more than by default: with tags, as of an empty thought.
-    closed = size and ends and _TAGS.fullmatch(tokenizer.decode(ids[ends[-1] + size :]))
+    more = ids[ends[-1] + size :] if ends else []
+    closed = size and ends and closing[0] not in more and _TAGS.fullmatch(tokenizer.decode(more))
     ids = ids[: ends[-1]] if closed else ids
     if ids[: len(opening)] == opening:
         return ids, len(opening)

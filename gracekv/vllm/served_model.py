@@ -161,6 +161,7 @@ def check_served(model: Any) -> None:
         others and f"layer {others[0].number} is of kind {others[0].kind}",
         adapters and f"it has the adapters {', '.join(adapters)}, which are not in its weights",
         "mrope_section" in rope and "it also numbers rows and columns of images",
+        rope.get("llama_4_scaling_beta") and "it scales its queries by their positions",
         changing and f"its RoPE {rope.get('rope_type')!r} depends on the sequence's length",
         cap is not None and f"it caps its attention logits at {cap}",
         window is not None and f"its layers have a sliding window of {window} tokens",

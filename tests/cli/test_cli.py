@@ -149,6 +149,8 @@ def test_list_shows_every_strategy_and_recipe(run):
 
 def test_list_says_what_each_recipe_is_and_where_it_comes_from(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
+    tagged = recipes.Recipe("Tokens after [/INST] of [heads]", "a plugin [1]")
+    monkeypatch.setitem(recipes.RECIPES, "tagged", tagged)
     _, out, _ = run("list", "--recipes")
     lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     for name, recipe in recipes.RECIPES.items():

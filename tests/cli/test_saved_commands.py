@@ -113,6 +113,11 @@ def test_a_conversation_keeps_its_history(run, loads, book, monkeypatch):
     assert (status, out) == (0, "".join(f"{answer}\n\n" for answer in answers) + "\n")
 
 
+def test_a_conversation_is_text(refused, book, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Zo\xe9?\n"), "utf-8"))
+    assert "not UTF-8 text" in refused("chat", book[1], "--model", "m")
+
+
 def test_an_interrupt_stops_the_answer_and_then_the_conversation(run, loads, book, monkeypatch):
     result, path = book
     said = iter(["Who fell?", "Why?", KeyboardInterrupt()])

@@ -58,12 +58,22 @@ def test_methods_are_recipes_with_changes():
     assert plain == Pipeline.from_dict({"floor": floor, "quota": "per_head"})
     assert parse_method("gracekv-no-floor", 0.5).window.share == 0.5
     assert parse_method("gracekv").window.share == 1.0
+    depths = parse_method("gracekv[segment.curvature={depths: [0.3, 0.5]}]").segment.curvature
+    assert depths.depths == (0.3, 0.5)
     methods = ["fullkv", "gracekv[value.hops=1,floor=none]", "h"]
     assert split_methods(", ".join(methods[:2]) + ",h") == methods
 
 
 @pytest.mark.parametrize(
-    "spec", ["gracekv[alpha]", "gracekv[a.b.c=1]", "gracekv[keep_all.x=1]", "gracekv[", "[x=1]"]
+    "spec",
+    [
+        "gracekv[alpha]",
+        "gracekv[a.b.c=1]",
+        "gracekv[keep_all.x=1]",
+        "gracekv[",
+        "[x=1]",
+        "gracekv[floor.alpha=2024-13-45]",
+    ],
 )
 def test_methods_that_cannot_be_read(spec):
     with pytest.raises(ConfigError):
@@ -162,6 +172,7 @@ def test_a_yaml_file_says_the_same(cli, model_folder, tmp_path):
     [
         (["evaluate"], "Give --model and --tasks"),
         (["ablate", "--ratios", "4"], "Give --model and --tasks"),
+        (["ablate", "--retry-failed"], "Give --model and --tasks"),
         (["evaluate", "--model", "m", "--tasks", "x"], "Unknown task"),
         (["evaluate", "--config", "a", "--samples", "50"], "--config or --samples, not both"),
         (["evaluate", "--model", "m", "--tasks", "ruler:fwe", "--ratios", "a"], "numbers"),

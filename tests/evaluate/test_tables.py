@@ -105,6 +105,7 @@ def test_rows_of_two_settings_prompts_or_models_of_one_name_are_not_mixed():
     other = row("fourth", "2x", 0, 1.0, marks={"weights": "second"})
     for extra, message in (
         (row("ours", "2x", 0, 1.0, settings=settings), r"different settings \(max_new_tokens\)"),
+        (row("ours", "2x", 9, 1.0, pipeline={"floor": "none"}), r"different settings \(pipeline"),
         (row("fourth", "2x", 0, 1.0, prompt_hash="other", sample="cut"), "different prompts"),
         (other, r"another model .* 'tiny' \(other weights\)"),
     ):
@@ -114,6 +115,12 @@ def test_rows_of_two_settings_prompts_or_models_of_one_name_are_not_mixed():
     make_tables([*ROWS, {**other, "model": "large"}], SCORE)
     failed = {"error": {"type": "TaskError", "message": "no data"}}
     make_tables([*ROWS, {n: v for n, v in {**other, **failed}.items() if n != "marks"}], SCORE)
+
+
+def test_given_texts_count_once_whatever_the_seed():
+    given = {"task": "longbench:trec", "length": None}
+    (table,) = make_tables([row("ours", "2x", 0, 1.0, seed=x, **given) for x in (1, 2)], SCORE)
+    assert table.cells["ours", "2x"].samples == 1
 
 
 def test_values_that_are_no_numbers_are_left_out():

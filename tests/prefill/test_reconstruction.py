@@ -219,9 +219,14 @@ def test_a_second_reading_beyond_a_bound_is_refused():
         capture(model, prompt_of(), Needs())
     with (
         pytest.warns(UserWarning, match="sliding window"),
-        pytest.raises(UnsupportedModelError, match=r"takes 119 positions.*has 80"),
+        pytest.raises(UnsupportedModelError, match=r"take 119 positions.* length of 80 between"),
     ):
         reconstruction(model, prompt_of())
+    # The whole prompt was rotated otherwise than so short a pass would be.
+    phi3 = tiny_model("phi3", rope="longrope", original=120, positions=1024)
+    prompt = Prompt.from_ids(torch.arange(200) % 90, (4, 40), question_end=190)
+    with pytest.raises(UnsupportedModelError, match="length of 120 between"):
+        reconstruction(phi3, prompt)
 
 
 @pytest.mark.model

@@ -38,6 +38,12 @@ def test_fitted_entries_bring_their_change_and_their_multiplicity(make):
     # Half a sixteenth of an octave.
     assert ((masses - 128) / 16 - entries.multiplicity.log2()).abs().max() < 0.032
     assert entries.multiplicity.max() > 1.05
+    # A loaded result knows its multiplicities, and no changes.
+    bare = dataclasses.replace(entries, value_change=None)
+    column = dataclasses.replace(data.columns[0], entries=bare)
+    header, again = encoding.encode(dataclasses.replace(data, columns=(column,)))
+    assert part(header, again, "masses.0") == bytes(masses.byte().tolist())
+    assert "changes.0" not in header["parts"]
     whole = ReportData.of({"x": make("snapkv", 3, seed=4)})
     assert not {"changes.0", "masses.0"} & set(encoding.encode(whole)[0]["parts"])
 

@@ -39,6 +39,8 @@ class ContextServer(ThreadingHTTPServer):
         return {"contexts": list(self.contexts.values())}
 
     def compress(self, ids, name, ratio=None, recipe="gracekv-agnostic", save=False, **other):
+        if each := other.pop("entries_per_head", None):
+            ratio = Fraction(len(ids), each)
         other = {x: value for x, value in other.items() if x not in ("into", "limit")}
         if ratio is None or (amount := Fraction(ratio)) < 1 or other:
             raise Refusal(400, f"A ratio is at least 1; got {ratio}. {other or ''}")

@@ -23,6 +23,7 @@ from gracekv.value import (
 )
 from gracekv.value.column_sums import ReceivedAttention
 from gracekv.value.draft_attention import Draft
+from gracekv.value.mixture import combine_scores
 
 REGION = Region(4, 36)
 
@@ -52,6 +53,7 @@ def test_weights_default_to_equal_and_survive_plain_data():
     assert torch.equal(
         even(prefill, REGION).scores, Mixture(scorers, (2.0, 2.0))(prefill, REGION).scores
     )
+    assert torch.equal(combine_scores([-torch.ones(2)], (1.0,), "rms"), torch.ones(2))
     nested = Mixture((even, SCORERS.build("recency")), (1.0, 0.5), "rms")
     assert SCORERS.parse(nested.to_dict()) == nested
 

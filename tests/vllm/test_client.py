@@ -65,7 +65,9 @@ def test_a_document_becomes_a_context(client, server, tokenizer):
 def test_ids_are_taken_as_they_are(client, server):
     client.compress("book", range(5, 9), ratio=Fraction(5, 2), recipe="knorm")
     assert server.bodies[0]["prompt"] == [5, 6, 7, 8]
-    assert server.bodies[0]["kv_transfer_params"]["gracekv"]["compress"]["ratio"] == "5/2"
+    client.compress("array", range(5, 9), ratio=np.array(2.5))
+    orders = (x["kv_transfer_params"]["gracekv"].get("compress") for x in server.bodies)
+    assert [x["ratio"] for x in orders if x] == ["5/2", 2.5]
 
 
 def test_a_passage_extends_a_context(client, server, tokenizer):
@@ -314,7 +316,8 @@ def test_a_conversation_goes_on_while_its_next_context_is_made(tokenizer):
 def test_messages_that_are_kept_have_all_their_entries(client, server):
     client.compress("book", TEXT, ratio=4)
     talk(client, server, 8, keep=("user",))
-    assert {order["ratio"] for order, _ in extensions(server)} == {1, 4}
+    made = extensions(server)
+    assert {x.get("ratio") or x["entries_per_head"] - len(ids) for x, ids in made} == {0, 4}
 
 
 def test_a_limit_goes_with_each_extension(client, server):

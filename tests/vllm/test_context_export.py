@@ -216,6 +216,7 @@ def test_unusable_questions_are_refused(book, tokenizer, tmp_path, question, tok
         ({"rope": "dynamic"}, "RoPE 'dynamic'"),
         ({"family": "phi3", "rope": "longrope"}, "RoPE 'longrope'"),
         ({"family": "mistral", "window": 64}, "sliding window of 64"),
+        ({"family": "ministral3"}, "scales its queries"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::gracekv.errors.LengthWarning")

@@ -85,8 +85,10 @@ def test_the_document_ends_before_an_answer_that_is_opened_with_a_thought():
     assert tokenizer.decode(whole).endswith("</a>\n\n")
     assert opened(tokenizer, whole) == (ids, 1)
     # An answer is a part of the document.
-    answered = ids + tokenizer("<|end|><|assistant|>No", add_special_tokens=False)["input_ids"]
-    assert opened(tokenizer, answered) == (answered, 1)
+    for answer in ("No", "<|end|>"):
+        text = f"<|end|><|assistant|>{answer}"
+        answered = ids + tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert opened(tokenizer, answered) == (answered, 1)
 
 
 def test_a_system_prompt_of_its_own_is_part_of_the_document():

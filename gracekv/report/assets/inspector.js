@@ -19,8 +19,8 @@ function details(report, column, status, position) {
   }
   if (status.change !== null) {
     rows.push(["value moved by the fit", status.change >= 2.55 ? "by 255 % of its length or more" : `by ${Math.round(100 * status.change)} % of its length`]);
-    if (status.state === "exact") rows.push(["multiplicity", `weighs as ${status.weight.toPrecision(3)} tokens`]);
   }
+  if (status.state === "exact" && column.masses) rows.push(["multiplicity", `weighs as ${status.weight.toPrecision(3)} tokens`]);
   if (status.depth !== null) rows.push(["depth in its tree", String(status.depth)]);
   if (status.floor !== null) rows.push(["bought by", status.floor ? "the floor" : "the auction"]);
   if (status.relevance !== null) {
