@@ -59,4 +59,5 @@ def test_labels_mind_what_decides_which_entries_are_kept(name: str) -> None:
 def test_a_broken_recipe_breaks_no_label(monkeypatch) -> None:
     broken = recipes.Recipe("Broken", "a plugin", {"value": "shrt_keys"})
     monkeypatch.setattr(recipes, "RECIPES", {"broken": broken, **recipes.RECIPES})
-    assert recipes.label(Pipeline(window=RecentWindow(size=7))) == "custom"
+    mine = dataclasses.replace(Pipeline.named("snapkv"), window=RecentWindow(size=7))
+    assert recipes.label(mine) == "custom"

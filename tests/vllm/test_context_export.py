@@ -17,6 +17,7 @@ from gracekv.vllm import ContextStore, export, request
 from gracekv.vllm.exporting import _alone_in, delete_context, moved
 from gracekv.vllm.served_model import checkpoint_digests, model_facts
 from support.killed import killed_at_each_line
+from support.tried_families import tried_model
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 6
 
@@ -221,7 +222,7 @@ def test_unusable_questions_are_refused(book, tokenizer, tmp_path, question, tok
 )
 @pytest.mark.filterwarnings("ignore::gracekv.errors.LengthWarning")
 def test_models_that_vllm_would_see_otherwise_are_refused(options, said, tmp_path):
-    model = tiny_model(**options)
+    model = (tried_model if options.get("family") == "ministral3" else tiny_model)(**options)
     result = gracekv.compress(model, gracekv.Prompt.from_ids(torch.arange(40), (0, 36)), ratio=2)
     with pytest.raises(UnsupportedModelError, match=said):
         export(result, tmp_path / "book")
