@@ -28,10 +28,8 @@ def trained(chat):
     raw.decoder = decoders.ByteLevel()
     special = ["<s>", "</s>", "<|user|>", "<|end|>", "<|assistant|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    raw.train_from_iterator(
-        [TEXT],
-        BpeTrainer(vocab_size=330, special_tokens=special, initial_alphabet=alphabet),
-    )
+    trainer = BpeTrainer(vocab_size=330, special_tokens=special, initial_alphabet=alphabet)
+    raw.train_from_iterator([TEXT], trainer)
     raw.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
@@ -178,16 +176,8 @@ def test_ids_may_come_in_any_whole_number_type():
         ([1, 2, 3], {"context": (-1, 2)}, "context start < context end <="),
         ([1, 2, 3], {"context": 2}, r"two token positions, \(start, end\)"),
         ([1, 2, 3], {"context": (0.0, 2)}, r"two token positions, \(start, end\)"),
-        (
-            [1, 2, 3],
-            {"context": (0, 2), "question_end": 1},
-            "context end <= question_end <= length",
-        ),
-        (
-            [1, 2, 3],
-            {"context": (0, 2), "question_end": 4},
-            "context end <= question_end <= length",
-        ),
+        ([1, 2, 3], {"question_end": 1}, "context end <= question_end <= length"),
+        ([1, 2, 3], {"question_end": 4}, "context end <= question_end <= length"),
     ],
 )
 def test_bad_ids_and_spans_are_refused(ids, fields, message):
@@ -196,6 +186,7 @@ def test_bad_ids_and_spans_are_refused(ids, fields, message):
 
 
 MESSAGE = "{{ messages[0]['content'] }}"
+CHANGED = MESSAGE.replace("}}", "| replace('code', 'CODE') }}")
 
 
 def template(text):
@@ -214,11 +205,7 @@ def template(text):
         (lambda: FAST[True], {"question": " \n"}, r"A question is a text that is not empty; got '"),
         (lambda: template("fixed"), {}, "shows the user's message 0 times"),
         (lambda: template(2 * MESSAGE), {}, "shows the user's message 2 times"),
-        (
-            lambda: template(MESSAGE.replace("}}", "| replace('code', 'CODE') }}")),
-            {},
-            "changes the question's text",
-        ),
+        (lambda: template(CHANGED), {}, "changes the question's text"),
     ],
 )
 def test_bad_texts_and_templates_are_refused(make, fields, message):
