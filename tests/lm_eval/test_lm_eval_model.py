@@ -98,21 +98,24 @@ def samples(harness, folder, model, task, **options):
     )["samples"][task]
 
 
-def ids_of(own, sample):
-    return torch.tensor(own.tok_encode(sample["arguments"][0][0]))
+def prompt_of(own, text):
+    """The prompt that the model makes of a text, whose recipe does not see the question."""
+    ids = torch.tensor(own.tok_encode(text))
+    end = len(ids) - QUESTION
+    return Prompt(ids, PromptSpans(PREFIX, end, end, len(ids)))
 
 
-def prompt_of(ids, seen=False):
-    length = len(ids)
-    end = length - QUESTION
-    return Prompt(ids, PromptSpans(PREFIX, end, length if seen else end, length))
+def another(own, **options):
+    """The same weights as a model of other options."""
+    return type(own)(own.model, tokenizer=own.tokenizer, **options)
 
 
 def test_answers_are_those_of_the_compressed_cache(harness, folder, own):
     found = samples(harness, folder, own, "small_answers")
     assert len(found) == 2
     for sample in found:
-        result = gracekv.compress(own.model, [prompt_of(ids_of(own, sample))], ratio=4)
+        prompt = prompt_of(own, sample["arguments"][0][0])
+        result = gracekv.compress(own.model, [prompt], ratio=4)
         assert result.accounting.spent <= result.accounting.budget
         assert result.pipeline == gracekv.Pipeline.default(question=False)
         text = own.tokenizer.decode(result.generate_ids(8)[0])
@@ -130,7 +133,7 @@ def test_rows_of_a_batch_have_their_own_contexts(folder, own):
     )
     assert torch.equal(got[:, :length], context)
     for row, text in zip(got[:, length:], texts, strict=True):
-        one = gracekv.compress(own.model, prompt_of(torch.tensor(own.tok_encode(text))), ratio=4)
+        one = gracekv.compress(own.model, prompt_of(own, text), ratio=4)
         assert_same_tokens(row, one.generate_ids(6)[0], continued(one))
 
 
@@ -162,8 +165,7 @@ def made(harness, monkeypatch):
 
 
 def test_mixed_precision_is_that_of_hf(own, made):
-    options = {**ARGUMENTS, "tokenizer": own.tokenizer, "mixed_precision_dtype": "bfloat16"}
-    mixed = type(own)(own.model, **options)
+    mixed = another(own, **ARGUMENTS, mixed_precision_dtype="bfloat16")
     mixed._model_generate(torch.arange(5, 105)[None], 104, ["</s>"])
     mixed._loglikelihood_tokens([(None, list(range(5, 105)), [7])])
     assert [x.packed.layers[0].dtype for x in made] == [torch.bfloat16] * 2
@@ -207,16 +209,12 @@ def test_at_ratio_1_choices_score_as_without_compression(harness, folder):
 
 
 def test_the_recipe_sees_the_question_if_told(folder, own):
-    from gracekv.lm_eval.model import GraceLM
-
     ids = torch.arange(5, 105)
-    asked = GraceLM(
-        own.model, tokenizer=own.tokenizer, ratio=4, question_tokens=QUESTION, question_seen=True
-    )._compress([ids])
+    seeing = another(own, ratio=4, question_tokens=QUESTION, question_seen=True)
+    asked = seeing._compress([ids])
     assert asked.prompts[0].spans == PromptSpans(4, 80, 100, 100)
     assert asked.pipeline == gracekv.Pipeline.default()
-    other = GraceLM(own.model, tokenizer=own.tokenizer, ratio=4, pipeline="snapkv", backend="sdpa")
-    named = other._compress([ids])
+    named = another(own, ratio=4, pipeline="snapkv", backend="sdpa")._compress([ids])
     assert named.prompts[0].spans == PromptSpans(4, 36, 36, 100)
     assert named.pipeline.value == gracekv.Pipeline.named("snapkv").value
     assert named.pipeline.backend.name == "sdpa"
@@ -243,10 +241,8 @@ def test_what_cannot_be_compressed_is_refused(own):
     ],
 )
 def test_bad_arguments(own, error, changed):
-    from gracekv.lm_eval.model import GraceLM
-
     with pytest.raises(error):
-        GraceLM(own.model, tokenizer=own.tokenizer, **{**ARGUMENTS, **changed})
+        another(own, **{**ARGUMENTS, **changed})
 
 
 def test_the_command_line_knows_the_model(folder, monkeypatch, capsys):
