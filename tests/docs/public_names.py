@@ -21,7 +21,6 @@ class Function:
     Attributes:
         place: file and line.
         name: with its class.
-        own: its docstring, or "".
         said: its docstring, or the nearest base's; of `__call__` and its like, the class's too.
         signature: arguments and result as written.
         raises: named errors that its body raises itself.
@@ -29,7 +28,6 @@ class Function:
 
     place: str
     name: str
-    own: str
     said: str
     signature: str
     raises: set
@@ -123,14 +121,8 @@ def _function(node, inside, name, said):
         for part in ast.walk(node)
         if isinstance(part, ast.Raise) and part.exc is not None
     }
-    return Function(
-        f"{inside}:{node.lineno}",
-        name,
-        _doc(node),
-        said,
-        f"{ast.unparse(node.args)} -> {result}",
-        raised & NAMED_ERRORS,
-    )
+    place, signature = f"{inside}:{node.lineno}", f"{ast.unparse(node.args)} -> {result}"
+    return Function(place, name, said, signature, raised & NAMED_ERRORS)
 
 
 def _inherited(made, name, by_name):
