@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gracekv.errors import ConfigError, TaskError
-from gracekv.evaluate import Experiment, run
+from gracekv.evaluate import Experiment, run, worker
 from gracekv.evaluate.row_files import read_rows
 from gracekv.evaluate.runner import Shard
 from gracekv.testing.models import tiny_llama
@@ -29,28 +29,30 @@ PANEL = {
 CELLS = 2 * 2 * 5
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def experiment(small_data):
     return Experiment.from_dict({"model": "tiny", "data": str(small_data), **PANEL})
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tiny(model, tokenizer):
     return {"model": model, "tokenizer": tokenizer}
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory, small_data, model, tokenizer):
-    """A whole run: its folder, what `run` returned, and how often it prefilled."""
-    from gracekv.evaluate import worker
-
-    calls, real = [], worker.capture
-    folder = tmp_path_factory.mktemp("plain")
-    experiment = Experiment.from_dict({"model": "tiny", "data": str(small_data), **PANEL})
+def prompts_of(run_it):
+    """The prompts of all prefills that a run makes, and what it returns."""
+    seen, real = [], worker.capture
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "capture", lambda *a: calls.append(a) or real(*a))
-        done = run(experiment, folder, model=model, tokenizer=tokenizer)
-    return folder, done, len(calls)
+        patch.setattr(worker, "capture", lambda *a: seen.append(a[1]) or real(*a))
+        return seen, run_it()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, experiment, tiny):
+    """A whole run: its folder, what `run` returned, and how often it prefilled."""
+    folder = tmp_path_factory.mktemp("plain")
+    seen, done = prompts_of(lambda: run(experiment, folder, **tiny))
+    return folder, done, len(seen)
 
 
 @pytest.fixture
@@ -66,14 +68,12 @@ def test_a_row_says_everything(plain):
     assert prefills == 4
     assert (done.written, done.failed, done.kept, len(rows)) == (CELLS, 0, 0, CELLS)
     for row in rows:
-        assert row["error"] is None
-        assert row["new_tokens"] == 4
+        assert (row["error"], row["new_tokens"], row["seed"]) == (None, 4, 42)
         assert 0 <= row["score"] <= 1
         assert row["ms_per_token"] > 0
         assert row["construction_seconds"] > 0
         assert row["pipeline"]["segment"]["name"]
         assert row["versions"]["torch"]
-        assert row["seed"] == 42
     # Every method saw the same ids.
     for sample in {row["sample"] for row in rows}:
         assert len({row["prompt_hash"] for row in rows if row["sample"] == sample}) == 1
@@ -129,36 +129,28 @@ def test_shards_share_the_work_and_the_folder(experiment, tiny, tmp_path, plain)
     assert results(tmp_path / "all") == results(plain[0])
 
 
-def test_query_agnostic_compression_does_not_see_the_question(
-    experiment, tiny, tmp_path, monkeypatch, plain
-):
-    from gracekv.evaluate import worker
-
-    seen = []
-    real = worker.capture
-    monkeypatch.setattr(worker, "capture", lambda *a: seen.append(a[1]) or real(*a))
+def test_query_agnostic_compression_does_not_see_the_question(experiment, tiny, tmp_path, plain):
     panel = replace(experiment.panels[0], protocol="query_agnostic", methods=("fullkv", "gracekv"))
-    run(replace(experiment, panels=(panel,)), tmp_path, **tiny)
+    agnostic = replace(experiment, panels=(panel,))
+    seen, _ = prompts_of(lambda: run(agnostic, tmp_path, **tiny))
     assert all(row["error"] is None for row in read_rows(tmp_path))
     # One token more than the context: a prompt's last token has no entry.
     assert all(prompt.spans.length == prompt.spans.context_end + 1 for prompt in seen)
     # FullKV is the same under both protocols; what is compressed is not.
 
-    def by(folder, method, protocol):
-        return {
-            (row["task"], row["index"], row["column"]): row
-            for row in read_rows(folder)
-            if row["method"] == method and row["settings"]["protocol"] == protocol
-        }
+    def both(method, field):
+        """A field of the method's rows under either protocol, by task, sample and budget."""
+        for folder, protocol in ((tmp_path, "query_agnostic"), (plain[0], "query_aware")):
+            yield {
+                (row["task"], row["index"], row["column"]): row[field]
+                for row in read_rows(folder)
+                if row["method"] == method and row["settings"]["protocol"] == protocol
+            }
 
-    full = by(tmp_path, "fullkv", "query_agnostic")
-    aware = by(plain[0], "fullkv", "query_aware")
-    assert {k: row["prediction"] for k, row in full.items()} == {
-        k: row["prediction"] for k, row in aware.items()
-    }
-    ours = by(tmp_path, "gracekv", "query_agnostic")
-    theirs = by(plain[0], "gracekv", "query_aware")
-    assert any(ours[k]["fidelity"]["kl"] != theirs[k]["fidelity"]["kl"] for k in ours)
+    agnostic, aware = both("fullkv", "prediction")
+    assert agnostic == aware
+    agnostic, aware = both("gracekv", "fidelity")
+    assert any(agnostic[k]["kl"] != aware[k]["kl"] for k in agnostic)
 
 
 def test_other_data_under_the_same_names_are_noticed(experiment, tiny, finished, monkeypatch):
