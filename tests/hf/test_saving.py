@@ -136,11 +136,15 @@ def rewritten(path, change):
     safetensors.save_file(parts.tensors, path, metadata=parts.metadata)
 
 
+def headed(text):
+    """The text in place of the header, with its checksum."""
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return lambda parts: parts.metadata.update(gracekv=text, gracekv_sha256=digest)
+
+
 def reheaded(**fields):
     def change(parts):
-        header = json.dumps(json.loads(parts.metadata["gracekv"]) | fields)
-        parts.metadata["gracekv"] = header
-        parts.metadata["gracekv_sha256"] = hashlib.sha256(header.encode()).hexdigest()
+        headed(json.dumps(json.loads(parts.metadata["gracekv"]) | fields))(parts)
 
     return change
 
@@ -150,12 +154,6 @@ def without_adapters(parts):
     model = json.loads(parts.metadata["gracekv"])["model"]
     del model["adapters"]
     reheaded(model=model)(parts)
-
-
-def headed(text):
-    """The text in place of the header, with its checksum."""
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return lambda parts: parts.metadata.update(gracekv=text, gracekv_sha256=digest)
 
 
 def emptied(name):
