@@ -11,6 +11,7 @@ from gracekv.backends import Eager, Sdpa
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.hf import GraceCache, attach, detach
 from gracekv.hf.capture import capture
+from gracekv.kernels.ragged import offsets
 from gracekv.prefill import Needs
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama
@@ -50,17 +51,10 @@ def evicted(cache, seed):
         )
         keep = torch.rand(share.shape, generator=rng) < share
         keep[:, -1] = True
-        lengths = keep.sum(dim=1)
-        keep = keep.flatten()
-        layers.append(
-            RaggedEntries(
-                layer.keys[keep],
-                layer.values[keep],
-                layer.positions[keep],
-                torch.rand(int(keep.sum()), generator=rng) * 5,
-                torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-            )
-        )
+        starts, keep = offsets(keep.sum(dim=1)), keep.flatten()
+        kept = (x[keep] for x in (layer.keys, layer.values, layer.positions))
+        log_m = torch.rand(int(keep.sum()), generator=rng) * 5
+        layers.append(RaggedEntries(*kept, log_m, starts))
     return RaggedCache(tuple(layers), cache.length)
 
 

@@ -217,6 +217,5 @@ def test_strategies_lists_every_stage_with_descriptions() -> None:
     for stage, names in listed.items():
         assert names, stage
         assert all(line and not line.endswith(("(", ",")) for line in names.values())
-    stages = {f.name for f in dataclasses.fields(Pipeline)} & set(REGISTRIES)
-    assert stages == set(REGISTRIES)
-    assert all(isinstance(getattr(Pipeline.named("gracekv"), stage), Strategy) for stage in stages)
+    assert {f.name for f in dataclasses.fields(Pipeline)} >= set(REGISTRIES)
+    assert all(isinstance(getattr(Pipeline.named("gracekv"), stage), Strategy) for stage in listed)

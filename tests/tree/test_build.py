@@ -46,8 +46,7 @@ def test_forest_invariants(distortion: str, refiner: str, seed: int, floor: bool
     context = tree_context(seed)
     context = with_floor(context, seed) if floor else context
     forest = build_forest(context, DISTORTIONS.build(distortion), REFINERS.build(refiner))
-    bounds = context.partition.bounds
-    slots = context.partition.slots
+    bounds, slots = context.partition.bounds, context.partition.slots
     roots = forest.tree[: forest.trees]
     assert torch.equal(roots, torch.arange(forest.trees))
     assert torch.equal(forest.start[: forest.trees], bounds[:-1][roots % slots])
@@ -80,22 +79,19 @@ def test_forest_invariants(distortion: str, refiner: str, seed: int, floor: bool
     torch.testing.assert_close(per_head, whole)
 
 
+@dataclasses.dataclass
 class FastEvaluator:
     """The reference's interface on top of an engine, a node at a time."""
 
-    def __init__(
-        self,
-        context: TreeContext,
-        batch: TreeBatch,
-        evaluator: DistortionEvaluator,
-        layer: int,
-        tree: int,
-    ):
-        self.context, self.batch, self.evaluator, self.layer, self.tree = (
-            context, batch, evaluator, layer, tree,
-        )  # fmt: skip
-        self.head = tree // context.partition.slots
-        self.slot_start = int(batch.slot_start[tree])
+    context: TreeContext
+    batch: TreeBatch
+    evaluator: DistortionEvaluator
+    layer: int
+    tree: int
+
+    def __post_init__(self) -> None:
+        self.head = self.tree // self.context.partition.slots
+        self.slot_start = int(self.batch.slot_start[self.tree])
         self.costs = functools.cache(self._costs)
 
     def _costs(self, start: int, end: int) -> IntervalCosts:
