@@ -254,8 +254,8 @@ def test_without_the_padding_of_heads_a_passage_is_read_alike(model, monkeypatch
         assert torch.equal(one.positions, other.positions)
         torch.testing.assert_close(one.values, other.values, atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(one.keys, other.keys, atol=1e-4, rtol=1e-3)
-    for one, other in zip(own._run.entry_scores(), padded._run.entry_scores(), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
+    scores = [x._run.entry_scores() for x in (own, padded)]
+    torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-3)
 
 
 def test_queries_of_what_was_read_before_are_gone(model):
@@ -267,8 +267,7 @@ def test_queries_of_what_was_read_before_are_gone(model):
     prefill = run_capture(model, Prompt(ids, spans), past, needs, CaptureOptions())
     again = run_capture(model, Prompt(ids, spans), past, Needs(), CaptureOptions(memory_limit=0))
     again = without_queries(again).with_queries(prefill.query_positions)
-    for one, other in zip(prefill.queries, again.queries, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(prefill.queries, again.queries, atol=1e-4, rtol=1e-4)
     assert prefill.query_positions.tolist() == list(range(past.places, past.places + 10))
     with pytest.raises(MissingCaptureError, match=r"2 of the queries .* Extend by a longer"):
         prefill.with_queries([3, past.places - 1, past.places])

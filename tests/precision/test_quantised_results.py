@@ -54,8 +54,7 @@ def test_batches_and_beams(model, fields):
     for number, one in enumerate(alone):
         for layer, own in zip(batch.packed.sequence(number).layers, one.packed.layers, strict=True):
             assert isinstance(layer, QuantisedEntries)
-            for name, tensor in own.tensors().items():
-                assert torch.equal(layer.tensors()[name], tensor)
+            torch.testing.assert_close(layer.tensors(), own.tensors(), rtol=0, atol=0)
     assert batch.generate_ids(6).shape == (3, 6)
     assert batch.generate_ids(4, num_beams=3).shape == (3, 4)
     assert batch.generate_ids(4, num_beams=2, num_return_sequences=2).shape == (6, 4)
@@ -81,9 +80,7 @@ def test_files_hold_what_is_accounted_for(tmp_path, dtype, fields):
 
     for ours, theirs in zip(again.packed.layers, result.packed.layers, strict=True):
         assert ours.codings == theirs.codings
-        assert ours.tensors().keys() == theirs.tensors().keys()
-        for name, tensor in ours.tensors().items():
-            assert torch.equal(tensor, theirs.tensors()[name])
+        torch.testing.assert_close(ours.tensors(), theirs.tensors(), rtol=0, atol=0)
     for name in ("bytes", "metadata_bytes", "full_bytes", "widths", "budget_bytes", "spent_bytes"):
         assert getattr(again.accounting, name) == getattr(kept, name)
     assert torch.equal(again.generate_ids(5), result.generate_ids(5))
@@ -118,8 +115,7 @@ def test_ratio_1_of_a_16_bit_model_is_the_full_cache_bit_for_bit(dtype, fields):
     for layer, own in zip(result.packed.layers, full.packed.layers, strict=True):
         assert not any(part.entries for part in layer.coded)
         assert layer.exact.dtype == dtype
-        for name, tensor in own.tensors().items():
-            assert torch.equal(layer.exact.tensors()[name], tensor)
+        torch.testing.assert_close(layer.exact.tensors(), own.tensors(), rtol=0, atol=0)
     assert result.accounting.bytes == full.accounting.bytes
 
 

@@ -54,8 +54,7 @@ def test_chunks_give_what_one_pass_gives(family, rope, attention):
     before = state(model)
     chunked = tensors(capture(model, prompt_of(), NEEDS, options=CaptureOptions(chunk=48)))
     assert state(model) == before
-    for name, tensor in whole.items():
-        torch.testing.assert_close(chunked[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+    torch.testing.assert_close(chunked, whole, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -63,8 +62,7 @@ def test_rows_of_a_chunk_attend_in_parts(attention, monkeypatch):
     model, chunks = tiny_model(layers=3, attention=attention), (None, 90)
     monkeypatch.setattr(partial_attention, "_ROWS", 32)
     made = [tensors(capture(model, prompt_of(), NEEDS, CaptureOptions(chunk=x))) for x in chunks]
-    for name, tensor in made[0].items():
-        torch.testing.assert_close(made[1][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+    torch.testing.assert_close(made[1], made[0], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 199, 200, 1000])
@@ -74,8 +72,7 @@ def test_any_chunk_works(chunk):
         tensors(capture(model, prompt_of(), NEEDS, options=CaptureOptions(chunk=x)))
         for x in (None, chunk)
     )
-    for name, tensor in whole.items():
-        torch.testing.assert_close(chunked[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+    torch.testing.assert_close(chunked, whole, rtol=1e-3, atol=1e-4)
 
 
 def test_long_prompts_run_in_chunks_by_themselves():
