@@ -64,6 +64,22 @@ def made(tmp_path_factory):
         yield running
 
 
+@pytest.fixture(scope="module")
+def model():
+    """What workers compress for; modules with another model define their own."""
+    from gracekv.testing.models import tiny_model
+
+    return tiny_model(kv_heads=4)
+
+
+@pytest.fixture(scope="module")
+def prefill(model):
+    """The document of `recording_worker`, as transformers reads it."""
+    from support.recording_worker import read_by_transformers
+
+    return read_by_transformers(model)
+
+
 @pytest.fixture(scope="session")
 def stored_model():
     """The model of the contexts in `root`."""

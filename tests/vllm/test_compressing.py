@@ -9,23 +9,12 @@ import torch
 
 import gracekv
 from gracekv.errors import StoreError
-from gracekv.testing.models import tiny_model
 from gracekv.vllm import ContextStore, compressing
 from gracekv.vllm.compressing import Compressor, Outcome
 from gracekv.vllm.jobs import Jobs
 from gracekv.vllm.orders import order_of
 from gracekv.vllm.recording import Recording
-from support.recording_worker import LENGTH, Worker, asked, read_by_transformers
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model(kv_heads=4)
-
-
-@pytest.fixture(scope="module")
-def prefill(model):
-    return read_by_transformers(model)
+from support.recording_worker import LENGTH, Worker, asked
 
 
 @pytest.mark.parametrize("save", [False, True])

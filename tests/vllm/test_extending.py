@@ -26,11 +26,6 @@ LENGTH, PASSAGE = 60, 40
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny_model(kv_heads=4)
-
-
-@pytest.fixture(scope="module")
 def ids():
     return torch.randint(0, 97, (200,), generator=torch.Generator().manual_seed(3))
 

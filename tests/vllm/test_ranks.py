@@ -7,26 +7,15 @@ import pytest
 import gracekv
 from gracekv.distributed import HeadShard
 from gracekv.kernels.ragged import rows
-from gracekv.testing.models import tiny_model
 from gracekv.vllm import ContextStore
 from gracekv.vllm.compressing import Outcome
 from gracekv.vllm.jobs import Jobs
 from gracekv.vllm.orders import order_of
 from gracekv.vllm.recording import Recording
-from support.recording_worker import LENGTH, Worker, asked, read_by_transformers
+from support.recording_worker import LENGTH, Worker, asked
 from support.thread_exchange import connected
 
 RANKS, HEADS = 2, 4
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model(kv_heads=HEADS)
-
-
-@pytest.fixture(scope="module")
-def prefill(model):
-    return read_by_transformers(model)
 
 
 @pytest.fixture
