@@ -123,12 +123,12 @@ def check(made, answer, result):
     assert (logprobs.max(-1).values - own).max() < MARGIN
 
 
-def tokens_of(layers):
-    """(layer, head, position) of each entry."""
+def tokens_of(layers, first=0):
+    """(layer, head, position) of each entry; `first` is the number of the first head."""
     from gracekv.kernels.ragged import rows
 
     return {
-        (number, head, place)
+        (number, first + head, place)
         for number, layer in enumerate(layers)
         for head, place in zip(rows(layer.lengths).tolist(), layer.positions.tolist(), strict=True)
     }

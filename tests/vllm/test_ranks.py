@@ -6,12 +6,12 @@ import pytest
 
 import gracekv
 from gracekv.distributed import HeadShard
-from gracekv.kernels.ragged import rows
 from gracekv.vllm import ContextStore
 from gracekv.vllm.compressing import Outcome
 from gracekv.vllm.jobs import Jobs
 from gracekv.vllm.orders import order_of
 from gracekv.vllm.recording import Recording
+from support.compressing_engine import tokens_of
 from support.recording_worker import LENGTH, Worker, asked
 from support.thread_exchange import connected
 
@@ -32,15 +32,6 @@ def outcomes(workers, prefill, request, parameters):
     return [worker.outcome() for worker in workers]
 
 
-def kept(layers, first=0):
-    """(layer, head, position) of each entry; `first` is the number of the layers' first head."""
-    return {
-        (number, first + head, place)
-        for number, layer in enumerate(layers)
-        for head, place in zip(rows(layer.lengths).tolist(), layer.positions.tolist(), strict=True)
-    }
-
-
 @pytest.mark.parametrize("recipe", ["gracekv-agnostic", "snapkv", "knorm", "h2o"])
 @pytest.mark.parametrize("save", [False, True])
 def test_two_ranks_keep_what_one_keeps(model, prefill, workers, recipe, save):
@@ -48,16 +39,16 @@ def test_two_ranks_keep_what_one_keeps(model, prefill, workers, recipe, save):
     assert [x.reason for x in made] == ["", ""]
     assert made[0].header == made[1].header
     own = [x.store.load("book", made[0].header.digest).layers for x in workers]
-    got = set().union(*(kept(x, rank * HEADS // RANKS) for rank, x in enumerate(own)))
+    got = set().union(*(tokens_of(x, rank * HEADS // RANKS) for rank, x in enumerate(own)))
     cache = gracekv.Pipeline.named(recipe).run(prefill, gracekv.Budget.ratio(3)).cache
-    want = kept(cache.layers)
+    want = tokens_of(cache.layers)
     assert len(got) == len(want)
     assert len(got & want) >= 0.99 * len(want)
     assert (made[0].header.entries, made[0].header.bytes) == (len(want), cache.kv_bytes)
     root = workers[0].store.root
     assert ContextStore(root).names() == (["book"] if save else [])
     if save:
-        assert kept(ContextStore(root).load("book").layers) == got
+        assert tokens_of(ContextStore(root).load("book").layers) == got
 
 
 def fails(kind, workers, monkeypatch):

@@ -11,13 +11,13 @@ import torch
 import gracekv
 from gracekv.errors import StoreError, UnsupportedModelError
 from gracekv.hf import capture
-from gracekv.kernels.ragged import rows
 from gracekv.pipeline import Pipeline
 from gracekv.testing.models import tiny_model
 from gracekv.value.block_replay import BlockReplaySums
 from gracekv.vllm.orders import order_of
 from gracekv.vllm.recording import Recording
 from gracekv.vllm.served_model import ServedModel
+from support.compressing_engine import tokens_of
 from support.recording_worker import engine
 
 CPU = torch.device("cpu")
@@ -61,13 +61,10 @@ def test_a_recording_compresses_as_a_capture(model, served, recipe, pieces):
     found = recorded(served, prefill, order, pieces).prefill()
     assert found.spans == prefill.spans
     assert torch.equal(found.rope.cos[:90], prefill.rope.cos[:90])
-    mine, theirs = (pipeline.run(x, order.budget) for x in (found, prefill))
-    kept = [
-        {(x, *y) for x, layer in enumerate(run.cache.layers) for y in tokens(layer)}
-        for run in (mine, theirs)
-    ]
-    assert len(kept[0]) == len(kept[1])
-    assert len(kept[0] & kept[1]) >= 0.99 * len(kept[1])
+    runs = [pipeline.run(x, order.budget) for x in (found, prefill)]
+    mine, theirs = (tokens_of(run.cache.layers) for run in runs)
+    assert len(mine) == len(theirs)
+    assert len(mine & theirs) >= 0.99 * len(theirs)
 
 
 @pytest.fixture
@@ -136,11 +133,6 @@ def test_observers_do_not_look_at_what_was_dropped(served, behind, shown, monkey
     recorded(served, *shown, [], pool=behind).cancel()
     behind.let_go()
     assert behind.submit(len, seen).result() == 0
-
-
-def tokens(layer):
-    """(head, position) of each entry."""
-    return zip(rows(layer.lengths).tolist(), layer.positions.tolist(), strict=True)
 
 
 def test_tokens_that_do_not_follow_are_not_written(model, served):
