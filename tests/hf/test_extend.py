@@ -23,7 +23,7 @@ from gracekv.hf.capture import run_capture
 from gracekv.kernels import linalg
 from gracekv.prefill import Needs, PromptSpans, partial_attention
 from gracekv.prefill.options import CaptureOptions
-from gracekv.testing.models import tiny_llama, tiny_model, tiny_tokenizer
+from gracekv.testing.models import tiny_llama, tiny_model
 from gracekv.value import LagRelative, block_replay
 from support.asked_context import same_greedy, stock_steps
 from support.lean_prefills import without_queries
@@ -182,17 +182,8 @@ def test_where_nothing_is_removed_it_is_the_stock_models_answer(model, tail):
     same_greedy(longer.generate_ids(6)[0], *stock_steps(model, longer.prompt.ids, 6))
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer(vocabulary=2000)
-
-
-@pytest.fixture(scope="module")
-def reader():
-    return tiny_llama(layers=3, vocabulary=2000, positions=4096)
-
-
-def test_a_text_is_asked_saved_and_extended_again(reader, tokenizer, tmp_path):
+def test_a_text_is_asked_saved_and_extended_again(tokenizer, tmp_path):
+    reader = tiny_llama(layers=3, vocabulary=2000, positions=4096)
     book = gracekv.compress(reader, Prompt.from_chat(tokenizer, context=TEXT[:600]), ratio=3)
     answer = book.ask("Who fell?", max_new_tokens=6)
     longer = book.extend(TEXT[600:1200], ratio=3).extend("\n\nThe end.", ratio=1)
