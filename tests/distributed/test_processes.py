@@ -33,12 +33,8 @@ def found(folder):
 @pytest.fixture(scope="module")
 def bits(folder):
     """What one process makes of entries of fewer bits."""
-    want, *near = (
-        sharded_books.bits_facts(model, sharded_process.PROMPTS[0])
-        for model in sharded_books.near_models(folder, "model")
-    )
-    assert near == [want, want], "rounding would choose otherwise"
-    return want
+    prompt = sharded_process.PROMPTS[0]
+    return sharded_books.steady(lambda x: sharded_books.bits_facts(x, prompt), folder, "model")
 
 
 @pytest.mark.parametrize("name", sharded_process.RECIPES)
@@ -94,11 +90,8 @@ def test_quantised_entries_saved_by_four_and_loaded_by_one_two_and_four(model, f
 @pytest.mark.parametrize("name", sharded_books.MIXED)
 def test_other_layers_beside_full_ones(name, found, folder, tmp_path):
     """Full layers are compressed; of others, processes keep their heads, or whole linear states."""
-    want, *near = (
-        sharded_books.book_facts(model, tmp_path / "book")
-        for model in sharded_books.near_models(folder, name)
-    )
-    assert near == [want, want], "rounding would choose otherwise"
+    path = tmp_path / "book"
+    want = sharded_books.steady(lambda x: sharded_books.book_facts(x, path), folder, name)
     kind = "linear_attention" if name == "qwen3_next" else "sliding_attention"
     assert want["compressed"]["kept"][kind] > 0
     for case in ("compressed", "loaded", "extended"):

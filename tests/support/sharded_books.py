@@ -1,6 +1,6 @@
 """What is asked of models of several kinds, in one process and in several that share one.
 
-`near_models` answers how far rounding could change it: results that count as equal must be those of
+`steady` answers whether rounding could change it: results that count as equal must be those of
 models whose weights are off by one part in a million, too.
 """
 
@@ -66,6 +66,13 @@ def near_models(folder: Path, name: str):
                 for weight in model.parameters():
                     weight.mul_(1 + 1e-6 * torch.randn(weight.shape, generator=rng).clamp(-3, 3))
         yield model
+
+
+def steady(found, folder: Path, name: str):
+    """What is found of the model, which must be found of those near it, too."""
+    want, *near = map(found, near_models(folder, name))
+    assert near == [want, want], "rounding would choose otherwise"
+    return want
 
 
 def positions(packed):
