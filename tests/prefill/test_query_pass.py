@@ -41,10 +41,8 @@ def test_queries_computed_again_are_those_of_the_pass(family, rope, attention):
     view = lean.with_queries(at)
     assert state(model) == before
     assert view.query_positions.tolist() == sorted(at)
-    for layer in range(3):
-        torch.testing.assert_close(
-            view.queries_at(layer, at), held.queries_at(layer, at), rtol=1e-3, atol=1e-4
-        )
+    got, want = ([x.queries_at(layer, at) for layer in range(3)] for x in (view, held))
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
 @settings(max_examples=10)
@@ -52,12 +50,10 @@ def test_queries_computed_again_are_those_of_the_pass(family, rope, attention):
 def test_any_positions_of_one_layer(at, layer):
     model = tiny_llama(layers=3)
     held = capture(model, prompt_of(), LATER)
-    view = capture(model, prompt_of(), LATER, options=CaptureOptions(memory_limit=0)).with_queries(
-        at, [layer]
-    )
-    torch.testing.assert_close(
-        view.queries_at(layer, at), held.queries_at(layer, at), rtol=1e-3, atol=1e-4
-    )
+    lean = capture(model, prompt_of(), LATER, options=CaptureOptions(memory_limit=0))
+    view = lean.with_queries(at, [layer])
+    got, want = (x.queries_at(layer, at) for x in (view, held))
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
     if len(view.queries[layer - 1][0]) < len(view.query_positions):
         with pytest.raises(MissingCaptureError, match=f"Queries of layer {(layer - 1) % 3} "):
             view.queries_at((layer - 1) % 3, at)
@@ -94,9 +90,6 @@ def test_sums_over_all_queries_are_the_same_from_every_source(monkeypatch):
         capture(model, prompt_of(), LATER),
         capture(model, prompt_of(), LATER, options=CaptureOptions(memory_limit=0)),
     ):
-        columns, moments = ReceivedAttention(), QueryMoments(4)
-        torch.testing.assert_close(
-            prefill.observe(columns), summed.observation(columns), rtol=1e-3, atol=1e-4
-        )
-        got, want = prefill.observe(moments), summed.observation(moments)
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+        for observer, atol in ((ReceivedAttention(), 1e-4), (QueryMoments(4), 1e-3)):
+            got, want = prefill.observe(observer), summed.observation(observer)
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=atol)

@@ -223,14 +223,9 @@ def test_prefixes_are_shared_inside_a_context_only(served, engine, ask):
     long = QUESTIONS[2]
     # At once, so that a step has both: their first pages are the same, and are no name of theirs.
     first, again = ask([("global", long)] * 2)
-    other, plain = (
-        ask([("tight", long)])[0],
-        engine.generate(
-            request(served.store, "global", long, served.tokenizer).prompt,
-            parameters_without_context(),
-            use_tqdm=False,
-        )[0],
-    )
+    (other,) = ask([("tight", long)])
+    prompt = request(served.store, "global", long, served.tokenizer).prompt
+    (plain,) = engine.generate(prompt, parameters_without_context(), use_tqdm=False)
     assert again.num_cached_tokens >= 32
     check_answer(served, "global", long, first.outputs[0])
     check_answer(served, "global", long, again.outputs[0])
