@@ -46,6 +46,12 @@ class Late(Tied):
         return Needs.observed(Surprisal())
 
 
+def tied(levels, base, **fields):
+    """The recipe with such scores, and without a fit."""
+    pipeline = Pipeline.from_dict({**fields, "fit": "none"}, base=base)
+    return dataclasses.replace(pipeline, value=Tied(levels))
+
+
 def layerwise(pipeline, prefill, budget):
     """The run over layers that come one after the other, and whose tensors are only lent."""
     made = Compression(pipeline, pipeline.plan(prefill, budget))
@@ -90,10 +96,7 @@ def test_the_running_cut_is_the_cut_at_the_end(seed, ratio, levels, quota, elast
     sizes = {"question": 3, "tail": 2} if suffix else {"question": 0, "tail": 0}
     prefill = synthetic_prefill(seed=seed, context=50, layers=4, kv_heads=2, **sizes)
     base = "gracekv-plus" if suffix else "gracekv-agnostic"
-    fields = {"quota": quota, "allocate": {"name": "greedy", "elastic": elastic}}
-    pipeline = dataclasses.replace(
-        Pipeline.from_dict({**fields, "fit": "none"}, base=base), value=Tied(levels)
-    )
+    pipeline = tied(levels, base, quota=quota, allocate={"name": "greedy", "elastic": elastic})
     budget = Budget.ratio(ratio)
     got, want = layerwise(pipeline, prefill, budget), held(pipeline, prefill, budget)
     for name in ("offsets", "start"):
@@ -112,9 +115,7 @@ def test_the_running_cut_is_the_cut_at_the_end(seed, ratio, levels, quota, elast
 @pytest.mark.parametrize("levels", [1, 3])
 def test_processes_make_one_cut(ranks, levels):
     prefill = synthetic_prefill(seed=7, context=60, layers=3, kv_heads=4)
-    pipeline = dataclasses.replace(
-        Pipeline.from_dict({"fit": "none"}, base="gracekv-plus"), value=Tied(levels)
-    )
+    pipeline = tied(levels, "gracekv-plus")
     want = pipeline.run(prefill, Budget.ratio(4))
 
     def one(shard):
