@@ -66,6 +66,14 @@ def test_hover_tells_interval_multiplicity_and_relevance(page, pair, data):
     assert "dropped" in page.locator("#tip").inner_text()
 
 
+def table(panel, statuses):
+    """The cells of each row of a token's table, which is opened, and the row's status."""
+    panel.locator("summary").click()
+    rows = panel.locator("tbody tr")
+    rows.nth(len(statuses) - 1).wait_for()
+    return zip((row.split("\t") for row in rows.all_inner_texts()), statuses, strict=True)
+
+
 def test_a_chosen_token_shows_its_entry_in_every_head(page, pair, data):
     token = data.spans.context_start + 31
     page.locator(f".pane:nth-child(1) [data-t='{token}']").click()
@@ -75,11 +83,7 @@ def test_a_chosen_token_shows_its_entry_in_every_head(page, pair, data):
         counts = [f"{state} in {statuses.count(state)}" for state in ("exact", "merged", "dropped")]
         assert f"All layers and heads: {', '.join(counts)}." in panel.inner_text()
         assert panel.locator(".statuses i").count() == len(statuses)
-        panel.locator("summary").click()
-        rows = panel.locator("tbody tr")
-        rows.nth(len(statuses) - 1).wait_for()
-        for row, status in zip(rows.all_inner_texts(), statuses, strict=True):
-            layer, head, state, entry, tokens, _, depth, _ = row.split("\t")
+        for (layer, head, state, entry, tokens, _, depth, _), status in table(panel, statuses):
             assert (int(layer), int(head), state) == (status.layer, status.head, status.state)
             gone = status.state == "dropped"
             assert entry == ("–" if gone else f"[{status.start}, {status.end})")
@@ -185,12 +189,7 @@ def test_the_table_of_a_token_tells_how_far_values_moved(opened, make, words):
         and found.rows[0].value_change
     )
     page.locator(f".pane [data-t='{token}']").click()
-    panel = page.locator("#inspector section").first
-    panel.locator("summary").click()
-    rows = panel.locator("tbody tr")
-    rows.nth(len(statuses) - 1).wait_for()
-    for row, status in zip(rows.all_inner_texts(), statuses, strict=True):
-        cells = row.split("\t")
+    for cells, status in table(page.locator("#inspector section").first, statuses):
         if status.state == "dropped":
             assert cells[6] == "–"
             continue
