@@ -131,8 +131,8 @@ def test_shards_share_the_work_and_the_folder(experiment, tiny, tmp_path, plain)
 
 def test_query_agnostic_compression_does_not_see_the_question(experiment, tiny, tmp_path, plain):
     panel = replace(experiment.panels[0], protocol="query_agnostic", methods=("fullkv", "gracekv"))
-    agnostic = replace(experiment, panels=(panel,))
-    seen, _ = prompts_of(lambda: run(agnostic, tmp_path, **tiny))
+    changed = replace(experiment, panels=(panel,))
+    seen, _ = prompts_of(lambda: run(changed, tmp_path, **tiny))
     assert all(row["error"] is None for row in read_rows(tmp_path))
     # One token more than the context: a prompt's last token has no entry.
     assert all(prompt.spans.length == prompt.spans.context_end + 1 for prompt in seen)
