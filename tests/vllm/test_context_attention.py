@@ -23,11 +23,6 @@ HEADS, GROUP, DIM, BLOCK = 2, 3, 16, 32
 ROWS = [("a", 70, 1), (None, 40, 40), ("b", 33, 33), ("a", 1, 1), ("b", 200, 90), (None, 9, 1)]
 
 
-class Header:
-    def __init__(self, digest):
-        self.digest = digest
-
-
 def layer_of(lengths, rng, dtype):
     offsets = ragged.offsets(torch.tensor(lengths))
     entries = int(offsets[-1])
@@ -67,7 +62,8 @@ class Step:
         rng = torch.Generator().manual_seed(int(dtype.itemsize))
         self.contexts = {
             name: StoredContext(
-                Header(name), (layer_of([3, 5], rng, dtype), layer_of(n, rng, dtype))
+                SimpleNamespace(digest=name),
+                (layer_of([3, 5], rng, dtype), layer_of(n, rng, dtype)),
             )
             for name, n in {"a": [1500, 0], "b": [7, 300]}.items()
         }
