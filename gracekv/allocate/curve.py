@@ -46,8 +46,7 @@ def auction_curve(
     `scores` [L, G, N] and `sensitivity` [L, G] are those of the run's `Relevance`.
 
     Operations are put in the order of the greedy auction (least unit utility on the path, falling),
-    whichever allocator chose them. Sums of floats are on the CPU: a GPU's are not reproducible, and
-    `torch.use_deterministic_algorithms` refuses them.
+    whichever allocator chose them. Floats are summed up on the CPU, see `running_sums`.
     """
     zero = torch.zeros(1, dtype=torch.int64, device="cpu")
     floor_entries = 0

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gracekv.allocate.base import Frontier
 from gracekv.kernels.ragged import offsets, rows, rows_and_steps
+from gracekv.kernels.uploads import upload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,7 +177,7 @@ class Selection:
     def where(self, mask: Tensor) -> Selection:
         """The entries where `mask` (bool [E]) holds."""
         mask, device = mask.cpu(), self.start.device
-        inside, at = offsets(mask.long()), mask.nonzero()[:, 0].to(device, non_blocking=True)
+        inside, at = offsets(mask.long()), upload(mask.nonzero()[:, 0], device)
         return replace(self, offsets=inside[self.offsets], **self._each(lambda x: x[at]))
 
     def cpu(self) -> Selection:

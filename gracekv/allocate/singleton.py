@@ -18,6 +18,7 @@ from gracekv.allocate.plan import BudgetPlan
 from gracekv.allocate.ranking import where_true
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import ShapeError
+from gracekv.kernels.linalg import running_sums
 from gracekv.kernels.ragged import rows_and_steps
 from gracekv.registry import bounded
 from gracekv.tree.base import Forest
@@ -76,9 +77,7 @@ class Singleton(Floor):
         score = torch.nn.functional.max_pool1d(mixed, self.pool, stride=1, padding=self.pool // 2)
         order = score.sort(dim=-1, descending=True, stable=True)
         passes = order.values >= self.gamma / scores.shape[-1]
-        # On the CPU: a GPU's running sums of floats are not reproducible.
-        sums = relevance.gather(-1, order.indices).cpu().cumsum(-1)
-        before = sums.to(relevance.device) <= self.eta
+        before = running_sums(relevance.gather(-1, order.indices)) <= self.eta
         # Scores fall and sums rise along the order, so both conditions hold on a prefix.
         counts = (passes & before).sum(-1).maximum(passes[..., 0].long())
         if (total := shard.total(int(counts.sum()))) > limit:

@@ -17,6 +17,8 @@ from gracekv.allocate.ranking import first_fitting, where_true
 from gracekv.allocate.selection import Selection
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import NonFiniteError
+from gracekv.kernels.linalg import running_sums
+from gracekv.kernels.uploads import upload
 
 NEVER = -1.0
 """The gain of a token that may not be kept; all others are at least 0."""
@@ -111,14 +113,12 @@ def candidates(scores: Tensor, sensitivity: Tensor, caps: Tensor | None, elastic
 def entry_gains(scores: Tensor, sensitivity: Tensor, selection: Selection) -> Tensor:
     """float64 [E]: the gains of all tokens that each entry of `selection` stands for, summed."""
     device, omega = scores.device, sensitivity.to(scores.device).double()
-    head = selection.head_of_entry().to(device, non_blocking=True)
+    head = upload(selection.head_of_entry(), device)
     start = selection.start.to(device).long() - selection.region[0]
     if selection.end is None:
         return _gains(scores.flatten(0, 1)[head, start], omega.flatten()[head])
     gains = _gains(scores, omega[..., None])
-    # On the CPU: a GPU's running sums of floats are not reproducible.
-    sums = gains.cpu().cumsum(dim=-1).to(device)
-    sums = torch.nn.functional.pad(sums, (1, 0)).flatten(0, 1)
+    sums = torch.nn.functional.pad(running_sums(gains), (1, 0)).flatten(0, 1)
     return sums[head, selection.end.to(device).long() - selection.region[0]] - sums[head, start]
 
 

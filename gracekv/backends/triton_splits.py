@@ -18,6 +18,7 @@ from torch import Tensor
 from gracekv.cache.coded import CodedEntries
 from gracekv.cache.entries import LayerEntries
 from gracekv.kernels import ragged
+from gracekv.kernels.uploads import upload
 from gracekv.registry.hyperparameter import parts_of
 
 # With more query tiles on each packed row, larger splits fill the GPU too and write fewer partial
@@ -124,7 +125,7 @@ def uploaded(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Tensors int64 [...] on `device`, copied at once."""
     # Triton compiles a kernel once more for addresses that are not multiples of 16 bytes.
     pieces = [y for x in tensors for y in (x.numpy().ravel(), np.zeros(x.numel() % 2, np.int64))]
-    there = torch.from_numpy(np.concatenate(pieces)).to(device, non_blocking=True)
+    there = upload(torch.from_numpy(np.concatenate(pieces)), device)
     starts = there.split(list(map(len, pieces)))[::2]
     return [x.view(old.shape) for x, old in zip(starts, tensors, strict=True)]
 

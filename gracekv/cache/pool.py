@@ -15,6 +15,7 @@ from gracekv.allocate.selection import Selection
 from gracekv.allocate.top_tokens import NEVER, largest
 from gracekv.cache.base import RaggedEntries
 from gracekv.kernels.ragged import offsets
+from gracekv.kernels.uploads import upload
 from gracekv.prefill import CaptureInfo, LayerCapture, Region
 
 # Gain of a token of the region in place of infinity.
@@ -176,7 +177,7 @@ class EntryPool:
         inside = self._inside(position)
         stays = position < self._covered
         if chosen is not own:
-            head = chosen.head_of_entry().to(place.device, non_blocking=True)
+            head = upload(chosen.head_of_entry(), place.device)
             wanted = head * length + chosen.start - self._first
             outside, inside = ~inside, torch.zeros_like(inside)
             inside.index_fill_(0, torch.searchsorted(place, wanted), True)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.base import QuerySet
-from gracekv.kernels.linalg import batched_linear, capped, filled, on_device, rounded, transposed
+from gracekv.kernels.linalg import batched_linear, capped, rounded, transposed
+from gracekv.kernels.uploads import filled, on_device, upload
 from gracekv.prefill import LayerCapture, Region
 from gracekv.prefill.spans import first_entries
 
@@ -253,7 +254,7 @@ def attended(reference: Reference, packed: RaggedEntries, region: Region) -> Lay
     counts = packed.lengths
     width = -(-(int(counts.max()) + 1) // _COLUMNS) * _COLUMNS
     # One upload for both.
-    first, counts = torch.stack([packed.offsets[:-1], counts]).to(device, non_blocking=True)
+    first, counts = upload(torch.stack([packed.offsets[:-1], counts]), device)
     row, step = torch.arange(len(counts), device=device), torch.arange(width, device=device)
     place = torch.arange(packed.entries, device=device)
     place += (row * width - first).repeat_interleave(counts, output_size=packed.entries)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.quantised import batches
-from gracekv.kernels.linalg import filled
+from gracekv.kernels.uploads import filled
 from gracekv.prefill import LayerCapture, Needs, Prefill, PrefillReader, Region
 from gracekv.registry import Configurable, Registry, Strategy, bounded
 from gracekv.value import Memory, Replay

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gracekv.distributed.sharding import head_shard
 from gracekv.errors import LayerOrderError, required
+from gracekv.kernels.uploads import upload
 from gracekv.prefill.attention_patch import (
     base_attention,
     input_device,
@@ -198,7 +199,7 @@ class Reading:
         options = self.others.options()
         if self._in_parts:
             options["position_ids"] = self._places[:, chunk.start : chunk.end]
-        ids = self.prompt.ids[None, chunk.start : chunk.end].to(self.device, non_blocking=True)
+        ids = upload(self.prompt.ids[None, chunk.start : chunk.end], self.device)
         return self.model(input_ids=ids, logits_to_keep=1, **options)
 
     def _finish(self, chunk: Region) -> None:

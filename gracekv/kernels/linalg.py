@@ -1,19 +1,17 @@
-"""Float32 products, capped logits and their softmax, and small tensors that many layers read.
+"""Float32 products, capped logits and their softmax, running sums.
 
 Torch multiplies float32 matrices on CPUs with MKL, which uses half of a recent AMD core; oneDNN,
 which torch ships too, uses all of it and rounds the same way (float32, no lower precision).
-
-Small tensors are put on a GPU once, since each upload takes as long as several launches. They are
-shared: never write to them.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from gracekv.kernels.uploads import upload
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -50,42 +48,6 @@ def transposed(x: Tensor) -> Tensor:
     return x.mT.contiguous() if x.device.type == "cpu" else x.mT
 
 
-def on_device(values: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor [...] on `device`; what was put on a GPU lately is not copied again."""
-    if device.type != "cuda" or values.device.type != "cpu":
-        return values.to(device)
-    data = values.contiguous().numpy().tobytes()
-    return _uploaded(data, values.dtype, tuple(values.shape), device, stream_of(device))
-
-
-def filled(size: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor [size] of one value; on a GPU it is made once for all callers."""
-    if device.type != "cuda":
-        return torch.full((size,), value, dtype=dtype, device=device)
-    return _filled(size, value, dtype, device, stream_of(device))
-
-
-def stream_of(device: torch.device) -> int:
-    """A GPU's current stream, or 0: another stream would not wait until a tensor is written."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
-
-
-@functools.lru_cache(maxsize=64)
-def _uploaded(
-    data: bytes, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device, stream: int
-) -> Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape).to(device, non_blocking=True)
-
-
-@functools.lru_cache(maxsize=64)
-def _filled(
-    size: int, value: float, dtype: torch.dtype, device: torch.device, stream: int
-) -> Tensor:
-    return torch.full((size,), value, dtype=dtype, device=device)
-
-
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
     """Replace scaled products x [..., T] by c tanh(x / c) in place, if there is a softcap c."""
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
@@ -107,6 +69,15 @@ def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
 def rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """`numbers` [...] in `dtype`; beyond float16's largest number they become that, not inf."""
     return (numbers.clamp(-65504, 65504) if dtype == torch.float16 else numbers).to(dtype)
+
+
+def running_sums(numbers: Tensor, dim: int = -1) -> Tensor:
+    """Running sums of floats [...] along `dim`, on their device.
+
+    The CPU adds them up: a GPU's sums are not reproducible, and
+    `torch.use_deterministic_algorithms` refuses them.
+    """
+    return upload(numbers.cpu().cumsum(dim), numbers.device)
 
 
 class Columns(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ShapeError
-from gracekv.kernels.linalg import on_device, stream_of
+from gracekv.kernels.uploads import on_device, stream_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import device as triton_device
-from gracekv.kernels.linalg import Columns, capped, filled, linear, on_device, softmax
+from gracekv.kernels.linalg import Columns, capped, linear, softmax
+from gracekv.kernels.uploads import filled, on_device
 
 Engine = Literal["auto", "torch", "numba", "triton"]
 

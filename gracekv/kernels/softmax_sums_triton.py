@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gracekv.kernels.device import capability, interpreted
-from gracekv.kernels.linalg import Columns, filled
+from gracekv.kernels.linalg import Columns
+from gracekv.kernels.uploads import filled
 
 # Most features that a program of half-precision keys holds at once.
 _WHOLE = 128

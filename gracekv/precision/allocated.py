@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gracekv.allocate import Selection
 from gracekv.cache.coded import Coding
-from gracekv.kernels.linalg import on_device
 from gracekv.kernels.ragged import rows_and_steps
+from gracekv.kernels.uploads import on_device, upload
 from gracekv.precision.base import PRECISIONS, AllocatingPrecision
 from gracekv.precision.quantise import check_finite, quantised
 from gracekv.precision.uniform import UniformPrecision
@@ -91,7 +91,7 @@ class AllocatedPrecision(AllocatingPrecision):
         device = worth.device if info.shard.ranks == 1 else torch.device("cpu")
         entries = Entries(
             worth=worth.to(device).double().square(),
-            head=head.to(device, non_blocking=True),
+            head=upload(head, device),
             loss=torch.nn.functional.pad(loss.square(), (0, 1)),
             fixed=candidates.start.to(device) < self.sinks,
             place=_places(head, info),

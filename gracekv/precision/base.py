@@ -17,6 +17,7 @@ from gracekv.cache.coded import Coding
 from gracekv.cache.entries import CompressedCache
 from gracekv.cache.quantised import QuantisedEntries, apart, batches
 from gracekv.kernels import ragged
+from gracekv.kernels.uploads import upload
 from gracekv.precision.quantise import blocks_of, check_finite, coded, quantised
 from gracekv.prefill import CaptureInfo, LayerCapture, PromptSpans, Region
 from gracekv.registry import Registry, Strategy
@@ -137,7 +138,7 @@ class Precision(Strategy, abc.ABC):
                 # One upload for all of them.
                 sizes = [x.numel() for part in parts for x in (part.entry, part.blocks)]
                 flat = torch.cat([x.flatten() for part in parts for x in part[:2]])
-                there = iter(flat.to(batch.device, non_blocking=True).split(sizes))
+                there = iter(upload(flat, batch.device).split(sizes))
                 parts = [_Part(next(there), next(there).view(x.blocks.shape), x[2]) for x in parts]
             yield batch, some.stop - some.start, parts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gracekv.kernels.linalg import filled
+from gracekv.kernels.uploads import filled
 from gracekv.precision.base import EXACT, PRECISIONS, Precision
 from gracekv.prefill import Region
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from gracekv.allocate.ranking import affordable, buy_in_turn
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.kernels import ragged
+from gracekv.kernels.uploads import upload
 from gracekv.precision.base import EXACT
 from gracekv.precision.uniform import UniformPrecision
 from gracekv.prefill import CaptureInfo
@@ -166,7 +167,7 @@ class _Operations:
     def of(cls, entries: Entries, costs: WidthCosts) -> _Operations:
         widths = len(costs.bits)
         device, fixed = entries.worth.device, entries.fixed
-        by_head = rates(entries.loss, costs).to(device, non_blocking=True)
+        by_head = upload(rates(entries.loss, costs), device)
         rate = torch.where(fixed[:, None], _NEVER, entries.worth[:, None] * by_head[entries.head])
         rate[:, -1] = torch.where(fixed, entries.worth / float(costs.entry[-1]), rate[:, -1])
         falling = rate.flatten().sort(descending=True, stable=True)
@@ -180,7 +181,7 @@ class _Operations:
 
     def bytes(self, entries: Entries, costs: WidthCosts) -> Tensor:
         """int64 [M]: the cost of each operation after all operations before it."""
-        price = torch.tensor((0, *costs.entry)).to(self.entry.device, non_blocking=True)
+        price = upload(torch.tensor((0, *costs.entry)), self.entry.device)
         change = price[self.target] - price[self.source]
         by_head, first = _by_head(entries.head[self.entry], len(entries.loss))
         for width, block in enumerate(costs.block, start=1):

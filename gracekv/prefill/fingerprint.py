@@ -21,6 +21,7 @@ from torch import Tensor
 from gracekv.distributed.sharding import is_sharded
 from gracekv.errors import CacheError
 from gracekv.kernels.device import obstacle
+from gracekv.kernels.uploads import upload
 
 # Where the model came from may differ between machines; its computation may not.
 _INFORMATIVE = ("model_name",)
@@ -181,7 +182,7 @@ def _elements(device: torch.device, held: list[tuple[Tensor, Tensor]]) -> list[T
         start, width = np.array([(x.data_ptr(), x.itemsize) for x in flat]).repeat(counts, axis=0).T
         first = (start + places.numpy() * width - (width.cumsum() - width)).repeat(width)
         first = torch.from_numpy(first + np.arange(len(first)))
-        found = bytes_at(first.to(device, non_blocking=True))
+        found = bytes_at(upload(first, device))
     else:
         pairs = zip(flat, places.to(device).split(counts), strict=True)
         found = torch.cat([x[at].view(torch.uint8) for x, at in pairs])

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import MissingCaptureError, NonFiniteError, ShapeError
-from gracekv.kernels.linalg import on_device
 from gracekv.kernels.rope import Rope
+from gracekv.kernels.uploads import on_device
 from gracekv.prefill.observer import Observer, TokenRun
 from gracekv.prefill.spans import ADDED, PromptSpans, Region
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
-from gracekv.kernels.linalg import on_device
 from gracekv.kernels.rope import Rope
+from gracekv.kernels.uploads import on_device
 from gracekv.prefill.attention_patch import AttentionCall, own_thread
 from gracekv.prefill.model_layers import (
     ModelLayer,

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.errors import ConfigError, NonFiniteError
+from gracekv.kernels.linalg import running_sums
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
 from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
@@ -141,8 +142,7 @@ def dispersion_table(states: Sequence[Tensor], longest: int, epsilon: float) -> 
         table += _squared_distances(hidden, longest, epsilon).to(device)
     table /= len(states)
     # The variance is linear in these sums, so the mean over layers is taken first.
-    # Summed up on the CPU: a GPU's running sums of floats are not reproducible.
-    squared_steps = functional.pad(table[:, 1].cpu().cumsum(0).to(device), (1, 0))
+    squared_steps = functional.pad(running_sums(table[:, 1]), (1, 0))
     squared_steps = functional.pad(squared_steps, (0, longest))
     inside = squared_steps.unfold(0, longest, 1)[:rows] - squared_steps[:rows, None]
     steps = torch.arange(longest, dtype=torch.float64, device=device)

@@ -35,8 +35,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.kernels.device import obstacle
-from gracekv.kernels.linalg import capped, on_device
+from gracekv.kernels.linalg import capped
 from gracekv.kernels.softmax_sums import softmax_columns
+from gracekv.kernels.uploads import on_device
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.needs import region_samples
 from gracekv.prefill.observer import Accumulator, LayerObserver, TokenRun

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gracekv.kernels.linalg import filled
+from gracekv.kernels.uploads import filled
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.needs import prompt_samples
 from gracekv.registry import bounded

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ConfigError
-from gracekv.kernels.linalg import filled, on_device
+from gracekv.kernels.uploads import filled, on_device
 from gracekv.prefill import LayerCapture, Region
 from gracekv.value.base import SCORERS, Memory, Scorer, part_scores
 from gracekv.value.mean_attention import MeanAttention

@@ -148,7 +148,7 @@ def select_seeds(score: Tensor, mass: float, limit: int) -> Tensor:
 
     Source: the paper, "Direct relevance".
     """
-    # On the CPU: a GPU's running sums of floats are not reproducible.
+    # On the CPU, see `running_sums`.
     ordered = score.double().cpu().sort(descending=True, stable=True)
     reached = ordered.values.cumsum(0)
     # The total is the last of these sums: a sum in another order could differ in its last bit and

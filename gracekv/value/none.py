@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gracekv.kernels.linalg import filled
+from gracekv.kernels.uploads import filled
 from gracekv.prefill import LayerCapture, Prefill
 from gracekv.value.base import SENSITIVITIES, Sensitivity
 

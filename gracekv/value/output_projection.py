@@ -9,7 +9,7 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
-from gracekv.kernels.linalg import on_device
+from gracekv.kernels.uploads import on_device
 from gracekv.prefill import Needs, Prefill, PromptSpans
 from gracekv.prefill.observer import Accumulator, LayerObserver, Part, Projection, Source, TokenRun
 from gracekv.registry import bounded

@@ -12,8 +12,8 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from gracekv.kernels.linalg import on_device
 from gracekv.kernels.softmax_sums import softmax_columns
+from gracekv.kernels.uploads import on_device
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.needs import region_samples
 from gracekv.prefill.observer import TokenRun

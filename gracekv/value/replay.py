@@ -15,6 +15,7 @@ from einops import reduce
 from torch import Tensor
 
 from gracekv.kernels.softmax_sums import softmax_columns
+from gracekv.kernels.uploads import upload
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.prefill.needs import region_samples
 from gracekv.registry import bounded
@@ -139,7 +140,7 @@ class Replay(Scorer):
             spaced = torch.zeros(len(asked), len(likely), dtype=torch.bool)
             for row, most in zip(spaced, asked, strict=True):
                 row[region_samples(region, most // 2) - region.start] = True
-            memory[(*key, "spaced")] = spaced.to(likely.device, non_blocking=True)
+            memory[(*key, "spaced")] = upload(spaced, likely.device)
 
         def ranks() -> Tensor:
             # A stable sort puts the earlier of two equal ones first, as everywhere.

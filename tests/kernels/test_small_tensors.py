@@ -1,23 +1,25 @@
 """Small tensors are made once for a GPU."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
-from gracekv.kernels import linalg
-from gracekv.kernels.linalg import filled, on_device
+from gracekv.kernels import uploads
+from gracekv.kernels.uploads import filled, on_device, upload
 
 
 @pytest.fixture
 def copies(monkeypatch):
     """The keys of what is put on a GPU; the CPU stands for it."""
-    made, upload = [], linalg._uploaded.__wrapped__
+    made, upload = [], uploads._uploaded.__wrapped__
 
     def uploaded(data, dtype, shape, device, stream):
         made.append(data)
         return upload(data, dtype, shape, torch.device("cpu"), stream)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: type("", (), {"cuda_stream": 0}))
-    monkeypatch.setattr(linalg, "_uploaded", uploaded)
+    monkeypatch.setattr(uploads, "_uploaded", uploaded)
     return made
 
 
@@ -34,3 +36,11 @@ def test_on_a_cpu_every_caller_has_its_own():
     assert filled(3, 2.0, torch.float32, torch.device("cpu")).tolist() == [2.0, 2.0, 2.0]
     values = torch.arange(3)
     assert on_device(values, torch.device("cpu")) is values
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps", "cpu"])
+def test_only_cuda_is_not_waited_for(kind):
+    """Other devices may read the host's memory after the call."""
+    tensor, device = Mock(), torch.device(kind)
+    upload(tensor, device)
+    tensor.to.assert_called_once_with(device, non_blocking=kind == "cuda")

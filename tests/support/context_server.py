@@ -7,6 +7,8 @@ from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 MODEL = "served"
+TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank."
+QUESTION = "Who is tired?"
 
 
 class ContextServer(ThreadingHTTPServer):
@@ -157,3 +159,9 @@ def _chunk(choices):
         choice |= {"finish_reason": None, "logprobs": None}
     always = {"id": "1", "object": "text_completion", "created": 0, "model": MODEL}
     return always | {"choices": choices}
+
+
+def extensions(server):
+    """Options and ids of each extension that was asked for."""
+    orders = [(x["kv_transfer_params"]["gracekv"], x["prompt"]) for x in server.bodies]
+    return [(x["extend"], ids) for x, ids in orders if "extend" in x]

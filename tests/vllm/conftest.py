@@ -106,3 +106,31 @@ def root(stored, tmp_path):
     """A store of a test's own, with the contexts c0, c1 and c2."""
     shutil.copytree(stored, tmp_path / "store")
     return tmp_path / "store"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """That of a server which stands in for vLLM's; modules with another one define their own."""
+    from gracekv.testing.models import tiny_tokenizer
+
+    folder = tmp_path_factory.mktemp("served")
+    made = tiny_tokenizer(vocabulary=500)
+    made.save_pretrained(folder)
+    made.name_or_path = str(folder)
+    return made
+
+
+@pytest.fixture
+def server(tokenizer):
+    from support.context_server import context_server
+
+    with context_server(tokenizer) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server, monkeypatch):
+    from gracekv.vllm import Client
+
+    monkeypatch.setattr("gracekv.vllm.client._LOOK", 0.001)
+    return Client(server.url)

@@ -1,0 +1,56 @@
+"""Tensors that go from the host to a device, and small ones that stay there.
+
+Small tensors are put on a GPU once, since each upload takes as long as several launches. They are
+shared: never write to them.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor [...] on `device`, without waiting for a GPU.
+
+    CUDA copies pageable memory aside before the call returns; other devices may not.
+    """
+    return tensor.to(device, non_blocking=device.type == "cuda")
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor [...] on `device`; what was put on a GPU lately is not copied again."""
+    if device.type != "cuda" or values.device.type != "cpu":
+        return values.to(device)
+    data = values.contiguous().numpy().tobytes()
+    return _uploaded(data, values.dtype, tuple(values.shape), device, stream_of(device))
+
+
+def filled(size: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor [size] of one value; on a GPU it is made once for all callers."""
+    if device.type != "cuda":
+        return torch.full((size,), value, dtype=dtype, device=device)
+    return _filled(size, value, dtype, device, stream_of(device))
+
+
+def stream_of(device: torch.device) -> int:
+    """A GPU's current stream, or 0: another stream would not wait until a tensor is written."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+@functools.lru_cache(maxsize=64)
+def _uploaded(
+    data: bytes, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device, stream: int
+) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return upload(torch.frombuffer(bytearray(data), dtype=dtype).view(shape), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _filled(
+    size: int, value: float, dtype: torch.dtype, device: torch.device, stream: int
+) -> Tensor:
+    return torch.full((size,), value, dtype=dtype, device=device)
