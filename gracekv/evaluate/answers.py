@@ -26,7 +26,7 @@ class Answer(NamedTuple):
     Attributes:
         text: the answer without prompt and special tokens.
         tokens: number of generated tokens.
-        seconds: wall time from the first token to the last.
+        seconds: wall time of reading what the cache lacks of the prompt, and of all tokens.
     """
 
     text: str

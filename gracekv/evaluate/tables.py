@@ -45,14 +45,21 @@ class Interval:
 def interval(tasks: Sequence[Values]) -> Interval:
     """The unweighted mean of the tasks' means, with a percentile bootstrap of its samples.
 
-    Every task is resampled by itself, so that none gains weight. A paired comparison is the
-    interval of the differences. The random stream is fixed: the same rows give the same interval.
+    Every task is resampled by itself, so that none gains weight. Since resamples of n samples have
+    (n - 1) / n of their variance, they are spread by the root of n / (n - 1) (Rao and Wu, 1988):
+    without it, two samples a task give intervals that hold the truth four times in five. A paired
+    comparison is the interval of the differences. The random stream is fixed: the same rows give
+    the same interval.
     """
     mean, low, high = float(np.mean([np.mean(values) for values in tasks])), math.nan, math.nan
     if min(len(values) for values in tasks) > 1:
         rng = np.random.default_rng(0)
-        drawn = [rng.choice(values, (RESAMPLES, len(values))).mean(axis=1) for values in tasks]
-        low, high = np.quantile(np.mean(drawn, axis=0), (0.025, 0.975)).tolist()
+        drawn = []
+        for values in tasks:
+            count = len(values)
+            off = rng.choice(values, (RESAMPLES, count)).mean(axis=1) - np.mean(values)
+            drawn.append(off * math.sqrt(count / (count - 1)))
+        low, high = (mean + np.quantile(np.mean(drawn, axis=0), (0.025, 0.975))).tolist()
     return Interval(mean, low, high, sum(map(len, tasks)))
 
 
