@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("after", metavar="FOLDER:METHOD", nargs="+")
     parser.add_argument("--title", default="Before and after")
     parser.add_argument("--out", default="compare_runs", metavar="NAME")
+    parser.add_argument("--commit", default=machine.commit(), help="of the rows, if another")
     args = parser.parse_args()
     before = read(args.before)
     lines = [
@@ -84,7 +85,7 @@ def main() -> None:
         "",
         f"- machine: {machine.cpu()}, {machine.threads()}; {machine.versions()}; two processes "
         f"at once",
-        f"- commit: {machine.commit()}",
+        f"- commit: {args.commit}",
         "- Mean log KL to FullKV over the reference answer, by prompt; not below log 1e-4. Paired "
         "differences with 95 % bootstrap intervals over prompts; below 0: better after.",
     ]

@@ -6,9 +6,9 @@
 
 `gracekv.compress` as one calls it, which reads layer by layer where the recipe allows it, against a
 forward pass with a stock cache and the last logits. They take turns, and medians of the rounds
-count; passes that are not counted go before both. On a CPU times are CPU seconds of the process, so
-that other work on the machine distorts the ratio less than it does wall time; with more than one
-thread they include threads that wait. On a GPU they are wall seconds.
+count; a plain pass that is not counted begins each round. On a CPU times are CPU seconds of the
+process, so that other work on the machine distorts the ratio less than it does wall time; with more
+than one thread they include threads that wait. On a GPU they are wall seconds.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def main() -> None:
 
 - machine: {cores()}, CPU ({cpu()}); {versions()}
 - commit: {commit()}
-- command: `python benchmarks/limit_cost.py`
+- command: `python benchmarks/limit_cost.py --rounds {args.rounds}`
 - model: SmolLM2-135M-Instruct, float32
 - config: {args.entries:,} entries per head, a cut every {args.every} tokens, strategies as they \
 are by default; medians of {args.rounds} interleaved rounds of {STEPS} steps and a cut in one \

@@ -7,8 +7,8 @@ Writes `benchmarks/results/NAME.md`, and a plot where methods compete; `suites.S
 names. A folder with rows of another protocol is refused, since a method that has seen the question
 is not compared with one that has not. A setting is a task group at a ratio; a method is first where
 no other's mean log KL is lower, and tied-first where the paired 95 % interval of the difference to
-the first contains 0. Samples without all of their cells, as a run that was stopped leaves them,
-are left out.
+the first contains 0, which says little with two prompts a task. Samples without all of their cells,
+as a run that was stopped leaves them, are left out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def whole(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["sample"] not in short]
 
 
-def head(rows: Sequence[Row], suite: Suite) -> str:
+def head(rows: Sequence[Row], suite: Suite, commit: str) -> str:
     samples = len({row["sample"] for row in rows})
     return "\n".join(
         [
@@ -60,7 +60,7 @@ def head(rows: Sequence[Row], suite: Suite) -> str:
             "",
             f"- machine: {machine.cpu()}, {machine.threads()}; {machine.versions()}; two "
             f"processes at once",
-            f"- commit: {machine.commit()}",
+            f"- commit: {commit}",
             f"- model: SmolLM2-135M-Instruct, float32; {samples} prompts, {len(rows):,} cells; "
             f"{suite.protocol.replace('_', '-')}",
             f"- config: `benchmarks/{suite.config}`; recipes as named",
@@ -150,11 +150,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path)
     parser.add_argument("--name", required=True, choices=list(SUITES))
+    parser.add_argument("--commit", default=machine.commit(), help="of the rows, if another")
     args = parser.parse_args()
     rows = read_rows(args.runs)
     suite = suite_of(args.name, rows)
     rows = whole(rows)
-    parts = [head(rows, suite)]
+    parts = [head(rows, suite, args.commit)]
     scored = any(row.get("score") is not None for row in rows)
     if scored:
         text = tables.answers(rows)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection, Sequence
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 from suites import Suite
@@ -134,33 +136,36 @@ def differences(
 ) -> str:
     """Each method minus `base`, in the mean over the groups, with 95 % intervals.
 
-    Prompts are paired, and resampled within their group.
+    Prompts are paired, and resampled within their task. Tasks weigh the same in their group, and
+    groups in the mean, as in `means`.
     """
     titles = [table.title for table in found if (suite.ours, suite.last) in table.cells]
     whole = {(title.group, title.metric, title.length) for title in titles}
-    values: dict[tuple[str, str], dict[tuple[str, ...], dict[str, float]]] = {}
+    values: dict[tuple[str, str], dict[tuple[Any, ...], dict[str, float]]] = {}
     for row in latest(list(rows)).values():
         group, value = (row["group"], row["metric"], row["length"]), shown.read(row)
         if row["error"] is None and value is not None and group in whole:
             cell = values.setdefault((row["method"], row["column"]), {})
-            cell.setdefault(group, {})[row["sample"]] = value
+            cell.setdefault((*group, row["task"]), {})[row["sample"]] = value
     columns = sorted({c for _, c in values if c.endswith("x")}, key=lambda c: float(c[:-1]))
     lines = [f"| method | {' | '.join(columns)} |", "|---" + "|--:" * len(columns) + "|"]
     for method in dict.fromkeys(method for method, _ in values):
         cells = []
         for column in columns:
             own, other = values.get((base, column), {}), values.get((method, column), {})
+            sizes = Counter(task[:3] for task in own)
             paired = [
-                np.array([other[group][x] - own[group][x] for x in sorted(own[group])])
-                for group in own
-                if own[group].keys() <= other.get(group, {}).keys()
+                np.array([other[task][x] - own[task][x] for x in sorted(own[task])])
+                * (len(own) / len(sizes) / sizes[task[:3]])
+                for task in own
+                if own[task].keys() <= other.get(task, {}).keys()
             ]
             if method == base or not paired or len(paired) < len(own):
                 cells.append("")
                 continue
             delta, digits = interval(paired), shown.digits
             ends = f" [{delta.low:+.{digits}f}, {delta.high:+.{digits}f}]"
-            # One prompt of a group has no interval.
+            # One prompt of a task has no interval.
             known = delta.low == delta.low
             cells.append(f"{delta.mean:+.{digits}f}{ends if known else ''}")
         if any(cells):
@@ -217,13 +222,13 @@ def _share(pairs: Sequence[tuple[float, float]], *, bounds: bool) -> str:
 
 
 def by_task(rows: Sequence[Row], shown: Measure) -> str:
-    """Mean over the prompts of each task and ratio, a column a method."""
-    cells: dict[tuple[str, str], dict[str, list[float]]] = {}
+    """Mean over the prompts of each task and ratio that all its methods have, a column a method."""
+    cells: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for row in latest(list(rows)).values():
         value = shown.read(row)
         if row["error"] is None and value is not None and row["column"].endswith("x"):
             place = cells.setdefault((row["task"].partition(":")[2], row["column"]), {})
-            place.setdefault(row["method"], []).append(value)
+            place.setdefault(row["method"], {})[row["sample"]] = value
     methods = list(dict.fromkeys(method for found in cells.values() for method in found))
     lines = [
         f"| task | ratio | {' | '.join(methods)} |",
@@ -231,7 +236,9 @@ def by_task(rows: Sequence[Row], shown: Measure) -> str:
     ]
     for task, column in sorted(cells, key=lambda key: (float(key[1][:-1]), key[0])):
         found = cells[task, column]
-        means = (f"{fmean(found[m]):.{shown.digits}f}" if m in found else "" for m in methods)
+        shared = set.intersection(*map(set, found.values()))
+        values = {m: [own[x] for x in sorted(shared)] for m, own in found.items() if shared}
+        means = (f"{fmean(values[m]):.{shown.digits}f}" if m in values else "" for m in methods)
         lines.append(f"| {task} | {column} | {' | '.join(means)} |")
     return "\n".join(lines)
 

@@ -52,7 +52,8 @@ _FURTHER = (
 _EQUAL = (
     "A ratio of a recipe `-allocated` counts bytes against a full cache of 16-bit numbers: as many "
     "as the others, which keep 16 bits a number, have in such a model. Positions and "
-    "multiplicities, 8 bytes an entry, are counted for none"
+    "multiplicities, 8 bytes an entry, are counted for none. Their bytes at 4x are shares of that "
+    "16-bit cache; what lies outside the context stays in 32 bits"
 )
 _BYTES = (
     "A ratio counts bytes against a full cache of 16-bit numbers; entries that stay as they are "

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gracekv.evaluate import Experiment
-from support.evaluation_rows import grid, written
+from support.evaluation_rows import grid, row, written
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 AGNOSTIC = ("smollm2_agnostic.yaml", "smollm2_agnostic_tuning.yaml")
@@ -77,3 +77,25 @@ def test_the_page_and_its_picture(suite, monkeypatch, tmp_path):
     text = (tmp_path / "smollm2-agnostic.md").read_text()
     assert "`gracekv-agnostic` is first in 0, tied with the first in 2 more" in text
     assert "| kvzip-two-pass | 4x | " in text
+
+
+def test_tasks_weigh_the_same_and_methods_share_prompts(suite):
+    """Three prompts of one task and two of another; one more of the other method alone."""
+    made, log_kl = suite.SUITES["ablations"], suite.measure("log_kl")
+    scores = {"a": [0.1, 0.5, 0.9], "b": [0.2, 0.8]}
+    rows = [
+        row(method, "64x", index, score**power, task=f"ruler:{task}")
+        for method, power in ((made.ours, 1), ("other", 2))
+        for task, found in scores.items()
+        for index, score in enumerate(found)
+    ]
+    found = suite.make_tables(rows, log_kl, made.ours)
+    means = [line.split(" | ")[1:] for line in suite.tables.means(
+        found, (made.ours, "other"), log_kl, made).splitlines()[2:]]  # fmt: skip
+    ours, other = (float(cells[0].strip(" |")) for cells in means)
+    text = suite.tables.differences(rows, found, log_kl, made, made.ours)
+    assert float(text.split("| other | ")[1].split(" [")[0]) == pytest.approx(
+        other - ours, abs=0.01
+    )
+    more = [*rows, row("other", "64x", 9, 0.0, task="ruler:b")]
+    assert suite.tables.by_task(more, log_kl) == suite.tables.by_task(rows, log_kl)
