@@ -136,8 +136,8 @@ def compare(method: AnswerOutputs, full: AnswerOutputs, answer: Tensor) -> dict[
         for a, b in zip(method.outputs, full.outputs, strict=True)
     ]
     return {
-        # Rounding can leave a divergence of equal distributions below zero.
-        "kl": max(0.0, float((theirs.exp() * (theirs - ours)).sum(-1).mean())),
+        # Rounding can leave a divergence of equal distributions below zero; NaN stays NaN.
+        "kl": max(float((theirs.exp() * (theirs - ours)).sum(-1).mean()), 0.0),
         "nll": float(nll),
         "full_nll": float(full_nll),
         "dnll": float(nll - full_nll),

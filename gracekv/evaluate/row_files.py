@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,30 +80,40 @@ class RowFile(AbstractContextManager["RowFile"]):
         self._file.close()
 
     def _lock(self) -> None:
-        try:
+        # No Unix, or a file system without locks: two writers are then the user's to avoid.
+        with suppress(ImportError, OSError):
             import fcntl
-        except ImportError:  # not a Unix: two writers are then the user's to avoid
-            return
-        try:
-            # Ends with the process, however it ends.
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"Another process is writing {self.path}. Wait for it, give each process its own "
-                f"--shard, or use another folder."
-            ) from error
+
+            try:
+                # Ends with the process, however it ends.
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"Another process is writing {self.path}. Wait for it, give each process its "
+                    f"own --shard, or use another folder."
+                ) from error
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """All complete rows under `folder`, file by file in order of their names.
+    """All complete rows under `folder`, links followed, file by file in order of their names.
 
     Raises `ConfigError` for a folder that does not exist or cannot be read, and for a complete line
     that is no row: a field is missing, of another type, NaN or infinite.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ConfigError(f"There is no folder {folder}. Give the --out of an evaluation.")
+
+    def fail(error: OSError) -> None:
+        raise ConfigError(f"Cannot read the rows in {folder}: {error}.") from error
+
+    found: dict[str, list[Path]] = {}
+    for place, inner, names in os.walk(folder, onerror=fail, followlinks=True):
+        own = [Path(place, x) for x in names if x.startswith("rows-") and x.endswith(".jsonl")]
+        # Links may lead to a folder that was read, or round in a circle.
+        if found.setdefault(os.path.realpath(place), own) is not own:
+            inner.clear()
     rows: list[Row] = []
-    for path in sorted(folder.rglob("rows-*.jsonl")):
+    for path in sorted(path for own in found.values() for path in own):
         try:
             # Not splitlines(): answers may hold other line separators.
             lines = path.read_bytes().split(b"\n")

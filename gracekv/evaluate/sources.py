@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -81,7 +82,7 @@ class Sources:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        if folder is not None and not folder.is_dir():
+        if folder is not None and not os.path.isdir(folder):
             raise TaskError(f"The data folder {folder} does not exist. Give an existing one.")
         self.folder = folder
         self._digests: dict[str, str] = {}

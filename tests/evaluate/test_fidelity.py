@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gracekv import capture, compress
-from gracekv.evaluate.answers import compare, greedy, teacher_force
+from gracekv.evaluate.answers import AnswerOutputs, compare, greedy, teacher_force
 from gracekv.evaluate.sample import Sample
 from gracekv.pipeline import Pipeline
 from gracekv.prefill.prompt import Prompt
@@ -76,6 +76,8 @@ def test_numbers_are_their_definitions(model, setting):
     assert got["dnll"] == pytest.approx(got["nll"] - got["full_nll"])
     assert got["aoe"] > 0
     assert got["tokens"] == len(answer)
+    broken = AnswerOutputs(less.log_probs * torch.nan, less.outputs)
+    assert str(compare(broken, full, answer)["kl"]) == "nan"
 
 
 def test_greedy_is_generate_and_stops_where_it_should(model, setting, tokenizer):

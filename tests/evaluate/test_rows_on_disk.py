@@ -2,6 +2,7 @@
 
 import json
 import os
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,10 +18,24 @@ def keyed(key, **fields):
 def test_rows_come_back_in_order(tmp_path):
     with RowFile(tmp_path) as file:
         for n in range(3):
-            file.append(keyed(str(n), column="1e+100x", text="line\u2028separator\nand ünïcode"))
+            text = "line\u2028separator\nand ünïcode"
+            # NaN and infinity are text and not zero.
+            odd = {"values": [float("nan"), 1.0, float("inf")]}
+            file.append(keyed(str(n), column="1e+100x", text=text, deep=odd))
     rows = read_rows(tmp_path)
     assert [row["key"] for row in rows] == ["0", "1", "2"]
-    assert rows[0]["text"] == "line\u2028separator\nand ünïcode"
+    assert rows[0]["text"] == text
+    assert rows[0]["deep"]["values"] == ["nan", 1.0, "inf"]
+
+
+def test_linked_folders_are_read_once_and_none_is_left_out(tmp_path, monkeypatch):
+    far, runs = (written(tmp_path / name, [keyed(name)]) for name in ("far", "runs"))
+    for name, target in (("shard", far), ("again", far), ("circle", runs)):
+        (runs / name).symlink_to(target)
+    assert sorted(row["key"] for row in read_rows(runs)) == ["far", "runs"]
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=PermissionError("denied")))
+    with pytest.raises(ConfigError, match=r"Cannot read the rows in .*runs: denied"):
+        read_rows(runs)
 
 
 def test_a_torn_line_is_ignored_and_then_cut_off(tmp_path):
@@ -36,7 +51,7 @@ def test_a_torn_line_is_ignored_and_then_cut_off(tmp_path):
     assert path.read_bytes().count(b"\n") == 2
 
 
-def test_a_second_writer_of_one_file_is_refused(tmp_path):
+def test_a_second_writer_of_one_file_is_refused(tmp_path, monkeypatch):
     with RowFile(tmp_path):
         with pytest.raises(ConfigError, match="Another process is writing"):
             RowFile(tmp_path)
@@ -45,13 +60,9 @@ def test_a_second_writer_of_one_file_is_refused(tmp_path):
     with RowFile(tmp_path) as again:
         again.append(keyed("a"))
     assert {row["key"] for row in read_rows(tmp_path)} == {"a", "b"}
-
-
-def test_nan_is_text_and_not_zero(tmp_path):
-    with RowFile(tmp_path) as file:
-        file.append(keyed("a", deep={"values": [float("nan"), 1.0, float("inf")]}))
-    (row,) = read_rows(tmp_path)
-    assert row["deep"]["values"] == ["nan", 1.0, "inf"]
+    # Not every file system has locks.
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError("No locks available")))
+    RowFile(tmp_path).__exit__()
 
 
 def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
@@ -102,8 +113,9 @@ def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path):
 
 
 def test_a_missing_folder_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="There is no folder"):
-        read_rows(tmp_path / "none")
+    for name in ("none", "a name that is too long" * 20):
+        with pytest.raises(ConfigError, match="There is no folder"):
+            read_rows(tmp_path / name)
 
 
 def test_a_result_replaces_a_failure_and_not_the_other_way_round():
