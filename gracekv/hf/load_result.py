@@ -102,7 +102,7 @@ def layer_devices(model: Any) -> list[torch.device]:
 def _checked_model(
     path: Path, header: Mapping[str, Any], model: Any, tokenizer: Any
 ) -> Mapping[str, str]:
-    """The fingerprint of model and tokenizer, which is that of the file."""
+    """The marks of the file, and those of model and tokenizer, which agree with them."""
     saved, now = header.get("model"), fingerprint(model, tokenizer)
     if not isinstance(saved, dict) or _MARKS - saved.keys():
         raise SavedCacheError(
@@ -115,7 +115,8 @@ def _checked_model(
             f"{', '.join(other)} differ from those of the model or tokenizer given. Load it with "
             f"the same weights in the same dtype, and the tokenizer that made its ids."
         )
-    return now
+    # The file may have some that cannot be told now, such as a tokenizer's without one.
+    return {**saved, **now}
 
 
 def _prompts(
@@ -155,7 +156,7 @@ def _check_entries(prompt: Prompt, run: Run, vocabulary: int) -> None:
 def _pipeline(path: Path, header: Mapping[str, Any]) -> Pipeline:
     try:
         return Pipeline.from_dict(header.get("pipeline"))  # type: ignore[arg-type]
-    except ConfigError as error:
+    except (ConfigError, RecursionError) as error:
         # Modules that a file names are never imported: a file may come from anyone.
         missing = missing_modules(header.get("modules"))
         raise SavedCacheError(f"{path}'s pipeline cannot be made here.{missing} {error}") from error

@@ -79,6 +79,8 @@ def test_a_pickle_is_refused_and_names_what_works(result):
 
 def test_text_needs_the_same_tokenizer(model, result, saved):
     assert gracekv.load(saved, model, tokenizer=Numbers()).generate(5) == result.generate(5)
+    # Saved again by one that does not know it.
+    gracekv.load(saved, model).save(saved)
     with pytest.raises(SavedCacheError, match="tokenizer differ"):
         gracekv.load(saved, model, tokenizer=Numbers(98))
     with pytest.raises(SavedCacheError, match="chat_template differ"):
@@ -167,6 +169,11 @@ def emptied(name):
     return change
 
 
+NESTED = "last_query"
+for _ in range(170):
+    NESTED = {"name": "mixture", "scorers": [NESTED]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -184,6 +191,7 @@ def emptied(name):
         (reheaded(layers=2), "holds 2 layers, the model has 3"),
         (reheaded(padding=[0, 0, 0]), "does not hold a whole cache"),
         (emptied("layers.1.positions"), "does not hold a whole cache"),
+        (reheaded(pipeline={"value": NESTED}), r"pipeline cannot be made here\. .*recursion"),
         (headed("{"), "does not hold a header"),
         (headed("[" * 100_000), "does not hold a header"),
     ],
