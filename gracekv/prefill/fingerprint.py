@@ -32,8 +32,8 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
 
     Class, name, dtype, active adapters, a hash of the config, and one of names, shapes and a few
     elements of all weights; of a tokenizer `tokenizer_marks`. Adapters that are not active do not
-    count, nor do elements of weights that cannot be read: offloaded ones and those of a quantising
-    class. Weights that are spread over processes have no hash, so they are not compared.
+    count, nor do elements of weights of a quantising class, which cannot be read. Weights of which
+    some are offloaded or spread over processes have no hash, so they are not compared.
     """
     marks = quick_marks(model)
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
@@ -41,8 +41,9 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
     for name in ("transformers_version", "architectures", "dtype", "name_or_path"):
         config.pop(name, None)
     marks["config"] = _digest(json.dumps(config, sort_keys=True, default=repr))
-    if not is_sharded(model):
-        marks["weights"] = sampled_digest(_weights(model))
+    weights = list(_weights(model))
+    if not is_sharded(model) and not any(weight.is_meta for _, weight in weights):
+        marks["weights"] = sampled_digest(weights)
     return marks if tokenizer is None else marks | tokenizer_marks(tokenizer)
 
 
@@ -144,27 +145,22 @@ def sampled_digest(
     `sample_places`.
 
     Args:
-        weights: [...] by name; their order counts.
+        weights: [...] by name, none on the device "meta"; their order counts.
         dtype: convert elements to this dtype first; by default they keep the weight's own.
     """
-    marks, samples = [], dict[str, Tensor]()
+    marks = dict[str, bytes]()
     own: dict[torch.device, dict[str, tuple[Tensor, Tensor]]] = defaultdict(dict)
     for name, weight in weights:
         data, at = weight.detach(), sample_places(name, tuple(weight.shape))
-        marks.append((name, f"{name} {list(weight.shape)} {dtype or weight.dtype} "))
+        marks[name] = f"{name} {list(weight.shape)} {dtype or weight.dtype} ".encode()
         # Quantised tensors of their own class cannot be relied on to be sliced.
-        if len(at) and type(data) is Tensor and data.device.type != "meta":
+        if len(at) and type(data) is Tensor:
             own[data.device][name] = data, at
     for device, held in own.items():
         for name, few in zip(held, _elements(device, list(held.values())), strict=True):
             read = few if dtype is None else few.clone().view(held[name][0].dtype).to(dtype)
-            samples[name] = read.view(torch.uint8)
-    digest = hashlib.sha256()
-    for name, mark in marks:
-        digest.update(mark.encode())
-        if name in samples:
-            digest.update(samples[name].numpy().tobytes())
-    return digest.hexdigest()[:16]
+            marks[name] += read.view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(b"".join(marks.values())).hexdigest()[:16]
 
 
 def _elements(device: torch.device, held: list[tuple[Tensor, Tensor]]) -> list[Tensor]:

@@ -7,20 +7,12 @@ import gracekv
 from gracekv.errors import CacheError, SavedCacheError
 from gracekv.prefill.fingerprint import differences
 from gracekv.testing.models import tiny_llama
+from support.batches import Numbers
 
 safetensors = pytest.importorskip("safetensors.torch")
 
 IDS = torch.randint(97, (80,), generator=torch.Generator().manual_seed(0))
-PROMPT = gracekv.Prompt.from_ids(IDS, (4, 80))
-
-
-class Words:
-    """A tokenizer whose words are the ids."""
-
-    chat_template = None
-
-    def __call__(self, text, **_):
-        return {"input_ids": [int(word) for word in text.split()]}
+PROMPT = gracekv.Prompt.from_ids(IDS, (4, 80), tokenizer=Numbers())
 
 
 @pytest.fixture
@@ -38,20 +30,21 @@ def result_of(model):
     return gracekv.compress(model, PROMPT, ratio=3, pipeline="gracekv-agnostic")
 
 
-def test_a_passage_over_replaced_weights_is_refused(model):
+def test_a_passage_or_a_conversation_over_replaced_weights_is_refused(model):
     result = result_of(model)
-    replace_weights(model)
-    with pytest.raises(CacheError, match=r"context is from another model: weights differ\."):
-        result.extend(IDS[:40], ratio=2)
-
-
-def test_a_conversation_with_replaced_weights_is_refused(model):
-    prompt = gracekv.Prompt.from_ids(IDS, (4, 80), tokenizer=Words())
-    result = gracekv.compress(model, prompt, ratio=3, pipeline="gracekv-agnostic")
     result.chat().close()
     replace_weights(model)
-    with pytest.raises(CacheError, match="context is from another model: weights differ"):
-        result.chat()
+    for use in (result.chat, lambda: result.extend(IDS[:40], ratio=2)):
+        with pytest.raises(CacheError, match=r"context is from another model: weights differ\."):
+            use()
+
+
+def test_a_model_is_the_same_with_and_without_offloaded_weights(model, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    offloaded = accelerate.cpu_offload(tiny_llama(), execution_device=torch.device("cpu"))
+    for made, other in ((model, offloaded), (offloaded, model)):
+        result_of(made).save(tmp_path / "x")
+        gracekv.load(tmp_path / "x", other)
 
 
 def test_a_saved_result_is_of_the_weights_that_made_it(model, tmp_path):
