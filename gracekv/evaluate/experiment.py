@@ -14,6 +14,7 @@ from gracekv.allocate import Budget
 from gracekv.errors import ConfigError
 from gracekv.evaluate.sample import Truncate
 from gracekv.evaluate.tasks import GIVEN, SHARED, Task, expand
+from gracekv.files import path_of
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.config import load_pipeline, parsed
 from gracekv.registry import Configurable, bounded
@@ -195,9 +196,9 @@ class Experiment(Configurable):
         return super().from_dict(data)
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: str | Path) -> Self:
         """An experiment from a YAML, TOML or JSON file; `ConfigError` if it cannot be read."""
-        return cls.from_dict(parsed(path))
+        return cls.from_dict(parsed(path_of(path)))
 
 
 def parse_method(spec: str, recent_share: float | None = None) -> Pipeline:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,8 @@ def save_pipeline(pipeline: Pipeline, path: str | Path) -> None:
     Raises `ConfigError` for another suffix.
     """
     path = path_of(path)
-    data = pipeline.to_dict()
+    # Numbers may be NumPy's, which YAML does not know.
+    data = json.loads(json.dumps(pipeline.to_dict()))
     if modules := [name for name in foreign_modules(pipeline) if name != "__main__"]:
         data = {"imports": modules, **data}
     if path.suffix in (".yaml", ".yml"):
@@ -75,14 +75,12 @@ def parsed(path: Path) -> Any:
             return yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ValueError(str(error)) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid {path.suffix[1:]}: {error}") from error
 
 
-def _without_none(data: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(data: Any) -> Any:
     """TOML has no null, and a field that may be None is so by default: leaving it out says it."""
-    return {
-        key: _without_none(value) if isinstance(value, Mapping) else value
-        for key, value in data.items()
-        if value is not None
-    }
+    if isinstance(data, dict):
+        return {key: _without_none(value) for key, value in data.items() if value is not None}
+    return [_without_none(item) for item in data] if isinstance(data, list) else data

@@ -13,10 +13,15 @@ from support.evaluation_rows import written
 FLAT = {"model": "tiny", "tasks": ["retrieval"], "ratios": [1.5, 8], "entries": [64]}
 
 
-def test_round_trip_and_panels():
+def test_round_trip_and_panels(tmp_path):
     flat = Experiment.from_dict(FLAT)
     assert Experiment.from_dict(flat.to_dict()) == flat
-    assert Experiment.from_dict(yaml.safe_load(yaml.safe_dump(flat.to_dict()))) == flat
+    path = tmp_path / "flat.yaml"
+    path.write_text(yaml.safe_dump(flat.to_dict()))
+    assert Experiment.load(str(path)) == Experiment.load(path) == flat
+    path.write_text("[" * 10_000)
+    with pytest.raises(ConfigError, match="is not valid yaml"):
+        Experiment.load(path)
     nested = {"model": "tiny", "panels": [{k: v for k, v in FLAT.items() if k != "model"}] * 2}
     assert Experiment.from_dict(nested).panels[0] == flat.panels[0]
 

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gracekv import Pipeline, recipes
 from gracekv.errors import ConfigError, UnknownStrategyError
-from gracekv.pipeline.config import load_pipeline, save_pipeline
+from gracekv.pipeline.config import _without_none, load_pipeline, save_pipeline
 
 FILES = {
     "p.yaml": "floor: none\nwindow: {size: 16}\n",
@@ -22,6 +23,13 @@ def test_files_spell_the_same_pipeline(tmp_path: Path, name: str) -> None:
     expected = Pipeline.from_dict({"floor": "none", "window": {"size": 16}})
     assert load_pipeline(path) == expected
     assert expected != Pipeline.named("gracekv")
+    numbers = Pipeline.from_dict({"window": {"share": np.float64(0.5)}})
+    save_pipeline(numbers, path)
+    assert load_pipeline(path) == numbers
+
+
+def test_none_is_left_out_of_strategies_in_lists() -> None:
+    assert _without_none({"scorers": [{"name": "a", "size": None}]}) == {"scorers": [{"name": "a"}]}
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".yml", ".toml", ".json"])
