@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -10,6 +11,9 @@ from gracekv.errors import GracekvError, required
 
 def main() -> None:
     """Run the command line; errors of gracekv print their message and exit with status 2."""
+    # An answer may hold characters that the output's encoding lacks.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         for package in ("typer", "rich"):
             required(package, "cli")

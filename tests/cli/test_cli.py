@@ -16,6 +16,7 @@ from gracekv.allocate import Budget
 from gracekv.cache import Accounting, Timings
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.composition import REGISTRIES
+from support.fresh_python import fresh_python
 
 
 class FakeResult:
@@ -93,40 +94,30 @@ def test_the_demo_refuses_its_folder_before_it_loads_the_model(refused, monkeypa
     assert refused("demo", "--out", story).startswith("OutputError: Cannot write to")
 
 
-def test_help_does_not_import_torch():
-    code = (
-        "import sys; sys.argv = ['gracekv', '-h']\n"
-        "from gracekv.cli.main import main\n"
-        "try: main()\n"
-        "except SystemExit: print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
+COMMAND = """
+import sys; from gracekv.cli.main import main
+try: main()
+finally: print("\u20ac", {"torch", "transformers"} & set(sys.modules))
+"""
 
 
-def python(code, **options):
-    return subprocess.run(
-        [sys.executable, "-c", code], check=False, text=True, stderr=subprocess.PIPE, **options
-    )
-
-
-def test_a_mistyped_context_imports_neither_torch_nor_transformers():
-    done = python(
-        "import sys; from gracekv.cli.main import main\n"
-        "sys.argv = ['gracekv', 'compress', '--context', 'missing.txt', '--question', 'q']\n"
-        "try: main()\n"
-        "finally: print({'torch', 'transformers'} & set(sys.modules), file=sys.stderr)"
-    )
-    assert done.returncode == 2
-    assert "Cannot read missing.txt" in done.stderr
-    assert done.stderr.splitlines()[-1] == "set()"
+@pytest.mark.parametrize(
+    ("status", "argv"),
+    [(0, ["-h"]), (2, ["compress", "--context", "missing.txt", "--question", "q"])],
+)
+def test_help_and_a_mistyped_context_import_no_model_and_any_answer_is_shown(status, argv):
+    """Signs that the output's encoding lacks are escaped."""
+    done = fresh_python("-c", COMMAND, *argv, PYTHONIOENCODING="latin-1")
+    assert done.returncode == status
+    assert ("Cannot read missing.txt" in done.stderr) == (status == 2)
+    assert done.stdout.splitlines()[-1] == r"\u20ac set()"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
 def test_a_full_disk_beneath_the_output_is_one_message():
+    argv = [sys.executable, "-c", "from gracekv.cli.main import main; main()", "list", "--recipes"]
     with open("/dev/full", "w") as full:
-        listed = "import sys; sys.argv = ['gracekv', 'list', '--recipes']; "
-        done = python(f"{listed} from gracekv.cli.main import main; main()", stdout=full)
+        done = subprocess.run(argv, check=False, text=True, stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 2
     assert done.stderr == "The output cannot be written: No space left on device.\n"
 

@@ -68,12 +68,8 @@ def test_a_saved_context_is_asked(run, refused, loads, book):
     first, second = result.ask(["Who fell?", "Why?"], 5)
     assert out == f"> Who fell?\n{first}\n\n> Why?\n{second}\n\n"
     assert "A question is a text that is not empty" in refused("ask", path, " ", "--model", "m")
-
-
-def test_a_context_without_a_question_is_not_generated_from(run, book):
-    status, out, err = run("generate", book[1], "--model", "m")
-    assert (status, out) == (2, "")
-    assert "was saved without a question: use gracekv ask." in err
+    told = refused("generate", path, "--model", "m")
+    assert "was saved without a question: use gracekv ask." in told
 
 
 def rename(result, path, name):
@@ -160,12 +156,13 @@ def test_a_saved_context_is_exported(run, refused, loads, book, tmp_path):
     assert "'tgi' is not" in refused("export", path, *other)
 
 
-def test_an_export_stays_in_its_store(refused, loads, book, tmp_path):
+def test_an_export_stays_in_its_store_which_is_a_folder(refused, loads, book, story, tmp_path):
     for name in ("../evil", "/evil", "..", "a/b", "nul"):
         said = refused("export", book[1], "--store", tmp_path / "store", "--name", name)
         assert "A context's name" in said
     assert not (tmp_path / "store").exists()
     assert not (tmp_path / "evil").exists()
+    assert refused("export", book[1], "--store", story).startswith("OutputError: Cannot write to")
     assert not loads.seen
 
 
@@ -175,11 +172,4 @@ def test_a_file_that_is_no_cache_is_told_before_the_model_is_loaded(refused, sto
         assert "SavedCacheError: Cannot read the saved cache" in err
         assert "it is not a file that result.save wrote" in err
     assert "is a folder" in refused("generate", story.parent)
-    assert not loads.seen
-
-
-def test_export_refuses_a_store_that_is_a_file_before_a_model_is_loaded(
-    refused, loads, book, story
-):
-    assert refused("export", book[1], "--store", story).startswith("OutputError: Cannot write to")
     assert not loads.seen
