@@ -76,9 +76,10 @@ def replacing(path: Path) -> Iterator[Path]:
     scratch = target.with_name(f".{target.name[:50]}-{os.urandom(6).hex()}")
     try:
         mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
-        # Never wider than the file that it will replace, not even while it is written.
+        # Never wider than the file that it will replace, not even while it is written, but for
+        # this process, which must write it.
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-        os.close(os.open(scratch, flags, 0o666 if mode is None else mode & 0o666))
+        os.close(os.open(scratch, flags, 0o666 if mode is None else mode & 0o666 | 0o200))
         try:
             mode = stat.S_IMODE(scratch.stat().st_mode) if mode is None else mode
             yield scratch

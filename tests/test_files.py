@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gracekv.errors import OutputError
-from gracekv.files import check_output, write_atomically
+from gracekv.files import check_output, replacing, write_atomically
 from support.fresh_python import fresh_python
 
 
@@ -22,12 +22,15 @@ def umask():
     os.umask(before)
 
 
-@pytest.mark.parametrize("bits", [0o600, 0o640, 0o644, 0o664])
+@pytest.mark.parametrize("bits", [0o444, 0o600, 0o640, 0o644, 0o664])
 def test_a_file_keeps_its_permissions(tmp_path, umask, bits):
     path = tmp_path / "private"
     path.write_bytes(b"old")
     path.chmod(bits)
-    write_atomically(path, b"new")
+    with replacing(path) as scratch:
+        # Without it, only root could write.
+        assert mode(scratch) & stat.S_IWUSR
+        scratch.write_bytes(b"new")
     assert (path.read_bytes(), mode(path)) == (b"new", bits)
 
 
