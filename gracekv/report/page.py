@@ -16,7 +16,7 @@ from typing import Any
 
 from gracekv import recipes
 from gracekv.errors import ReportError, expect
-from gracekv.files import VERSION, path_of, write_atomically
+from gracekv.files import VERSION, check_output, path_of, write_atomically
 from gracekv.report.data import ReportData
 from gracekv.report.encoding import encode
 from gracekv.report.entries import Result, check_result
@@ -80,13 +80,15 @@ def write_all(
     """Write a page for each prompt of a batch: page-1.html, page-2.html for the path page.html.
 
     `batch` is a `gracekv.BatchResult`; `answers` are the model's, one a prompt. Returns the pages'
-    paths. Raises `ReportError` if there are more or fewer answers, or as `write` does.
+    paths. Raises `ReportError` if there are more or fewer answers, `OutputError` if `path` names no
+    file, and as `write` does.
     """
     if answers is not None and len(answers) != len(batch.prompts):
         raise ReportError(
             f"Give one answer for each of the {len(batch.prompts)} prompts; got {len(answers)}."
         )
     path, written = path_of(path), []
+    check_output(path)
     for number, (prompt, run) in enumerate(zip(batch.prompts, batch._runs, strict=True)):
         page = path.with_name(f"{path.stem}-{number + 1}{path.suffix}")
         shared = {"model": batch.model, "pipeline": batch.pipeline}
@@ -123,7 +125,8 @@ def render(data: ReportData) -> str:
     header, block = encode(data)
     labels = ", ".join(column.label for column in data.columns)
     parts = {
-        "title": html.escape(f"{labels} – gracekv report"),
+        # A label may hold half of a surrogate pair, which no file can.
+        "title": html.escape(f"{labels} – gracekv report").encode("utf-8", "replace").decode(),
         "style": _asset("page.css"),
         "script": "\n".join(_asset(name) for name in _SCRIPTS),
         "header": json_for_html({**header, "version": VERSION}),

@@ -9,7 +9,7 @@ import torch
 
 import gracekv
 from gracekv.cli import demo
-from gracekv.errors import ReportError
+from gracekv.errors import OutputError, ReportError
 from gracekv.testing.models import tiny_llama
 
 TEXT = "The rabbit ran away because it was late. Alice followed it down the hole.\n" * 4
@@ -61,6 +61,8 @@ def test_a_batch_writes_a_page_a_prompt(model, prompt, tmp_path):
     assert [page.name for page in pages] == ["page-1.html", "page-2.html"]
     for page, kept in zip(pages, batch.accountings, strict=True):
         assert header(page)["columns"][0]["accounting"]["entries"] == kept.entries.tolist()
+    with pytest.raises(OutputError, match="Name a file"):
+        batch.report(".")
     with pytest.raises(ReportError, match="each of the 2 prompts; got 1"):
         batch.report(tmp_path / "page.html", answers=["first"])
     with pytest.raises(ReportError, match=r"one prompt; got BatchResult.*batch\.report\(path\)"):

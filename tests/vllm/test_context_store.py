@@ -283,7 +283,10 @@ def test_each_rank_takes_its_heads(root):
     assert part.bytes < whole.bytes
 
 
-def test_a_context_inside_a_file_is_refused(tmp_path):
+def test_a_context_inside_a_file_or_a_hidden_folder_is_refused(tmp_path, monkeypatch):
     (tmp_path / "store").write_text("no folder")
     with pytest.raises(OutputError, match="Cannot write to"):
         check_replaceable(tmp_path / "store" / "book")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(StoreError, match="no readable folder"):
+        check_replaceable(tmp_path)
