@@ -36,6 +36,7 @@ from gracekv.prefill import Needs, Prefill
 from gracekv.prefill.chat_text import has_chat_template, turn_change
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.supported import trained_length
 
 
 class _Prepared(NamedTuple):
@@ -75,8 +76,7 @@ class Worker:
         """Most prompt tokens of a sample: the panel's, or the model's positions less the answer."""
         if panel.max_prompt is not None:
             return panel.max_prompt
-        positions = int(getattr(self.model.config, "max_position_embeddings", 1 << 30))
-        return positions - _cap(panel, task)
+        return (trained_length(self.model) or 1 << 30) - _cap(panel, task)
 
     def rows(self, pending: PendingSample) -> Iterator[Row]:
         """One row for each cell, as soon as it is there; a failure is a row with an `error`.

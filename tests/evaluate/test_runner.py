@@ -10,11 +10,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 from gracekv.errors import ConfigError, TaskError
 from gracekv.evaluate import Experiment, run, worker
 from gracekv.evaluate.row_files import read_rows
 from gracekv.evaluate.runner import Shard
+from gracekv.evaluate.tasks import Task
 from gracekv.testing.models import tiny_llama
 
 METHODS = ["fullkv", "gracekv", "gracekv-no-global"]
@@ -231,3 +233,14 @@ def test_a_run_that_is_cut_short_is_balanced(plain):
     niah, qasper = PANEL["tasks"]
     assert samples == [(niah, 0), (qasper, 0), (niah, 1), (qasper, 1)]
     assert [row["method"] for row in rows[:3]] == ["fullkv", "gracekv", "gracekv"]
+
+
+def test_prompts_are_as_long_as_the_model_was_made_for(experiment, tokenizer):
+    stretched = tiny_llama(vocabulary=2000, rope="yarn", positions=256, original=256)
+    images = tiny_llama(vocabulary=2000, positions=300)
+    # A model that reads images has a config of its own for texts.
+    images.config = transformers.LlavaConfig(text_config=images.config)
+    for model, positions in ((stretched, 4 * 256), (images, 300)):
+        ready = worker.Worker("tiny", "float32", model, tokenizer, None)
+        longest = ready.longest_prompt(experiment.panels[0], Task("longbench:qasper", None, 0))
+        assert longest == positions - PANEL["max_new_tokens"]
