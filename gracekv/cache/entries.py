@@ -173,6 +173,11 @@ class CompressedCache:
         """int64 [L, S*G] physical entries, prefix and suffix included."""
         return torch.stack([layer.lengths for layer in self.layers])
 
+    def unknown_scores(self) -> tuple[Tensor, ...]:
+        """L tensors float32 [E] of inf, on the CPU: scores of entries that no limit may drop."""
+        sizes = self.entries().sum(1).tolist()
+        return tuple(torch.full((x,), torch.inf, dtype=torch.float32, device="cpu") for x in sizes)
+
     def sequence(self, s: int) -> Self:
         """Views of sequence s alone."""
         layers, length = tuple(x.sequence(s) for x in self.layers), self.length - self.padding[s]

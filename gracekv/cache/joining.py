@@ -86,9 +86,8 @@ def joined_scores(
 
 def _by_head(cache: CompressedCache, scores: Sequence[Tensor] | None) -> list[list[Tensor]]:
     """The scores [E] of each head of each layer; inf where they are unknown."""
-    sizes = [layer.lengths.tolist() for layer in cache.layers]
-    every = scores or [torch.full((sum(x),), torch.inf, dtype=torch.float32) for x in sizes]
-    return [list(own.split(size)) for own, size in zip(every, sizes, strict=True)]
+    pairs = zip(scores or cache.unknown_scores(), cache.layers, strict=True)
+    return [list(own.split(layer.lengths.tolist())) for own, layer in pairs]
 
 
 def _without_gaps(scores: Tensor) -> Tensor:

@@ -102,8 +102,11 @@ class BaseResult(ABC):
         if limit is None:
             return self._cache.with_empty_tail()
         expect(limit, Limit, "limit takes a gracekv.Limit, such as Limit(entries_per_head=512)")
-        each: list[Any] = [run.entry_scores() for run in self._runs]
-        scores = None if None in each else tuple(map(torch.cat, zip(*each, strict=True)))
+        each = [(run.entry_scores(), run.cache) for run in self._runs]
+        # A prompt that kept everything has no scores, and stays.
+        rows = [own or cache.unknown_scores() for own, cache in each]
+        known = any(own for own, _ in each)
+        scores = tuple(map(torch.cat, zip(*rows, strict=True))) if known else None
         strategy = limit.decoder(self.pipeline.decode)
         source = self._cache
         if any(layer.coded for layer in self.packed.layers):

@@ -197,8 +197,7 @@ class Compressor:
         run = order.pipeline.run(recording.prefill(), order.budget)
         cache, past, follow = dequantised(run.cache), recording.past, order.follow
         # A text that keeps all its entries has no scores, and stays whole.
-        stay = [torch.full((x.entries,), torch.inf, dtype=torch.float32) for x in cache.layers]
-        scores: Sequence[Tensor] | None = run.entry_scores() or stay
+        scores: Sequence[Tensor] | None = run.entry_scores() or cache.unknown_scores()
         added = None
         if past is not None:
             follow, places = past.header.continuation, recording.spans.past

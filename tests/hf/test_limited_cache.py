@@ -10,7 +10,7 @@ import transformers
 
 import gracekv
 from gracekv import Limit
-from gracekv.decode import DECODERS, RKV, Fitted
+from gracekv.decode import DECODERS, RKV, Fitted, Recent
 from gracekv.testing.models import tiny_model
 from support.covering import cases
 from support.families import FAMILIES
@@ -190,16 +190,22 @@ def logits_under(result, limit, tokens):
     return logits[0, -1]
 
 
-def test_batches_cut_each_row_by_itself(model):
-    prompts = [gracekv.Prompt.from_ids(ids, (4, 50)) for ids in (IDS, IDS.flip(0))]
+@pytest.mark.parametrize(("other", "budget", "keep_prompt", "new"), [
+    (IDS.flip(0), {"ratio": 2}, True, 80),
+    # A row that is kept whole has no scores. This one is never cut; the first one is, by its own.
+    (IDS[:20], {"entries_per_head": 42}, False, 40),
+])  # fmt: skip
+def test_batches_cut_each_row_by_itself(model, other, budget, keep_prompt, new):
+    prompts = [gracekv.Prompt.from_ids(ids, (4, len(ids) - 10)) for ids in (IDS, other)]
     # Scores of a batch round otherwise, and a near tie falls either way: this one has none.
-    limit = Limit(entries_per_head=60, every=16, window=8, strategy="recent")
-    together = gracekv.compress(model, prompts, ratio=2).generate_ids(80, limit=limit)
+    strategy = Recent(keep_prompt=keep_prompt)
+    limit = Limit(entries_per_head=60, every=16, window=8, strategy=strategy)
+    together = gracekv.compress(model, prompts, **budget).generate_ids(new, limit=limit)
     for number, prompt in enumerate(prompts):
-        alone = gracekv.compress(model, prompt, ratio=2)
+        alone = gracekv.compress(model, prompt, **budget)
         assert_same_tokens(
             together[number : number + 1],
-            alone.generate_ids(80, limit=limit),
+            alone.generate_ids(new, limit=limit),
             lambda tokens, own=alone: logits_under(own, limit, tokens),
         )
 
