@@ -99,12 +99,17 @@ def write_all(
 
 
 def default_label(result: Result) -> str:
-    """The recipe's name and how many times fewer entries are kept, such as "snapkv 8x"."""
+    """The recipe's name and the ratio, such as "snapkv 8x": what is full over what is kept.
+
+    It counts entries, or bytes where the budget does and entries are quantised.
+    """
     check_result(result)
     kept, name = result._run.accounting, recipes.label(result.pipeline)
-    full = kept.entries.numel() * result.prompt.spans.context_length
-    ratio = f"{full / max(1, kept.spent):.1f}".removesuffix(".0")
-    return name if kept.spent >= full else f"{name} {ratio}x"
+    full, spent = kept.entries.numel(), kept.spent
+    if kept.spent_bytes is not None:
+        full, spent = kept.full_bytes // result._run.cache.length, kept.spent_bytes
+    ratio = full * result.prompt.spans.context_length / max(1, spent)
+    return name if ratio <= 1 else f"{name} {ratio:.1f}".removesuffix(".0") + "x"
 
 
 def labelled(results: Mapping[str, Result] | Sequence[Result]) -> Mapping[str, Result]:
