@@ -145,6 +145,9 @@ def test_search_finds_words_and_numbers(page, data):
     assert [m.get_attribute("data-t") for m in marked.all()] == ["44", "45", "46"]
     search("nowhere")
     assert page.locator("#found").inner_text() == "not in the prompt"
+    assert page.locator(".match").count() == 0
+    search("")
+    assert page.locator("#found").inner_text() == ""
     search("#99999")
     assert f"#{data.spans.length - 1}" in page.locator("#found").inner_text()
 

@@ -103,7 +103,7 @@ async function start() {
   });
   followKeys(report, words, chooseHead, chooseToken);
   followPointer(report);
-  followSearch(report, chooseToken);
+  followSearch(report, () => words.repaint(), chooseToken);
   let waiting = false;
   addEventListener("scroll", () => {
     if (waiting) return;
@@ -162,18 +162,20 @@ function showTip(event) {
   tip.style.top = `${below + box.height > innerHeight ? event.clientY - box.height - 12 : below}px`;
 }
 
-function followSearch(report, chooseToken) {
+function followSearch(report, repaint, chooseToken) {
   let plain = null;
   byId("find").addEventListener("submit", (event) => {
     event.preventDefault();
     const query = byId("query").value;
     const said = byId("found");
     view.match = [-1, -1];
+    said.value = "";
+    repaint();
     const number = /^#\s*(\d+)$/.exec(query.trim());
     if (number) {
       const position = Number(number[1]);
-      said.value = position < report.length ? "" : `the last token is #${report.length - 1}`;
       if (position < report.length) chooseToken(position, true);
+      else said.value = `the last token is #${report.length - 1}`;
       return;
     }
     if (!query) return;
