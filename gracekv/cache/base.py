@@ -102,7 +102,7 @@ class RaggedEntries(LayerEntries):
         """Views of rows [begin, end), as one sequence."""
         offsets = self.offsets.numpy()[begin : end + 1]
         at = slice(int(offsets[0]), int(offsets[-1]))
-        parts = {name: x[at] for name, x in self._columns().items()}
+        parts = {name: x[at] for name, x in self.columns().items()}
         return RaggedEntries(**parts, offsets=torch.from_numpy(offsets - at.start), sequences=1)
 
     def where(self, mask: Tensor) -> RaggedEntries:
@@ -114,12 +114,12 @@ class RaggedEntries(LayerEntries):
     def take(self, entry: Tensor, offsets: Tensor) -> RaggedEntries:
         """The entries of the indices `entry` (int64 [n]), in rows of these `offsets`."""
         # Four times as fast as a mask, which each tensor would scan again.
-        parts = {name: x.index_select(0, entry) for name, x in self._columns().items()}
+        parts = {name: x.index_select(0, entry) for name, x in self.columns().items()}
         return replace(self, **parts, offsets=offsets)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> RaggedEntries:
         """The same entries, with `change` applied to each tensor [...] but the offsets in turn."""
-        changed: dict[str, Any] = {name: change(x) for name, x in self._columns().items()}
+        changed: dict[str, Any] = {name: change(x) for name, x in self.columns().items()}
         return replace(self, **changed)
 
     @property
@@ -133,10 +133,10 @@ class RaggedEntries(LayerEntries):
 
     def tensors(self) -> Mapping[str, Tensor]:
         """All stored tensors by name: [E, d] keys, [E] positions and so on."""
-        return {**self._columns(), "offsets": self.offsets}
+        return {**self.columns(), "offsets": self.offsets}
 
-    def _columns(self) -> dict[str, Any]:
-        """All tensors [E, ...] by name."""
+    def columns(self) -> dict[str, Any]:
+        """The tensors [E, ...] by name: all but the offsets."""
         found = {name: getattr(self, name) for name in PARTS[:-1]}
         return found if self.scores is None else {**found, "scores": self.scores}
 

@@ -173,22 +173,15 @@ class CodedEntries:
     def rows(self, begin: int, end: int) -> CodedEntries:
         """Views of rows [begin, end), as one sequence."""
         at, blocks = (slice(*x.numpy()[[begin, end]]) for x in (self.offsets, self.block_offsets))
-        tensors = {
-            name: x[blocks if self.by_block(name) else at]
-            for name, x in self.tensors().items()
-            if name != "offsets"
-        }
-        tensors["offsets"] = self.offsets[begin : end + 1] - at.start
-        return CodedEntries.of_tensors(tensors, self.coding, sequences=1)
+        parts = {n: x[blocks if self.by_block(n) else at] for n, x in self.columns().items()}
+        parts["offsets"] = self.offsets[begin : end + 1] - at.start
+        return CodedEntries.of_tensors(parts, self.coding, sequences=1)
 
     @classmethod
     def stack(cls, parts: Sequence[CodedEntries]) -> CodedEntries:
         """The sequences of all `parts`, which have one coding, in one."""
-        joined = {
-            name: torch.cat([part.tensors()[name] for part in parts])
-            for name in parts[0].tensors()
-            if name != "offsets"
-        }
+        columns = [part.columns() for part in parts]
+        joined = {name: torch.cat([each[name] for each in columns]) for name in columns[0]}
         joined["offsets"] = ragged.offsets(torch.cat([part.lengths for part in parts]))
         return cls.of_tensors(joined, parts[0].coding, sum(part.sequences for part in parts))
 
@@ -199,11 +192,15 @@ class CodedEntries:
 
     def tensors(self) -> Mapping[str, Tensor]:
         """All stored tensors by name: [E, bytes] codes, their scales [N, d] and so on."""
-        tensors: dict[str, Tensor] = {}
+        return {**self.columns(), "offsets": self.offsets}
+
+    def columns(self) -> dict[str, Tensor]:
+        """The tensors [E, ...] by name, or [N, d] where `by_block` says so: all but the offsets."""
+        columns: dict[str, Tensor] = {}
         for name in ("keys", "values"):
             made: Codes = getattr(self, name)
-            tensors |= {f"{name}.{x}": getattr(made, x) for x in ("codes", "scale", "zero")}
-        return tensors | {x: getattr(self, x) for x in ("positions", "log_multiplicity", "offsets")}
+            columns |= {f"{name}.{x}": getattr(made, x) for x in ("codes", "scale", "zero")}
+        return columns | {x: getattr(self, x) for x in ("positions", "log_multiplicity")}
 
     @classmethod
     def of_tensors(

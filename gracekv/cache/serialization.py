@@ -54,13 +54,11 @@ def write_cache(
     `gracekv.files.replacing` does.
     """
     safetensors, writer = required("safetensors", "hf"), required("safetensors.torch", "hf")
-    everything = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    for number, layer in enumerate(cache.layers):
-        for part, tensor in layer.tensors().items():
-            everything[f"layers.{number}.{part}"] = tensor.detach().cpu().contiguous()
-    for state in cache.other_layers:
-        for part, tensor in state.tensors.items():
-            everything[f"kept.{state.number}.{part}"] = tensor.detach().cpu().contiguous()
+    parts = {"": tensors}
+    parts |= {f"layers.{number}.": layer.tensors() for number, layer in enumerate(cache.layers)}
+    parts |= {f"kept.{state.number}.": state.tensors for state in cache.other_layers}
+    named = {f"{prefix}{name}": x for prefix, part in parts.items() for name, x in part.items()}
+    everything = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
     record = {
         **header,
         "layers": len(cache.layers),

@@ -60,7 +60,7 @@ def _mapped(
 
 def _whole(part: Part, shard: HeadShard) -> Part:
     lengths, made = shard.gather(part.lengths), {}
-    for name, own in _tensors(part).items():
+    for name, own in part.columns().items():
         counts = _counts(part, name, lengths)
         # Where each row begins among the rows of all processes, one after the other.
         begins = offsets(counts.flatten())[:-1].view_as(counts)
@@ -80,15 +80,10 @@ def _cut(part: Part, shard: HeadShard) -> Part:
         return shard.own_heads(numbers.view(part.sequences, heads), 1).flatten()
 
     made = {}
-    for name, tensor in _tensors(part).items():
+    for name, tensor in part.columns().items():
         counts = _counts(part, name, part.lengths)
         made[name] = tensor[_ranges(own(offsets(counts)[:-1]), own(counts)).to(tensor.device)]
     return _part_of(part, made, own(part.lengths))
-
-
-def _tensors(part: RaggedEntries | CodedEntries) -> dict[str, Tensor]:
-    """All tensors [n, ...] of `part` but its offsets."""
-    return {name: tensor for name, tensor in part.tensors().items() if name != "offsets"}
 
 
 def _counts(part: RaggedEntries | CodedEntries, name: str, lengths: Tensor) -> Tensor:
