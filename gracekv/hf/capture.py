@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from gracekv.allocate import BudgetPlan
 from gracekv.distributed.agreement import in_step
@@ -45,7 +44,7 @@ from gracekv.prefill.options import (
     memory_advice,
     trim_memory,
 )
-from gracekv.prefill.passes import ModelPasses, QueryPass
+from gracekv.prefill.passes import ModelPasses, queries_again
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.spans import Past
 from gracekv.prefill.supported import check_model, check_needs, check_passes, check_prompt_length
@@ -162,10 +161,10 @@ def _read(
     past: Past | None,
     needs: Needs,
     options: CaptureOptions,
-    read: Callable[[Reading, Tensor], _Result],
+    read: Callable[[Reading], _Result],
     stays: float | None = None,
 ) -> _Result:
-    """Check the prompt and call `read` with a `Reading` and the positions of held queries.
+    """Check the prompt and call `read` with a `Reading`.
 
     Where layers are read one by one, `stays` is the share of entries that is kept, which the
     message names when memory runs out.
@@ -204,7 +203,7 @@ def _read(
     if free is not None:
         check_memory(length, size, len(held), sizes, free)
     try:
-        return read(Reading(model, prompt, past, needs, held, size, options.progress), held)
+        return read(Reading(model, prompt, past, needs, held, size, options.progress))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -215,29 +214,23 @@ def _read(
     raise CaptureMemoryError(memory_advice(opening, length, size, len(held), sizes, free))
 
 
-def _whole(reading: Reading, held: Tensor) -> Prefill:
+def _whole(reading: Reading) -> Prefill:
     """Read all layers, chunk by chunk."""
     last, record = reading.by_chunks(), reading.record
-    layers = [record.layer(number) for number in range(len(reading.layers))]
-    keys, values, queries = zip(*layers, strict=True)
-    passes = None
+    passes, fields = None, record.fields()
     if reading.observations.reads("passes"):
+        keys, values = fields["keys"], fields["values"]
         passes = ModelPasses(reading.model, reading.prompt, keys, values, record.rope_of, last)
     observed = reading.observations.results(reading.device, passes)
     return Prefill(
-        spans=reading.prompt.spans,
-        keys=keys,
-        values=values,
-        queries=queries,
-        query_positions=held,
+        **fields,
         rope=record.rope(),
-        scale=record.scale,
         unrotated=record.unrotated(),
         softcap=record.softcap,
         sink_logits=tuple(record.sinks[layer] for layer in sorted(record.sinks)),
         other_layers=reading.others.states,
         observed=observed,
-        query_source=None if reading.others.states else QueryPass(reading.model),
+        query_source=None if reading.others.states else partial(queries_again, reading.model),
         logits=last,
         token_ids=reading.prompt.ids,
         fingerprint=fingerprint(reading.model, reading.prompt.tokenizer),

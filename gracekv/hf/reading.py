@@ -241,14 +241,14 @@ def _rotation(model: Any, past: Past, places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def layer_by_layer(
-    reading: Reading, held: Tensor, *, each: Callable[[LayerCapture], None], trims: bool
+    reading: Reading, *, each: Callable[[LayerCapture], None], trims: bool
 ) -> _Ending:
     """Read a layer at a time: `each` is called with every layer once it is whole.
 
     The tensors of a layer are lent: the next layer overwrites them. Queries cannot be computed
-    again, so those at the positions `held`, int64 [n], are all held. `trims`
-    returns freed CPU memory to the system meanwhile: without it the heap would grow with every
-    layer, since kept entries lie between freed blocks.
+    again, so all that are asked for are held. `trims` returns freed CPU memory to the system
+    meanwhile: without it the heap would grow with every layer, since kept entries lie between freed
+    blocks.
     """
     record, count = reading.record, len(reading.layers)
     devices: list[torch.device] = []
@@ -265,7 +265,7 @@ def layer_by_layer(
             head_dim=keys.shape[-1],
             dtype=keys.dtype,
             device=devices[0],
-            query_positions=held,
+            query_positions=record.query_positions,
             scale=record.scale,
             softcap=record.softcap,
             token_ids=reading.prompt.ids,

@@ -1,6 +1,6 @@
 """Tokens that run over the keys and values of a prefill: further ones, or its own once more.
 
-`ModelPasses` runs further tokens. `QueryPass` computes queries that a capture did not keep. Its
+`ModelPasses` runs further tokens. `queries_again` computes queries that a capture did not keep. Its
 tokens attend to the captured keys and values, each up to its own position, so they pass through the
 same states as in the prefill and the rest of the prompt need not run; the queries equal those of
 the prefill up to the rounding of matrix products of other shapes.
@@ -130,59 +130,47 @@ class _LastLayer(Exception):
     """Ends a pass after the last layer whose queries are wanted."""
 
 
-class QueryPass:
-    """A `QuerySource` that runs a model.
+@torch.no_grad()
+def queries_again(
+    model: Any, prefill: Prefill, positions: Tensor, layers: Sequence[int]
+) -> list[Tensor]:
+    """As a `QuerySource`, by running a model: L tensors [H, P, d], of other layers [H, 0, d].
 
     Args:
         model: as for `capture`.
+        prefill: has the keys, values, rotations and ids of the prompt.
+        positions: int64 [P] ascending, on the CPU.
+        layers: whose queries are wanted, ascending.
+
+    Costs the matrix products of P tokens up to the last of `layers`.
     """
+    wanted, compressed = set(layers), compressed_layers(model)
+    made: list[Tensor] = [held[:, :0] for held in prefill.queries]
+    for layer in wanted:
+        heads, _, dim = made[layer].shape
+        made[layer] = made[layer].new_empty(heads, len(positions), dim)
+    base, decoder, device = base_attention(model), model.get_decoder(), input_device(model)
+    assert prefill.token_ids is not None  # `capture`, which hands out this source, keeps them
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def table(own: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = table_of_rope(prefill.rope, rotating(compressed))
+        return cos[None].to(x.device, x.dtype), sin[None].to(x.device, x.dtype)
 
-    @torch.no_grad()
-    def __call__(self, prefill: Prefill, positions: Tensor, layers: Sequence[int]) -> list[Tensor]:
-        """L tensors [H, P, d]; [H, 0, d] for layers that are not in `layers`.
+    def attend(rows: slice, attention: PartialAttention, call: AttentionCall) -> Any:
+        layer, dim = call.layer, call.query.shape[-1]
+        query = widened(call.query, prefill.head_dim, 1 / prefill.scale)
+        if layer in wanted:
+            made[layer][:, rows] = query[0]
+        if layer == layers[-1]:
+            raise _LastLayer
+        output, *rest = attention(call, query, prefill.keys[layer], prefill.values[layer])
+        return output[..., :dim], *rest
 
-        Args:
-            prefill: has the keys, values, rotations and ids of the prompt.
-            positions: int64 [P] ascending, on the CPU.
-            layers: whose queries are wanted, ascending.
-
-        Costs the matrix products of P tokens up to the last of `layers`.
-        """
-        wanted, compressed = set(layers), compressed_layers(self._model)
-        made: list[Tensor] = [held[:, :0] for held in prefill.queries]
-        for layer in wanted:
-            heads, _, dim = made[layer].shape
-            made[layer] = made[layer].new_empty(heads, len(positions), dim)
-        base, decoder = base_attention(self._model), self._model.get_decoder()
-        assert prefill.token_ids is not None  # `capture`, which makes this object, keeps them
-        device = input_device(self._model)
-
-        def table(own: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-            cos, sin = table_of_rope(prefill.rope, rotating(compressed))
-            return cos[None].to(x.device, x.dtype), sin[None].to(x.device, x.dtype)
-
-        def attend(rows: slice, attention: PartialAttention, call: AttentionCall) -> Any:
-            layer, dim = call.layer, call.query.shape[-1]
-            query = widened(call.query, prefill.head_dim, 1 / prefill.scale)
-            if layer in wanted:
-                made[layer][:, rows] = query[0]
-            if layer == layers[-1]:
-                raise _LastLayer
-            output, *rest = attention(call, query, prefill.keys[layer], prefill.values[layer])
-            return output[..., :dim], *rest
-
-        size = chunk_length(prefill.spans.length)
-        for first in range(0, len(positions), size):
-            some = positions[first : first + size]
-            own = partial(attend, slice(first, first + size), PartialAttention(base, some))
-            row, places = (x[None].to(device) for x in (prefill.token_ids[some], some))
-            with (
-                patched_attention(self._model, own),
-                rotations(decoder, table),
-                suppress(_LastLayer),
-            ):
-                decoder(input_ids=row, position_ids=places, use_cache=False)
-        return made
+    size = chunk_length(prefill.spans.length)
+    for first in range(0, len(positions), size):
+        some = positions[first : first + size]
+        own = partial(attend, slice(first, first + size), PartialAttention(base, some))
+        row, places = (x[None].to(device) for x in (prefill.token_ids[some], some))
+        with patched_attention(model, own), rotations(decoder, table), suppress(_LastLayer):
+            decoder(input_ids=row, position_ids=places, use_cache=False)
+    return made

@@ -41,6 +41,7 @@ class Recorder:
     Numbers of layers below count these, not the model's.
 
     Attributes:
+        query_positions: as given.
         keys: layer -> [G, T, d].
         values: layer -> [G, T, d].
         queries: layer -> [H, n, d].
@@ -58,7 +59,7 @@ class Recorder:
         layers: Sequence[ModelLayer],
     ) -> None:
         self._spans, self._observations, self._layers = spans, observations, layers
-        self._positions = query_positions
+        self.query_positions = query_positions
         self._rotations: list[tuple[Tensor, Tensor]] = []
         self._rope: Rope | None = None
         self._chunk = Region(0, 0)
@@ -87,6 +88,12 @@ class Recorder:
     def layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys [G, T, d], values [G, T, d] and queries [H, n, d] of a layer."""
         return self.keys[layer], self.values[layer], self.queries[layer]
+
+    def fields(self) -> dict[str, Any]:
+        """What was recorded of all layers, by the fields of a `Prefill`."""
+        keys, values, queries = zip(*map(self.layer, range(len(self._layers))), strict=True)
+        held = {"query_positions": self.query_positions, "spans": self._spans, "scale": self.scale}
+        return {**held, "keys": keys, "values": values, "queries": queries}
 
     def drop(self, layer: int) -> None:
         """Forget keys, values and queries of a layer; the next one's are written in their place."""
@@ -222,7 +229,7 @@ class Recorder:
 
     def _keep(self, layer: int, rows: Tensor) -> None:
         """Store the chunk's queries [H, C, d] at the positions that are held."""
-        positions, chunk = self._positions, self._chunk
+        positions, chunk = self.query_positions, self._chunk
         kept = self._at(self.queries, layer, rows, len(positions))
         first, last = np.searchsorted(positions.numpy(), [chunk.start, chunk.end]).tolist()
         if last - first == rows.shape[1]:

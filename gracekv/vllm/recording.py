@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,17 +90,17 @@ class Recording:
         once = CaptureSizes(kv=0, queries=0, again=False)
         # Evenly spaced queries end at the plan's recent window, which may be a short one.
         recent = order.pipeline.plan_for(served.model, self.spans, order.budget).recent
-        self._positions = held_positions(replace(needs, recent=recent), self.spans, once, None)
+        positions = held_positions(replace(needs, recent=recent), self.spans, once, None)
         layers = model_layers(served.model)
         self._observations = Observations(needs.observers, len(layers), self.spans)
-        self._record = Recorder(self.spans, self._observations, self._positions, layers)
+        self._record = Recorder(self.spans, self._observations, positions, layers)
         if before is not None:
             self._record.follow(past_of(before, places=places), None)
         # As in a capture, only differences of positions matter, and places of `past` have none.
         self._rope, self._unrotated = served.rope(length, device, places), served.unrotated()
         self.failure: Exception | None = None
         sizes = CaptureSizes.of(served.model)
-        self._need = sizes.held(self.spans.length, len(self._positions)) // shard.ranks
+        self._need = sizes.held(self.spans.length, len(positions)) // shard.ranks
         # How much is written of each layer.
         self._ends = [places] * len(layers)
         self._pool, self._waiting, self._run_bytes = pool, deque[Future[None]](), 0
@@ -186,18 +185,12 @@ class Recording:
             self._waiting.popleft().result()
         if any(end < self.spans.length for end in self._ends):
             raise StoreError("The engine did not compute all tokens. Send the document again.")
-        parts: Any = zip(*map(self._record.layer, range(len(self._ends))), strict=True)
-        keys, values, queries = (tuple(x) for x in parts)
+        fields = self._record.fields()
         self._clear()
         return Prefill(
-            spans=self.spans,
-            keys=keys,
-            values=values,
-            queries=queries,
-            query_positions=self._positions,
+            **fields,
             rope=self._rope,
-            scale=self._record.scale,
             unrotated=self._unrotated,
-            observed=self._observations.results(keys[0].device, None),
+            observed=self._observations.results(fields["keys"][0].device, None),
             shard=self._shard,
         )
