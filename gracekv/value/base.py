@@ -183,7 +183,11 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
         """
         if self.parts:
             return torch.cat([part.asks(prefill, region, memory) for part in self.parts])
-        return torch.tensor(prefill.spans.last(self.needs().last_queries), dtype=torch.int64)
+        return torch.as_tensor(self._probes(prefill.spans, region), dtype=torch.int64)
+
+    def _probes(self, spans: PromptSpans, region: Region) -> Sequence[int] | Tensor:
+        """The P positions of a scorer without parts."""
+        return spans.last(self.needs().last_queries)
 
     @abc.abstractmethod
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:

@@ -12,7 +12,7 @@ from einops import rearrange, reduce
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
+from gracekv.prefill import LayerCapture, Needs, PromptSpans, Region
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer
 
@@ -49,13 +49,9 @@ class Compactor(Scorer):
         """Queries of all positions."""
         return Needs(later_queries=True)
 
-    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """All of the context but its sinks, int64 [P]."""
-        return torch.tensor(self._seen(prefill.spans))
-
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Blended z-scores [G, N], shifted to at least 1; sinks are 1 above the layer's maximum."""
-        seen, values = self._seen(capture.spans), capture.values
+        seen, values = self._probes(capture.spans, region), capture.values
         leverage = leverages(capture, seen, self.ridge)
         norms = values[:, seen.start : seen.stop].float().norm(dim=-1)
         drawn = self._attention(capture, seen)
@@ -67,8 +63,8 @@ class Compactor(Scorer):
         whole[:, seen.start :] = blend
         return whole[:, region.start : region.end]
 
-    def _seen(self, spans: PromptSpans) -> range:
-        """A context that consists of sinks alone still has scores."""
+    def _probes(self, spans: PromptSpans, region: Region) -> range:
+        """All of the context but its sinks; one that consists of sinks alone still has scores."""
         return range(min(max(self.sinks, spans.past), spans.context_end - 1), spans.context_end)
 
     def _attention(self, capture: LayerCapture, seen: range) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gracekv.kernels.uploads import filled
-from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
+from gracekv.prefill import LayerCapture, Needs, PromptSpans, Region
 from gracekv.prefill.needs import prompt_samples
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums
@@ -33,11 +33,8 @@ class MeanAttention(Scorer):
         """Evenly spaced queries of the prompt."""
         return Needs(prompt_samples=self.max_queries)
 
-    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """Evenly spaced positions, int64 [P]; those before the region do not see it."""
-        return self._probes(prefill.spans, region)
-
     def _probes(self, spans: PromptSpans, region: Region) -> Tensor:
+        """Evenly spaced positions, int64 [P]; those before the region do not see it."""
         probes = prompt_samples(spans.length, self.max_queries)
         return probes[probes >= region.start]
 

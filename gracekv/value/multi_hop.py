@@ -81,16 +81,12 @@ class MultiHop(Scorer):
         """Hops start from scores that are summed over all layers."""
         return self._propagates
 
-    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """The direct probes, int64 [P]."""
-        return torch.tensor(self._probes(prefill.spans))
-
-    def _probes(self, spans: PromptSpans) -> Sequence[int]:
+    def _probes(self, spans: PromptSpans, region: Region) -> Sequence[int]:
         return spans.direct_probes(self.question_probes, self.tail_probes)
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """s-hat [G, N], the direct relevance in one layer, Eq. (V2)."""
-        score = attention_sums(capture, self._probes(capture.spans), region, over="sum")
+        score = attention_sums(capture, self._probes(capture.spans, region), region, over="sum")
         return score / (score.sum(-1, keepdim=True) + self.epsilon)
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:

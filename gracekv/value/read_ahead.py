@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from gracekv.errors import ConfigError
 from gracekv.kernels.uploads import filled, stream_of, upload
-from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
+from gracekv.prefill import LayerCapture, Needs, PromptSpans, Region
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums, noted
 
@@ -62,12 +63,8 @@ class ReadAhead(Scorer):
         """Queries of the probes."""
         return Needs(question_queries=self.question_probes, last_queries=self.tail_probes)
 
-    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """The probes, int64 [P]. Raises `PromptError` if the prompt has none."""
-        return self._probes(prefill.spans)
-
-    def _probes(self, spans: PromptSpans) -> Tensor:
-        return torch.tensor(spans.direct_probes(self.question_probes, self.tail_probes))
+    def _probes(self, spans: PromptSpans, region: Region) -> Sequence[int]:
+        return spans.direct_probes(self.question_probes, self.tail_probes)
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Attention shares [G, N], not normalised; what goes to the prefix is not spread.
@@ -90,7 +87,7 @@ class ReadAhead(Scorer):
         """Mean or maximum [G, N] over probes and query heads, once for all scorers."""
 
         def reduced() -> Tensor:
-            probes, maximum = self._probes(capture.spans), over == "max"
+            probes, maximum = self._probes(capture.spans, region), over == "max"
             each = 1.0 if maximum else 1.0 / len(probes)
             weights = filled(len(probes), each, torch.float32, capture.keys.device)
             return attention_sums(
