@@ -190,21 +190,11 @@ class Composition(Configurable):
         )
 
 
-REGISTRIES: dict[str, Registry[Any]] = {
-    "segment": SEGMENTERS,
-    "value": SCORERS,
-    "sensitivity": SENSITIVITIES,
-    "distortion": DISTORTIONS,
-    "refine": REFINERS,
-    "floor": FLOORS,
-    "quota": QUOTAS,
-    "allocate": ALLOCATORS,
-    "pack": PACKERS,
-    "fit": FITTERS,
-    "precision": PRECISIONS,
-    "decode": DECODERS,
-    "backend": BACKENDS,
-}
+_EVERY: tuple[Registry[Any], ...] = (
+    SEGMENTERS, SCORERS, SENSITIVITIES, DISTORTIONS, REFINERS, FLOORS, QUOTAS, ALLOCATORS, PACKERS,
+    FITTERS, PRECISIONS, DECODERS, BACKENDS,
+)  # fmt: skip
+REGISTRIES = {registry.stage: registry for registry in _EVERY}
 
 
 def strategies() -> dict[str, dict[str, str]]:

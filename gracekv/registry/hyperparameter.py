@@ -102,13 +102,15 @@ def check_values(cls: type, values: Mapping[str, Any]) -> None:
     Checks numbers, texts, `Literal`s, instances of other classes, tuples of those, and `None` where
     it is allowed. A whole number is taken for a float.
     """
-    for field, hint in _fields(cls):
+    for field, hint in typed_fields(cls):
         if field.name in values:
             _check(values[field.name], hint, bounds_of(field), cls, field.name)
 
 
+# A compression reads dozens of strategies; a class's annotations stay as they are.
 @functools.cache
-def _fields(cls: type) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
+def typed_fields(cls: type) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
+    """The fields of a dataclass, each with its evaluated type."""
     hints = typing.get_type_hints(cls)
     return tuple((field, hints[field.name]) for field in dataclasses.fields(cls))
 

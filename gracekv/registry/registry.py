@@ -9,7 +9,6 @@ Reading a registry loads the installed plugins first (`gracekv.registry.plugins`
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import sys
 import types
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from gracekv.errors import ConfigError, UnknownStrategyError, suggestion
-from gracekv.registry.hyperparameter import check_values
+from gracekv.registry.hyperparameter import check_values, typed_fields
 from gracekv.registry.plugins import load_plugins, missing_hint
 
 
@@ -58,12 +57,11 @@ class Configurable:
         if not isinstance(data, Mapping):
             raise ConfigError(f"{cls.__name__} takes a mapping of its fields; got {data!r}.")
         data = {key: value for key, value in data.items() if (key, value) not in cls.removed_fields}
-        hints = _type_hints(cls)  # type: ignore[arg-type]
-        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        hints = {field.name: hint for field, hint in typed_fields(cls)}  # type: ignore[arg-type]
         for key in data:
-            if key not in names:
-                hint = suggestion(str(key), names)
-                allowed = ", ".join(names) or "none: it takes no parameters"
+            if key not in hints:
+                hint = suggestion(str(key), list(hints))
+                allowed = ", ".join(hints) or "none: it takes no parameters"
                 raise ConfigError(f"{cls.__name__} has no field {key!r}.{hint} Fields: {allowed}.")
         values = {key: _converted(value, hints[key]) for key, value in data.items()}
         # Before the class runs checks of its own, which may take types for granted.
@@ -196,10 +194,6 @@ class Registry(Generic[S]):
 
     def __len__(self) -> int:
         return len(self._known())
-
-
-# A compression reads dozens of strategies; a class's annotations stay as they are.
-_type_hints = functools.lru_cache(maxsize=512)(typing.get_type_hints)
 
 
 def _plain(value: Any) -> Any:
