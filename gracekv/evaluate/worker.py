@@ -231,21 +231,13 @@ def cell_fields(sample: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
 
 def cost_fields(result: CompressionResult) -> dict[str, Any]:
     """Entries, bytes and seconds of one compression."""
-    kept, timings, spans = result.accounting, result.timings, result.prompt.spans
+    kept, timings = result.accounting, result.timings
+    full = kept.entries.numel() * result.prompt.spans.context_length
+    entries = {"budget": kept.budget, "spent": kept.spent, "full": full, "floor": kept.floor_spent}
+    held = {"kv": kept.bytes, "metadata": kept.metadata_bytes, "backend": kept.backend_bytes}
     return {
-        "entries": {
-            "budget": kept.budget,
-            "spent": kept.spent,
-            "full": kept.entries.numel() * spans.context_length,
-            "floor": kept.floor_spent,
-            "recent_per_head": kept.recent,
-        },
-        "bytes": {
-            "kv": kept.bytes,
-            "metadata": kept.metadata_bytes,
-            "backend": kept.backend_bytes,
-            "full_kv": kept.full_bytes,
-        },
+        "entries": {**entries, "recent_per_head": kept.recent},
+        "bytes": {**held, "full_kv": kept.full_bytes},
         "prefill_seconds": timings.prefill,
         "construction_seconds": timings.construction,
         "stage_seconds": dict(timings.as_dict()),

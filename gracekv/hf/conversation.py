@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from typing import Any, Literal, Unpack, overload
 
@@ -36,7 +36,7 @@ from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_needs, trained_length
 
 
-class Conversation:
+class Conversation(AbstractContextManager["Conversation"]):
     """Turns about one compressed context: each reads its own tokens only.
 
         with book.chat() as chat:
@@ -220,9 +220,6 @@ class Conversation:
         if self._lock.acquire(blocking=False):
             self._cache.reset()
             self._lock.release()
-
-    def __enter__(self) -> Conversation:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

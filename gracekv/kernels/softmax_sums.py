@@ -105,12 +105,14 @@ def _torch_columns(asked: Columns, softcap: float | None) -> Tensor:
     shared, wide = queries.unflatten(0, (groups, -1)), keys.float()
     total = queries.new_zeros(groups, heads // groups, length)
     own = None if sinks is None else sinks.reshape(groups, heads // groups, count, 1)
-    block = block_rows(keys.device, heads // groups, length)
+    is_cpu = keys.device.type == "cpu"
+    row_bytes = 4 * (heads // groups) * length
+    block = max(_LEAST_ROWS, (_CPU_BLOCK if is_cpu else _GPU_BLOCK) // row_bytes)
     for first in range(0, count, block):
         rows = slice(first, first + block)
         visible = seen[rows]
         before, stop = 0, length
-        if keys.device.type == "cpu":  # a GPU's host would wait for them
+        if is_cpu:  # a GPU's host would wait for them
             before, stop = int(visible.min()), int(visible.max())
         hidden = torch.arange(before, stop, device=keys.device) >= visible[:, None]
         # One head at a time, so that its logits are still in the CPU's cache when they are read.
@@ -128,9 +130,3 @@ def _torch_columns(asked: Columns, softcap: float | None) -> Tensor:
             else:
                 here += asked.weights[rows] @ shares
     return total.flatten(0, 1)
-
-
-def block_rows(device: torch.device, heads: int, length: int) -> int:
-    """The number of queries whose logits in `heads` query heads over `length` keys fill a block."""
-    limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
-    return max(_LEAST_ROWS, limit // (4 * heads * length))

@@ -64,12 +64,9 @@ class Needs:
 
     def __or__(self, other: Needs) -> Needs:
         """The union of both; of two numbers the larger."""
-        both = {x.name: (getattr(self, x.name), getattr(other, x.name)) for x in fields(self)}
-        joined = {
-            name: one | two if isinstance(one, frozenset) else max(one, two)
-            for name, (one, two) in both.items()
-        }
-        return Needs(**joined)
+        pairs = ((getattr(self, x.name), getattr(other, x.name)) for x in fields(self))
+        joined = (a | b if isinstance(a, frozenset) else max(a, b) for a, b in pairs)
+        return Needs(*joined)
 
     def window_positions(self, spans: PromptSpans) -> Tensor:
         """int64 [n] ascending: direct probes and observation windows, kept by every capture."""

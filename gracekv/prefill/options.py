@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -144,9 +143,8 @@ def trim_memory() -> None:
 
 @functools.cache
 def _malloc_trim() -> Any:
-    if not sys.platform.startswith("linux"):
-        return None
     try:
         return ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
+    # Another C library lacks it, and Windows does not open None.
+    except (OSError, AttributeError, TypeError):
         return None

@@ -124,13 +124,8 @@ class Prompt:
         Raises `PromptError` if the context is empty, the question blank, a text not valid Unicode,
         or if the chat template changes the texts.
         """
-        texts = {
-            "context": context,
-            "question": question,
-            "instruction": instruction,
-            "answer_prefix": answer_prefix,
-            "separator": separator,
-        }
+        texts = {"context": context, "question": question, "instruction": instruction}
+        texts |= {"answer_prefix": answer_prefix, "separator": separator}
         for name, text in texts.items():
             check_text(name, text)
         if question:

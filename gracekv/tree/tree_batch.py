@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,14 +34,11 @@ class Workspace:
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.float32, device=device)
         self._taken = 0
-        self._persistent: Workspace | None = None
 
-    @property
+    @cached_property
     def persistent(self) -> Workspace:
         """A second buffer for tensors that are kept over batches; reused by groups of layers."""
-        if self._persistent is None:
-            self._persistent = Workspace(self._device)
-        return self._persistent
+        return Workspace(self._device)
 
     def reserve(self, numbers: int) -> None:
         """Begin a batch that takes at most `numbers` in all; tensors taken before are void."""

@@ -17,7 +17,7 @@ from gracekv.vllm.header import SEPARATOR
 from gracekv.vllm.requests import Request
 
 
-class ServedConversation:
+class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]):
     """Turns about a context on a server; make it by `Client.chat`.
 
     A turn sends the messages that are not compressed yet. When `compact` says so, the server
@@ -203,9 +203,6 @@ class ServedConversation:
     def close(self) -> None:
         """Delete the contexts of this conversation's own."""
         self._delete()
-
-    def __enter__(self) -> ServedConversation:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

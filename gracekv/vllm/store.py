@@ -266,8 +266,4 @@ def _files_state(folder: Path) -> object:
 
 def _is_of_system(error: BaseException | None) -> bool:
     """Whether a missing file, or one that cannot be opened, caused an error."""
-    while error is not None:
-        if isinstance(error, OSError):
-            return True
-        error = error.__cause__
-    return False
+    return isinstance(error, OSError) or (error is not None and _is_of_system(error.__cause__))
