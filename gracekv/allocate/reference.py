@@ -10,6 +10,7 @@ import dataclasses
 import heapq
 import math
 from fractions import Fraction
+from itertools import accumulate, product
 
 import numpy as np
 import torch
@@ -115,23 +116,21 @@ def floor_candidates(floor: Singleton, scores: Tensor, plan: BudgetPlan) -> Tens
     relevance = scores.double()
     layers, heads, count = relevance.shape
     half, share = floor.pool // 2, floor.consensus
-    mean = relevance.mean(dim=(0, 1)).tolist()
+    average = relevance.mean(dim=(0, 1))
+    mean, gate = average.tolist(), max(floor.gamma * float(average.mean()), 1e-300)
     ranked: dict[tuple[int, int], list[tuple[float, int]]] = {}
-    for layer in range(layers):
-        for head in range(heads):
-            own = relevance[layer, head].tolist()
-            mixed = [(1 - share) * own[t] + share * mean[t] for t in range(count)]
-            pooled = [max(mixed[max(0, t - half) : t + half + 1]) for t in range(count)]
-            kept: list[tuple[float, int]] = []
-            total = 0.0
-            for t in sorted(range(count), key=lambda t: (-pooled[t], t)):
-                total += own[t]
-                if pooled[t] < floor.gamma / count or (kept and total > floor.eta):
-                    break
-                kept.append((pooled[t], t))
-                if total > floor.eta:
-                    break
-            ranked[layer, head] = kept
+    for layer, head in product(range(layers), range(heads)):
+        own = relevance[layer, head].tolist()
+        mixed = [(1 - share) * own[t] + share * mean[t] for t in range(count)]
+        pooled = [max(mixed[max(0, t - half) : t + half + 1]) for t in range(count)]
+        order = sorted(range(count), key=lambda t: (-pooled[t], t))
+        sums = list(accumulate(own[t] for t in order))
+        kept: list[tuple[float, int]] = []
+        for t, total in zip(order, sums, strict=True):
+            if pooled[t] < gate or (kept and total > floor.eta * sums[-1]):
+                break
+            kept.append((pooled[t], t))
+        ranked[layer, head] = kept
     candidates = sum(len(kept) for kept in ranked.values())
     result = torch.full_like(relevance, -torch.inf)
     for (layer, head), kept in ranked.items():
@@ -158,15 +157,9 @@ def realize_floor(
     if candidates is None:
         return frontier
     share = Fraction(str(floor.alpha)) * plan.base
-    head_cap = Fraction(str(floor.head_cap)) * share / (plan.layers * plan.heads)
-    layers, heads, count = candidates.shape
-    wanted = [
-        (-float(candidates[layer, head, t]), layer, head, t)
-        for layer in range(layers)
-        for head in range(heads)
-        for t in range(count)
-        if candidates[layer, head, t] > -torch.inf
-    ]
+    head_cap = math.floor(Fraction(str(floor.head_cap)) * share / (plan.layers * plan.heads))
+    places = map(tuple, (candidates > -torch.inf).nonzero().tolist())
+    wanted = [(-float(candidates[place]), *place) for place in places]
     for _, layer, head, t in sorted(wanted):
         node = _exact_node(forest, layer, head, int(forest.start[0]) + t)
         if node is None:
@@ -178,10 +171,8 @@ def realize_floor(
         added[node] = True
         tried = dataclasses.replace(frontier, added=added, split=split)
         held = int(tried.entries_per_head()[layer, head])
-        fits = tried.spent <= math.floor(share) and held <= head_cap
-        if quota is not None:
-            fits = fits and held <= int(quota[layer, head])
-        if fits:
+        cap = head_cap if quota is None else min(head_cap, int(quota[layer, head]))
+        if tried.spent <= math.floor(share) and held <= cap:
             frontier = tried
     return dataclasses.replace(frontier, floor_spent=frontier.spent)
 

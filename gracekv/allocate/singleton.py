@@ -33,16 +33,19 @@ class Singleton(Floor):
     """Protect the tokens of the highest relevance, with max pooling and consensus among heads.
 
     Source: Eqs. (A2), (A3) and (A4) and the appendix on floor construction. Ours: `head_cap`, the
-    tie order (layer, head, token), and that a head whose best token passes the threshold keeps that
-    candidate even if its relevance alone exceeds `eta`.
+    tie order (layer, head, token), that a head whose best token passes the threshold keeps that
+    candidate even if its relevance alone exceeds `eta`, and that both thresholds are relative to
+    the scores, so that their unit does not matter.
 
     Cost: one max pooling and one sort of R [L, G, N], then a walk from each candidate to its
     root, on the host: compiled where numba is installed.
 
     Attributes:
         alpha: the floor spends at most this share of B_base (paper 0.6).
-        gamma: a candidate's score is at least gamma / N_c (paper 1.2).
-        eta: a head's candidates stop before their summed relevance exceeds this (paper 0.95).
+        gamma: a candidate's score is at least gamma times the mean of R over all tokens and heads,
+            which is 1 / N_c where each head's R sums to 1, as the paper's does (paper 1.2).
+        eta: a head's candidates stop before their summed relevance exceeds this share of the head's
+            (paper 0.95).
         consensus: c, weight of the mean over all heads in the score (paper 0.5).
         pool: odd width of the max pooling in tokens (paper 7).
         head_cap: no head's floor costs more than this many equal shares of the floor's budget
@@ -76,8 +79,10 @@ class Singleton(Floor):
         mixed = (1 - self.consensus) * relevance + self.consensus * mean
         score = torch.nn.functional.max_pool1d(mixed, self.pool, stride=1, padding=self.pool // 2)
         order = score.sort(dim=-1, descending=True, stable=True)
-        passes = order.values >= self.gamma / scores.shape[-1]
-        before = running_sums(relevance.gather(-1, order.indices)) <= self.eta
+        # A score of 0 makes no candidate.
+        passes = order.values >= (self.gamma * mean.mean()).clamp(min=1e-300)
+        sums = running_sums(relevance.gather(-1, order.indices))
+        before = sums <= self.eta * sums[..., -1:]
         # Scores fall and sums rise along the order, so both conditions hold on a prefix.
         counts = (passes & before).sum(-1).maximum(passes[..., 0].long())
         if (total := shard.total(int(counts.sum()))) > limit:
@@ -98,15 +103,14 @@ class Singleton(Floor):
         if candidates is None:
             return start
         ops = Operations.of(forest)
-        caps = [self.head_limit(plan)] * (forest.layers * forest.heads)
-        quota = check_quota(quota, forest.layers, forest.heads)
-        if quota is not None:
-            most = quota.long().flatten().tolist()
-            caps = [min(own, cap) for own, cap in zip(caps, most, strict=True)]
+        caps = torch.full((forest.layers, forest.heads), self.head_limit(plan), device="cpu")
+        if (quota := check_quota(quota, forest.layers, forest.heads)) is not None:
+            caps = caps.minimum(quota.long().cpu())
         executed = torch.zeros(len(ops), dtype=torch.bool, device=ops.cost.device)
         last, place = _last_operation(ops, candidates)
         score = candidates.flatten()[place]
-        executed[_buy_paths(ops, last, score, place, self.limit(plan), caps)] = True
+        limits = self.limit(plan), caps.flatten().tolist()
+        executed[_buy_paths(ops, last, score, place, *limits)] = True
         spent = int(torch.where(executed, ops.cost, 0).sum())
         return dataclasses.replace(ops.frontier(start, executed), floor_spent=spent)
 

@@ -36,16 +36,29 @@ def plan_for(layers, heads, context, base):
     pool=st.sampled_from([1, 3, 7]),
     eta=st.sampled_from([0.5, 0.95]),
     ties=st.booleans(),
+    unit=st.sampled_from([0.0, 0.3, 1.0]),
 )
-def test_candidates_match_the_reference(seed, count, base, alpha, pool, eta, ties):
+def test_candidates_match_the_reference(seed, count, base, alpha, pool, eta, ties, unit):
     floor = Singleton(alpha=alpha, pool=pool, eta=eta)
-    relevance, plan = draw_relevance(2, 3, count, seed, ties=ties), plan_for(2, 3, count, base)
-    fast, slow = floor.candidates(relevance, plan), floor_candidates(floor, relevance, plan)
+    plan, drawn = plan_for(2, 3, count, base), draw_relevance(2, 3, count, seed, ties=ties)
+    fast, slow = floor.candidates(unit * drawn, plan), floor_candidates(floor, unit * drawn, plan)
     if slow is None:
         assert fast is None
     else:
         assert torch.equal(fast > -torch.inf, slow > -torch.inf)
         torch.testing.assert_close(fast, slow, rtol=1e-12, atol=0)
+        assert unit > 0 or not (fast > -torch.inf).any()
+
+
+@given(seed=SEEDS, count=st.integers(1, 40), base=st.integers(2, 120), ties=st.booleans())
+def test_candidates_do_not_depend_on_the_unit_of_scores(seed, count, base, ties):
+    plan, relevance = plan_for(2, 3, count, base), draw_relevance(2, 3, count, seed, ties=ties)
+    own = Singleton().candidates(relevance, plan)
+    # Powers of two, which round nothing.
+    for unit in (2**-6, 2**6):
+        assert torch.equal(Singleton().candidates(unit * relevance, plan), unit * own)
+    # Where each head's scores add up to 1, these are the paper's thresholds.
+    assert (own[own > -torch.inf] >= 1.2 / count - 1e-12).all()
 
 
 @given(
@@ -86,8 +99,7 @@ def test_alpha_is_exact():
 
 
 def test_no_candidates_and_no_floor_buy_nothing():
-    forest = random_forest(1)
-    plan = plan_for(2, 2, 30, 17)
+    forest, plan = random_forest(1), plan_for(2, 2, 30, 17)
     for frontier in (
         Singleton().realize(forest, None, plan, None),
         NoFloor().realize(forest, None, plan, None),
