@@ -48,7 +48,6 @@ def auction_curve(
     Operations are put in the order of the greedy auction (least unit utility on the path, falling),
     whichever allocator chose them. Floats are summed up on the CPU, see `running_sums`.
     """
-    zero = torch.zeros(1, dtype=torch.int64, device="cpu")
     floor_entries = 0
     if frontier is None:
         gains = entry_gains(scores, sensitivity, selection)
@@ -72,8 +71,8 @@ def auction_curve(
         marks = torch.cat([marks, ends]).sort().values
         at = torch.searchsorted(spent, marks).clamp(max=len(spent) - 1).unique()
     return AuctionCurve(
-        entries=torch.cat([zero, spent[at]]),
-        utility=torch.cat([zero.double(), gained[at]]),
+        entries=torch.nn.functional.pad(spent[at], (1, 0)),
+        utility=torch.nn.functional.pad(gained[at], (1, 0)),
         floor_entries=floor_entries,
         bound=None if frontier is None else frontier.bound,
     )

@@ -115,11 +115,14 @@ def entry_gains(scores: Tensor, sensitivity: Tensor, selection: Selection) -> Te
     device, omega = scores.device, sensitivity.to(scores.device).double()
     head = upload(selection.head_of_entry(), device)
     start = selection.start.to(device).long() - selection.region[0]
+    gains = _gains(scores.flatten(0, 1)[head, start], omega.flatten()[head])
     if selection.end is None:
-        return _gains(scores.flatten(0, 1)[head, start], omega.flatten()[head])
-    gains = _gains(scores, omega[..., None])
-    sums = torch.nn.functional.pad(running_sums(gains), (1, 0)).flatten(0, 1)
-    return sums[head, selection.end.to(device).long() - selection.region[0]] - sums[head, start]
+        return gains
+    end = selection.end.to(device).long() - selection.region[0]
+    sums = torch.nn.functional.pad(running_sums(_gains(scores, omega[..., None])), (1, 0))
+    merged = sums.flatten(0, 1)[head, end] - sums.flatten(0, 1)[head, start]
+    # The gain of a single token is exactly its own.
+    return torch.where(end - start > 1, merged, gains)
 
 
 def _gains(scores: Tensor, omega: Tensor) -> Tensor:

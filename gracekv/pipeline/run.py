@@ -13,6 +13,7 @@ from torch import Tensor
 from gracekv.allocate import BudgetPlan, Frontier, Selection
 from gracekv.allocate.budget import EntryBytes
 from gracekv.allocate.curve import AuctionCurve, auction_curve
+from gracekv.allocate.top_tokens import entry_gains
 from gracekv.cache import Accounting, CompressedCache, Timings, WidthShare
 from gracekv.distributed.sharding import HeadShard
 from gracekv.pipeline.comparison import AuctionResult
@@ -96,18 +97,24 @@ class RunRecord:
     curve: AuctionCurve
 
     def entry_scores(self, cache: CompressedCache) -> tuple[Tensor, ...]:
-        """L tensors float32 [E]: the relevance of the token of each entry of the run's `cache`.
+        """L tensors float32 [E]: the relevance of each entry of the run's `cache`.
 
-        inf for entries outside `region`.
+        A node's is the sum over its tokens, Eq. (V6). inf for entries outside `region`.
         """
         first, last = self.region
-        scores = self.relevance.decoded() * self.relevance.mean[..., None]
+        scores, sums = self.relevance.decoded() * self.relevance.mean[..., None], None
+        if (chosen := self.selection) is not None:
+            # Decoding feeds the last prompt token again: an entry that starts there is not packed.
+            chosen = chosen.where(chosen.start < cache.length)
+            every = entry_gains(scores, torch.ones_like(self.relevance.mean), chosen).float()
+            sums = every.split(chosen.per_head().sum(1).tolist())
         found = []
-        for own, layer in zip(scores, cache.layers, strict=True):
+        for number, layer in enumerate(cache.layers):
             row, position, _ = layer.index()
             inside = (position >= first) & (position < last)
             found.append(torch.full_like(row, torch.inf, dtype=torch.float32))
-            found[-1][inside] = own[row[inside], position[inside] - first]
+            own = scores[number][row[inside], position[inside] - first]
+            found[-1][inside] = own if sums is None else sums[number]
         return tuple(found)
 
 

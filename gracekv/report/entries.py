@@ -138,14 +138,13 @@ def kept_entries(result: Result) -> KeptEntries:
             f"report: the cache holds {len(here)} entries of the trees, the selection "
             f"{len(start)}. Packers must follow gracekv.cache.Packer."
         )
-    starts, ends = position.clone(), position + 1
     if represents == "node":
-        starts[in_region], ends[in_region] = start, end
+        entries.start[in_region], entries.end[in_region] = start, end
     if chosen.level is not None:
         depth[in_region] = chosen.level[packed]
     if chosen.from_floor is not None:
         floor[in_region] = chosen.from_floor[packed]
-    return replace(entries, start=starts, end=ends, depth=depth, floor=floor)
+    return replace(entries, depth=depth, floor=floor)
 
 
 def _context_entries(

@@ -93,6 +93,21 @@ def test_pruning_does_not_change_the_cache(ratio: float, elastic: bool) -> None:
     assert pruned.accounting.utility == pytest.approx(whole.accounting.utility, rel=1e-12)
 
 
+@pytest.mark.parametrize("question", [0, 8])
+def test_a_merged_entry_has_the_score_of_all_its_tokens(question: int) -> None:
+    # Without a question, the last entry may hold the token that decoding feeds again.
+    prefill = synthetic_prefill(context=260, layers=3, seed=3, question=question, tail=question)
+    window = {"size": question, "minimum": question}
+    run = Pipeline.from_dict({"window": window}).run(prefill, Budget.ratio(8))
+    chosen, scores = run.selection, run.relevance.scores.flatten(0, 1)
+    scores = torch.nn.functional.pad(scores, (chosen.region[0], 0))
+    spans = zip(chosen.head_of_entry(), chosen.start, chosen.end, strict=True)
+    want = [scores[head, a:b].sum() for head, a, b in spans if a < run.cache.length]
+    got = torch.cat(run.entry_scores())
+    assert (chosen.end - chosen.start).max() > 1
+    torch.testing.assert_close(got[got.isfinite()], torch.stack(want), rtol=0.04, atol=1e-5)
+
+
 @pytest.mark.parametrize("recipe", ["gracekv", "gracekv-no-floor", "gracekv-no-global"])
 @pytest.mark.parametrize("ratio", [2, 8])
 def test_the_certificate_bounds_every_allocator(recipe: str, ratio: int) -> None:
