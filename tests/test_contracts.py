@@ -99,15 +99,17 @@ class _Stray(Segmenter):
         return Partition(torch.tensor([region.start, region.end]))
 
 
-def test_an_allocator_that_overspends_is_named(monkeypatch):
+@pytest.mark.parametrize(("more", "message"), [(5, "spent of a budget"), (-25, "affordable")])
+def test_an_allocator_that_overspends_or_buys_nothing_is_named(monkeypatch, more, message):
     real = Greedy.__call__
 
-    def generous(self, start, quota):
-        result = real(self, dataclasses.replace(start, budget=start.budget + 5), quota)
+    def wrong(self, start, quota):
+        budget = max(start.spent, start.budget + more)
+        result = real(self, dataclasses.replace(start, budget=budget), quota)
         return dataclasses.replace(result, budget=start.budget)
 
-    monkeypatch.setattr(Greedy, "__call__", generous)
-    with pytest.raises(AssertionError, match="entries spent of a budget"):
+    monkeypatch.setattr(Greedy, "__call__", wrong)
+    with pytest.raises(AssertionError, match=message):
         contracts.check_stage(Greedy(), seed=0)
 
 

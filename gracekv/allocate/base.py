@@ -143,7 +143,8 @@ class Allocator(Strategy, abc.ABC):
     everything that `start` already bought.
 
     Non-elastic (default): gains are clipped at 0 and zero-gain operations are still bought while
-    budget is left. Elastic: stops before operations of gain <= 0.
+    budget is left. Elastic: stops before operations of gain <= 0. Either way no operation is left
+    that could still be bought alone.
 
     Attributes:
         prunable: whether it buys exactly what the greedy auction buys, so that nodes beyond the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -90,14 +91,11 @@ class _Problem:
 def _solve(problem: _Problem, budget: int, caps: Tensor | None) -> np.ndarray:
     """bool [n]: an optimal choice."""
     take = np.zeros(len(problem.cost), dtype=bool)
-    if caps is None:
-        parts = [(slice(0, len(take)), budget)]
-    else:
-        edges = np.searchsorted(problem.head, np.arange(len(caps) + 1))
-        parts = [
-            (slice(int(begin), int(end)), min(cap, budget))
-            for begin, end, cap in zip(edges[:-1], edges[1:], caps.tolist(), strict=True)
-        ]
+    edges, most = [0, len(take)], [budget]
+    if caps is not None:
+        edges = np.searchsorted(problem.head, np.arange(len(caps) + 1)).tolist()
+        most = caps.clamp(max=budget).tolist()
+    parts = [(slice(*ends), cap) for ends, cap in zip(pairwise(edges), most, strict=True)]
     tables = [_table(problem, part, cap) for part, cap in parts]
 
     # best[i][b]: value of parts i, i+1, ... within b entries; share[i][b]: what part i gets of b.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import Allocator, Budget, BudgetPlan, Floor, Frontier, Quota
+from gracekv.allocate.operations import auction_start
 from gracekv.backends import AttentionSpec, Backend
 from gracekv.decode import Decoder, HeldLayer
 from gracekv.errors import ShapeError
@@ -206,7 +207,8 @@ def check_floor(floor: Floor, forest: Any, plan: BudgetPlan, tokens: Tensor) -> 
 def check_allocator(allocator: Allocator, start: Frontier, quota: Tensor | None) -> None:
     """A legal frontier within budget and `quota` that keeps `start`, the same each time.
 
-    `quota` is int64 [L, G] or None. Raises `AssertionError` otherwise.
+    No operation is left that budget and quota could pay. `quota` is int64 [L, G] or None. Raises
+    `AssertionError` otherwise.
     """
     result, again = allocator(start, quota), allocator(start, quota)
     check_frontier(result, quota)
@@ -216,6 +218,10 @@ def check_allocator(allocator: Allocator, start: Frontier, quota: Tensor | None)
         hold(torch.equal(after, getattr(again, name)), f"{name} differs between two calls")
     same = (result.budget, result.floor_spent) == (start.budget, start.floor_spent)
     hold(same, "budget or floor_spent were changed")
+    ops, executed, left = auction_start(result, quota)
+    open_ = ops.available(executed) & ops.offered(executed, elastic=allocator.elastic)
+    caps = left.total if left.per_head is None else left.per_head[ops.head()].clamp(max=left.total)
+    hold(not bool((open_ & (ops.cost <= caps)).any()), "an affordable operation is left")
 
 
 def check_decoder(decoder: Decoder, prefill: Prefill) -> None:
@@ -255,9 +261,7 @@ def check_backend(backend: Backend, seed: int) -> None:
 def check_in_pipeline(strategy: Strategy, prefill: Prefill) -> None:
     """Run the paper's pipeline with `strategy` in its stage, and check what every stage made.
 
-    The run spends no more than its budget, and all of it if the paper's allocation does; prefix,
-    recent window and suffix survive; the same run gives the same entries. Raises `AssertionError`
-    otherwise.
+    The run keeps to its budget and what it must, twice the same; else `AssertionError`.
     """
     fields: dict[str, Any] = {strategy.registry.stage: strategy, "prune": False}
     pipeline = dataclasses.replace(Pipeline.named("gracekv"), **fields)
@@ -282,9 +286,8 @@ def _check_auctions(strategy: Strategy, seed: int) -> None:
     if isinstance(strategy, Floor):
         check_floor(strategy, forest, plan, tokens)
         return
-    start = Frontier.empty(forest, plan.base)
     for quota in (None, torch.randint(0, 12, (forest.layers, forest.heads), generator=rng)):
-        check_allocator(cast(Allocator, strategy), start, quota)
+        check_allocator(cast(Allocator, strategy), Frontier.empty(forest, plan.base), quota)
 
 
 @contextmanager

@@ -59,15 +59,6 @@ def auctions(draw, slots=5, slot_tokens=20):
     return start, quota
 
 
-def affordable(frontier, quota):
-    """Operations that could still be bought, one by one."""
-    ops = Operations.of(frontier.forest)
-    fits = ops.available(ops.executed(frontier)) & (ops.cost <= frontier.budget - frontier.spent)
-    if quota is not None:
-        fits &= ops.cost <= (quota - frontier.entries_per_head()).flatten()[ops.head()]
-    return fits
-
-
 @settings(max_examples=1500 if LONG else 200)
 @given(case=auctions(), elastic=st.booleans())
 def test_greedy_buys_what_the_heap_buys(case, elastic):
@@ -85,13 +76,9 @@ def test_contract_of_every_allocator(name, case, elastic):
     allocator = ALLOCATORS.build(name, elastic=elastic)
     check_allocator(allocator, start, quota)
     result = allocator(start, quota)
-    forest = result.forest
-    left = affordable(result, quota)
     if elastic:
-        assert (forest.add_gain[result.added & ~start.added] > 0).all()
-        assert (forest.split_gain[result.split & ~start.split] > 0).all()
-        left &= Operations.of(forest).gain > 0
-    assert not left.any()
+        assert (start.forest.add_gain[result.added & ~start.added] > 0).all()
+        assert (start.forest.split_gain[result.split & ~start.split] > 0).all()
 
 
 @given(case=auctions(slots=2, slot_tokens=9), elastic=st.booleans())
@@ -169,8 +156,7 @@ def test_check_frontier_sees_broken_frontiers():
 
 
 def test_quotas():
-    plan = BudgetPlan(2, 3, 100, 250, recent=10)
-    tokens = torch.ones(2, 3, 90)
+    plan, tokens = BudgetPlan(2, 3, 100, 250, recent=10), torch.ones(2, 3, 90)
     assert Global()(tokens, plan) is None
     assert PerHead()(tokens, plan).tolist() == [[31] * 3] * 2
     assert {"global", "per_head"} <= set(QUOTAS)
