@@ -167,9 +167,9 @@ class PrefillReader:
 def depth_layers(depths: Sequence[float], layers: int) -> tuple[int, ...]:
     """Relative depths to 0-based layers, min(floor(rho L), L-1), ascending without duplicates.
 
-    Source: Eq. (S1).
+    The depth i / L is layer i, however the division rounds. Source: Eq. (S1).
     """
-    return tuple(sorted({min(math.floor(rho * layers), layers - 1) for rho in depths}))
+    return tuple(sorted({min(math.floor(rho * layers + 1e-9), layers - 1) for rho in depths}))
 
 
 @functools.lru_cache(maxsize=16)

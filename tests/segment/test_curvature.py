@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracekv.errors import MissingCaptureError, NonFiniteError
-from gracekv.prefill import Needs
+from gracekv.prefill import Needs, depth_layers
 from gracekv.segment import Curvature, curvature, reference
 from gracekv.segment.curvature import BlockInput, band_products, unit_states
 from gracekv.testing import synthetic_prefill
@@ -66,6 +66,14 @@ def test_reads_the_sampled_layers_of_a_prefill():
     expected = rule.of_states([prefill.observation(BlockInput(layer / 6)) for layer in (0, 3, 5)])
     torch.testing.assert_close(rule(prefill), expected, rtol=0, atol=0)
     assert rule.needs() == Needs.observed(*map(BlockInput, (0.0, 0.5, 1.0)))
+
+
+def test_every_layer_has_a_depth():
+    for layers in range(1, 200):
+        for layer in range(layers):
+            assert depth_layers([layer / layers], layers) == (layer,)
+        for percent in (33, 50, 67, 75):
+            assert depth_layers([percent / 100], layers) == (percent * layers // 100,)
 
 
 def test_refuses_missing_and_broken_states():
