@@ -29,7 +29,7 @@ class Operations:
         parent: int64 [M], the operation that must be executed first; -1 for Adds.
         bounds: level k is operations [bounds[k], bounds[k+1]).
         tree: int64 [M].
-        cost: int64 [M], entries that the operation adds, at least 1.
+        cost: int64 [M], entries that the operation adds, at least 1, Eq. (A6).
         gain: float64 [M], clipped at 0.
         unit: float64 [M], gain / cost, Eq. (A7).
     """

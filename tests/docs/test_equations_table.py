@@ -7,7 +7,7 @@ from page_blocks import ROOT
 
 PAGE = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").partition("## Equations")[2]
 ROWS = [
-    (number, name, part[1])
+    (number, name, part[1], re.findall(r"`(\w+)`", cell))
     for part in re.finditer(r"\(`gracekv/(\w+)`\)(.*?)(?=\n\*\*|\Z)", PAGE, re.DOTALL)
     for number, cell in re.findall(r"^\| ([A-Z]\d+) \|.*\| ([^|]+) \|$", part[2], re.MULTILINE)
     for name in re.findall(r"`([\w/]+\.py)`", cell)
@@ -23,13 +23,17 @@ def cited(text):
 
 
 def test_all_stages_are_read():
-    assert {stage for _, _, stage in ROWS} == {"segment", "value", "tree", "allocate"}
+    assert {stage for _, _, stage, _ in ROWS} == {"segment", "value", "tree", "allocate"}
     assert len(ROWS) > 25
 
 
-@pytest.mark.parametrize(("number", "name", "stage"), ROWS)
-def test_code_is_where_the_table_says(number, name, stage):
+@pytest.mark.parametrize(("number", "name", "stage", "defined"), ROWS)
+def test_code_is_where_the_table_says(number, name, stage, defined):
     package = ROOT / "gracekv"
     places = [p for p in (package / stage / name, package / name) if p.is_file()]
     assert places, f"{number}: there is no gracekv/{stage}/{name}"
-    assert number in cited(places[0].read_text(encoding="utf-8")), f"{name} does not cite {number}"
+    text = places[0].read_text(encoding="utf-8")
+    assert number in cited(text), f"{name} does not cite {number}"
+    for x in defined:
+        found = re.search(rf'^(?:def|class) {x}\b.*?"""(.*?)"""', text, re.DOTALL | re.MULTILINE)
+        assert number in cited(found[1] if found else ""), f"{name}: {x} does not cite {number}"
