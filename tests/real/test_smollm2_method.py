@@ -55,7 +55,10 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
     rng = torch.Generator().manual_seed(0)
     for layer in (0, prefill.layers // 2, prefill.layers - 1):
         batch = TreeBatch.of(context, [layer])
-        evaluator = Prototype().evaluator(batch, Workspace(torch.device("cpu")))
+        evaluators = [
+            Prototype(engine=engine).evaluator(batch, Workspace(torch.device("cpu")))
+            for engine in ("torch", "numba")
+        ]
         for head in range(prefill.kv_heads):
             want = ReferenceDistortion(context, layer, head, Prototype())
             for _ in range(12):
@@ -65,14 +68,15 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
                 if i == j:
                     continue
                 tree = head * partition.slots + slot
-                costs = evaluator(Nodes(*(torch.tensor([x]) for x in (tree, i - a, j - a))))
+                nodes = Nodes(*(torch.tensor([x]) for x in (tree, i - a, j - a)))
+                costs = [evaluator(nodes).costs[:, 0] for evaluator in evaluators]
                 error = {"rel": 1e-4, "abs": 1e-9 * want.drop(a, b)}
                 # The ends of the interval, and six places inside: the reference is slow.
                 inside = torch.randint(0, j - i, (6,), generator=rng).tolist()
                 for k in sorted({0, j - i - 1, *inside}):
-                    prefix, suffix = want.node(i, i + k + 1), want.node(i + k, j)
-                    assert float(costs.prefix[0, k]) == pytest.approx(prefix, **error)
-                    assert float(costs.suffix[0, k]) == pytest.approx(suffix, **error)
+                    both = [want.node(i, i + k + 1), want.node(i + k, j)]
+                    for own in costs:
+                        assert own[:, k].tolist() == pytest.approx(both, **error)
 
 
 def test_segmentation_and_relevance_match_their_references(prefill: Prefill) -> None:
