@@ -64,8 +64,8 @@ def check_finite(numbers: Sequence[Tensor], dtype: torch.dtype) -> None:
 
     `dtype` is that of the entries. On GPUs this waits for the device, once for all `numbers`.
     """
-    # Only numbers that are not finite differ from themselves.
-    bad = [(x - x).any() for x in numbers]
+    # Only numbers that are not finite differ from themselves. Layers may lie on several GPUs.
+    bad = [(x - x).any().to(numbers[0].device) for x in numbers]
     if bad and bool(torch.stack(bad).any()):
         kind = torch.float16 if dtype.itemsize > 2 else dtype
         raise NonFiniteError(

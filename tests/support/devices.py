@@ -3,8 +3,9 @@
 A model whose layers are spread over several GPUs breaks on any operation between two of them. On
 a machine without a GPU, inside `two_devices()`, `tensor.to(SECOND_DEVICE)` gives a tensor with real
 values whose `device` is not the CPU. An operation that mixes it with CPU tensors raises
-`MixedDevicesError` where CUDA would, so a test finds every mix of devices. Speed and
-kernels of a real device are not imitated.
+`MixedDevicesError` where CUDA would for two GPUs, so a test finds every mix of devices. That takes
+in single numbers, which CUDA reads from the CPU but not from another GPU. Speed and kernels of a
+real device are not imitated.
 """
 
 from __future__ import annotations
@@ -78,15 +79,12 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     packet = func.overloadpacket
     if any(x.is_meta for x in near):
         raise MixedDevicesError(f"{func} was given a tensor whose values were lost on the way.")
-    if far and any(x.ndim for x in near) and packet not in _COPIES:
-        indexed = packet in _INDEXING and isinstance(args[0], SecondDeviceTensor)
-        others = [args[0], *args[2:]] if indexed else leaves
-        if any(
-            isinstance(x, Tensor) and x.ndim and not isinstance(x, SecondDeviceTensor)
-            for x in others
-        ):
-            shapes = [(list(x.shape), str(x.device)) for x in leaves]
-            raise MixedDevicesError(f"{func} was given tensors of both devices: {shapes}.")
+    indexed = packet in _INDEXING and isinstance(args[0], SecondDeviceTensor)
+    others = [args[0], *args[2:]] if indexed else leaves
+    mixed = any(isinstance(x, Tensor) and x.device != SECOND_DEVICE for x in others)
+    if far and mixed and packet not in _COPIES:
+        shapes = [(list(x.shape), str(x.device)) for x in leaves]
+        raise MixedDevicesError(f"{func} was given tensors of both devices: {shapes}.")
     device = kwargs.get("device")
     if device is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
