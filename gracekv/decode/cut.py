@@ -51,7 +51,8 @@ def kept_entries(
         gains.append(gain.masked_fill(stays, -torch.inf).masked_fill(~layer.used, torch.nan))
     width = max(x.shape[1] for x in gains)
     padded = [functional.pad(x, (0, width - x.shape[1]), value=torch.nan) for x in gains]
-    every = torch.stack(padded)
+    # Layers may lie on several GPUs; the auction takes place on the first one's.
+    every = torch.stack([x.to(gains[0].device) for x in padded])
     finite = every[every.isfinite()]
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
     # Scores map to 1 to 2, guarded entries to 3, those that must stay to 4; 0 is out.
@@ -63,7 +64,7 @@ def kept_entries(
         quota = shares.maximum(every.isneginf().sum(dim=2).to(shares.device))
     ones = torch.ones(every.shape[:2], dtype=torch.float32)
     kept = top_tokens(scaled, ones, budget, quota, elastic=True)
-    return [own[:, : x.shape[1]] for own, x in zip(kept, gains, strict=True)], scores
+    return [own[:, : x.shape[1]].to(x.device) for own, x in zip(kept, gains, strict=True)], scores
 
 
 def entries_within(

@@ -128,7 +128,7 @@ class LimitedCache(GraceCache):
         if self._seen is None:
             return super().packed_mask(rows, device)
         own = self.grace_layers[0].rows_of(rows)
-        return self._seen[sequence_of_row(own, rows, len(self._seen), device)].to(device)
+        return self._seen[sequence_of_row(own, rows, len(self._seen), self._seen.device)].to(device)
 
     @property
     def accounting(self) -> Occupancy:
@@ -291,6 +291,7 @@ class LimitedCache(GraceCache):
         Positions in the tail count the tokens that are seen.
         """
         layer, packed, first = self.grace_layers[number], self.packed_length, self._start
+        seen = seen.to(layer.packed.entries.device)
         # Of a padded row, fewer positions are the prompt's.
         place = seen.cumsum(0) - 1
         prompt, now = (torch.stack([place[first.packed_length - 1], place[-1]]) + 1).tolist()

@@ -134,7 +134,7 @@ def shard(model, devices):
 
 @pytest.mark.parametrize(("family", "where"), covering(list(product(["llama", "phi3"], MAPS))))
 @torch.no_grad()
-def test_a_sharded_model_is_captured_and_continued(family, where):
+def test_a_sharded_model_is_captured_continued_and_cut(family, where):
     devices = MAPS[where]
     whole = gracekv.compress(tiny_model(family, layers=4), PROMPT, ratio=3)
     expected = whole.generate_ids(6)
@@ -155,6 +155,16 @@ def test_a_sharded_model_is_captured_and_continued(family, where):
             token = model(token[None], past_key_values=cache).logits[0, -1:].argmax(-1)
             new.append(int(token))
         assert [layer._keys.device for layer in cache.layers] == devices
+
+        limit, kept = gracekv.Limit(entries_per_head=60, every=4, window=2), []
+        for one in (whole, result):
+            cache = one.new_cache(limit)
+            for token in IDS[:20]:
+                one.model(token[None, None], past_key_values=cache)
+            assert cache.cuts
+            kept.append([layer.packed.entries.index()[1].tolist() for layer in cache.grace_layers])
+        assert [layer.packed.entries.device for layer in cache.grace_layers] == devices
+    assert kept[0] == kept[1]
     assert_same_tokens(torch.tensor(new), expected, logits_over(whole))
 
 
