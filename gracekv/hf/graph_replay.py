@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from gracekv.hf.cache import GraceCache
+from gracekv.prefill.model_layers import rope_parameters
 from gracekv.undo import undone
 
 # Places of the first static tail; each further one is twice as long. Ours.
@@ -60,7 +61,9 @@ def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[s
         and all(setting(model, options, name) in (None, 1) for name in _ROWS)
         and not any(setting(model, options, name) for name in _UNSUITED)
         and setting(model, options, "use_cache") is not False
-        and len({parameter.device for parameter in model.parameters()}) == 1
+        and {x.device for x in model.parameters()} == {cache.grace_layers[0].packed.entries.device}
+        # These decide by a number on the GPU, which ends a recording.
+        and rope_parameters(model).get("rope_type") not in ("dynamic", "longrope")
         and all(layer.packed.backend.name == "triton" for layer in cache.grace_layers)
     )
 
@@ -187,19 +190,24 @@ class ReplayedForward:
                 self._step()
                 for length, old in zip(lengths, before, strict=True):
                     length.copy_(old)
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # torch's own stream is on the GPU that was current when it was made: nothing of a
-            # model on another GPU would be recorded.
-            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-                self._output = self._step()
-        except RuntimeError as error:
-            warnings.warn(
-                f"A decoding step of {self._model_name} could not be recorded as a "
-                f"CUDA graph ({error}); generation goes on without one.",
-                stacklevel=2,
-            )
-            return
+            current.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # torch's own stream is on the GPU that was current when it was made: nothing of a
+                # model on another GPU would be recorded. And it leaves the stream of a recording
+                # that failed current, which ends with the outer block.
+                with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                    self._output = self._step()
+            except RuntimeError as error:
+                # Before 2.13 torch goes on as if it recorded random numbers, and refuses to draw
+                # any. A copy of their state does not.
+                generator = torch.cuda.default_generators[device.index]
+                generator.graphsafe_set_state(generator.clone_state())
+                warnings.warn(
+                    f"A decoding step of {self._model_name} could not be recorded as a "
+                    f"CUDA graph ({error}); generation goes on without one.",
+                    stacklevel=2,
+                )
+                return
         self._graph = graph
         self.recordings += 1
