@@ -3,9 +3,10 @@
     python benchmarks/pretend_cuda.py gracekv-plus snapkv --layers 8 --tokens 2048
 
 Tensors say that they lie on cuda:0 and are computed on the CPU, so gracekv takes its CUDA paths.
-"plain" is the model's forward pass alone. Launches are those of torch's CUDA kernels; waits are
-numbers read from the device, boolean masks as indices and copies between host and device. Seconds
-are modelled, not measured: an H100's peak rates, 6 us a launch, 10 us a wait. Needs g++ and Triton.
+"plain" is the model's forward pass alone; instead of a recipe's name, a pipeline file will do.
+Launches are those of torch's CUDA kernels; waits are numbers read from the device, boolean masks as
+indices and copies between host and device. Seconds are modelled, not measured: an H100's peak
+rates, 6 us a launch, 10 us a wait. Needs g++ and Triton.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pretend_gpu import pretend, to_pretended
 from pretend_tensors import AttentionMode, PretendMode, State
 
 import gracekv
+from gracekv.pipeline.config import load_pipeline
 
 VOCABULARY = 1000
 
@@ -81,7 +83,8 @@ def counted(model: Any, recipe: str, args: argparse.Namespace) -> Ledger:
             prompt = gracekv.Prompt.from_ids(ids, context=(0, args.tokens - 20))
             stream = False if args.whole else None
             options = gracekv.CaptureOptions(stream=stream, chunk=args.chunk)
-            gracekv.compress(model, prompt, ratio=args.ratio, pipeline=recipe, capture=options)
+            pipeline = load_pipeline(recipe)
+            gracekv.compress(model, prompt, ratio=args.ratio, pipeline=pipeline, capture=options)
     return ledger
 
 

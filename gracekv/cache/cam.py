@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from gracekv.cache.base import PACKERS, LayerToPack, Packer, RaggedEntries
 from gracekv.cache.evict import best_tokens, kept_in_context
-from gracekv.kernels.linalg import rounded
+from gracekv.kernels.linalg import rounded, running_sums
 from gracekv.prefill import Needs
 from gracekv.registry import bounded
 from gracekv.value.column_sums import ReceivedAttention
@@ -105,7 +105,7 @@ class CamPacker(Packer):
         Where the denominator is 0, as it is for the last token, p is 1 if A_t > 0, else 0.
         """
         attention = received.double()
-        total = functional.pad(attention.cumsum(dim=1), (1, 0))
+        total = functional.pad(running_sums(attention), (1, 0))
         count = self._following(received)
         first = torch.arange(1, attention.shape[1] + 1, device=attention.device)
         window = total[:, first + count] - total[:, first]

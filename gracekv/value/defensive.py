@@ -7,6 +7,7 @@ from einops import reduce
 from torch import Tensor
 from torch.nn import functional
 
+from gracekv.kernels.linalg import running_sums
 from gracekv.prefill import LayerCapture, Needs, Region
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer
@@ -56,7 +57,7 @@ class Defensive(Scorer):
         scores = best * norms / norms.sum(dim=0).clamp_min(1e-30)
         mean = reduce(shares, "(g n) p t -> g t", "mean", g=groups)
         order = mean.sort(dim=-1, descending=True, stable=True)
-        held = order.values.cumsum(dim=-1) / mean.sum(dim=-1, keepdim=True).clamp_min(1e-30)
+        held = running_sums(order.values) / mean.sum(dim=-1, keepdim=True).clamp_min(1e-30)
         near = shares[..., -self.window :].sum(dim=-1).mean()
         ranks = torch.arange(region.length, 0, -1, device=best.device, dtype=torch.float32)
         # Above all scores, and alike in all layers: heads take turns.

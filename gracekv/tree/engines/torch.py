@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.kernels.linalg import capped, linear
+from gracekv.kernels.linalg import capped, linear, running_sums
 from gracekv.tree.base import IntervalCosts, Nodes
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import MAX_EXPONENT, EngineInputs
@@ -49,11 +49,8 @@ class TorchEvaluator(DistortionEvaluator):
             some = nodes[first : first + size]
             self.workspace.reserve(per_node * len(some))
             parts.append(self._costs(some, width))
-        return IntervalCosts(
-            costs=torch.cat([part.costs for part in parts], dim=1),
-            mass=torch.cat([part.mass for part in parts]),
-            drop=torch.cat([part.drop for part in parts]),
-        )
+        costs, mass, drop = zip(*((x.costs, x.mass, x.drop) for x in parts), strict=True)
+        return IntervalCosts(torch.cat(costs, dim=1), torch.cat(mass), torch.cat(drop))
 
     def _costs(self, nodes: Nodes, width: int) -> IntervalCosts:
         attention, batch = self.inputs.attention, self.inputs.batch
@@ -75,13 +72,12 @@ class TorchEvaluator(DistortionEvaluator):
         z_tilde = self._prototype_mass(row, position, head.repeat_interleave(2))
         m_square, m_dot_v, v_square = self._aggregates(row, p)
         # Z D_q [R, w, P], in the memory of what it is made of.
-        weights = self.inputs
         error = m_dot_v.addcmul_(z_tilde, v_square[..., None]).mul_(z_tilde)
-        error.add_(m_square).clamp_(min=0.0).mul_(weights.lambda_m)
-        error.div_(m_square.clamp_(min=0.0).add_(weights.epsilon))
-        z_error = z_tilde.sub_(z).square_().mul_(weights.lambda_z)
+        error.add_(m_square).clamp_(min=0.0).mul_(self.inputs.lambda_m)
+        error.div_(m_square.clamp_(min=0.0).add_(self.inputs.epsilon))
+        z_error = z_tilde.sub_(z).square_().mul_(self.inputs.lambda_z)
         z_square = torch.mul(z, z, out=m_square)
-        error.add_(z_error.div_(z_square.add_(weights.epsilon))).mul_(z)
+        error.add_(z_error.div_(z_square.add_(self.inputs.epsilon))).mul_(z)
 
         # Probes inside a node do not see its later tokens; those before it have no mass in it.
         holds_probe = attention.first_probe[first[:, 0]] < attention.first_probe[last[:, 0]]
@@ -122,14 +118,13 @@ class TorchEvaluator(DistortionEvaluator):
         count = torch.arange(1, width + 1, device=row.device, dtype=torch.float32)
         mean_key = self._gather(attention.unrotated_keys, row)
         _running_sum(mean_key, mean_key).div_(count[:, None])
-        norm_mean = attention.key_norms[row].cumsum(dim=1) / count
+        norm_mean = running_sums(attention.key_norms[row]) / count
         context = self.inputs.batch.context
         multiplicity = context.rule.multiplicities(mean_key.norm(dim=-1), norm_mean, count)
         features = self.workspace.take(sequences, width, dim + 2)
         self.inputs.rope.rotate(mean_key, position, out=features[..., :dim])
         features[..., dim], features[..., dim + 1] = multiplicity.log(), 1.0
-        ones = torch.ones_like(attention.max_logit)[..., None]
-        others = torch.cat([ones, -attention.max_logit[..., None]], dim=-1)
+        others = torch.stack([torch.ones_like(attention.max_logit), -attention.max_logit], dim=-1)
         if (cap := context.prefill.softcap) is not None:
             # The cap comes between the product and the other two features.
             z_tilde = capped(torch.bmm(features[..., :dim], attention.queries[head].mT), cap)
@@ -160,7 +155,7 @@ class TorchEvaluator(DistortionEvaluator):
 
         # v~ = V^T w with normalised weights w; M.v~ = sum_t p_t (Gram w)_t.
         scores, rule = self.inputs.attention.scores[row], self.inputs.batch.context.rule
-        base = scores.cumsum(dim=1) * (rule.uniform_base / count)
+        base = running_sums(scores) * (rule.uniform_base / count)
         weight = self.workspace.take(sequences, width, width)
         torch.add(scores[:, None, :], base[..., None], out=weight).mul_(causal)
         total = weight.sum(dim=-1, keepdim=True)
