@@ -94,9 +94,14 @@ def load(
 
 def layer_devices(model: Any) -> list[torch.device]:
     """Where each decoder layer computes."""
-    fallback = input_device(model)
-    devices = (next(layer.parameters()).device for layer in model.get_decoder().layers)
-    return [fallback if device.type == "meta" else device for device in devices]
+    fallback, devices = input_device(model), list[torch.device]()
+    for layer in model.get_decoder().layers:
+        # accelerate fetches weights that it offloads, which lie on "meta", to where a hook says.
+        hooks = (getattr(part, "_hf_hook", None) for part in layer.modules())
+        targets = (x for y in hooks if (x := getattr(y, "execution_device", None)) is not None)
+        device = next(layer.parameters()).device
+        devices.append(torch.device(next(targets, fallback)) if device.type == "meta" else device)
+    return devices
 
 
 def _checked_model(

@@ -17,6 +17,7 @@ from gracekv.distributed import HeadShard  # noqa: E402
 from gracekv.errors import CaptureMemoryError  # noqa: E402
 from gracekv.hf import attach  # noqa: E402
 from gracekv.hf.capture import capture  # noqa: E402
+from gracekv.hf.load_result import layer_devices  # noqa: E402
 from gracekv.prefill import depth_layers  # noqa: E402
 from gracekv.segment.curvature import BlockInput  # noqa: E402
 from gracekv.segment.surprisal import Surprisal  # noqa: E402
@@ -181,6 +182,12 @@ def test_weights_offloaded_to_memory_are_fetched_when_used(family):
     assert {x.device.type for x in model.parameters()} == {"meta"}
     assert_generates_like(model, tiny_model(family))
     assert {x.device.type for x in model.parameters()} == {"meta"}
+
+
+def test_a_file_is_loaded_to_where_offloaded_layers_compute():
+    model = tiny_model()
+    accelerate.cpu_offload(model.get_decoder().layers, execution_device="cuda:1")
+    assert layer_devices(model) == [torch.device("cuda:1")] * 2
 
 
 def test_a_device_map_with_layers_on_disk(tmp_path):
