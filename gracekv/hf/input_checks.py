@@ -15,10 +15,10 @@ from gracekv.errors import CacheError
 from gracekv.hf.cache import GraceCache
 from gracekv.prefill.supported import switch_point
 
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
-def before_forward(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+
+def before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs | None:
     """Make the decoder's inputs fit the `GraceCache` that they come with; others pass untouched.
 
     - Tokens that are cached already are removed. Assisted decoding and prompt lookup pass the whole
@@ -27,9 +27,11 @@ def before_forward(
     - States are repeated for samples and beams.
     - A batch of prompts of several lengths gets its mask and positions if it comes without.
 
+    Compiled steps over a static tail are not checked.
+
     Raises `CacheError` if the mask hides cached tokens, does not hide a batch's padding, the
     positions are not those that follow the cached tokens or lie where the model's RoPE changes,
-    or the model is in training mode.
+    or are missing beside a batch's prepared mask, or the model is in training mode.
     """
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, GraceCache):
@@ -39,8 +41,14 @@ def before_forward(
             f"The {type(module).__name__} is in training mode, and a compressed cache is for "
             f"inference. Call model.eval() first."
         )
-    if cache.is_replayed or torch.compiler.is_compiling():
+    if cache.is_replayed or (torch.compiler.is_compiling() and cache.is_compileable):
         return None
+    return _checked(module, cache, args, kwargs)  # type: ignore[no-any-return]
+
+
+# Dynamo would take numbers that change with every step for constants.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) -> _Inputs | None:
     name = "input_ids" if kwargs.get("inputs_embeds") is None else "inputs_embeds"
     kwargs = dict(kwargs)
     if args:

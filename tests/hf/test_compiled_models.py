@@ -39,6 +39,17 @@ def plain():
     return gracekv.compress(tiny_llama(), PROMPT, ratio=4)
 
 
+def test_a_growing_cache_is_checked_while_the_model_runs_compiled():
+    torch.compiler.reset()
+    model, limit = tiny_llama(layers=1), gracekv.Limit(entries_per_head=42, every=16, window=8)
+    result = gracekv.compress(model, PROMPT, ratio=4, backend="sdpa")
+    for tokens, options in ((4, {"prompt_lookup_num_tokens": 3}), (30, {"limit": limit})):
+        model._compiled_call_impl = None
+        want = result.generate_ids(tokens, **options)
+        in_place(model)
+        assert torch.equal(result.generate_ids(tokens, **options), want)
+
+
 # Dynamo takes seconds for each.
 SLOW = [whole, in_place, forward, part("model"), part("model.layers.1")]
 SLOW = [pytest.param(compiled, marks=pytest.mark.long) for compiled in SLOW]
