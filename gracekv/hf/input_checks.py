@@ -63,8 +63,8 @@ def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
     if new > cached and _is_whole(flat, positions, new):
         kwargs[name] = kwargs[name][:, cached:]
         new -= cached
-        if isinstance(mask, dict):
-            # Made for the whole sequence, which is one prompt without padding; made again.
+        if isinstance(mask, dict) or (flat is None and cache.is_compileable):
+            # `generate` made it for the whole sequence, one prompt without padding; made again.
             kwargs["attention_mask"] = mask = None
         if positions is not None and positions.shape[-1] > new:
             kwargs["position_ids"] = positions = positions[..., -new:]

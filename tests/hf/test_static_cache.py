@@ -60,10 +60,11 @@ def test_several_tokens_in_one_step_then_crop(model, result):
     same(outputs[1], outputs[0])
 
 
-def test_generate_over_a_static_cache(model, result):
+@pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_generate_over_a_static_cache(model, result, options):
     ids = model.generate(
         **result.inputs, past_key_values=result.new_cache().with_static_tail(16),
-        max_new_tokens=14, do_sample=False, pad_token_id=1,
+        max_new_tokens=14, do_sample=False, pad_token_id=1, **options,
     )  # fmt: skip
     assert_same_answer(model, result, ids[:, 80:])
 
