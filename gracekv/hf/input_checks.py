@@ -93,6 +93,8 @@ def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
         kwargs["attention_mask"] = mask
     elif flat is not None:
         _check_hidden(flat, seen)
+    elif positions is None:
+        raise CacheError("A prepared mask of a batch needs position_ids. Pass a 2D mask, or none.")
     else:
         return (), kwargs
     expected = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -new:]
