@@ -100,8 +100,13 @@ class StaticGraceLayer(GraceLayer):
         return self.packed.length + self.capacity
 
     def reset(self) -> None:
-        """Forget the tail; packed part and storage stay."""
+        """Forget the tail; packed part and storage stay.
+
+        The rows continue the packed sequences in order again, where their number is a multiple.
+        """
         self.length.zero_()
+        if self.batch % self.packed.entries.sequences == 0:
+            self.rows = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -`tokens_to_remove` tokens; raises as the growing layer does."""

@@ -44,7 +44,11 @@ def test_a_batch_of_prompts_with_padding(model, batch):
     ids = torch.randint(0, 97, (3, 12), generator=torch.Generator().manual_seed(2))
     want = steps(model, batch.new_cache(), ids)
 
-    same(steps(model, batch.new_cache().with_static_tail(12), ids), want)
+    cache = batch.new_cache().with_static_tail(12)
+    same(steps(model, cache, ids), want)
+    cache.batch_select_indices(torch.tensor([2, 0, 1]))
+    cache.reset()
+    same(steps(model, cache, ids), want)
 
 
 def test_several_tokens_in_one_step_then_crop(model, result):
