@@ -97,8 +97,7 @@ class BaseResult(ABC):
         processes, `ConfigError` if `limit` is not a `Limit`. With or without one, `CacheError` if
         the model's dtype or active adapters have changed.
         """
-        fix = "Put it back, or compress again with this model."
-        check_same_model(self.fingerprint, self.model, "The compressed context", fix, quick_marks)
+        self.check_model()
         if limit is None:
             return self._cache.with_empty_tail()
         expect(limit, Limit, "limit takes a gracekv.Limit, such as Limit(entries_per_head=512)")
@@ -112,6 +111,14 @@ class BaseResult(ABC):
         if any(layer.coded for layer in self.packed.layers):
             source = GraceCache(dequantised(self.packed), self.pipeline.backend)
         return LimitedCache(source, self.model, limit, strategy, scores)
+
+    def check_model(self, marks: Any = quick_marks) -> None:
+        """Raise `CacheError` if the model's dtype or active adapters are not what they were.
+
+        `marks` of the model makes what is compared; `fingerprint` reads weights, too.
+        """
+        fix = "Put back what changed, or compress again with this model."
+        check_same_model(self.fingerprint, self.model, "The compressed context", fix, marks)
 
     @property
     def packed(self) -> CompressedCache:

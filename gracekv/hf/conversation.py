@@ -30,7 +30,7 @@ from gracekv.hf.generation import (
 )
 from gracekv.pipeline.run import Run
 from gracekv.prefill.chat_text import Message, check_question, new_turns, plain_messages
-from gracekv.prefill.fingerprint import check_same_model
+from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_needs, trained_length
@@ -63,12 +63,7 @@ class Conversation(AbstractContextManager["Conversation"]):
         """
         check_context(result.prompts[0])
         expect(compact, Compaction | None, "compact takes a gracekv.Compaction(after=..., ratio=4)")
-        check_same_model(
-            result.fingerprint,
-            result.model,
-            "The compressed context",
-            "Put the weights or adapters back, or compress it with this model.",
-        )
+        result.check_model(fingerprint)
         if compact is not None:
             check_extends(result.model)
             check_needs(result.model, result.pipeline.needs(), passage=True)
@@ -111,7 +106,8 @@ class Conversation(AbstractContextManager["Conversation"]):
 
         Raises:
             PromptError: the question is empty, or does not fit the positions that are left.
-            CacheError: the conversation is closed, or another thread is in the middle of a turn.
+            CacheError: the conversation is closed, another thread is in the middle of a turn, or
+                the model's dtype or active adapters have changed.
             ConfigError: `kwargs` ask for beams or for several answers, which a conversation cannot
                 go on from.
         """
@@ -275,6 +271,7 @@ class Conversation(AbstractContextManager["Conversation"]):
     ) -> Iterator[Tensor]:
         """The ids up to the answer; an error inside leaves the conversation as it was."""
         with self._alone():
+            self._first.check_model()
             before, undo = dict(self.__dict__), self._cache.mark()
             try:
                 if anew:

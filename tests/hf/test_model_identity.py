@@ -69,6 +69,7 @@ def test_an_adapter_that_was_switched_is_refused_by_name(model, tmp_path):
     result = result_of(model)
     result.save(tmp_path / "law.gracekv")
     gracekv.load(tmp_path / "law.gracekv", model)
+    chat = result.chat()
     layer.active_adapters = ["poems"]
     switched = r"adapters \(law then, poems now\) differ"
     with pytest.raises(SavedCacheError, match=switched):
@@ -77,6 +78,8 @@ def test_an_adapter_that_was_switched_is_refused_by_name(model, tmp_path):
         result.extend(IDS[:40], ratio=2)
     with pytest.raises(CacheError, match=switched):
         result.generate_ids(2)
+    with pytest.raises(CacheError, match=switched):
+        chat.ask("1 2", 2)
     layer.disable_adapters = True
     with pytest.raises(SavedCacheError, match=r"adapters \(law then, none now\) differ"):
         gracekv.load(tmp_path / "law.gracekv", model)
