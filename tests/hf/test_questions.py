@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 
 import gracekv
 from gracekv import recipes
@@ -58,6 +58,22 @@ def test_questions_of_any_lengths_are_answered_together(model, tokenizer, book):
         same_greedy(row, want, logits)
     assert len(book.ask(QUESTIONS, max_new_tokens=4)) == 3
     assert book.ask([QUESTIONS[0]], max_new_tokens=4) == [book.ask(QUESTIONS[0], max_new_tokens=4)]
+
+
+def test_penalties_for_repetition_count_no_padding(tokenizer, book, monkeypatch):
+    monkeypatch.setattr(book.model.generation_config, "pad_token_id", 1999)
+    seen = []
+
+    def note(ids, scores):
+        seen.extend(ids.tolist())
+        return scores
+
+    options = {"logits_processor": LogitsProcessorList([note])}
+    short = gracekv.Prompt.from_chat(tokenizer, context=TEXT[:300])
+    book.ask(QUESTIONS, 1, **options)
+    gracekv.compress(book.model, [book.prompt, short], ratio=4).generate_ids(1, **options)
+    want = [*(asked(tokenizer, question) for question in QUESTIONS), book.prompt.ids, short.ids]
+    assert [set(ids) for ids in seen] == [set(ids.tolist()) for ids in want]
 
 
 def test_the_context_is_never_read_again(model, book, monkeypatch):
