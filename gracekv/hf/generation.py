@@ -21,6 +21,7 @@ from gracekv.hf import graph_replay
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.graph_replay import setting as setting
+from gracekv.hf.resumed_layer import is_resumed
 from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_continuation, trained_length
@@ -119,6 +120,9 @@ def continue_ids(
         # Models that read images would number tokens as the rows and images of their last call.
         if vars(part).get("rope_deltas") is not None:
             part.rope_deltas = None
+    for layer in filter(is_resumed, cache.layers):
+        # Assisted decoding turns it on and leaves it on: plain steps would store all they read.
+        layer.record_past = False
     with ExitStack() as stack:
         if replays and graph_replay.suits(model, cache, max_new_tokens, options):
             cache = stack.enter_context(graph_replay.replaying(model, cache, max_new_tokens))

@@ -8,6 +8,8 @@ import torch
 import gracekv
 from gracekv.errors import CacheError
 from gracekv.hf import attach
+from gracekv.hf.resumed_layer import is_resumed
+from gracekv.registry.hyperparameter import parts_of
 from gracekv.testing.models import tiny_tokenizer
 from support.families import FAMILIES
 from support.margins import assert_same_tokens, logits_over
@@ -27,6 +29,11 @@ def assistant_of(family):
         weight = twin.lm_head.weight
         weight += 0.4 * weight.std() * torch.randn(weight.shape, generator=rng)
     return twin
+
+
+def state_shapes(chat):
+    states = [layer.state() for layer in chat._cache.layers if is_resumed(layer)]
+    return [part.shape for part in parts_of(states) if isinstance(part, torch.Tensor)]
 
 
 @pytest.fixture
@@ -66,6 +73,7 @@ def test_a_conversation_goes_on_after_an_assisted_turn(family, cropped):
             ("Why?", {"assistant_model": assistant}),
         ):
             assert assisted.ask(question, 9, **options) == plain.ask(question, 9)
+            assert state_shapes(assisted) == state_shapes(plain)
     assert any(cropped)
 
 
