@@ -143,7 +143,9 @@ class LimitedCache(GraceCache):
         if not self.limit.history or self.grace_layers[0].batch > 1:
             return super().history
         first, keys = self._start.packed_length, self._start.packed.layers[-1].exact.keys
-        read = torch.tensor(self._read, dtype=torch.long, device="cpu")
+        # Tokens that were removed are in it until others are read.
+        seen = self.packed_length + self.grace_layers[0].tail_length - first
+        read = torch.tensor(self._read[:seen], dtype=torch.long, device="cpu")
         return CutHistory(first, read, (*self._left,), keys)
 
     def _count(self) -> None:

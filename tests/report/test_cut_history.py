@@ -74,6 +74,7 @@ def test_what_is_taken_back_is_read_again(book):
     cache, ids = written(book, Limit(**SMALL, history=True), 40)
     last = int(cache.history.ids[-1])
     cache.crop(-3)
+    assert torch.equal(cache.history.ids, ids[cache.history.first : -4])
     with torch.no_grad():
         book.model(input_ids=ids[-4:-2][None], past_key_values=cache)
     assert torch.equal(cache.history.ids, ids[cache.history.first : -2])
