@@ -32,9 +32,10 @@ _WARM_UP_STEPS = 2
 # the logits.
 _ROWS = ("num_beams", "num_return_sequences")
 _UNSUITED = (
-    "assistant_model", "cache_implementation", "compile_config", "custom_generate", "dola_layers",
-    "generation_config", "output_attentions", "output_hidden_states", "penalty_alpha",
-    "prefill_chunk_size", "prompt_lookup_num_tokens",
+    "assistant_early_exit", "assistant_model", "cache_implementation", "compile_config",
+    "custom_generate", "dola_layers", "generation_config", "output_attentions",
+    "output_hidden_states", "penalty_alpha", "prefill_chunk_size", "prompt_lookup_num_tokens",
+    "use_mtp",
 )  # fmt: skip
 _lock = threading.Lock()
 
@@ -74,27 +75,24 @@ def replaying(model: Any, cache: GraceCache, max_new_tokens: int) -> Iterator[Gr
 
     If another thread replays steps of the same model, `cache` itself.
     """
-    with _lock:
-        own = model.__dict__.get("forward")
-        free = not isinstance(own, ReplayedForward)
-        if free:
-            forward = ReplayedForward(model, cache, max_new_tokens)
-            model.forward = forward
-    if not free:
-        yield cache
-        return
+    own: Any = None
+    forward: ReplayedForward | None = None
 
     def undo() -> None:
         with _lock:
-            if model.__dict__.get("forward") is not forward:
-                return
-            if own is None:
+            patched = forward is not None and model.__dict__.get("forward") is forward
+            if patched and own is None:
                 del model.forward
-            else:
+            elif patched:
                 model.forward = own
 
     with undone(undo):
-        yield forward.cache
+        with _lock:
+            own = model.__dict__.get("forward")
+            if not isinstance(own, ReplayedForward):
+                forward = ReplayedForward(model, cache, max_new_tokens)
+                model.forward = forward
+        yield cache if forward is None else forward.cache
 
 
 class ReplayedForward:

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 import gracekv
 from gracekv.evaluate import Experiment, read_rows, run
-from gracekv.hf import attach
+from gracekv.hf import attach, graph_replay
 from gracekv.prefill.attention_patch import patched_attention
 from gracekv.prefill.partial_attention import rotations
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
@@ -70,6 +70,11 @@ class Session:
 
     def generate(self):
         self.result.generate_ids(3)
+
+    def generate_by_replay(self):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(graph_replay, "suits", lambda *args: True)
+            self.generate()
 
     def extend(self):
         self.book.extend(self.passage, ratio=2)
@@ -151,19 +156,20 @@ def test_interrupts_at_random_lines_harm_nothing(session, tally):
         tally.add(f"{action} interrupted" if came else f"{action} not interrupted")
 
 
-def test_interrupts_where_a_model_is_set_back_harm_nothing(session):
+@pytest.mark.parametrize("action", ["compress_in_chunks", "generate_by_replay"])
+def test_interrupts_where_a_model_is_set_back_harm_nothing(session, action):
     """Every line of what changes a model and sets it back, when it is first and last executed."""
-    changes = (patched_attention, rotations, undone, hooked)
+    changes = (patched_attention, rotations, undone, hooked, graph_replay.replaying)
     sources = [inspect.getsourcelines(change.__wrapped__) for change in changes]
     lines = {
         (change.__wrapped__.__code__.co_filename, first + number)
         for change, (text, first) in zip(changes, sources, strict=True)
         for number in range(len(text))
     }
-    count = executed_lines(session.compress_in_chunks)
-    assert len(lines & count.keys()) > 20
+    count = executed_lines(getattr(session, action))
+    assert len(lines & count.keys()) > 10
     for number, place in enumerate(sorted(lines & count.keys())):
         # Every day one of the two.
         for occurrence in {1, count[place]} if LONG else {(1, count[place])[number % 2]}:
-            assert interrupted(session.compress_in_chunks, place, occurrence)
-            session.check("compress_in_chunks")
+            assert interrupted(getattr(session, action), place, occurrence)
+            session.check(action)
