@@ -16,7 +16,7 @@ from gracekv.allocate.operations import check_quota
 from gracekv.allocate.ranking import first_fitting, where_true
 from gracekv.allocate.selection import Selection
 from gracekv.distributed.sharding import WHOLE, HeadShard
-from gracekv.errors import NonFiniteError
+from gracekv.errors import ConfigError, NonFiniteError
 from gracekv.kernels.linalg import running_sums
 from gracekv.kernels.uploads import upload
 
@@ -131,11 +131,21 @@ def _gains(scores: Tensor, omega: Tensor) -> Tensor:
     return torch.threshold(scores * omega, 0.0, 0.0)
 
 
-def check_finite(scores: Tensor, sensitivity: Tensor) -> None:
-    """Raise `NonFiniteError` if R^tok or omega [any shapes] hold NaN or infinity."""
-    # x - x is 0, and NaN where x is not finite.
-    bad, worse = ((x - x).any() for x in (scores, sensitivity.to(scores.device)))
+def check_finite(scores: Tensor, sensitivity: Tensor, *, signed: bool = True) -> None:
+    """Raise `NonFiniteError` if R^tok or omega [any shapes] hold NaN or infinity.
+
+    Unless R^tok may be `signed`, raise `ConfigError` if it holds negative numbers. Waits once for a
+    GPU.
+    """
+    # x - x is 0, and NaN where x is not finite, as is the root of a negative number.
+    known = scores if signed else scores.sqrt()
+    bad, worse = ((x - x).any() for x in (known, sensitivity.to(scores.device)))
     if bool(bad | worse):
+        if not bool(worse) and bool(scores.isfinite().all()):
+            raise ConfigError(
+                "Scores are negative, and negative ones count as 0. Return 1 / norm instead of "
+                "-norm, or subtract the minimum."
+            )
         raise NonFiniteError(
             "Scores or sensitivities hold NaN or infinity, so tokens cannot be ranked. Check the "
             "scorer for overflow."

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracekv.allocate import Allocator, BudgetPlan, Floor, Frontier, Quota, Selection, upper_bound
 from gracekv.allocate.budget import EntryBytes
-from gracekv.allocate.top_tokens import entry_gains, top_tokens
+from gracekv.allocate.top_tokens import check_finite, entry_gains, top_tokens
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.pipeline.composition import Composition
 from gracekv.prefill import CaptureInfo, Prefill
@@ -70,6 +70,7 @@ def compare(
     with stage("value"):
         scored = pipe.value(prefill, region)
         relevance = Relevance(scored.scores, scored.seed_scores, pipe.sensitivity(prefill))
+        check_finite(relevance.scores, relevance.sensitivity, signed=False)
         sums = prefill.observation(ReceivedAttention()) if pipe.quota.uses_column_sums else None
         found = Compared(relevance, partition, received=sums)
         found = replace(found, quota=found.quota_of(pipe.quota, plan))

@@ -90,11 +90,10 @@ class Compression:
         for capture in prefill:
             self.layer(capture)
         known = prefill.other_layers, seconds_by_stage(prefill.seconds, needs), prefill.fingerprint
-        if self._pool is None:
-            return self.finish(*known, prefill)
-        # The pool has what stays: from here on, nobody needs the other keys and values.
+        # A pool has what stays: from here on, nobody needs the other keys and values.
+        held = prefill if self._pool is None else None
         del capture, prefill
-        return self.finish(*known)
+        return self.finish(*known, held)
 
     def layer(self, capture: LayerCapture) -> None:
         """Score a layer, note what later stages need of it, and keep its best entries."""
@@ -155,7 +154,7 @@ class Compression:
             if (compared := self._compared) is None:
                 scores, omega = torch.stack(self._scores), torch.stack(self._omega)
                 self._scores.clear()
-                check_finite(scores, omega)
+                check_finite(scores, omega, signed=False)
                 relevance = Relevance(scores, mean_seed_scores(scores, shard=info.shard), omega)
                 compared = Compared(relevance, token_slots(self._region(info)))
         with self._stage("allocate", info.device):
@@ -213,11 +212,10 @@ class Compression:
 
     def _caps(self, scores: Tensor, number: int) -> Tensor | None:
         """int64 [G] most entries of each head of a layer with scores [G, N], or None."""
-        if self._compared is None:
+        if (compared := self._compared) is None:
             caps = self._pipeline.quota.layer(scores, number, self._plan)
         else:
-            quota = self._compared.quota
-            caps = None if quota is None else quota[number]
+            caps = None if compared.quota is None else compared.quota[number]
         return None if caps is None else self._info.shard.own_heads(caps, 0)
 
     def _bought(self, compared: Compared, costs: EntryBytes | None) -> AuctionResult:

@@ -15,7 +15,7 @@ from einops import reduce
 from torch import Tensor
 
 from gracekv.distributed.sharding import WHOLE, HeadShard
-from gracekv.errors import NonFiniteError, PluginError, ShapeError
+from gracekv.errors import PluginError, ShapeError
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, PrefillReader, PromptSpans, Region
 from gracekv.registry import Registry, Strategy
@@ -30,9 +30,7 @@ class TokenScores:
         seed_scores: S-hat [N] float32, one score per token for all heads; picks hop seeds and the
             evidence probes of the distortion.
 
-    Raises:
-        ShapeError: scores and seed_scores have shapes that do not fit one another.
-        NonFiniteError: a score is NaN or infinite.
+    Raises `ShapeError` if scores and seed_scores have shapes that do not fit one another.
     """
 
     scores: Tensor
@@ -43,11 +41,6 @@ class TokenScores:
             raise ShapeError(
                 f"TokenScores takes scores [L, G, N] and seed_scores [N]; got "
                 f"{list(self.scores.shape)} and {list(self.seed_scores.shape)}."
-            )
-        if not bool(self.scores.isfinite().all()):
-            raise NonFiniteError(
-                "Token scores hold NaN or infinity: the scorer divided by zero or the captured "
-                "queries are broken."
             )
 
 

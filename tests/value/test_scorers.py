@@ -5,9 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.errors import MissingCaptureError
+import gracekv
+from gracekv import Pipeline
+from gracekv.errors import ConfigError, MissingCaptureError, NonFiniteError
 from gracekv.prefill import Needs
 from gracekv.testing import contracts, synthetic_prefill
+from gracekv.testing.models import tiny_llama
 from gracekv.value import SCORERS, ColumnSums, KVzipTwoPass, OutputProjection, Recency, reference
 from gracekv.value.base import mean_seed_scores
 from gracekv.value.kvzip_two_pass import Reconstruction
@@ -27,6 +30,18 @@ def test_scores_are_finite_non_negative_float32_and_repeatable(name, seed, conte
     prefill = synthetic_prefill(layers=3, dim=8, context=context, seed=seed, dtype=dtype)
     region = prefill.spans.region(min(recent, context - 1))
     contracts.check_scorer(SCORERS.build(name), prefill, region)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("score", "error"), [(-1.0, ConfigError), (torch.nan, NonFiniteError)])
+def test_scores_that_cannot_be_ranked_are_refused(monkeypatch, stream, score, error):
+    key_norm = SCORERS.get("key_norm")
+    monkeypatch.setattr(key_norm, "layer", lambda *x: torch.full((2, x[2].length), score))
+    # The paper's trees are given all layers, SnapKV one by one.
+    pipeline = Pipeline.from_dict({"value": "key_norm"}, base="snapkv" if stream else "gracekv")
+    prompt, how = gracekv.Prompt.from_ids(range(60), (2, 50)), gracekv.CaptureOptions(stream=stream)
+    with pytest.raises(error, match=r"1 / norm instead of -norm|hold NaN"):
+        gracekv.compress(tiny_llama(), prompt, ratio=4, pipeline=pipeline, capture=how)
 
 
 def test_seed_scores_are_the_normalised_mean_over_heads():
