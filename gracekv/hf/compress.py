@@ -19,6 +19,7 @@ from gracekv.errors import CacheError, ConfigError, PromptError, expect
 from gracekv.hf.capture import PROMPT, prefilled_run
 from gracekv.hf.result import BatchResult, CompressionResult
 from gracekv.pipeline import Pipeline
+from gracekv.pipeline.config import load_pipeline
 from gracekv.pipeline.run import Run
 from gracekv.precision import AllocatedPrecision
 from gracekv.prefill import Prefill
@@ -94,8 +95,8 @@ def compress(
             the largest, and then generate together.
         prefill: what `capture(model, prompt)` made, which is only read; for a list of prompts a
             list. It must hold what the pipeline needs: `capture` keeps what most recipes read.
-        pipeline: the name of a recipe, or a pipeline of your own; default: "gracekv-plus", or
-            "gracekv-agnostic" for a prompt without a question; for a budget in bytes, and for a
+        pipeline: the name of a recipe, a file, or a pipeline of your own; default: "gracekv-plus",
+            or "gracekv-agnostic" for a prompt without a question; for a budget in bytes, and for a
             ratio of a model that computes in 16 bits, "gracekv-plus-allocated" or
             "gracekv-agnostic-allocated". "gracekv" is the paper's method.
         backend: the attention implementation of decoding; default: the pipeline's.
@@ -124,9 +125,7 @@ def compress(
         is_batch = isinstance(prompt, list | tuple)
         prompts: Sequence[Any] = prompt if is_batch else [prompt]  # type: ignore[assignment]
         pipe = chosen_pipeline(model, chosen, pipeline, backend, prompts)
-        prefills: Sequence[Any] = [None] * len(prompts) if prefill is None else [prefill]
-        if is_batch and prefill is not None:
-            prefills = prefill  # type: ignore[assignment]
+        prefills: Any = prefill if is_batch and prefill is not None else [prefill] * len(prompts)
         plans = _checked_plans(model, prompts, prefills, pipe, chosen)
         if shard.ranks > 1:
             limits = ([x is not None for x in prefills], capture.chunk, capture.memory_limit)
@@ -206,9 +205,9 @@ def chosen_pipeline(
     backend: str | Backend | None,
     prompts: Sequence[Any],
 ) -> Pipeline:
-    """The pipeline of that name, or itself, or the default; with the backend, if given.
+    """The pipeline of that name or file, or itself, or the default; with the backend, if given.
 
-    Raises `ConfigError` if it is neither, or if the prompts have several defaults.
+    Raises `ConfigError` if it is none of these, or if the prompts have several defaults.
     """
     if pipeline is None:
         by_byte = per_byte(model, budget)
@@ -221,8 +220,8 @@ def chosen_pipeline(
             )
         pipeline = Pipeline.default(question=asked != {False}, per_byte=by_byte)
     elif isinstance(pipeline, str):
-        pipeline = Pipeline.named(pipeline)
-    takes = "pipeline takes a recipe's name or a gracekv.Pipeline (Pipeline.from_dict makes one)"
+        pipeline = load_pipeline(pipeline)
+    takes = "pipeline takes the name of a recipe or file, or what Pipeline.from_dict returns"
     expect(pipeline, Pipeline, takes)
     if backend is None:
         return pipeline

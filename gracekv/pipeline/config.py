@@ -18,19 +18,21 @@ FORMATS = (".yaml", ".yml", ".toml", ".json")
 def load_pipeline(spec: str | Path) -> Pipeline:
     """A recipe by name, or a `Pipeline` from the fields in a .yaml, .toml or .json file.
 
-    Fields that the file leaves out keep the paper's defaults. Modules that it lists under `imports`
-    are imported first: they register strategies of other packages. Raises `UnknownStrategyError`
-    for an unknown recipe or strategy, `PluginError` for a module that cannot be imported,
-    `ConfigError` for a file that cannot be read, is not valid, or holds unknown fields.
+    Fields that the file leaves out are those of the recipe that it names under `base`, or of the
+    paper's method. Modules that it lists under `imports` are imported first: they register
+    strategies of other packages. Raises `UnknownStrategyError` for an unknown recipe or strategy,
+    `PluginError` for a module that cannot be imported, `ConfigError` for a file that cannot be
+    read, is not valid, or holds unknown fields.
     """
     path = path_of(spec)
     if path.suffix not in FORMATS:
         return Pipeline.named(str(spec))
     try:
-        data = parsed(path)
-        if isinstance(data, dict):
+        base = "gracekv"
+        if isinstance(data := parsed(path), dict):
             import_modules(module_list(data.pop("imports", ()), str(path)))
-        return Pipeline.from_dict({} if data is None else data)
+            base = str(data.pop("base", base))
+        return Pipeline.from_dict({} if data is None else data, base=base)
     except RecursionError as error:
         raise ConfigError(f"{path} is nested too deeply to be a pipeline.") from error
 

@@ -7,6 +7,7 @@ import pytest
 
 from gracekv import Pipeline, recipes
 from gracekv.errors import ConfigError, UnknownStrategyError
+from gracekv.hf.compress import chosen_pipeline
 from gracekv.pipeline.config import _without_none, load_pipeline, save_pipeline
 
 FILES = {
@@ -32,6 +33,13 @@ def test_none_is_left_out_of_strategies_in_lists() -> None:
     assert _without_none({"scorers": [{"name": "a", "size": None}]}) == {"scorers": [{"name": "a"}]}
 
 
+def test_a_file_may_start_from_a_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("base: snapkv\nvalue: key_norm\n")
+    want = Pipeline.from_dict({"value": "key_norm"}, base="snapkv")
+    assert load_pipeline(path) == chosen_pipeline(None, None, str(path), None, ()) == want
+
+
 @pytest.mark.parametrize("suffix", [".yaml", ".yml", ".toml", ".json"])
 @pytest.mark.parametrize("recipe", recipes.names())
 def test_recipes_survive_a_file(tmp_path: Path, recipe: str, suffix: str) -> None:
@@ -53,9 +61,10 @@ def test_broken_files_are_refused(tmp_path: Path, name: str, text: str) -> None:
 
 def test_unknown_keys_and_names_are_errors(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
-    path.write_text("flor: none\n")
-    with pytest.raises(ConfigError, match="Did you mean 'floor'"):
-        load_pipeline(path)
+    for text, near in (("flor: none", "'floor'"), ("base: snapkw", r"'snapkv'\? Recipes: ")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=f"Did you mean {near}"):
+            load_pipeline(path)
     with pytest.raises(UnknownStrategyError, match="Did you mean 'gracekv-no-floor'"):
         load_pipeline("gracekv-no-flor")
     with pytest.raises(ConfigError, match="Cannot read"):
