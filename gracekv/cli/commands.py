@@ -39,6 +39,7 @@ _HELP = "Import a module that registers strategies or recipes; may be repeated."
 _IMPORT = Option("--import", metavar="MODULE", callback=_import, is_eager=True, help=_HELP)
 Imports = Annotated[list[str] | None, _IMPORT]
 """The callback imports the modules, so commands need not use the value."""
+Dtype = Annotated[str, Option(help="float32 (4 bytes a parameter), bfloat16 or float16.")]
 
 
 def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -97,7 +98,7 @@ def compress(
         str, Option(help="'smollm2' (embedded), or a transformers name or folder.")
     ] = "smollm2",
     ratio: Annotated[
-        str | None, Option(help="Keep 1/RATIO of the context (default 8; no question: try 2).")
+        str | None, Option(help="Keep 1/RATIO of the context (default 8; without a question 2).")
     ] = None,
     compression_ratio: Annotated[
         str | None, Option(help="Remove this fraction of the cache, as in kvpress.")
@@ -118,7 +119,7 @@ def compress(
         ),
     ] = None,
     max_new_tokens: Annotated[int, Option(min=1, help="Most tokens of the answer.")] = 64,
-    dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Dtype = "float32",
     save: Annotated[
         Path | None,
         Option(help="Also save the compressed cache, for gracekv ask, chat and generate."),
@@ -154,7 +155,7 @@ def compress(
     sizes: dict[str, Any] = {"ratio": ratio, "compression_ratio": compression_ratio}
     sizes |= {"entries_per_head": entries_per_head, "kv_bytes": kv_bytes}
     if all(x is None for x in sizes.values()):
-        sizes["ratio"] = "8"
+        sizes["ratio"] = "8" if question else "2"
     amount = Budget.of(sizes, sizes)
     loaded, tokenizer = smollm2.load_model(model, dtype)
     prompt = gracekv.Prompt.from_chat(
@@ -178,9 +179,10 @@ def compress(
         result.report(report, answer=answer)
     kept, seconds = result.accounting, result.timings
     full = kept.entries.numel() * result.prompt.spans.context_length
+    budget = f"{kept.budget:,}" if kept.budget_bytes is None else f"{kept.budget_bytes:,} bytes"
     typer.echo(
         f"\n{pipeline or recipes.label(result.pipeline)} kept {kept.spent:,} of {full:,} context "
-        f"entries (budget {kept.budget:,}); {kept.sizes}; "
+        f"entries (budget {budget}); {kept.sizes}; "
         f"prefill {seconds.prefill:.2f} s, compression {seconds.construction:.2f} s",
         err=True,
     )
@@ -202,8 +204,7 @@ def list_(
 
     from gracekv import recipes as named
 
-    shown: dict[str, list[tuple[str, ...]]] = {}
-    shown |= {x: list(rows.items()) for x, rows in gracekv.strategies().items()}
+    shown: dict[str, Any] = {x: rows.items() for x, rows in gracekv.strategies().items()}
     if stage is not None:
         one_of("stage", stage, shown)
     found = [(name, named.find(name)) for name in named.names()]

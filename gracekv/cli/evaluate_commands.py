@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from gracekv.cli.commands import Imports, with_shared_options
+from gracekv.cli.commands import Dtype, Imports, with_shared_options
 from gracekv.errors import ConfigError
 from gracekv.files import check_output, write_atomically
 
@@ -35,7 +35,7 @@ class RunOptions:
     entries: Annotated[str, Option(help="Budgets as entries per head, such as 512,1024.")] = ""
     samples: Annotated[int, Option(min=1, help="Samples of each task and length.")] = 50
     length: Annotated[str, Option(help="Lengths of RULER's samples, such as 4096,8192.")] = "4096"
-    dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32"
+    dtype: Dtype = "float32"
     data: Annotated[Path | None, Option(help="Folder with essays/, qa/ and longbench/.")] = None
     seed: Annotated[int, Option(help="Seed of RULER's samples.")] = 42
     protocol: Annotated[str, Option(help="query_aware or query_agnostic.")] = "query_aware"
@@ -94,15 +94,14 @@ def evaluate(
     context: typer.Context,
     config: Annotated[Path | None, Option(help="A YAML file instead of options.")] = None,
     methods: Annotated[
-        str | None,
-        Option(help="Recipes, files, or recipe[stage.field=value]; default fullkv,gracekv."),
-    ] = None,
+        str, Option(help="Recipes, files, or recipe[stage.field=value].")
+    ] = "fullkv,gracekv-plus,gracekv",
 ) -> None:
     """Run methods on benchmark tasks, resumably. Writes a row per sample, method and budget."""
     from gracekv.evaluate.experiment import Experiment, split_methods
 
     if config is None:
-        experiment = options.experiment(split_methods(methods or "fullkv,gracekv"))
+        experiment = options.experiment(split_methods(methods))
     elif names := ", ".join(_given(context, "methods")):
         raise ConfigError(f"Give either --config or {names}, not both: the file says all of it.")
     else:

@@ -45,9 +45,7 @@ def load_smollm2(
     converted weights cannot be written.
     """
     gguf = find_gguf()
-    platformdirs = required("platformdirs", "cli")
-
-    root = Path(cache_dir) if cache_dir is not None else platformdirs.user_cache_path("gracekv")
+    root = Path(cache_dir or required("platformdirs", "cli").user_cache_path("gracekv"))
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if not os.path.exists(folder := root / f"smollm2-135m-instruct-{digest[:12]}-v{_FORMAT}"):
@@ -146,7 +144,8 @@ def load_model(name: str, dtype: str = "float32", device: str | None = None) -> 
         device: where the model goes; default: the GPU if there is one. The embedded model stays on
             the CPU unless told.
 
-    Raises `ConfigError` for another dtype and for a model that cannot be loaded.
+    Raises `ConfigError` for another dtype and for a model that cannot be loaded, or does not fit
+    the device.
     """
     one_of("dtype", dtype, DTYPES)
     weights = getattr(torch, dtype)
@@ -158,15 +157,19 @@ def load_model(name: str, dtype: str = "float32", device: str | None = None) -> 
         raise ConfigError(f"No model is named {name!r}; the embedded one is {EMBEDDED!r}.")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=weights)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=weights).to(device)
     except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(
             f"Cannot load the model {name!r}: {error} For the embedded one use --model smollm2."
         ) from error
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return model.to(device).eval(), tokenizer
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{name!r} does not fit {device} in {dtype}. Try --dtype bfloat16 or a smaller model."
+        ) from error
+    return model.eval(), tokenizer
 
 
 def name_of(saved: object) -> str:

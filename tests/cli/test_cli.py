@@ -22,13 +22,15 @@ from support.fresh_python import fresh_python
 class FakeResult:
     """What `compress` returns, as far as the command line reads it."""
 
-    def __init__(self, prompt, ratio, pipeline):
+    def __init__(self, prompt, budget, pipeline):
+        ratio = budget.amount if budget.kind == "ratio" else 2
         entries = torch.full((3, 2), 10, dtype=torch.int64)
         self.prompt, self.pipeline = prompt, pipeline or Pipeline.default()
         self.timings = Timings(prefill=2.0, tree=0.5, pack=0.25)
         self.accounting = Accounting(
             budget=int(120 / float(ratio)), spent=60, floor_spent=7, recent=4, entries=entries,
             bytes=6000, metadata_bytes=600, full_bytes=12000, utility=0.5, bound=None,
+            budget_bytes=int(budget.amount) if budget.kind == "kv_bytes" else None,
         )  # fmt: skip
 
     def generate(self, max_new_tokens=64, **kwargs):
@@ -47,9 +49,7 @@ def calls(monkeypatch):
 
     def compress(model, prompt, **options):
         seen.append({"model": model, **prompt.texts, **options})
-        budget = options["budget"]
-        ratio = budget.amount if budget.kind == "ratio" else 2
-        return FakeResult(prompt, ratio, options["pipeline"])
+        return FakeResult(prompt, options["budget"], options["pipeline"])
 
     monkeypatch.setattr(gracekv, "Prompt", SimpleNamespace(from_chat=from_chat), raising=False)
     monkeypatch.setattr(gracekv, "compress", compress, raising=False)
@@ -170,7 +170,7 @@ def test_compress_prints_answer_and_accounting(run, calls, story, tmp_path):
 def test_other_budgets_replace_the_ratio(run, calls, story):
     base = ("compress", "--model", "m", "--context", story, "--question", "q")
     run(*base, "--entries-per-head", 64)
-    run(*base, "--kv-bytes", "67108864")
+    assert "entries (budget 67,108,864 bytes); " in run(*base, "--kv-bytes", "67108864")[2]
     run(*base, "--compression-ratio", "0.5")
     given = ({"entries_per_head": 64}, {"kv_bytes": "64MiB"}, {"compression_ratio": "0.5"})
     assert [call["budget"] for call in calls] == [Budget.of(one) for one in given]
@@ -185,7 +185,8 @@ def test_without_a_question_the_cache_is_saved_to_be_asked_later(
     asked = shlex.join(["gracekv", "ask", f"{tmp_path}/Tom's book", "Your question?"])
     assert err.endswith(f"\nask it with: {asked} --model smollm2\n")
     (call,) = calls
-    assert (call["model"], call["question"]) == ("smollm2:float32", "")
+    told = call["model"], call["question"], call["budget"]
+    assert told == ("smollm2:float32", "", Budget.ratio(2))
     # Which recipe that is, `gracekv.compress` decides.
     assert call["pipeline"] is None
     assert "to do with the cache: add --question" in refused("compress", "--context", story)

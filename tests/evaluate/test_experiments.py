@@ -144,7 +144,8 @@ def test_the_exit_code_tells_of_failures(cli, model_folder, tmp_path):
         "--length", "512", "--samples", "1", "--ratios", "2,1000", "--max-new-tokens", "2",
     )  # fmt: skip
     assert code == 1
-    assert "3 cells run, 0 kept from before, 1 failed" in told
+    # FullKV once, gracekv-plus and gracekv at both ratios.
+    assert "5 cells run, 0 kept from before, 2 failed" in told
 
 
 def test_ablate_shows_differences(cli, model_folder, tmp_path):

@@ -1,4 +1,5 @@
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,6 +79,16 @@ def test_the_model_is_named_by_its_name_wherever_its_folder_is(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"half of it")
     with pytest.raises(ConfigError, match="Cannot load the model"):
         smollm2.load_model(str(tmp_path))
+
+
+def test_a_model_that_does_not_fit_is_told_a_smaller_dtype(monkeypatch):
+    import transformers
+
+    model = Mock(to=Mock(side_effect=torch.OutOfMemoryError))
+    for auto in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM):
+        monkeypatch.setattr(auto, "from_pretrained", Mock(return_value=model))
+    with pytest.raises(ConfigError, match=r"'mine' does not fit cuda in float32\. Try --dtype bfl"):
+        smollm2.load_model("mine", device="cuda")
 
 
 @pytest.mark.parametrize("name", ["smollm", "SmolLM2"])
