@@ -74,8 +74,8 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         Raises:
             StoreError: the server refuses the turn; or could not compress older messages, which
                 then stay uncompressed.
-            ConfigError: `options` ask for several answers, for the prompt with the answer, or
-                for `stream`.
+            ConfigError: `options` ask for several answers, for the prompt with the answer,
+                for `stream`, or for `max_new_tokens`.
             PromptError: the question is empty.
         """
         check_question(question, unread=bool(self._count and not self.messages))

@@ -176,7 +176,7 @@ class Client:
 
         Raises:
             StoreError: the server has no such context, or cannot use it.
-            ConfigError: `options` have `stream`, which is a method of its own.
+            ConfigError: `options` have `stream`, which is a method of its own, or `max_new_tokens`.
             PromptError: the question is empty.
             MissingDependencyError: openai is not installed, or transformers if it is needed.
         """
@@ -282,6 +282,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise ConfigError(
             "Leave stream out: `ask` and `send` return an answer, `stream` iterates over its text."
         )
+    if "max_new_tokens" in options:
+        raise ConfigError("On a server the length is max_tokens; got max_new_tokens.")
 
 
 @contextmanager

@@ -104,6 +104,9 @@ REFUSED = {
     "compact takes a gracekv.Compaction": lambda x: x.chat("book", compact={"after": 64}),
     "pass compact, too": lambda x: x.chat("book", Limit(ratio=2)),
     "Leave stream out": lambda x: x.ask("book", QUESTION, stream=True),
+    "On a server the length": lambda x: x.ask("book", QUESTION, max_new_tokens=9),
+    "is max_tokens; got": lambda x: list(x.stream("book", QUESTION, max_new_tokens=9)),
+    "got max_new_tokens.": lambda x: x.chat("book").ask(QUESTION, max_new_tokens=9),
     "`stream` iterates": lambda x: list(x.stream("book", QUESTION, stream=True)),
 }
 
