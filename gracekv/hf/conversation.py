@@ -260,7 +260,8 @@ class Conversation(AbstractContextManager["Conversation"]):
             begun = Prompt.from_messages(prompt.tokenizer, messages[: prompt.messages], tools=tools)
             if not torch.equal(begun.ids[: begun.spans.context_end], self._ids):
                 raise EditedHistoryError(
-                    f"The first {prompt.messages} messages or tools are not those of the context."
+                    f"The first {prompt.messages} messages or tools are not those of the context. "
+                    "A template that shows today's date changes every day."
                 )
         how = {"separator": prompt.separator, "template": prompt.template, "tools": tools}
         return new_turns(prompt.tokenizer, known, messages, prompt.messages, **how)

@@ -17,7 +17,7 @@ from gracekv.kernels.uploads import on_device
 from gracekv.prefill.observer import Observer, TokenRun
 from gracekv.prefill.spans import ADDED, PromptSpans, Region
 
-ADVICE = "Capture for your pipeline: gracekv.capture(model, prompt, needs=pipeline.needs())."
+ADVICE = "gracekv.capture(model, prompt, pipeline.needs()) keeps what strategies name in needs()."
 
 
 class FiniteChecks:
