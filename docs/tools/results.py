@@ -37,7 +37,8 @@ _INTRO = (
     f"last section anew, at one commit, in at most {MOST_MINUTES} minutes on two cores. "
     "`make results-page` writes this page from the files in `benchmarks/results/`, and a test "
     "fails if it is out of date. The meaning of the figures is under "
-    "[Keeping the answers](quality.md) and [Limits and failure cases](limits.md).\n\n"
+    "[Keeping the answers](quality.md) and [Limits and failure cases](limits.md). SmolLM2 is "
+    "SmolLM2-135M-Instruct, from 4-bit weights (GGUF Q4_1) converted to float32.\n\n"
     "A section shows means, standings and short tables. **All tables** leads to everything that "
     "was measured, task by task and with intervals in brackets: one CSV file per result, whose "
     'first lines give machine, commit and settings (`pandas.read_csv(path, comment="#")`).\n'
