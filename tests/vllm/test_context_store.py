@@ -288,5 +288,5 @@ def test_a_context_inside_a_file_or_a_hidden_folder_is_refused(tmp_path, monkeyp
     with pytest.raises(OutputError, match="Cannot write to"):
         check_replaceable(tmp_path / "store" / "book")
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(StoreError, match="no readable folder"):
+    with pytest.raises(StoreError, match="not a folder that can be read"):
         check_replaceable(tmp_path)
