@@ -12,16 +12,8 @@ from gracekv.cache.reference import cam_probability, cam_replay
 from gracekv.errors import MissingCaptureError
 from gracekv.testing import synthetic_prefill
 from gracekv.value.column_sums import ReceivedAttention
+from support.selections import kept_positions
 from support.token_pipelines import pipeline
-
-
-def kept_tokens(run, prefill, layer, head):
-    spans, positions = prefill.spans, run.cache.layers[layer].head(head)[2].tolist()
-    return {t - spans.context_start for t in positions if t in range(*context(spans))}
-
-
-def context(spans):
-    return spans.context_start, spans.context_end
 
 
 @settings(max_examples=25)
@@ -40,21 +32,22 @@ def test_equals_the_plain_loop(seed, length, merge, prefix, question, ratio):
     pack = CamPacker(merge=merge, seed=seed)
     whole = pipeline(pack.to_dict(), window={"size": 2, "minimum": 1})
     run = whole.run(prefill, Budget.ratio(ratio))
-    spans, n = prefill.spans, prefill.spans.context_length
+    n, start = prefill.spans.context_length, prefill.spans.context_start
+    context = slice(start, start + n)
     columns = prefill.observe(ReceivedAttention()).double()
     for layer in range(prefill.layers):
         uniforms = pack.uniforms(prefill.kv_heads, n, layer)
         for head in range(prefill.kv_heads):
             group = columns[layer, head * prefill.group : (head + 1) * prefill.group].mean(0)
-            attention = group[slice(*context(spans))].tolist()
-            kept = kept_tokens(run, prefill, layer, head)
+            attention = group[context].tolist()
+            kept = (kept_positions(run, prefill, layer, head) - start).tolist()
             merges = [
                 t not in kept and float(uniforms[head, t]) < cam_probability(attention, t, merge)
                 for t in range(n)
             ]
             keys, values, positions, log_m = run.cache.layers[layer].head(head)
             want = prefill.values[layer][head].double().clone()
-            want[slice(*context(spans))] = cam_replay(want[slice(*context(spans))], merges, merge)
+            want[context] = cam_replay(want[context], merges, merge)
             at = positions.long()
             torch.testing.assert_close(values.double(), want[at], rtol=2e-5, atol=2e-6)
             assert torch.equal(keys, prefill.keys[layer][head, at])

@@ -9,6 +9,7 @@ from gracekv import Budget
 from gracekv.cache.d2o import best_matches
 from gracekv.cache.reference import d2o_matches, d2o_merge, d2o_threshold
 from gracekv.testing import synthetic_prefill
+from support.selections import kept_positions
 from support.token_pipelines import pipeline
 
 WINDOW = {"size": 4, "minimum": 1}
@@ -31,7 +32,7 @@ def test_equals_the_plain_loop(seed, length, prefix, quota, ratio):
     for layer, packed in enumerate(run.cache.layers):
         keys, values = prefill.keys[layer][:, start:end], prefill.values[layer][:, start:end]
         heads = range(prefill.kv_heads)
-        kept = [[t - start for t in packed.head(g)[2].tolist() if start <= t < end] for g in heads]
+        kept = [(kept_positions(run, prefill, layer, g) - start).tolist() for g in heads]
         matches = [d2o_matches(keys[g], kept[g]) for g in heads]
         # A cosine within rounding of the threshold may fall on either side of it.
         least = d2o_threshold(matches) - 1e-7

@@ -49,22 +49,17 @@ def test_the_last_prompt_token_is_never_packed(packer, refiner):
     context = tree_context(3, recent=-9)
     assert context.partition.region.end == context.prefill.spans.length
     forest = build_forest(context, Unit(), REFINERS.build(refiner))
-    everything = Frontier(
-        forest, torch.ones(forest.trees, dtype=torch.bool), ~forest.is_leaf, budget=10**6
+    added, covered = torch.ones(forest.trees, dtype=torch.bool), context.prefill.spans.length - 1
+    everything, roots = (
+        packer(
+            context.prefill,
+            Selection.of_frontier(Frontier(forest, added, split, budget=10**6)),
+            *(context.scores, context.rule),
+        )
+        for split in (~forest.is_leaf, torch.zeros(forest.nodes).bool())
     )
-    cache = packer(context.prefill, Selection.of_frontier(everything), context.scores, context.rule)
-    for layer in cache.layers:
+    for layer in everything.layers:
         for head in range(layer.heads):
-            assert layer.head(head)[2].tolist() == list(range(context.prefill.spans.length - 1))
-
-
-def test_forest_roots_that_reach_the_end_merge_only_what_is_covered():
-    context = tree_context(3, recent=-9)
-    forest = build_forest(context, Unit(), REFINERS.build("binary"))
-    roots = Frontier(
-        forest, torch.ones(forest.trees, dtype=torch.bool), torch.zeros(forest.nodes).bool(), 10**6
-    )
-    cache = PrototypePacker()(
-        context.prefill, Selection.of_frontier(roots), context.scores, context.rule
-    )
-    assert int(cache.layers[0].positions.max()) < context.prefill.spans.length - 1
+            assert layer.head(head)[2].tolist() == list(range(covered))
+    # Roots that reach the end merge only what is covered.
+    assert int(roots.layers[0].positions.max()) < covered

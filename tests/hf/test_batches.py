@@ -1,4 +1,8 @@
-"""Several prompts in one cache: each row answers as its prompt would alone."""
+"""Several prompts in one cache: each row answers as its prompt would alone; what is refused."""
+
+import gc
+import importlib
+import weakref
 
 import pytest
 import torch
@@ -7,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 import gracekv
+from gracekv.errors import CacheError, PromptError
 from gracekv.testing.models import tiny_llama
 from support.batches import SPANS, Numbers, prompts_of
 from support.margins import assert_same_beams, assert_same_steps, assert_same_tokens, logits_over
@@ -70,6 +75,8 @@ def test_prompts_of_one_length_need_no_padding(model):
         masked = model(**batch.inputs, past_key_values=batch.new_cache()).logits
         bare = model(batch.inputs["input_ids"][:, -1:], past_key_values=batch.new_cache()).logits
     assert torch.equal(masked, bare)
+    with pytest.raises(CacheError, match="holds 2 prompts, the model was given 3 rows"):
+        batch.new_cache().update(torch.zeros(3, 2, 1, 16), torch.zeros(3, 2, 1, 16), 0)
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
@@ -176,3 +183,67 @@ def test_rows_can_be_selected_and_reordered_across_prompts(model, batch, singles
             torch.testing.assert_close(logits[row], alone[0], rtol=0, atol=2e-4)
         late.reset()
         assert late.layers[0].rows is None
+
+
+def test_the_entries_are_stored_once(batch):
+    """The prompts' own caches are views of the batch's, and so are fresh caches."""
+    packed = batch.new_cache().layers[1].packed.entries
+    views = [run.cache.layers[1].keys for run in batch._runs]
+    assert {view.untyped_storage().data_ptr() for view in views} == {
+        packed.keys.untyped_storage().data_ptr()
+    }
+    assert batch.new_cache().layers[1].packed.entries is packed
+    cache = batch.new_cache()
+    cache.update(torch.zeros(12, 2, 1, 16), torch.zeros(12, 2, 1, 16), 1)
+    assert cache.layers[1].packed.entries is packed
+
+
+def test_only_one_prefill_is_held_at_a_time(model, prompts, monkeypatch):
+    module = importlib.import_module("gracekv.hf.capture")
+    capture, alive, seen = module.run_capture, [], []
+
+    def watched(*args, **options):
+        gc.collect()
+        seen.append(sum(ref() is not None for ref in alive))
+        prefill = capture(*args, **options)
+        alive.extend(weakref.ref(x) for x in (*prefill.queries, *prefill.keys))
+        return prefill
+
+    monkeypatch.setattr(module, "run_capture", watched)
+    gracekv.compress(model, prompts, ratio=3, capture=gracekv.CaptureOptions(stream=False))
+    assert seen == [0, 0, 0]
+
+
+def masked(batch, change):
+    mask = batch.inputs["attention_mask"].clone()
+    change(mask)
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (lambda b: {"attention_mask": masked(b, lambda m: m.fill_(1))}, "not hide the padding"),
+        (
+            lambda b: {"attention_mask": masked(b, lambda m: m[2, 7].fill_(0))},
+            "hides tokens of the compressed prompt",
+        ),
+        (lambda b: {"attention_mask": torch.ones(3, 1, 1, 1).bool()}, "needs position_ids"),
+        (lambda b: {"position_ids": torch.full((3, 1), 149)}, r"at positions \[89, 60, 149\]"),
+        (lambda b: {"input_ids": torch.ones(4, 1, dtype=torch.int64)}, "holds 3 prompts"),
+        (lambda b: {"attention_mask": torch.ones(3, 40)}, "up to position 39"),
+    ],
+)
+def test_what_does_not_fit_the_batch_is_refused(model, batch, kwargs, message):
+    ids = {"input_ids": torch.ones(3, 1, dtype=torch.int64)}
+    with pytest.raises(CacheError, match=message), torch.no_grad():
+        model(past_key_values=batch.new_cache(), **ids | kwargs(batch))
+
+
+def test_bad_lists_are_refused(model, prompts):
+    with pytest.raises(PromptError, match="at least one; got an empty list"):
+        gracekv.compress(model, [], ratio=2)
+    with pytest.raises(PromptError, match="takes a list of Prompts or one Prompt"):
+        gracekv.compress(model, ["text"], ratio=2)
+    with pytest.raises(PromptError, match="must share one tokenizer"):
+        gracekv.compress(model, [prompts[0], *prompts_of()], ratio=2)
