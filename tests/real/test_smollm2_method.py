@@ -2,23 +2,20 @@
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 
-import gracekv.segment.reference as segment_reference
 import gracekv.value.reference as value_reference
 from gracekv import Budget, Pipeline
 from gracekv.allocate.reference import greedy_heap
 from gracekv.cache import PrototypePacker
 from gracekv.prefill import Prefill
 from gracekv.segment import CurvatureDP
-from gracekv.segment.curvature import hidden_at
-from gracekv.segment.surprisal import Surprisal
 from gracekv.tree import Nodes, Prototype, PrototypeRule, TreeBatch, TreeContext
 from gracekv.tree.engines.reference import ReferenceDistortion, prototype_of
 from gracekv.tree.tree_batch import Workspace
 from gracekv.value import MultiHop, OutputProjection
+from support.segmented import by_reference
 from support.skips import needs_smollm2
 
 pytestmark = [pytest.mark.model, needs_smollm2]
@@ -38,20 +35,24 @@ def prefill() -> Prefill:
     return capture(model, prompt)
 
 
+def context_of(prefill, partition, scored, sensitivity) -> TreeContext:
+    return TreeContext(
+        prefill=prefill,
+        partition=partition,
+        scores=scored.scores,
+        seed_scores=scored.seed_scores,
+        sensitivity=sensitivity,
+        rule=PrototypeRule(),
+        curvature=partition.curvature,
+    )
+
+
 def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
     region = prefill.spans.region(32)
     pipeline = Pipeline.named("gracekv")
     partition = pipeline.segment(prefill, region)
     scores = pipeline.value(prefill, region)
-    context = TreeContext(
-        prefill=prefill,
-        partition=partition,
-        scores=scores.scores,
-        seed_scores=scores.seed_scores,
-        sensitivity=pipeline.sensitivity(prefill),
-        rule=PrototypeRule(),
-        curvature=partition.curvature,
-    )
+    context = context_of(prefill, partition, scores, pipeline.sensitivity(prefill))
     rng = torch.Generator().manual_seed(0)
     for layer in (0, prefill.layers // 2, prefill.layers - 1):
         batch = TreeBatch.of(context, [layer])
@@ -82,21 +83,10 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
 def test_segmentation_and_relevance_match_their_references(prefill: Prefill) -> None:
     region = prefill.spans.region(32)
     rule = CurvatureDP(max_length=40)  # fewer slots to score one by one
-    states = hidden_at(prefill, rule.curvature.depths)
-    kappa = segment_reference.stable_curvature(states, rule.curvature)
-    surprisal = prefill.observation(Surprisal()).tolist()
-    boundary = segment_reference.boundary_score(kappa, surprisal, rule)
-    inside = slice(region.start, region.end)
-    profit = np.full((region.length, rule.max_length), -np.inf)
-    for start in range(region.length):
-        for length in range(1, min(rule.max_length, region.length - start) + 1):
-            profit[start, length - 1] = segment_reference.slot_profit(
-                boundary[inside], [h[inside] for h in states], start, start + length, rule
-            )
-    _, bounds = segment_reference.best_partition(profit, rule.min_length)
+    _, _, profit, bounds = by_reference(prefill, region, rule)
     # Other slots only where their profit is as large: float32 states, 1e-4 of it.
-    got = (rule(prefill, region).bounds - region.start).tolist()
-    sums = [sum(profit[a, b - a - 1] for a, b in pairwise(slots)) for slots in (got, bounds)]
+    found = (x - region.start for x in (rule(prefill, region).bounds.numpy(), bounds))
+    sums = [sum(profit[a, b - a - 1] for a, b in pairwise(slots)) for slots in found]
     assert sums[0] == pytest.approx(sums[1], rel=1e-4)
 
     fast, slow = MultiHop()(prefill, region), value_reference.multi_hop(MultiHop(), prefill, region)
@@ -122,14 +112,7 @@ def test_the_auction_and_the_packed_entries(prefill: Prefill, ratio: int) -> Non
     assert torch.equal(run.frontier.kept, greedy_heap(run.floor, None).kept)
     assert run.accounting.budget - 1 <= run.accounting.spent <= run.accounting.budget
     # Every packed entry of two heads, against the definition of its interval.
-    context = TreeContext(
-        prefill=prefill,
-        partition=run.partition,
-        scores=run.relevance.scores,
-        seed_scores=run.relevance.seed_scores,
-        sensitivity=run.relevance.sensitivity,
-        rule=PrototypeRule(),
-    )
+    context = context_of(prefill, run.partition, run.relevance, run.relevance.sensitivity)
     forest, kept = run.frontier.forest, run.frontier.kept
     packed = PrototypePacker()(prefill, run.selection, run.relevance.scores, PrototypeRule())
     for layer, head in ((0, 0), (prefill.layers - 1, prefill.kv_heads - 1)):

@@ -14,28 +14,13 @@ from gracekv.segment.curvature import BlockInput, hidden_at
 from gracekv.segment.curvature_dp import dispersion_table, robust_zscore
 from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
+from support.segmented import by_reference
 
 seeds = st.integers(0, 2**32 - 1)
 # Small limits and windows keep the reference's loops short.
 SMALL = CurvatureDP(
     min_length=3, max_length=9, target_length=5, curvature=Curvature(windows=(2, 3))
 )
-
-
-def by_reference(prefill, region, rule):
-    """kappa [T], b [T], profits [N, n_max] and the bounds, all from the reference."""
-    states = hidden_at(prefill, rule.curvature.depths)
-    kappa = reference.stable_curvature(states, rule.curvature)
-    surprisal = prefill.observation(Surprisal()).tolist()
-    score = reference.boundary_score(kappa.tolist(), surprisal, rule)
-    inside = [hidden[region.start : region.end] for hidden in states]
-    boundary = score[region.start : region.end]
-    profit = np.full((region.length, rule.max_length), np.nan)
-    for a in range(region.length):
-        for n in range(1, min(rule.max_length, region.length - a) + 1):
-            profit[a, n - 1] = reference.slot_profit(boundary, inside, a, a + n, rule)
-    _, bounds = reference.best_partition(profit, rule.min_length)
-    return kappa, score, profit, bounds + region.start
 
 
 @settings(max_examples=25)
