@@ -1,13 +1,13 @@
 """When the compiled kernel runs, when sdpa does, and what is held for either."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
 
 from gracekv.backends import AttentionSpec, AttentionStep, Auto, Eager, Numba, Sdpa
 from gracekv.backends import numba as backend_module
-from gracekv.cache.base import RaggedEntries
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import compiled
 from gracekv.testing.attention import TOLERANCES, relative_error
@@ -21,18 +21,18 @@ pytestmark = pytest.mark.usefixtures("short_splits")
 def _count(monkeypatch):
     """How often sdpa is asked for a whole step, and the kernel."""
     asked = {"sdpa": 0, "kernel": 0}
-    whole, kernel = Sdpa.__call__, backend_module._attend
 
-    def by_sdpa(*args, **kwargs):
-        asked["sdpa"] += 1
-        return whole(*args, **kwargs)
+    def watch(kind, owner, name):
+        own = getattr(owner, name)
 
-    def by_kernel(*args, **kwargs):
-        asked["kernel"] += 1
-        return kernel(*args, **kwargs)
+        def counted(*args, **kwargs):
+            asked[kind] += 1
+            return own(*args, **kwargs)
 
-    monkeypatch.setattr(Sdpa, "__call__", by_sdpa)
-    monkeypatch.setattr(backend_module, "_attend", by_kernel)
+        monkeypatch.setattr(owner, name, counted)
+
+    watch("sdpa", Sdpa, "__call__")
+    watch("kernel", backend_module, "_attend")
     return asked
 
 
@@ -47,7 +47,7 @@ def test_what_does_not_suit_goes_to_sdpa(monkeypatch, why):
         query.requires_grad_()
     elif why == "strided":
         doubled = [torch.stack([x, x], dim=-1)[..., 0] for x in (layer.keys, layer.values)]
-        layer = RaggedEntries(*doubled, layer.positions, layer.log_multiplicity, layer.offsets)
+        layer = replace(layer, keys=doubled[0], values=doubled[1])
     elif why == "no tail":
         keys, values = keys[:, :, :0], values[:, :, :0]
     asked = _count(monkeypatch)
@@ -133,10 +133,7 @@ def test_auto_takes_it_on_the_cpu_and_says_why_where_not(monkeypatch):
 
 def test_it_is_refused_where_it_cannot_run(monkeypatch, threads):
     layer = ragged(torch.Generator().manual_seed(14), [9])
-    doubled = RaggedEntries(
-        layer.keys.double(), layer.values.double(), *(layer.positions, layer.log_multiplicity),
-        layer.offsets,
-    )  # fmt: skip
+    doubled = replace(layer, keys=layer.keys.double(), values=layer.values.double())
     with pytest.raises(BackendUnavailableError, match=r"got torch.float64. Use backend 'sdpa'"):
         Numba().prepare(doubled)
     assert "the kernel is for CPUs" in Numba().obstacle(AttentionSpec(torch.device("meta")))

@@ -16,10 +16,10 @@ from gracekv.kernels import device as host
 from support.quantised_layers import of_two_passages, quantised
 
 
-def layer_of(sequences, lengths):
+def layer_of(sequences, lengths, device="cpu"):
     """Entries of one number, rows of these lengths."""
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    rows = torch.zeros(int(offsets[-1]), 1)
+    rows = torch.zeros(int(offsets[-1]), 1, device=device)
     return RaggedEntries(rows, rows, rows[:, 0].int(), rows[:, 0], offsets, sequences)
 
 
@@ -133,15 +133,10 @@ def test_no_float32_tile_takes_hoppers_own_matrix_instructions():
     assert all(tiles(dim, torch.float32, (9, 0), 999).queries < 64 for dim in (8, 64, 128, 256))
 
 
-def layer_on(device):
-    rows = torch.zeros(4, 8, device=device)
-    return RaggedEntries(rows, rows, rows[:, 0].int(), rows[:, 0], torch.tensor([0, 4]))
-
-
 def test_without_triton_the_way_to_install_it_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BackendUnavailableError, match=r"pip install 'gracekv\[triton\]'"):
-        Triton().prepare(layer_on("cpu"))
+        Triton().prepare(layer_of(1, [4]))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -149,7 +144,7 @@ def test_without_triton_the_way_to_install_it_is_named(monkeypatch):
 def test_off_the_gpu_it_is_refused(monkeypatch, device):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(BackendUnavailableError, match="run on NVIDIA GPUs"):
-        Triton().prepare(layer_on(device))
+        Triton().prepare(layer_of(1, [4], device))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
