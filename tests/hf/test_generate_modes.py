@@ -22,6 +22,7 @@ import gracekv
 from gracekv.hf import attach, detach
 from gracekv.testing.models import tiny_llama
 from support.forward_passes import fed_shapes
+from support.greedy_decoding import plain_answer
 from support.margins import assert_same_tokens, logits_over
 from support.streamed import Written
 
@@ -80,11 +81,7 @@ def over(model, result, cache=None, **kwargs):
 def stock(model, **kwargs):
     detach(model)
     try:
-        return model.generate(
-            IDS[None],
-            attention_mask=torch.ones_like(IDS)[None],
-            **({"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1} | kwargs),
-        )[:, len(IDS) :]
+        return plain_answer(model, IDS, 12, **{"pad_token_id": 1, **kwargs})
     finally:
         attach(model)
 

@@ -16,7 +16,7 @@ from gracekv.prefill.options import CaptureOptions
 from gracekv.testing.models import tiny_model, tiny_tokenizer
 from gracekv.vllm import export
 from support.families import FAMILIES
-from support.greedy_decoding import greedy
+from support.greedy_decoding import greedy, plain_answer
 from support.margins import assert_same_beams, assert_same_steps, assert_same_tokens, logits_over
 
 MIXED = [name for name, family in FAMILIES.items() if family.is_mixed]
@@ -139,15 +139,8 @@ def test_beams_at_ratio_one_are_those_of_the_stock_model(family):
     model, plain = model_of(family), model_of(family)
     result = gracekv.compress(model, PROMPT, ratio=1)
     options = {"num_beams": 4, "num_return_sequences": 4}
-    want = plain.generate(
-        IDS[None],
-        attention_mask=torch.ones_like(IDS)[None],
-        max_new_tokens=8,
-        do_sample=False,
-        pad_token_id=0,
-        **options,
-    )
-    assert_same_beams(result.generate_ids(8, **options), want[:, len(IDS) :], result)
+    want = plain_answer(plain, IDS, 8, **options)
+    assert_same_beams(result.generate_ids(8, **options), want, result)
 
 
 def test_states_alone_and_stateful_models_are_refused():

@@ -8,6 +8,7 @@ import gracekv
 from gracekv.errors import CacheError, UnsupportedModelError, UntestedModelWarning
 from gracekv.hf import detach
 from gracekv.vllm import export
+from support.greedy_decoding import plain_answer
 from support.margins import assert_same_tokens, logits_over
 from support.tried_families import SIZES
 
@@ -54,16 +55,10 @@ def model_of(family, **fields):
     return model.eval()
 
 
-def stock(model, ids):
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    mask = torch.ones_like(ids)[None]
-    return model.generate(ids[None], attention_mask=mask, **options)[:, len(ids) :]
-
-
 @pytest.mark.parametrize("family", EVERY)
 def test_text_prompts_at_ratio_one_are_the_stock_model(family):
     model = model_of(family)
-    want = [stock(model, prompt.ids) for prompt in (PROMPT, SHORTER)]
+    want = [plain_answer(model, prompt.ids, 5) for prompt in (PROMPT, SHORTER)]
     with pytest.warns(UntestedModelWarning, match=f"'{family}'"):
         alone = gracekv.compress(model, PROMPT, ratio=1)
     if "layer_types" in EVERY[family][0]:
@@ -118,7 +113,7 @@ def test_a_decoder_has_an_attention_of_its_own():
     assert (model.config._attn_implementation, text._attn_implementation) == ("sdpa", "eager")
     # Its own masks, not those of gracekv.
     sight.set_attn_implementation("eager")
-    pixels, want = torch.randn(1, 3, 28, 28), stock(model, PROMPT.ids)
+    pixels, want = torch.randn(1, 3, 28, 28), plain_answer(model, PROMPT.ids, 5)
     before = model(PROMPT.ids[None]).logits, sight(pixels).last_hidden_state
     with pytest.warns(UntestedModelWarning):
         result = gracekv.compress(model, PROMPT, ratio=1)

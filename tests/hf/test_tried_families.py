@@ -13,6 +13,7 @@ from gracekv.prefill import model_layers, supported
 from gracekv.prefill.supported import TESTED_MODEL_TYPES, check_model
 from gracekv.testing.models import tiny_llama
 from support.families import FAMILIES
+from support.greedy_decoding import plain_answer
 from support.margins import assert_same_tokens, logits_over
 from support.tried_families import MIXED, TRIED, tried_model
 
@@ -27,9 +28,7 @@ def test_no_family_is_on_both_lists():
 @pytest.mark.parametrize("family", TRIED)
 def test_at_ratio_one_it_is_the_stock_model(family):
     model = tried_model(family)
-    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    mask = torch.ones_like(IDS)[None]
-    want = model.generate(IDS[None], attention_mask=mask, **options)[:, len(IDS) :]
+    want = plain_answer(model, IDS, 4, min_new_tokens=4)
     with pytest.warns(UntestedModelWarning, match=f"'{family}' is not tested"):
         result = gracekv.compress(model, PROMPT, ratio=1)
     assert_same_tokens(result.generate_ids(4, min_new_tokens=4), want, logits_over(result))

@@ -7,8 +7,12 @@ import pytest
 import torch
 
 import gracekv
+from support.greedy_decoding import plain_answer
 from support.margins import LOGITS_OF_30_LAYERS, assert_same_tokens, logits_over
 from support.skips import needs_smollm2
+
+# What the model's own settings sample by; a greedy answer warns of it.
+UNSET = {"temperature": None, "top_p": None, "top_k": None}
 
 pytestmark = [pytest.mark.model, needs_smollm2]
 
@@ -32,14 +36,9 @@ def prompt(loaded: tuple[Any, Any]) -> gracekv.Prompt:
 def stock(loaded: tuple[Any, Any], prompt: gracekv.Prompt) -> tuple[torch.Tensor, Any]:
     """Greedy tokens and the prompt's cache of the untouched model."""
     model, _ = loaded
-    ids = prompt.ids[None]
     with torch.no_grad():
-        cache = model(ids, use_cache=True).past_key_values
-    tokens = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24,
-        temperature=None, top_p=None, top_k=None,
-    )  # fmt: skip
-    return tokens[:, ids.shape[1] :], cache
+        cache = model(prompt.ids[None], use_cache=True).past_key_values
+    return plain_answer(model, prompt.ids, 24, **UNSET), cache
 
 
 @pytest.mark.parametrize("pipeline", ["gracekv", "fullkv"])
@@ -75,12 +74,7 @@ def test_a_compressed_cache_generates_and_is_smaller(
     stored = sum({x.data_ptr(): x.nbytes() for x in storages}.values())
     assert stored == accounting.bytes < accounting.full_bytes / 4
     assert accounting.spent <= accounting.budget == 90 * prompt.spans.context_length // 8
-    ids = prompt.ids[None]
-    by_hand = model.generate(
-        ids, past_key_values=result.new_cache(), attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=8, temperature=None, top_p=None, top_k=None,
-    )  # fmt: skip
-    assert torch.equal(by_hand[:, ids.shape[1] :], result.generate_ids(8))
+    by_hand = plain_answer(model, prompt.ids, 8, past_key_values=result.new_cache(), **UNSET)
+    assert torch.equal(by_hand, result.generate_ids(8))
     assert isinstance(result.generate(max_new_tokens=8), str)
     assert result.timings.construction > 0

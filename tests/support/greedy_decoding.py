@@ -30,6 +30,13 @@ def greedy(
     return output.sequences[0, len(ids) :], torch.cat(output.logits)
 
 
+def plain_answer(model: Any, ids: Tensor, tokens: int, **options: Any) -> Tensor:
+    """New ids [rows, n] of `model.generate` after ids [T], greedy unless told otherwise."""
+    options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0, **options}
+    mask = torch.ones_like(ids)[None]
+    return model.generate(ids[None], attention_mask=mask, **options)[:, len(ids) :]
+
+
 def heavier(cache: RaggedCache) -> RaggedCache:
     """The same entries with multiplicities that matter: tiny models attend to few tokens."""
     rng = torch.Generator().manual_seed(1)
