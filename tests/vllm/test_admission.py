@@ -70,9 +70,13 @@ def test_a_store_that_cannot_be_opened_refuses_requests(processor, monkeypatch):
     monkeypatch.setattr(admission, "open_store", gone)
     with pytest.raises(Refused, match=r"cannot be used \(ConfigError\)"):
         processor.process_inputs("0", [5], asking({"gracekv": "book"}))
-    processor.vllm_config = SimpleNamespace(kv_transfer_config=None)
-    with pytest.raises(Refused, match="no store of contexts"):
-        processor.process_inputs("0", [5], asking({"gracekv": None}))
+    for connector in (None, SimpleNamespace(kv_connector="ExampleConnector")):
+        processor.vllm_config = SimpleNamespace(kv_transfer_config=connector)
+        for name in ("book", None):
+            with pytest.raises(Refused, match="no store of contexts"):
+                processor.process_inputs("0", [5], asking({"gracekv": name}))
+        for extra in (None, {}, {"kv_transfer_params": {"remote": 1}}):
+            processor.process_inputs("1", [5], SimpleNamespace(extra_args=extra))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Connector and admission, without an engine."""
+"""The connector, without an engine."""
 
 from types import SimpleNamespace
 
@@ -146,18 +146,3 @@ def test_any_error_refuses_that_request_and_the_scheduler_goes_on(error):
     assert scheduler.side.get_num_new_matched_tokens(request, 0) == (0, False)
     assert request.cache_salt == "gracekv:0:"
     assert "cannot be used" in scheduler.reply(request)["gracekv"]["reason"]
-
-
-def test_an_engine_without_a_store_refuses_requests_about_contexts():
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
-    from gracekv.vllm import admission
-
-    for connector in (None, SimpleNamespace(kv_connector="ExampleConnector")):
-        processor = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=connector))
-        extra = {"kv_transfer_params": {"gracekv": "book"}}
-        with pytest.raises(VLLMValidationError, match="no store of contexts"):
-            admission.check(processor, SamplingParams(extra_args=extra))
-        for other in (None, {}, {"kv_transfer_params": {"remote": 1}}):
-            admission.check(processor, SamplingParams(extra_args=other))

@@ -23,11 +23,6 @@ TEXT = "Alice was beginning to get very tired of sitting by her sister on the ba
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer(vocabulary=500)
-
-
-@pytest.fixture(scope="module")
 def model():
     return tiny_model(vocabulary=500)
 

@@ -15,6 +15,13 @@ from gracekv.vllm import Client
 from support.context_server import QUESTION, TEXT, context_server, extensions
 
 
+@pytest.fixture
+def client(client):
+    """With the context that conversations are about."""
+    client.compress("book", TEXT, ratio=4)
+    return client
+
+
 def talk(client, server, turns, limit=None, **policy):
     """A conversation of so many turns, and the prompts that it sent, by context."""
     chat = client.chat("book", limit, Compaction(after=64, ratio=4, recent=2, **policy))
@@ -25,7 +32,6 @@ def talk(client, server, turns, limit=None, **policy):
 
 
 def test_a_conversation_sends_what_is_not_compressed(client, server, tokenizer):
-    client.compress("book", TEXT, ratio=4)
     plain = client.chat("book")
     for number in range(9):
         plain.ask(f"{QUESTION} It is question {number}.")
@@ -67,7 +73,6 @@ def whole_of(chat, tokenizer):
 
 
 def test_the_token_that_ends_an_answer_is_in_no_turn(client, server):
-    client.compress("book", TEXT, ratio=4)
     chat, server.told = client.chat("book"), {"token_ids": [7, 9], "stop_reason": 9}
     chat.ask(QUESTION)
     # Of 7 and 9 with each of four words, the last 9.
@@ -140,14 +145,12 @@ def test_a_conversation_goes_on_while_its_next_context_is_made(tokenizer):
 
 
 def test_messages_that_are_kept_have_all_their_entries(client, server):
-    client.compress("book", TEXT, ratio=4)
     talk(client, server, 8, keep=("user",))
     made = extensions(server)
     assert {x.get("ratio") or x["entries_per_head"] - len(ids) for x, ids in made} == {0, 4}
 
 
 def test_a_limit_goes_with_each_extension(client, server):
-    client.compress("book", TEXT, ratio=4)
     limit = Limit(kv_bytes="1MiB", every=64)
     talk(client, server, 9, limit=limit)
     sent = [order["limit"] for order, _ in extensions(server)]
@@ -156,7 +159,6 @@ def test_a_limit_goes_with_each_extension(client, server):
 
 
 def test_a_refusal_is_raised_once_and_no_message_is_lost(client, server, tokenizer):
-    client.compress("book", TEXT, ratio=4)
     policy, answered = Compaction(after=200, ratio=4, keep=("user",)), 0
     server.answer = lambda ids, order: [TEXT, TEXT]
     chat = client.chat("book", compact=policy)
@@ -173,7 +175,6 @@ def test_a_refusal_is_raised_once_and_no_message_is_lost(client, server, tokeniz
 
 
 def test_a_context_that_cannot_be_made_leaves_the_conversation(client, server, tokenizer):
-    client.compress("book", TEXT, ratio=4)
     server.failing = True
     with pytest.raises(StoreError, match=r"could not be compressed\. Its document has one token"):
         talk(client, server, 9)

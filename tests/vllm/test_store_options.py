@@ -42,17 +42,14 @@ def test_an_unusable_allow_list_ends_the_start(root, allow):
         store_options({"store": str(root), "allow": allow})
 
 
-@pytest.mark.parametrize(
-    ("extra", "said"),
-    [
-        ({}, "must name the folder"),
-        ({"store": "/nowhere/at/all"}, "is no folder"),
-        ({"store": 3}, "must name the folder"),
-        ({"store": ".", "limit": 3}, "takes 'store', 'limit_bytes' and 'allow'"),
-        ({"store": ".", "limit_bytes": 0}, "at least 1"),
-        ({"store": ".", "limit_bytes": True}, "at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("extra", "said"), [
+    ({}, "must name the folder"),
+    ({"store": "/nowhere/at/all"}, "is no folder"),
+    ({"store": 3}, "must name the folder"),
+    ({"store": ".", "limit": 3}, "takes 'store', 'limit_bytes' and 'allow'"),
+    ({"store": ".", "limit_bytes": 0}, "at least 1"),
+    ({"store": ".", "limit_bytes": True}, "at least 1"),
+])  # fmt: skip
 def test_unusable_configurations_are_refused(extra, said):
     with pytest.raises(ConfigError, match=said):
         store_options(extra)
@@ -65,19 +62,16 @@ class Graphs:
         self.has_full_cudagraphs = lambda: full
 
 
-@pytest.mark.parametrize(
-    ("where", "field", "value", "said"),
-    [
-        ("", "lora_config", object(), "LoRA adapters"),
-        ("", "speculative_config", object(), "speculative decoding"),
-        ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
-        ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
-        ("parallel_config", "prefill_context_parallel_size", 2, "context parallelism"),
-        ("parallel_config", "use_ubatching", True, ".*microbatches"),
-        ("cache_config", "cache_dtype", "fp8", "a KV cache in fp8"),
-        ("compilation_config", "cudagraph_mode", Graphs(True), "CUDA graphs of whole steps"),
-    ],
-)
+@pytest.mark.parametrize(("where", "field", "value", "said"), [
+    ("", "lora_config", object(), "LoRA adapters"),
+    ("", "speculative_config", object(), "speculative decoding"),
+    ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
+    ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
+    ("parallel_config", "prefill_context_parallel_size", 2, "context parallelism"),
+    ("parallel_config", "use_ubatching", True, ".*microbatches"),
+    ("cache_config", "cache_dtype", "fp8", "a KV cache in fp8"),
+    ("compilation_config", "cudagraph_mode", Graphs(True), "CUDA graphs of whole steps"),
+])  # fmt: skip
 def test_what_contexts_are_never_served_with_is_refused_by_name(where, field, value, said):
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
