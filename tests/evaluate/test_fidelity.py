@@ -23,24 +23,26 @@ def cached(model, setting, **options):
     return compress(model, prompt, prefill=prefill, **options)
 
 
-def test_full_cache_is_no_distance_from_itself(model, setting):
+def forced(model, setting, **options):
     prompt, answer, _ = setting
-    full = cached(model, setting, ratio=1, pipeline="fullkv")
-    first = teacher_force(model, prompt.ids, answer, full.new_cache())
-    again = compare(teacher_force(model, prompt.ids, answer, full.new_cache()), first, answer)
+    return teacher_force(model, prompt.ids, answer, cached(model, setting, **options).new_cache())
+
+
+def test_full_cache_is_no_distance_from_itself(model, setting):
+    first, second, kept_all = (
+        forced(model, setting, ratio=1, pipeline=x) for x in ("fullkv", "fullkv", "gracekv")
+    )
+    again = compare(second, first, setting[1])
     assert (again["kl"], again["dnll"], again["aoe"], again["top1"]) == (0, 0, 0, 1)
-    kept_all = cached(model, setting, ratio=1, pipeline="gracekv")
-    forced = teacher_force(model, prompt.ids, answer, kept_all.new_cache())
-    assert compare(forced, first, answer)["kl"] == 0
+    assert compare(kept_all, first, setting[1])["kl"] == 0
 
 
 def test_full_cache_gives_the_stock_models_likelihoods(model, setting):
     prompt, answer, _ = setting
-    full = cached(model, setting, ratio=1, pipeline="fullkv")
-    forced = teacher_force(model, prompt.ids, answer, full.new_cache())
+    full = forced(model, setting, ratio=1, pipeline="fullkv")
     with torch.no_grad():
         logits = model(torch.cat([prompt.ids, answer])[None]).logits[0, len(prompt.ids) - 1 : -1]
-    torch.testing.assert_close(forced.log_probs, logits.log_softmax(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(full.log_probs, logits.log_softmax(-1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("pipeline", ["gracekv", "gracekv-no-floor"])
@@ -58,10 +60,9 @@ def test_all_tokens_at_once_is_one_by_one(model, setting, pipeline):
 
 
 def test_numbers_are_their_definitions(model, setting):
-    prompt, answer, _ = setting
-    whole = cached(model, setting, ratio=1, pipeline="fullkv")
-    full = teacher_force(model, prompt.ids, answer, whole.new_cache())
-    less = teacher_force(model, prompt.ids, answer, cached(model, setting, ratio=8).new_cache())
+    answer = setting[1]
+    full = forced(model, setting, ratio=1, pipeline="fullkv")
+    less = forced(model, setting, ratio=8)
     got = compare(less, full, answer)
     kl = nll = same = 0.0
     for row, token in enumerate(answer.tolist()):

@@ -64,15 +64,24 @@ def test_without_data_the_files_are_named(tokenizer):
         Task("long_output:countdown", None, 0).sample(0, Sources(), tokenizer)
 
 
-def test_rows_tell_what_each_interval_lost(sources, model, tokenizer, tmp_path):
+@pytest.fixture
+def rows_of(sources, model, tokenizer, tmp_path):
+    def rows_of(methods, ratio):
+        """Rows by method, of which none failed."""
+        experiment = Experiment.from_dict({
+            "model": "tiny", "tasks": [TASK], "data": str(sources.folder),
+            "methods": methods, "ratios": [ratio], "samples": 1, "generate": False,
+        })  # fmt: skip
+        done = run(experiment, tmp_path, model=model, tokenizer=tokenizer)
+        assert (done.written, done.failed) == (len(methods), 0)
+        return {row["method"]: row for row in read_rows(tmp_path)}
+
+    return rows_of
+
+
+def test_rows_tell_what_each_interval_lost(rows_of):
     methods = [f"snapkv[decode={name}]" for name in ("none", "random", "fitted")]
-    experiment = Experiment.from_dict({
-        "model": "tiny", "tasks": [TASK], "data": str(sources.folder),
-        "methods": [*methods, "fullkv"], "ratios": [3], "samples": 1, "generate": False,
-    })  # fmt: skip
-    done = run(experiment, tmp_path, model=model, tokenizer=tokenizer)
-    assert (done.written, done.failed) == (4, 0)
-    rows = {row["method"]: row for row in read_rows(tmp_path)}
+    rows = rows_of([*methods, "fullkv"], 3)
     assert rows["fullkv"]["fidelity"]["kl"] == 0
     assert "by_interval" not in rows["fullkv"]
     for name in methods:
@@ -86,14 +95,7 @@ def test_rows_tell_what_each_interval_lost(sources, model, tokenizer, tmp_path):
     assert rows[methods[0]]["by_interval"] != rows[methods[1]]["by_interval"]
 
 
-def test_a_long_question_leaves_the_context_half_of_what_remains(
-    sources, model, tokenizer, tmp_path
-):
+def test_a_long_question_leaves_the_context_half_of_what_remains(rows_of):
     # At 6x prompt and last tokens alone would be more than the limit.
-    methods = ["snapkv[decode=random]", "snapkv[decode=none]"]
-    experiment = Experiment.from_dict({
-        "model": "tiny", "tasks": [TASK], "data": str(sources.folder),
-        "methods": methods, "ratios": [6], "samples": 1, "generate": False,
-    })  # fmt: skip
-    run(experiment, tmp_path, model=model, tokenizer=tokenizer)
-    assert [row.get("error") for row in read_rows(tmp_path)] == [None, None]
+    rows = rows_of(["snapkv[decode=random]", "snapkv[decode=none]"], 6)
+    assert [row.get("error") for row in rows.values()] == [None, None]

@@ -60,14 +60,10 @@ def test_truncation_keeps_instruction_and_question(record, tokenizer, room, midd
     assert kept.spans.question_end - end == spans.question_end - spans.context_end
 
 
-def test_a_prompt_that_may_not_be_cut_is_refused(record, tokenizer):
-    with pytest.raises(TaskError, match="more than the 100 allowed"):
-        render(record, tokenizer, 100, "error", 48)
-
-
-def test_a_limit_below_instruction_and_question_is_refused(record, tokenizer):
-    with pytest.raises(TaskError, match="Allow more"):
-        render(record, tokenizer, 10, "middle", 48)
+def test_what_may_not_be_cut_is_refused(record, tokenizer):
+    for size, how, why in ((100, "error", "than the 100 allowed"), (10, "middle", "Allow more")):
+        with pytest.raises(TaskError, match=why):
+            render(record, tokenizer, size, how, 48)
 
 
 def test_the_reference_follows_the_prompt_as_text(record, tokenizer):
@@ -85,11 +81,8 @@ def test_suites_hold_known_tasks_only():
         expand(["retreival"])
 
 
-def test_longbench_that_is_not_here_is_named(small_data):
+def test_data_that_is_not_here_is_named(small_data, tmp_path):
     with pytest.raises(TaskError, match=r"longbench/trec\.\*jsonl .* data\.zip"):
         Sources(small_data).records("longbench:trec")
-
-
-def test_a_data_folder_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(TaskError, match="does not exist"):
         Sources(tmp_path / "none")

@@ -77,26 +77,23 @@ def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
     assert [row["key"] for row in read_rows(tmp_path)] == ["a", "c"]
 
 
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ("not json", "Expecting value"),
-        ("[1]", "no mapping"),
-        ('{"no": "key"}', "'key' is None"),
-        ("[" * 100_000, "recursion"),
-        ('{"key": "\\ud800"}', "surrogates"),
-        (json.dumps(keyed("a", seed=True)), "'seed' is True"),
-        (json.dumps(keyed("a", length="1024")), "'length' is '1024'"),
-        (json.dumps(keyed("a", column="fast")), "'column' is 'fast'"),
-        (json.dumps(keyed("a", column="1e999x")), "'column'"),
-        (json.dumps(keyed("a", settings={})), "error is no text"),
-        (json.dumps(keyed("a", versions={"torch": 2})), "error is no text"),
-        (json.dumps(keyed("a", error={"type": "X"})), "error is no text"),
-        (json.dumps(keyed("a", metric=None)), "error is no text"),
-        (json.dumps(keyed("a", questions=[3])), "no mappings"),
-        (json.dumps(keyed("a", score=float("nan"))), "not JSON compliant"),
-    ],
-)
+@pytest.mark.parametrize(("line", "why"), [
+    ("not json", "Expecting value"),
+    ("[1]", "no mapping"),
+    ('{"no": "key"}', "'key' is None"),
+    ("[" * 100_000, "recursion"),
+    ('{"key": "\\ud800"}', "surrogates"),
+    (json.dumps(keyed("a", seed=True)), "'seed' is True"),
+    (json.dumps(keyed("a", length="1024")), "'length' is '1024'"),
+    (json.dumps(keyed("a", column="fast")), "'column' is 'fast'"),
+    (json.dumps(keyed("a", column="1e999x")), "'column'"),
+    (json.dumps(keyed("a", settings={})), "error is no text"),
+    (json.dumps(keyed("a", versions={"torch": 2})), "error is no text"),
+    (json.dumps(keyed("a", error={"type": "X"})), "error is no text"),
+    (json.dumps(keyed("a", metric=None)), "error is no text"),
+    (json.dumps(keyed("a", questions=[3])), "no mappings"),
+    (json.dumps(keyed("a", score=float("nan"))), "not JSON compliant"),
+])  # fmt: skip
 def test_a_complete_line_that_is_no_row_is_an_error(tmp_path, line, why):
     path = written(tmp_path, [keyed("whole")]) / "rows-main.jsonl"
     path.write_text(f"{path.read_text()}{line}\n")

@@ -140,19 +140,14 @@ def test_questions_come_with_their_documents(make, name):
     assert len(places) > 1
 
 
-def test_what_cannot_fit_is_refused(make):
-    with pytest.raises(TaskError, match=r"sample 0 of ruler:cwe.* does not fit the length 256"):
-        make("cwe", 256)
-
-
-def test_questions_run_out(make):
-    with pytest.raises(TaskError, match="has 12 samples here; sample 12 does not exist"):
-        make("qa_2", index=12)
-
-
-def test_documents_run_out(make):
-    with pytest.raises(TaskError, match="not enough data for ruler:qa_2"):
-        make("qa_2", 60_000)
+@pytest.mark.parametrize(("asked", "said"), [
+    ({"name": "cwe", "length": 256}, r"sample 0 of ruler:cwe.* does not fit the length 256"),
+    ({"name": "qa_2", "index": 12}, "has 12 samples here; sample 12 does not exist"),
+    ({"name": "qa_2", "length": 60_000}, "not enough data for ruler:qa_2"),
+])  # fmt: skip
+def test_what_cannot_be_made_is_refused(make, asked, said):
+    with pytest.raises(TaskError, match=said):
+        make(**asked)
 
 
 def test_questions_without_a_folder_name_the_file():
