@@ -23,6 +23,8 @@ CODINGS = {
     "allocated without sinks": AllocatedPrecision(group=4, sinks=0),
     "many sinks": UniformPrecision(group=16, sinks=9),
 }
+PLAIN = Pipeline.named("gracekv-plus")
+UNIFORM = dataclasses.replace(PLAIN, precision=PRECISIONS.build("uniform"))
 
 
 def context_bytes(run, prefill):
@@ -82,9 +84,7 @@ def test_the_budget_is_spent_and_never_exceeded(
 
 def test_entries_per_head_count_entries():
     prefill = synthetic_prefill(context=100, dim=32)
-    plain = Pipeline.named("gracekv-plus")
-    pipeline = dataclasses.replace(plain, precision=PRECISIONS.build("uniform"))
-    one, two = (x.run(prefill, Budget.entries_per_head(20)) for x in (plain, pipeline))
+    one, two = (x.run(prefill, Budget.entries_per_head(20)) for x in (PLAIN, UNIFORM))
     assert two.accounting.budget_bytes is None
     assert two.accounting.spent == one.accounting.spent == 80
     for layer, other in zip(one.cache.layers, two.cache.layers, strict=True):
@@ -94,8 +94,7 @@ def test_entries_per_head_count_entries():
 @pytest.mark.parametrize(("ratio", "bits"), [(1, 16), (1.5, 8), (1.7, 8)])
 def test_what_fits_as_it_is_stays_and_what_fits_quantised_is_not_dropped(ratio, bits):
     prefill = synthetic_prefill(context=100, dim=32, dtype=torch.bfloat16)
-    pipeline = Pipeline.from_dict({"precision": "uniform"}, base="gracekv-plus")
-    run = pipeline.run(prefill, Budget.ratio(ratio))
+    run = UNIFORM.run(prefill, Budget.ratio(ratio))
     assert all(isinstance(layer, QuantisedEntries) for layer in run.cache.layers)
     assert run.accounting.spent == 400
     assert min(share.bits for share in run.accounting.widths) == bits
@@ -108,15 +107,14 @@ def test_widths_add_up_over_prompts():
 
 def test_tiny_budgets_are_refused_with_what_works():
     prefill = synthetic_prefill(context=60, dim=8, dtype=torch.bfloat16)
-    pipeline = Pipeline.from_dict({"precision": "uniform"}, base="gracekv-plus")
     with pytest.raises(BudgetError, match="is below the smallest that works here, 512") as caught:
-        pipeline.run(prefill, Budget.kv_bytes(511))
+        UNIFORM.run(prefill, Budget.kv_bytes(511))
     assert "ratio of at most 15, or kv_bytes of at least 512" in str(caught.value)
-    assert pipeline.run(prefill, Budget.kv_bytes(512)).accounting.spent == 16
-    pipeline.run(prefill, Budget.ratio(15))
+    assert UNIFORM.run(prefill, Budget.kv_bytes(512)).accounting.spent == 16
+    UNIFORM.run(prefill, Budget.ratio(15))
     short = synthetic_prefill(context=1, dim=8, dtype=torch.float32)
     with pytest.raises(BudgetError, match="Use kv_bytes of at least"):
-        pipeline.run(short, Budget.kv_bytes(8))
+        UNIFORM.run(short, Budget.kv_bytes(8))
 
 
 def test_queries_that_are_computed_again_leave_those_of_the_prompts_end():

@@ -1,7 +1,6 @@
 """Token texts add up to the prompt, whatever the tokenizer."""
 
 import pytest
-import torch
 import transformers
 
 from gracekv import Prompt
@@ -28,20 +27,15 @@ def by_bytes():
 
 def test_texts_are_cut_from_the_prompt(by_bytes):
     prompt = Prompt.from_chat(by_bytes, context=TEXT, question="Why 🙂?", template=False)
-    texts = token_texts(prompt.ids, prompt.tokenizer)
-    assert len(texts) == len(prompt.ids)
-    assert "".join(texts) == "".join(prompt.parts)
+    bare = Prompt.from_ids(prompt.ids, (0, 10), tokenizer=by_bytes)
+    # Without the prompt's text they are decoded.
+    for one in (bare, prompt):
+        texts = token_texts(one.ids, one.tokenizer)
+        assert len(texts) == len(prompt.ids)
+        assert "".join(texts) == "".join(prompt.parts)
     # Four bytes share one character: one token has it.
     assert texts.count("🙂") == 2
     assert texts.count("") == 2 * 3 + 1 + 2
-
-
-def test_texts_are_decoded_without_the_prompts_text(by_bytes):
-    made = Prompt.from_chat(by_bytes, context=TEXT, question="Why?", template=False)
-    bare = Prompt.from_ids(made.ids, (0, 10), tokenizer=by_bytes)
-    texts = token_texts(bare.ids, bare.tokenizer)
-    assert len(texts) == len(bare.ids)
-    assert "".join(texts) == "".join(made.parts)
 
 
 def test_bytes_that_are_no_text_do_not_swallow_the_rest(by_bytes):
@@ -55,9 +49,9 @@ def test_bytes_that_are_no_text_do_not_swallow_the_rest(by_bytes):
 
 def test_a_special_token_shows_its_name(by_bytes):
     ids = [by_bytes.bos_token_id, *by_bytes("ab", add_special_tokens=False)["input_ids"]]
-    prompt = Prompt(torch.tensor(ids), Prompt.from_ids(ids, (1, 3)).spans, ("", "ab", "", ""))
+    bare = Prompt.from_ids(ids, (1, 3))
     # The text does not hold it, so tokenising it again gives other ids, and they are decoded.
-    known = Prompt(prompt.ids, prompt.spans, prompt.parts, by_bytes)
+    known = Prompt(bare.ids, bare.spans, ("", "ab", "", ""), by_bytes)
     assert token_texts(known.ids, known.tokenizer) == ["<s>", "a", "b"]
 
 
