@@ -48,6 +48,8 @@ def cli(monkeypatch, capsys):
     """Run the command line in this process: (exit status, stdout, stderr)."""
     from gracekv.cli.main import main
 
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
     def cli(*argv):
         monkeypatch.setattr(sys, "argv", ["gracekv", *map(str, argv)])
         with pytest.raises(SystemExit) as caught:

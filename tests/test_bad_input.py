@@ -77,9 +77,7 @@ def chat_by(template: str) -> object:
 TABLE = {
     "ratio below 1": (lambda: compress(ratio=0.5), BudgetError, "1 keeps all"),
     "ratio as kvpress counts": (
-        lambda: compress(ratio=0.875),
-        BudgetError,
-        r"compression_ratio=0\.875",
+        lambda: compress(ratio=0.875), BudgetError, r"compression_ratio=0\.875"
     ),
     "compression_ratio 1": (lambda: compress(compression_ratio=1), BudgetError, "below 1"),
     "ratio NaN": (lambda: run(float("nan")), BudgetError, "finite"),
@@ -93,22 +91,17 @@ TABLE = {
     "budget below the window": (lambda: run(30), BudgetError, "at most 24"),
     "bytes below the window": (lambda: compress(kv_bytes=1), BudgetError, "at least"),
     "recipe misspelt": (
-        lambda: compress(ratio=2, pipeline="gracekw"),
-        UnknownStrategyError,
-        "Did you mean 'gracekv'",
+        lambda: compress(ratio=2, pipeline="gracekw"), UnknownStrategyError, "mean 'gracekv'"
     ),
     "recipe as a press": (
         lambda: compress(ratio=2, pipeline="AdaKVPress"), UnknownStrategyError, "mean 'ada-snapkv'"
     ),
     "strategy misspelt": (
         lambda: Pipeline.from_dict({"refine": "binary_extrat"}),
-        UnknownStrategyError,
-        "Did you mean 'binary_extract'",
+        UnknownStrategyError, "Did you mean 'binary_extract'",
     ),
     "stage misspelt": (
-        lambda: Pipeline.from_dict({"reffine": "binary"}),
-        ConfigError,
-        "Did you mean 'refine'",
+        lambda: Pipeline.from_dict({"reffine": "binary"}), ConfigError, "Did you mean 'refine'"
     ),
     "keys NaN": (lambda: poisoned("keys", float("nan")), NonFiniteError, "bfloat16"),
     "values infinite": (lambda: poisoned("values", float("inf")), NonFiniteError, "layer 1"),
@@ -119,18 +112,14 @@ TABLE = {
     "no RoPE": (lambda: compress(without_rope(), ratio=2), UnsupportedModelError, "rotary"),
     "sliding window": (
         lambda: compress(other_model(transformers.MistralConfig, sliding_window=8), ratio=2),
-        UnsupportedModelError,
-        "sliding window of 8",
+        UnsupportedModelError, "sliding window of 8",
     ),
     "attention modules of other names": (
         lambda: compress(other_model(transformers.GPTNeoXConfig), ratio=2),
-        UnsupportedModelError,
-        "without the modules self_attn",
+        UnsupportedModelError, "without the modules self_attn",
     ),
     "training mode": (
-        lambda: compress(tiny_llama().train(), ratio=2),
-        UnsupportedModelError,
-        r"model\.eval\(\)",
+        lambda: compress(tiny_llama().train(), ratio=2), UnsupportedModelError, r"model\.eval\(\)"
     ),
     "not a model": (lambda: compress(object(), ratio=2), UnsupportedModelError, "got object"),
     "a base model": (
@@ -180,8 +169,7 @@ TABLE = {
         PromptError, "fails on messages of user: no system. Render",
     ),
     "a cache of another kind": (
-        lambda: compress(ratio=4).generate_ids(2, cache_implementation="static"),
-        ConfigError,
+        lambda: compress(ratio=4).generate_ids(2, cache_implementation="static"), ConfigError,
         "Leave out cache_implementation: ids, mask and cache are those of the compressed prompt",
     ),
 }

@@ -35,11 +35,12 @@ def plan_for(layers, heads, context, base):
     alpha=st.sampled_from([0.0, 0.3, 0.6, 1.0]),
     pool=st.sampled_from([1, 3, 7]),
     eta=st.sampled_from([0.5, 0.95]),
+    consensus=st.sampled_from([0.0, 0.5, 0.9]),
     ties=st.booleans(),
     unit=st.sampled_from([0.0, 0.3, 1.0]),
 )
-def test_candidates_match_the_reference(seed, count, base, alpha, pool, eta, ties, unit):
-    floor = Singleton(alpha=alpha, pool=pool, eta=eta)
+def test_candidates_match_the_reference(seed, count, base, alpha, pool, eta, consensus, ties, unit):
+    floor = Singleton(alpha=alpha, pool=pool, eta=eta, consensus=consensus)
     plan, drawn = plan_for(2, 3, count, base), draw_relevance(2, 3, count, seed, ties=ties)
     fast, slow = floor.candidates(unit * drawn, plan), floor_candidates(floor, unit * drawn, plan)
     if slow is None:

@@ -17,6 +17,11 @@ from support.decode_steps import ragged, step
 pytestmark = pytest.mark.usefixtures("short_splits", "no_detour")
 
 
+def read(query, layer, keys, values, scale=0.125, mask=None, **options):
+    prepared = Numba().prepare(layer)
+    return Numba()(AttentionStep(query, prepared, keys, values, scale, mask, **options))
+
+
 @settings(max_examples=150 if LONG else 60)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -50,12 +55,11 @@ def test_equals_attention_in_float64(
     elif masked != "none":
         mask = torch.rand(1 if masked == "one for all" else batch, 1, 1, tail, generator=rng) < 0.3
         mask[0] = False
-    asked = (keys, values, dim**-0.5, mask, None, rows)
+    asked = (keys, values, dim**-0.5, mask)
     logits = torch.randn(query.shape[1], generator=rng).to(dtype) if sinks else None
-    options = {"softcap": softcap, "sink_logits": logits}
-    backend = Numba()
+    options = {"rows": rows, "softcap": softcap, "sink_logits": logits}
 
-    output = backend(AttentionStep(query, backend.prepare(layer), *asked, **options))
+    output = read(query, layer, *asked, **options)
 
     assert output.dtype == dtype
     assert output.shape == query.shape
@@ -70,7 +74,7 @@ def test_logits_that_are_far_apart():
     layer = ragged(rng, [50, 31])
     query, keys, values = step(rng, layer, 2, 1, 9)
 
-    output = Numba()(AttentionStep(query * 1000, Numba().prepare(layer), keys, values, 1.0))
+    output = read(query * 1000, layer, keys, values, 1.0)
 
     want = attention(AttentionStep(query * 1000, layer, keys, values, 1.0))[0]
     assert relative_error(output, want) <= TOLERANCES[torch.float32]
@@ -82,12 +86,11 @@ def test_what_is_hidden_weighs_nothing():
     query, keys, values = step(rng, layer, 2, 1, 12)
     mask = torch.ones(1, 1, 1, 12, dtype=torch.bool)
     mask[..., 4:] = False
-    prepared = Numba().prepare(layer)
-    want = Numba()(AttentionStep(query, prepared, keys, values, 0.125, mask))
+    want = read(query, layer, keys, values, mask=mask)
 
     values[:, :, 4:] = 3e38
 
-    assert torch.equal(Numba()(AttentionStep(query, prepared, keys, values, 0.125, mask)), want)
+    assert torch.equal(read(query, layer, keys, values, mask=mask), want)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
@@ -109,11 +112,11 @@ def test_a_continuation_does_not_depend_on_the_others():
     layer = ragged(rng, [90, 60, 30, 20], sequences=2)
     query, keys, values = step(rng, layer, 3, 6, 20)
     rows = torch.tensor([1, 0, 0, 1, 1, 0])
-    together = Numba()(AttentionStep(query, Numba().prepare(layer), keys, values, 0.125, rows=rows))
+    together = read(query, layer, keys, values, rows=rows)
 
     for b in range(6):
-        own, at = Numba().prepare(layer.sequence(int(rows[b]))), slice(b, b + 1)
-        alone = Numba()(AttentionStep(query[at], own, keys[at], values[at], 0.125))
+        own, at = layer.sequence(int(rows[b])), slice(b, b + 1)
+        alone = read(query[at], own, keys[at], values[at])
         assert torch.equal(alone, together[at])
 
 
@@ -132,9 +135,7 @@ def test_a_nan_is_not_hidden(where, softcap):
     }
     of[where][:] = math.nan
 
-    output = Numba()(
-        AttentionStep(query, Numba().prepare(layer), keys, values, 0.125, softcap=softcap)
-    )
+    output = read(query, layer, keys, values, softcap=softcap)
 
     assert bool(output[0, :2].isfinite().all())
     assert bool(output[0, 2].isnan().all())
@@ -154,7 +155,7 @@ def test_states_that_lie_otherwise(change):
     else:
         keys, values = (torch.cat([x, x], dim=-1)[..., :64] for x in (keys, values))
 
-    output = Numba()(AttentionStep(query, Numba().prepare(layer), keys, values, 0.125))
+    output = read(query, layer, keys, values)
 
     want = attention(AttentionStep(query, layer, keys, values, 0.125))[0]
     assert relative_error(output, want) <= TOLERANCES[torch.float32]
@@ -168,13 +169,13 @@ def test_every_half_is_read_exactly(dtype, bits):
     from gracekv.kernels.intrinsics import as_float32
 
     @numba.njit
-    def read(rows, wide):
+    def widened(rows, wide):
         return as_float32(rows, 0, len(rows), wide)[0]
 
     every = np.arange(2**16, dtype=np.uint16).view(bits).reshape(-1, 64)
     want = torch.from_numpy(every.view(np.int16)).view(dtype).float()
 
-    got = torch.from_numpy(read(every, np.empty(every.shape, np.float32)))
+    got = torch.from_numpy(widened(every, np.empty(every.shape, np.float32)))
 
     number = ~want.isnan()
     assert torch.equal(got.isnan(), want.isnan())

@@ -153,7 +153,7 @@ def test_compress_prints_answer_and_accounting(run, calls, story, tmp_path):
     status, out, err = run(
         "compress", "--model", "smollm2", "--context", story, "--question", "Why?",
         "--instruction", "Read.", "--max-new-tokens", 5, "--dtype", "bfloat16",
-        "--pipeline", "snapkv", "--save", tmp_path / "saved",
+        "--pipeline", "snapkv", "--save", tmp_path / "saved", "--beyond-positions",
     )  # fmt: skip
     assert (status, out) == (0, "5 tokens\n")
     assert (tmp_path / "saved").read_text() == "entries"
@@ -165,6 +165,7 @@ def test_compress_prints_answer_and_accounting(run, calls, story, tmp_path):
     assert (call["question"], call["instruction"]) == ("Why?", "Read.")
     assert call["budget"] == Budget.ratio(8)
     assert call["pipeline"] == Pipeline.named("snapkv")
+    assert call["capture"].beyond_positions
 
 
 def test_other_budgets_replace_the_ratio(run, calls, story):
@@ -188,6 +189,7 @@ def test_without_a_question_the_cache_is_saved_to_be_asked_later(
     told = [call[x] for x in ("model", "question", "budget", "pipeline")]
     # Which recipe that is, `gracekv.compress` decides.
     assert told == ["smollm2:float32", "", Budget.ratio(2), None]
+    assert not call["capture"].beyond_positions
     assert "to do with the cache: add --question" in refused("compress", "--context", story)
 
 

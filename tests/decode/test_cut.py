@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gracekv.decode import DECODERS, RKV, Attention, Guarded, Random, reference
 from gracekv.decode.cut import kept_entries, packed_entries
 from support.held_layers import held_layer
+from support.margins import assert_same_choice
 
 EVERY = [name for name in DECODERS if name != "none"]
 
@@ -33,9 +34,9 @@ def test_the_auction_is_a_sorted_list(name, seed, budget):
     used, third = [x.used for x in layers], budget // 3
     stays = [x.used & ((x.positions >= x.now - 2) | strategy.guarded(x, third)) for x in layers]
     want = reference.kept(scores, stays, used, budget, per_head=strategy.per_head)
-    for own, plain, score in zip(kept, want, scores, strict=True):
-        # Scores are equal only where both choices are right.
-        assert torch.equal(own, plain) or len(score.unique()) < score.numel()
+    parts = [torch.stack(x) for x in (kept, want, scores)]
+    shape = parts[0].shape if strategy.per_head else (1, -1)
+    assert_same_choice(*(x.reshape(shape) for x in parts))
     total = sum(int(own.sum()) for own in kept)
     assert total <= budget
     assert strategy.per_head or total == min(budget, sum(int(x.used.sum()) for x in layers))
@@ -65,6 +66,13 @@ def test_the_prompt_stays_if_it_is_kept():
     kept, _ = kept_entries(3, layers.__getitem__, Random(), 45, window=2)
     for held, own in zip(layers, kept, strict=True):
         assert own[held.used & (held.positions < held.prompt)].all()
+
+
+def test_random_scores_depend_on_seed_layer_and_position():
+    held = held_layer(0)
+    others = [replace(held, **x) for x in ({}, {"number": 1}, {"now": held.now + 1})]
+    drawn = [Random(1).scores(held), *(Random().scores(x) for x in others)]
+    assert [torch.equal(x, Random().scores(held)) for x in drawn] == [False, True, False, False]
 
 
 def test_values_of_huge_norm_stay_if_they_are_guarded():

@@ -1,11 +1,13 @@
 """What a cut fits, against the same in float64, head by head."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.decode import Attention, Fitted
+from gracekv.decode import Attention, Fitted, reference
 from gracekv.decode.cut import packed_entries
 from gracekv.fit.values_and_mass import LEAST, MOST
 from support.held_layers import held_layer
@@ -43,6 +45,21 @@ def plain_head(held, kept, g):
     own = values[kept[g]]
     change = ridge(shares, attention @ values - shares @ own, TRUST)
     return own + change, held.log_multiplicity[g, kept[g]].double() + factor.log()
+
+
+@given(
+    seed=st.integers(0, 2**20),
+    memory=st.sampled_from([0.0, 0.5, 0.9]),
+    norm=st.sampled_from([0.0, 1.0, 2.0]),
+)
+def test_scores_are_what_is_read_or_remembered(seed, memory, norm):
+    held, rng = held_layer(seed), torch.Generator().manual_seed(seed)
+    held = replace(held, carried=torch.randn(held.used.shape, generator=rng) * held.used)
+    read = reference.attention(held) * held.values.double().norm(dim=-1) ** norm
+    got = Fitted(memory=memory, norm=norm).scores(held)
+    for own, now, old in zip(got.double(), read, held.carried.double().clamp(min=0), strict=True):
+        level = now[old > 0].sum() / old.sum() if old.any() else 0.0
+        torch.testing.assert_close(own, now.maximum(memory * level * old), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("queries", [3, 12])

@@ -69,17 +69,10 @@ def test_methods_are_recipes_with_changes():
     assert split_methods(", ".join(methods[:2]) + ",h") == methods
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "gracekv[alpha]",
-        "gracekv[a.b.c=1]",
-        "gracekv[keep_all.x=1]",
-        "gracekv[",
-        "[x=1]",
-        "gracekv[floor.alpha=2024-13-45]",
-    ],
-)
+@pytest.mark.parametrize("spec", [
+    "gracekv[alpha]", "gracekv[a.b.c=1]", "gracekv[keep_all.x=1]", "gracekv[", "[x=1]",
+    "gracekv[floor.alpha=2024-13-45]",
+])  # fmt: skip
 def test_methods_that_cannot_be_read(spec):
     with pytest.raises(ConfigError):
         parse_method(spec)
@@ -138,11 +131,15 @@ def test_the_commands_from_model_to_table(cli, refused, model_folder, small_data
     assert "'latex' is not one of 'markdown', 'csv'" in told
 
 
-def test_the_exit_code_tells_of_failures(cli, model_folder, tmp_path):
+def test_the_exit_code_tells_of_failures_and_rows_of_their_settings(cli, model_folder, tmp_path):
     code, _, told = cli(
         "evaluate", "--model", model_folder, "--out", tmp_path / "runs", "--tasks", "ruler:fwe",
         "--length", "512", "--samples", "1", "--ratios", "2,1000", "--max-new-tokens", "2",
+        "--seed", "7", "--no-fidelity", "--truncate", "start", "--max-prompt", "2000",
     )  # fmt: skip
+    row = read_rows(tmp_path / "runs")[0]
+    set_to = [row["settings"][name] for name in ("fidelity", "truncate", "max_prompt")]
+    assert (row["seed"], set_to) == (7, [False, "start", 2000])
     assert code == 1
     # FullKV once, gracekv-plus and gracekv at both ratios.
     assert "5 cells run, 0 kept from before, 2 failed" in told

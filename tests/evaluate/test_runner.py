@@ -106,6 +106,21 @@ def test_a_failure_is_a_row_and_the_run_goes_on(experiment, tiny, tmp_path):
     assert run(broken, tmp_path, retry_failed=True, **tiny).written == 8
 
 
+def test_prompts_are_cut_as_the_panel_says(experiment, tiny, tmp_path):
+    few = {"tasks": ("longbench:qasper",), "methods": ("fullkv",), "samples": 1}
+    panel = replace(experiment.panels[0], **few, fidelity=False)
+    small = tiny | {"model": tiny_llama(vocabulary=2000, positions=204)}  # 4 are the answer's
+    rows, most = [], {"max_prompt": 200}
+    for changes in ({}, most, most | {"truncate": "start"}, most | {"truncate": "error"}):
+        folder, cut = tmp_path / str(len(rows)), replace(panel, **changes)
+        run(replace(experiment, panels=(cut,)), folder, **(tiny if changes else small))
+        rows += read_rows(folder)
+    model, middle, start, refused = rows
+    assert middle["prompt_tokens"] == start["prompt_tokens"] == 200
+    assert model["prompt_hash"] == middle["prompt_hash"] != start["prompt_hash"]
+    assert refused["error"]["type"] == "TaskError"
+
+
 def test_missing_data_are_found_before_anything_runs(experiment, tiny, tmp_path):
     panel = replace(experiment.panels[0], tasks=("ruler:qa_1",))
     with pytest.raises(TaskError, match="need qa/squad"):

@@ -46,15 +46,18 @@ def compressed(recipe="gracekv-plus", ratio=3, fit="none", softcap=None, sinks=F
     mass=st.sampled_from([None, 0.1]),
     softcap=st.sampled_from([None, 2.0]),
     sinks=st.booleans(),
-    repeated=st.sampled_from([(0, 1.0), (512, 1.0), (512, 0.3)]),
+    tail_share=st.sampled_from([0.1, 0.4]),
+    repeated=st.sampled_from([(0, 1.0, 9), (512, 1.0, 4096), (512, 0.3, 4096), (192, 1.0, 2048)]),
     by_score=st.booleans(),
     rows=st.sampled_from([0, 256]),
 )
 def test_equals_least_squares_in_float64(
-    seed, group, ratio, trust, trust_read, recipe, mass, softcap, sinks, repeated, by_score, rows
-):
-    repeat, share = repeated
-    queries = dataclasses.replace(QUERIES, repeat=repeat, repeat_share=share)
+    seed, group, ratio, trust, trust_read, recipe, mass, softcap, sinks, tail_share, repeated,
+    by_score, rows,
+):  # fmt: skip
+    repeat, share, chunk = repeated
+    again_share = (1 - tail_share) * share * bool(repeat)
+    queries = ReferenceQueries(QUERIES.replay, QUERIES.tail, tail_share, repeat, share, chunk)
     prefill, region, cache = compressed(
         recipe, ratio, softcap=softcap, sinks=sinks, seed=seed, group=group
     )
@@ -73,7 +76,7 @@ def test_equals_least_squares_in_float64(
         chosen = queries(prefill.layer(number), region, memory)
         again = slice(len(chosen.positions), -QUERIES.tail)
         assert chosen.asked_at[again].eq(prefill.spans.context_end - 1).all()
-        assert float(chosen.weights[again].sum()) == pytest.approx(0.6 * share * bool(repeat))
+        assert float(chosen.weights[again].sum()) == pytest.approx(again_share)
         for head in range(prefill.kv_heads):
             trusts = trust, trust_read, mass
             values, log_m = reference.fitted_head(

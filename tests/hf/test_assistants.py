@@ -11,6 +11,7 @@ from gracekv.hf import attach
 from gracekv.hf.resumed_layer import is_resumed
 from gracekv.registry.hyperparameter import parts_of
 from gracekv.testing.models import tiny_tokenizer
+from support.asked_context import steps
 from support.families import FAMILIES
 from support.margins import assert_same_tokens, logits_over
 
@@ -72,8 +73,14 @@ def test_a_conversation_goes_on_after_an_assisted_turn(family, cropped):
             ("And then?", {}),
             ("Why?", {"assistant_model": assistant}),
         ):
-            assert assisted.ask(question, 9, **options) == plain.ask(question, 9)
+            assisted.ask(question, 9, **options), plain.ask(question, 9)
             assert state_shapes(assisted) == state_shapes(plain)
+        context, got, want = book.packed.length, assisted._ids, plain._ids
+    assert_same_tokens(
+        got[context:],
+        want[context:],
+        lambda before: steps(model, want[: context + len(before)], book.new_cache(), 1)[1],
+    )
     assert any(cropped)
 
 

@@ -5,6 +5,7 @@ from importlib.resources import files
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import gracekv
 from gracekv import Budget, Prompt
@@ -28,6 +29,7 @@ from gracekv.value import LagRelative, block_replay
 from support.asked_context import same_greedy, stock_steps
 from support.lean_prefills import without_queries
 from support.margins import assert_same_choice
+from support.quantised_layers import CODED
 from support.tried_families import tried_model
 
 TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
@@ -116,16 +118,17 @@ FAMILIES = [
     ("phi3", {"partial": 0.5}, MERGES),
     ("qwen3", {}, "gracekv-agnostic"),
     ("gemma", {}, "d2o"),
+    *(("llama", {}, x) for x in CODED.values()),
 ]
 
 
 @pytest.mark.parametrize("chunk", [None, 11])
 @pytest.mark.parametrize(("family", "options", "recipe"), FAMILIES)
 def test_the_passage_is_read_over_the_packed_entries(family, options, recipe, chunk):
-    """Uneven heads and merged entries count as they do when the model decodes over them."""
+    """Uneven heads, merged entries and codes count as when the model decodes over them."""
     model = tiny_model(family, **options)
     book = compressed(model, 3, recipe)
-    longer = book.extend(PASSAGE, ratio=1, capture=CaptureOptions(chunk=chunk))
+    longer = book.extend(PASSAGE, kv_bytes="1MB", capture=CaptureOptions(chunk=chunk))
     cache = book.new_cache()
     with torch.no_grad():
         model(PASSAGE[None], past_key_values=cache)
@@ -182,26 +185,44 @@ def test_where_nothing_is_removed_it_is_the_stock_models_answer(model, tail):
     same_greedy(longer.generate_ids(6)[0], *stock_steps(model, longer.prompt.ids, 6))
 
 
-def test_a_text_is_asked_saved_and_extended_again(tokenizer, tmp_path):
+@pytest.mark.parametrize("recipe", [None, CODED["allocated"]])
+def test_a_text_is_asked_saved_chatted_about_and_extended_again(tokenizer, tmp_path, recipe):
     reader = tiny_llama(layers=3, vocabulary=2000, positions=4096)
-    book = gracekv.compress(reader, Prompt.from_chat(tokenizer, context=TEXT[:600]), ratio=3)
+    prompt = Prompt.from_chat(tokenizer, context=TEXT[:600])
+    book = gracekv.compress(reader, prompt, ratio=3, pipeline=recipe)
     answer = book.ask("Who fell?", max_new_tokens=6)
-    longer = book.extend(TEXT[600:1200], ratio=3).extend("\n\nThe end.", ratio=1)
+    longer = book.extend(TEXT[600:1200], ratio=3).extend(TEXT[1200:1500], ratio=4)
+    longer = longer.extend("\n\nThe end.", kv_bytes="1MB")
     read = tokenizer.decode(longer.prompt.ids[: longer.prompt.spans.context_end])
-    assert read.endswith(TEXT[:1200] + "\n\nThe end.")
+    assert read.endswith(TEXT[:1500] + "\n\nThe end.")
     assert book.ask("Who fell?", max_new_tokens=6) == answer
+    bits = [coding.bits for coding in longer.packed.layers[0].codings]
+    assert bits == sorted(bits, reverse=True)
+    assert len(set(bits)) < len(bits) or recipe is None
     longer.save(tmp_path / "book.gracekv")
+    with safe_open(tmp_path / "book.gracekv", "pt") as file:
+        assert file.metadata()["gracekv_format"] == "4"
     again = gracekv.load(tmp_path / "book.gracekv", reader, tokenizer=tokenizer)
+    same_entries(again, longer)
     assert torch.equal(again.accounting.entries, longer.accounting.entries)
+    for field in ("bytes", "full_bytes", "widths", "budget_bytes", "spent_bytes"):
+        assert getattr(again.accounting, field) == getattr(longer.accounting, field)
     assert again.timings == longer.timings
     questions = ["Who fell?", "Where is Alice sitting, and why?"]
     assert again.ask(questions, max_new_tokens=6) == longer.ask(questions, max_new_tokens=6)
     with longer.chat() as chat:
         assert chat.ask(questions[0], 6) == longer.ask(questions[0], 6)
-    further = [x.extend(TEXT[1200:1500], ratio=2) for x in (again, longer)]
-    for one, other in zip(*(x.packed.layers for x in further), strict=True):
-        assert torch.equal(one.positions, other.positions)
+        chat.compress(kv_bytes="1MB")
+        assert chat.ask(questions[1], 3)
+    further = [x.extend(TEXT[1500:1800], ratio=4) for x in (again, longer)]
+    same_entries(*further)
     further[0].report(tmp_path / "page.html")
+
+
+def same_entries(*results):
+    for one, other in zip(*(x.packed.layers for x in results), strict=True):
+        assert one.codings == other.codings
+        torch.testing.assert_close(one.tensors(), other.tensors(), rtol=0, atol=0)
 
 
 def test_budgets_are_for_the_passage_alone(model):

@@ -1,38 +1,20 @@
-"""Extending contexts whose entries are codes: what is read, what stays, what it costs."""
-
-import dataclasses
-from importlib.resources import files
+"""Extending contexts whose entries are codes: what stays, what it costs, what decoding reads."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 
 import gracekv
 from gracekv import Prompt
 from gracekv.cache import dequantised
-from gracekv.cache.quantised import QuantisedEntries
 from gracekv.hf import GraceCache
 from gracekv.pipeline import Pipeline
-from gracekv.precision import AllocatedPrecision, UniformPrecision
-from gracekv.testing.models import tiny_llama, tiny_tokenizer
+from gracekv.testing.models import tiny_llama
+from support.quantised_layers import CODED
 
-TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
 IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))
 START, END, TAIL = 4, 90, 5
-PASSAGE = IDS[END : END + 80]
-
-PRECISIONS = {
-    "allocated": AllocatedPrecision(group=8),
-    "8 bits": UniformPrecision(group=8),
-    "4 bits": UniformPrecision(bits=4, group=4, sinks=0),
-}
-every_precision = pytest.mark.parametrize("name", PRECISIONS)
-
-
-def pipeline(name):
-    return dataclasses.replace(Pipeline.named("gracekv-agnostic"), precision=PRECISIONS[name])
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +25,7 @@ def model():
 def compressed(model, name, tail=TAIL, **budget):
     ids = torch.cat([IDS[:END], IDS[:tail]])
     prompt = Prompt.from_ids(ids, context=(START, END), question_end=END)
-    return gracekv.compress(model, prompt, pipeline=pipeline(name), **(budget or {"ratio": 3}))
+    return gracekv.compress(model, prompt, pipeline=CODED[name], **(budget or {"ratio": 3}))
 
 
 def stored_bytes(layer):
@@ -54,26 +36,7 @@ def stored_bytes(layer):
     )
 
 
-@every_precision
-def test_the_passage_is_read_over_what_the_codes_say(model, name):
-    """A passage that stays exact has the keys and values that decoding over the codes gives it."""
-    book = compressed(model, name)
-    longer = book.extend(PASSAGE, kv_bytes="1MB")
-    caches = [book.new_cache(), GraceCache(dequantised(book.packed), book.pipeline.backend)]
-    with torch.no_grad():
-        for cache in caches:
-            model(PASSAGE[None], past_key_values=cache)
-    for number, (old, new) in enumerate(zip(book.packed.layers, longer.packed.layers, strict=True)):
-        for cache in caches:
-            keys, values = cache.layers[number]._tail(len(PASSAGE))
-            for g in range(old.heads):
-                added = [part[int(old.lengths[g]) :] for part in new.head(g)]
-                torch.testing.assert_close(added[0], keys[0, g], atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(added[1], values[0, g], atol=1e-4, rtol=1e-4)
-                assert added[2].tolist() == list(range(END, END + len(PASSAGE)))
-
-
-@every_precision
+@pytest.mark.parametrize("name", CODED)
 @pytest.mark.parametrize("tail", [0, TAIL])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_stay_and_budgets_are_in_bytes(name, tail, dtype):
@@ -108,7 +71,7 @@ def test_codes_stay_and_budgets_are_in_bytes(name, tail, dtype):
 
 @settings(max_examples=12)
 @given(
-    name=st.sampled_from(sorted(PRECISIONS)),
+    name=st.sampled_from(sorted(CODED)),
     backend=st.sampled_from(["auto", "numba", "sdpa", "eager"]),
     first=st.integers(20, END),
     passages=st.lists(st.tuples(st.integers(1, 60), st.floats(1, 4)), min_size=1, max_size=3),
@@ -116,7 +79,7 @@ def test_codes_stay_and_budgets_are_in_bytes(name, tail, dtype):
 )
 def test_decoding_reads_what_the_codes_say(model, name, backend, first, passages, tokens):
     prompt = Prompt.from_ids(IDS[: first + TAIL], context=(START, first), question_end=first)
-    result = gracekv.compress(model, prompt, ratio=2, pipeline=pipeline(name), backend=backend)
+    result = gracekv.compress(model, prompt, ratio=2, pipeline=CODED[name], backend=backend)
     for length, ratio in passages:
         # A passage that is too short to be compressed is taken as it is.
         budget = {"ratio": ratio} if length > 35 else {"kv_bytes": "1MB"}
@@ -127,35 +90,3 @@ def test_decoding_reads_what_the_codes_say(model, name, backend, first, passages
     with torch.no_grad():
         found = [model(asked, past_key_values=x).logits for x in (result.new_cache(), plain)]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-
-
-def test_a_text_is_asked_saved_chatted_about_and_extended_again(tmp_path):
-    reader, tokenizer = tiny_llama(layers=3, vocabulary=2000), tiny_tokenizer(vocabulary=2000)
-    prompt = Prompt.from_chat(tokenizer, context=TEXT[:600])
-    book = gracekv.compress(reader, prompt, ratio=3, pipeline=pipeline("allocated"))
-    longer = book.extend(TEXT[600:1200], ratio=3).extend(TEXT[1200:1500], ratio=4)
-    bits = [coding.bits for coding in longer.packed.layers[0].codings]
-    assert bits == sorted(bits, reverse=True)
-    assert len(set(bits)) < len(bits)
-    path = tmp_path / "book.gracekv"
-    longer.save(path)
-    with safe_open(path, "pt") as file:
-        assert file.metadata()["gracekv_format"] == "4"
-    again = gracekv.load(path, reader, tokenizer=tokenizer)
-    for ours, theirs in zip(again.packed.layers, longer.packed.layers, strict=True):
-        assert isinstance(ours, QuantisedEntries)
-        assert ours.codings == theirs.codings
-        torch.testing.assert_close(ours.tensors(), theirs.tensors(), rtol=0, atol=0)
-    for field in ("bytes", "full_bytes", "widths", "budget_bytes", "spent_bytes"):
-        assert getattr(again.accounting, field) == getattr(longer.accounting, field)
-    questions = ["Who fell?", "Where is Alice sitting, and why?"]
-    assert again.ask(questions, max_new_tokens=6) == longer.ask(questions, max_new_tokens=6)
-    with longer.chat() as chat:
-        answer = chat.ask(questions[0], max_new_tokens=6)
-        assert answer == longer.ask(questions[0], max_new_tokens=6)
-        chat.compress(kv_bytes="1MB")
-        assert chat.ask(questions[1], max_new_tokens=3)
-    further = [x.extend(TEXT[1500:1800], ratio=4) for x in (again, longer)]
-    for one, other in zip(*(x.packed.layers for x in further), strict=True):
-        assert all(torch.equal(x, other.tensors()[n]) for n, x in one.tensors().items())
-    further[0].report(tmp_path / "page.html")

@@ -11,6 +11,7 @@ import torch
 import gracekv
 from gracekv.hf import graph_replay
 from gracekv.testing.models import tiny_llama, tiny_model
+from support.margins import assert_same_tokens
 from support.static_tails import assert_same_answer, prompts
 
 
@@ -53,25 +54,31 @@ def test_replayed_generation_grows_and_gives_the_same_answer(replay, family):
 
 def test_replayed_generation_of_a_batch_with_sampling_and_penalties(replay, model, batch):
     options = {
-        "do_sample": True, "top_k": 5, "repetition_penalty": 1.3, "eos_token_id": 3,
+        "do_sample": True, "top_k": 1, "repetition_penalty": 1.3, "eos_token_id": 3,
         "return_dict_in_generate": True, "output_logits": True,
     }  # fmt: skip
-    answers = []
+    answers, scores = [], []
     for suits in (True, False):
         graph_replay.suits = lambda *args, suits=suits: suits
-        torch.manual_seed(0)
-        answers.append(batch.generate_ids(20, **options))
+        scores.clear()
+        seen = [lambda ids, penalised: scores.append(penalised) or penalised]
+        answers.append(batch.generate_ids(20, **options, logits_processor=seen))
     assert len(replay) == 1
-    assert torch.equal(*answers)
+    for row, (got, want) in enumerate(zip(*answers, strict=True)):
+        assert_same_tokens(got, want, lambda before, row=row: scores[len(before)][row])
 
 
 def test_a_second_thread_takes_the_growing_tail(replay, model):
     result = gracekv.compress(model, prompts(80)[0], ratio=4)
     with ThreadPoolExecutor(3) as pool:
         works = [pool.submit(result.generate_ids, 20, eos_token_id=None) for _ in range(3)]
+    answers, before = [work.result() for work in works], len(replay)
+    with graph_replay.replaying(model, result.new_cache(), 20):
+        answers.append(result.generate_ids(20, eos_token_id=None))
+    assert len(replay) == before + 1
     assert "forward" not in model.__dict__
-    for work in works:
-        assert_same_answer(model, result, work.result())
+    for answer in answers:
+        assert_same_answer(model, result, answer)
 
 
 class FakeCuda:

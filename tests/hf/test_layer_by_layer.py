@@ -13,6 +13,7 @@ import torch
 
 import gracekv
 from gracekv import CaptureOptions, Pipeline, Prompt
+from gracekv.cache import dequantised
 from gracekv.cache.pool import EntryPool
 from gracekv.errors import (
     BackendUnavailableError,
@@ -27,6 +28,7 @@ from gracekv.testing.models import tiny_llama
 from support.covering import covering, every
 from support.families import FAMILIES
 from support.fresh_python import fresh_python
+from support.margins import assert_same_tokens, logits_over
 from support.tried_families import TRIED, tried_model
 
 IDS = torch.randint(97, (150,), generator=torch.Generator().manual_seed(1))
@@ -52,17 +54,17 @@ def both(model, recipe, chunk=None):
 
 
 def assert_same(whole, streamed):
-    for one, other in zip(whole.packed.layers, streamed.packed.layers, strict=True):
+    layers = (dequantised(x.packed).layers for x in (whole, streamed))
+    for one, other in zip(*layers, strict=True):
         for name, tensor in one.tensors().items():
-            same = other.tensors()[name]
-            if tensor.is_floating_point():
-                torch.testing.assert_close(same, tensor, rtol=1e-4, atol=1e-4)
-            else:
-                assert torch.equal(same, tensor), name
+            close = torch.isclose(other.tensors()[name], tensor, rtol=1e-4, atol=1e-4)
+            # A number between two codes may get either, and a scale between two of 16 bits.
+            most = 0.05 if name in ("keys", "values") and whole.packed.layers[0].codings else 0
+            assert (~close).sum() <= most * close.numel(), name
     for one, other in zip(whole.packed.other_layers, streamed.packed.other_layers, strict=True):
         torch.testing.assert_close(other.tensors, one.tensors, rtol=1e-4, atol=1e-4)
     one, other = whole.accounting, streamed.accounting
-    assert (one.spent, one.bytes) == (other.spent, other.bytes)
+    assert (one.spent, one.bytes, one.widths) == (other.spent, other.bytes, other.widths)
     assert one.utility == pytest.approx(other.utility, rel=1e-5)
 
 
@@ -77,7 +79,7 @@ def test_every_recipe_keeps_the_same(recipe, chunk):
 def test_every_family_keeps_the_same(family):
     whole, streamed = both(FAMILIES[family].model(), "gracekv-plus", chunk=40)
     assert_same(whole, streamed)
-    assert torch.equal(whole.generate_ids(4), streamed.generate_ids(4))
+    assert_same_tokens(streamed.generate_ids(4), whole.generate_ids(4), logits_over(whole))
 
 
 @pytest.mark.parametrize("family", every(2, sorted(TRIED)))
@@ -99,6 +101,19 @@ def test_passages_and_turns_are_compressed_as_they_are_read():
         book = gracekv.compress(model, prompt, ratio=3, capture=options)
         books.append(book.extend(IDS[:70], ratio=3, capture=options))
     assert_same(*books)
+
+
+def test_freed_memory_is_returned_if_trim_says_so(monkeypatch):
+    trims, counts = [], []
+    monkeypatch.setattr("gracekv.prefill.options._malloc_trim", lambda: trims.append)
+    prompt = Prompt.from_ids(IDS, context=(4, 150))
+    for options in (CaptureOptions(), CaptureOptions(trim=False)):
+        book = gracekv.compress(tiny_llama(), prompt, ratio=3, capture=options)
+        counts.append(len(trims))
+        book.extend(IDS, ratio=3, capture=options)
+        counts.append(len(trims))
+    # While layers are read, and at the end.
+    assert counts == [3, 6, 6, 6]
 
 
 def test_only_one_layer_is_held(monkeypatch):

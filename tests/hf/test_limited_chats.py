@@ -10,7 +10,9 @@ from gracekv.decode.cut import kept_entries
 from gracekv.hf import limited
 from gracekv.hf.extend import limited_run
 from gracekv.hf.limited import LimitedLayer
+from gracekv.hf.result import ask_ids
 from gracekv.testing.models import tiny_model, tiny_tokenizer
+from support.margins import assert_same_tokens
 
 TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
 
@@ -134,7 +136,11 @@ def test_a_row_that_was_asked_nothing_yet_keeps_its_prefix_in_a_cut(monkeypatch)
 
 def test_several_questions_are_answered_within_the_limit():
     book = compressed(8192, 2)
-    limit = Limit(entries_per_head=book.packed.length + 10, every=16, window=8)
-    questions = ["word1", "word2 and3 word4 and5 word7"]
-    together = book.ask(questions, max_new_tokens=60, limit=limit)
-    assert together == [book.ask(x, max_new_tokens=60, limit=limit) for x in questions]
+    room = book.packed.length + 10
+    limit = Limit(entries_per_head=room, every=16, window=8, strategy="recent")
+    questions, options = ["word1", "word2 and3 word4 and5 word7"], {"eos_token_id": None}
+    for row, question in zip(ask_ids(book, questions, 60, options, limit), questions, strict=True):
+        scores = []
+        seen = [lambda ids, logits, kept=scores: kept.append(logits) or logits]
+        alone = ask_ids(book, [question], 60, {**options, "logits_processor": seen}, limit)
+        assert_same_tokens(row, alone, lambda before, kept=scores: kept[len(before)])

@@ -66,12 +66,12 @@ def test_two_results_of_one_model_generate_at_once(model, backend):
 
 def test_a_model_is_compressed_while_it_generates_in_other_threads(model):
     ids, plain = IDS[None], gracekv.capture(model, prompt_of(IDS))
-    result, other = result_of(model), result_of(model, IDS.flip(0))
-    wanted = model.generate(ids, max_new_tokens=12, do_sample=False), result.generate_ids(12)
 
     def compressed():
         return result_of(model, IDS.flip(0), capture=gracekv.CaptureOptions(chunk=16))
 
+    result, other = result_of(model), compressed()
+    wanted = model.generate(ids, max_new_tokens=12, do_sample=False), result.generate_ids(12)
     for _ in range(LOOPS):
         made, read, *answers = at_once(
             compressed,

@@ -172,11 +172,6 @@ def test_ablations_isolate_one_component(recipe: str, changed: set[str]) -> None
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        ({"segmnt": "uniform"}, ConfigError, "Did you mean 'segment'"),
-        ({"segment": "unifrom"}, UnknownStrategyError, "Did you mean 'uniform'"),
-        ({"segment": {"name": "uniform", "size": 3}}, ConfigError, "no field 'size'"),
-        ({"segment": {"length": 3}}, ConfigError, "a mapping with a 'name'"),
-        ({"refine": {"name": "binary", "candidates": "16"}}, ConfigError, "takes a whole number"),
         ({"refine": {"name": "binary", "reward": -1.0}}, ConfigError, ">= 0"),
         ({"window": {"size": 2}}, ConfigError, "minimum is at most"),
         ({"distortion": {"name": "prototype", "memory_limit": 3}}, ConfigError, "1 MiB"),

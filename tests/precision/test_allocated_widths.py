@@ -90,10 +90,13 @@ def test_the_loss_is_that_of_rounding_a_sample():
 @pytest.mark.parametrize("ratio", [1.2, 2, 3, 8])
 def test_bits_go_to_what_is_worth_more(ratio):
     prefill = synthetic_prefill(context=200, dim=32, dtype=torch.bfloat16, seed=1)
-    run = dataclasses.replace(
-        Pipeline.named("gracekv-plus"), precision=AllocatedPrecision(sinks=0)
-    ).run(prefill, Budget.ratio(ratio))
+    plus = Pipeline.named("gracekv-plus")
+    run, exact = (
+        dataclasses.replace(plus, precision=x).run(prefill, Budget.ratio(ratio))
+        for x in (AllocatedPrecision(sinks=0), AllocatedPrecision(sinks=0, rounding=30.0))
+    )
     check_run(run, prefill)
+    assert (exact.accounting.spent < run.accounting.spent) == (ratio > 1.2)
     kept = run.accounting
     assert 0 <= kept.budget_bytes - kept.spent_bytes < 2 * 32 * 2
     assert len(kept.widths) > 1

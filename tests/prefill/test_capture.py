@@ -13,16 +13,11 @@ from gracekv.prefill.fingerprint import differences, fingerprint
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama
 from support.capture_state import state
-
-
-def prompt_of(length=90, seed=0, **spans):
-    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed))
-    spans = {"context": (5, length - 12), "question_end": length - 4} | spans
-    return Prompt.from_ids(ids, **spans)
+from support.prompts import random_prompt
 
 
 def test_less_is_kept_where_less_is_needed():
-    prompt = prompt_of(200, context=(5, 150), question_end=190)
+    prompt = random_prompt(200, (5, 150), 190)
     prefill = capture(tiny_llama(), prompt, Needs())
 
     kept = {*range(118, 150), *range(158, 200)}
@@ -44,7 +39,7 @@ def test_a_failing_forward_leaves_no_trace():
     model.model.layers[1].mlp.forward = fail
     before = state(model)
     with pytest.raises(RuntimeError, match="midway"):
-        capture(model, prompt_of())
+        capture(model, random_prompt())
 
     assert state(model) == before
 
@@ -84,7 +79,7 @@ def flex():
 def test_unsupported_models_are_refused(make, message):
     model = make()
     with pytest.raises(UnsupportedModelError, match=message):
-        capture(model, prompt_of())
+        capture(model, random_prompt())
 
 
 @pytest.mark.parametrize(
@@ -107,4 +102,4 @@ def test_broken_weights_are_reported():
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
     with pytest.raises(NonFiniteError, match="keys of layer 1"):
-        capture(model, prompt_of())
+        capture(model, random_prompt())

@@ -9,7 +9,6 @@ from gracekv.errors import CaptureMemoryError, ConfigError
 from gracekv.hf.capture import EVERYTHING, capture
 from gracekv.prefill import Needs, partial_attention
 from gracekv.prefill.options import CaptureOptions
-from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama, tiny_model
 from gracekv.value.block_replay import BlockReplaySums
 from gracekv.value.column_sums import ReceivedAttention
@@ -17,15 +16,15 @@ from gracekv.value.critical import WrittenNorms
 from gracekv.value.expected_attention import QueryMoments
 from support.capture_state import state
 from support.observers import HeadOutputs
+from support.prompts import random_prompt
 
 NEEDS = EVERYTHING | Needs.observed(
     BlockReplaySums(64, 3.0), QueryMoments(4), ReceivedAttention(), WrittenNorms(), HeadOutputs()
 )
 
 
-def prompt_of(length=200):
-    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(0))
-    return Prompt.from_ids(ids, (5, length - 20), question_end=length - 5)
+def captured(model, chunk=None):
+    return capture(model, random_prompt(200), NEEDS, CaptureOptions(chunk=chunk))
 
 
 def tensors(prefill):
@@ -50,28 +49,25 @@ def tensors(prefill):
 )  # fmt: skip
 def test_chunks_give_what_one_pass_gives(family, rope, attention):
     model = tiny_model(family, rope=rope, attention=attention, layers=3, original=128)
-    whole = tensors(capture(model, prompt_of(), NEEDS))
+    whole = tensors(captured(model))
     before = state(model)
-    chunked = tensors(capture(model, prompt_of(), NEEDS, options=CaptureOptions(chunk=48)))
+    chunked = tensors(captured(model, 48))
     assert state(model) == before
     torch.testing.assert_close(chunked, whole, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_rows_of_a_chunk_attend_in_parts(attention, monkeypatch):
-    model, chunks = tiny_model(layers=3, attention=attention), (None, 90)
+    model = tiny_model(layers=3, attention=attention)
     monkeypatch.setattr(partial_attention, "_ROWS", 32)
-    made = [tensors(capture(model, prompt_of(), NEEDS, CaptureOptions(chunk=x))) for x in chunks]
+    made = [tensors(captured(model, chunk)) for chunk in (None, 90)]
     torch.testing.assert_close(made[1], made[0], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 199, 200, 1000])
 def test_any_chunk_works(chunk):
     model = tiny_llama()
-    whole, chunked = (
-        tensors(capture(model, prompt_of(), NEEDS, options=CaptureOptions(chunk=x)))
-        for x in (None, chunk)
-    )
+    whole, chunked = (tensors(captured(model, x)) for x in (None, chunk))
     torch.testing.assert_close(chunked, whole, rtol=1e-3, atol=1e-4)
 
 
@@ -79,16 +75,14 @@ def test_long_prompts_run_in_chunks_by_themselves():
     seen = []
     options = CaptureOptions(progress=lambda done, length: seen.append((done, length)))
     for length, ends in ((2500, (512, 1024, 1536, 2048, 2500)), (200, (200,))):
-        capture(tiny_llama(layers=1), prompt_of(length), Needs(), options=options)
+        capture(tiny_llama(layers=1), random_prompt(length), Needs(), options=options)
         assert seen == [(x, length) for x in ends]
         seen.clear()
 
 
 def test_models_in_bfloat16_run_in_chunks():
     model = tiny_llama(dtype=torch.bfloat16)
-    whole, chunked = (
-        capture(model, prompt_of(), NEEDS, options=CaptureOptions(chunk=x)) for x in (None, 48)
-    )
+    whole, chunked = (captured(model, chunk) for chunk in (None, 48))
     assert chunked.keys[0].dtype == torch.bfloat16
     # A product of other size may round the last bit of bfloat16 otherwise.
     torch.testing.assert_close(chunked.keys[0], whole.keys[0], rtol=0.01, atol=0.02)
@@ -104,7 +98,7 @@ def test_models_in_bfloat16_run_in_chunks():
 )
 def test_bad_options_are_refused(option, least, value):
     with pytest.raises(ConfigError, match=rf"{option} takes a whole number >= {least}; got"):
-        capture(tiny_llama(), prompt_of(), Needs(), options=CaptureOptions(**{option: value}))
+        CaptureOptions(**{option: value})
 
 
 @pytest.mark.parametrize(
@@ -126,13 +120,13 @@ def test_out_of_memory_leaves_the_model_as_it_was(error):
 
     hook = model.model.layers[1].register_forward_hook(fail)
     with pytest.raises(CaptureMemoryError, match=r"Capturing 200 tokens ran out .*chunk") as caught:
-        capture(model, prompt_of(), options=CaptureOptions(chunk=150))
+        capture(model, random_prompt(200), options=CaptureOptions(chunk=150))
     hook.remove()
     assert caught.value.__cause__ is caught.value.__context__ is None
     assert "memory_limit=0" in str(caught.value)
     assert state(model) == before
     assert isinstance(caught.value, MemoryError)
-    capture(model, prompt_of(), options=CaptureOptions(chunk=150))
+    capture(model, random_prompt(200), options=CaptureOptions(chunk=150))
 
 
 def test_other_errors_and_interrupts_pass_through():
@@ -142,5 +136,5 @@ def test_other_errors_and_interrupts_pass_through():
     for error in (KeyboardInterrupt("stop"), RuntimeError("something else")):
         options = CaptureOptions(chunk=50, progress=Mock(side_effect=error))
         with pytest.raises(type(error), match=str(error)):
-            capture(model, prompt_of(), Needs(), options=options)
+            capture(model, random_prompt(200), Needs(), options=options)
         assert state(model) == before

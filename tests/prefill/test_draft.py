@@ -7,14 +7,9 @@ from gracekv.errors import UnsupportedModelError
 from gracekv.hf.capture import capture
 from gracekv.prefill import Needs
 from gracekv.prefill.observations import seconds_by_stage
-from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama
 from gracekv.value.draft_attention import Draft
-
-
-def prompt_of(length=70, context=(5, 60), question_end=66):
-    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(0))
-    return Prompt.from_ids(ids, context, question_end)
+from support.prompts import random_prompt
 
 
 def stock(model, prompt, tokens):
@@ -31,7 +26,7 @@ def stock(model, prompt, tokens):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("rope", ["default", "yarn"])
 def test_equals_the_attention_of_a_stock_generation(attention, rope):
-    prompt = prompt_of()
+    prompt = random_prompt()
     eager = tiny_llama(layers=3, rope=rope, attention="eager", bias=True)
     model = tiny_llama(layers=3, rope=rope, attention=attention, bias=True)
     model.generation_config.eos_token_id = None
@@ -45,7 +40,7 @@ def test_equals_the_attention_of_a_stock_generation(attention, rope):
 
 
 def test_ends_with_the_answer():
-    prompt, model = prompt_of(), tiny_llama(layers=2)
+    prompt, model = random_prompt(), tiny_llama(layers=2)
     _, ids = stock(tiny_llama(layers=2, attention="eager"), prompt, 6)
     later = next(i for i in range(1, 6) if int(ids[i]) not in ids[:i].tolist())
     model.generation_config.eos_token_id = int(ids[later])
@@ -53,7 +48,7 @@ def test_ends_with_the_answer():
 
 
 def test_is_made_only_when_asked_for_and_leaves_the_model_alone():
-    prompt, model = prompt_of(), tiny_llama(layers=2)
+    prompt, model = random_prompt(), tiny_llama(layers=2)
     before = model.config._attn_implementation
     assert capture(model, prompt, Needs()).observed == {}
     first, again = (
@@ -68,5 +63,5 @@ def test_refuses_a_draft_beyond_the_models_bound(monkeypatch):
 
     monkeypatch.setattr(module, "longest_sequence", lambda model, length: (72, "its window ends"))
     with pytest.raises(UnsupportedModelError, match="its window ends"):
-        capture(tiny_llama(layers=2), prompt_of(), Needs.observed(Draft(3)))
-    assert capture(tiny_llama(layers=2), prompt_of(), Needs.observed(Draft(2))).observed
+        capture(tiny_llama(layers=2), random_prompt(), Needs.observed(Draft(3)))
+    assert capture(tiny_llama(layers=2), random_prompt(), Needs.observed(Draft(2))).observed

@@ -152,6 +152,11 @@ def test_a_token_across_a_border_goes_to_the_side_that_holds_most_of_it():
     assert spans((0, 3), (3, 5), (5, 9), (9, 11), (11, 13), (13, 15)) == PromptSpans(1, 4, 6, 6)
 
 
+def test_question_probes_are_the_question_s_or_all():
+    assert PromptSpans(4, 50, 60, 64).question_probes() == list(range(50, 60))
+    assert PromptSpans(4, 50, 50, 64).question_probes() == list(range(48, 64))
+
+
 def test_ids_may_come_in_any_whole_number_type():
     for ids in ([1, 2, 3, 4], [[1, 2, 3, 4]], torch.tensor([1, 2, 3, 4], dtype=torch.int32)):
         prompt = Prompt.from_ids(ids, context=(1, 3))

@@ -9,19 +9,19 @@ from gracekv.errors import MissingCaptureError
 from gracekv.hf.capture import capture
 from gracekv.prefill import Needs
 from gracekv.prefill.options import CaptureOptions
-from gracekv.prefill.prompt import Prompt
 from gracekv.testing import synthetic_prefill
 from gracekv.testing.models import tiny_llama, tiny_model
 from gracekv.value.column_sums import ReceivedAttention
 from gracekv.value.expected_attention import QueryMoments
 from support.capture_state import state
+from support.prompts import random_prompt
 
-LATER = Needs(later_queries=True)
 
-
-def prompt_of(length=200, seed=0):
-    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed))
-    return Prompt.from_ids(ids, (5, length - 20), question_end=length - 5)
+def both(model):
+    """Captures that hold later queries, and compute them again."""
+    for limit in (None, 0):
+        options = CaptureOptions(memory_limit=limit)
+        yield capture(model, random_prompt(200), Needs(later_queries=True), options)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -34,8 +34,7 @@ def prompt_of(length=200, seed=0):
 )  # fmt: skip
 def test_queries_computed_again_are_those_of_the_pass(family, rope, attention):
     model = tiny_model(family, rope=rope, attention=attention, layers=3, original=128)
-    held = capture(model, prompt_of(), LATER)
-    lean = capture(model, prompt_of(), LATER, options=CaptureOptions(memory_limit=0))
+    held, lean = both(model)
     assert len(held.query_positions) == 200 > len(lean.query_positions)
     before, at = state(model), [0, 30, 7, 150, 199]
     view = lean.with_queries(at)
@@ -49,8 +48,7 @@ def test_queries_computed_again_are_those_of_the_pass(family, rope, attention):
 @given(at=st.lists(st.integers(0, 199), min_size=1, max_size=30), layer=st.integers(0, 2))
 def test_any_positions_of_one_layer(at, layer):
     model = tiny_llama(layers=3)
-    held = capture(model, prompt_of(), LATER)
-    lean = capture(model, prompt_of(), LATER, options=CaptureOptions(memory_limit=0))
+    held, lean = both(model)
     view = lean.with_queries(at, [layer])
     got, want = (x.queries_at(layer, at) for x in (view, held))
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
@@ -60,7 +58,7 @@ def test_any_positions_of_one_layer(at, layer):
 
 
 def test_what_is_held_is_not_computed_again():
-    prefill = capture(tiny_llama(), prompt_of(), LATER, options=CaptureOptions(memory_limit=0))
+    _, prefill = both(tiny_llama())
     assert prefill.with_queries([199, 198]) is prefill
     assert prefill.with_queries(range(190, 200), [1]) is prefill
     whole = synthetic_prefill()
@@ -85,11 +83,9 @@ def test_sums_over_all_queries_are_the_same_from_every_source(monkeypatch):
 
     monkeypatch.setattr(base, "_PART", 64)
     model = tiny_llama(layers=3)
-    summed = capture(model, prompt_of(), Needs.observed(ReceivedAttention(), QueryMoments(4)))
-    for prefill in (
-        capture(model, prompt_of(), LATER),
-        capture(model, prompt_of(), LATER, options=CaptureOptions(memory_limit=0)),
-    ):
+    needs = Needs.observed(ReceivedAttention(), QueryMoments(4))
+    summed = capture(model, random_prompt(200), needs)
+    for prefill in both(model):
         for observer, atol in ((ReceivedAttention(), 1e-4), (QueryMoments(4), 1e-3)):
             got, want = prefill.observe(observer), summed.observation(observer)
             torch.testing.assert_close(got, want, rtol=1e-3, atol=atol)

@@ -17,6 +17,7 @@ from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama, tiny_model
 from gracekv.value.kvzip_two_pass import Reconstruction, received_attention, repetitions
 from gracekv.value.repeated_attention import RepeatedQueries
+from support.prompts import random_prompt
 from support.skips import needs_smollm2
 
 NEEDS = Needs.observed(Reconstruction())
@@ -31,11 +32,6 @@ class Letters:
 
     def get_vocab(self):
         return {chr(i): i for i in range(97)}
-
-
-def prompt_of(length=70, context=(5, 60), question_end=66, tokenizer=None, seed=0):
-    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed))
-    return Prompt.from_ids(ids, context, question_end, tokenizer)
 
 
 def repeated(prompt, chunk):
@@ -80,7 +76,7 @@ def stock(model, prompt, chunk, power=0.0):
 @pytest.mark.parametrize("chunk", [2048, 20])
 def test_equals_a_stock_pass_over_context_and_repetition(attention, rope, chunk, monkeypatch):
     monkeypatch.setattr(partial_attention, "_ROWS", 32)  # the first chunk takes several blocks
-    prompt = prompt_of(tokenizer=Letters())
+    prompt = random_prompt(tokenizer=Letters())
     eager = tiny_llama(layers=3, rope=rope, attention="eager", bias=True)
     model = tiny_llama(layers=3, rope=rope, attention=attention, bias=True)
     got = reconstruction(model, prompt, chunk)
@@ -92,7 +88,7 @@ def test_equals_a_stock_pass_over_context_and_repetition(attention, rope, chunk,
 @pytest.mark.parametrize(("chunk", "question_end"), [(2048, 66), (20, 60)])
 def test_power_means_equal_those_of_a_stock_pass(chunk, question_end, power):
     """Without a question the prefill ends before the template's tail, the pass does not."""
-    prompt = prompt_of(question_end=question_end, tokenizer=Letters())
+    prompt = random_prompt(question_end=question_end, tokenizer=Letters())
     model = tiny_llama(layers=3, attention="eager")
     got = reconstruction(model, prompt, chunk, power)
     want = stock(model, prompt, chunk, power)
@@ -102,7 +98,7 @@ def test_power_means_equal_those_of_a_stock_pass(chunk, question_end, power):
 @pytest.mark.parametrize("chunk", [2048, 20])
 def test_equals_kvpress(kvpress_module, chunk):
     press = kvpress_module("presses.kvzip_press").KVzipPress(compression_ratio=0.5)
-    prompt = prompt_of(tokenizer=Letters())
+    prompt = random_prompt(tokenizer=Letters())
     end, model = prompt.spans.context_end, tiny_llama(layers=3, attention="eager")
     ours = reconstruction(model, prompt, chunk)
     press.score_val, press.context_length = torch.zeros(3, 1, 2, end), end
@@ -168,7 +164,7 @@ def test_received_attention_is_that_of_a_masked_softmax(seed, start, length, cou
 
 
 def test_the_request_comes_first_then_the_tail_then_the_chunk():
-    prompt = prompt_of(tokenizer=Letters())
+    prompt = random_prompt(tokenizer=Letters())
     ids, tail = prompt.ids, prompt.ids[66:]
     (first, whole), (second, rest) = repeated(prompt, 40)
     assert (first, second) == (Region(5, 45), Region(45, 60))
@@ -180,12 +176,12 @@ def test_the_request_comes_first_then_the_tail_then_the_chunk():
     assert rest[-19:].tolist() == [*tail.tolist(), *ids[45:60].tolist()]
     # A later chunk is announced by the end of the one before.
     assert rest[-27:-19].tolist() == ids[37:45].tolist()
-    first = next(iter(repeated(prompt_of(), 40)))[1].tolist()
+    first = next(iter(repeated(random_prompt(), 40)))[1].tolist()
     assert first == [*tail.tolist(), *ids[5:45].tolist()]
 
 
 def test_the_capture_makes_the_pass_when_asked_and_says_what_it_took():
-    model, prompt = tiny_llama(), prompt_of()
+    model, prompt = tiny_llama(), random_prompt()
     prefill = capture(model, prompt, NEEDS)
     assert prefill.observation(Reconstruction()).shape == (2, 2, 55)
     assert set(seconds_by_stage(prefill.seconds, NEEDS)) == {"prefill", "reconstruction"}
@@ -198,7 +194,7 @@ def test_the_capture_makes_the_pass_when_asked_and_says_what_it_took():
 
 
 def test_observers_of_one_chunk_share_its_passes():
-    model, prompt, shared = tiny_llama(), prompt_of(), Reconstruction(20)
+    model, prompt, shared = tiny_llama(), random_prompt(), Reconstruction(20)
     seen = shared, Reconstruction(20, 3.0), RepeatedQueries(7, 20)
     needs = Needs.observed(*seen, RepeatedQueries(7))
     with patch.object(ModelPasses, "after", autospec=True, side_effect=ModelPasses.after) as runs:
@@ -216,12 +212,12 @@ def test_observers_of_one_chunk_share_its_passes():
 def test_a_second_reading_beyond_a_bound_is_refused():
     model = tiny_model("mistral", window=80)
     with pytest.warns(UserWarning, match="sliding window"):
-        capture(model, prompt_of(), Needs())
+        capture(model, random_prompt(), Needs())
     with (
         pytest.warns(UserWarning, match="sliding window"),
         pytest.raises(UnsupportedModelError, match=r"take 119 positions.* length of 80 between"),
     ):
-        reconstruction(model, prompt_of())
+        reconstruction(model, random_prompt())
     # The whole prompt was rotated otherwise than so short a pass would be.
     phi3 = tiny_model("phi3", rope="longrope", original=120, positions=1024)
     prompt = Prompt.from_ids(torch.arange(200) % 90, (4, 40), question_end=190)

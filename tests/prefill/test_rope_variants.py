@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from gracekv.errors import LengthWarning
 from gracekv.hf.capture import capture
 from gracekv.prefill.options import CaptureOptions
-from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_model
+from support.prompts import random_prompt
 
-LENGTH = 90
+LENGTH = 70
 
 VARIANTS = [
     *[{"family": "llama", "rope": rope} for rope in ("default", "linear", "llama3")],
@@ -30,11 +30,6 @@ VARIANTS = [
         for rope, original in (("default", 64), ("longrope", 64), ("longrope", 2048))
     ],
 ]
-
-
-def prompt_of(length=LENGTH, seed=0):
-    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed))
-    return Prompt.from_ids(ids, (5, length - 12))
 
 
 def captured(model, prompt):
@@ -60,7 +55,8 @@ def captured(model, prompt):
 @settings(max_examples=4)
 @given(seed=st.integers(0, 2**32 - 1), dim=st.sampled_from([16, 32, 64]))
 def test_unrotating_a_captured_key_gives_the_key_before_rotation(variant, seed, dim):
-    prefill, before, _ = captured(tiny_model(**variant, dim=dim, seed=seed), prompt_of(seed=seed))
+    model = tiny_model(**variant, dim=dim, seed=seed)
+    prefill, before, _ = captured(model, random_prompt(seed=seed))
 
     for key, plain in zip(prefill.keys, before, strict=True):
         unrotated = prefill.rope.unrotate(key, torch.arange(LENGTH))
@@ -73,7 +69,7 @@ def test_unrotating_a_captured_key_gives_the_key_before_rotation(variant, seed, 
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_key_moved_to_another_position_is_rotated_as_the_model_would(variant, seed):
     """What merging does: the mean of plain keys, rotated to where its node stands."""
-    prefill, before, own = captured(tiny_model(**variant, seed=seed), prompt_of(seed=seed))
+    prefill, before, own = captured(tiny_model(**variant, seed=seed), random_prompt(seed=seed))
     moved = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(seed))
     cos, sin = prefill.rope.cos[moved][None], prefill.rope.sin[moved][None]
     for plain in before:
@@ -84,9 +80,9 @@ def test_a_key_moved_to_another_position_is_rotated_as_the_model_would(variant, 
 def test_dynamic_rope_is_captured_as_it_was_not_recomputed():
     """Beyond its length a model rotates by the longest sequence that it has seen so far."""
     model = tiny_model(rope="dynamic", positions=50)
-    first, _, _ = captured(model, prompt_of())
-    captured(model, prompt_of(400))
-    again, before, _ = captured(model, prompt_of())
+    first, _, _ = captured(model, random_prompt())
+    captured(model, random_prompt(400))
+    again, before, _ = captured(model, random_prompt())
 
     assert not torch.allclose(first.rope.cos, again.rope.cos)
     unrotated = again.rope.unrotate(again.keys[0], torch.arange(LENGTH))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,18 @@ from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.entries import CompressedCache
 from gracekv.cache.quantised import QuantisedEntries, dequantised
 from gracekv.kernels.ragged import offsets
+from gracekv.pipeline import Pipeline
 from gracekv.precision import AllocatedPrecision, UniformPrecision
 from gracekv.prefill import Region
+
+CODED = {
+    name: replace(Pipeline.named("gracekv-agnostic"), precision=precision)
+    for name, precision in {
+        "allocated": AllocatedPrecision(group=8),
+        "8 bits": UniformPrecision(group=8),
+        "4 bits": UniformPrecision(bits=4, group=4, sinks=0),
+    }.items()
+}
 
 
 def layer_of(

@@ -28,7 +28,7 @@ from gracekv.tree.tree_batch import scratch_bytes
 from support.covering import cases
 from support.interval_costs import evaluator_of
 from support.splits import assert_same_tree, children_of
-from support.trees import tree_context
+from support.trees import assert_same_growth, tree_context
 
 
 def with_floor(context: TreeContext, seed: int) -> TreeContext:
@@ -165,24 +165,7 @@ def test_curvature_refiners_say_what_they_miss() -> None:
 @given(seed=st.integers(0, 1000))
 def test_engines_agree_on_paths_to_floor_candidates(refiner: str, seed: int) -> None:
     """The numba engine computes only the two sides of a candidate that must be extracted."""
-    context = with_floor(tree_context(seed), seed)
-    forests = [
-        build_forest(context, Prototype(engine=engine), REFINERS.build(refiner))
-        for engine in ("numba", "torch")
-    ]
-    bounds, slots = context.partition.bounds.tolist(), context.partition.slots
-    reward = getattr(REFINERS.build(refiner), "reward", 0.0)
-    for tree in range(forests[0].trees):
-        head, slot = divmod(tree, slots)
-        trees = [children_of(forest, tree) for forest in forests]
-        assert_same_tree(context, head, *trees, (bounds[slot], bounds[slot + 1]), reward)
-    if not torch.equal(forests[0].start, forests[1].start):
-        return  # a tie: the nodes below it are others
-    scale = float(forests[1].distortion.max())
-    for name in ("distortion", "split_gain", "add_gain"):
-        torch.testing.assert_close(
-            getattr(forests[0], name), getattr(forests[1], name), rtol=1e-4, atol=1e-5 * scale
-        )
+    assert_same_growth(with_floor(tree_context(seed), seed), "numba", refiner)
 
 
 def test_a_cpu_gets_what_its_cache_bears() -> None:

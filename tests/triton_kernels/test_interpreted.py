@@ -57,13 +57,14 @@ def test_every_dimension_and_dtype(shape, dtype):
     )
 
 
-def test_one_head_fifty_times_longer_than_the_rest():
+@pytest.mark.parametrize(("splits", "parts"), [(2, 8), (1, 7)])
+def test_one_head_fifty_times_longer_than_the_rest(splits, parts):
     problem = attention_problem(3, [1500, 30, 0, 30], group=4, tail=1)
-    backend = Triton(processors=8)
+    backend = Triton(splits, processors=8)
     check_attention(backend, problem)
 
     table = backend.prepare(problem.packed).tables.tables[0]
-    assert table.row_first[0].diff().tolist() == [8, 1, 0, 1]
+    assert table.row_first[0].diff().tolist() == [parts, 1, 0, 1]
 
 
 def test_an_empty_tail_changes_nothing():

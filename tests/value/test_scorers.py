@@ -11,7 +11,7 @@ from gracekv.errors import ConfigError, MissingCaptureError, NonFiniteError
 from gracekv.prefill import Needs
 from gracekv.testing import contracts, synthetic_prefill
 from gracekv.testing.models import tiny_llama
-from gracekv.value import SCORERS, ColumnSums, KVzipTwoPass, OutputProjection, Recency, reference
+from gracekv.value import SCORERS, KVzipTwoPass, OutputProjection, Recency, reference
 from gracekv.value.base import mean_seed_scores
 from gracekv.value.kvzip_two_pass import Reconstruction
 from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
@@ -71,19 +71,48 @@ def test_output_projection_needs_the_norms(missing):
         OutputProjection()(prefill)
 
 
-@settings(max_examples=10)
+ints, some = st.integers, st.sampled_from
+# Drawn fields, tokens of question and tail, and how near float32 sums come to the reference,
+# relatively and absolutely.
+REFERENCES = {
+    "column_sums": ((), (3, 1), 5e-5, 1e-6),
+    "window_attention": (
+        (ints(1, 12), some(["max", "avg", "none"]), some([1, 3, 7])), (4, 2), 5e-5, 1e-7
+    ),
+    "read_ahead": (
+        (ints(0, 2), st.just(4), ints(1, 30), some([1.0, 2.0]), some([0.0, 0.02, 1.0])),
+        (3, 2), 5e-5, 1e-7,
+    ),
+    "expected_attention": (
+        (ints(1, 12), st.just(4), st.booleans(), some([0.0, 0.01])), (9, 3), 2e-4, 1e-6
+    ),
+    "block_replay": (
+        (ints(1, 26), some([1.0, 2.0, 3.0]), ints(0, 26), some([0.0, 0.3])), (3, 1), 2e-4, 1e-6
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+@settings(max_examples=15)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    kv_heads=st.integers(1, 2),
-    group=st.integers(1, 3),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    data=st.data(),
+    recent=ints(0, 4),
+    seed=ints(0, 2**32 - 1),
+    kv_heads=ints(1, 2),
+    group=ints(1, 3),
+    prefix=ints(0, 6),
+    context=ints(1, 30),
+    dtype=some([torch.float32, torch.bfloat16]),
 )
-def test_equals_the_reference(**drawn):
-    prefill = synthetic_prefill(dim=8, prefix=2, context=20, question=3, tail=1, **drawn)
-    region = prefill.spans.region(4)
-    fast, slow = ColumnSums()(prefill, region).scores, reference.column_sums(prefill, region)
-    # float32 sums against float64; bfloat16 inputs are raised before any arithmetic.
-    torch.testing.assert_close(fast.double(), slow, rtol=5e-5, atol=1e-6)
+def test_scores_equal_the_reference(name, data, recent, context, **sizes):
+    fields, (question, tail), rtol, atol = REFERENCES[name]
+    scorer = data.draw(st.builds(SCORERS.get(name), *fields))
+    prefill = synthetic_prefill(dim=8, context=context, question=question, tail=tail, **sizes)
+    # Probes that read ahead reach into a region that ends behind the context.
+    region = prefill.spans.region(-2 if name == "read_ahead" else min(recent, context - 1))
+    given = (prefill, region) if name == "column_sums" else (scorer, prefill, region)
+    got, want = scorer(prefill, region).scores.double(), getattr(reference, name)(*given)
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 
 
 @given(
@@ -115,13 +144,16 @@ def test_scores_stay_distinct_and_sum_to_one_over_a_long_context():
     torch.testing.assert_close(scores.seed_scores, row)
 
 
-def test_sinks_in_the_region_outrank_everything():
+@pytest.mark.parametrize("name", ["kvzip_two_pass", "expected_attention"])
+def test_sinks_in_the_region_outrank_everything(name):
     prefill = synthetic_prefill(context=40, prefix=1)
-    tokens = KVzipTwoPass()(prefill, prefill.spans.region(7)).scores
-    assert bool((tokens[..., :3] > tokens[..., 3:].amax()).all())
-    assert torch.equal(tokens[..., 3:], prefill.observation(Reconstruction())[..., 3:33])
-    plain = KVzipTwoPass(sinks=0)(prefill, prefill.spans.region(7)).scores
-    assert torch.equal(plain, prefill.observation(Reconstruction())[..., :33])
+    scorers = SCORERS.build(name), SCORERS.build(name, sinks=0)
+    sinks, plain = (scorer(prefill, prefill.spans.region(7)).scores for scorer in scorers)
+    assert bool((sinks[..., :3] > sinks[..., 3:].amax()).all())
+    assert not bool((plain[..., :3] > plain[..., 3:].amax()).all())
+    if name == "kvzip_two_pass":
+        assert torch.equal(sinks[..., 3:], plain[..., 3:])
+        assert torch.equal(plain, prefill.observation(Reconstruction())[..., :33])
 
 
 def test_needs_the_second_pass_and_says_so():

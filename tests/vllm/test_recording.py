@@ -72,7 +72,7 @@ def behind():
     """A pool whose observers look when `let_go` is called."""
     pool, gate = ThreadPoolExecutor(1), threading.Event()
     pool.submit(gate.wait)
-    yield SimpleNamespace(submit=pool.submit, let_go=gate.set, goes=gate.is_set)
+    yield SimpleNamespace(submit=pool.submit, let_go=gate.set)
     gate.set()
     pool.shutdown()
 
@@ -112,9 +112,17 @@ def test_observers_that_look_later_see_the_same(served, behind, shown):
 
 
 def test_observers_are_one_run_of_each_layer_behind_at_most(served, behind, shown):
-    threading.Timer(0.5, behind.let_go).start()
-    made = recorded(served, *shown, [20, 40], pool=behind)
-    assert behind.goes()
+    sent, waits = [], []
+
+    def submit(*work):
+        sent.append(behind.submit(*work))
+        wait = sent[-1].result
+        sent[-1].result = lambda: waits.append(len(sent)) or behind.let_go() or wait()
+        return sent[-1]
+
+    made = recorded(served, *shown, [20, 40], pool=SimpleNamespace(submit=submit))
+    layers = shown[0].layers
+    assert waits == list(range(layers + 1, 3 * layers + 1))
     (later,) = made.prefill().observed.values()
     assert later.isfinite().all()
 

@@ -4,9 +4,11 @@ import json
 import shlex
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from support.engine_answers import check_answer
 from support.served_model import chapter
 from support.vllm_server import NAME, vllm_server
 
@@ -25,7 +27,8 @@ def server(served, tmp_path_factory):
     export(book, folder / "store" / "book")
     options = ("--max-model-len", "1024")
     with vllm_server(folder, served.folder, folder / "store", *options) as running:
-        running.book, running.tokenizer = book, served.tokenizer
+        running.model, running.tokenizer = served.model, served.tokenizer
+        running.results = {"book": book}
         yield running
 
 
@@ -40,7 +43,8 @@ def ask(client, server, **options):
     from gracekv.vllm import request
 
     body = request(server.store, "book", QUESTION, server.tokenizer).body(NAME, TOKENS, **options)
-    ours = ("kv_transfer_params", "use_beam_search")  # Fields that OpenAI's client does not know.
+    # Fields that OpenAI's client does not know.
+    ours = ("kv_transfer_params", "use_beam_search", "return_token_ids")
     extra = {name: body.pop(name) for name in ours if name in body}
     return client.completions.create(extra_body=extra, **body)
 
@@ -48,9 +52,11 @@ def ask(client, server, **options):
 def test_a_client_streams_the_answer(client, server):
     pieces = [chunk.choices[0].text for chunk in ask(client, server, stream=True)]
     assert len(pieces) > 5
-    # Both are greedy; a near-tie may part them, but not in the first words.
-    assert "".join(pieces)[:40] == server.book.ask(QUESTION, TOKENS)[:40]
-    assert ask(client, server).choices[0].text == "".join(pieces)
+    whole = ask(client, server, logprobs=0, return_token_ids=True).choices[0]
+    assert whole.text == "".join(pieces)
+    logprobs = [{0: SimpleNamespace(logprob=x)} for x in whole.logprobs.token_logprobs]
+    answer = SimpleNamespace(token_ids=whole.token_ids, logprobs=logprobs)
+    check_answer(server, "book", QUESTION, answer)
 
 
 def test_a_client_without_python_fills_in_the_header_s_text(client, server):
@@ -101,7 +107,7 @@ def test_a_client_compresses_asks_and_deletes(client, server):
     answer = mine.ask("own", QUESTION, TOKENS)
     assert "".join(mine.stream("own", QUESTION, TOKENS)) == answer
     prompt = gracekv.Prompt.from_chat(server.tokenizer, context=text)
-    own = gracekv.compress(server.book.model, prompt, ratio=2).ask(QUESTION, TOKENS)
+    own = gracekv.compress(server.model, prompt, ratio=2).ask(QUESTION, TOKENS)
     assert answer[:30] == own[:30]
     chat = client.chat.completions.create(
         model=NAME,

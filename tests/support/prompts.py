@@ -1,0 +1,13 @@
+"""Prompts of random ids."""
+
+from __future__ import annotations
+
+import torch
+
+from gracekv import Prompt
+
+
+def random_prompt(length=70, context=None, question_end=None, tokenizer=None, seed=0):
+    """`length` ids below 97; by default a prefix of 5, a question of 6 and a tail of 4 tokens."""
+    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed))
+    return Prompt.from_ids(ids, context or (5, length - 10), question_end or length - 4, tokenizer)
