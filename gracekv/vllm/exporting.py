@@ -142,7 +142,9 @@ def check_replaceable(folder: Path) -> None:
         check_output(folder / HEADER)
         return
     if folder.is_symlink() or not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
-        raise StoreError(f"{folder} is not a folder that can be read. Choose another name.")
+        raise StoreError(
+            f"{folder} is not a folder that can be read, and is not replaced. Choose another name."
+        )
     for path in folder.iterdir():
         if not is_ours(path.name) or path.is_symlink() or path.is_dir():
             raise StoreError(
