@@ -31,7 +31,7 @@ KNOWS = {
     "segment tree value",
     "recipes": "",
     # Nothing below it knows the report; a result is known by what it has, not by its class.
-    "report": "allocate cache decode files pipeline prefill recipes value",
+    "report": "allocate cache decode distributed files pipeline prefill recipes value",
     # Benchmarks use gracekv as its users do; no stage's inside.
     "evaluate": "allocate cache compress decode files hf pipeline prefill recipes",
 }

@@ -39,6 +39,11 @@ def together(shard: HeadShard) -> Iterator[HeadShard]:
         raise
 
 
+def prompt_facts(*prompts: Any) -> bytes:
+    """The `ids` and `spans` of prompts, for `HeadShard.agree`."""
+    return b"".join(repr((x.ids.tolist(), x.spans)).encode() for x in prompts)
+
+
 def call_facts(
     prompts: Sequence[Any], pipeline: object, budget: object, **others: object
 ) -> dict[str, bytes]:
@@ -51,7 +56,7 @@ def call_facts(
         others: further arguments, by the name that an error gives them.
     """
     return {
-        "prompt": b"".join(repr((x.ids.tolist(), x.spans)).encode() for x in prompts),
+        "prompt": prompt_facts(*prompts),
         "pipeline": repr(pipeline).encode(),
         "budget": repr(budget).encode(),
         **{name: repr(value).encode() for name, value in others.items()},

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from gracekv.allocate import BudgetPlan
-from gracekv.distributed.agreement import in_step
+from gracekv.distributed.agreement import in_step, prompt_facts
 from gracekv.distributed.sharding import check_works_sharded, head_shard
 from gracekv.errors import (
     CaptureMemoryError,
@@ -113,11 +113,14 @@ def capture(
 
     Warns (`LengthWarning`) where little room is left before a length at which the cache ends.
     """
-    check_model(model)
-    expect(prompt, Prompt, f"capture takes one {PROMPT}", PromptError)
-    expect(options, CaptureOptions, "capture's options are a gracekv.CaptureOptions")
-    expect(needs, Needs | None, "capture's needs are a gracekv.prefill.Needs")
-    with in_step(model):
+    with in_step(model) as shard:
+        check_model(model)
+        expect(prompt, Prompt, f"capture takes one {PROMPT}", PromptError)
+        expect(options, CaptureOptions, "capture's options are a gracekv.CaptureOptions")
+        expect(needs, Needs | None, "capture's needs are a gracekv.prefill.Needs")
+        if shard.ranks > 1:
+            limits = options.chunk, options.memory_limit
+            shard.agree(prompt=prompt_facts(prompt), options=repr(limits).encode())
         return run_capture(model, prompt, None, EVERYTHING if needs is None else needs, options)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from gracekv.allocate import BudgetOptions
 from gracekv.cache import Occupancy
 from gracekv.decode import Compaction, Limit
+from gracekv.distributed import head_shard
 from gracekv.errors import CacheError, EditedHistoryError, PromptError, expect, one_of
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.extend import check_extends, closed_run, limited_run
@@ -234,6 +235,7 @@ class Conversation(AbstractContextManager["Conversation"]):
                 self._prompt.tokenizer,
                 lambda chosen: answers.append(self._generate(turn, max_new_tokens, chosen)),
                 options,
+                head_shard(self._model),
             )
             self._add(messages[-1], turn, answers[0])
 

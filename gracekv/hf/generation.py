@@ -16,6 +16,7 @@ from transformers import StoppingCriteriaList, TextIteratorStreamer
 
 from gracekv.decode import Limit
 from gracekv.distributed.agreement import in_step
+from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import ConfigError, PromptError
 from gracekv.hf import graph_replay
 from gracekv.hf.attention import attach
@@ -166,7 +167,10 @@ def padding_id(model: Any, tokenizer: Any) -> int:
 
 
 def stream_text(
-    tokenizer: Any, generate: Callable[[dict[str, Any]], object], options: dict[str, Any]
+    tokenizer: Any,
+    generate: Callable[[dict[str, Any]], object],
+    options: dict[str, Any],
+    shard: HeadShard = WHOLE,
 ) -> Iterator[str]:
     """Run `generate(options)` in a thread and yield its text as soon as words are complete.
 
@@ -174,6 +178,7 @@ def stream_text(
         tokenizer: for decoding.
         generate: calls `model.generate` for one row with the options that it is given.
         options: options of `model.generate`; a streamer and a stopping criterion are added.
+        shard: whose processes end at the same token, as soon as one of them closes its iterator.
 
     Closing the iterator stops the generation at the next token. Errors of `generate` are raised
     from the iterator. Raises `ConfigError` if `options` have a streamer already.
@@ -187,7 +192,8 @@ def stream_text(
         generate = torch.autocast(device, torch.get_autocast_dtype(device))(generate)
 
     def is_closed(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.full((len(ids),), closed.is_set(), device=ids.device)
+        ends = shard.total(int(closed.is_set())) > 0
+        return torch.full((len(ids),), ends, device=ids.device)
 
     criteria = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), is_closed])
 

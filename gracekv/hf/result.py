@@ -16,7 +16,6 @@ from torch.nn import functional
 from gracekv.allocate import Budget, BudgetOptions
 from gracekv.decode import Compaction, Limit
 from gracekv.distributed.agreement import in_step
-from gracekv.distributed.sharding import check_whole
 from gracekv.errors import CacheError, ConfigError, PromptError, ReportError, expect
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
@@ -89,7 +88,6 @@ class CompressionResult(BaseResult):
         """
         from gracekv.report import write
 
-        check_whole(self.model, "report")
         takes = "cache takes a cache of result.new_cache(Limit(..., history=True))"
         expect(cache, GraceCache | None, takes, ReportError)
         write(path, self, label=label, answer=answer, cache=cache)
@@ -248,7 +246,6 @@ class BatchResult(BaseResult):
         """
         from gracekv.report import write_all
 
-        check_whole(self.model, "report")
         return write_all(path, self, answers=answers)
 
     def generate(

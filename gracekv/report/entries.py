@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.cache import CompressedCache
+from gracekv.distributed.sharding import check_whole
 from gracekv.errors import ReportError
 from gracekv.kernels.ragged import offsets, rows
 
@@ -104,6 +105,7 @@ def kept_entries(result: Result) -> KeptEntries:
     Raises `ReportError` if `result` was loaded from a file or extended and holds merged entries, or
     if the packer did not pack the selected entries in order.
     """
+    check_whole(result.model, "report")
     run, spans, represents = result._run, result.prompt.spans, result.pipeline.pack.represents
     cache, record = run.cache, run.recorded()
     region = (spans.context_start, min(spans.context_end, cache.length))

@@ -158,10 +158,14 @@ def every_check(model, folder, rank):
             lambda pipe=pipe: gracekv.compress(model, one, ratio=RATIO, pipeline=pipe)
         )
     found["refused report"] = message(lambda: result.report(folder / "page.html"))
+    found["refused comparison"] = message(
+        lambda: gracekv.report.compare([result], folder / "page.html")
+    )
     found["refused export"] = message(lambda: export(result, folder / "store/book"))
 
     # Processes that differ, or fail at some stage.
     found["other budget"] = message(lambda: gracekv.compress(model, one, ratio=2 + rank // 3))
+    found["other capture"] = message(lambda: gracekv.capture(model, PROMPTS[rank // 3]))
     found["other prompt"] = message(lambda: gracekv.compress(model, PROMPTS[rank // 3], ratio=2))
     book = gracekv.compress(model, context_of(one), ratio=RATIO)
     found["other passage"] = message(lambda: book.extend([1, 2, rank // 3] * 9, ratio=2))
