@@ -29,7 +29,9 @@ _CHANGED = (
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    """Whether the tokenizer has a chat format."""
+    """Whether the tokenizer has a chat format; raises `PromptError` for a processor."""
+    if hasattr(tokenizer, "image_processor"):
+        raise PromptError("Prompts are text alone: pass the processor's tokenizer.")
     return bool(getattr(tokenizer, "chat_template", None))
 
 
@@ -278,7 +280,7 @@ def new_turns(
     """
     known, given = plain_messages(known), plain_messages(given)
     for number, old in enumerate(known):
-        if number >= len(given) or not _is_same(old, given[number]):
+        if number >= len(given) or not is_same(old, given[number]):
             raise EditedHistoryError(
                 f"Message {number}, of role {old['role']!r}, is not the one that was read. Send "
                 f'the history unchanged, or compress it anew with edited="compress".'
@@ -328,7 +330,7 @@ def _plain(number: int, message: Any) -> Message:
     return {**message, "content": "\n".join(texts)}
 
 
-def _is_same(old: Message, given: Message) -> bool:
+def is_same(old: Message, given: Message) -> bool:
     """Whether `given` is `old`; an answer may come back as the tool calls that it was read as."""
     if old["role"] == given["role"] == "assistant" and given.get("tool_calls"):
         return old.get("tool_calls") in (None, given["tool_calls"])

@@ -6,13 +6,19 @@ import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from operator import ne
 from typing import Any, Literal
 
 from gracekv.decode.compaction import Compaction
 from gracekv.decode.limit import Limit
 from gracekv.errors import ConfigError, EditedHistoryError, StoreError, expect, one_of
-from gracekv.prefill.chat_text import Message, check_question, continued, new_turns, plain_messages
+from gracekv.prefill.chat_text import (
+    Message,
+    check_question,
+    continued,
+    is_same,
+    new_turns,
+    plain_messages,
+)
 from gracekv.vllm.header import SEPARATOR
 from gracekv.vllm.requests import Request
 
@@ -24,7 +30,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
     extends the context by the older ones into a context of this conversation's own, beside other
     requests; turns go on over the old one until the new one is ready. For one thread at a time.
 
-    Raises `ConfigError` for a limit without `compact`.
+    Raises `ConfigError` for a limit without `compact`, or with a strategy or a history.
 
     Attributes:
         messages: the turns so far: {"role": "user", "content": text}, or as they were sent.
@@ -38,6 +44,8 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         expect(compact, Compaction | None, "compact takes a gracekv.Compaction(after=..., ratio=4)")
         if limit is not None and compact is None:
             raise ConfigError("A server cuts a conversation when it compresses: pass compact, too.")
+        if limit is not None and (limit.strategy or limit.history):
+            raise ConfigError("A server's limit has no strategy and no history: leave them out.")
         self._client, self._limit, self._compact = client, limit, compact
         self._first, self._count = context, count
         self._name, self._made = f"chat-{secrets.token_hex(8)}", 0
@@ -75,7 +83,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             StoreError: the server refuses the turn; or could not compress older messages, which
                 then stay uncompressed.
             ConfigError: `options` ask for several answers, for the prompt with the answer,
-                for `stream`, or for `max_new_tokens`.
+                for `stream`, or for `max_new_tokens`; or another turn was answered meanwhile.
             PromptError: the question is empty.
         """
         check_question(question, unread=bool(self._count and not self.messages))
@@ -101,9 +109,9 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         try:
             self._new_turns(messages, tools, self.messages)
         except EditedHistoryError:
-            first = (plain_messages(x)[: self._count] for x in (messages, self.messages))
-            of_context = self._count and (tools != self._tools or ne(*first))
-            if edited != "compress" or of_context:
+            given, known = (plain_messages(x)[: self._count] for x in (messages, self.messages))
+            same = len(given) == len(known) and all(map(is_same, known, given))
+            if edited != "compress" or (self._count and not (same and tools == self._tools)):
                 raise
             before = dict(vars(self))
             self._begin()
@@ -132,6 +140,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             raise ConfigError(
                 "A conversation has one answer a turn: leave out n, best_of and echo."
             )
+        known = self.messages
         client, tail = self._client, [*self._tail, *self._new_turns(messages, tools, self.messages)]
         ids = [x for _, tokens in tail for x in tokens]
         text, answer, end = "", list[int](), None
@@ -146,6 +155,8 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             answer = continued(client._tokenizer, text)
         if answer and answer[-1] in (client._tokenizer.eos_token_id, end):
             answer.pop()
+        if self.messages is not known:
+            raise ConfigError("Another turn was answered while this answer was read: left out.")
         self._tail = [*tail, ("assistant", answer)]
         # Copies, so that edits of what the caller holds are found.
         answered = {"role": "assistant", "content": text}

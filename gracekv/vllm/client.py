@@ -236,9 +236,10 @@ class Client:
 
     def _order(self, order: Mapping[str, Any], ids: Sequence[int] = (0,)) -> dict[str, Any]:
         """The server's reply to an order."""
-        # Numbers that JSON does not know: a server reads fractions as they are written.
+        # Numbers that JSON does not know, as text: a server reads fractions, and refuses NaN.
         order = json.loads(
-            json.dumps(order, default=lambda x: x.item() if hasattr(x, "item") else str(x))
+            json.dumps(order, default=lambda x: x.item() if hasattr(x, "item") else str(x)),
+            parse_constant=str,
         )
         body = Request("", tuple(ids), None, order, exact="extend" in order).body(self._model, 1)
         # Only a listing may be sent again: a passage whose reply was lost would be added twice.

@@ -44,7 +44,7 @@ class ContextServer(ThreadingHTTPServer):
         if each := other.pop("entries_per_head", None):
             ratio = Fraction(len(ids), each)
         other = {x: value for x, value in other.items() if x not in ("into", "limit")}
-        if ratio is None or (amount := Fraction(ratio)) < 1 or other:
+        if ratio in (None, "NaN") or (amount := Fraction(ratio)) < 1 or other:
             raise Refusal(400, f"A ratio is at least 1; got {ratio}. {other or ''}")
         self.contexts[name] = {
             "name": name, "state": "compressing", "length": len(ids), "entries": None,

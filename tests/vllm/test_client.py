@@ -41,6 +41,9 @@ def test_ids_are_taken_as_they_are(client, server):
     client.compress("array", range(5, 9), ratio=np.array(2.5))
     orders = (x["kv_transfer_params"]["gracekv"].get("compress") for x in server.bodies)
     assert [x["ratio"] for x in orders if x] == ["5/2", 2.5]
+    with pytest.raises(StoreError):
+        client.compress("none", range(5, 9), ratio=float("nan"))
+    assert server.bodies[-1]["kv_transfer_params"]["gracekv"]["compress"]["ratio"] == "NaN"
 
 
 def test_a_passage_extends_a_context(client, server, tokenizer):
@@ -103,6 +106,7 @@ REFUSED = {
     "(entries_per_head=512); got Compaction": lambda x: x.chat("book", Compaction()),
     "compact takes a gracekv.Compaction": lambda x: x.chat("book", compact={"after": 64}),
     "pass compact, too": lambda x: x.chat("book", Limit(ratio=2)),
+    "no strategy and no": lambda x: x.chat("book", Limit(ratio=2, history=True), Compaction()),
     "Leave stream out": lambda x: x.ask("book", QUESTION, stream=True),
     "On a server the length": lambda x: x.ask("book", QUESTION, max_new_tokens=9),
     "is max_tokens; got": lambda x: list(x.stream("book", QUESTION, max_new_tokens=9)),

@@ -9,7 +9,7 @@ pytest.importorskip("openai")
 
 import gracekv
 from gracekv import Compaction, Limit
-from gracekv.errors import EditedHistoryError, PromptError, StoreError
+from gracekv.errors import ConfigError, EditedHistoryError, PromptError, StoreError
 from gracekv.prefill.chat_text import continued, turn_ids
 from gracekv.vllm import Client
 from support.context_server import QUESTION, TEXT, context_server, extensions
@@ -102,7 +102,13 @@ def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
         assert sent == [whole[prompt.spans.context_end :]]
         more = {"role": "user", "content": "Why?"}
         chat.send([*history, more])
+        open_stream = chat.stream("And?")
+        next(open_stream)
+        chat.ask("Is it?")
+        with pytest.raises(ConfigError, match="Another turn was answered"):
+            list(open_stream)
         asked[0]["content"], changed = "Where?", [*asked, answer, more]
+        system = {**system, "refusal": None}  # as clients add it
         with pytest.raises(EditedHistoryError, match="Message 1"):
             chat.send([system, *changed])
         assert extensions(server)[0][0]["name"] == "agent"
