@@ -14,6 +14,7 @@ from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.errors import ShapeError
 from gracekv.kernels import ragged
+from gracekv.kernels.linalg import rounded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,7 +155,7 @@ def dequantised(cache: CompressedCache) -> RaggedCache:
         heads = [layer.head(g, s) for s in range(layer.sequences) for g in range(layer.heads)]
         keys, values, positions, log_m = (torch.cat(part) for part in zip(*heads, strict=True))
         offsets = ragged.offsets(layer.lengths)
-        numbers = (keys.to(layer.dtype), values.to(layer.dtype))
+        numbers = (rounded(keys, layer.dtype), rounded(values, layer.dtype))
         layers.append(RaggedEntries(*numbers, positions, log_m, offsets, layer.sequences))
     return RaggedCache(tuple(layers), cache.length, cache.padding, cache.other_layers)
 

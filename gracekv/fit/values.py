@@ -188,7 +188,7 @@ def ridge(shares: Tensor, target: Tensor, weights: Tensor, inverse_penalty: Tens
 
 
 def _solved(gram: Tensor, right: Tensor) -> Tensor:
-    """(gram + I)^-1 right in float64, for positive semidefinite gram [G, n, n]; as float32.
+    """(gram + I)^-1 right in float64, for positive semidefinite gram [G, n, n]; as `right`.
 
     0 for a head whose matrix is not finite, so that it changes nothing.
     """
@@ -197,5 +197,5 @@ def _solved(gram: Tensor, right: Tensor) -> Tensor:
     # Unchecked, since a check waits for the GPU, as `cholesky_solve` of many does in MAGMA.
     factor, failed = torch.linalg.cholesky_ex(matrix)
     half = torch.linalg.solve_triangular(factor, right.double(), upper=False)
-    solution: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True).float()
+    solution: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True).to(right.dtype)
     return solution.masked_fill_(failed[:, None, None] != 0, 0.0)

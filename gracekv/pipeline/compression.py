@@ -190,6 +190,7 @@ class Compression:
             selection=bought.selection,
             value_change=change,
             past=tuple(x.cpu() for x in self._past) or None,
+            merges=pipe.pack.represents == "node",
         )
 
     def _region(self, info: CaptureInfo) -> Region:

@@ -88,6 +88,7 @@ class RunRecord:
         slots: int32 [J + 1] absolute slot borders; None if every token is a slot.
         relevance: relevance of the compressible tokens.
         curve: utility over entries spent.
+        merges: whether an entry stands for all tokens of its node, not for its own alone.
     """
 
     region: tuple[int, int]
@@ -95,15 +96,16 @@ class RunRecord:
     slots: Tensor | None
     relevance: CodedRelevance
     curve: AuctionCurve
+    merges: bool = True
 
     def entry_scores(self, cache: CompressedCache) -> tuple[Tensor, ...]:
         """L tensors float32 [E]: the relevance of each entry of the run's `cache`.
 
-        A node's is the sum over its tokens, Eq. (V6). inf for entries outside `region`.
+        A merged node's is the sum over its tokens, Eq. (V6). inf for entries outside `region`.
         """
         first, last = self.region
         scores, sums = self.relevance.decoded() * self.relevance.mean[..., None], None
-        if (chosen := self.selection) is not None:
+        if (chosen := self.selection) is not None and self.merges:
             # Decoding feeds the last prompt token again: an entry that starts there is not packed.
             chosen = chosen.where(chosen.start < cache.length)
             every = entry_gains(scores, torch.ones_like(self.relevance.mean), chosen).float()
@@ -144,6 +146,7 @@ class Run:
             messages that keep all entries.
         past: L tensors float32 [G, P], the scores that a passage's queries give the entries before
             it; None if there are none, or the scorer does not say.
+        merges: as in `RunRecord`.
     """
 
     plan: BudgetPlan
@@ -161,6 +164,7 @@ class Run:
     record: RunRecord | None = None
     scores: tuple[Tensor, ...] | None = None
     past: tuple[Tensor, ...] | None = None
+    merges: bool = True
 
     def recorded(self) -> RunRecord | None:
         """The record; None if nothing was selected (FullKV), or the run is from a file."""
@@ -175,6 +179,7 @@ class Run:
             slots=None if whole else partition.bounds.to("cpu", torch.int32),
             relevance=CodedRelevance.of(relevance.scores),
             curve=auction_curve(selection, *prices, self.floor, self.frontier),
+            merges=self.merges,
         )
 
     def entry_scores(self) -> tuple[Tensor, ...] | None:

@@ -162,7 +162,7 @@ def rounding_loss(
     values = values.unflatten(2, (-1, min(group, dim)))
     codes, scale, zero = quantised(values, -1, *levels)
     of_values = (zero + scale * codes - values).square().sum(dim=(2, 3, 4))
-    # Values that are all alike are rounded to themselves.
-    of_values = of_values / spread.clamp_min(torch.finfo(torch.float32).tiny)
+    # Tokens may all have one value: a loss above 1 counts as 1, but must stay finite.
+    of_values = of_values.double() / spread.clamp_min(torch.finfo(torch.float32).tiny)
     loss: Tensor = (of_keys + of_values).sqrt()
     return loss.T.double()

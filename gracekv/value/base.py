@@ -227,7 +227,8 @@ def part_scores(part: Scorer, capture: LayerCapture, region: Region, memory: Mem
     Raises `ShapeError` unless its `layer` returns floating-point numbers of that shape.
     """
     known: Tensor | None = memory.get(("scores", part))
-    scores = part.layer(capture, region, memory) if known is None else known[capture.number]
+    own = None if known is None else known[capture.number].to(capture.keys.device)
+    scores = part.layer(capture, region, memory) if own is None else own
     shape, got = [capture.kv_heads, region.length], type(scores).__name__
     if isinstance(scores, Tensor):
         if scores.is_floating_point() and [*scores.shape] == shape:

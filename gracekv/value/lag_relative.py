@@ -36,7 +36,7 @@ class LagRelative(Scorer):
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Ranks below 1 [G, N], between 1 and 2 in the kept end, 3 for sinks."""
         spans, keys, values = capture.spans, capture.keys, capture.values
-        first = min(spans.past + self.sinks, spans.context_end)
+        first = min(max(spans.past, self.sinks), spans.context_end)
         length = spans.context_end - first
         parts = length // self.lag
         ranked = (parts - 1) * self.lag if parts >= 2 else 0

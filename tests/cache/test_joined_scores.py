@@ -45,6 +45,15 @@ def test_a_passage_that_stays_whole_leaves_scores_as_they_are(book):
             assert bool(new[len(old) :].isinf().all())
 
 
+def test_a_passage_whose_tokens_all_fit_in_fewer_bits_has_scores(book):
+    prompt, recipe = book.prompt, "gracekv-agnostic-allocated"
+    longer = gracekv.compress(book.model, prompt, ratio=3, pipeline=recipe).extend(
+        IDS[90:170], ratio=1.2
+    )
+    for own in by_head(longer):
+        assert all(bool(x[-80:].isfinite().all()) for x in own)
+
+
 def test_no_head_keeps_more_than_it_may(book):
     cache, scores = book._runs[0].cache, book._runs[0].entry_scores()
     most = []

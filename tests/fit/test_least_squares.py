@@ -125,6 +125,9 @@ def test_entries_that_depend_on_each_other_get_a_ridge():
     wide = torch.eye(2, 5)
     want = torch.ones(5, 1) * wide.sum(0)[:, None]
     torch.testing.assert_close(solved(wide, torch.ones(2, 1)), want)
+    unread = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])  # by the second query
+    found = solved(unread, torch.ones(2, 1))
+    torch.testing.assert_close(found, torch.full((3, 1), 1 / 3), rtol=1e-3, atol=1e-3)
 
 
 def test_queries_from_before_the_region_ask_for_nothing():

@@ -101,11 +101,16 @@ def test_a_merged_entry_has_the_score_of_all_its_tokens(question: int) -> None:
     run = Pipeline.from_dict({"window": window}).run(prefill, Budget.ratio(8))
     chosen, scores = run.selection, run.relevance.scores.flatten(0, 1)
     scores = torch.nn.functional.pad(scores, (chosen.region[0], 0))
-    spans = zip(chosen.head_of_entry(), chosen.start, chosen.end, strict=True)
+    spans = [*zip(chosen.head_of_entry(), chosen.start, chosen.end, strict=True)]
     want = [scores[head, a:b].sum() for head, a, b in spans if a < run.cache.length]
     got = torch.cat(run.entry_scores())
     assert (chosen.end - chosen.start).max() > 1
     torch.testing.assert_close(got[got.isfinite()], torch.stack(want), rtol=0.04, atol=1e-5)
+    # The best token of a node, kept alone, has its own.
+    run = Pipeline.from_dict({"window": window, "pack": "evict"}).run(prefill, Budget.ratio(8))
+    best = torch.stack([scores[head, a:b].max() for head, a, b in spans if a < run.cache.length])
+    got = torch.cat(run.entry_scores())
+    torch.testing.assert_close(got[got.isfinite()], best, rtol=0.04, atol=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["gracekv", "gracekv-no-floor", "gracekv-no-global"])

@@ -158,6 +158,9 @@ def test_values_that_are_all_alike_lose_nothing_but_by_their_keys():
     sampled = samples(prefill.layer(0), prefill.spans.region(4), 8)
     loss = rounding_loss(*sampled, AllocatedPrecision(group=8).codings)
     assert torch.equal(loss, torch.zeros_like(loss))
+    prefill.values[0][:] = 64 * torch.tensor([-8.0, -5, -3, 0, 1, 2, 6, 8])  # of every token
+    sampled = samples(prefill.layer(0), prefill.spans.region(4), 8)
+    assert rounding_loss(*sampled, AllocatedPrecision(group=8).codings).isfinite().all()
 
 
 def test_what_cannot_work_is_refused():

@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 
 from gracekv.backends import AttentionSpec, AttentionStep, Auto, Eager, Numba, Sdpa, sdpa, split_kv
 from gracekv.backends.reference import attention
+from gracekv.cache import RaggedCache, dequantised
 from gracekv.errors import BackendUnavailableError
 from gracekv.hf.packed_layer import PackedLayer
+from gracekv.precision import UniformPrecision
+from gracekv.prefill import Region
 from gracekv.testing.attention import TOLERANCES, relative_error
-from support.quantised_layers import of_mixed_widths, of_two_passages, quantised
+from support.quantised_layers import layer_of, of_mixed_widths, of_two_passages, quantised
 
 CPU = torch.device("cpu")
 
@@ -85,3 +88,11 @@ def test_a_backend_that_cannot_read_codes_says_so(monkeypatch):
     layer = quantised(torch.Generator().manual_seed(4), [9], 16, torch.float32, 1)
     with pytest.raises(BackendUnavailableError, match=r"'eager' cannot run\. It does not read"):
         PackedLayer.all_of([layer], Eager(), 9)
+
+
+def test_the_largest_numbers_of_float16_stay_finite():
+    layer = layer_of(torch.Generator(), [9], dtype=torch.float16)
+    layer.values[:] = torch.linspace(0, 65504, 8)
+    precision, cache = UniformPrecision(bits=4, group=8, sinks=0), RaggedCache((layer,), 1000, (0,))
+    coded = precision(cache, [precision.widths(layer.positions, Region(0, 9))])
+    assert dequantised(coded).layers[0].values.isfinite().all()

@@ -113,6 +113,13 @@ def test_every_recipe_packs_each_layer_where_it_lies(name, where):
                     )
 
 
+def test_a_score_of_all_layers_lies_where_each_layer_does():
+    prefill, score = synthetic_prefill(layers=4), {"name": "value_norm", "scorer": "multi_hop"}
+    with two_devices():
+        prefill = spread(prefill, MAPS["second half"])
+        gracekv.Pipeline.from_dict({"value": score}).run(prefill, gracekv.Budget.ratio(4))
+
+
 def shard(model, devices):
     """Layers on `devices`, all else on the CPU; inputs are moved as accelerate moves them."""
 
