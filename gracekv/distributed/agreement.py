@@ -39,11 +39,6 @@ def together(shard: HeadShard) -> Iterator[HeadShard]:
         raise
 
 
-def prompt_facts(*prompts: Any) -> bytes:
-    """The `ids` and `spans` of prompts, for `HeadShard.agree`."""
-    return b"".join(repr((x.ids.tolist(), x.spans)).encode() for x in prompts)
-
-
 def call_facts(
     prompts: Sequence[Any], pipeline: object, budget: object, **others: object
 ) -> dict[str, bytes]:
@@ -51,12 +46,12 @@ def call_facts(
 
     Args:
         prompts: each with `ids` and `spans`.
-        pipeline: the pipeline that compresses them.
-        budget: the budget of each prompt.
+        pipeline: the pipeline that compresses them, or None.
+        budget: the budget of each prompt, or None.
         others: further arguments, by the name that an error gives them.
     """
     return {
-        "prompt": prompt_facts(*prompts),
+        "prompt": b"".join(repr((x.ids.tolist(), x.spans)).encode() for x in prompts),
         "pipeline": repr(pipeline).encode(),
         "budget": repr(budget).encode(),
         **{name: repr(value).encode() for name, value in others.items()},

@@ -147,7 +147,9 @@ def attention(
         )
     layer, packed, places = key.layer, key.layer.packed, key.keys.shape[2]
     window, seen = kwargs.get("sliding_window"), packed.length + places
-    if window and seen > window and not torch.compiler.is_compiling():
+    full = window and seen > window and not torch.compiler.is_compiling()
+    # A static tail may have more places than tokens.
+    if full and (seen := int(layer.logical_length)) > window:
         # A sliding layer's cache was compressed as if the layer saw everything.
         raise CacheError(
             f"The sequence has grown to {seen} tokens, past the model's sliding window of "
@@ -173,7 +175,8 @@ def attention(
         sink_logits=kwargs.get("s_aux"),
     )
     layer.record(step)
-    with without_autocast():
+    # The tail has no gradients either, and entries made in inference mode could not be saved.
+    with without_autocast(), torch.no_grad():
         return packed.backend(step).transpose(1, 2).contiguous(), None
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from gracekv.allocate import BudgetPlan
-from gracekv.distributed.agreement import in_step, prompt_facts
+from gracekv.distributed.agreement import call_facts, in_step
 from gracekv.distributed.sharding import check_works_sharded, head_shard
 from gracekv.errors import (
     CaptureMemoryError,
@@ -120,7 +120,7 @@ def capture(
         expect(needs, Needs | None, "capture's needs are a gracekv.prefill.Needs")
         if shard.ranks > 1:
             limits = options.chunk, options.memory_limit
-            shard.agree(prompt=prompt_facts(prompt), options=repr(limits).encode())
+            shard.agree(**call_facts([prompt], None, None, options=limits))
         return run_capture(model, prompt, None, EVERYTHING if needs is None else needs, options)
 
 
@@ -186,6 +186,12 @@ def _read(
         raise PromptError(
             f"The prompt holds token id {int(prompt.ids.max())}, the model knows "
             f"{embeddings.num_embeddings}. Use the tokenizer that belongs to the model."
+        )
+    kinds = (getattr(model.config, f"{x}_token_id", None) for x in ("image", "video", "audio"))
+    if not {x for x in kinds if x is not None}.isdisjoint(prompt.ids.tolist()):
+        raise PromptError(
+            "The prompt holds tokens that stand for images, videos or sound, which are not read. "
+            "Use a prompt of text alone."
         )
     length = prompt.spans.length
     # Without RoPE a decoder that rotates nothing can run in parts, too.

@@ -260,7 +260,8 @@ class Conversation(AbstractContextManager["Conversation"]):
             raise EditedHistoryError("The tools are not those that the conversation began with.")
         if prompt.messages and not known:
             begun = Prompt.from_messages(prompt.tokenizer, messages[: prompt.messages], tools=tools)
-            if not torch.equal(begun.ids[: begun.spans.context_end], self._ids):
+            end = begun.spans.context_end  # passages may follow
+            if not torch.equal(begun.ids[:end], self._ids[:end]):
                 raise EditedHistoryError(
                     f"The first {prompt.messages} messages or tools are not those of the context. "
                     "A template that shows today's date changes every day."

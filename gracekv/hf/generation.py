@@ -98,9 +98,9 @@ def continue_ids(
             )
     attach(model)
     inputs = padded_inputs(model, rows, cache, tokenizer)
-    # Penalties for repetition read masked places, too: there, each row's last cached token.
-    fed, last = inputs["input_ids"], cache.packed_length - 1
-    inputs["input_ids"] = fed.where(inputs["attention_mask"] > 0, fed[:, last : last + 1])
+    # Penalties for repetition read masked places, too: there, each row's first token.
+    fed, mask = inputs["input_ids"], inputs["attention_mask"]
+    inputs["input_ids"] = fed.where(mask > 0, fed.gather(1, mask.argmax(dim=1, keepdim=True)))
     if "do_sample" not in options and getattr(given, "do_sample", None) is None:
         # The model's own sampling settings would only raise warnings here.
         options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None} | options

@@ -59,7 +59,6 @@ def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
     flat = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
     cached = int(cache.get_seq_length())
     rows, new = kwargs[name].shape[:2]
-    cache.fit_rows(rows)
     if new > cached and _is_whole(flat, positions, new):
         kwargs[name] = kwargs[name][:, cached:]
         new -= cached
@@ -79,6 +78,7 @@ def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
     elif _hides_nothing(mask) and positions is not None and not any(cache.padding):
         # `generate` drops a mask of ones, so only positions tell a used cache from a fresh one.
         check_positions(int(positions.max()) + 1, cached + new)
+    cache.fit_rows(rows)
     cache.make_room(kwargs[name], mask)
     if not any(cache.padding):
         if flat is not None:

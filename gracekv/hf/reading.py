@@ -180,7 +180,7 @@ class Reading:
 
     def _tell(self, done: int) -> None:
         if self._progress is not None:
-            past = self.prompt.spans.past
+            past = 0 if self._past is None else self._past.length
             self._progress(past + done, past + self._total)
 
     def _timed(self, run: Callable[[], Any]) -> Any:

@@ -181,10 +181,11 @@ class CompressionResult(BaseResult):
             budget: the budget of the passage, as in `gracekv.compress`.
 
         Raises:
-            PromptError: the prompt has a question, or the passage is empty or cannot be encoded.
+            PromptError: the prompt has a question; the passage is empty, cannot be encoded, or ends
+                beyond the positions of the model.
             BudgetError: not exactly one budget is given, or it is too small for the passage.
-            CacheError: the passage exceeds the positions of the model, or its attention logits are
-                capped, or its queries scaled by their positions.
+            CacheError: the passage ends beyond the model's sliding window or where its RoPE
+                changes; its attention logits are capped, or its queries scaled by their positions.
             ConfigError: the pipeline runs the model a second time, which needs the whole context.
             MissingCaptureError: the passage is shorter than the pipeline's observation window.
             CaptureMemoryError: memory ran out.

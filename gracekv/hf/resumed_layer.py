@@ -60,6 +60,11 @@ class ResumedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         if tokens_to_remove and is_full and not self.record_past:
             raise CacheError(_cannot_go_back(self._state))
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """As the stock layer; removing nothing needs no recorded tokens."""
+        if tokens_to_remove or self.record_past:
+            super().crop(tokens_to_remove)
+
     def state(self) -> Any:
         """The state, for `set_state`; its tensors are replaced, never changed."""
         return self.keys, self.values, self.cumulative_length
@@ -100,6 +105,8 @@ class ResumedStates(LinearAttentionLayer):  # type: ignore[misc]
         self.check_crop(tokens_to_remove)
         if self.record_past:
             super().crop(tokens_to_remove)
+            # Steps may write to copies outside of inference mode, too.
+            self.set_state(self.state())
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise `CacheError` if `crop` cannot."""

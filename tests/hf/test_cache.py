@@ -91,13 +91,14 @@ def test_a_reset_or_new_cache_starts_over():
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_a_cache_from_inference_mode_can_go_on_outside(family, entries):
     model, prompt = tiny_model(family), gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
-    result = gracekv.compress(model, prompt, ratio=2)
     with torch.inference_mode():
+        result = gracekv.compress(model, prompt, ratio=2)
         cache = result.new_cache(entries and gracekv.Limit(entries_per_head=entries))
         model(torch.tensor([[59, 1]]), past_key_values=cache)
     with torch.no_grad():
         model(torch.tensor([[3]]), past_key_values=cache)
-    assert cache.get_seq_length() == 62
+    model(torch.tensor([[4]]), past_key_values=cache)  # with gradients, which end at the cache
+    assert cache.get_seq_length() == 63
 
 
 @pytest.mark.parametrize("masked", [False, True])

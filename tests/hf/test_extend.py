@@ -79,7 +79,7 @@ def test_a_context_of_which_nothing_was_kept_goes_on(model, monkeypatch):
 
 
 # The passage's partitions are those of the whole text.
-LAG = replace(gracekv.Pipeline.named("lagkv"), value=LagRelative(sinks=0, lag=10))
+LAG = replace(gracekv.Pipeline.named("lagkv"), value=LagRelative(sinks=10, lag=10))
 # Without limits that are just met.
 SMOOTH = Regression(penalty=0.1, value_cap=10.0, key_cap=10.0, guard=0.0)
 FIT = replace(gracekv.Pipeline.named("snapkv"), fit=SMOOTH)
@@ -128,7 +128,10 @@ def test_the_passage_is_read_over_the_packed_entries(family, options, recipe, ch
     """Uneven heads, merged entries and codes count as when the model decodes over them."""
     model = tiny_model(family, **options)
     book = compressed(model, 3, recipe)
-    longer = book.extend(PASSAGE, kv_bytes="1MB", capture=CaptureOptions(chunk=chunk))
+    told = []
+    options = CaptureOptions(chunk=chunk, progress=lambda *x: told.append(x))
+    longer = book.extend(PASSAGE, kv_bytes="1MB", capture=options)
+    assert told[-1] == (longer.packed.length + 1,) * 2
     cache = book.new_cache()
     with torch.no_grad():
         model(PASSAGE[None], past_key_values=cache)

@@ -90,6 +90,17 @@ def test_a_turn_that_fails_is_undone_in_all_layers(family, tokenizer, monkeypatc
         assert chat.ask("And then?", 5) == other.ask("And then?", 5)
 
 
+def test_a_refused_call_repeats_no_states():
+    model = model_of("qwen3_next")
+    result = gracekv.compress(model, PROMPT, ratio=3)
+    cache, last = result.new_cache(), PROMPT.ids[None, -1:]
+    with gracekv.attached(model), torch.no_grad():
+        with pytest.raises(CacheError, match="a fresh cache"):
+            model(last.repeat(3, 1), attention_mask=torch.ones(3, 9), past_key_values=cache)
+        got = model(last, past_key_values=cache).logits
+        assert torch.equal(got, model(last, past_key_values=result.new_cache()).logits)
+
+
 def test_a_window_of_one_head_holds_nothing_beside_itself():
     model, ids = model_of("gemma3_text", kv_heads=1), torch.arange(300) * 13 % VOCABULARY
     result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 290)), ratio=3)

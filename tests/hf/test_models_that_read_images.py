@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import gracekv
-from gracekv.errors import CacheError, UnsupportedModelError, UntestedModelWarning
+from gracekv.errors import CacheError, PromptError, UnsupportedModelError, UntestedModelWarning
 from gracekv.hf import detach
 from gracekv.vllm import export
 from support.greedy_decoding import plain_answer
@@ -85,6 +85,9 @@ def test_what_cannot_be_done_with_them_is_refused_by_name(tmp_path):
         result = gracekv.compress(model, PROMPT, ratio=2)
     with pytest.raises(UnsupportedModelError, match="rows and columns of images"):
         export(result, tmp_path / "context")
+    seeing = gracekv.Prompt.from_ids(torch.cat([IDS[:9], torch.tensor([96]), IDS[9:]]), (4, 60))
+    with pytest.raises(PromptError, match="stand for images"):
+        gracekv.compress(model, seeing, ratio=2)
     model._tp_size = 2  # as transformers marks a sharded one
     with pytest.raises(UnsupportedModelError, match="q_proj of layer 0 is not split by heads"):
         gracekv.compress(model, PROMPT, ratio=2)

@@ -1,5 +1,7 @@
 """A context that is compressed once and asked later: one question, or many."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
@@ -74,6 +76,9 @@ def test_penalties_for_repetition_count_no_padding(tokenizer, book, monkeypatch)
     gracekv.compress(book.model, [book.prompt, short], ratio=4).generate_ids(1, **options)
     want = [*(asked(tokenizer, question) for question in QUESTIONS), book.prompt.ids, short.ids]
     assert [set(ids) for ids in seen] == [set(ids.tolist()) for ids in want]
+    # Nor do n-grams, but for those of a first token, which no answer repeats.
+    for ids, own in zip(seen, want, strict=True):
+        assert {x for x in pairwise(ids) if ids[0] not in x} <= set(pairwise(own.tolist()))
 
 
 def test_the_context_is_never_read_again(model, book, monkeypatch):

@@ -64,6 +64,13 @@ def test_a_history_is_read_as_the_template_shows_it(model, tokenizer, agent, mes
         assert chat.messages == [*messages, {"role": "assistant", "content": told}]
 
 
+def test_messages_may_be_followed_by_a_passage(agent):
+    longer = agent.extend(TEXT[500:800], ratio=2)
+    assert longer.chat().send(BEGUN, 6, tools=TOOLS)
+    with pytest.raises(EditedHistoryError, match="not those of the context"):
+        longer.chat().send(PARTS, 6, tools=TOOLS)
+
+
 def test_only_new_messages_are_read_and_answers_may_come_back_as_calls(tokenizer, agent):
     with agent.chat() as chat:
         chat.send(BEGUN, 6, tools=TOOLS, eos_token_id=1999)

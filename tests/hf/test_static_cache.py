@@ -6,7 +6,7 @@ from transformers import CompileConfig
 
 import gracekv
 from gracekv.errors import CacheError
-from gracekv.testing.models import tiny_llama
+from gracekv.testing.models import tiny_llama, tiny_model
 from support.margins import assert_same_beams
 from support.static_tails import assert_same_answer, prompts, steps
 
@@ -38,6 +38,14 @@ def test_each_step_equals_the_growing_tail_also_past_the_first_capacity(model, r
     want = steps(model, result.new_cache(), ids)
 
     same(steps(model, result.new_cache().with_static_tail(8), ids), want)
+
+
+def test_places_are_not_tokens_of_a_sliding_window():
+    sliding = tiny_model("mistral", window=64)
+    result = gracekv.compress(sliding, gracekv.Prompt.from_ids(torch.arange(60), (4, 56)), ratio=2)
+    with gracekv.attached(sliding):
+        want = steps(sliding, result.new_cache(), torch.arange(3)[None])
+        same(steps(sliding, result.new_cache().with_static_tail(16), torch.arange(3)[None]), want)
 
 
 def test_a_batch_of_prompts_with_padding(model, batch):

@@ -1,6 +1,7 @@
 """Prompts from chat texts and from ids: where the spans end up, and what is refused."""
 
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -208,6 +209,7 @@ def template(text):
         (lambda: FAST[True], {"context": ["a", "b"]}, "context must be text; got list"),
         (lambda: FAST[True], {"question": None}, "question must be text; got NoneType"),
         (lambda: FAST[True], {"question": " \n"}, r"A question is a text that is not empty; got '"),
+        (lambda: Mock(image_processor=1), {}, "pass the processor's tokenizer"),
         (lambda: template("fixed"), {}, "shows the user's message 0 times"),
         (lambda: template(2 * MESSAGE), {}, "shows the user's message 2 times"),
         (lambda: template(CHANGED), {}, "changes the question's text"),
