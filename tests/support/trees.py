@@ -9,14 +9,7 @@ import torch
 from gracekv.allocate import Frontier
 from gracekv.segment import Partition
 from gracekv.testing.prefills import synthetic_prefill
-from gracekv.tree import (
-    REFINERS,
-    Forest,
-    Prototype,
-    PrototypeRule,
-    TreeContext,
-    build_forest,
-)
+from gracekv.tree import REFINERS, Forest, Prototype, PrototypeRule, TreeContext, build_forest
 from support.splits import assert_same_tree, children_of
 
 

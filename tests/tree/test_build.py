@@ -18,13 +18,11 @@ from gracekv.tree import (
     IntervalCosts,
     Nodes,
     Prototype,
-    TreeBatch,
-    TreeContext,
     build_forest,
 )
 from gracekv.tree.engines.reference import ReferenceDistortion
 from gracekv.tree.reference import grow_tree
-from gracekv.tree.tree_batch import scratch_bytes
+from gracekv.tree.tree_batch import TreeBatch, TreeContext, scratch_bytes
 from support.covering import cases
 from support.interval_costs import evaluator_of
 from support.splits import assert_same_tree, children_of
@@ -66,9 +64,8 @@ def test_forest_invariants(distortion: str, refiner: str, seed: int, floor: bool
         assert forest.start[kids[0]] == forest.start[v]
         assert forest.end[kids[-1]] == forest.end[v]
         # Value conservation, Eq. (V6): bottom-up, so exact.
-        assert float(forest.relevance[kids].sum()) == pytest.approx(
-            float(forest.relevance[v]), rel=1e-14
-        )
+        whole = pytest.approx(float(forest.relevance[v]), rel=1e-14)
+        assert float(forest.relevance[kids].sum()) == whole
     # All operations of a tree together add an entry for each of its tokens (FullKV recovery).
     ops = Operations.of(forest)
     cost = torch.zeros(forest.trees, dtype=torch.int64).index_add_(0, ops.tree, ops.cost)
@@ -172,18 +169,11 @@ def test_a_cpu_gets_what_its_cache_bears() -> None:
     assert scratch_bytes(torch.device("cpu")) == 3 * 2**24
 
 
-@pytest.mark.parametrize(
-    ("free", "unused", "want"),
-    [
-        (2**40, 0, 2**31),
-        (2**32, 0, 2**29),
-        (2**20, 0, 3 * 2**24),
-        # What torch's allocator has reserved and does not use is free to us.
-        (0, 2**32, 2**29),
-        (2**31, 2**31, 2**29),
-    ],
-    ids=["much", "some", "none", "reserved", "both"],
-)
+@pytest.mark.parametrize(("free", "unused", "want"), [
+    (2**40, 0, 2**31), (2**32, 0, 2**29), (2**20, 0, 3 * 2**24),
+    # What torch's allocator has reserved and does not use is free to us.
+    (0, 2**32, 2**29), (2**31, 2**31, 2**29),
+], ids=["much", "some", "none", "reserved", "both"])  # fmt: skip
 def test_a_gpu_gives_an_eighth_of_what_is_free(
     free: int, unused: int, want: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
