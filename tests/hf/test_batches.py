@@ -14,6 +14,7 @@ import gracekv
 from gracekv.errors import CacheError, PromptError
 from gracekv.testing.models import tiny_llama
 from support.batches import SPANS, Numbers, prompts_of
+from support.greedy_decoding import with_logits
 from support.margins import assert_same_beams, assert_same_steps, assert_same_tokens, logits_over
 
 
@@ -39,15 +40,9 @@ def singles(model, prompts):
 
 def generated(model, result, cache=None, **kwargs):
     torch.manual_seed(3)
-    output = model.generate(
-        **result.inputs,
-        past_key_values=result.new_cache() if cache is None else cache,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **({"max_new_tokens": 9, "do_sample": False} | kwargs),
-    )
-    return output.sequences[:, result.inputs["input_ids"].shape[1] :], torch.stack(output.logits)
+    ids, mask = result.inputs["input_ids"], result.inputs["attention_mask"]
+    cache = result.new_cache() if cache is None else cache
+    return with_logits(model, ids, mask, cache, 9, **kwargs)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])

@@ -16,6 +16,7 @@ from gracekv.prefill import Needs
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama
 from support.dense import dense_logits
+from support.greedy_decoding import with_logits
 from support.margins import assert_same_steps
 
 LENGTH = 60
@@ -62,16 +63,7 @@ def generated(model, ids, cache=None, **kwargs):
     """Ids after the prompt and the logits of each step."""
     (attach if cache is not None else detach)(model)
     torch.manual_seed(11)
-    output = model.generate(
-        ids[None],
-        attention_mask=torch.ones_like(ids)[None],
-        past_key_values=cache,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **({"max_new_tokens": 20, "do_sample": False} | kwargs),
-    )
-    return output.sequences[:, len(ids) :], torch.stack(output.logits)
+    return with_logits(model, ids[None], torch.ones_like(ids)[None], cache, 20, **kwargs)
 
 
 MODES = {"beams": {"num_beams": 3}, "several": {"do_sample": True, "num_return_sequences": 3}}

@@ -17,11 +17,6 @@ IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))
 START, END, TAIL = 4, 90, 5
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama(layers=3, vocabulary=97)
-
-
 def compressed(model, name, tail=TAIL, **budget):
     ids = torch.cat([IDS[:END], IDS[:tail]])
     prompt = Prompt.from_ids(ids, context=(START, END), question_end=END)
@@ -31,9 +26,7 @@ def compressed(model, name, tail=TAIL, **budget):
 def stored_bytes(layer):
     """Counted from the tensors: keys and values, with what it takes to read them."""
     beside = ("positions", "log_multiplicity", "offsets")
-    return sum(
-        x.numel() * x.element_size() for n, x in layer.tensors().items() if not n.endswith(beside)
-    )
+    return sum(x.nbytes for n, x in layer.tensors().items() if not n.endswith(beside))
 
 
 @pytest.mark.parametrize("name", CODED)

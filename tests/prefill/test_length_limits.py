@@ -15,41 +15,29 @@ from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_model
 
-MODELS = {
-    "llama": tiny_model(),
-    "mistral": tiny_model("mistral", window=3000),
-    "qwen2 full": tiny_model("qwen2"),
+LONGROPE = {"rope": "longrope", "original": 2048, "positions": 32768}
+# Models, and what their configurations say: the window, where rotation switches, and the length
+# that they were trained for.
+BOUNDS = {
+    "llama": (tiny_model(), None, None, 4096),
+    "mistral": (tiny_model("mistral", window=3000), 3000, None, 4096),
+    "qwen2 full": (tiny_model("qwen2"), None, None, 4096),
     # Its window is for layers from the second on.
-    "qwen2 one layer": tiny_model("qwen2", window=3000, layers=1),
-    "qwen2 sliding": tiny_model("qwen2", window=3000),
-    "phi3": tiny_model("phi3", positions=2048),
-    "phi3 longrope": tiny_model("phi3", rope="longrope", original=2048, positions=32768),
-    "llama longrope": tiny_model(rope="longrope", original=2048, positions=32768),
-    "llama yarn": tiny_model(rope="yarn", original=4096),
-    "llama linear": tiny_model(rope="linear"),
-    "llama dynamic": tiny_model(rope="dynamic"),
+    "qwen2 one layer": (tiny_model("qwen2", window=3000, layers=1), None, None, 4096),
+    # Layers that slide beside full ones keep their windows.
+    "qwen2 sliding": (tiny_model("qwen2", window=3000), None, None, 4096),
+    "phi3": (tiny_model("phi3", positions=2048), None, 2048, 2048),
+    "phi3 longrope": (tiny_model("phi3", **LONGROPE), None, 2048, 32768),
+    "llama longrope": (tiny_model(**LONGROPE), None, 2048, 32768),
+    "llama yarn": (tiny_model(rope="yarn", original=4096), None, None, 16384),
+    "llama linear": (tiny_model(rope="linear"), None, None, 16384),
+    "llama dynamic": (tiny_model(rope="dynamic"), None, None, 4096),
 }
+MODELS = {name: model for name, (model, *_) in BOUNDS.items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "window", "switch", "trained"),
-    [
-        ("llama", None, None, 4096),
-        ("mistral", 3000, None, 4096),
-        ("qwen2 full", None, None, 4096),
-        ("qwen2 one layer", None, None, 4096),
-        # Layers that slide beside full ones keep their windows.
-        ("qwen2 sliding", None, None, 4096),
-        ("phi3", None, 2048, 2048),
-        ("phi3 longrope", None, 2048, 32768),
-        ("llama longrope", None, 2048, 32768),
-        ("llama yarn", None, None, 16384),
-        ("llama linear", None, None, 16384),
-        ("llama dynamic", None, None, 4096),
-    ],
-)
-def test_bounds_are_read_from_the_configuration(name, window, switch, trained):
-    model = MODELS[name]
+@pytest.mark.parametrize(("model", "window", "switch", "trained"), BOUNDS.values(), ids=BOUNDS)
+def test_bounds_are_read_from_the_configuration(model, window, switch, trained):
     assert supported.sliding_window(model) == window
     assert supported.switch_point(model) == switch
     assert supported.trained_length(model) == trained

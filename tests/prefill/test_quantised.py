@@ -125,22 +125,16 @@ def test_norms_are_those_of_the_weight_in_effect(kind, bias):
     odd = kind(copy.deepcopy(linear))
     linear.weight.copy_(odd.plain())
     outputs = torch.randn(6, 5, 4)
-    torch.testing.assert_close(
-        projection_norms(seen(odd), 6, outputs), projection_norms(seen(linear), 6, outputs)
-    )
-    torch.testing.assert_close(
-        projected_norms(seen(odd), outputs, 2), projected_norms(seen(linear), outputs, 2)
-    )
+    for norms, given in ((projection_norms, (6, outputs)), (projected_norms, (outputs, 2))):
+        torch.testing.assert_close(norms(seen(odd), *given), norms(seen(linear), *given))
     # Two KV heads, each read by three query heads.
     values = torch.randn(2, 5, 4)
-    written = written_norms(seen(odd), values, 6)
+    got, plain = (written_norms(seen(x), values, 6) for x in (odd, linear))
     for group in range(2):
         parts = odd.plain()[:, 12 * group : 12 * group + 12].split(4, dim=1)
         want = sum((values[group] @ part.T).abs().sum(-1) for part in parts) / 3
-        torch.testing.assert_close(written[group], want, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(
-        written_norms(seen(linear), values, 6), written, rtol=1e-4, atol=1e-4
-    )
+        torch.testing.assert_close(got[group], want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(plain, got, rtol=1e-4, atol=1e-4)
 
 
 def test_unit_vectors_in_blocks_give_the_same_norms(monkeypatch):

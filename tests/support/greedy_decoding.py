@@ -17,17 +17,18 @@ def greedy(
 ) -> tuple[Tensor, Tensor]:
     """New ids [n] and the logits [n, vocabulary] they were chosen by; stock without a cache."""
     (detach if cache is None else attach)(model)
-    output = model.generate(
-        ids[None],
-        attention_mask=torch.ones_like(ids)[None],
-        past_key_values=cache,
-        max_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return output.sequences[0, len(ids) :], torch.cat(output.logits)
+    new, logits = with_logits(model, ids[None], torch.ones_like(ids)[None], cache, tokens)
+    return new[0], logits[:, 0]
+
+
+def with_logits(
+    model: Any, ids: Tensor, mask: Tensor, cache: Any, tokens: int, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """New ids [rows, n] and the logits [n, rows, vocabulary] of each step, greedy by default."""
+    told = {"pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
+    options = {"max_new_tokens": tokens, "do_sample": False, **told, **options}
+    output = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    return output.sequences[:, ids.shape[1] :], torch.stack(output.logits)
 
 
 def plain_answer(model: Any, ids: Tensor, tokens: int, **options: Any) -> Tensor:

@@ -8,16 +8,9 @@ from functools import partial
 
 import torch
 
-from gracekv.tree import (
-    DistortionEvaluator,
-    IntervalCosts,
-    Nodes,
-    Prototype,
-    TreeBatch,
-    TreeContext,
-)
+from gracekv.tree import DistortionEvaluator, IntervalCosts, Nodes, Prototype, TreeContext
 from gracekv.tree.engines.base import Engine
-from gracekv.tree.tree_batch import Workspace
+from gracekv.tree.tree_batch import TreeBatch, Workspace
 
 
 def evaluator_of(

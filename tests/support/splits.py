@@ -11,6 +11,7 @@ from gracekv.tree.base import Split
 from gracekv.tree.engines.reference import ReferenceDistortion
 
 Span = tuple[int, int]
+Spans = Sequence[Span]
 
 # Gains are differences of float32 distortions, whose errors are 1e-4 of what is subtracted.
 SPLITS = 5e-4
@@ -74,12 +75,7 @@ def _children(split: Split) -> list[list[Span]]:
 
 
 def assert_splits_tie(
-    context: TreeContext,
-    head: int,
-    node: Span,
-    one: Sequence[Span],
-    two: Sequence[Span],
-    reward: float,
+    context: TreeContext, head: int, node: Span, one: Spans, two: Spans, reward: float
 ) -> None:
     """Both gain as much for an entry, Eq. (T10), or lift tokens of equal probe mass, Eq. (T9)."""
     layer, g = divmod(head, context.prefill.kv_heads)
@@ -96,7 +92,7 @@ def assert_splits_tie(
 
 
 def _ratings(
-    reference: ReferenceDistortion, node: Span, children: Sequence[Span], reward: float
+    reference: ReferenceDistortion, node: Span, children: Spans, reward: float
 ) -> list[tuple[float, float]]:
     """Gain per added entry, and what it is a difference of: as a cut, as an extraction, or both."""
     parts = [reference.node(*node), *(reference.node(*child) for child in children)]
