@@ -66,13 +66,11 @@ def test_pages_cuts_and_closed_positions_lie_on_the_cpu_whatever_the_default(tmp
     cuts = {"every": 8, "window": 4, "positions": "closed", "history": True}
     limit = gracekv.Limit(entries_per_head=60, **cuts)
     with torch.device("meta"):
-        cache = result.new_cache(limit)
-    result.model.generate(
-        **result.inputs, past_key_values=cache, max_new_tokens=40, eos_token_id=-1
-    )
+        held = result.new_cache(limit)
+    result.model.generate(**result.inputs, past_key_values=held, max_new_tokens=40, eos_token_id=-1)
     with torch.device("meta"):
-        assert cache.history.ids.device.type == "cpu"
-        result.report(tmp_path / "page.html", cache=cache)
+        assert held.history.ids.device.type == "cpu"
+        result.report(tmp_path / "page.html", cache=held)
 
 
 # A share of 1 / 5 is none of any 16 bits.

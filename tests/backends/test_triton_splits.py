@@ -58,10 +58,8 @@ ROWS = st.integers(1, 3).flatmap(
 def test_tables_of_layers_with_and_without_codes_equal_loops(rows, size, block):
     sequences, lengths = rows
     rng = torch.Generator().manual_seed(size)
-    coded, other = (
-        quantised(rng, x, 8, torch.float32, sequences) for x in (lengths, lengths[::-1])
-    )
-    layers = [layer_of(sequences, lengths), of_two_passages(coded, other), coded]
+    coded, more = (quantised(rng, x, 8, torch.float32, sequences) for x in (lengths, lengths[::-1]))
+    layers = [layer_of(sequences, lengths), of_two_passages(coded, more), coded]
     sizes, blocks = [[size, 400], [size + 16, 32], [16, size]], [block, 2 * block, block]
     made = tables_of_sizes(layers, sizes, blocks)
     for layer, own, step, tables in zip(layers, sizes, blocks, made, strict=True):

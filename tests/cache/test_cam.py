@@ -25,10 +25,8 @@ from support.token_pipelines import pipeline
     question=st.integers(1, 4),
     ratio=st.floats(1.1, 3.0),
 )
-def test_equals_the_plain_loop(seed, length, merge, prefix, question, ratio):
-    prefill = synthetic_prefill(
-        dim=8, context=length, prefix=prefix, question=question, tail=0, seed=seed
-    )
+def test_equals_the_plain_loop(seed, length, merge, ratio, **sizes):
+    prefill = synthetic_prefill(dim=8, context=length, tail=0, seed=seed, **sizes)
     pack = CamPacker(merge=merge, seed=seed)
     whole = pipeline(pack.to_dict(), window={"size": 2, "minimum": 1})
     run = whole.run(prefill, Budget.ratio(ratio))

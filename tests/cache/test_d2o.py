@@ -25,9 +25,8 @@ WINDOW = {"size": 4, "minimum": 1}
 )
 def test_equals_the_plain_loop(seed, length, prefix, quota, ratio):
     prefill = synthetic_prefill(dim=8, context=length, prefix=prefix, seed=seed)
-    run = pipeline("d2o", quota=quota, window={"size": 1, "minimum": 1}).run(
-        prefill, Budget.ratio(ratio)
-    )
+    whole = pipeline("d2o", quota=quota, window={"size": 1, "minimum": 1})
+    run = whole.run(prefill, Budget.ratio(ratio))
     start, end = prefill.spans.context_start, prefill.spans.context_end
     for layer, packed in enumerate(run.cache.layers):
         keys, values = prefill.keys[layer][:, start:end], prefill.values[layer][:, start:end]

@@ -15,9 +15,8 @@ from support.trees import random_frontier, tree_context
 
 
 def pack(context: TreeContext, frontier: Frontier) -> RaggedCache:
-    return PrototypePacker()(
-        context.prefill, Selection.of_frontier(frontier), context.scores, context.rule
-    )
+    selection = Selection.of_frontier(frontier)
+    return PrototypePacker()(context.prefill, selection, context.scores, context.rule)
 
 
 @settings(max_examples=15)
@@ -69,9 +68,7 @@ def test_bytes_are_physical() -> None:
 @pytest.mark.parametrize(
     ("start", "end", "want"), [(0, 2, 0), (1, 3, 2), (0, 3, 1), (2, 6, 4), (3, 7, 4), (4, 6, 4)]
 )
-def test_positions_round_half_to_even_on_absolute_positions(
-    start: int, end: int, want: int
-) -> None:
+def test_absolute_positions_round_half_to_even(start: int, end: int, want: int) -> None:
     assert representative_positions(torch.tensor(start), torch.tensor(end)) == want
     assert round((start + end - 1) / 2) == want
 

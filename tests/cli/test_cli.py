@@ -177,9 +177,7 @@ def test_other_budgets_replace_the_ratio(run, calls, story):
     assert [call["budget"] for call in calls] == [Budget.of(one) for one in given]
 
 
-def test_without_a_question_the_cache_is_saved_to_be_asked_later(
-    run, refused, calls, story, tmp_path
-):
+def test_without_a_question_the_cache_is_saved_for_later(run, refused, calls, story, tmp_path):
     status, out, err = run("compress", "--context", story, "--save", tmp_path / "Tom's book")
     assert (status, out) == (0, "")
     assert "gracekv-plus kept 60" in err

@@ -99,9 +99,7 @@ def experiment(small_data):
     return Experiment.from_dict({"model": "tiny", "data": str(small_data), **PANEL})
 
 
-def test_a_cell_compresses_once_and_asks_every_question(
-    experiment, model, tokenizer, tmp_path, monkeypatch
-):
+def test_cells_compress_once_for_all_questions(experiment, model, tokenizer, tmp_path, monkeypatch):
     from gracekv.evaluate import worker
 
     made, real = [], worker.compress

@@ -58,9 +58,8 @@ def test_equals_least_squares_in_float64(
     repeat, share, chunk = repeated
     again_share = (1 - tail_share) * share * bool(repeat)
     queries = ReferenceQueries(QUERIES.replay, QUERIES.tail, tail_share, repeat, share, chunk)
-    prefill, region, cache = compressed(
-        recipe, ratio, softcap=softcap, sinks=sinks, seed=seed, group=group
-    )
+    sizes = {"seed": seed, "group": group}
+    prefill, region, cache = compressed(recipe, ratio, softcap=softcap, sinks=sinks, **sizes)
     torch.manual_seed(seed)
     scores = torch.rand(prefill.layers, prefill.kv_heads, region.length) ** 3
     scores = scores if by_score else [None] * prefill.layers

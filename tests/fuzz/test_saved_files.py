@@ -94,9 +94,7 @@ def test_what_becomes_of_a_file_does_not_change_what_was_loaded(model, saved, tm
     assert torch.equal(loaded.generate_ids(3), want)
 
 
-def test_a_file_that_is_replaced_while_it_is_opened_is_opened_again(
-    model, saved, tmp_path, monkeypatch
-):
+def test_a_file_that_is_replaced_while_opened_is_opened_again(model, saved, tmp_path, monkeypatch):
     path, other = tmp_path / "shared.gracekv", other_result(model)
     gracekv.load(saved, model).save(path)
     opened, new = safetensors.safe_open, [other]

@@ -101,9 +101,7 @@ def test_bad_options_are_refused(model, prompt, options, error, message):
 
 
 @pytest.mark.parametrize("budget", [{"ratio": 1000}, {"kv_bytes": 100}, {"ratio": 134 / 3}])
-def test_a_budget_that_cannot_work_is_refused_before_the_model_runs(
-    model, prompt, budget, monkeypatch
-):
+def test_an_impossible_budget_is_refused_before_the_model_runs(model, prompt, budget, monkeypatch):
     monkeypatch.setattr(type(model), "forward", lambda *_, **__: pytest.fail("the model ran"))
     for given in (prompt, [prompt, prompt]):
         with pytest.raises(BudgetError, match="ratio of at most"):

@@ -39,9 +39,7 @@ def live():
 )  # fmt: skip
 def test_nothing_else_stays_alive(recipe, rows):
     model = tiny_llama(layers=3)
-    prompts = [
-        Prompt.from_ids(torch.arange(400 + 9 * row) % 90, context=(10, 380)) for row in range(rows)
-    ]
+    prompts = [Prompt.from_ids(torch.arange(400 + 9 * row) % 90, (10, 380)) for row in range(rows)]
     given = prompts[0] if rows == 1 else prompts
     # What is computed once per process is there after the first call.
     gracekv.compress(model, given, ratio=8, pipeline=recipe, backend="eager")

@@ -66,9 +66,7 @@ def test_bad_limits_are_refused(fields, said):
         Limit(**fields)
 
 
-def test_modes_that_go_back_or_are_static_are_refused_before_the_first_token(
-    model, result, monkeypatch
-):
+def test_modes_that_go_back_or_are_static_are_refused_before_any_token(model, result, monkeypatch):
     fed, limit = fed_shapes(model, monkeypatch), Limit(**SMALL)
     assistant = {"assistant_model": tiny_model(positions=16384)}
     for options in (assistant, {"prompt_lookup_num_tokens": 3}):

@@ -86,10 +86,7 @@ def test_unsupported_models_are_refused(make, message):
     ("prompt", "message"),
     [
         (torch.arange(10), "takes one Prompt .*; got Tensor"),
-        (
-            Prompt.from_ids(torch.arange(90, 110), context=(2, 15)),
-            "token id 109, the model knows 97",
-        ),
+        (Prompt.from_ids(torch.arange(90, 110), (2, 15)), "token id 109, the model knows 97"),
     ],
 )
 def test_bad_prompts_are_refused(prompt, message):

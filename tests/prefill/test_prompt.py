@@ -109,11 +109,9 @@ def test_an_empty_question_leaves_no_question_probes():
     instruction=st.text("aeo :\n", max_size=8),
 )
 @pytest.mark.parametrize("chat", [True, False])
-def test_joint_ids_are_those_of_the_unsplit_text(chat, context, question, instruction):
+def test_joint_ids_are_those_of_the_unsplit_text(chat, context, **others):
     tokenizer = FAST[chat]
-    prompt = Prompt.from_chat(
-        tokenizer, context=context, question=question, instruction=instruction
-    )
+    prompt = Prompt.from_chat(tokenizer, context=context, **others)
 
     text = "".join(prompt.parts)
     whole = tokenizer(text, add_special_tokens=not chat)["input_ids"]

@@ -69,11 +69,8 @@ def test_without_a_model_missing_queries_are_named():
     import dataclasses
 
     full = synthetic_prefill()
-    lean = dataclasses.replace(
-        full,
-        queries=tuple(x[:, 4:] for x in full.queries),
-        query_positions=full.query_positions[4:],
-    )
+    queries = tuple(x[:, 4:] for x in full.queries)
+    lean = dataclasses.replace(full, queries=queries, query_positions=full.query_positions[4:])
     with pytest.raises(MissingCaptureError, match=r"positions \[1, 2\] were not .* needs\(\)\.$"):
         lean.with_queries([2, 1, 50])
 

@@ -95,10 +95,8 @@ def test_labels_by_default(make):
     one, two = (make("snapkv", 4, context=400, fields=small) for _ in range(2))
     assert list(labelled([one, two])) == ["snapkv 4x", "snapkv 4x (2)"]
     # The budget counts bytes, so the label does: there are more entries of fewer bits.
-    window = {"window": {"size": 2, "minimum": 2}}
-    name, ratio = default_label(
-        make("gracekv-plus-allocated", 4, context=400, fields=window)
-    ).split()
+    tiny = {"window": {"size": 2, "minimum": 2}}
+    name, ratio = default_label(make("gracekv-plus-allocated", 4, context=400, fields=tiny)).split()
     assert name == "gracekv-plus-allocated"
     assert float(ratio.removesuffix("x")) == pytest.approx(4, abs=0.1)
 

@@ -30,14 +30,12 @@ def compare(context: TreeContext, distortion: Prototype, tolerance: float) -> No
             spans = [(i, b) for i in range(a, b)] + [(a, j) for j in range(a + 1, b)]
             want = {(i, j): reference.node(i, j) for i in range(a, b) for j in range(i + 1, b + 1)}
             drops = torch.tensor([reference.drop(i, j) for i, j in spans])
-            mass = torch.tensor(reference.masses(a, b)).double()
+            mass = torch.tensor(reference.masses(a, b)).float()
             at = torch.tensor(spans) - a
             for evaluator in evaluators:
                 costs = evaluator(Nodes(torch.full((len(spans),), tree), at[:, 0], at[:, 1]))
                 torch.testing.assert_close(costs.drop, drops.float(), rtol=1e-4, atol=0)
-                torch.testing.assert_close(
-                    costs.mass[0, : b - a].double(), mass, rtol=1e-4, atol=1e-9
-                )
+                torch.testing.assert_close(costs.mass[0, : b - a], mass, rtol=1e-4, atol=1e-9)
                 for row, (i, j) in enumerate(spans):
                     for k in range(j - i):
                         assert float(costs.prefix[row, k]) == pytest.approx(
@@ -87,9 +85,8 @@ def test_chunks_do_not_change_the_costs() -> None:
         costs.append(evaluator(batch.roots()))
     whole = batch.length.max() == batch.length
     for name in ("prefix", "suffix", "mass", "drop"):
-        torch.testing.assert_close(
-            getattr(costs[0], name)[whole], getattr(costs[1], name)[whole], msg=name
-        )
+        one, other = (getattr(cost, name)[whole] for cost in costs)
+        torch.testing.assert_close(one, other, msg=name)
 
 
 def test_a_spike_beside_a_flat_interval_is_not_drowned() -> None:

@@ -21,9 +21,8 @@ def prefill_of(case, **sizes):
     rng = torch.Generator().manual_seed(5)
     # Some sinks hardly matter, others take most of the attention.
     sinks = [torch.randn(prefill.query_heads, generator=rng) * 3 for _ in range(prefill.layers)]
-    return dataclasses.replace(
-        prefill, softcap=softcap, sink_logits=tuple(sinks) if has_sinks else ()
-    )
+    sinks = tuple(sinks) if has_sinks else ()
+    return dataclasses.replace(prefill, softcap=softcap, sink_logits=sinks)
 
 
 @pytest.mark.parametrize("case", LOGITS)

@@ -49,10 +49,8 @@ def test_rules(rule, want):
 
 def test_weights_default_to_equal_and_survive_plain_data():
     prefill, scorers = small(), (ReadAhead(), MeanAttention())
-    even = Mixture(scorers)
-    assert torch.equal(
-        even(prefill, REGION).scores, Mixture(scorers, (2.0, 2.0))(prefill, REGION).scores
-    )
+    even, twos = Mixture(scorers), Mixture(scorers, (2.0, 2.0))
+    assert torch.equal(even(prefill, REGION).scores, twos(prefill, REGION).scores)
     assert torch.equal(combine_scores([-torch.ones(2)], (1.0,), "rms"), torch.ones(2))
     nested = Mixture((even, SCORERS.build("recency")), (1.0, 0.5), "rms")
     assert SCORERS.parse(nested.to_dict()) == nested

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+import statistics
 
 import pytest
 import torch
@@ -69,10 +70,7 @@ def lag_relative(prefill, sinks=4, lag=9):
                     after = states[start + lag : start + 2 * lag]
                     low, high = after.min(0).values, after.max(0).values
                     scaled = ((states[t] - low) / (high - low)).tolist()
-                    mean = sum(scaled) / len(scaled)
-                    spread.append(
-                        math.sqrt(sum((x - mean) ** 2 for x in scaled) / (len(scaled) - 1))
-                    )
+                    spread.append(statistics.stdev(scaled))
                 shares += torch.tensor(spread).softmax(0) / 2
             for place, i in enumerate(sorted(range(lag), key=lambda i: (-float(shares[i]), i))):
                 scores[start + i] = (lag - 1 - place) / lag
