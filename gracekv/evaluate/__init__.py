@@ -1,7 +1,7 @@
 """Benchmarks, ablations and the tables made of their results.
 
     from gracekv.evaluate import Experiment, run
-    run(Experiment.load(Path("suite.yaml")), "runs/")
+    run(Experiment.load("suite.yaml"), "runs/")
 
 Names load on first use: this package's parts need transformers and the `evaluate` extra.
 """

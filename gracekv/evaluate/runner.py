@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gracekv.errors import ConfigError
+from gracekv.errors import ConfigError, expect
 from gracekv.evaluate.experiment import Experiment, PendingSample
 from gracekv.evaluate.row_files import Row, RowFile, latest, note_marks, read_rows
 from gracekv.evaluate.sources import Sources
@@ -69,6 +69,10 @@ def run(
     from rich import progress as rich
     from rich.console import Console
 
+    expect(experiment, Experiment, "run takes an Experiment; Experiment.load reads a file")
+    expect(shard, Shard | None, "shard takes a Shard, such as Shard(0, 4)")
+    if (model is None) != (tokenizer is None):
+        raise ConfigError("Give a loaded model and its tokenizer together, or neither.")
     folder, part = Path(out), shard or Shard()
     sources = Sources(None if experiment.data is None else Path(experiment.data))
 

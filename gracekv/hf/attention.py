@@ -147,9 +147,9 @@ def attention(
         )
     layer, packed, places = key.layer, key.layer.packed, key.keys.shape[2]
     window, seen = kwargs.get("sliding_window"), packed.length + places
-    full = window and seen > window and not torch.compiler.is_compiling()
+    eager = not torch.compiler.is_compiling()
     # A static tail may have more places than tokens.
-    if full and (seen := int(layer.logical_length)) > window:
+    if window and seen > window and eager and (seen := int(layer.logical_length)) > window:
         # A sliding layer's cache was compressed as if the layer saw everything.
         raise CacheError(
             f"The sequence has grown to {seen} tokens, past the model's sliding window of "

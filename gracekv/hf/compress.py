@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Unpack, overload
 
 import torch
@@ -33,7 +34,7 @@ from gracekv.prefill.supported import check_continuation, check_model
 class _Options(BudgetOptions, total=False):
     """How `compress` treats each prompt."""
 
-    pipeline: str | Pipeline | None
+    pipeline: str | Path | Pipeline | None
     backend: str | Backend | None
     keep_run: bool
     capture: CaptureOptions
@@ -64,7 +65,7 @@ def compress(
     prompt: Prompt | Sequence[Prompt],
     *,
     prefill: Prefill | Sequence[Prefill] | None = None,
-    pipeline: str | Pipeline | None = None,
+    pipeline: str | Path | Pipeline | None = None,
     backend: str | Backend | None = None,
     keep_run: bool = False,
     capture: CaptureOptions = DEFAULTS,
@@ -102,7 +103,8 @@ def compress(
         backend: the attention implementation of decoding; default: the pipeline's.
         keep_run: keep what the stages made (scores, trees, selection) in `result.details`;
             otherwise a result keeps the scores and the selection, compactly and on the CPU.
-        capture: how the prefill runs: chunks, memory, progress; see `CaptureOptions`.
+        capture: how the prefill runs: chunks, memory, progress; see `CaptureOptions`. Of no effect
+            with `prefill`, but for `trim`.
         budget: `ratio`, `budget`, `entries_per_head`, `kv_bytes` or `compression_ratio`; see
             `BudgetOptions`.
 
@@ -114,6 +116,8 @@ def compress(
         CaptureMemoryError: memory ran out during the prefill.
         NonFiniteError: as `capture` does.
         MissingCaptureError: the prefill was captured for another pipeline.
+        ConfigError: no such pipeline or backend; prompts with and without a question; `stream=True`
+            where something needs the whole cache.
         CacheError: the prefill is not this model's, or not this prompt's.
         RankError: a process of a sharded model failed, ended, does not answer, or was called with
             something else.
@@ -127,6 +131,8 @@ def compress(
         pipe = chosen_pipeline(model, chosen, pipeline, backend, prompts)
         prefills: Any = prefill if is_batch and prefill is not None else [prefill] * len(prompts)
         plans = _checked_plans(model, prompts, prefills, pipe, chosen)
+        if capture.stream and prefill is not None:
+            raise ConfigError("A prefill holds all layers: leave out prefill, or stream=True.")
         if shard.ranks > 1:
             limits = ([x is not None for x in prefills], capture.chunk, capture.memory_limit)
             others = {"prefill, chunk or memory_limit": limits}
@@ -201,7 +207,7 @@ def per_byte(model: Any, budget: Budget) -> bool:
 def chosen_pipeline(
     model: Any,
     budget: Budget,
-    pipeline: str | Pipeline | None,
+    pipeline: str | Path | Pipeline | None,
     backend: str | Backend | None,
     prompts: Sequence[Any],
 ) -> Pipeline:
@@ -219,7 +225,7 @@ def chosen_pipeline(
                 f"and {unknown!r}. Name one: pipeline={unknown!r}, or compress them apart."
             )
         pipeline = Pipeline.default(question=asked != {False}, per_byte=by_byte)
-    elif isinstance(pipeline, str):
+    elif isinstance(pipeline, str | Path):
         pipeline = load_pipeline(pipeline)
     takes = "pipeline takes the name of a recipe or file, or what Pipeline.from_dict returns"
     expect(pipeline, Pipeline, takes)
@@ -238,7 +244,7 @@ def generate(
     ratio: Number | None = None,
     entries_per_head: int | None = None,
     kv_bytes: int | str | None = None,
-    pipeline: str | Pipeline | None = None,
+    pipeline: str | Path | Pipeline | None = None,
     question_tokens: int = 64,
     limit: Limit | None = None,
     text_streamer: Any = None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ def check_one(
 
 def check_new_tokens(count: Any) -> None:
     """Raise `ConfigError` unless this many tokens can be generated."""
-    if not isinstance(count, int) or count < 1:
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
         raise ConfigError(f"max_new_tokens must be a whole number of at least 1; got {count!r}.")
 
 

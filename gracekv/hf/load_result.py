@@ -61,6 +61,7 @@ def load(
         SavedCacheError: the file is damaged, of an unknown format, of another model or tokenizer,
             or its strategies come from a package that is not installed or imported here.
         UnsupportedModelError: see `attach`.
+        ConfigError: `path` is no path, or there is no such backend.
         CacheError: the KV heads cannot be divided among the model's processes.
         RankError: as for `gracekv.compress`.
     """

@@ -291,7 +291,7 @@ def ask_ids(
     model, prompt, tokenizer = result.model, result.prompt, result.tokenizer
     check_context(prompt)
     if not isinstance(questions, Sequence) or not questions:
-        given = "an empty list" if questions == [] else repr(questions)
+        given = "an empty list" if isinstance(questions, Sequence) else repr(questions)
         raise PromptError(f"ask takes a question or a list of at least one; got {given}.")
     if prompt.messages:
         raise PromptError("This context consists of messages: use result.chat().send(messages).")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from transformers import AutoModelForCausalLM, Pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from gracekv.allocate import BudgetOptions
-from gracekv.errors import ConfigError, PromptError
+from gracekv.errors import ConfigError, PromptError, expect
 from gracekv.hf.compress import compress
 from gracekv.prefill.prompt import Prompt
 
@@ -66,6 +66,7 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
             ConfigError: `reuse` with an `answer_prefix`, which would stand before the question; or
                 the pipeline has no tokenizer.
         """
+        expect(question, Iterable, "question takes a text or a list of texts", PromptError)
         questions = [question] if isinstance(question, str) else list(question)
         if not questions:
             raise PromptError("question takes a text or a list of at least one; got an empty list.")

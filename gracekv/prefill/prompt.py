@@ -89,6 +89,7 @@ class Prompt:
                 f"{context!r}."
             )
         start, end = context
+        expect(question_end, int | None, "question_end takes a token position", PromptError)
         length = len(checked)
         spans = PromptSpans(start, end, length if question_end is None else question_end, length)
         return cls(checked, spans, tokenizer=tokenizer)
@@ -128,6 +129,7 @@ class Prompt:
         texts |= {"answer_prefix": answer_prefix, "separator": separator}
         for name, text in texts.items():
             check_text(name, text)
+        expect(template, bool, "template is True or False", PromptError)
         if question:
             check_question(question)
         if not context.strip():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from gracekv.errors import ConfigError, UnknownStrategyError, suggestion
+from gracekv.errors import ConfigError, UnknownStrategyError, expect, suggestion
 from gracekv.recipes.base import PAPER, Recipe
 from gracekv.recipes.own import OWN
 from gracekv.recipes.rivals import RIVALS
@@ -74,6 +74,7 @@ def register(name: str, recipe: Recipe) -> None:
     Registering an equal recipe again changes nothing. Raises `ConfigError` if another recipe has
     the name.
     """
+    expect(recipe, Recipe, "register takes a gracekv.recipes.Recipe")
     if RECIPES.setdefault(name, recipe) != recipe:
         raise ConfigError(
             f"The recipe {name!r} is already registered: {RECIPES[name].summary!r}. Rename yours."

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from gracekv.decode.compaction import Compaction
 from gracekv.decode.limit import Limit
-from gracekv.errors import ConfigError, EditedHistoryError, StoreError, expect, one_of
+from gracekv.errors import CacheError, ConfigError, EditedHistoryError, StoreError, expect, one_of
 from gracekv.prefill.chat_text import (
     Message,
     check_question,
@@ -47,7 +47,8 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         if limit is not None and (limit.strategy or limit.history):
             raise ConfigError("A server's limit has no strategy and no history: leave them out.")
         self._client, self._limit, self._compact = client, limit, compact
-        self._first, self._count = context, count
+        expect(count, int, "messages takes the number of messages in the context")
+        self._first, self._count, self._closed = context, count, False
         self._name, self._made = f"chat-{secrets.token_hex(8)}", 0
         # Contexts of this conversation's own that the server may hold.
         self._own: list[str] = []
@@ -136,10 +137,8 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        if options.get("echo") or any((options.get(x) or 1) != 1 for x in ("n", "best_of")):
-            raise ConfigError(
-                "A conversation has one answer a turn: leave out n, best_of and echo."
-            )
+        if options.get("echo"):
+            raise ConfigError("A turn returns the answer alone: leave out echo.")
         known = self.messages
         client, tail = self._client, [*self._tail, *self._new_turns(messages, tools, self.messages)]
         ids = [x for _, tokens in tail for x in tokens]
@@ -175,6 +174,8 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             self._failed = sum(len(ids) for _, ids in self._tail)
 
     def _go_on(self) -> None:
+        if self._closed:
+            raise CacheError("This conversation is closed. Begin another with client.chat().")
         if self._pending is not None:
             name, tokens = self._pending
             made = self._client._listed(name)
@@ -212,7 +213,8 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             self._own.remove(name)
 
     def close(self) -> None:
-        """Delete the contexts of this conversation's own."""
+        """Delete the contexts of this conversation's own; a further turn raises `CacheError`."""
+        self._closed = True
         self._delete()
 
     def __exit__(self, *_: object) -> None:

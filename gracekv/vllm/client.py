@@ -285,6 +285,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
         )
     if "max_new_tokens" in options:
         raise ConfigError("On a server the length is max_tokens; got max_new_tokens.")
+    if any((options.get(x) or 1) != 1 for x in ("n", "best_of")):
+        raise ConfigError("One answer comes back: leave out n and best_of, and ask again for each.")
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class Request:
         self._check_room(max_tokens)
         from vllm import SamplingParams
 
-        extra = {**options.pop("extra_args", {}), **self.extra_args}
+        extra = self._with(options.pop("extra_args", {}))
         return SamplingParams(**{"temperature": 0.0, **options}, max_tokens=max_tokens,
                               extra_args=extra)  # fmt: skip
 
@@ -83,7 +83,12 @@ class Request:
         """
         self._check_room(max_tokens)
         fixed = {"model": model, "prompt": list(self.prompt_ids), "max_tokens": max_tokens}
-        return {**fixed, "temperature": 0.0, **options, **self.extra_args}
+        return {**fixed, "temperature": 0.0, **self._with(options)}
+
+    def _with(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """`options` that name the context beside the `kv_transfer_params` that they have."""
+        own, name = self.extra_args, "kv_transfer_params"
+        return {**options, name: {**(options.get(name) or {}), **own[name]}}
 
     def _check_room(self, max_tokens: int) -> None:
         if self.room is not None and len(self.prompt_ids) + max_tokens - 1 > self.room:

@@ -131,6 +131,15 @@ def test_missing_data_are_found_before_anything_runs(experiment, tiny, tmp_path)
         run(replace(experiment, data=str(tmp_path)), tmp_path, **tiny)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"tokenizer": None}, "its tokenizer together"), ({"shard": "0/2"}, "Shard, such as")],
+)
+def test_what_a_run_cannot_use_is_refused(experiment, tiny, tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        run(experiment, tmp_path, **{**tiny, **options})
+
+
 def test_shards_share_the_work_and_the_folder(experiment, tiny, tmp_path, plain):
     parts = [run(experiment, tmp_path / "all", shard=Shard(i, 3), **tiny) for i in range(3)]
     assert [part.written for part in parts] == [CELLS // 2, CELLS // 4, CELLS // 4]

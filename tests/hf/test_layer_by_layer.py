@@ -180,6 +180,12 @@ def test_what_cannot_be_is_refused_before_the_model_runs(recipe, reason):
         )
 
 
+def test_a_prefill_holds_what_a_streamed_one_would_not():
+    options = {"prefill": gracekv.capture(tiny_llama(), prompt_of()), "ratio": 4}
+    with pytest.raises(ConfigError, match="leave out prefill, or stream=True"):
+        gracekv.compress(tiny_llama(), prompt_of(), **options, capture=CaptureOptions(stream=True))
+
+
 def test_a_second_pass_holds_nothing_once_entries_are_chosen(monkeypatch):
     held, alive, fit = [], [], Pipeline.named("gracekv-agnostic-two-pass").fit
     layers, add = type(fit).layers, EntryPool.add

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
@@ -144,6 +145,8 @@ def test_a_base_model_is_asked_in_plain_text(model, tokenizer):
         ({"question": []}, PromptError, "at least one; got an empty list"),
         ({"question": None}, PromptError, "at least one; got None"),
         ({"question": [3]}, PromptError, "not empty; got 3"),
+        ({"question": np.array(["a", "b"])}, PromptError, "at least one; got array"),
+        ({"question": "Who?", "max_new_tokens": True}, ConfigError, "at least 1; got True"),
         ({"question": "Who?", "num_return_sequences": 2}, ConfigError, "One text is returned"),
         ({"question": "Who?", "generation_config": SEVERAL}, ConfigError, "text .*sequences=2"),
         ({"question": "Who?", "generation_config": SHORT}, ConfigError, "length as max_new_tokens"),

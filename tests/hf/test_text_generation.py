@@ -110,7 +110,7 @@ def test_reused_questions_are_asked_about_one_compressed_context(model, tokenize
         ({"question": "w1"}, BudgetError, "exactly one budget"),
         ({"question": [], "ratio": 2}, PromptError, "at least one; got an empty list"),
         ({"question": "w1", "ratio": 2, "kv_bytes": 9}, BudgetError, "got ratio and kv_bytes"),
-        ({"question": 3, "ratio": 2}, TypeError, "not iterable"),
+        ({"question": 3, "ratio": 2}, PromptError, "a text or a list of texts; got int"),
         ({"question": [3], "ratio": 2}, PromptError, "question must be text; got int"),
         ({"context": " ", "question": "w1", "ratio": 2}, PromptError, "context is empty"),
     ],

@@ -37,7 +37,7 @@ def test_a_file_may_start_from_a_recipe(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("base: snapkv\nvalue: key_norm\n")
     want = Pipeline.from_dict({"value": "key_norm"}, base="snapkv")
-    assert load_pipeline(path) == chosen_pipeline(None, None, str(path), None, ()) == want
+    assert load_pipeline(path) == chosen_pipeline(None, None, path, None, ()) == want
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".yml", ".toml", ".json"])

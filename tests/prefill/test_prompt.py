@@ -3,6 +3,7 @@
 from itertools import pairwise
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -181,6 +182,11 @@ def test_ids_may_come_in_any_whole_number_type():
         ([1, 2, 3], {"context": 2}, r"two token positions, \(start, end\)"),
         ([1, 2, 3], {"context": (0.0, 2)}, r"two token positions, \(start, end\)"),
         ([1, 2, 3], {"question_end": 1}, "context end <= question_end <= length"),
+        (
+            [1, 2, 3],
+            {"question_end": np.int64(2)},
+            "question_end takes .*; got int64",
+        ),
         ([1, 2, 3], {"question_end": 4}, "context end <= question_end <= length"),
     ],
 )
@@ -208,6 +214,7 @@ def template(text):
         (lambda: FAST[True], {"question": None}, "question must be text; got NoneType"),
         (lambda: FAST[True], {"question": " \n"}, r"A question is a text that is not empty; got '"),
         (lambda: Mock(image_processor=1), {}, "pass the processor's tokenizer"),
+        (lambda: FAST[True], {"template": MESSAGE}, "template is True or False; got str"),
         (lambda: template("fixed"), {}, "shows the user's message 0 times"),
         (lambda: template(2 * MESSAGE), {}, "shows the user's message 2 times"),
         (lambda: template(CHANGED), {}, "changes the question's text"),

@@ -181,6 +181,8 @@ def test_names_that_are_taken_are_refused():
     with pytest.raises(ConfigError, match="recipe 'snapkv' is already registered"):
         recipes.register("snapkv", recipes.Recipe("mine", "a test"))
     recipes.register("snapkv", recipes.find("snapkv"))
+    with pytest.raises(ConfigError, match=r"register takes a .*; got dict"):
+        recipes.register("mine", {"floor": "none"})
 
 
 def test_a_missing_module_is_named_with_its_package():

@@ -176,6 +176,8 @@ def test_requests_hold_what_follows_the_context(book, model, tokenizer, tmp_path
     assert asked.prompt == {"prompt_token_ids": turn}
     body = asked.body("tiny", 5, stream=True)
     assert body["kv_transfer_params"] == {"gracekv": "book"}
+    told = asked.body("served", kv_transfer_params={"client": "alice"})["kv_transfer_params"]
+    assert told == {"client": "alice", "gracekv": "book"}
     assert (body["prompt"], body["max_tokens"], body["stream"]) == (turn, 5, True)
     assert asked.room == 4096 - book.packed.length
     with pytest.raises(PromptError, match="pass the"):

@@ -9,7 +9,7 @@ pytest.importorskip("openai")
 
 import gracekv
 from gracekv import Compaction, Limit
-from gracekv.errors import ConfigError, EditedHistoryError, PromptError, StoreError
+from gracekv.errors import CacheError, ConfigError, EditedHistoryError, PromptError, StoreError
 from gracekv.prefill.chat_text import continued, turn_ids
 from gracekv.vllm import Client
 from support.context_server import QUESTION, TEXT, context_server, extensions
@@ -154,6 +154,16 @@ def test_messages_that_are_kept_have_all_their_entries(client, server):
     talk(client, server, 8, keep=("user",))
     made = extensions(server)
     assert {x.get("ratio") or x["entries_per_head"] - len(ids) for x, ids in made} == {0, 4}
+
+
+def test_a_closed_conversation_makes_no_contexts(client, server):
+    with client.chat("book", compact=Compaction(after=32, recent=0)) as chat:
+        answer = chat.stream(8 * QUESTION)
+        next(answer)
+    list(answer)
+    assert not extensions(server)
+    with pytest.raises(CacheError, match="conversation is closed"):
+        chat.ask(QUESTION)
 
 
 def test_a_limit_goes_with_each_extension(client, server):
