@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class AdaptiveHeads(Quota):
             window included; the layer's best tokens get the rest.
     """
 
-    compares_layers: ClassVar[bool] = False
+    compares_layers = False
 
     floor: float = bounded(0.2, at_least=0, at_most=1, hint="0 is all adaptive, 1 all equal.")
     rule: Literal["mix", "safeguard"] = "mix"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ class Density(Quota):
         epsilon: added to the denominator of the normalisation (1e-6 as in the code).
     """
 
-    uses_column_sums: ClassVar[bool] = True
+    uses_column_sums = True
 
     epsilon: float = bounded(1e-6, above=0, hint="It keeps a denominator from 0; D2O's is 1e-6.")
 

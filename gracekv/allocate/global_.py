@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from gracekv.allocate.base import QUOTAS, Quota
@@ -19,8 +17,8 @@ class Global(Quota):
     Cost: none.
     """
 
-    compares_layers: ClassVar[bool] = False
-    monotone: ClassVar[bool] = True
+    compares_layers = False
+    monotone = True
 
     def __call__(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
         return None

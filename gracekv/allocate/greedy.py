@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,7 +51,7 @@ class Greedy(Allocator):
         elastic: leave budget unspent rather than buy an operation of gain <= 0 (ours).
     """
 
-    prunable: ClassVar[bool] = True
+    prunable = True
 
     elastic: bool = False
 

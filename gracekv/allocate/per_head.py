@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -24,8 +22,8 @@ class PerHead(Quota):
             the shares add up to B_base (ours: the published rivals then spend the same budget).
     """
 
-    compares_layers: ClassVar[bool] = False
-    monotone: ClassVar[bool] = True
+    compares_layers = False
+    monotone = True
 
     remainder: bool = False
 

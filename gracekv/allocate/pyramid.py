@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -30,7 +29,7 @@ class Pyramid(Quota):
         beta: mean share over the last layer's (PyramidKV's 20).
     """
 
-    compares_layers: ClassVar[bool] = False
+    compares_layers = False
 
     beta: float = bounded(20.0, at_least=1, hint="1 gives equal shares; PyramidKV's is 20.")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -51,7 +50,7 @@ class CamPacker(Packer):
             not depend on the budget or on the order of layers.
     """
 
-    represents: ClassVar[Literal["node", "token", "mixture"]] = "mixture"
+    represents = "mixture"
     removed_fields = (("denominator", "mean_next"),)
 
     merge: int = bounded(32, at_least=1, hint="CaM's is 32; for no merging use the packer 'evict'.")

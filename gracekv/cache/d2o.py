@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ class D2OPacker(Packer):
     keeps E tokens.
     """
 
-    represents: ClassVar[Literal["node", "token", "mixture"]] = "mixture"
+    represents = "mixture"
 
     def layer(self, given: LayerToPack) -> RaggedEntries:
         capture, packed = given.capture, best_tokens(given)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 import torch
 from torch import Tensor
 
@@ -24,8 +22,8 @@ class EvictPacker(Packer):
     Cost: one gather of K and V.
     """
 
-    by_entry: ClassVar[bool] = True
-    represents: ClassVar[Literal["node", "token", "mixture"]] = "token"
+    by_entry = True
+    represents = "token"
 
     def layer(self, given: LayerToPack) -> RaggedEntries:
         return best_tokens(given)

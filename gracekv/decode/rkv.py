@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -34,7 +32,7 @@ class RKV(Decoder):
         keep_prompt: whether the prompt's entries stay; the authors let them compete.
     """
 
-    per_head: ClassVar[bool] = True
+    per_head = True
 
     queries: int = bounded(8, at_least=1)
     share: float = bounded(0.1, at_least=0, at_most=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,7 +49,7 @@ class Regression(QueryFitter):
     """
 
     # The three candidates are compared for a whole layer.
-    by_head: ClassVar[bool] = False
+    by_head = False
 
     queries: ReferenceQueries = field(
         default_factory=lambda: ReferenceQueries(Replay(uniform_weight=1.0, max_queries=32), 0)

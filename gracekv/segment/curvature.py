@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch.nn import functional
 
 from gracekv.errors import NonFiniteError
 from gracekv.prefill import Needs, Prefill, PromptSpans, depth_layers
-from gracekv.prefill.observer import Accumulator, LayerObserver, Part, Source, TokenRun
+from gracekv.prefill.observer import Accumulator, LayerObserver, TokenRun
 from gracekv.prefill.spans import reflected
 from gracekv.registry import Configurable, bounded
 
@@ -74,8 +73,8 @@ class BlockInput(LayerObserver):
         depth: rho; the layer is min(floor(rho L), L - 1).
     """
 
-    reads: ClassVar[frozenset[Source]] = frozenset({"hidden"})
-    part: ClassVar[Part] = "prefill"
+    reads = frozenset({"hidden"})
+    part = "prefill"
 
     depth: float
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gracekv.kernels.linalg import capped, linear
 from gracekv.prefill import Prefill, PromptSpans
-from gracekv.prefill.observer import FinalAccumulator, FinalObserver, FinalRun, Part
+from gracekv.prefill.observer import FinalAccumulator, FinalObserver, FinalRun
 from gracekv.prefill.projection import plain_weight
 from gracekv.prefill.spans import reflected
 
@@ -31,7 +31,7 @@ class Surprisal(FinalObserver):
     Source: Eq. (S6); the blocks: ours.
     """
 
-    part: ClassVar[Part] = "surprisal"
+    part = "surprisal"
 
     def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
         return (prefill.spans.length,)

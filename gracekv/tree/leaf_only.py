@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from gracekv.tree.base import Children, Nodes
@@ -20,7 +18,7 @@ class LeafOnly(Refiner):
     Cost: none; nothing is split.
     """
 
-    exact_roots: ClassVar[bool] = True
+    exact_roots = True
 
     def __call__(self, nodes: Nodes, table: CostTable) -> Children:
         none = torch.empty(0, dtype=torch.int64, device=nodes.tree.device)

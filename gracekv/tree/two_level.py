@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 from gracekv.kernels.ragged import rows_and_steps
 from gracekv.tree.base import Children, Nodes
@@ -20,7 +19,7 @@ class TwoLevel(Refiner):
     Cost: none; single tokens have no distortion.
     """
 
-    max_cost: ClassVar[float] = math.inf
+    max_cost = math.inf
 
     def __call__(self, nodes: Nodes, table: CostTable) -> Children:
         node, step = rows_and_steps(nodes.length)

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from einops import rearrange, reduce
@@ -200,7 +199,7 @@ class BlockReplay(Scorer):
             queries in the first block pay to the token after their own. May be 0.
     """
 
-    reads_past: ClassVar[bool] = True
+    reads_past = True
 
     block: int = bounded(2048, at_least=1)
     mean_power: float = bounded(3.0, at_least=1)

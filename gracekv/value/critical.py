@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
-from gracekv.prefill.observer import Accumulator, LayerObserver, Part, Projection, Source, TokenRun
+from gracekv.prefill.observer import Accumulator, LayerObserver, Projection, TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, TokenColumns, part_scores, rank_scores
 from gracekv.value.window_attention import WindowAttention
@@ -27,8 +26,8 @@ class WrittenNorms(LayerObserver):
     Source: Feng et al. (2025), CriticalKV, arXiv:2502.03805.
     """
 
-    reads: ClassVar[frozenset[Source]] = frozenset({"projection"})
-    part: ClassVar[Part] = "projections"
+    reads = frozenset({"projection"})
+    part = "projections"
 
     def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
         return prefill.layers, prefill.kv_heads, prefill.spans.length

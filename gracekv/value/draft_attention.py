@@ -10,7 +10,6 @@ Source: ours; the paper and the rivals that it names compress without having see
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from einops import reduce
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from gracekv.kernels.linalg import capped, softmax
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
-from gracekv.prefill.observer import Part, Passes, PassObserver, TokenRun
+from gracekv.prefill.observer import Passes, PassObserver, TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer
 
@@ -35,7 +34,7 @@ class Draft(PassObserver):
         tokens: most tokens, at least 1.
     """
 
-    part: ClassVar[Part] = "draft"
+    part = "draft"
 
     tokens: int
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from einops import reduce
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
-from gracekv.prefill.observer import Observer, Part, Passes, PassObserver, TokenRun
+from gracekv.prefill.observer import Observer, Passes, PassObserver, TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer
 
@@ -42,7 +42,7 @@ class Repetition(PassObserver):
         chunk: context tokens that are repeated at once.
     """
 
-    part: ClassVar[Part] = "reconstruction"
+    part = "reconstruction"
     chunk: int
 
     @property

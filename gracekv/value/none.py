@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ class NoSensitivity(Sensitivity):
     Cost: none.
     """
 
-    compares_layers: ClassVar[bool] = False
+    compares_layers = False
 
     def __call__(self, prefill: Prefill) -> Tensor:
         """Ones [L, G]."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from einops import rearrange, reduce
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from gracekv.kernels.uploads import on_device
 from gracekv.prefill import Needs, Prefill, PromptSpans
-from gracekv.prefill.observer import Accumulator, LayerObserver, Part, Projection, Source, TokenRun
+from gracekv.prefill.observer import Accumulator, LayerObserver, Projection, TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SENSITIVITIES, Sensitivity
 
@@ -20,8 +19,8 @@ from gracekv.value.base import SENSITIVITIES, Sensitivity
 class ProjectionNorms(LayerObserver):
     """||W_O^{l,h}||_F of each query head's part of the output projection, float32 [L, H]."""
 
-    reads: ClassVar[frozenset[Source]] = frozenset({"projection"})
-    part: ClassVar[Part] = "projections"
+    reads = frozenset({"projection"})
+    part = "projections"
 
     def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
         return prefill.layers, prefill.query_heads
@@ -51,8 +50,8 @@ class ProjectedNorms(LayerObserver):
     o_u are attention outputs at `PromptSpans.question_probes`.
     """
 
-    reads: ClassVar[frozenset[Source]] = frozenset({"outputs", "projection"})
-    part: ClassVar[Part] = "projections"
+    reads = frozenset({"outputs", "projection"})
+    part = "projections"
 
     def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
         return prefill.layers, prefill.kv_heads, len(prefill.spans.question_probes())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ class ValueNorm(Scorer):
             relative ones, 0.5 their geometric mean.
     """
 
-    reads_past: ClassVar[bool] = True
+    reads_past = True
 
     scorer: Scorer = field(default_factory=ReadAhead)
     power: float = bounded(1.0, above=0)
