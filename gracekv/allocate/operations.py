@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -108,7 +107,7 @@ class Operations:
         roots = self.forest.trees
         split = torch.zeros_like(start.split)
         split[self.node[roots:]] = executed[roots:]
-        return dataclasses.replace(start, added=executed[:roots].clone(), split=split)
+        return replace(start, added=executed[:roots].clone(), split=split)
 
     def available(self, executed: Tensor) -> Tensor:
         """bool [M]: not executed yet, and the parent is executed or there is none."""

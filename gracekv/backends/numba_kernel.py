@@ -12,9 +12,8 @@ Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothi
 
 from __future__ import annotations
 
-import functools
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -178,7 +177,7 @@ def _run_splits(
 _SOURCES = (attention_args, intrinsics, numba_codes, numba_products, numba_softmax, row_vectors)
 
 
-@functools.cache
+@cache
 def attend(dtype: torch.dtype) -> Any:
     """The kernel for a dtype of keys and values: a C callback on the address of `AttentionArgs`.
 

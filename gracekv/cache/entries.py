@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -162,7 +161,7 @@ class CompressedCache:
 
     def with_other_layers(self, states: tuple[LayerState, ...]) -> Self:
         """The same entries, with what the other layers hold."""
-        return dataclasses.replace(self, other_layers=states) if states else self
+        return replace(self, other_layers=states) if states else self
 
     @property
     def sequences(self) -> int:

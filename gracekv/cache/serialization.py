@@ -6,14 +6,13 @@ tensor, and the header's own checksum. Nothing in a file is executed.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def write_cache(
         "length": cache.length,
         "padding": list(cache.padding),
         "kept": [[state.number, state.kind, state.window] for state in cache.other_layers],
-        "coding": [dataclasses.asdict(x) | _GROUPED for x in cache.layers[0].codings],
+        "coding": [asdict(x) | _GROUPED for x in cache.layers[0].codings],
         "sha256": {name: _digest(tensor) for name, tensor in everything.items()},
     }
     text = json.dumps(record, sort_keys=True)

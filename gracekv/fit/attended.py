@@ -6,9 +6,8 @@ dropped token.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -148,17 +147,17 @@ class Reference:
             return layers[0]
         names = layers[0]._by_head()
         joined: dict[str, Any] = {x: torch.cat([getattr(y, x) for y in layers]) for x in names}
-        return dataclasses.replace(layers[0], **joined)
+        return replace(layers[0], **joined)
 
     def heads(self) -> list[Self]:
         """The reference of each head alone; tensors are views."""
         parts = {name: x.split(1) for name, x in self._by_head().items()}
         each = zip(*parts.values(), strict=True)
-        return [dataclasses.replace(self, **dict(zip(parts, own, strict=True))) for own in each]
+        return [replace(self, **dict(zip(parts, own, strict=True))) for own in each]
 
     def _by_head(self) -> dict[str, Any]:
         """The tensors that have a row for each head."""
-        names = (field.name for field in dataclasses.fields(self) if field.name != "sees")
+        names = (field.name for field in fields(self) if field.name != "sees")
         return {x: own for x in names if isinstance(own := getattr(self, x), Tensor)}
 
 

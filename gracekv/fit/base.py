@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -165,7 +164,7 @@ class Fitter(PrefillReader, Strategy, abc.ABC):
         for own in cache.layers:
             reference = references.pop(0)
             fitted.append(self.layer(own, reference, region) if own.entries else own)
-        return dataclasses.replace(cache, layers=tuple(fitted))
+        return replace(cache, layers=tuple(fitted))
 
 
 FITTERS = Registry("fit", "how kept entries make up for dropped ones", Fitter)

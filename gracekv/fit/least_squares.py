@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import field
+from dataclasses import field, replace
 
 import torch
 from torch import Tensor
@@ -56,7 +55,7 @@ class LeastSquares(QueryFitter):
 
     def reference(self, capture: LayerCapture, region: Region, memory: Memory) -> Reference:
         queries = self.queries(capture, region, memory)
-        return Reference.of(capture, dataclasses.replace(queries, within=region))
+        return Reference.of(capture, replace(queries, within=region))
 
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
         attention = attended(reference, packed, region)
@@ -73,7 +72,7 @@ class LeastSquares(QueryFitter):
         # The range of bfloat16.
         fitted = values.nan_to_num_(0.0).clamp_(-3e38, 3e38)
         log_m = packed.log_multiplicity[attention.columns] + factor.log()
-        return dataclasses.replace(
+        return replace(
             packed,
             values=scattered(packed.values, attention, fitted),
             log_multiplicity=scattered(packed.log_multiplicity, attention, log_m),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import field
+from dataclasses import field, replace
 
 import torch
 from torch import Tensor
@@ -61,7 +60,7 @@ class Regression(QueryFitter):
 
     def reference(self, capture: LayerCapture, region: Region, memory: Memory) -> Reference:
         found = super().reference(capture, region, memory)
-        return dataclasses.replace(found, weights=_WEIGHT * capture.group * found.weights)
+        return replace(found, weights=_WEIGHT * capture.group * found.weights)
 
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
         attention = attended(reference, packed, region)
@@ -69,12 +68,12 @@ class Regression(QueryFitter):
         error = attention.output - attention.found(shares, attention.values)
         change = ridge(shares, error, attention.weights, free / self.penalty)
         values = bounded_move(packed.values, change, attention, free, self.value_cap)
-        fitted = dataclasses.replace(packed, values=values)
+        fitted = replace(packed, values=values)
         # Coordinates that a passage adds to its keys are 0, and none of the model's.
-        own = dataclasses.replace(reference, asked=reference.asked * packed.keys.any(dim=0))
+        own = replace(reference, asked=reference.asked * packed.keys.any(dim=0))
         change = key_change(attended(reference, fitted, region), own, free, self.penalty)
         keys = bounded_move(packed.keys, change, attention, free, self.key_cap)
-        found = (packed, fitted, dataclasses.replace(fitted, keys=keys))
+        found = (packed, fitted, replace(fitted, keys=keys))
 
         def objective(candidate: RaggedEntries) -> float:
             seen = attended(reference, candidate, region)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -72,8 +71,8 @@ class QueryFitter(Fitter):
             new = [x for x in PARTS if any(getattr(a, x) is not getattr(b, x) for a, b in pairs)]
             copies = (copied(getattr(together, x).split(sizes)) for x in new)
             for layer, *own in zip(layers, *copies, strict=True):
-                fitted.append(dataclasses.replace(layer, **dict(zip(new, own, strict=True))))
-        return dataclasses.replace(cache, layers=tuple(fitted))
+                fitted.append(replace(layer, **dict(zip(new, own, strict=True))))
+        return replace(cache, layers=tuple(fitted))
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Values(RidgeFitter):
         error = attention.output - attention.found(shares, attention.values)
         change = ridge_change(attention, shares, error, self.trust, self.trust_read)
         values = scattered(packed.values, attention, attention.values + change)
-        return dataclasses.replace(packed, values=values)
+        return replace(packed, values=values)
 
 
 def ridge_change(

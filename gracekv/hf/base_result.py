@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from abc import ABC
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -77,13 +76,13 @@ class BaseResult(ABC):
             caches = [run.cache for run in runs]
             packed = CompressedCache.stack(caches) if cls.is_batch else caches[0]
         # The prompts' own copies would double the memory.
-        runs = [dataclasses.replace(x, cache=packed.sequence(n)) for n, x in enumerate(runs)]
+        runs = [replace(x, cache=packed.sequence(n)) for n, x in enumerate(runs)]
         cache = GraceCache(packed, pipeline.backend)
         cache.warm_up(model)
         set_attention(model)
         if not cls.is_batch:
-            kept = dataclasses.replace(runs[0].accounting, backend_bytes=cache.held_bytes)
-            runs = [dataclasses.replace(runs[0], accounting=kept)]
+            kept = replace(runs[0].accounting, backend_bytes=cache.held_bytes)
+            runs = [replace(runs[0], accounting=kept)]
         return cls(model, tuple(prompts), pipeline, keep_run, tuple(runs), cache)
 
     def new_cache(self, limit: Limit | None = None) -> GraceCache:
@@ -152,7 +151,7 @@ class BaseResult(ABC):
         """Entries and bytes of all prompts together; `entries` are [S*L, G], prompt by prompt."""
         total = Accounting.total(self.accountings, backend_bytes=self._cache.held_bytes)
         held = held_memory(self._cache, self._runs, self._rows)
-        return dataclasses.replace(total, held_bytes=held)
+        return replace(total, held_bytes=held)
 
     @property
     def accountings(self) -> tuple[Accounting, ...]:
@@ -228,12 +227,12 @@ class BaseResult(ABC):
 def prompt_facts(prompt: Prompt, run: Run) -> dict[str, Any]:
     """The header's facts of one prompt, ready for JSON, without its text and tokenizer."""
     kept = run.accounting
-    widths = [dataclasses.asdict(share) for share in kept.widths]
+    widths = [asdict(share) for share in kept.widths]
     entries = {"entries": kept.entries.tolist(), "backend_bytes": 0, "widths": widths}
     return {
-        "spans": dataclasses.asdict(prompt.spans),
+        "spans": asdict(prompt.spans),
         "format": [prompt.separator, prompt.template, prompt.messages],
-        "plan": dataclasses.asdict(run.plan),
-        "accounting": {f.name: getattr(kept, f.name) for f in dataclasses.fields(kept)} | entries,
+        "plan": asdict(run.plan),
+        "accounting": {f.name: getattr(kept, f.name) for f in fields(kept)} | entries,
         "timings": dict(run.timings.as_dict()),
     }

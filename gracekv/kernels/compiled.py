@@ -7,12 +7,11 @@ uses all cores, the other one waits.
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ def _warn() -> None:
     )
 
 
-@functools.cache
+@cache
 def _parallel() -> Any:
     """The OpenMP function of torch's own library that starts a parallel region, or None."""
     entry = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
@@ -91,7 +90,7 @@ def on_all_threads(function: Any, argument: int) -> None:
         list(_pool(os.getpid(), threads).map(function.ctypes, [argument] * threads))
 
 
-@functools.lru_cache(maxsize=1)
+@lru_cache(maxsize=1)
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     """This process's thread pool; a forked process cannot use its parent's."""
     return ThreadPoolExecutor(threads, thread_name_prefix="gracekv")

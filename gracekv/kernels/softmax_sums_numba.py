@@ -14,8 +14,7 @@ Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothi
 from __future__ import annotations
 
 import ctypes
-import functools
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -165,7 +164,7 @@ def _work(args: Any) -> None:
                 _reduce(reached, row, share, exponent, least, weight, args.maximum != 0)
 
 
-@functools.cache
+@cache
 def pack_keys(dtype: torch.dtype) -> Any:
     """The kernel that writes `panels` from keys of a dtype: a C callback.
 
@@ -182,7 +181,7 @@ def pack_keys(dtype: torch.dtype) -> Any:
     return cached(partial(cfunc, types.void(types.voidptr)), body)
 
 
-@functools.cache
+@cache
 def reduce_columns() -> Any:
     """The kernel that writes `total` from `panels`: a C callback, see `pack_keys`."""
     sources = digest(intrinsics, matmul, numba_softmax, row_vectors)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -141,7 +140,7 @@ class ReportData:
         lead = prompt.ids[max(0, first - 4) : first]
         tokenizer = None if (history.ids < 0).any() else prompt.tokenizer
         texts = token_texts(torch.cat([lead, history.ids]), tokenizer)[len(lead) :]
-        return dataclasses.replace(self, history=history, written=tuple(texts))
+        return replace(self, history=history, written=tuple(texts))
 
 
 def report_column(label: str, result: Result, answer: str | None = None) -> ReportColumn:

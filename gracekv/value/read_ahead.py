@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
@@ -121,7 +120,7 @@ def spread_ahead(score: Tensor, length: int) -> Tensor:
     return spread.flatten(-2)[..., :width]
 
 
-@functools.lru_cache(maxsize=4)
+@lru_cache(maxsize=4)
 def _decays(blocks: int, length: int, device: torch.device, stream: int) -> list[Tensor]:
     """Weights between the tokens of a block, of what a block gets, and between blocks; float64.
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +141,12 @@ class ContextHeader(Continuation):
     @property
     def continuation(self) -> Continuation:
         """How requests continue the context, without the rest."""
-        names = (x.name for x in dataclasses.fields(Continuation))
+        names = (x.name for x in fields(Continuation))
         return Continuation(**{name: getattr(self, name) for name in names})
 
     def to_json(self) -> str:
         """The text of `header.json`."""
-        data = json.loads(json.dumps({"kind": _KIND, **dataclasses.asdict(self)}))
+        data = json.loads(json.dumps({"kind": _KIND, **asdict(self)}))
         return json.dumps({"format": FORMAT, "sha256": _checksum(data), **data}, indent=2) + "\n"
 
     @classmethod

@@ -12,9 +12,8 @@ Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothi
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -186,7 +185,7 @@ def _run_work(args: Any, like: Any) -> None:
         taken = fetch_and_add(counters, 0)
 
 
-@functools.cache
+@cache
 def work_kernel(dtype: torch.dtype) -> Any:
     """The kernel for contexts and pages of a dtype: a C callback on the address of `PagedArgs`.
 

@@ -9,8 +9,7 @@ Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothi
 from __future__ import annotations
 
 import ctypes
-import functools
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -202,7 +201,7 @@ def _work(args: Any) -> None:
                 _split(args, v, node, heads, scratch, is_cut, wanted, costs, mass, top)
 
 
-@functools.cache
+@cache
 def distortion_kernel() -> Any:
     """The kernel: a C callback that takes the address of `DistortionArgs`.
 
