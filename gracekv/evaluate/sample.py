@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ConfigError, TaskError
-from gracekv.prefill.chat_text import turn_ids
+from gracekv.prefill.chat_text import plain_ids, turn_ids
 from gracekv.prefill.prompt import Prompt
 
 Truncate = Literal["middle", "start", "error"]
@@ -227,11 +227,8 @@ def _answer_ids(prompt: Prompt, sample: Sample, tokenizer: Any, words: int) -> T
     answer = sample.reference(words)
     if not text[-1].isspace():
         answer = " " + answer
-
-    def encode(part: str) -> list[int]:
-        return list(tokenizer(part, add_special_tokens=False, truncation=False)["input_ids"])
-
     # A word's token may differ at the start of a text; ids of the joint text show it in place.
-    joint, alone = encode(text + answer), encode(text)
+    joint, alone = plain_ids(tokenizer, text + answer), plain_ids(tokenizer, text)
     together = joint[: len(alone)] == alone
-    return torch.tensor(joint[len(alone) :] if together else encode(answer), dtype=torch.int64)
+    ids = joint[len(alone) :] if together else plain_ids(tokenizer, answer)
+    return torch.tensor(ids, dtype=torch.int64)

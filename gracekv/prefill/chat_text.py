@@ -203,6 +203,11 @@ def turn_ids(
     return [ids[a:b] for a, b in pairwise([0, *ends, len(ids)])]
 
 
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text alone, whole and without special tokens."""
+    return list(tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"])
+
+
 def continued(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text that continues another text.
 
@@ -210,15 +215,11 @@ def continued(tokenizer: Any, text: str) -> list[int]:
     whose ids are then removed. A lead works only if its own ids come first: otherwise a token spans
     both. If none works, the text is encoded alone, which loses nothing but may add that blank.
     """
-
-    def plain(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"])
-
     for lead in _LEADS if text else ():
-        first, ids = plain(lead), plain(lead + text)
+        first, ids = plain_ids(tokenizer, lead), plain_ids(tokenizer, lead + text)
         if first and ids[: len(first)] == first:
             return ids[len(first) :]
-    return plain(text) if text else []
+    return plain_ids(tokenizer, text) if text else []
 
 
 def _encode_parts(
