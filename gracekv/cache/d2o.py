@@ -104,14 +104,12 @@ def best_matches(
     real = ~kept.gather(1, left) & (counts > 0)[:, None]
 
     rows = block or max(1, _BLOCK // (4 * heads * stays))
-    best, match = [], []
+    tops = []
     for first in range(0, goes, rows):
         part = left[:, first : first + rows]
         some = unit.gather(1, part[..., None].expand(-1, -1, unit.shape[-1]))
-        top = (some @ pool.transpose(1, 2)).masked_fill_(padding, -torch.inf).max(dim=-1)
-        best.append(top.values)
-        match.append(top.indices)
-    similarity, chosen = torch.cat(best, dim=1), torch.cat(match, dim=1)
+        tops.append((some @ pool.transpose(1, 2)).masked_fill_(padding, -torch.inf).max(dim=-1))
+    similarity, chosen = (torch.cat(parts, dim=1) for parts in zip(*tops, strict=True))
     before = (counts.cumsum(0) - counts)[:, None]
     row = torch.arange(heads, device=keys.device)[:, None] * length
     return (row + left)[real], (before + chosen)[real], similarity[real]

@@ -264,8 +264,7 @@ def _layer(
         return layer
     coded = []
     for prefix, coding in zip(coded_prefixes(codings), codings, strict=True):
-        names = [name for name in there if name.startswith(prefix)]
-        own = {name.removeprefix(prefix): there[name] for name in names}
+        own = {n.removeprefix(prefix): x for n, x in there.items() if n.startswith(prefix)}
         check_index(own, length)
         check_codes(own, layer.dtype)
         coded.append(CodedEntries.of_tensors(own, coding, sequences))

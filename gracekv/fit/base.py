@@ -160,10 +160,8 @@ class Fitter(PrefillReader, Strategy, abc.ABC):
 
     def layers(self, cache: RaggedCache, references: list[Any], region: Region) -> RaggedCache:
         """Fit all layers; removes their `references` from the list, which frees them."""
-        fitted = []
-        for own in cache.layers:
-            reference = references.pop(0)
-            fitted.append(self.layer(own, reference, region) if own.entries else own)
+        pairs = ((own, references.pop(0)) for own in cache.layers)
+        fitted = (self.layer(own, x, region) if own.entries else own for own, x in pairs)
         return replace(cache, layers=tuple(fitted))
 
 

@@ -79,11 +79,10 @@ class AllocatedPrecision(AllocatingPrecision):
         costs = WidthCosts.of(self.stored, info)
         device = measured[0][0].device
         parts = [torch.cat([x.to(device) for x in own]) for own in zip(*measured, strict=True)]
-        loss = parts[0]
         if len(parts) > 1:
             keys, values, queries = parts
-            loss = rounding_loss(keys, values, queries, self.codings[::-1])
-        loss = loss.cpu()
+            parts = [rounding_loss(keys, values, queries, self.codings[::-1])]
+        loss = parts[0].cpu()
         check_finite([loss], info.dtype)
         loss = self.rounding * loss
         head = candidates.head_of_entry()

@@ -142,8 +142,7 @@ def dispersion_table(states: Sequence[Tensor], longest: int, epsilon: float) -> 
         table += _squared_distances(hidden, longest, epsilon).to(device)
     table /= len(states)
     # The variance is linear in these sums, so the mean over layers is taken first.
-    squared_steps = functional.pad(running_sums(table[:, 1]), (1, 0))
-    squared_steps = functional.pad(squared_steps, (0, longest))
+    squared_steps = functional.pad(running_sums(table[:, 1]), (1, longest))
     inside = squared_steps.unfold(0, longest, 1)[:rows] - squared_steps[:rows, None]
     steps = torch.arange(longest, dtype=torch.float64, device=device)
     table = (inside - table / steps.clamp(min=1)).clamp(min=0) / (steps - 1).clamp(min=1)

@@ -58,9 +58,7 @@ class Compactor(Scorer):
         pooled = functional.avg_pool1d(drawn * norms, kernel_size=3, padding=1, stride=1)
         blend = self.blending * _standardised(leverage) + _standardised(pooled)
         blend = blend - blend.min() + 1
-        size = (capture.kv_heads, capture.spans.context_end)
-        whole = blend.new_full(size, float(blend.max()) + 1)
-        whole[:, seen.start :] = blend
+        whole = functional.pad(blend, (seen.start, 0), value=float(blend.max()) + 1)
         return whole[:, region.start : region.end]
 
     def _probes(self, spans: PromptSpans, region: Region) -> range:

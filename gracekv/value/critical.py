@@ -78,10 +78,8 @@ class Critical(Scorer):
         norms = capture.observation(WrittenNorms())[:, region.start : region.end]
         second = (first + self.epsilon) * norms.to(first.device)
         # Ties toward the earlier token: stable sorts.
-        one, two = (
-            scores.sort(dim=-1, descending=True, stable=True).indices.tolist()
-            for scores in (first, second)
-        )
+        sorts = (x.sort(dim=-1, descending=True, stable=True) for x in (first, second))
+        one, two = (x.indices.tolist() for x in sorts)
         heads = zip(one, two, strict=True)
         order = torch.tensor([merged_order(*orders, self.first_stage) for orders in heads])
         return rank_scores(order.to(first.device))

@@ -134,8 +134,7 @@ class ExpectedAttention(Scorer):
         counted, moments = observer.seen(capture.spans), capture.observation(observer)
         rotation = mean_rotation(capture.rope, capture.head_dim, end, self.future_positions)
         seen = self._expected(capture, moments, counted, rotation)
-        whole = seen.new_full((capture.kv_heads, end), float(seen.max()) + 1)
-        whole[:, counted.start :] = seen
+        whole = torch.nn.functional.pad(seen, (counted.start, 0), value=float(seen.max()) + 1)
         return whole[:, region.start : region.end]
 
     def _expected(

@@ -153,9 +153,8 @@ def repetitions(passes: Passes, chunk: int) -> Iterator[tuple[Region, Tensor]]:
     spans, ids = passes.spans, passes.ids
     for first in range(spans.context_start, spans.context_end, chunk):
         part = Region(first, min(first + chunk, spans.context_end))
-        text, lead = _PART, ids[max(spans.context_start, first - _LEAD) : first]
-        if first == spans.context_start:
-            text = _WHOLE
+        lead = ids[max(spans.context_start, first - _LEAD) : first]
+        text = _PART if first > spans.context_start else _WHOLE
         request = torch.tensor(passes.encode(text), dtype=torch.int64)
         yield part, torch.cat([request, lead, passes.tail, ids[part.start : part.end]])
 

@@ -95,15 +95,14 @@ class MultiHop(Scorer):
         Raises `MissingCaptureError` without the seeds' queries, `PromptError` if the prompt has no
         question and `tail_probes` is 0.
         """
-        direct = super().__call__(prefill, region).scores
-        seed_scores = mean_seed_scores(direct, self.epsilon, prefill.shard)
+        scores = super().__call__(prefill, region).scores
+        seed_scores = mean_seed_scores(scores, self.epsilon, prefill.shard)
         if self._propagates:
             propagated = self._propagated(prefill, region, seed_scores)
             if (mass := propagated.sum()) > 0:
                 diffused = propagated / (mass + self.epsilon)
-                mixed = (1 - self.lambda_graph) * direct + self.lambda_graph * diffused
-                return TokenScores(mixed, seed_scores)
-        return TokenScores(direct, seed_scores)
+                scores = (1 - self.lambda_graph) * scores + self.lambda_graph * diffused
+        return TokenScores(scores, seed_scores)
 
     @property
     def _propagates(self) -> bool:

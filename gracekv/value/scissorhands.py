@@ -82,8 +82,7 @@ def attention_probabilities(capture: LayerCapture, probes: Sequence[int] | Tenso
     shared = rearrange(queries, "(g n) p d -> g (n p) d", g=heads)
     logits = shared @ keys[:, :stop].float().transpose(1, 2)
     logits = rearrange(logits, "g (n p) s -> (g n) p s", p=len(at))
-    finish = capture.logits
-    logits, sinks = capped(logits, finish["softcap"]), finish["sinks"]
+    logits, sinks = capped(logits, capture.softcap), capture.sinks
     # All probes see the keys up to the earliest one; only the columns after it need a mask.
     unseen = torch.arange(after, stop) > at[:, None]
     logits[..., after:].masked_fill_(unseen.to(logits.device), -torch.inf)
