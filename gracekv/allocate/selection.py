@@ -151,16 +151,9 @@ class Selection:
             part = slice(int(edges[0]), int(edges[-1]))
             count, tokens = counted[layer]
             own, coarse = coarse[:count], coarse[count:]
-            yield LayerLayout(
-                head=head[part].to(like.device),
-                start=start[part].to(like.device),
-                end=end[part].to(like.device),
-                selected=selected[part].to(like.device),
-                merged=(own - part.start).to(like.device),
-                merged_tokens=tokens,
-                offsets=edges - edges[0],
-                origin=origin,
-            )
+            columns = head[part], start[part], end[part], selected[part], own - part.start
+            heads, begins, ends, chosen, merged = (x.to(like.device) for x in columns)
+            yield LayerLayout(heads, begins, ends, chosen, merged, tokens, edges - edges[0], origin)
 
     def _merged(self, unit: Tensor, length: Tensor) -> tuple[Tensor, list[list[int]]]:
         """The packed entries of several tokens, int64 [M], and their number and tokens by layer.

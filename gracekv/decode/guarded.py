@@ -8,7 +8,6 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedEntries
 from gracekv.decode.attention import Attention
 from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 from gracekv.registry import bounded
@@ -31,12 +30,11 @@ class Guarded(Decoder):
     share: float = bounded(0.05, above=0, at_most=0.5)
 
     # Those of the strategy.
+    scores = property(attrgetter("strategy.scores"))
+    fit = property(attrgetter("strategy.fit"))
     per_head = property(attrgetter("strategy.per_head"))
     queries = property(attrgetter("strategy.queries"))
     keep_prompt = property(attrgetter("strategy.keep_prompt"))
-
-    def scores(self, held: HeldLayer) -> Tensor:
-        return self.strategy.scores(held)
 
     def guarded(self, held: HeldLayer, most: int) -> Tensor:
         norms = held.values.float().norm(dim=-1).masked_fill_(~held.used, -1.0)
@@ -44,6 +42,3 @@ class Guarded(Decoder):
         largest = torch.zeros_like(held.used)
         largest.scatter_(1, norms.topk(count, dim=1).indices, value=True)
         return self.strategy.guarded(held, most) | (largest & held.used)
-
-    def fit(self, held: HeldLayer, kept: Tensor, packed: RaggedEntries) -> RaggedEntries:
-        return self.strategy.fit(held, kept, packed)

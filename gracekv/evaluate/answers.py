@@ -94,7 +94,6 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
     fed = torch.cat([ids[cache.packed_length :], answer[:-1]])
     device = model.get_input_embeddings().weight.device
     kept: list[Tensor] = []
-    count = 0
     with hooked() as hooks:
         for layer in model_layers(model):
             if not layer.has_attention:
@@ -106,7 +105,6 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
 
             attention = attention_module(model.get_decoder().layers[layer.number])
             hooks.append(attention.register_forward_hook(listen))
-            count += 1
         # A cache with a limit is cut between two pieces.
         logits = [
             model(
@@ -114,6 +112,7 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
             ).logits[0]
             for piece in fed.split(len(fed) if cache.limit is None else cache.limit.every)
         ]
+    count = len(hooks)
     outputs = (torch.cat(kept[n::count])[-len(answer) :] for n in range(count))
     return AnswerOutputs(torch.cat(logits)[-len(answer) :].float().log_softmax(-1), tuple(outputs))
 

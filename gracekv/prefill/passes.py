@@ -95,14 +95,13 @@ class ModelPasses:
 
 class _ModelContinuation:
     def __init__(self, passes: ModelPasses, end: int) -> None:
-        self._passes, self._end = passes, end
+        self._passes, self._reached = passes, end
         self._keys: list[list[Tensor]] = [[x[:, :end]] for x in passes.keys]
         self._values: list[list[Tensor]] = [[x[:, :end]] for x in passes.values]
-        self._count = 0
 
     def run(self, ids: Tensor, observe: Callable[[int, TokenRun], None]) -> Tensor:
         """As `Continuation.run`. Holds one layer's keys and values once more."""
-        model, start = self._passes.model, self._end + self._count
+        model, start = self._passes.model, self._reached
         device, base = input_device(model), base_attention(model)
         positions = torch.arange(start, start + len(ids))
         attention = PartialAttention(base, positions, CausalMasks(base, start + len(ids)))
@@ -121,7 +120,7 @@ class _ModelContinuation:
         row, places = (x[None].to(device) for x in (ids, positions))
         with patched_attention(model, attend):
             states = model.get_decoder()(input_ids=row, position_ids=places, use_cache=False)
-        self._count += len(ids)
+        self._reached += len(ids)
         last: Tensor = states.last_hidden_state[0, -1]
         return last
 

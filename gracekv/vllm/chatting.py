@@ -108,7 +108,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         one_of("edited", edited, ("refuse", "compress"))
         before: dict[str, Any] = {}
         try:
-            self._new_turns(messages, tools, self.messages)
+            self._new_turns(messages, tools)
         except EditedHistoryError:
             given, known = (plain_messages(x)[: self._count] for x in (messages, self.messages))
             same = len(given) == len(known) and all(map(is_same, known, given))
@@ -125,9 +125,9 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             self._delete(self.context, *(self._pending or ()))
         return answer
 
-    def _new_turns(self, messages: Any, tools: Any, known: Any) -> list[tuple[str, list[int]]]:
-        """Role and ids of each message that was not `known`; raises as `new_turns` does."""
-        tokenizer = self._client._tokenizer
+    def _new_turns(self, messages: Any, tools: Any) -> list[tuple[str, list[int]]]:
+        """Role and ids of each message that is new; raises as `new_turns` does."""
+        tokenizer, known = self._client._tokenizer, self.messages
         if known and tools != self._tools:
             raise EditedHistoryError("The tools are not those that the conversation began with.")
         return new_turns(tokenizer, known, messages, self._count, tools=tools, separator=SEPARATOR)
@@ -140,7 +140,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         if options.get("echo"):
             raise ConfigError("A turn returns the answer alone: leave out echo.")
         known = self.messages
-        client, tail = self._client, [*self._tail, *self._new_turns(messages, tools, self.messages)]
+        client, tail = self._client, [*self._tail, *self._new_turns(messages, tools)]
         ids = [x for _, tokens in tail for x in tokens]
         text, answer, end = "", list[int](), None
         made = Request(self.context, tuple(ids), None, exact=True)
