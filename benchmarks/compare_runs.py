@@ -83,8 +83,8 @@ def main() -> None:
     lines = [
         f"# {args.title}",
         "",
-        f"- machine: {machine.cpu()}, {machine.threads()}; {machine.versions()}; two processes "
-        f"at once",
+        f"- machine: {machine.cpu()}, {machine.cores()}, CPU; {machine.versions()}; two processes "
+        f"of one thread at once",
         f"- commit: {args.commit}",
         "- Mean log KL to FullKV over the reference answer, by prompt; not below log 1e-4. Paired "
         "differences with 95 % bootstrap intervals over prompts; below 0: better after.",

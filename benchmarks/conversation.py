@@ -4,13 +4,13 @@
 
 A friend reads the demo's chapter aloud and tells twenty facts in turns 2 to 40; the replies are
 given, so that every way has the same history. At four checkpoints all facts are asked, each from
-the same state. Rows lie in runs/conversation; the same command leaves ways out that are there, so
-that they can be measured one by one. Ways:
+the same state. Rows lie in a folder of the commit; the same command leaves ways out that are there,
+so that they can be measured one by one. Ways:
 
 - compressed: older messages are compressed 4x, and a limit holds all entries, positions closed;
 - full: the history uncompressed, as long as the model's positions last;
-- window: the newest tokens alone, as many as the compressed conversation has entries;
-- again: the whole history is compressed to as many entries anew.
+- window: the newest 600 tokens alone;
+- again: the whole history is compressed anew, to 600 entries a head.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import machine
 import torch
 from asked_text import facts
 from matplotlib.figure import Figure
@@ -33,7 +34,8 @@ import gracekv
 from gracekv.files import write_atomically
 from gracekv.hf.smollm2 import load_smollm2
 
-RESULTS, ROWS = Path(__file__).parent / "results", Path("runs/conversation")
+RESULTS = Path(__file__).parent / "results"
+ROWS = Path("runs/conversation") / (machine.commit() or "none")
 ENTRIES, AFTER, EVERY, RATIO = 600, 256, 512, 4
 CHECKPOINTS = 4
 WAYS = ("compressed", "full", "window", "again")
@@ -152,6 +154,9 @@ def history(tokenizer: Any, turns: list[str]) -> torch.Tensor:
 
 def anew(model: Any, tokenizer: Any, turns: list[str], marks: list[int], *, window: bool) -> Any:
     """Read the newest tokens, or compress the whole history, at each checkpoint; yields rows."""
+    # Loads compiled kernels.
+    first = gracekv.Prompt.from_ids(history(tokenizer, turns[:8]), (0, 200), tokenizer=tokenizer)
+    gracekv.compress(model, first, ratio=4)
     for mark in marks:
         ids = history(tokenizer, turns[:mark])
         if window:

@@ -151,8 +151,8 @@ def header(options: argparse.Namespace, copy: float) -> list[str]:
         f"{'the least' if options.least else 'medians'} of {options.rounds} rounds after 2 of "
         f"warming up; a round takes every row of a block in turn. Keys, values and head lengths "
         f"are random (heads of a layer differ up to threefold, or one is as much longer as the "
-        f"table says), log multiplicities too, and {TAIL} tokens follow the packed entries; only "
-        f"the table named so is a real compression.",
+        f"table says), log multiplicities too, and in attention alone {TAIL} tokens follow the "
+        f"packed entries; only the table named so is a real compression.",
         "FullKV is torch's sdpa with enable_gqa, as transformers calls it, in the model over its "
         "DynamicCache (a fixed cache where steps are CUDA graphs). Heads folded: the same kernel "
         "with the query heads of a group as rows. 1x is our backend over all entries.",

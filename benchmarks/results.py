@@ -91,13 +91,18 @@ def main() -> None:
         return
     data = check(args.data)
     # So that started processes stop, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Stopped; run it again to go on."))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda *_: sys.exit("Stopped; run it again to go on."))
     state = Run(PARTS, RESULTS, ROOT / "runs" / "results", data, args.vllm.absolute()).all()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for script in AFTER:
-        subprocess.run([sys.executable, script], check=False, cwd=ROOT, env=environment)
+    after = {
+        script: subprocess.run([sys.executable, script], check=False, cwd=ROOT, env=environment)
+        for script in AFTER
+    }
     print(plan(state))
     failed = [name for name, outcome in state.parts.items() if outcome.state == "failed"]
+    failed += [script for script, done in after.items() if done.returncode]
     if failed:
         raise SystemExit(f"Failed: {', '.join(failed)}. Logs: runs/results. Run it again to retry.")
 

@@ -77,11 +77,11 @@ _MEMORY = "python benchmarks/memory.py --models smollm2 --log {rows}/memory.json
 
 PARTS = (
     _evaluation(
-        "smollm2-default", "How close is the default, the question seen? And eight rivals?", 20,
+        "smollm2-default", "How close is the default, the question seen? And eight rivals?", 15,
         "smollm2_default",
     ),
     _evaluation(
-        "smollm2-agnostic", "How close is it, the question not seen?", 19, "smollm2_agnostic",
+        "smollm2-agnostic", "How close is it, the question not seen?", 26, "smollm2_agnostic",
         _compared(
             "agnostic-differences", "The question not seen, prompt by prompt", "kvzip-two-pass",
             "gracekv-agnostic", "gracekv-agnostic-two-pass", "gracekv-agnostic-allocated",
@@ -95,24 +95,24 @@ PARTS = (
         "smollm2_agnostic_answers",
     ),
     _evaluation(
-        "precision", "What do bits bring at equal bytes?", 10, "smollm2_bytes",
+        "precision", "What do bits bring at equal bytes?", 8, "smollm2_bytes",
         _compared(
             "precision-differences", "Bits at equal bytes, prompt by prompt", "gracekv-plus",
             "gracekv-plus-allocated", _BITS.format(8), _BITS.format(4),
         ),
         outputs=("precision", "precision-differences"),
     ),
-    _evaluation("compaction", "2x to 50x beside Attention Matching?", 15, "smollm2_compaction"),
+    _evaluation("compaction", "2x to 50x beside Attention Matching?", 13, "smollm2_compaction"),
     _evaluation(
-        "ablations", "What does each part of the recipes bring?", 10, "smollm2_ablations",
+        "ablations", "What does each part of the recipes bring?", 9, "smollm2_ablations",
         _compared("fit", "What the fit brings", "gracekv-plus-no-fit", "gracekv-plus"),
         outputs=("ablations", "fit"),
     ),
     _evaluation(
-        "long-outputs", "What does a limit lose in long answers?", 8, "smollm2_long_outputs"
+        "long-outputs", "What does a limit lose in long answers?", 6, "smollm2_long_outputs"
     ),
     Part(
-        "memory", "How much memory does a compression take?", 15,
+        "memory", "How much memory does a compression take?", 17,
         (
             f"{_MEMORY} prefill gracekv-plus --processes 3",
             f"{_MEMORY} gracekv-agnostic gracekv \"whole gracekv-plus\" snapkv",
@@ -133,11 +133,11 @@ PARTS = (
         ("construction-cpu",),
     ),
     Part(
-        "construction-plus", "What does compressing add to the prefill?", 10,
+        "construction-plus", "What does compressing add to the prefill?", 9,
         ("python benchmarks/construction_plus.py",), ("construction-plus",), threads=1,
     ),
     Part(
-        "construction-all", "And every other recipe?", 14,
+        "construction-all", "And every other recipe?", 25,
         (
             "python benchmarks/construction_plus.py --recipes all --lengths 800 --rounds 3 "
             "--out benchmarks/results/construction-all.md",
@@ -170,15 +170,15 @@ PARTS = (
         ("python benchmarks/ten_questions.py --tokens 2048",), ("ten_questions",), threads=1,
     ),
     Part(
-        "vllm", "What do contexts bring in vLLM?", 9,
+        "vllm", "What do contexts bring in vLLM?", 6,
         ("vllm-python benchmarks/vllm_serving.py --lengths 1024 4096 8192",), ("vllm",), threads=1,
     ),
     Part(
-        "vllm-plugin", "What does the plugin cost plain requests?", 3,
+        "vllm-plugin", "What does the plugin cost plain requests?", 2,
         ("vllm-python benchmarks/vllm_plugin_cost.py --threes 250",), ("vllm-plugin",), threads=1,
     ),
     Part(
-        "vllm_compress", "What does it cost that vLLM compresses?", 6,
+        "vllm_compress", "What does it cost that vLLM compresses?", 3,
         ("vllm-python benchmarks/vllm_compress.py --lengths 2048 4096",), ("vllm_compress",),
         threads=1,
     ),

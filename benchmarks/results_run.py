@@ -2,8 +2,8 @@
 
 The state, `benchmarks/results/run.json`, says of each part whether it is done or has failed. A part
 that is done is not run again. One that has failed is, and one that was interrupted goes on from its
-rows where it has some. At another commit than the state's everything begins anew, and what an
-earlier run has written goes first.
+rows where it has some. At another commit than the state's, or on another machine, everything begins
+anew, and what an earlier run has written goes first.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ class Run:
         return self.results / "run.json"
 
     def begin(self) -> State:
-        """The state to go on from; at another commit a new one, and nothing older stays."""
+        """The state to go on from; a new one at another commit or on another machine."""
         known, now = State.read(self.state_file), State.here()
-        if known is not None and known.commit == now.commit:
+        if known and (known.commit, known.machine) == (now.commit, now.machine):
             return known
         shutil.rmtree(self.rows, ignore_errors=True)
         for part in self.parts:
@@ -148,8 +148,9 @@ class Run:
         start, load = time.monotonic(), round(os.getloadavg()[0], 2)
         why, short = self._measure(part)
         if not why:
-            pages = (self._together(part, [page], PAGE_MINUTES)[0] for page in part.pages)
-            why = next((found for found in pages if found), "")
+            pages = (self._together(part, [page], PAGE_MINUTES) for page in part.pages)
+            late = f"its page took more than {PAGE_MINUTES} minutes"
+            why = next((found or late for found, over in pages if found or over), "")
         missing = [name for name in part.outputs if not (self.results / f"{name}.md").is_file()]
         if missing and not why:
             why = f"it wrote no {' and no '.join(f'{name}.md' for name in missing)}"

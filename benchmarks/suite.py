@@ -58,8 +58,8 @@ def head(rows: Sequence[Row], suite: Suite, commit: str) -> str:
         [
             f"# {suite.title}",
             "",
-            f"- machine: {machine.cpu()}, {machine.threads()}; {machine.versions()}; two "
-            f"processes at once",
+            f"- machine: {machine.cpu()}, {machine.cores()}, CPU; {machine.versions()}; two "
+            f"processes of one thread at once",
             f"- commit: {commit}",
             f"- model: SmolLM2-135M-Instruct, float32; {samples} prompts, {len(rows):,} cells; "
             f"{suite.protocol.replace('_', '-')}",

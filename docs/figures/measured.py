@@ -33,4 +33,4 @@ def number(cell: str) -> float:
 
 
 def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("| ").split("|")]
+    return [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]

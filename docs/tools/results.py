@@ -108,7 +108,8 @@ KNOWN = {
 COMMANDS = {
     name: "\n".join(
         dict.fromkeys(
-            re.sub(r" --shard \d/\d$", "", command)
+            ("OMP_NUM_THREADS=1 " if len(part.commands) > 1 or part.threads == 1 else "")
+            + re.sub(r" --shard \d/\d$", "", command)
             .format(data="FOLDER", rows=f"runs/results/{part.name}")
             .replace("vllm-python", ".venv-vllm/bin/python")
             for command in part.commands

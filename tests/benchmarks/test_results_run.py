@@ -1,5 +1,6 @@
 """Published files are those that parts of `make results` make, at the commit that it names."""
 
+import dataclasses
 import importlib
 import importlib.util
 import re
@@ -33,4 +34,25 @@ def test_after_a_run_all_files_are_of_its_commit(modules):
     for part in modules["results_plan"].PARTS:
         for name in part.outputs if part.name in state.parts else ():
             page = (BENCHMARKS / "results" / f"{name}.md").read_text(encoding="utf-8")
-            assert re.findall(r"^- commit: (\S+)", page, re.MULTILINE) == [state.commit], name
+            assert re.findall(r"^- commit: (.+)$", page, re.MULTILINE) == [state.commit], name
+
+
+def test_another_machine_begins_anew(modules, tmp_path):
+    made = modules["results_run"]
+    run, here = made.Run([], tmp_path, tmp_path / "rows", tmp_path), made.State.here()
+    here.parts["decode"] = made.Outcome("done", 1.0, 0.0)
+    here.write(run.state_file)
+    assert run.begin().parts
+    dataclasses.replace(here, machine="another").write(run.state_file)
+    assert not run.begin().parts
+
+
+def test_a_page_that_takes_too_long_is_a_failure(modules, tmp_path, monkeypatch):
+    made = modules["results_run"]
+    monkeypatch.setattr(made, "PAGE_MINUTES", 0.01)
+    write = f"python -c \"open('{tmp_path}/p.md', 'w')\""
+    part = modules["results_plan"].Part(
+        "p", "?", 1, (write,), ("p",), ('python -c "import time; time.sleep(9)"',)
+    )
+    outcome = made.Run([part], tmp_path, tmp_path / "rows", tmp_path).one(part)
+    assert (outcome.state, outcome.why) == ("failed", "its page took more than 0.01 minutes")
