@@ -13,6 +13,7 @@ from gracekv.allocate import Allocator, BudgetPlan, Floor, Frontier, Quota, Sele
 from gracekv.allocate.budget import EntryBytes
 from gracekv.allocate.top_tokens import check_finite, entry_gains, top_tokens
 from gracekv.distributed.sharding import WHOLE, HeadShard
+from gracekv.errors import ShapeError
 from gracekv.pipeline.composition import Composition
 from gracekv.prefill import CaptureInfo, Prefill
 from gracekv.segment import Curvature, Partition
@@ -67,9 +68,13 @@ def compare(
     region = prefill.spans.region(plan.recent)
     with stage("segment"):
         partition = pipe.segment(prefill, region)
+        _expect(pipe.segment, "slots that cover", partition.region, region)
     with stage("value"):
         scored = pipe.value(prefill, region)
         relevance = Relevance(scored.scores, scored.seed_scores, pipe.sensitivity(prefill))
+        sizes = [prefill.layers, prefill.kv_heads, region.length]
+        _expect(pipe.value, "scores [L, G, N] =", [*scored.scores.shape], sizes)
+        _expect(pipe.sensitivity, "weights [L, G] =", [*relevance.sensitivity.shape], sizes[:2])
         check_finite(relevance.scores, relevance.sensitivity, signed=False)
         sums = prefill.observation(ReceivedAttention()) if pipe.quota.uses_column_sums else None
         found = Compared(relevance, partition, received=sums)
@@ -97,6 +102,11 @@ def compare(
         limit = plan.base if prunes and found.quota is None else None
         forest = build_forest(context, pipe.distortion, pipe.refine, limit)
     return prefill, replace(found, forest=forest, candidates=candidates)
+
+
+def _expect(strategy: object, name: str, got: object, want: object) -> None:
+    if got != want:
+        raise ShapeError(f"{type(strategy).__name__} must return {name} {want}; got {got}.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,8 +3,6 @@
 import dataclasses
 import math
 import re
-from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -18,17 +16,20 @@ from gracekv.errors import ShapeError
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.compression import Compression
 from gracekv.prefill import Needs
+from gracekv.registry import Registry
+from gracekv.segment import Partition
 from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
 from gracekv.value import Scorer
 from support.thread_exchange import in_threads
 
+# Of this file alone, so that no other test finds them.
+OWN: Registry[Scorer] = Registry("own", "scores for tests")
 
-@dataclass(frozen=True)
+
+@OWN.register("tied", works_sharded=True)
 class Tied(Scorer):
     """Scores of few values, so that most are ties."""
-
-    works_sharded: ClassVar[bool] = True
 
     levels: int = 3
 
@@ -36,11 +37,11 @@ class Tied(Scorer):
         return (capture.keys[:, region.start : region.end].norm(dim=-1) * 7).floor() % self.levels
 
 
-@dataclass(frozen=True)
-class Late(Tied):
+@OWN.register("late")
+class Late(Scorer):
     """A score by layers that also reads surprisal."""
 
-    name: ClassVar[str] = "late"
+    layer = Tied.layer
 
     def needs(self):
         return Needs.observed(Surprisal())
@@ -181,3 +182,20 @@ def test_a_scorer_that_returns_something_else_is_named(monkeypatch, got, change)
     wanted = rf"Tied\.layer must return .* \[G, N\] = \[2, 38\] for layer 0; got {got}"
     with pytest.raises(ShapeError, match=wanted):
         run(prefill, Budget.ratio(4))
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "message"),
+    [
+        ("segment", lambda x: Partition(x.bounds[1:]), r"cover Region.*end=76\); got Region"),
+        ("value", lambda x: dataclasses.replace(x, scores=x.scores[:1]), r"2, 72\]; got \[1, 2"),
+        ("sensitivity", lambda x: x[:, :1], r"\[2, 2\]; got \[2, 1\]"),
+    ],
+)
+def test_results_of_another_size_are_refused(monkeypatch, stage, change, message):
+    pipeline = Pipeline.named("gracekv")
+    strategy = type(getattr(pipeline, stage))
+    real = strategy.__call__
+    monkeypatch.setattr(strategy, "__call__", lambda *given: change(real(*given)))
+    with pytest.raises(ShapeError, match=message):
+        pipeline.run(synthetic_prefill(), Budget.ratio(4))
