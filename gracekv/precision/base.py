@@ -16,6 +16,7 @@ from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.coded import Coding
 from gracekv.cache.entries import CompressedCache
 from gracekv.cache.quantised import QuantisedEntries, apart, batches
+from gracekv.errors import ConfigError
 from gracekv.kernels import ragged
 from gracekv.kernels.uploads import upload
 from gracekv.precision.quantise import blocks_of, check_finite, coded, quantised
@@ -134,6 +135,11 @@ class Precision(Strategy, abc.ABC):
                 mask = own == bits
                 offsets = ragged.offsets(mask.long())[batch.offsets]
                 parts.append(_Part(mask.nonzero()[:, 0], blocks_of(offsets.diff(), group), offsets))
+            if sum(len(part.entry) for part in parts) != len(own):
+                raise ConfigError(
+                    f"{type(self).__name__} gives widths {own.unique().tolist()}; its codings have "
+                    f"{[x.bits for x in self.codings]}, and {EXACT} stands for the model's dtype."
+                )
             if batch.device.type != "cpu":
                 # One upload for all of them.
                 sizes = [x.numel() for part in parts for x in (part.entry, part.blocks)]

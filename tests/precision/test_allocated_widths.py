@@ -163,6 +163,14 @@ def test_values_that_are_all_alike_lose_nothing_but_by_their_keys():
     assert rounding_loss(*sampled, AllocatedPrecision(group=8).codings).isfinite().all()
 
 
+def test_entries_of_a_width_without_a_coding_are_refused(monkeypatch):
+    pipeline = Pipeline.from_dict({"precision": "uniform"}, base="snapkv")
+    uniform = type(pipeline.precision)
+    monkeypatch.setattr(uniform, "widths", lambda _, start, region: (start % 4).byte())
+    with pytest.raises(ConfigError, match=r"gives widths \[0, 1, 2, 3\]; its codings have \[8\]"):
+        pipeline.run(synthetic_prefill(context=60, dim=32), Budget.ratio(2))
+
+
 def test_what_cannot_work_is_refused():
     with pytest.raises(ConfigError, match="keep_all has no budget to allocate bits by"):
         Pipeline.from_dict({"precision": "allocated"}, base="fullkv")
