@@ -38,6 +38,8 @@ def kept_entries(
         strategy: scores the entries.
         budget: most entries in all layers and heads.
         window: how many of the last tokens stay.
+
+    Raises `NonFiniteError` if the strategy's scores hold NaN or -inf.
     """
     scores, gains = list[Tensor](), list[Tensor]()
     for number in range(layers):
@@ -62,8 +64,10 @@ def kept_entries(
     if strategy.per_head:
         shares = equal_shares(BudgetPlan(layers, every.shape[1], width, budget, 0))
         quota = shares.maximum(every.isneginf().sum(dim=2).to(shares.device))
-    ones = torch.ones(every.shape[:2], dtype=torch.float32)
-    kept = top_tokens(scaled, ones, budget, quota, elastic=True)
+    # The auction refuses a weight of NaN; only here may a GPU be waited for.
+    sound = torch.stack([(x > -torch.inf).all(dim=1).to(every.device) for x in scores])
+    weights = sound.float().masked_fill_(~sound, torch.nan)
+    kept = top_tokens(scaled, weights, budget, quota, elastic=True)
     return [own[:, : x.shape[1]].to(x.device) for own, x in zip(kept, gains, strict=True)], scores
 
 

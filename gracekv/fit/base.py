@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.quantised import batches
+from gracekv.errors import NonFiniteError
 from gracekv.kernels.uploads import filled
 from gracekv.prefill import LayerCapture, Needs, Prefill, PrefillReader, Region
 from gracekv.registry import Configurable, Registry, Strategy, bounded
@@ -171,7 +172,7 @@ FITTERS = Registry("fit", "how kept entries make up for dropped ones", Fitter)
 def value_change(packed: RaggedCache, fitted: RaggedCache) -> Tensor:
     """|v' - v| / |v| of every entry in hundredths: uint8 [E] on the CPU, layer after layer.
 
-    255 stands for 2.55 and more.
+    255 stands for 2.55 and more. Raises `NonFiniteError` if a value became NaN or infinite.
     """
     changes = []
     for some in batches(packed.layers, lambda layer: 4 * layer.values.numel(), _BATCH):
@@ -181,4 +182,7 @@ def value_change(packed: RaggedCache, fitted: RaggedCache) -> Tensor:
         norm = torch.linalg.vector_norm(old, dim=-1, dtype=dtype)
         moved = torch.linalg.vector_norm(new.to(dtype) - old, dim=-1)
         changes.append((moved / norm.clamp_min_(1e-12)).to(packed.layers[0].device))
-    return torch.cat(changes).mul_(100).round_().clamp_(max=255).to("cpu", torch.uint8)
+    hundredths = torch.cat(changes).mul_(100).round_().cpu()
+    if not bool(hundredths.isfinite().all()):
+        raise NonFiniteError("Fitted values hold NaN or infinity. Check the fitter for overflow.")
+    return hundredths.clamp_(max=255).to(torch.uint8)

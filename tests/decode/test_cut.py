@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gracekv.decode import DECODERS, RKV, Attention, Guarded, Random, reference
 from gracekv.decode.cut import kept_entries, packed_entries
+from gracekv.errors import NonFiniteError
 from support.held_layers import held_layer
 from support.margins import assert_same_choice
 
@@ -59,6 +60,15 @@ def test_no_padding_stays_and_entries_are_copied(name):
         assert packed.values.isfinite().all()
         if name != "fitted":
             assert torch.equal(packed.values, held.values[own])
+
+
+@pytest.mark.parametrize("bad", [-torch.inf, torch.nan])
+def test_scores_that_cannot_be_ranked_are_refused(monkeypatch, bad):
+    monkeypatch.setattr(
+        Random, "scores", lambda _, x: torch.where(x.positions == 3, bad, x.carried)
+    )
+    with pytest.raises(NonFiniteError, match="tokens cannot be ranked"):
+        kept_entries(3, layers_of(5).__getitem__, Random(), 45, window=2)
 
 
 def test_the_prompt_stays_if_it_is_kept():

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.allocate import Budget
+from gracekv.errors import NonFiniteError
 from gracekv.fit import FITTERS, ReferenceQueries, Values, ValuesAndMass, reference
 from gracekv.fit import values as fit_values
 from gracekv.fit.attended import Reference, in_parts
@@ -197,3 +198,11 @@ def test_both_forms_of_the_ridge_problem_agree(rows, columns, seed):
     gram = a.double().mT @ (a * w[:, None]).double() + torch.diag_embed(penalty.double())
     want = torch.linalg.solve(gram, a.double().mT @ (b * w[:, None]).double())
     torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_values_that_a_fit_made_useless_are_refused(monkeypatch, bad):
+    spoil = lambda _, own, *rest: dataclasses.replace(own, values=own.values * bad)  # noqa: E731
+    monkeypatch.setattr(Values, "layer", spoil)
+    with pytest.raises(NonFiniteError, match="Fitted values hold NaN"):
+        compressed("snapkv", fit="values")
