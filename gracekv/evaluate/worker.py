@@ -82,7 +82,8 @@ class Worker:
         """One row for each cell, as soon as it is there; a failure is a row with an `error`.
 
         If earlier rows of this sample have another prompt hash, the data have changed and the
-        sample fails, because its rows could not be compared.
+        sample fails, because its rows could not be compared. If the shared prefill fails, each
+        cell is tried by itself, since the strategy of one may be at fault.
         """
         panel, task, index, cells = pending.panel, pending.task, pending.index, pending.cells
         sample = identity(self.named["model"], self.named["dtype"], panel, task, index)
@@ -100,10 +101,16 @@ class Worker:
             }
             for cell in cells
         ]
+        prepared = None
         try:
             prepared = self._prepare(pending)
         except Exception as error:
-            yield from ({**row, "error": _told(error)} for row in known)
+            if len(cells) == 1:
+                yield {**known[0], "error": _told(error)}
+                return
+        if prepared is None:  # out of the handler, which holds what the failure left
+            for cell in cells:
+                yield from self.rows(replace(pending, cells=(cell,)))
             return
         for row, cell in zip(known, cells, strict=True):
             try:

@@ -18,6 +18,7 @@ from gracekv.evaluate.row_files import read_rows
 from gracekv.evaluate.runner import Shard
 from gracekv.evaluate.tasks import Task
 from gracekv.testing.models import tiny_llama
+from gracekv.value import WindowAttention
 
 METHODS = ["fullkv", "gracekv", "gracekv-no-global"]
 PANEL = {
@@ -104,6 +105,15 @@ def test_a_failure_is_a_row_and_the_run_goes_on(experiment, tiny, tmp_path):
     assert all("score" not in row for row in failed)
     assert run(broken, tmp_path, **tiny).failed == 8
     assert run(broken, tmp_path, retry_failed=True, **tiny).written == 8
+
+
+def test_a_strategy_that_breaks_the_prefill_fails_alone(experiment, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(WindowAttention, "needs", lambda self: 1 / 0)
+    panel = replace(experiment.panels[0], methods=("fullkv", "snapkv"), ratios=(2.0,), samples=1)
+    done = run(replace(experiment, panels=(panel,)), tmp_path, **tiny)
+    assert (done.written, done.failed) == (4, 2)
+    failed = {row["method"] for row in read_rows(tmp_path) if row["error"] is not None}
+    assert failed == {"snapkv"}
 
 
 def test_prompts_are_cut_as_the_panel_says(experiment, tiny, tmp_path):
