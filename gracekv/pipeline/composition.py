@@ -27,7 +27,8 @@ from gracekv.fit import FITTERS, Fitter, NoFit
 from gracekv.precision import PRECISIONS, AllocatingPrecision, FullPrecision, Precision
 from gracekv.prefill import Needs, Prefill, PromptSpans
 from gracekv.prefill.model_layers import cache_dtype, compressed_layers, head_sizes
-from gracekv.registry import Configurable, Registry
+from gracekv.registry import Configurable, Registry, Strategy
+from gracekv.registry.hyperparameter import parts_of
 from gracekv.segment import SEGMENTERS, Curvature, Partition, Segmenter, Tokens
 from gracekv.tree import DISTORTIONS, REFINERS, Distortion, PrototypeRule, Refiner, Unit
 from gracekv.value import SCORERS, SENSITIVITIES, Scorer, Sensitivity
@@ -107,6 +108,9 @@ class Composition(Configurable):
         return cls.named(recipes.default(question=question, per_byte=per_byte))
 
     def check(self) -> None:
+        for part in parts_of(self):
+            if isinstance(part, Strategy):
+                part.registry.parse(part)
         if self.keep_all and isinstance(self.precision, AllocatingPrecision):
             raise ConfigError("keep_all has no budget to allocate bits by: use 'uniform'.")
 

@@ -140,8 +140,8 @@ def _check(value: Any, hint: Any, bounds: Bounds | None, cls: type, name: str) -
             raise ConfigError(_message(where, f"{len(args)} items", value, bounds))
         if bounds is not None and bounds.distinct and len(set(value)) < len(value):
             raise ConfigError(_message(where, "items that differ", value, bounds))
-        for item in value:
-            _check(item, args[0], bounds, cls, name)
+        for item, kind in zip(value, args[:1] * len(value) if ... in args else args, strict=True):
+            _check(item, kind, bounds, cls, name)
     elif hint in _KINDS:
         fits = isinstance(value, int | float if hint is float else hint)
         # True is an int in Python, but no number of anything.

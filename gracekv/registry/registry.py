@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
-from gracekv.errors import ConfigError, UnknownStrategyError, suggestion
+from gracekv.errors import ConfigError, UnknownStrategyError, expect, suggestion
 from gracekv.registry.hyperparameter import check_values, typed_fields
 from gracekv.registry.plugins import load_plugins, missing_hint
 
@@ -52,7 +52,7 @@ class Configurable:
     def from_dict(cls, data: Mapping[str, Any]) -> typing.Self:
         """The inverse of `to_dict`; fields left out keep their defaults.
 
-        Raises `ConfigError` on an unknown key or a value of the wrong type.
+        Raises `ConfigError` on an unknown or missing key or a value of the wrong type.
         """
         if not isinstance(data, Mapping):
             raise ConfigError(f"{cls.__name__} takes a mapping of its fields; got {data!r}.")
@@ -66,6 +66,10 @@ class Configurable:
         values = {key: _converted(value, hints[key]) for key, value in data.items()}
         # Before the class runs checks of its own, which may take types for granted.
         check_values(cls, values)
+        # Without a default, both are MISSING.
+        needed = [x.name for x, _ in typed_fields(cls) if x.default is x.default_factory]  # type: ignore[arg-type]
+        if missing := [name for name in needed if name not in values]:
+            raise ConfigError(f"{cls.__name__} needs {', '.join(missing)}; got {dict(data)}.")
         return cls(**values)
 
 
@@ -116,7 +120,7 @@ class Registry(Generic[S]):
         self.stage = stage
         self.summary = summary
         self._classes: dict[str, type[S]] = {}
-        self._base = interface or Strategy
+        self._base: type[Any] = interface or Strategy
         if interface is not None:
             interface.registry = self
 
@@ -125,24 +129,30 @@ class Registry(Generic[S]):
 
         `works_sharded` is as in `Strategy`; a base class may have set it already. A class that is
         defined again (a notebook's cell that runs twice) takes its own place. Raises `ConfigError`
-        if another class has the name.
+        if another class has the name, or if the class derives from a registered one, can change,
+        or has fields with names of what a strategy is given.
         """
+        expect(name, str, "@register takes a strategy's name, as in @register('mine')")
 
-        def add(cls: type[C]) -> type[C]:
-            if not issubclass(cls, self._base):
-                raise ConfigError(f"{_full_name(cls)} must derive from {self._base.__name__}.")
-            known = self._classes.get(name)
-            if known is not None and _full_name(known) != _full_name(cls):
-                raise ConfigError(
-                    f"{self.stage} strategy {name!r} is already registered by "
-                    f"{_full_name(known)}; {_full_name(cls)} needs another name."
-                )
+        def add(cls: Any) -> Any:
             if "__dataclass_params__" not in vars(cls):
                 cls = dataclasses.dataclass(frozen=True)(cls)
+            known, own = _full_name(self._classes.get(name, cls)), _full_name(cls)
+            taken = {"name", "registry", *dir(Strategy)} & {x.name for x in dataclasses.fields(cls)}
+            parents = [_full_name(x) for x in cls.__mro__[1:] if "__final__" in vars(x)]
+            wrong = {
+                f"must derive from {self._base.__name__}": not issubclass(cls, self._base),
+                f"needs another name: {name!r} is already registered by {known}": known != own,
+                f"derives from {parents}, which is final: hold one in a field instead": parents,
+                "can change: write @dataclass(frozen=True)": not cls.__dataclass_params__.frozen,
+                f"has fields {sorted(taken)}, names that every strategy has: rename them": taken,
+            }
+            for problem in filter(wrong.get, wrong):
+                raise ConfigError(f"{own} {problem}.")
             typing.final(cls).name = name
             cls.works_sharded |= works_sharded
             cls.registry = self
-            self._classes[name] = cls  # type: ignore[assignment]
+            self._classes[name] = cls
             return cls
 
         return add
@@ -168,15 +178,20 @@ class Registry(Generic[S]):
     def parse(self, spec: object) -> S:
         """A strategy from its name, from ``{"name": ..., **fields}``, or from itself.
 
-        Raises `ConfigError` for anything else, `UnknownStrategyError` for an unknown name.
+        Raises `ConfigError` for anything else, an instance of a class that is not registered or was
+        defined again included; `UnknownStrategyError` for an unknown name.
         """
         if isinstance(spec, str):
             return self.build(spec)
         if isinstance(spec, Mapping) and isinstance(spec.get("name"), str):
             fields = {str(key): value for key, value in spec.items()}
             return self.get(fields.pop("name")).from_dict(fields)
-        if isinstance(spec, Strategy) and type(spec) is self._known().get(spec.name):
-            return spec
+        if isinstance(spec, self._base) and spec.registry is self:
+            if (cls := type(spec)) is self._classes.get(vars(cls).get("name", "")):
+                return spec  # type: ignore[no-any-return]
+            new = f"is not registered: decorate {cls.__name__} with @register('a_name')"
+            again = f"was defined again since {spec} was made: make it again"
+            raise ConfigError(f"{_full_name(cls)} {again if 'name' in vars(cls) else new}.")
         raise ConfigError(
             f"Expected a {self.stage} strategy: a name, a mapping with a 'name', or an instance; "
             f"got {spec!r}. Registered: {', '.join(self)}."
@@ -218,7 +233,8 @@ def _converted(value: Any, hint: Any) -> Any:
         inner = [arg for arg in args if arg is not type(None)]
         return value if value is None or len(inner) > 1 else _converted(value, inner[0])
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_converted(item, args[0]) for item in value)
+        kinds = args[:1] * len(value) if ... in args else (*args, *map(type, value))
+        return tuple(_converted(x, kind) for x, kind in zip(value, kinds, strict=False))
     if hint is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     if isinstance(hint, type) and issubclass(hint, Strategy):

@@ -5,7 +5,9 @@ from typing import Literal
 import pytest
 
 from gracekv.errors import ConfigError, GracekvError, UnknownStrategyError, suggestion
+from gracekv.pipeline import Pipeline
 from gracekv.registry import Configurable, Registry, Strategy
+from gracekv.segment import Segmenter
 from gracekv.value import SCORERS, ReadAhead
 
 TOYS: Registry["Toy"] = Registry("toy", "what is played")
@@ -28,6 +30,12 @@ class Fair(Dice):
     sides: int = 6
 
 
+@DICE.register("loaded")
+class Loaded(Dice):
+    share: float
+    side: int = 1
+
+
 @dataclass(frozen=True)
 class Paint(Configurable):
     coats: int = 1
@@ -48,6 +56,7 @@ class Top(Toy):
     label: str = "a"
     side: Literal["left", "right"] = "left"
     limit: int | None = None
+    pair: tuple[int, float] = (1, 0.5)
     paint: Paint = dataclasses.field(default_factory=Paint)
     dice: Dice = dataclasses.field(default_factory=Fair)
 
@@ -88,7 +97,7 @@ def test_unknown_name_offers_the_nearest():
 
 def test_duplicate_names_are_refused():
     with pytest.raises(
-        ConfigError, match=r"already registered by .*\.Ball; .*\.Top needs another name"
+        ConfigError, match=r"\.Top needs another name: 'ball' is already registered by .*\.Ball"
     ):
         TOYS.register("ball")(Top)
     assert TOYS.get("ball") is Ball
@@ -112,6 +121,10 @@ WRONG = [
     ({"dice": "midpoint"}, r"was removed after 0\.2; use .'name': 'binary'"),
     ({"dice": {"sides": 4}}, r"Expected a dice strategy: .* a mapping with a 'name'"),
     ({"dice": 4}, r"Expected a dice strategy"),
+    ({"dice": "loaded"}, r"Loaded needs share; got \{\}"),
+    ({"pair": [1.0, 2]}, r"Top\.pair takes a whole number; got 1\.0"),
+    ({"pair": [1]}, r"Top\.pair takes 2 items; got \(1,\)"),
+    ({"pair": [1, 2, 3]}, r"Top\.pair takes 2 items; got \(1, 2\.0, 3\)"),
 ]
 
 
@@ -129,11 +142,12 @@ def test_a_strategy_of_another_stage_is_refused():
 
 
 def test_nested_data_becomes_objects():
+    paint = {"shades": [1, 0.25]}
     top = TOYS.parse(
-        {"name": "top", "speed": 3, "paint": {"shades": [1, 0.25]}, "dice": {"name": "fair"}}
+        {"name": "top", "speed": 3, "pair": [3, 2], "paint": paint, "dice": {"name": "fair"}}
     )
-    assert top == Top(speed=3.0, paint=Paint(shades=(1.0, 0.25)))
-    assert type(top.speed) is float
+    assert top == Top(speed=3.0, pair=(3, 2.0), paint=Paint(shades=(1.0, 0.25)))
+    assert [*map(type, (top.speed, *top.pair))] == [float, int, float]
     data = top.to_dict()
     assert data["dice"] == {"name": "fair", "sides": 6}
     # Lists, not tuples: YAML's safe writer refuses tuples.
@@ -177,6 +191,40 @@ def test_what_works_over_processes_says_so_when_it_is_registered():
     class Grey(Tough): ...
 
     assert [kite.works_sharded for kite in (Red, Blue, Grey)] == [True, False, True]
+
+
+LOOSE = dataclass(type("Loose", (Toy,), {}))
+TAKEN = type("Taken", (Toy,), {"__annotations__": {"summary": str}})
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (LOOSE, r"Loose can change: write @dataclass\(frozen=True\)\."),
+        (TAKEN, r"Taken has fields \['summary'\], names that every strategy has: rename them"),
+        (type("Heir", (Ball,), {}), r"Heir derives from .*\.Ball'\], .* hold one in a field"),
+    ],
+)
+def test_classes_that_make_no_strategy_are_refused(cls, message):
+    with pytest.raises(ConfigError, match=message):
+        TOYS.register("new")(cls)
+    assert "new" not in TOYS
+    with pytest.raises(ConfigError, match=r"as in @register\('mine'\); got type"):
+        TOYS.register(cls)
+
+
+def test_a_pipeline_holds_registered_strategies():
+    def define():
+        return type("Mine", (Segmenter,), {"__call__": lambda self, prefill, region: None})
+
+    registry = Registry("own", "slots for tests")
+    for spec, message in (
+        (dataclass(frozen=True)(define())(), r"Mine is not registered: decorate Mine with @reg"),
+        (registry.register("mine")(define())(), r"Mine was defined again since Mine\(\) was made"),
+    ):
+        registry.register("mine")(define())
+        with pytest.raises(ConfigError, match=message):
+            dataclasses.replace(Pipeline.named("gracekv"), segment=spec)
 
 
 def test_a_removed_field_is_read_with_its_last_value_only():

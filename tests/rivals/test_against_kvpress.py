@@ -1,8 +1,6 @@
 """Our rivals against kvpress's own press modules, on the same tensors."""
 
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import final
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 
 from gracekv.allocate import BudgetPlan, Pyramid
 from gracekv.prefill import Region
+from gracekv.registry import Registry
 from gracekv.value import ColumnSums, Scorer, WindowAttention
 from support.kvpress_cases import RATIOS, WINDOW, assert_same_kept, exactly, ours, theirs
 
@@ -65,8 +64,7 @@ def test_chunkkv_of_whole_chunks(case, kvpress_module, ratio):
     assert_same_kept(kept, want, scores)
 
 
-@final
-@dataclass(frozen=True)
+@Registry("own", "scores for tests").register("average_columns")
 class AverageColumns(Scorer):
     """Column sums over the number of queries that see the token."""
 

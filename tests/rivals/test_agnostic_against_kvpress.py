@@ -1,12 +1,11 @@
 """Rivals that score by keys, values and all queries against kvpress's press modules."""
 
 import dataclasses
-from dataclasses import dataclass
-from typing import final
 
 import pytest
 import torch
 
+from gracekv.registry import Registry
 from gracekv.value import Compactor, Critical, LagRelative, Scorer
 from gracekv.value.critical import WrittenNorms
 from support.covering import LONG
@@ -82,8 +81,7 @@ def test_compactor(case, kvpress_module, monkeypatch, blending):
     assert_keeps_the_same(case, "compactor", press, shift=True, value=value)
 
 
-@final
-@dataclass(frozen=True)
+@Registry("own", "scores for tests").register("drawn")
 class Drawn(Scorer):
     """Scores that depend on the seed alone, so that no two tokens tie."""
 
