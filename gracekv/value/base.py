@@ -158,7 +158,7 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
     @property
     def parts(self) -> tuple[Scorer, ...]:
         """The scorers whose scores this one combines; by default its `scorer`, if it has one."""
-        return (self.scorer,) if hasattr(self, "scorer") else ()
+        return () if (scorer := getattr(self, "scorer", None)) is None else (scorer,)
 
     @property
     def compares_layers(self) -> bool:

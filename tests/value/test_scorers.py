@@ -63,6 +63,12 @@ def test_output_projection_equals_the_reference(**shape):
     torch.testing.assert_close(OutputProjection()(prefill).double(), slow, rtol=1e-5, atol=0)
 
 
+def test_a_scorer_that_may_wrap_another_has_no_part_without_it():
+    optional = type("Optional", (Recency,), {"scorer": None})
+    assert optional().parts == ()
+    assert optional().needs() == Needs()
+
+
 @pytest.mark.parametrize("missing", [ProjectionNorms, ProjectedNorms])
 def test_output_projection_needs_the_norms(missing):
     assert OutputProjection().needs() == Needs.observed(ProjectionNorms(), ProjectedNorms())
