@@ -90,7 +90,7 @@ def import_modules(names: Iterable[str]) -> None:
             raise PluginError(
                 f"The module {name!r}, which should register strategies, cannot be imported: "
                 f"{_described(error)}. Install its package, or run where "
-                f"{name.partition('.')[0]}.py lies."
+                f"{name.partition('.')[0]}.py lies and give its name: {name.removesuffix('.py')!r}."
             ) from error
 
 
