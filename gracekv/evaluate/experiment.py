@@ -246,7 +246,7 @@ def changed(pipeline: Pipeline, change: str) -> Pipeline:
 
 def split_methods(text: str) -> list[str]:
     """Method names from a comma-separated list; commas inside brackets belong to a name."""
-    return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
+    return [x.strip() for x in re.split(r",(?!(?:[^\[\]]|\[[^\[\]]*\])*\])", text) if x.strip()]
 
 
 def sweep(base: str, settings: Sequence[str]) -> list[str]:

@@ -65,7 +65,7 @@ def test_methods_are_recipes_with_changes():
     assert parse_method("gracekv").window.share == 1.0
     depths = parse_method("gracekv[segment.curvature={depths: [0.3, 0.5]}]").segment.curvature
     assert depths.depths == (0.3, 0.5)
-    methods = ["fullkv", "gracekv[value.hops=1,floor=none]", "h"]
+    methods = ["fullkv", "gracekv[a.b=[1,2],c=[3]]", "h"]
     assert split_methods(", ".join(methods[:2]) + ",h") == methods
 
 
