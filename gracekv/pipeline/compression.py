@@ -294,7 +294,7 @@ class Pipeline(Composition):
     `Pipeline.named("gracekv")` is the paper's method, `Pipeline.default` what `compress` uses.
     Change one stage with `dataclasses.replace(pipeline, floor=FLOORS.build("none"))`, or in plain
     data with `Pipeline.from_dict({"floor": "none"})`, whose other fields are the paper's. The
-    constructor takes every stage by name: it has no defaults of its own.
+    constructor takes the paper's stages and the window by name, without defaults.
 
     Attributes: see `Composition`.
     """
