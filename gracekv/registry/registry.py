@@ -129,7 +129,7 @@ class Registry(Generic[S]):
 
         `works_sharded` is as in `Strategy`; a base class may have set it already. A class that is
         defined again (a notebook's cell that runs twice) takes its own place. Raises `ConfigError`
-        if another class has the name, or if the class derives from a registered one, can change,
+        if another class has the name, or if the class derives from one of gracekv, can change,
         or has fields with names of what a strategy is given.
         """
         expect(name, str, "@register takes a strategy's name, as in @register('mine')")
@@ -139,7 +139,8 @@ class Registry(Generic[S]):
                 cls = dataclasses.dataclass(frozen=True)(cls)
             known, own = _full_name(self._classes.get(name, cls)), _full_name(cls)
             taken = {"name", "registry", *dir(Strategy)} & {x.name for x in dataclasses.fields(cls)}
-            parents = [_full_name(x) for x in cls.__mro__[1:] if "__final__" in vars(x)]
+            ours = (x for x in cls.__mro__[1:] if x.__module__.startswith("gracekv."))
+            parents = [_full_name(x) for x in ours if "__final__" in vars(x)]
             wrong = {
                 f"must derive from {self._base.__name__}": not issubclass(cls, self._base),
                 f"needs another name: {name!r} is already registered by {known}": known != own,
