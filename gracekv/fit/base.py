@@ -181,11 +181,10 @@ def value_change(packed: RaggedCache, fitted: RaggedCache) -> Tensor:
         dtype = torch.promote_types(old.dtype, torch.float32)
         norm = torch.linalg.vector_norm(old, dim=-1, dtype=dtype)
         moved = torch.linalg.vector_norm(new.to(dtype) - old, dim=-1)
-        # Norms of finite values may be infinite.
-        change = (moved / norm.clamp_min_(1e-12)).nan_to_num_(3.0, 3.0)
-        change = change.where(new.isfinite().all(dim=-1), torch.nan)
-        changes.append(change.to(packed.layers[0].device))
+        changes.append((moved / norm.clamp_min_(1e-12)).to(packed.layers[0].device))
     hundredths = torch.cat(changes).mul_(100).round_().cpu()
-    if bool(hundredths.isnan().any()):
+    # Norms of finite values may be infinite.
+    odd = not bool(hundredths.isfinite().all())
+    if odd and not all(bool(x.values.isfinite().all()) for x in fitted.layers):
         raise NonFiniteError("Fitted values hold NaN or infinity. Check the fitter for overflow.")
-    return hundredths.clamp_(max=255).to(torch.uint8)
+    return hundredths.nan_to_num_(255, 255).clamp_(max=255).to(torch.uint8)
