@@ -12,7 +12,7 @@ from gracekv.backends import AttentionStep, Numba, split_kv
 from gracekv.backends.reference import attention
 from gracekv.testing.attention import TOLERANCES, relative_error
 from support.covering import LONG
-from support.decode_steps import ragged, step
+from support.decode_steps import drawn, ragged, step
 
 pytestmark = pytest.mark.usefixtures("short_splits", "no_detour")
 
@@ -70,9 +70,7 @@ def test_equals_attention_in_float64(
 
 def test_logits_that_are_far_apart():
     """e^x of the largest and the smallest that float32 holds; nothing overflows."""
-    rng = torch.Generator().manual_seed(2)
-    layer = ragged(rng, [50, 31])
-    query, keys, values = step(rng, layer, 2, 1, 9)
+    layer, query, keys, values = drawn(2, [50, 31], 2, 1, 9)
 
     output = read(query * 1000, layer, keys, values, 1.0)
 
@@ -81,9 +79,7 @@ def test_logits_that_are_far_apart():
 
 
 def test_what_is_hidden_weighs_nothing():
-    rng = torch.Generator().manual_seed(15)
-    layer = ragged(rng, [40])
-    query, keys, values = step(rng, layer, 2, 1, 12)
+    layer, query, keys, values = drawn(15, [40], 2, 1, 12)
     mask = torch.ones(1, 1, 1, 12, dtype=torch.bool)
     mask[..., 4:] = False
     want = read(query, layer, keys, values, mask=mask)
@@ -95,9 +91,7 @@ def test_what_is_hidden_weighs_nothing():
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
 def test_the_same_bits_on_any_number_of_threads(threads, dtype):
-    rng = torch.Generator().manual_seed(3)
-    layer = ragged(rng, [300, 5, 0, 120, 40, 71], 64, dtype, sequences=2)
-    asked = step(rng, layer, 3, 6, 40)
+    layer, *asked = drawn(3, [300, 5, 0, 120, 40, 71], 3, 6, 40, dtype=dtype, sequences=2)
     prepared = Numba().prepare(layer)
     found = []
     for count in (1, 2, 3, 8, 3, 2, 1):
@@ -108,9 +102,7 @@ def test_the_same_bits_on_any_number_of_threads(threads, dtype):
 
 
 def test_a_continuation_does_not_depend_on_the_others():
-    rng = torch.Generator().manual_seed(4)
-    layer = ragged(rng, [90, 60, 30, 20], sequences=2)
-    query, keys, values = step(rng, layer, 3, 6, 20)
+    layer, query, keys, values = drawn(4, [90, 60, 30, 20], 3, 6, 20, sequences=2)
     rows = torch.tensor([1, 0, 0, 1, 1, 0])
     together = read(query, layer, keys, values, rows=rows)
 
@@ -123,9 +115,7 @@ def test_a_continuation_does_not_depend_on_the_others():
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("where", ["query", "packed key", "packed value", "tail key", "tail value"])
 def test_a_nan_is_not_hidden(where, softcap):
-    rng = torch.Generator().manual_seed(6)
-    layer = ragged(rng, [40, 40])
-    query, keys, values = step(rng, layer, 2, 1, 12)
+    layer, query, keys, values = drawn(6, [40, 40], 2, 1, 12)
     of = {
         "query": query[0, 2, 0],
         "packed key": layer.keys[55],
@@ -143,9 +133,7 @@ def test_a_nan_is_not_hidden(where, softcap):
 
 @pytest.mark.parametrize("change", ["transposed", "unlike", "gaps", "strided query"])
 def test_states_that_lie_otherwise(change):
-    rng = torch.Generator().manual_seed(7)
-    layer = ragged(rng, [40, 11])
-    query, keys, values = step(rng, layer, 2, 2, 12)
+    layer, query, keys, values = drawn(7, [40, 11], 2, 2, 12)
     if change == "transposed":  # [B, S, G, d], as projections give them
         keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
     elif change == "unlike":

@@ -11,7 +11,7 @@ from gracekv.backends import numba as backend_module
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import compiled
 from gracekv.testing.attention import TOLERANCES, relative_error
-from support.decode_steps import ragged, step
+from support.decode_steps import drawn, ragged
 
 CPU = torch.device("cpu")
 
@@ -38,9 +38,7 @@ def _count(monkeypatch):
 
 @pytest.mark.parametrize("why", ["two tokens", "gradient", "many", "strided", "no tail", "nothing"])
 def test_what_does_not_suit_goes_to_sdpa(monkeypatch, why):
-    rng = torch.Generator().manual_seed(9)
-    layer = ragged(rng, [40, 11])
-    query, keys, values = step(rng, layer, 2, 49 if why == "many" else 1, 12)
+    layer, query, keys, values = drawn(9, [40, 11], 2, 49 if why == "many" else 1, 12)
     if why == "two tokens":
         query = query.repeat(1, 1, 2, 1)
     elif why == "gradient":
@@ -76,9 +74,7 @@ def test_what_does_not_suit_goes_to_sdpa(monkeypatch, why):
     ],
 )
 def test_addresses_are_only_read_where_everything_fits(monkeypatch, change):
-    rng = torch.Generator().manual_seed(16)
-    layer = ragged(rng, [40, 11])
-    asked = step(rng, layer, 2, 2, 12)
+    layer, *asked = drawn(16, [40, 11], 2, 2, 12)
     query, keys, values = change(*asked)
     monkeypatch.setattr(Sdpa, "__call__", lambda *args, **options: "sdpa")
     prepared = Numba().prepare(layer)

@@ -50,6 +50,13 @@ def step(
     return query, keys, values
 
 
+def drawn(seed: int, lengths: list[int], *sizes: int, **options: Any) -> tuple[Any, ...]:
+    """A layer of `ragged`, and query, keys and values of a `step` over it."""
+    rng = torch.Generator().manual_seed(seed)
+    layer = ragged(rng, lengths, **options)
+    return layer, *step(rng, layer, *sizes)
+
+
 def packed_alone(query: Tensor, packed: Any, scale: float, **options: Any) -> AttentionStep:
     """Attention of `query` [B, H, Tq, d] to packed entries, for a backend's `prepare`: no tail."""
     empty = query.new_empty(query.shape[0], 1, 0, query.shape[3])
