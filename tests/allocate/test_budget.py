@@ -21,9 +21,9 @@ def test_a_share_removed_is_a_ratio(removed, ratio):
 
 @given(thousandths=st.integers(0, 990), units=st.integers(1, 40), context=st.integers(100, 9000))
 def test_a_share_removed_is_exact(thousandths, units, context):
-    plan = Budget.compression_ratio(thousandths / 1000).plan(
-        layers=1, heads=units, context=context, entry_bytes=8, window=RecentWindow(0, 0)
-    )
+    shape = {"layers": 1, "heads": units, "context": context, "entry_bytes": 8}
+    budget = Budget.compression_ratio(thousandths / 1000)
+    plan = budget.plan(**shape, window=RecentWindow(0, 0))
     assert plan.total == units * context * (1000 - thousandths) // 1000
 
 
@@ -73,10 +73,8 @@ def test_numbers_of_numpy_are_budgets():
 
 
 def recent(window, entries, context=1000):
-    plan = Budget.entries_per_head(entries).plan(
-        layers=2, heads=3, context=context, entry_bytes=8, window=window
-    )
-    return plan.recent
+    shape = {"layers": 2, "heads": 3, "context": context, "entry_bytes": 8}
+    return Budget.entries_per_head(entries).plan(**shape, window=window).recent
 
 
 @pytest.mark.parametrize(

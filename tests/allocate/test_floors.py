@@ -101,10 +101,8 @@ def test_alpha_is_exact():
 
 def test_no_candidates_and_no_floor_buy_nothing():
     forest, plan = random_forest(1), plan_for(2, 2, 30, 17)
-    for frontier in (
-        Singleton().realize(forest, None, plan, None),
-        NoFloor().realize(forest, None, plan, None),
-    ):
+    for floor in (Singleton(), NoFloor()):
+        frontier = floor.realize(forest, None, plan, None)
         assert (frontier.spent, frontier.floor_spent, frontier.budget) == (0, 0, 17)
     assert NoFloor().candidates(torch.ones(2, 2, 30), plan) is None
 

@@ -144,10 +144,6 @@ def test_needs_a_positive_epsilon():
         Density(epsilon=0.0)
 
 
-def plan_of(layers, heads, context, ratio):
-    return Budget.ratio(ratio).plan(layers=layers, heads=heads, context=context, entry_bytes=8)
-
-
 def shares(quota, plan):
     return quota(torch.zeros(plan.layers, plan.heads, plan.compressible), plan)
 
@@ -161,7 +157,7 @@ def shares(quota, plan):
     beta=st.sampled_from([1.0, 2.5, 20.0]),
 )
 def test_spends_exactly_the_budget_and_falls_with_depth(layers, heads, context, ratio, beta):
-    plan = plan_of(layers, heads, context, ratio)
+    plan = Budget.ratio(ratio).plan(layers=layers, heads=heads, context=context, entry_bytes=8)
     got = shares(Pyramid(beta), plan)
     assert int(got.sum()) == plan.base
     assert bool(((got >= 0) & (got <= plan.compressible)).all())

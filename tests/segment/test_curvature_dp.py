@@ -17,6 +17,7 @@ from gracekv.testing import synthetic_prefill
 from support.segmented import by_reference
 
 seeds = st.integers(0, 2**32 - 1)
+WEIGHTS = ("curvature_weight", "surprisal_weight", "dispersion_weight", "length_weight")
 # Small limits and windows keep the reference's loops short.
 SMALL = CurvatureDP(
     min_length=3, max_length=9, target_length=5, curvature=Curvature(windows=(2, 3))
@@ -27,23 +28,16 @@ SMALL = CurvatureDP(
 @given(
     context=st.integers(10, 40),
     recent=st.integers(0, 8),
-    weights=st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=4, max_size=4),
+    weights=st.fixed_dictionaries(dict.fromkeys(WEIGHTS, st.sampled_from([0.0, 0.3, 1.0]))),
     cut_cost=st.sampled_from([0.0, 1.0]),
     seed=seeds,
 )
 def test_every_step_matches_reference(context, recent, weights, cut_cost, seed):
     prefill = synthetic_prefill(layers=3, context=context, hidden_dim=6, seed=seed)
     region = prefill.spans.region(recent)
-    curvature, surprisal, dispersion, length = weights
-    rule = replace(
-        SMALL,
-        curvature_weight=curvature,
-        surprisal_weight=surprisal,
-        dispersion_weight=dispersion,
-        # Without any length preference equal totals differ by rounding alone.
-        length_weight=length + 0.1,
-        cut_cost=cut_cost,
-    )
+    # Without any length preference equal totals differ by rounding alone.
+    weights = weights | {"length_weight": weights["length_weight"] + 0.1}
+    rule = replace(SMALL, **weights, cut_cost=cut_cost)
     kappa, score, profit, bounds = by_reference(prefill, region, rule)
     partition = rule(prefill, region)
     np.testing.assert_allclose(partition.curvature.numpy(), kappa, rtol=1e-9, atol=1e-9)
@@ -76,9 +70,7 @@ def test_respects_the_paper_limits(context, seed):
 @pytest.mark.parametrize(("cut_cost", "lengths"), [(0.0, [64] * 4), (1.0, [128] * 2)])
 def test_without_evidence_lengths_weigh_the_target_against_the_cost_of_cuts(cut_cost, lengths):
     # Four slots of 64 pay three cuts; two of 128 pay one cut and 0.1 each for their length.
-    rule = CurvatureDP(
-        curvature_weight=0.0, surprisal_weight=0.0, dispersion_weight=0.0, cut_cost=cut_cost
-    )
+    rule = CurvatureDP(**dict.fromkeys(WEIGHTS[:3], 0.0), cut_cost=cut_cost)
     prefill = synthetic_prefill(context=256)
     assert rule(prefill, prefill.spans.region(0)).lengths.tolist() == lengths
 
@@ -117,16 +109,10 @@ def walks(layers: int, length: int, dim: int, seed: int) -> list[torch.Tensor]:
 @given(layers=st.integers(1, 3), length=st.integers(1, 24), longest=st.integers(1, 12), seed=seeds)
 def test_matches_reference(layers, length, longest, seed):
     states = walks(layers, length, 4, seed)
-    expected = torch.tensor(
-        [
-            [
-                reference.dispersion(states, a, a + n, 1e-6) if a + n <= length else 0.0
-                for n in range(1, longest + 1)
-            ]
-            for a in range(length)
-        ],
-        dtype=torch.float64,
-    )
+    expected = torch.zeros(length, longest, dtype=torch.float64)
+    for a in range(length):
+        for n in range(1, min(longest, length - a) + 1):
+            expected[a, n - 1] = reference.dispersion(states, a, a + n, 1e-6)
     table = dispersion_table(states, longest, 1e-6)
     torch.testing.assert_close(table, expected, rtol=1e-10, atol=1e-12)
 
