@@ -150,10 +150,8 @@ def test_what_does_not_fit_is_named_before_the_kernel_reads_it(name, change):
 
 
 def in_bfloat16(context):
-    layers = [
-        replace(x, keys=x.keys.bfloat16(), values=x.values.bfloat16()) for x in context.layers
-    ]
-    return StoredContext(context.header, tuple(layers))
+    made = (replace(x, keys=x.keys.bfloat16(), values=x.values.bfloat16()) for x in context.layers)
+    return StoredContext(context.header, tuple(made))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -143,12 +143,9 @@ def reads(monkeypatch):
 
 
 def test_entries_are_loaded_once_and_shared_by_threads(root, reads):
-    store, found = ContextStore(root), []
-    threads = [threading.Thread(target=lambda: found.append(store.load("c0"))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    store = ContextStore(root)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(store.load, ["c0"] * 8))
     assert reads == ["c0"]
     assert len({id(context) for context in found}) == 1
     shutil.rmtree(root / "c0")
