@@ -107,12 +107,9 @@ def test_criticalkv(case, kvpress_module, first_stage):
         def score(self, attention, *rest):
             return scores[attention.layer_idx][None]
 
-    norms = torch.stack(
-        [
-            module.CriticalKVPress.vwl1norm(values[None], block.self_attn)[0]
-            for block, values in zip(case.model.model.layers, case.prefill.values, strict=True)
-        ]
-    )
+    norm = module.CriticalKVPress.vwl1norm
+    both = zip(case.model.model.layers, case.prefill.values, strict=True)
+    norms = torch.stack([norm(values[None], block.self_attn)[0] for block, values in both])
     own = case.prefill.observation(WrittenNorms())
     torch.testing.assert_close(own, norms, rtol=1e-4, atol=1e-5)
     prefill = dataclasses.replace(case.prefill, observed={WrittenNorms(): norms})

@@ -14,14 +14,9 @@ def changed(recipe, **fields):
     return Pipeline.from_dict({**recipes.RECIPES[recipe].pipeline, **fields})
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"name": "window_attention", "pooling": "avg", "kernel": 5},
-        {"name": "window_attention", "window": 8},
-    ],
-)
-def test_the_familys_options_reach_every_member(value):
+@pytest.mark.parametrize("options", [{"pooling": "avg", "kernel": 5}, {"window": 8}])
+def test_the_familys_options_reach_every_member(options):
+    value = {"name": "window_attention", **options}
     prefill = synthetic_prefill(context=200, layers=2, seed=8)
     for recipe in ("snapkv", "ada-snapkv", "pyramidkv", "chunkkv"):
         inner = {"name": "chunk_order", "scorer": value} if recipe == "chunkkv" else value
