@@ -187,8 +187,9 @@ def _read(
             f"The prompt holds token id {int(prompt.ids.max())}, the model knows "
             f"{embeddings.num_embeddings}. Use the tokenizer that belongs to the model."
         )
-    kinds = (getattr(model.config, f"{x}_token_id", None) for x in ("image", "video", "audio"))
-    if not {x for x in kinds if x is not None}.isdisjoint(prompt.ids.tolist()):
+    names = (f"{x}_token_id" for x in ("image", "video", "audio"))
+    kinds: set[Any] = {getattr(model.config, name, None) for name in names}
+    if any(bool(prompt.ids.eq(kind).any()) for kind in kinds - {None}):
         raise PromptError(
             "The prompt holds tokens that stand for images, videos or sound, which are not read. "
             "Use a prompt of text alone."

@@ -155,7 +155,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         if answer and answer[-1] in (client._tokenizer.eos_token_id, end):
             answer.pop()
         if self.messages is not known:
-            raise ConfigError("Another turn was answered while this answer was read: left out.")
+            raise ConfigError("Another turn was answered during this stream. Ask this one again.")
         self._tail = [*tail, ("assistant", answer)]
         # Copies, so that edits of what the caller holds are found.
         answered = {"role": "assistant", "content": text}

@@ -86,7 +86,7 @@ class Request:
         return {**fixed, "temperature": 0.0, **self._with(options)}
 
     def _with(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """`options` that name the context beside the `kv_transfer_params` that they have."""
+        """`options`, with what names the context among their `kv_transfer_params`."""
         own, name = self.extra_args, "kv_transfer_params"
         return {**options, name: {**(options.get(name) or {}), **own[name]}}
 
