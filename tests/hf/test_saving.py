@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pickle
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -173,6 +174,16 @@ for _ in range(170):
     NESTED = {"name": "mixture", "scorers": [NESTED]}
 
 
+@pytest.fixture
+def stock_recursion_limit():
+    """Python's own: compiling a model raises it for the rest of the process."""
+    raised = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(raised)
+
+
+@pytest.mark.usefixtures("stock_recursion_limit")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
