@@ -215,7 +215,8 @@ def stream_text(
             closed.set()
             thread.join()
         if failures:
-            raise failures[0]
+            # Taken out: its traceback holds this frame and, until a collection, the whole cache.
+            raise failures.pop()
 
     return pieces()
 

@@ -1,11 +1,14 @@
 """A context that is compressed once and asked later: one question, or many."""
 
+import contextlib
+import gc
+import weakref
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import gracekv
 from gracekv import recipes
@@ -106,6 +109,24 @@ def test_an_error_inside_a_stream_is_raised(book):
         list(book.ask("Who?", stream=True, past_key_values=book.new_cache()))
     with pytest.raises(ConfigError, match="or a streamer"):
         list(book.ask("Who?", stream=True, streamer=object()))
+
+
+def test_an_error_inside_a_stream_holds_nothing_once_it_is_handled(book):
+    class Failing(LogitsProcessor):
+        def __call__(self, ids, scores):
+            raise MemoryError
+
+    failing = Failing()
+    seen = weakref.ref(failing)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(MemoryError):
+            list(book.ask("Who?", stream=True, logits_processor=LogitsProcessorList([failing])))
+        del failing
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_saved_books_can_be_asked(model, tokenizer, book, tmp_path):
