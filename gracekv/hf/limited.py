@@ -226,7 +226,7 @@ class LimitedCache(GraceCache):
     def _room(self, tail: int) -> int:
         """The number of tokens that the tail may hold, if it holds `tail`."""
         if self._strategy.name == "none":
-            return tail
+            return sys.maxsize
         length, more = self.packed_length + tail, self._units * self.limit.every
         each = zip(self._each, self.padding, strict=True)
         return min((self._target(length - x) + more - own) // self._units for own, x in each)

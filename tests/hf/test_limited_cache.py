@@ -11,6 +11,7 @@ import transformers
 import gracekv
 from gracekv import Limit
 from gracekv.decode import DECODERS, RKV, Fitted, Recent
+from gracekv.hf.layer import GraceLayer
 from gracekv.testing.models import tiny_model
 from support.covering import cases
 from support.families import FAMILIES
@@ -148,6 +149,18 @@ def test_quantised_entries_are_held_in_the_models_dtype(model):
 def test_none_cuts_nothing(result):
     want = result.generate_ids(60)
     assert torch.equal(result.generate_ids(60, limit=Limit(**SMALL, strategy="none")), want)
+
+
+def test_none_copies_a_tail_as_seldom_as_a_cache_without_a_limit(model, result, monkeypatch):
+    grown, grow = [], GraceLayer._grow
+    monkeypatch.setattr(GraceLayer, "_grow", lambda *args: (grown.append(1), grow(*args)))
+    for limit in (None, Limit(**SMALL, strategy="none")):
+        cache = result.new_cache(limit)
+        grown.append(0)
+        for _ in range(200):
+            model(torch.tensor([[5]]), past_key_values=cache)
+    count = grown[1:].index(0)
+    assert sum(grown) == 2 * count > 0
 
 
 def masked_logits(model, ids, dropped, steps):
