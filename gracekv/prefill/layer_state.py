@@ -41,6 +41,11 @@ class LayerState:
     window: int | None
     tensors: Mapping[str, Tensor]
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Itself, tensors included: nobody writes to a state, so forks of a cache share it."""
+        memo.update({id(x): x for x in self.tensors.values()})
+        return self
+
     def __post_init__(self) -> None:
         shapes = {name: list(x.shape) for name, x in self.tensors.items()}
         if self.window is not None:

@@ -124,13 +124,15 @@ def test_assisted_decoding_and_resets_go_back_to_the_prompt():
 def test_each_continuation_has_its_own_states(family):
     model = model_of(family)
     result = gracekv.compress(model, PROMPT, ratio=3)
-    before = copy.deepcopy(result.packed.other_layers)
+    states = result.packed.other_layers
+    before = [{name: x.clone() for name, x in state.tensors.items()} for state in states]
     attach(model)
     one, two = result.new_cache(), result.new_cache()
     last, token = IDS[-1:][None], torch.tensor([[5]])
     with torch.no_grad():
         model(last, past_key_values=one)
         twin = copy.deepcopy(one)
+        assert all(x is y for x, y in zip(twin._other_layers, states, strict=True))
         want = model(token, past_key_values=one).logits
         assert torch.equal(model(token, past_key_values=twin).logits, want)
         model(last.repeat(3, 1), past_key_values=two)
@@ -139,8 +141,8 @@ def test_each_continuation_has_its_own_states(family):
         torch.testing.assert_close(got, want.repeat(2, 1, 1), rtol=0, atol=1e-4)
         with pytest.raises(CacheError, match="2 prompts, the model was given 3 rows"):
             model(token.repeat(3, 1), past_key_values=two)
-    for old, state in zip(before, result.packed.other_layers, strict=True):
-        torch.testing.assert_close(state.tensors, old.tensors, rtol=0, atol=0)
+    for old, state in zip(before, states, strict=True):
+        torch.testing.assert_close(state.tensors, old, rtol=0, atol=0)
     with pytest.raises(CacheError, match=r"Layer 0 .* cannot go back"):
         two.crop(-1)
 
