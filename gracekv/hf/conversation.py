@@ -147,12 +147,12 @@ class Conversation(AbstractContextManager["Conversation"]):
         self._check_alone(kwargs)
         one_of("edited", edited, ("refuse", "compress"))
         anew = False
-        try:
-            self._new_turns(messages, tools)
-        except EditedHistoryError:
-            anew = edited == "compress"
-            if not anew:
-                raise
+        # Looked at here only where it decides: a long history takes seconds to tokenise.
+        if edited == "compress":
+            try:
+                self._new_turns(messages, tools)
+            except EditedHistoryError:
+                anew = True
         return self._answer(messages, tools, max_new_tokens, kwargs, anew=anew)
 
     def _answer(

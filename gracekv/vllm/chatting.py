@@ -107,15 +107,17 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         """
         one_of("edited", edited, ("refuse", "compress"))
         before: dict[str, Any] = {}
-        try:
-            self._new_turns(messages, tools)
-        except EditedHistoryError:
-            given, known = (plain_messages(x)[: self._count] for x in (messages, self.messages))
-            same = len(given) == len(known) and all(map(is_same, known, given))
-            if edited != "compress" or (self._count and not (same and tools == self._tools)):
-                raise
-            before = dict(vars(self))
-            self._begin()
+        # Looked at here only where it decides: a long history takes seconds to tokenise.
+        if edited == "compress":
+            try:
+                self._new_turns(messages, tools)
+            except EditedHistoryError:
+                given, known = (plain_messages(x)[: self._count] for x in (messages, self.messages))
+                same = len(given) == len(known) and all(map(is_same, known, given))
+                if self._count and not (same and tools == self._tools):
+                    raise
+                before = dict(vars(self))
+                self._begin()
         try:
             answer = "".join(self._stream(messages, tools, max_tokens, options))
         except BaseException:
