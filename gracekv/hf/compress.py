@@ -92,8 +92,9 @@ def compress(
     Args:
         model: a transformers causal language model of a tested family, in evaluation mode.
         prompt: a prompt, of which only the context is compressed; or a list of prompts of any
-            lengths, which are prefilled one after the other, so that the peak memory is that of
-            the largest, and then generate together.
+            lengths, which are prefilled one after the other, so that the prefill's peak is that of
+            the largest, and then generate together. The compressed caches of all come on top,
+            twice while they are joined.
         prefill: what `capture(model, prompt)` made, which is only read; for a list of prompts a
             list. It must hold what the pipeline needs: `capture` keeps what most recipes read.
         pipeline: the name of a recipe, a file, or a pipeline of your own; default: "gracekv-plus",
