@@ -52,18 +52,6 @@ def _numbers(
     return tl.load(zero + at, mask=used, other=0.0).to(tl.float32) + s * code.to(tl.float32)
 
 
-@triton.jit
-def _scales(entry, place, D: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """Where the scales of the split that starts with `entry` begin."""
-    if KEYS:
-        at = place // SIZE * D
-    elif SIZE < D:
-        at = entry * (D // SIZE)
-    else:
-        at = entry
-    return at
-
-
 @triton.jit(do_not_specialize=["width", "per_sequence"])
 def attend_coded_splits(
     query,  # [B, H, Tq, D]
@@ -133,8 +121,9 @@ def attend_coded_splits(
             q = q.to(tl.float32)
         within = (place % SIZE).to(tl.int32)
         row_bytes: tl.constexpr = D * BITS // 8
-        k_scales = _scales(entry, place, D, SIZE, True)
-        v_scales = _scales(entry, place, D, SIZE, False)
+        # Where the scales of the split that starts with `entry` begin.
+        k_scales = place // SIZE * D
+        v_scales = entry * (D // SIZE) if SIZE < D else entry
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
