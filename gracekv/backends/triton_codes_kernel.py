@@ -5,9 +5,6 @@ From memory it reads codes, scales and zero points. Its partial results lie besi
 queries before the matrix products, as numbers that are not quantised are.
 """
 
-# Conditions on constants stand alone: a branch that is not taken must not be compiled.
-# ruff: noqa: SIM108
-
 from __future__ import annotations
 
 import triton
@@ -91,10 +88,7 @@ def attend_coded_splits(
     count = group * tokens
     tiles = tl.cdiv(count, BLOCK_M)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
-    if HAS_ROWS:
-        sequence = tl.load(rows + batch)
-    else:
-        sequence = batch // per_sequence
+    sequence = tl.load(rows + batch) if HAS_ROWS else batch // per_sequence
     item = tl.load(item_first + sequence) + tl.program_id(1)
     if item < tl.load(item_first + sequence + 1):
         head = tl.load(items + item * 5)

@@ -4,9 +4,6 @@ Splits merge by their log-sum-exps, in the order of the slots and without atomic
 equal to the bit from run to run.
 """
 
-# Conditions on constants stand alone: a branch that is not taken must not be compiled.
-# ruff: noqa: SIM108
-
 from __future__ import annotations
 
 import triton
@@ -124,10 +121,7 @@ def merge_splits(
         total = tl.zeros([1], tl.float32)
     acc = tl.zeros([BLOCK_D], tl.float32)
     if HAS_PACKED:
-        if HAS_ROWS:
-            sequence = tl.load(rows + batch)
-        else:
-            sequence = batch // per_sequence
+        sequence = tl.load(rows + batch) if HAS_ROWS else batch // per_sequence
         row = row_first + sequence * (heads + 1) + head
         first = tl.load(row)
         last = tl.load(row + 1)

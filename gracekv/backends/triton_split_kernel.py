@@ -5,7 +5,7 @@ new tokens, so keys and values are read once for all of them.
 """
 
 # Conditions on constants stand alone: a branch that is not taken must not be compiled.
-# ruff: noqa: SIM102, SIM108
+# ruff: noqa: SIM102
 
 from __future__ import annotations
 
@@ -164,10 +164,7 @@ def attend_splits(
     lse_out = part_lse + batch * width * count + m
     if HAS_PACKED:
         if split < packed_splits:
-            if HAS_ROWS:
-                sequence = tl.load(rows + batch)
-            else:
-                sequence = batch // per_sequence
+            sequence = tl.load(rows + batch) if HAS_ROWS else batch // per_sequence
             item = tl.load(item_first + sequence) + split
             if item < tl.load(item_first + sequence + 1):
                 head = tl.load(items + item * 4)
@@ -207,10 +204,7 @@ def attend_splits(
         if split >= packed_splits:
             head = ((split - packed_splits) // tail_splits).to(tl.int64)
             first = ((split - packed_splits) % tail_splits) * tail_chunk
-            if HAS_LENGTH:
-                length = tl.load(tail_length + batch).to(tl.int32)
-            else:
-                length = tail_size
+            length = tl.load(tail_length + batch).to(tl.int32) if HAS_LENGTH else tail_size
             # The grid follows the buffer's size; splits past the used length are empty.
             here = tl.maximum(tl.minimum(length - first, tail_chunk), 0)
             q = tl.load(at + head * group * query_head_stride, mask=used, other=0.0)
