@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gracekv.backends.triton_merge_kernel import add_entries, capped, normalised
+from gracekv.backends.triton_merge_kernel import add_entries, capped, mask_of, normalised
 
 
 @triton.jit
@@ -29,9 +29,7 @@ def _numbers(
 ):
     """float32 [BLOCK_N, BLOCK_D]: zero + scale * code; see `Codes`."""
     dim = tl.arange(0, BLOCK_D)
-    used = inside[:, None]
-    if BLOCK_D != D:
-        used = used & (dim < D)[None, :]
+    used = mask_of(inside, D, BLOCK_D)
     if BITS == 8:
         code = tl.load(codes + n[:, None] * D + dim[None, :], mask=used, other=0).to(tl.int32)
     else:
@@ -100,9 +98,7 @@ def attend_coded_splits(
         dim = tl.arange(0, BLOCK_D)
         step = tl.arange(0, BLOCK_N)
         real = m < count
-        used = real[:, None]
-        if BLOCK_D != D:
-            used = used & (dim < D)[None, :]
+        used = mask_of(real, D, BLOCK_D)
         at = (
             query
             + batch * query_batch_stride

@@ -27,6 +27,15 @@ def capped(logits, softcap):
 
 
 @triton.jit
+def mask_of(rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Which numbers of a block are read: those of `rows`, without the padding of their features."""
+    read = rows[:, None]
+    if BLOCK_D != D:
+        read = read & (tl.arange(0, BLOCK_D) < D)[None, :]
+    return read
+
+
+@triton.jit
 def add_entries(logits, v, top, total, acc, PRECISION: tl.constexpr):
     """The running maximum, sum and output [BLOCK_M, BLOCK_D] with entries of values `v` added."""
     new_top = tl.maximum(top, tl.max(logits, 1))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gracekv.backends.triton_merge_kernel import add_entries, capped, normalised
+from gracekv.backends.triton_merge_kernel import add_entries, capped, mask_of, normalised
 
 # Whether query t sees entry e, and what is added to the logit.
 PACKED = tl.constexpr(0)  # always; the log multiplicity is added
@@ -56,9 +56,7 @@ def _attend(
         n = start + step
         inside = n < count
         # Storage past the end may hold anything, even NaN; it is never read.
-        used = inside[:, None]
-        if BLOCK_D != D:
-            used = used & (dim < D)[None, :]
+        used = mask_of(inside, D, BLOCK_D)
         k = tl.load(keys + n[:, None] * key_stride + dim[None, :], mask=used, other=0.0)
         v = tl.load(values + n[:, None] * value_stride + dim[None, :], mask=used, other=0.0)
         if UPCAST:
@@ -151,9 +149,7 @@ def attend_splits(
     token = m % tokens
     dim = tl.arange(0, BLOCK_D)
     real = m < count
-    used = real[:, None]
-    if BLOCK_D != D:
-        used = used & (dim < D)[None, :]
+    used = mask_of(real, D, BLOCK_D)
     # Addresses of this tile's queries, without the offset of the KV head.
     row = token.to(tl.int64) * query_token_stride + batch * query_batch_stride
     row += (m // tokens).to(tl.int64) * query_head_stride

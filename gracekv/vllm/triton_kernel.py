@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gracekv.backends.triton_merge_kernel import add_entries, add_splits, normalised
+from gracekv.backends.triton_merge_kernel import add_entries, add_splits, mask_of, normalised
 
 
 # Do not compile again for values that differ from step to step.
@@ -73,9 +73,7 @@ def attend_units(
     query_head = head * GROUP + (first + m) % GROUP
     place = tl.load(places + token, mask=m < count, other=-1)
     position = tl.load(positions + token, mask=m < count, other=-1).to(tl.int32)
-    used = (place >= 0)[:, None]
-    if BLOCK_D != D:
-        used = used & (dim < D)[None, :]
+    used = mask_of(place >= 0, D, BLOCK_D)
     at = place[:, None] * query_token_stride + query_head[:, None] * query_head_stride
     q = tl.load(query + at + dim[None, :], mask=used, other=0.0)
     if UPCAST:
@@ -105,9 +103,7 @@ def attend_units(
             n = start + step
             inside = n < entries
             # Memory past the end may hold anything, even NaN; never read it.
-            here = inside[:, None]
-            if BLOCK_D != D:
-                here = here & (dim < D)[None, :]
+            here = mask_of(inside, D, BLOCK_D)
             k = tl.load(keys + n[:, None] * D + dim[None, :], mask=here, other=0.0)
             v = tl.load(values + n[:, None] * D + dim[None, :], mask=here, other=0.0)
             if UPCAST:
@@ -125,9 +121,7 @@ def attend_units(
         for start in range(begin_page, stop_page, BLOCK_N):
             n = start + step
             inside = n < stop_page
-            here = inside[:, None]
-            if BLOCK_D != D:
-                here = here & (dim < D)[None, :]
+            here = mask_of(inside, D, BLOCK_D)
             block = tl.load(table + n // BLOCK, mask=inside, other=0).to(tl.int64)
             slot = block * page_stride + (n % BLOCK) * page_slot_stride + head * page_head_stride
             k = tl.load(pages + slot[:, None] + dim[None, :], mask=here, other=0.0)
