@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gracekv.backends.triton_merge_kernel import add_entries, capped, mask_of, normalised
+from gracekv.backends.triton_merge_kernel import add_entries, capped, mask_of, normalised, read
 
 
 @triton.jit
@@ -106,9 +106,7 @@ def attend_coded_splits(
             + (m % tokens)[:, None] * query_token_stride
             + dim[None, :]
         )
-        q = tl.load(at, mask=used, other=0.0)
-        if UPCAST:
-            q = q.to(tl.float32)
+        q = read(at, used, UPCAST)
         within = (place % SIZE).to(tl.int32)
         row_bytes: tl.constexpr = D * BITS // 8
         # Where the scales of the split that starts with `entry` begin.

@@ -28,11 +28,18 @@ def capped(logits, softcap):
 
 @triton.jit
 def mask_of(rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Which numbers of a block are read: those of `rows`, without the padding of their features."""
-    read = rows[:, None]
+    """Which numbers of a block are used: those of `rows`, without the padding of their features."""
+    used = rows[:, None]
     if BLOCK_D != D:
-        read = read & (tl.arange(0, BLOCK_D) < D)[None, :]
-    return read
+        used = used & (tl.arange(0, BLOCK_D) < D)[None, :]
+    return used
+
+
+@triton.jit
+def read(at, used, UPCAST: tl.constexpr):
+    """Numbers, 0 where none is used; as float32 where the interpreter lacks their products."""
+    numbers = tl.load(at, mask=used, other=0.0)
+    return numbers.to(tl.float32) if UPCAST else numbers
 
 
 @triton.jit

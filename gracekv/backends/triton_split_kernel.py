@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gracekv.backends.triton_merge_kernel import add_entries, capped, mask_of, normalised
+from gracekv.backends.triton_merge_kernel import add_entries, capped, mask_of, normalised, read
 
 # Whether query t sees entry e, and what is added to the logit.
 PACKED = tl.constexpr(0)  # always; the log multiplicity is added
@@ -57,11 +57,8 @@ def _attend(
         inside = n < count
         # Storage past the end may hold anything, even NaN; it is never read.
         used = mask_of(inside, D, BLOCK_D)
-        k = tl.load(keys + n[:, None] * key_stride + dim[None, :], mask=used, other=0.0)
-        v = tl.load(values + n[:, None] * value_stride + dim[None, :], mask=used, other=0.0)
-        if UPCAST:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
+        k = read(keys + n[:, None] * key_stride + dim[None, :], used, UPCAST)
+        v = read(values + n[:, None] * value_stride + dim[None, :], used, UPCAST)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if CAPPED:
             logits = capped(logits, softcap)
@@ -167,9 +164,7 @@ def attend_splits(
                 entry = tl.load(items + item * 4 + 1)
                 length = tl.load(items + item * 4 + 2).to(tl.int32)
                 slot = tl.load(items + item * 4 + 3)
-                q = tl.load(at + head * group * query_head_stride, mask=used, other=0.0)
-                if UPCAST:
-                    q = q.to(tl.float32)
+                q = read(at + head * group * query_head_stride, used, UPCAST)
                 output, lse = _attend(
                     q,
                     token,
@@ -203,9 +198,7 @@ def attend_splits(
             length = tl.load(tail_length + batch).to(tl.int32) if HAS_LENGTH else tail_size
             # The grid follows the buffer's size; splits past the used length are empty.
             here = tl.maximum(tl.minimum(length - first, tail_chunk), 0)
-            q = tl.load(at + head * group * query_head_stride, mask=used, other=0.0)
-            if UPCAST:
-                q = q.to(tl.float32)
+            q = read(at + head * group * query_head_stride, used, UPCAST)
             output, lse = _attend(
                 q,
                 token,

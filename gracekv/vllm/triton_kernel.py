@@ -7,14 +7,12 @@ the bit in every run.
 Importing this module imports triton.
 """
 
-# Test constants in conditions of their own: Triton must not compile a branch that is not taken.
-
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from gracekv.backends.triton_merge_kernel import add_entries, add_splits, mask_of, normalised
+from gracekv.backends.triton_merge_kernel import add_entries, add_splits, mask_of, normalised, read
 
 
 # Do not compile again for values that differ from step to step.
@@ -75,9 +73,7 @@ def attend_units(
     position = tl.load(positions + token, mask=m < count, other=-1).to(tl.int32)
     used = mask_of(place >= 0, D, BLOCK_D)
     at = place[:, None] * query_token_stride + query_head[:, None] * query_head_stride
-    q = tl.load(query + at + dim[None, :], mask=used, other=0.0)
-    if UPCAST:
-        q = q.to(tl.float32)
+    q = read(query + at + dim[None, :], used, UPCAST)
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -104,11 +100,8 @@ def attend_units(
             inside = n < entries
             # Memory past the end may hold anything, even NaN; never read it.
             here = mask_of(inside, D, BLOCK_D)
-            k = tl.load(keys + n[:, None] * D + dim[None, :], mask=here, other=0.0)
-            v = tl.load(values + n[:, None] * D + dim[None, :], mask=here, other=0.0)
-            if UPCAST:
-                k = k.to(tl.float32)
-                v = v.to(tl.float32)
+            k = read(keys + n[:, None] * D + dim[None, :], here, UPCAST)
+            v = read(values + n[:, None] * D + dim[None, :], here, UPCAST)
             logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             logits += tl.load(bias + n, mask=inside, other=0.0)[None, :]
             logits = tl.where(inside[None, :], logits, float("-inf"))
@@ -124,11 +117,8 @@ def attend_units(
             here = mask_of(inside, D, BLOCK_D)
             block = tl.load(table + n // BLOCK, mask=inside, other=0).to(tl.int64)
             slot = block * page_stride + (n % BLOCK) * page_slot_stride + head * page_head_stride
-            k = tl.load(pages + slot[:, None] + dim[None, :], mask=here, other=0.0)
-            v = tl.load(pages + slot[:, None] + D + dim[None, :], mask=here, other=0.0)
-            if UPCAST:
-                k = k.to(tl.float32)
-                v = v.to(tl.float32)
+            k = read(pages + slot[:, None] + dim[None, :], here, UPCAST)
+            v = read(pages + slot[:, None] + D + dim[None, :], here, UPCAST)
             logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             visible = inside[None, :] & (n[None, :] <= position[:, None])
             logits = tl.where(visible, logits, float("-inf"))
