@@ -18,7 +18,7 @@ from torch import Tensor
 from gracekv.cache.coded import CodedEntries
 from gracekv.cache.entries import LayerEntries
 from gracekv.kernels import ragged
-from gracekv.kernels.uploads import upload
+from gracekv.kernels.uploads import upload_all
 from gracekv.registry.hyperparameter import parts_of
 
 # With more query tiles on each packed row, larger splits fill the GPU too and write fewer partial
@@ -121,15 +121,6 @@ def split_tables(
     return tables_of_sizes(layers, sizes, blocks)
 
 
-def uploaded(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors int64 [...] on `device`, copied at once."""
-    # Triton compiles a kernel once more for addresses that are not multiples of 16 bytes.
-    pieces = [y for x in tensors for y in (x.numpy().ravel(), np.zeros(x.numel() % 2, np.int64))]
-    there = upload(torch.from_numpy(np.concatenate(pieces)), device)
-    starts = there.split(list(map(len, pieces)))[::2]
-    return [x.view(old.shape) for x, old in zip(starts, tensors, strict=True)]
-
-
 def split_size(entries: int, block: int, processors: int, per_processor: int) -> int:
     """Entries of a split where `entries` are read in all, counted once per reader.
 
@@ -190,7 +181,7 @@ def tables_of_sizes(
         found += [items.split(first[::sequences].diff().tolist()), firsts - firsts[:, :1]]
         most.append(firsts.diff().amax(dim=1).tolist())
     most.append(starts.diff().view(-1, sequences).amax(dim=1).tolist())
-    there = iter(uploaded([x for own in zip(*found, strict=True) for x in own], layers[0].device))
+    there = iter(upload_all([x for own in zip(*found, strict=True) for x in own], layers[0].device))
     numbers = zip(*most, strict=True)
 
     def table(layer: LayerEntries) -> SplitTable:

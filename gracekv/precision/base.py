@@ -18,7 +18,7 @@ from gracekv.cache.entries import CompressedCache
 from gracekv.cache.quantised import QuantisedEntries, apart, batches
 from gracekv.errors import ConfigError
 from gracekv.kernels import ragged
-from gracekv.kernels.uploads import upload
+from gracekv.kernels.uploads import upload_all
 from gracekv.precision.quantise import blocks_of, check_finite, coded, quantised
 from gracekv.prefill import CaptureInfo, LayerCapture, PromptSpans, Region
 from gracekv.registry import Registry, Strategy
@@ -141,11 +141,8 @@ class Precision(Strategy, abc.ABC):
                     f"{[x.bits for x in self.codings]}, and {EXACT} stands for the model's dtype."
                 )
             if batch.device.type != "cpu":
-                # One upload for all of them.
-                sizes = [x.numel() for part in parts for x in (part.entry, part.blocks)]
-                flat = torch.cat([x.flatten() for part in parts for x in part[:2]])
-                there = iter(upload(flat, batch.device).split(sizes))
-                parts = [_Part(next(there), next(there).view(x.blocks.shape), x[2]) for x in parts]
+                there = iter(upload_all([x for part in parts for x in part[:2]], batch.device))
+                parts = [_Part(next(there), next(there), part.offsets) for part in parts]
             yield batch, some.stop - some.start, parts
 
 

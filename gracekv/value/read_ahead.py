@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.errors import ConfigError
-from gracekv.kernels.uploads import filled, stream_of, upload
+from gracekv.kernels.uploads import filled, stream_of, upload_all
 from gracekv.prefill import LayerCapture, Needs, PromptSpans, Region
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums, noted
@@ -132,9 +132,7 @@ def _decays(blocks: int, length: int, device: torch.device, stream: int) -> list
         _decay(_BLOCK, step, step)[:1],
         _decay(blocks, step**_BLOCK, 1.0, first=1),
     ]
-    flat = upload(torch.cat([x.flatten() for x in parts]), device)
-    split = flat.split([x.numel() for x in parts])
-    return [x.view(like.shape) for x, like in zip(split, parts, strict=True)]
+    return upload_all(parts, device)
 
 
 def _decay(size: int, step: float, factor: float, *, first: int = 0) -> Tensor:
