@@ -123,8 +123,8 @@ class Reading:
         logits: Tensor = output.logits[0, -1]
         return logits
 
-    def by_layers(self, each: Callable[[int], None]) -> Tensor:
-        """Run all chunks through a layer, then through the next; returns the last logits [V].
+    def by_layers(self, each: Callable[[int], None]) -> None:
+        """Run all chunks through a layer, then through the next.
 
         Args:
             each: called with the number of each compressed layer, 0-based, once `record` holds all
@@ -139,7 +139,6 @@ class Reading:
         def pause(number: int, module: Any, args: Any) -> None:
             driver.switch(number)
 
-        outputs: list[Any] = []
         runs: list[Any] = []
         # An error ends the forwards that are paused, too.
         with self._patched(), hooked() as hooks, undone(runs.clear):
@@ -159,17 +158,13 @@ class Reading:
                     self._begin(chunk)
                     reached = self._timed(run.switch)
                     self.others.read(self.prompt.spans.length - chunk.end, number)
-                    if number + 1 < len(blocks):
-                        self._check_order(reached, number + 1)
-                    else:
+                    self._check_order(len(blocks) if run.dead else reached, number + 1)
+                    if run.dead:
                         self._finish(chunk)
-                        outputs = [reached]
                     done += chunk.length
                     self._tell((number * self._total + done) // len(blocks))
                 if number in index:
                     each(index[number])
-        logits: Tensor = outputs[0].logits[0, -1]
-        return logits
 
     def _check_order(self, reached: Any, number: int) -> None:
         if not isinstance(reached, int) or reached != number:
