@@ -88,9 +88,19 @@ class Replay(Scorer):
         return union
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
-        """Power means of attention [G, N], not normalised."""
+        """Power means of attention [G, N], not normalised.
+
+        They are those of queries rotated to the last position. The softmax runs over the whole
+        prompt without a mask; powers are averaged over a KV head's query heads.
+        """
         at, weights = self.select_queries(capture, region, memory)
-        powers = replayed_powers(capture, at, weights, region, self.mean_power)
+        length, queries = capture.spans.length, capture.queries_at(at)
+        asked = torch.empty_like(queries, dtype=torch.float32)
+        capture.rope.moved(slice(0, length), length - 1).rotate(queries, at, asked)
+        logits = {"scale": capture.scale, "power": self.mean_power, **capture.logits}
+        columns = softmax_columns(asked, capture.keys, length, weights, **logits)
+        inside = columns[:, region.start : region.end]
+        powers = reduce(inside, "(g n) t -> g t", "mean", g=capture.kv_heads)
         return powers.pow_(1 / self.mean_power)
 
     def select_queries(
@@ -169,29 +179,3 @@ class Replay(Scorer):
             return torch.stack(read).mean(dim=0)
 
         return noted(memory, ("mean", self.query_scorer, self.likely_layers, region), capture, mean)
-
-
-def replayed_powers(
-    capture: LayerCapture, at: Tensor, weights: Tensor, region: Region, power: float = 2.0
-) -> Tensor:
-    """sum_u w_u p_{u,t}^power of queries rotated to the last position: float32 [G, N].
-
-    The softmax runs over the whole prompt without a mask; the result is the mean over a KV head's
-    query heads.
-
-    Args:
-        capture: a layer of H query heads over G KV heads, T tokens.
-        at: int64 [Q] absolute positions of the queries.
-        weights: [Q].
-        region: the N tokens that are scored.
-        power: exponent, at least 1.
-
-    Raises `MissingCaptureError` if a query was not captured.
-    """
-    length, queries = capture.spans.length, capture.queries_at(at)
-    asked = torch.empty_like(queries, dtype=torch.float32)
-    capture.rope.moved(slice(0, length), length - 1).rotate(queries, at, asked)
-    logits = {"scale": capture.scale, "power": power, **capture.logits}
-    columns = softmax_columns(asked, capture.keys, length, weights, **logits)
-    inside = columns[:, region.start : region.end]
-    return reduce(inside, "(g n) t -> g t", "mean", g=capture.kv_heads)
