@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -29,13 +28,6 @@ from gracekv.prefill.spans import PromptSpans, Region
 _PART = 1024  # Positions whose queries are computed again at once.
 
 
-class QuerySource(Protocol):
-    """Computes queries that were not captured."""
-
-    def __call__(self, prefill: Prefill, positions: Tensor, layers: Sequence[int]) -> list[Tensor]:
-        """L tensors [H, P, d] for P ascending positions; [H, 0, d] for layers not asked for."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefill:
     """One sequence after a standard prefill. L layers, G KV heads, H query heads, T tokens.
@@ -55,8 +47,9 @@ class Prefill:
         other_layers: states of the layers that are not compressed after all tokens but the last.
         scale: factor of q . k before the softmax (1/sqrt(d) in most models).
         observed: the result of each observer, [...]; read it by `observation`.
-        query_source: computes queries that were not captured, by running their tokens once more;
-            None for a prefill built from tensors.
+        query_source: computes queries that were not captured, by running their tokens once more:
+            from this prefill, P ascending positions, and layers, L tensors [H, P, d], of other
+            layers [H, 0, d]. None for a prefill built from tensors.
         logits: [vocab] of the last position, or None for a prefill built from tensors.
         token_ids: int64 [T], or None for a prefill built from tensors.
         fingerprint: identifies model and tokenizer (names, config hash), for saved caches.
@@ -82,7 +75,7 @@ class Prefill:
     sink_logits: tuple[Tensor, ...] = ()
     other_layers: tuple[LayerState, ...] = ()
     observed: Mapping[Observer, Tensor] = field(default_factory=dict)
-    query_source: QuerySource | None = None
+    query_source: Callable[[Prefill, Tensor, Sequence[int]], list[Tensor]] | None = None
     logits: Tensor | None = None
     token_ids: Tensor | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict)
@@ -169,11 +162,8 @@ class Prefill:
 
     def layer(self, number: int) -> LayerCapture:
         """One layer, 0-based; its tensors are shared."""
-        return self._layer(self.info, number)
-
-    def _layer(self, info: CaptureInfo, number: int) -> LayerCapture:
         return LayerCapture(
-            info=info,
+            info=self.info,
             number=number,
             keys=self.keys[number],
             values=self.values[number],
@@ -190,7 +180,7 @@ class Prefill:
 
     def __iter__(self) -> Iterator[LayerCapture]:
         """The layers, ascending; a prefill can be iterated again."""
-        return map(partial(self._layer, self.info), range(self.layers))
+        return map(self.layer, range(self.layers))
 
     def observation(self, observer: Observer) -> Tensor:
         """The result of `observer`, [...]; raises `MissingCaptureError` if it was not there."""

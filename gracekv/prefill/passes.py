@@ -133,7 +133,7 @@ class _LastLayer(Exception):
 def queries_again(
     model: Any, prefill: Prefill, positions: Tensor, layers: Sequence[int]
 ) -> list[Tensor]:
-    """As a `QuerySource`, by running a model: L tensors [H, P, d], of other layers [H, 0, d].
+    """A `Prefill.query_source` that runs a model: L tensors [H, P, d], of other layers [H, 0, d].
 
     Args:
         model: as for `capture`.
