@@ -109,10 +109,8 @@ class SavedFile:
         header, path = self.header, self.path
         if missing := sorted(set(header["sha256"]) ^ set(self._file.keys())):
             raise SavedCacheError(f"{path} lacks or adds {', '.join(missing[:3])}. {AGAIN}")
-        layers = []
         with refusing(path, "a whole cache"):
-            padding, length = _whole(header["padding"]), header["length"]
-            codings = _codings(header["coding"])
+            padding, codings = _whole(header["padding"]), _codings(header["coding"])
             states = saved_layer_states(header, self._tensors("kept."), devices)
             others = {state.number for state in states if not state.beside_entries}
             if header["layers"] + len(others) != len(devices):
@@ -121,12 +119,34 @@ class SavedFile:
                     f"{len(devices)}. Load it with the model that it was saved from."
                 )
             own_devices = [device for x, device in enumerate(devices) if x not in others]
-            for number, device in enumerate(own_devices):
-                prefix = f"layers.{number}."
-                parts = {name.removeprefix(prefix): x for name, x in self._tensors(prefix).items()}
-                layers.append(_layer(parts, codings, length, len(padding), device))
-            cache = CompressedCache(tuple(layers), length, padding, states)
+            layers = (self._layer(n, codings, device) for n, device in enumerate(own_devices))
+            cache = CompressedCache(tuple(layers), header["length"], padding, states)
             return cache, self._tensors("prompts.")
+
+    def _layer(
+        self, number: int, codings: tuple[Coding, ...], device: torch.device
+    ) -> LayerEntries:
+        """The layer of this number; raises `ShapeError` or `KeyError` if the file holds none."""
+        length, sequences = self.header["length"], len(self.header["padding"])
+        prefix = f"layers.{number}."
+        parts = {name.removeprefix(prefix): x for name, x in self._tensors(prefix).items()}
+        check_index(parts, length)
+        check_numbers(parts)
+        scores = parts.get("scores")
+        if scores is not None and (scores.dtype != torch.bfloat16 or not bool((scores >= 0).all())):
+            raise ShapeError("scores are not bfloat16, or below 0")
+        there = {n: x if "offsets" in n else x.to(device) for n, x in parts.items()}
+        exact = {part: there[part] for part in PARTS}
+        layer = RaggedEntries(**exact, sequences=sequences, scores=there.get("scores"))
+        if not codings:
+            return layer
+        coded = []
+        for prefix, coding in zip(coded_prefixes(codings), codings, strict=True):
+            own = {n.removeprefix(prefix): x for n, x in there.items() if n.startswith(prefix)}
+            check_index(own, length)
+            check_codes(own, layer.dtype)
+            coded.append(CodedEntries.of_tensors(own, coding, sequences))
+        return QuantisedEntries(layer, tuple(coded))
 
     def _tensors(self, prefix: str) -> dict[str, Tensor]:
         """[...] by name, in memory of their own: the file may change once this has returned.
@@ -242,33 +262,6 @@ def _codings(facts: Any) -> tuple[Coding, ...]:
             )
         codings.append(coding)
     return tuple(codings)
-
-
-def _layer(
-    parts: Mapping[str, Tensor],
-    codings: tuple[Coding, ...],
-    length: int,
-    sequences: int,
-    device: torch.device,
-) -> LayerEntries:
-    """The layer of `parts`; raises `ShapeError` or `KeyError` if they do not make one."""
-    check_index(parts, length)
-    check_numbers(parts)
-    scores = parts.get("scores")
-    if scores is not None and (scores.dtype != torch.bfloat16 or not bool((scores >= 0).all())):
-        raise ShapeError("scores are not bfloat16, or below 0")
-    there = {name: data if "offsets" in name else data.to(device) for name, data in parts.items()}
-    exact = {part: there[part] for part in PARTS}
-    layer = RaggedEntries(**exact, sequences=sequences, scores=there.get("scores"))
-    if not codings:
-        return layer
-    coded = []
-    for prefix, coding in zip(coded_prefixes(codings), codings, strict=True):
-        own = {n.removeprefix(prefix): x for n, x in there.items() if n.startswith(prefix)}
-        check_index(own, length)
-        check_codes(own, layer.dtype)
-        coded.append(CodedEntries.of_tensors(own, coding, sequences))
-    return QuantisedEntries(layer, tuple(coded))
 
 
 def _whole(numbers: list[Any]) -> tuple[int, ...]:
