@@ -229,8 +229,7 @@ def _whole(reading: Reading) -> Prefill:
     last, record = reading.by_chunks(), reading.record
     passes, fields = None, record.fields()
     if reading.observations.reads("passes"):
-        keys, values = fields["keys"], fields["values"]
-        passes = ModelPasses(reading.model, reading.prompt, keys, values, record.rope_of, last)
+        passes = ModelPasses(reading.model, reading.prompt, record, last)
     observed = reading.observations.results(reading.device, passes)
     return Prefill(
         **fields,

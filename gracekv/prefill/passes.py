@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
-from gracekv.kernels.rope import Rope
 from gracekv.prefill.attention_patch import (
     AttentionCall,
     base_attention,
@@ -30,6 +29,7 @@ from gracekv.prefill.model_layers import compressed_layers, rotating, table_of_r
 from gracekv.prefill.observer import TokenRun
 from gracekv.prefill.partial_attention import CausalMasks, PartialAttention, chunk_length, rotations
 from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.recorder import Recorder
 from gracekv.prefill.spans import widened
 from gracekv.prefill.supported import longest_sequence
 from gracekv.undo import full_float32
@@ -44,22 +44,12 @@ class ModelPasses:
     Args:
         model: as for `capture`.
         prompt: the prefilled prompt, T tokens.
-        keys: L tensors [G, T, d].
-        values: L tensors [G, T, d].
-        rope: rotations of positions 0..T-1 in one layer.
+        record: has the keys, values and rotations of the prompt.
         logits: [vocabulary] of the last position.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        prompt: Prompt,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        rope: Callable[[int], Rope],
-        logits: Tensor,
-    ) -> None:
-        self.model, self.keys, self.values, self.rope = model, keys, values, rope
+    def __init__(self, model: Any, prompt: Prompt, record: Recorder, logits: Tensor) -> None:
+        self.model, self.record = model, record
         self.spans, self.ids, self._tokenizer = prompt.spans, prompt.ids, prompt.tokenizer
         self.tail = self.ids[self.spans.question_end :] if prompt.tail is None else prompt.tail
         self.first = int(logits.argmax())
@@ -96,8 +86,9 @@ class ModelPasses:
 class _ModelContinuation:
     def __init__(self, passes: ModelPasses, end: int) -> None:
         self._passes, self._reached = passes, end
-        self._keys: list[list[Tensor]] = [[x[:, :end]] for x in passes.keys]
-        self._values: list[list[Tensor]] = [[x[:, :end]] for x in passes.values]
+        held = passes.record.fields()
+        self._keys: list[list[Tensor]] = [[x[:, :end]] for x in held["keys"]]
+        self._values: list[list[Tensor]] = [[x[:, :end]] for x in held["values"]]
 
     def run(self, ids: Tensor, observe: Callable[[int, TokenRun], None]) -> Tensor:
         """As `Continuation.run`. Holds one layer's keys and values once more."""
@@ -111,7 +102,7 @@ class _ModelContinuation:
             self._keys[layer].append(call.key[0])
             self._values[layer].append(call.value[0])
             keys, values = (torch.cat(x[layer], dim=1) for x in (self._keys, self._values))
-            rope = self._passes.rope(layer)
+            rope = self._passes.record.rope_of(layer)
             run = TokenRun(start, query[0], keys, values, rope, call.scale, **call.logits)
             with full_float32():
                 observe(layer, run)
