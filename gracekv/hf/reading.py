@@ -94,7 +94,7 @@ class Reading:
         self.shard = head_shard(model)
         self.layers, self.device = compressed_layers(model), input_device(model)
         self.observations = Observations(needs.observers, len(self.layers), prompt.spans)
-        self.record = Recorder(prompt.spans, self.observations, held, self.layers)
+        self.record = Recorder(self.observations, held, self.layers)
         before, seen = ((), 0) if past is None else (past.other_layers, past.length)
         self.others, self._clock = StockLayers(model, before, seen), Clock[str]()
         length, start = prompt.spans.length, prompt.spans.past

@@ -54,11 +54,14 @@ class Observations:
         observers: the observers.
         layers: L, compressed layers.
         spans: spans of the prompt.
+
+    Attributes:
+        spans: as given.
     """
 
     def __init__(self, observers: Iterable[Observer], layers: int, spans: PromptSpans) -> None:
         # Where heads are spread over processes, all must go through them in one order.
-        self._observers = sorted(observers, key=repr)
+        self._observers, self.spans = sorted(observers, key=repr), spans
         self._by_layer: list[dict[LayerObserver, Accumulator]] = [{} for _ in range(layers)]
         for observer in self._observers:
             if isinstance(observer, LayerObserver):

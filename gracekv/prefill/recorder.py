@@ -25,7 +25,7 @@ from gracekv.prefill.observations import Observations
 from gracekv.prefill.observer import TokenRun
 from gracekv.prefill.partial_attention import PartialAttention
 from gracekv.prefill.projection import Projection
-from gracekv.prefill.spans import Past, PromptSpans, Region, widened
+from gracekv.prefill.spans import Past, Region, widened
 from gracekv.undo import hooked
 
 
@@ -33,8 +33,7 @@ class Recorder:
     """Keys, values and queries, each written once into its final place; observers see every run.
 
     Args:
-        spans: spans of the prompt.
-        observations: the observers.
+        observations: the observers of the prompt.
         query_positions: int64 [n] ascending: whose queries are held.
         layers: the L that are compressed.
 
@@ -52,13 +51,9 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        spans: PromptSpans,
-        observations: Observations,
-        query_positions: Tensor,
-        layers: Sequence[ModelLayer],
+        self, observations: Observations, query_positions: Tensor, layers: Sequence[ModelLayer]
     ) -> None:
-        self._spans, self._observations, self._layers = spans, observations, layers
+        self._spans, self._observations, self._layers = observations.spans, observations, layers
         self.query_positions = query_positions
         self._rotations: list[tuple[Tensor, Tensor]] = []
         self._rope: Rope | None = None

@@ -93,7 +93,7 @@ class Recording:
         positions = held_positions(replace(needs, recent=recent), self.spans, once, None)
         layers = model_layers(served.model)
         self._observations = Observations(needs.observers, len(layers), self.spans)
-        self._record = Recorder(self.spans, self._observations, positions, layers)
+        self._record = Recorder(self._observations, positions, layers)
         if before is not None:
             self._record.follow(past_of(before, places=places), None)
         # As in a capture, only differences of positions matter, and places of `past` have none.
