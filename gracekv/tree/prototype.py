@@ -92,9 +92,7 @@ class Prototype(Distortion):
     def evaluator(self, batch: TreeBatch, workspace: Workspace) -> DistortionEvaluator:
         prefill = batch.context.prefill
         inputs = EngineInputs(
-            lambda_z=self.lambda_z,
-            lambda_m=self.lambda_m,
-            epsilon=self.epsilon,
+            weights={x: float(getattr(self, x)) for x in ("lambda_z", "lambda_m", "epsilon")},
             attention=ProbeAttention.of(batch, self.probes(batch.context), workspace),
             batch=batch,
             rope=prefill.rope_of(batch.layers[0]).in_halves(prefill.head_dim)[0],

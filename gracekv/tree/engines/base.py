@@ -162,17 +162,14 @@ class EngineInputs:
     """The inputs of an engine, for the heads of some layers.
 
     Attributes:
-        lambda_z: weight of the partition error.
-        lambda_m: weight of the value-aggregate error.
-        epsilon: guards both denominators.
+        weights: of the partition error, `lambda_z`, and of the value-aggregate error, `lambda_m`;
+            `epsilon`, which guards both denominators.
         attention: the probes' attention to these heads.
         batch: the trees of these heads.
         rope: the rotations of all positions, in halves.
     """
 
-    lambda_z: float
-    lambda_m: float
-    epsilon: float
+    weights: Mapping[str, float]
     attention: ProbeAttention
     batch: TreeBatch
     rope: Rope
@@ -189,7 +186,7 @@ class EngineInputs:
         """The numbers that kernels read of region, distortion and rule, by name."""
         rule = self.batch.context.rule
         return {
-            **{name: float(getattr(self, name)) for name in ("lambda_z", "lambda_m", "epsilon")},
+            **self.weights,
             "tokens": len(self.attention.visible_probes),
             "region_start": self.batch.region_start,
             "uniform_base": float(rule.uniform_base),

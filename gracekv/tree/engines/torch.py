@@ -53,7 +53,7 @@ class TorchEvaluator(DistortionEvaluator):
         return IntervalCosts(torch.cat(costs, dim=1), torch.cat(mass), torch.cat(drop))
 
     def _costs(self, nodes: Nodes, width: int) -> IntervalCosts:
-        attention, batch = self.inputs.attention, self.inputs.batch
+        attention, batch, weights = self.inputs.attention, self.inputs.batch, self.inputs.weights
         tokens = len(attention.visible_probes)
         head, length = batch.head(nodes.tree), nodes.length[:, None]
         forwards = batch.token_rows(nodes, width) - (head * tokens)[:, None]
@@ -73,11 +73,11 @@ class TorchEvaluator(DistortionEvaluator):
         m_square, m_dot_v, v_square = self._aggregates(row, p)
         # Z D_q [R, w, P], in the memory of what it is made of.
         error = m_dot_v.addcmul_(z_tilde, v_square[..., None]).mul_(z_tilde)
-        error.add_(m_square).clamp_(min=0.0).mul_(self.inputs.lambda_m)
-        error.div_(m_square.clamp_(min=0.0).add_(self.inputs.epsilon))
-        z_error = z_tilde.sub_(z).square_().mul_(self.inputs.lambda_z)
+        error.add_(m_square).clamp_(min=0.0).mul_(weights["lambda_m"])
+        error.div_(m_square.clamp_(min=0.0).add_(weights["epsilon"]))
+        z_error = z_tilde.sub_(z).square_().mul_(weights["lambda_z"])
         z_square = torch.mul(z, z, out=m_square)
-        error.add_(z_error.div_(z_square.add_(self.inputs.epsilon))).mul_(z)
+        error.add_(z_error.div_(z_square.add_(weights["epsilon"]))).mul_(z)
 
         # Probes inside a node do not see its later tokens; those before it have no mass in it.
         holds_probe = attention.first_probe[first[:, 0]] < attention.first_probe[last[:, 0]]
