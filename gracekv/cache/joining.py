@@ -58,14 +58,13 @@ def joined_cache(
 
 def joined_scores(
     parts: Sequence[tuple[CompressedCache, Sequence[Tensor] | None]],
-    places: int,
     seen: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """The scores [E] of the entries of `joined_cache` by layer; inf where they are unknown.
 
-    `parts` are its two caches with their scores; the second's positions begin at `places`. What no
-    score was made for in the second, such as its recent window, gets the mean of its head: if it
-    stayed for good, a limit would fill with the windows of all passages.
+    `parts` are its two caches with their scores. What no score was made for in the second, such as
+    its recent window, gets the mean of its head: if it stayed for good, a limit would fill with the
+    windows of all passages.
 
     An old entry that the passage's queries give more, `seen` [G, P] by layer, has that from then
     on: so entries of different passages can be compared.
@@ -98,9 +97,7 @@ def _without_gaps(scores: Tensor) -> Tensor:
 
 def _joined_layer(old: RaggedEntries, new: RaggedEntries, shift: int) -> RaggedEntries:
     """For each head, the entries of `old`, then those of `new`, `shift` positions later."""
-    parts = []
-    for g in range(old.heads):
-        keys, values, positions, log_m = new.head(g)
-        parts += [old.head(g), (keys, values, positions + shift, log_m)]
+    new = dataclasses.replace(new, positions=new.positions + shift)
+    parts = [part.head(g) for g in range(old.heads) for part in (old, new)]
     keys, values, positions, log_m = map(torch.cat, zip(*parts, strict=True))
     return RaggedEntries(keys, values, positions, log_m, offsets(old.lengths + new.lengths))

@@ -128,7 +128,7 @@ def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:
     )
     seconds, added = before.timings.as_dict(), run.timings.as_dict()
     timings = Timings(**{stage: seconds[stage] + added[stage] for stage in seconds})
-    scores = joined_scores([(x.cache, x.entry_scores()) for x in (before, run)], places, run.past)
+    scores = joined_scores([(x.cache, x.entry_scores()) for x in (before, run)], run.past)
     return Run(plan, packed, accounting, timings, before.fingerprint, scores=scores)
 
 

@@ -205,7 +205,7 @@ class Compressor:
             added = cache.length - places
             before = RaggedCache(past.layers, past.header.length)
             parts = (before, before.scores), (cache, scores)
-            scores = joined_scores(parts, places, run.past) if before.scores else None
+            scores = joined_scores(parts, run.past) if before.scores else None
             cache = dequantised(joined_cache(before, cache, places, shard))
         cache = cache.with_scores(scores)
         if order.limit is not None:
