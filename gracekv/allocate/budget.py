@@ -90,8 +90,9 @@ class RecentWindow(Configurable):
         size: r in tokens, the paper's 32.
         minimum: r never shrinks below this many tokens, the paper's 4.
         share: r takes at most this share of the budget (ours; 1.0 is the paper).
-        rule: "fixed" is the above. "half": r is half of a head's equal share, at least 1,
-            whatever the other fields say (H2O's published split).
+        rule: "fixed" is the above. "half": r is half of a head's equal share, at least 1, whatever
+            the other fields say (H2O's published split); a budget has to hold `minimum` tokens of
+            each head all the same.
     """
 
     size: int = bounded(32, at_least=0)
@@ -278,7 +279,9 @@ class Budget:
         recent = min(window.tokens(size, units, costs.exact), context)
         left, rest = size - units * recent * costs.exact, context - recent
         stay, total = min(costs.sinks, rest), full
-        if units * costs.heads(stay, torch.tensor([rest - stay])) > left:
+        # A block of few entries costs more coded than as they are.
+        coded = costs.heads(stay, torch.tensor([rest - stay]))
+        if units * min(coded, rest * costs.exact) > left:
             total = min(units * recent + costs.most(left), full - 1)
         return BudgetPlan(layers, heads, context, total, recent, size if in_bytes else None)
 

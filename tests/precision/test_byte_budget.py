@@ -100,6 +100,15 @@ def test_what_fits_as_it_is_stays_and_what_fits_quantised_is_not_dropped(ratio, 
     assert min(share.bits for share in run.accounting.widths) == bits
 
 
+@pytest.mark.parametrize("recipe", ["gracekv-plus-allocated", "snapkv-4bit", "rdkv"])
+@pytest.mark.parametrize("context", [1, 2, 3, 33, 34])
+def test_at_ratio_1_contexts_that_cost_more_coded_are_whole(recipe, context):
+    prefill = synthetic_prefill(context=context, prefix=5, dim=64, dtype=torch.bfloat16)
+    made = Pipeline.named(recipe).run(prefill, Budget.ratio(1)).accounting
+    assert made.spent == prefill.layers * prefill.kv_heads * context
+    assert [share.bits for share in made.widths if share.entries] == [16]
+
+
 def test_widths_add_up_over_prompts():
     shares = (WidthShare(8, 10, 100), WidthShare(16, 2, 64), WidthShare(8, 1, 9))
     assert WidthShare.summed(shares) == (WidthShare(16, 2, 64), WidthShare(8, 11, 109))
