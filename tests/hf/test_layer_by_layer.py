@@ -241,16 +241,12 @@ def test_a_model_that_mixes_its_layers_is_read_as_a_whole_and_named():
 def test_a_model_that_goes_on_after_its_last_layer_cannot_be_read_by_layers():
     model = tiny_llama(layers=3)
     last = model.get_decoder().layers[-1]
-    own = last.forward
 
     def twice(x, **rest):
         last.forward = own
-        try:
-            return last(own(x, **rest), **rest)
-        finally:
-            last.forward = twice
+        return last(own(x, **rest), **rest)
 
-    last.forward = twice
+    own, last.forward = last.forward, twice
     with pytest.raises(LayerOrderError, match="one after the other"):
         gracekv.compress(model, prompt_of(), ratio=4, capture=CaptureOptions(stream=True))
 

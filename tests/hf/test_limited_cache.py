@@ -154,13 +154,11 @@ def test_none_cuts_nothing(result):
 def test_none_copies_a_tail_as_seldom_as_a_cache_without_a_limit(model, result, monkeypatch):
     grown, grow = [], GraceLayer._grow
     monkeypatch.setattr(GraceLayer, "_grow", lambda *args: (grown.append(1), grow(*args)))
-    for limit in (None, Limit(**SMALL, strategy="none")):
-        cache = result.new_cache(limit)
+    for cache in map(result.new_cache, (None, Limit(**SMALL, strategy="none"))):
         grown.append(0)
         for _ in range(200):
             model(torch.tensor([[5]]), past_key_values=cache)
-    count = grown[1:].index(0)
-    assert sum(grown) == 2 * count > 0
+    assert sum(grown) == 2 * grown[1:].index(0) > 0
 
 
 def masked_logits(model, ids, dropped, steps):

@@ -125,7 +125,7 @@ def test_each_continuation_has_its_own_states(family):
     model = model_of(family)
     result = gracekv.compress(model, PROMPT, ratio=3)
     states = result.packed.other_layers
-    before = [{name: x.clone() for name, x in state.tensors.items()} for state in states]
+    before = [x.clone() for state in states for x in state.tensors.values()]
     attach(model)
     one, two = result.new_cache(), result.new_cache()
     last, token = IDS[-1:][None], torch.tensor([[5]])
@@ -141,8 +141,7 @@ def test_each_continuation_has_its_own_states(family):
         torch.testing.assert_close(got, want.repeat(2, 1, 1), rtol=0, atol=1e-4)
         with pytest.raises(CacheError, match="2 prompts, the model was given 3 rows"):
             model(token.repeat(3, 1), past_key_values=two)
-    for old, state in zip(before, states, strict=True):
-        torch.testing.assert_close(state.tensors, old, rtol=0, atol=0)
+    assert all(map(torch.equal, before, (x for state in states for x in state.tensors.values())))
     with pytest.raises(CacheError, match=r"Layer 0 .* cannot go back"):
         two.crop(-1)
 
