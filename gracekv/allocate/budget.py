@@ -279,7 +279,7 @@ class Budget:
         recent = min(window.tokens(size, units, costs.exact), context)
         left, rest = size - units * recent * costs.exact, context - recent
         stay, total = min(costs.sinks, rest), full
-        # A block of few entries costs more coded than as they are.
+        # A block of few entries takes more bytes coded than exact.
         coded = costs.heads(stay, torch.tensor([rest - stay]))
         if units * min(coded, rest * costs.exact) > left:
             total = min(units * recent + costs.most(left), full - 1)

@@ -56,7 +56,7 @@ class Composition(Configurable):
             the paper's is `none`).
         window: the recent window.
         backend: the attention implementation that decoding reads the cache with.
-        keep_all: keep everything, whatever the budget (FullKV), which must hold the window only.
+        keep_all: keep everything (FullKV). The budget only has to hold the recent window.
         certify: also bound from above what any allocation over the same trees could reach, floor
             or not: `accounting.bound` and `accounting.certified_ratio` (ours). There is no such
             bound where bits are allocated.
