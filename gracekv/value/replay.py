@@ -88,10 +88,10 @@ class Replay(Scorer):
         return union
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
-        """Power means of attention [G, N]: (sum_u w_u p_{u,t}^power)^(1/power), not normalised.
+        """Power means of attention [G, N]: (sum_u w_u p_{u,t}^m)^(1/m), not normalised.
 
-        The queries u are rotated to the last position. The softmax runs over the whole prompt
-        without a mask; powers are averaged over a KV head's query heads.
+        m is `mean_power`. The queries u are rotated to the last position. The softmax runs over the
+        whole prompt without a mask; powers are averaged over a KV head's query heads.
         """
         at, weights = self.select_queries(capture, region, memory)
         length, queries = capture.spans.length, capture.queries_at(at)
