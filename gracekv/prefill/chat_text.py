@@ -6,7 +6,7 @@ Of a list of messages, those that a conversation has not read yet are encoded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from os.path import commonprefix
 from typing import Any, Literal
 
@@ -198,8 +198,13 @@ def turn_ids(
     start = len(rendered(0)) if after == "messages" else 0
     ids = continued(tokenizer, whole[start:] + answer_prefix)
     # A template may show a message otherwise when another follows it.
-    shared = (commonprefix([rendered(n), whole]) for n in range(1, len(messages)))  # noqa: RUF071
-    ends = [len(continued(tokenizer, text[start:])) for text in shared]
+    texts = [commonprefix([rendered(n), whole]) for n in range(1, len(messages))]  # noqa: RUF071
+    borders = [start, *map(len, texts), len(whole)]
+    pieces = [whole[a:b] for a, b in pairwise(borders)]
+    turns = [continued(tokenizer, piece) for piece in [*pieces[:-1], pieces[-1] + answer_prefix]]
+    if list(chain.from_iterable(turns)) == ids:  # as where a special token starts each turn
+        return turns
+    ends = [len(continued(tokenizer, text[start:])) for text in texts]
     return [ids[a:b] for a, b in pairwise([0, *ends, len(ids)])]
 
 

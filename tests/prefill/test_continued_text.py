@@ -10,7 +10,8 @@ from tokenizers.trainers import BpeTrainer, UnigramTrainer
 from transformers import PreTrainedTokenizerFast
 
 from gracekv.errors import PromptError
-from gracekv.prefill.chat_text import check_question, continued, turn_ids
+from gracekv.prefill import chat_text
+from gracekv.prefill.chat_text import check_question, continued, plain_ids, turn_ids
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_tokenizer
 from support.skips import needs_smollm2
@@ -63,22 +64,16 @@ def test_every_word_is_read_as_it_is(name):
 
 @given(text=st.text("ab\u00e9nt \n.0|\u4e2d\u0301\U0001f642", max_size=8))
 @example(text="nine rabbits")
-@example(text="a")
 @pytest.mark.parametrize("name", ["bytes", "letters"])
 def test_every_text_is_read_as_it_is(name, text):
     assert changed(TOKENIZERS[name], [text]) == []
 
 
-class WholeTexts:
-    """Each text is one token, so that no lead can be told from what follows it."""
-
-    def __call__(self, text, **_):
-        return {"input_ids": [text]}
-
-
 def test_where_no_lead_comes_off_the_text_is_encoded_alone():
-    assert continued(WholeTexts(), "nine") == ["nine"]
-    assert continued(WholeTexts(), "") == []
+    def whole_texts(text, **_):
+        return {"input_ids": [text]}  # one token, so no lead can be told from what follows it
+
+    assert (continued(whole_texts, "nine"), continued(whole_texts, "")) == (["nine"], [])
 
 
 def test_a_tokenizer_that_changes_case_is_not_refused():
@@ -100,6 +95,15 @@ def test_questions_without_a_separator_are_read_as_they_are(question):
         asked = [{"role": "user", "content": question}]
         [ids] = turn_ids(BYTES, asked, separator="", template=False, after=after)
         assert BYTES.decode(ids) == question
+
+
+def test_a_history_of_many_turns_is_encoded_twice_not_once_per_turn(monkeypatch):
+    said = [{"role": ("user", "assistant")[n % 2], "content": TEXT[: 7 * n]} for n in range(31)]
+    read = []
+    monkeypatch.setattr(chat_text, "plain_ids", lambda t, x: read.append(x) or plain_ids(t, x))
+    turns = turn_ids(BYTES, said, "", True)
+    assert [BYTES.decode(ids).count("<|user|>") for ids in turns] == [1] * 31
+    assert sum(map(len, read)) < 2.5 * sum(len(BYTES.decode(ids)) for ids in turns)
 
 
 def test_passages_and_questions_that_are_not_unicode_are_refused():
