@@ -57,7 +57,10 @@ class ResumedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise `CacheError` if `crop` cannot: beyond the window only recorded tokens go."""
         is_full = self.cumulative_length >= self.sliding_window
-        if tokens_to_remove and is_full and not self.record_past:
+        # The last crop leaves what the next step reads.
+        left = self.keys.shape[2] + tokens_to_remove if self.record_past else 0
+        needed = min(self.cumulative_length + tokens_to_remove, self.sliding_window - 1)
+        if tokens_to_remove and is_full and left < needed:
             raise CacheError(_cannot_go_back(self._state))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -110,7 +113,8 @@ class ResumedStates(LinearAttentionLayer):  # type: ignore[misc]
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise `CacheError` if `crop` cannot."""
-        if tokens_to_remove and not self.record_past:
+        left = self.conv_states[0].shape[-1] + tokens_to_remove if self.record_past else 0
+        if tokens_to_remove and left < self.conv_kernel_size[0]:
             raise CacheError(_cannot_go_back(self._state))
 
     def activate_past_recording(self) -> None:
