@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 from gracekv.backends import AttentionStep
 from gracekv.errors import CacheError
-from gracekv.hf.input_checks import before_forward, check_positions
+from gracekv.hf.input_checks import before_forward, before_masks
 from gracekv.hf.layer import PackedStates
 from gracekv.hf.static_layer import tail_is_full
 from gracekv.prefill.attention_patch import ATTACHED, base_attention, model_lock, own_decoder
@@ -54,6 +54,8 @@ def set_attention(model: Any) -> None:
         _attached.add(model)
         if not _hooks(model):
             model.get_decoder().register_forward_pre_hook(before_forward, with_kwargs=True)
+            if model.base_model is not model.get_decoder():
+                model.register_forward_pre_hook(before_masks, with_kwargs=True)
 
 
 def detach(model: Any) -> None:
@@ -63,12 +65,12 @@ def detach(model: Any) -> None:
     does without a compressed cache.
     """
     check_decoder(model)
-    decoder, own = model.get_decoder(), own_decoder(model)
+    own = own_decoder(model)
     with model_lock(model):
         # A deep copy of an attached model has copies of its hooks, too.
-        for key in _hooks(model):
-            del decoder._forward_pre_hooks[key]
-            decoder._forward_pre_hooks_with_kwargs.pop(key, None)
+        for module, key in _hooks(model):
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
         shared = any(own_decoder(x).config is own.config for x in _attached if x is not model)
         if own.config._attn_implementation in ATTACHED and not shared:
             own.set_attn_implementation(base_attention(model))
@@ -76,10 +78,11 @@ def detach(model: Any) -> None:
         _attached.discard(model)
 
 
-def _hooks(model: Any) -> list[int]:
-    """Keys of the decoder's hooks that check inputs: the model's own, whatever its config says."""
-    hooks = model.get_decoder()._forward_pre_hooks
-    return [key for key, hook in hooks.items() if hook is before_forward]
+def _hooks(model: Any) -> list[tuple[Any, int]]:
+    """Modules and keys of the hooks that check inputs, whatever the model's config says."""
+    hooks = ((x, x._forward_pre_hooks) for x in (model.get_decoder(), model))
+    checks = (before_forward, before_masks)
+    return [(x, key) for x, own in hooks for key, hook in own.items() if hook in checks]
 
 
 @contextmanager
@@ -211,9 +214,7 @@ def tail_mask(
     """
     if kv_offset and attention_mask is not None:
         given, places = attention_mask.shape[-1], int(kv_offset) + int(kv_length)
-        if not isinstance(q_offset, Tensor):
-            check_positions(given, places)
-        elif given > places:
+        if isinstance(q_offset, Tensor) and given > places:
             raise CacheError(tail_is_full(given - int(kv_offset), int(kv_length)))
     if kv_offset and attention_mask is None and q_length == 1:
         # transformers 5.17 would make a mask while a CUDA graph is recorded.

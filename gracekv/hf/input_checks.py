@@ -46,6 +46,22 @@ def before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return _checked(module, cache, args, kwargs)  # type: ignore[no-any-return]
 
 
+def before_masks(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check the 2D mask of a model that makes the decoder's masks before it calls the decoder.
+
+    Raises `CacheError` if the mask hides cached tokens, does not hide a batch's padding, or has
+    another length than cached and new tokens together.
+    """
+    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    if not (isinstance(cache, GraceCache) and isinstance(mask, Tensor) and mask.ndim == 2):
+        return
+    if not (cache.is_replayed or torch.compiler.is_compiling()):
+        known = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
+        new, cached = next(x.shape[1] for x in known if x is not None), int(cache.get_seq_length())
+        check_positions(mask.shape[1], new if mask.shape[1] == new > cached else cached + new)
+        _check_hidden(mask, cache.packed_mask(len(mask), mask.device))
+
+
 # Dynamo would take numbers that change with every step for constants.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) -> _Inputs | None:
@@ -73,13 +89,14 @@ def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
             f"The sequence has grown to {cached + new} tokens, past the {switch} where the model's "
             f"RoPE changes. Generate fewer tokens, or use a longer prompt."
         )
+    hides_nothing = _hides_nothing(mask)
     if flat is not None:
         check_positions(flat.shape[1], cached + new)
-    elif _hides_nothing(mask) and positions is not None and not any(cache.padding):
+    elif hides_nothing and positions is not None and not any(cache.padding):
         # `generate` drops a mask of ones, so only positions tell a used cache from a fresh one.
         check_positions(int(positions.max()) + 1, cached + new)
     cache.fit_rows(rows)
-    cache.make_room(kwargs[name], mask)
+    cache.make_room(kwargs[name], None if hides_nothing else mask)
     if not any(cache.padding):
         if flat is not None:
             _check_hidden(flat, flat.new_ones(1, cache.packed_length, dtype=torch.bool))
@@ -96,6 +113,10 @@ def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
     elif positions is None:
         raise CacheError("A prepared mask of a batch needs position_ids. Pass a 2D mask, or none.")
     else:
+        # It may hide tokens since compression, too, so a row's position is at most this.
+        most = cached + new - 1 - cache.packed_padding(rows, positions.device)
+        last = _last(positions)
+        _check_last(positions, torch.where(last > most, most, last))
         return (), kwargs
     expected = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -new:]
     if positions is None:
@@ -123,8 +144,7 @@ def _check_last(positions: Tensor, expected: Tensor, real: Tensor | None = None)
 
     Rows whose last token is padding, not `real` bool [B], have no position.
     """
-    # Models that also read images number rows and columns, too; in text all agree.
-    last = positions.reshape(-1, *positions.shape[-2:])[0][..., -1]
+    last = _last(positions)
     expected = expected.to(last.device)
     if real is not None:
         expected = torch.where(real.to(last.device), expected, last)
@@ -133,6 +153,12 @@ def _check_last(positions: Tensor, expected: Tensor, real: Tensor | None = None)
             f"The rows of a batch go on from the lengths of their own prompts, at positions "
             f"{expected.tolist()}; the model was given {last.tolist()}. Leave position_ids out."
         )
+
+
+def _last(positions: Tensor) -> Tensor:
+    """int64 [B]: the last of `positions` [.., B, n] in each row."""
+    # Models that also read images number rows and columns, too; in text all agree.
+    return positions.reshape(-1, *positions.shape[-2:])[0][..., -1]
 
 
 def _is_whole(mask: Tensor | None, positions: Tensor | None, count: int) -> bool:

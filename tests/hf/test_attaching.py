@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from transformers import StaticCache
 
 import gracekv
 from gracekv.errors import CacheError, UnsupportedModelError
@@ -50,6 +51,20 @@ def test_an_attached_model_with_eager_attention_gives_its_attention_weights(fami
         assert torch.equal(got.logits, want.logits)
         assert all(map(torch.equal, got.attentions, want.attentions))
     assert model.generate(**inputs[1], max_new_tokens=4, do_sample=False).equal(answer)
+
+
+def test_an_attached_model_reads_stock_sliding_layers_under_a_longer_mask():
+    model, ids = tiny_model("gemma3_text", layers=4, window=16), torch.arange(2, 42)[None]
+
+    def read():
+        cache = StaticCache(config=model.config, max_cache_len=64)
+        mask, longer = ((torch.arange(64) < n).long()[None] for n in (30, 31))
+        model(ids[:, :30], attention_mask=mask, past_key_values=cache)
+        return model(ids[:, 30:31], attention_mask=longer, past_key_values=cache).logits
+
+    want = read()
+    attach(model)
+    torch.testing.assert_close(read(), want)
 
 
 def test_an_attached_model_runs_in_another_process(tmp_path):

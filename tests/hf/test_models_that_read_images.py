@@ -109,6 +109,31 @@ def test_a_used_cache_is_told_from_a_fresh_one(family):
     assert model.generate(**padded, **options).shape == (1, 77)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_masks_are_checked_where_the_model_prepares_its_own(family):
+    model, ones = model_of(family), torch.ones(2, 70, dtype=torch.long)
+    with pytest.warns(UntestedModelWarning):
+        batch = gracekv.compress(model, [PROMPT, SHORTER], ratio=4)
+    ids, one = batch.inputs["input_ids"], batch[0]
+    # `generate` drops a mask of ones.
+    with pytest.raises(CacheError, match=r"at positions \[69, 39\]; .* given \[69, 69\]"):
+        model.generate(
+            ids, attention_mask=ones, past_key_values=batch.new_cache(), max_new_tokens=2
+        )
+    hidden = torch.cat([ones[:1, :9], 0 * ones[:1, :9], ones[:1, :52]], dim=1)
+    for x, mask, reason in (
+        (batch, ones, "not hide the padding"), (batch, ones[:, :69], "up to position 68"),
+        (one, hidden, "hides tokens of the compressed prompt"),
+    ):  # fmt: skip
+        with pytest.raises(CacheError, match=reason):
+            model(ids[: len(mask), -1:], attention_mask=mask, past_key_values=x.new_cache())
+    # Cuts of a limit know which tokens are padding without such a mask.
+    limit = gracekv.Limit(entries_per_head=64, every=16)
+    assert batch.generate_ids(30, limit=limit).shape == (2, 30)
+    detach(model)
+    assert not model._forward_pre_hooks
+
+
 def test_a_decoder_has_an_attention_of_its_own():
     """Gemma 2 cannot run sdpa: transformers loads it with eager attention beside others' sdpa."""
     model = model_of("llava", model_type="gemma2", attn_logit_softcapping=2.0)
