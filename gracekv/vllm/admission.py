@@ -20,7 +20,7 @@ from gracekv.prefill.supported import check_needs
 from gracekv.recipes import DEFAULT_WITHOUT_QUESTION
 from gracekv.vllm.header import EXACT, PARAMETER, Continuation, check_name
 from gracekv.vllm.orders import FRONT, Compression, Order, names_of, order_of
-from gracekv.vllm.requests import continuing, opened, question_text
+from gracekv.vllm.requests import continuing, opened, passage, question_text
 from gracekv.vllm.served_model import ServedModel
 from gracekv.vllm.serving import has_store, open_store, refusal
 
@@ -219,13 +219,12 @@ class Front:
 
         Raises `StoreError` if the engine cannot compress the document.
         """
-        found, start = (list(ids), None) if tokenizer is None else opened(tokenizer, ids)
-        if order.source is not None:
-            if start == 0 and len(found) < len(ids):
-                raise StoreError("A passage is one user's message: leave the system prompt out.")
-            # A message to the chat endpoint is the passage; other ids are used as they are.
-            found, start = found[start:] if start else list(ids), None
-        elif start is not None:
+        found, start = list(ids), None
+        if order.source is not None and tokenizer is not None:
+            found = passage(tokenizer, ids)
+        elif tokenizer is not None:
+            found, start = opened(tokenizer, ids)
+        if start is not None:
             # Hashing a vocabulary takes half a second.
             self._format = self._format or Continuation(
                 tokenizer=dict(tokenizer_marks(tokenizer)),

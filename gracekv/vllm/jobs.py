@@ -12,7 +12,7 @@ from typing import Any
 from gracekv.errors import StoreError
 from gracekv.vllm.compressing import Outcome
 from gracekv.vllm.exporting import delete_context
-from gracekv.vllm.header import is_missing
+from gracekv.vllm.header import ContextHeader, is_missing
 from gracekv.vllm.orders import Compression, Listing, Order, names_of
 from gracekv.vllm.serving import refusal
 from gracekv.vllm.store import ContextStore
@@ -81,6 +81,12 @@ class Jobs:
         """Whether a context of that name is in the making."""
         return any(job.order.name == name for job in self.jobs.values())
 
+    def source(self, name: str) -> ContextHeader:
+        """The header of a context to extend; raises `StoreError` if there is none yet."""
+        if self.is_making(name):
+            raise StoreError(f"Context {name!r} is being made. Extend it afterwards.")
+        return self._store.header(name)
+
     def add(
         self, request: str, order: Order, parameters: Mapping[str, Any], length: int
     ) -> dict[str, Any] | None:
@@ -102,9 +108,7 @@ class Jobs:
             order.spans(length)
             if order.source is not None:
                 name, tokens = order.source, length - 1
-                if self.is_making(name):
-                    raise StoreError(f"Context {name!r} is being made. Extend it afterwards.")
-                header = self._store.header(name)
+                header = self.source(name)
                 if header.has_question or header.prompt_ids:
                     raise StoreError(
                         f"The prompt of context {name!r} goes on after its entries, so a passage "

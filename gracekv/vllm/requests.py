@@ -188,6 +188,24 @@ def opened(tokenizer: Any, ids: Sequence[int]) -> tuple[list[int], int | None]:
     return ids, 0 if closed else None
 
 
+def passage(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+    """Find, on the server, the passage in a request that extends a context.
+
+    That is the message of a chat; other ids are used as they are, without the special tokens with
+    which the server's tokenizer begins every text.
+
+    Raises `StoreError` if it is a chat with a system prompt.
+    """
+    found, start = opened(tokenizer, ids)
+    if start == 0 and len(found) < len(ids):
+        raise StoreError("A passage is one user's message: leave the system prompt out.")
+    if start:
+        return found[start:]
+    special, _ = _frame(tokenizer, template=False)
+    ids = list(ids)
+    return ids[len(special) :] if ids[: len(special)] == special else ids
+
+
 def question_text(tokenizer: Any, separator: str = SEPARATOR, template: bool = True) -> str | None:
     """The text after a context, with "{question}" in it; None if the chat template hides it."""
     chat = template and has_chat_template(tokenizer)

@@ -107,8 +107,8 @@ class SchedulerSide:
         self._skips[key] = request.skip_reading_prefix_cache
         request.skip_reading_prefix_cache = False
         try:
-            front, header = params.get(FRONT), self._store.header
-            order = order_of(params[PARAMETER], front, lambda name: header(name).recipe)
+            source, header = self._jobs.source, self._store.header
+            order = order_of(params[PARAMETER], params.get(FRONT), lambda name: source(name).recipe)
             if order is not None:
                 reply = self._jobs.add(key, order, params, request.num_prompt_tokens)
                 self._replies |= {} if reply is None else {key: reply}

@@ -12,7 +12,7 @@ from gracekv.errors import PromptError, StoreError
 from gracekv.prefill.fingerprint import tokenizer_marks
 from gracekv.testing.models import tiny_tokenizer
 from gracekv.vllm import document, request
-from gracekv.vllm.requests import continuing, opened, question_text
+from gracekv.vllm.requests import continuing, opened, passage, question_text
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank."
 SYSTEM = (
@@ -120,6 +120,15 @@ def test_a_text_may_begin_as_every_text_does():
     ids = tokenizer("\n\nWho?")["input_ids"]
     assert ids[0] == tokenizer.bos_token_id
     assert continuing(tokenizer, "book", header(tokenizer), ids) == ids[1:]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_passage_has_no_special_tokens_before_it(name):
+    tokenizer = TOKENIZERS[name]
+    plain = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    told = [chat(tokenizer, TEXT)] if name in CHATS else []
+    for sent in (plain, tokenizer(TEXT)["input_ids"], *told):
+        assert passage(tokenizer, sent) == plain
 
 
 def test_the_question_s_last_token_may_hold_a_part_of_the_template():

@@ -165,12 +165,12 @@ def test_a_passage_that_cannot_follow_is_refused_and_the_context_stays(
     check(made, answer.outputs[0], kept)
 
 
-def test_a_context_that_is_being_replaced_is_not_extended(made, kept):
+def test_a_context_that_is_being_made_is_not_extended(made, kept):
     ids = made.tokenizer(TEXT).input_ids
-    one, other = run(made, (ids, extend("kept", into="talk")), (ids, extend("talk")))
+    one, other = run(made, (ids, extend("kept", into="first")), (ids, extend("first")))
     assert said(one)["state"] == "compressing"
     assert "is being made. Extend it afterwards" in said(other)["reason"]
-    assert wait(made, "talk")["length"] == 2 * len(ids)
+    assert wait(made, "first")["length"] == 2 * len(ids)
     (answer,) = run(made, (question(made), asking("kept")))
     check(made, answer.outputs[0], kept)
 
