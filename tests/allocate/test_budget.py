@@ -22,8 +22,7 @@ def test_a_share_removed_is_a_ratio(removed, ratio):
 @given(thousandths=st.integers(0, 990), units=st.integers(1, 40), context=st.integers(100, 9000))
 def test_a_share_removed_is_exact(thousandths, units, context):
     shape = {"layers": 1, "heads": units, "context": context, "entry_bytes": 8}
-    budget = Budget.compression_ratio(thousandths / 1000)
-    plan = budget.plan(**shape, window=RecentWindow(0, 0))
+    plan = Budget.compression_ratio(thousandths / 1000).plan(**shape, window=RecentWindow(0, 0))
     assert plan.total == units * context * (1000 - thousandths) // 1000
 
 

@@ -5,7 +5,6 @@ and one small architecture, and each kind of mask and of merging once.
 """
 
 import pytest
-import torch
 
 from gracekv.backends.triton_tiles import padded_dim, tiles
 from gracekv.kernels.device import interpreted
@@ -17,10 +16,8 @@ if interpreted():
 from gracekv.backends import triton_codes_kernel, triton_merge_kernel, triton_split_kernel
 from gracekv.kernels.block_queries_triton import block_sizes, turn_and_look_back
 from support.covering import covering
-from support.cubin import SHARED_KIB, check_fits, compiled
+from support.cubin import BF16, F16, F32, SHARED_KIB, TYPES, check_fits, compiled
 
-TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 MASK = ("mask_batch_stride", "mask_token_stride", "mask_key_stride")
 # Bytes a thread: Triton 3.7, which torch 2.13 asks for, spills two registers where a mask or a cap
 # comes on top. Triton 3.9 spills none.
@@ -45,16 +42,9 @@ def constants_of(dim, tile):
 def splits(kernel, pointers, constants, dim, tile, arch, unaligned=()):
     """A kernel that attends in splits, for a tile."""
     pointers |= dict.fromkeys(("bias", "part_output", "part_lse"), "*fp32")
-    return compiled(
-        kernel,
-        pointers,
-        {"scale", "softcap"},
-        constants_of(dim, tile) | constants,
-        arch,
-        unaligned,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    constants |= constants_of(dim, tile)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return compiled(kernel, pointers, {"scale", "softcap"}, constants, arch, unaligned, **options)
 
 
 def split(dim, dtype, queries, arch, kind=triton_split_kernel.CAUSAL, *, capped=False):
@@ -71,7 +61,7 @@ def split(dim, dtype, queries, arch, kind=triton_split_kernel.CAUSAL, *, capped=
 
 def codes(dim, dtype, arch, bits, size):
     tile = tiles(dim, dtype, divmod(arch, 10), 1)
-    half = "*fp16" if dtype == torch.float32 else TYPES[dtype]
+    half = "*fp16" if dtype == F32 else TYPES[dtype]
     pointers = dict.fromkeys(("key_scale", "key_zero", "value_scale", "value_zero"), half)
     pointers |= dict.fromkeys(("key_codes", "value_codes"), "*u8")
     pointers |= dict.fromkeys(("items", "item_first", "rows"), "*i64")

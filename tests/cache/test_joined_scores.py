@@ -18,31 +18,30 @@ def book():
 
 
 def by_head(result):
+    """Scores of the entries of each head, layer by layer."""
     run = result._runs[0]
-    sizes = [layer.lengths.tolist() for layer in run.cache.layers]
-    return [own.split(size) for own, size in zip(run.entry_scores(), sizes, strict=True)]
+    for own, layer in zip(run.entry_scores(), run.cache.layers, strict=True):
+        yield from own.split(layer.lengths.tolist())
 
 
 def test_entries_that_a_passage_reads_rise_to_its_scores_and_none_falls(book):
     longer = book.extend(IDS[90:170], ratio=4)
     rose, stayed = 0, 0
-    for before, after in zip(by_head(book), by_head(longer), strict=True):
-        for old, new in zip(before, after, strict=True):
-            new = new[: len(old)]
-            assert bool((new >= old).all())
-            assert torch.equal(new.isinf(), old.isinf())
-            rose += int((new > old).sum())
-            stayed += int((new == old).sum())
+    for old, new in zip(by_head(book), by_head(longer), strict=True):
+        new = new[: len(old)]
+        assert bool((new >= old).all())
+        assert torch.equal(new.isinf(), old.isinf())
+        rose += int((new > old).sum())
+        stayed += int((new == old).sum())
     assert rose > 0
     assert stayed > 0
 
 
 def test_a_passage_that_stays_whole_leaves_scores_as_they_are(book):
     longer = book.extend(IDS[90:130], ratio=1)
-    for before, after in zip(by_head(book), by_head(longer), strict=True):
-        for old, new in zip(before, after, strict=True):
-            assert torch.equal(new[: len(old)], old)
-            assert bool(new[len(old) :].isinf().all())
+    for old, new in zip(by_head(book), by_head(longer), strict=True):
+        assert torch.equal(new[: len(old)], old)
+        assert bool(new[len(old) :].isinf().all())
 
 
 def test_a_passage_whose_tokens_all_fit_in_fewer_bits_has_scores(book):
@@ -50,8 +49,7 @@ def test_a_passage_whose_tokens_all_fit_in_fewer_bits_has_scores(book):
     longer = gracekv.compress(book.model, prompt, ratio=3, pipeline=recipe).extend(
         IDS[90:170], ratio=1.2
     )
-    for own in by_head(longer):
-        assert all(bool(x[-80:].isfinite().all()) for x in own)
+    assert all(bool(own[-80:].isfinite().all()) for own in by_head(longer))
 
 
 def test_no_head_keeps_more_than_it_may(book):

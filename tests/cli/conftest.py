@@ -4,16 +4,10 @@ import pytest
 
 
 @pytest.fixture
-def run(cli, monkeypatch):
-    """`cli` in a wide window."""
+def cli(cli, monkeypatch):
+    """In a wide window, also for what `refused` runs."""
     monkeypatch.setenv("COLUMNS", "200")
     return cli
-
-
-@pytest.fixture
-def refused(run, refused):
-    """Also in a wide window."""
-    return refused
 
 
 @pytest.fixture

@@ -57,17 +57,17 @@ def calls(monkeypatch):
     return seen
 
 
-def test_version_and_help(run):
-    assert run("--version") == (0, f"gracekv {gracekv.__version__}\n", "")
+def test_version_and_help(cli):
+    assert cli("--version") == (0, f"gracekv {gracekv.__version__}\n", "")
     for option in ("-h", "--help"):
-        status, out, _ = run(option)
+        status, out, _ = cli(option)
         assert status == 0
         assert "Usage" in out
 
 
-def test_help_is_whole_at_80_columns(run, monkeypatch):
+def test_help_is_whole_at_80_columns(cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    _, out, _ = run("-h")
+    _, out, _ = cli("-h")
     commands = {line.split()[0] for line in out.split("Commands:")[1].splitlines() if line.strip()}
     assert {"compress", "ablate", "evaluate", "ask", "export", "table", "list"} <= commands
     assert "…" not in out
@@ -78,7 +78,7 @@ def test_help_is_whole_at_80_columns(run, monkeypatch):
 
     built = typer.main.get_command(app).commands
     for name in commands:
-        _, out, _ = run(name, "-h")
+        _, out, _ = cli(name, "-h")
         assert "…" not in out
         assert max(map(len, out.splitlines())) <= 80
         for option in built[name].params:
@@ -127,8 +127,8 @@ def test_missing_extra_is_named(refused, monkeypatch):
     assert "pip install 'gracekv[cli]'" in refused("list")
 
 
-def test_list_shows_every_strategy_and_recipe(run):
-    status, out, _ = run("list")
+def test_list_shows_every_strategy_and_recipe(cli):
+    status, out, _ = cli("list")
     assert status == 0
     for stage, registry in REGISTRIES.items():
         assert re.search(rf"^{stage}\s*$", out, re.MULTILINE)
@@ -138,19 +138,19 @@ def test_list_shows_every_strategy_and_recipe(run):
         assert f"{name} " in out
 
 
-def test_list_says_what_each_recipe_is_and_where_it_comes_from(run, monkeypatch):
+def test_list_says_what_each_recipe_is_and_where_it_comes_from(cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     tagged = recipes.Recipe("Tokens after [/INST] of [heads]", "a plugin [1]")
     monkeypatch.setitem(recipes.RECIPES, "tagged", tagged)
-    _, out, _ = run("list", "--recipes")
+    _, out, _ = cli("list", "--recipes")
     lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     for name, recipe in recipes.RECIPES.items():
         assert recipe.summary in lines[name]
         assert recipe.source in lines[name]
 
 
-def test_compress_prints_answer_and_accounting(run, calls, story, tmp_path):
-    status, out, err = run(
+def test_compress_prints_answer_and_accounting(cli, calls, story, tmp_path):
+    status, out, err = cli(
         "compress", "--model", "smollm2", "--context", story, "--question", "Why?",
         "--instruction", "Read.", "--max-new-tokens", 5, "--dtype", "bfloat16",
         "--pipeline", "snapkv", "--save", tmp_path / "saved", "--beyond-positions",
@@ -168,17 +168,17 @@ def test_compress_prints_answer_and_accounting(run, calls, story, tmp_path):
     assert call["capture"].beyond_positions
 
 
-def test_other_budgets_replace_the_ratio(run, calls, story):
+def test_other_budgets_replace_the_ratio(cli, calls, story):
     base = ("compress", "--model", "m", "--context", story, "--question", "q")
-    run(*base, "--entries-per-head", 64)
-    assert "entries (budget 67,108,864 bytes); " in run(*base, "--kv-bytes", "67108864")[2]
-    run(*base, "--compression-ratio", "0.5")
+    cli(*base, "--entries-per-head", 64)
+    assert "entries (budget 67,108,864 bytes); " in cli(*base, "--kv-bytes", "67108864")[2]
+    cli(*base, "--compression-ratio", "0.5")
     given = ({"entries_per_head": 64}, {"kv_bytes": "64MiB"}, {"compression_ratio": "0.5"})
     assert [call["budget"] for call in calls] == [Budget.of(one) for one in given]
 
 
-def test_without_a_question_the_cache_is_saved_for_later(run, refused, calls, story, tmp_path):
-    status, out, err = run("compress", "--context", story, "--save", tmp_path / "Tom's book")
+def test_without_a_question_the_cache_is_saved_for_later(cli, refused, calls, story, tmp_path):
+    status, out, err = cli("compress", "--context", story, "--save", tmp_path / "Tom's book")
     assert (status, out) == (0, "")
     assert "gracekv-plus kept 60" in err
     asked = shlex.join(["gracekv", "ask", f"{tmp_path}/Tom's book", "Your question?"])
@@ -191,13 +191,13 @@ def test_without_a_question_the_cache_is_saved_for_later(run, refused, calls, st
     assert "to do with the cache: add --question" in refused("compress", "--context", story)
 
 
-def test_an_interrupt_leaves_no_trace(run, calls, story, tmp_path, monkeypatch):
+def test_an_interrupt_leaves_no_trace(cli, calls, story, tmp_path, monkeypatch):
     def interrupted(*args, **options):
         options["capture"].progress(1024, 4096)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(gracekv, "compress", interrupted, raising=False)
-    status, out, err = run("compress", "--context", story, "--save", tmp_path / "book")
+    status, out, err = cli("compress", "--context", story, "--save", tmp_path / "book")
     assert status != 0
     assert out == ""
     assert "Traceback" not in err

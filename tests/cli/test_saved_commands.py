@@ -38,7 +38,7 @@ def book(loads, tmp_path):
     return result, tmp_path / "book"
 
 
-def test_a_saved_cache_is_generated_from(run, refused, loads, tmp_path):
+def test_a_saved_cache_is_generated_from(cli, refused, loads, tmp_path):
     """With a real model, tiny: what `generate` prints is what the result says."""
     prompts = [
         gracekv.Prompt.from_chat(loads.tokenizer, context="Alice fell. " * n, question="Who?")
@@ -47,12 +47,12 @@ def test_a_saved_cache_is_generated_from(run, refused, loads, tmp_path):
     path = tmp_path / "cache"
     one = gracekv.compress(loads.model, prompts[0], ratio=2)
     one.save(path)
-    shown = run("generate", path, "--model", "m", "--max-new-tokens", 5)
+    shown = cli("generate", path, "--model", "m", "--max-new-tokens", 5)
     assert shown == (0, one.generate(5) + "\n", "")
     assert loads.seen == [("m", "float32")]
     both = gracekv.compress(loads.model, prompts, ratio=2)
     both.save(path)
-    _, out, _ = run("generate", path, "--model", "m", "--max-new-tokens", 5)
+    _, out, _ = cli("generate", path, "--model", "m", "--max-new-tokens", 5)
     assert out == "\n\n".join(both.generate(5)) + "\n"
     for argv in (("ask", path, "Who?"), ("chat", path)):
         err = refused(*argv, "--model", "m")
@@ -60,11 +60,11 @@ def test_a_saved_cache_is_generated_from(run, refused, loads, tmp_path):
         assert "holds 2 contexts" in err
 
 
-def test_a_saved_context_is_asked(run, refused, loads, book):
+def test_a_saved_context_is_asked(cli, refused, loads, book):
     result, path = book
-    status, out, _ = run("ask", path, "Who fell?", "--model", "m", "--max-new-tokens", 5)
+    status, out, _ = cli("ask", path, "Who fell?", "--model", "m", "--max-new-tokens", 5)
     assert (status, out) == (0, result.ask("Who fell?", 5) + "\n")
-    _, out, _ = run("ask", path, "Who fell?", "Why?", "--model", "m", "--max-new-tokens", 5)
+    _, out, _ = cli("ask", path, "Who fell?", "Why?", "--model", "m", "--max-new-tokens", 5)
     first, second = result.ask(["Who fell?", "Why?"], 5)
     assert out == f"> Who fell?\n{first}\n\n> Why?\n{second}\n\n"
     assert "A question is a text that is not empty" in refused("ask", path, " ", "--model", "m")
@@ -79,7 +79,7 @@ def rename(result, path, name):
     dataclasses.replace(result, _runs=runs).save(path)
 
 
-def test_a_model_that_a_file_names_is_not_downloaded(run, refused, loads, book):
+def test_a_model_that_a_file_names_is_not_downloaded(cli, refused, loads, book):
     result, path = book
     rename(result, path, "somebody/a-model")
     for command in (("ask", path, "Who fell?"), ("chat", path), ("generate", path)):
@@ -88,22 +88,22 @@ def test_a_model_that_a_file_names_is_not_downloaded(run, refused, loads, book):
         assert "give it with --model" in err
     assert loads.seen == []
     # Named by the user it is loaded.
-    assert run("ask", path, "Who fell?", "--model", "somebody/a-model")[0] == 0
+    assert cli("ask", path, "Who fell?", "--model", "somebody/a-model")[0] == 0
 
 
-def test_the_file_names_its_model(run, refused, loads, book, tmp_path):
+def test_the_file_names_its_model(cli, refused, loads, book, tmp_path):
     result, path = book
     assert "does not name its model. Give it with --model" in refused("ask", path, "Who fell?")
     for name, wanted in ((str(tmp_path), str(tmp_path)), (MODEL_NAME, "smollm2")):
         rename(result, path, name)
-        assert run("ask", path, "Who fell?", "--max-new-tokens", 2)[0] == 0
+        assert cli("ask", path, "Who fell?", "--max-new-tokens", 2)[0] == 0
         assert loads.seen[-1] == (wanted, "float32")
 
 
-def test_a_conversation_keeps_its_history(run, loads, book, monkeypatch):
+def test_a_conversation_keeps_its_history(cli, loads, book, monkeypatch):
     result, path = book
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who fell?\n\nWhy?\n"))
-    status, out, _ = run("chat", path, "--model", "m", "--max-new-tokens", 5)
+    status, out, _ = cli("chat", path, "--model", "m", "--max-new-tokens", 5)
     with result.chat() as chat:
         answers = [chat.ask("Who fell?", 5), chat.ask("Why?", 5)]
     assert (status, out) == (0, "".join(f"{answer}\n\n" for answer in answers) + "\n")
@@ -114,7 +114,7 @@ def test_a_conversation_is_text(refused, book, monkeypatch):
     assert "not UTF-8 text" in refused("chat", book[1], "--model", "m")
 
 
-def test_an_interrupt_stops_the_answer_and_then_the_conversation(run, loads, book, monkeypatch):
+def test_an_interrupt_stops_the_answer_and_then_the_conversation(cli, loads, book, monkeypatch):
     result, path = book
     said = iter(["Who fell?", "Why?", KeyboardInterrupt()])
 
@@ -136,22 +136,22 @@ def test_an_interrupt_stops_the_answer_and_then_the_conversation(run, loads, boo
         yield from stream
 
     monkeypatch.setattr(Conversation, "ask", interrupted)
-    status, out, err = run("chat", path, "--model", "m", "--max-new-tokens", 5)
+    status, out, err = cli("chat", path, "--model", "m", "--max-new-tokens", 5)
     assert status == 0
     assert "question and its answer are forgotten" in err
     assert result.ask("Why?", 5) in out
 
 
-def test_a_saved_context_is_exported(run, refused, loads, book, tmp_path):
+def test_a_saved_context_is_exported(cli, refused, loads, book, tmp_path):
     from gracekv.vllm import ContextStore
 
     result, path = book
     store = tmp_path / "store"
     line = f"{store / 'alice'}\n"
     options = ("--store", store, "--engine", "vllm", "--model", "m")
-    assert run("export", path, *options, "--name", "alice") == (0, line, "")
+    assert cli("export", path, *options, "--name", "alice") == (0, line, "")
     assert ContextStore(store).header("alice").length == result.packed.length
-    assert run("export", path, *options)[1] == f"{store / 'book'}\n"
+    assert cli("export", path, *options)[1] == f"{store / 'book'}\n"
     other = ("--store", store, "--engine", "tgi", "--model", "m")
     assert "'tgi' is not" in refused("export", path, *other)
 

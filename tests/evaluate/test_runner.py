@@ -112,8 +112,7 @@ def test_a_strategy_that_breaks_the_prefill_fails_alone(experiment, tiny, tmp_pa
     panel = replace(experiment.panels[0], methods=("fullkv", "snapkv"), ratios=(2.0,), samples=1)
     done = run(replace(experiment, panels=(panel,)), tmp_path, **tiny)
     assert (done.written, done.failed) == (4, 2)
-    failed = {row["method"] for row in read_rows(tmp_path) if row["error"] is not None}
-    assert failed == {"snapkv"}
+    assert {row["method"] for row in read_rows(tmp_path) if row["error"] is not None} == {"snapkv"}
 
 
 def test_prompts_are_cut_as_the_panel_says(experiment, tiny, tmp_path):
@@ -167,8 +166,7 @@ def test_shards_share_the_work_and_the_folder(experiment, tiny, tmp_path, plain)
 
 def test_query_agnostic_compression_does_not_see_the_question(experiment, tiny, tmp_path, plain):
     panel = replace(experiment.panels[0], protocol="query_agnostic", methods=("fullkv", "gracekv"))
-    changed = replace(experiment, panels=(panel,))
-    seen, _ = prompts_of(lambda: run(changed, tmp_path, **tiny))
+    seen, _ = prompts_of(lambda: run(replace(experiment, panels=(panel,)), tmp_path, **tiny))
     assert all(row["error"] is None for row in read_rows(tmp_path))
     # One token more than the context: a prompt's last token has no entry.
     assert all(prompt.spans.length == prompt.spans.context_end + 1 for prompt in seen)

@@ -1,4 +1,4 @@
-"""A context that is compressed once, to ask about; modules with another model define their own."""
+"""A context that is compressed once, to ask about; a module's `MODEL` names another model."""
 
 import pytest
 
@@ -6,10 +6,12 @@ import gracekv
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
 from support.asked_context import TEXT
 
+MODEL = {"layers": 3, "vocabulary": 2000, "positions": 4096}
+
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny_llama(layers=3, vocabulary=2000, positions=4096)
+def model(request):
+    return tiny_llama(**getattr(request.module, "MODEL", MODEL))
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +22,11 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def prompt(tokenizer):
     return gracekv.Prompt.from_chat(tokenizer, context=TEXT, instruction="Read.")
+
+
+@pytest.fixture(scope="module")
+def whole(model, prompt):
+    return gracekv.compress(model, prompt, ratio=1)
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,11 @@ from transformers import GenerationConfig
 
 import gracekv
 from gracekv.errors import CacheError, PromptError
-from gracekv.testing.models import tiny_llama
 from support.batches import SPANS, Numbers, prompts_of
 from support.greedy_decoding import with_logits
 from support.margins import assert_same_beams, assert_same_steps, assert_same_tokens, logits_over
 
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama(layers=3, rope="llama3")
+MODEL = {"layers": 3, "rope": "llama3"}
 
 
 @pytest.fixture(scope="module")

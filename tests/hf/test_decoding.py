@@ -14,17 +14,12 @@ from gracekv.hf.capture import capture
 from gracekv.kernels.ragged import offsets
 from gracekv.prefill import Needs
 from gracekv.prefill.prompt import Prompt
-from gracekv.testing.models import tiny_llama
 from support.dense import dense_logits
 from support.greedy_decoding import with_logits
 from support.margins import assert_same_steps
 
 LENGTH = 60
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama(layers=3, rope="llama3")
+MODEL = {"layers": 3, "rope": "llama3"}
 
 
 def ids_of(seed=0, length=LENGTH):

@@ -33,6 +33,7 @@ from support.quantised_layers import CODED
 from support.tried_families import tried_model
 
 TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
+MODEL = {"layers": 3, "vocabulary": 97}
 IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))
 # Prefix, context, and the template's tail.
 START, END, TAIL = 4, 90, 5
@@ -44,11 +45,6 @@ def prompt_of(ids, context, tail=TAIL):
     return Prompt.from_ids(
         torch.cat([ids[: context[1]], IDS[:tail]]), context=context, question_end=context[1]
     )
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama(layers=3, vocabulary=97)
 
 
 def compressed(model, ratio, pipeline="gracekv-agnostic", tail=TAIL):

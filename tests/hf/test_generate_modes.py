@@ -27,11 +27,7 @@ from support.margins import assert_same_tokens, logits_over
 from support.streamed import Written
 
 IDS = torch.randint(2, 97, (150,), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama(layers=3)
+MODEL = {"layers": 3}
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +53,6 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def prompt(tokenizer):
     return gracekv.Prompt.from_ids(IDS, (4, 138), question_end=146, tokenizer=tokenizer)
-
-
-@pytest.fixture(scope="module")
-def whole(model, prompt):
-    return gracekv.compress(model, prompt, ratio=1)
 
 
 @pytest.fixture(scope="module")

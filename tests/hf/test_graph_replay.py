@@ -10,14 +10,11 @@ import torch
 
 import gracekv
 from gracekv.hf import graph_replay
-from gracekv.testing.models import tiny_llama, tiny_model
+from gracekv.testing.models import tiny_model
 from support.margins import assert_same_tokens
 from support.static_tails import assert_same_answer, prompts
 
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama(layers=2)
+MODEL = {"layers": 2}
 
 
 @pytest.fixture(scope="module")

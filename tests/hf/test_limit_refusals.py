@@ -12,11 +12,7 @@ from support.forward_passes import fed_shapes
 
 PROMPT = gracekv.Prompt.from_ids(torch.arange(60) * 13 % 97, (4, 50))
 SMALL = {"entries_per_head": 80, "every": 16, "window": 8}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model(positions=16384)
+MODEL = {"positions": 16384}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +64,7 @@ def test_bad_limits_are_refused(fields, said):
 
 def test_modes_that_go_back_or_are_static_are_refused_before_any_token(model, result, monkeypatch):
     fed, limit = fed_shapes(model, monkeypatch), Limit(**SMALL)
-    assistant = {"assistant_model": tiny_model(positions=16384)}
+    assistant = {"assistant_model": tiny_model(**MODEL)}
     for options in (assistant, {"prompt_lookup_num_tokens": 3}):
         with pytest.raises(CacheError, match="Assisted decoding and prompt lookup"):
             result.generate_ids(40, limit=limit, **options)

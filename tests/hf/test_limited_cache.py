@@ -17,16 +17,12 @@ from support.covering import cases
 from support.families import FAMILIES
 from support.margins import assert_same_tokens
 
+MODEL = {"positions": 16384}
 IDS = torch.arange(60) * 13 % 97
 PROMPT = gracekv.Prompt.from_ids(IDS, (4, 50))
 TOKENS = cases(1000, 4000)
 EVERY = [name for name in DECODERS if name != "none"]
 SMALL = {"entries_per_head": 80, "every": 16, "window": 8}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model(positions=16384)
 
 
 @pytest.fixture(scope="module")
@@ -209,8 +205,7 @@ def logits_under(result, limit, tokens):
 def test_batches_cut_each_row_by_itself(model, other, budget, keep_prompt, new):
     prompts = [gracekv.Prompt.from_ids(ids, (4, len(ids) - 10)) for ids in (IDS, other)]
     # Scores of a batch round otherwise, and a near tie falls either way: this one has none.
-    strategy = Recent(keep_prompt=keep_prompt)
-    limit = Limit(entries_per_head=60, every=16, window=8, strategy=strategy)
+    limit = Limit(entries_per_head=60, every=16, window=8, strategy=Recent(keep_prompt=keep_prompt))
     together = gracekv.compress(model, prompts, **budget).generate_ids(new, limit=limit)
     for number, prompt in enumerate(prompts):
         alone = gracekv.compress(model, prompt, **budget)

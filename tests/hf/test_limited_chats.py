@@ -136,8 +136,7 @@ def test_a_row_that_was_asked_nothing_yet_keeps_its_prefix_in_a_cut(monkeypatch)
 
 def test_several_questions_are_answered_within_the_limit():
     book = compressed(8192, 2)
-    room = book.packed.length + 10
-    limit = Limit(entries_per_head=room, every=16, window=8, strategy="recent")
+    limit = Limit(entries_per_head=book.packed.length + 10, every=16, window=8, strategy="recent")
     questions, options = ["word1", "word2 and3 word4 and5 word7"], {"eos_token_id": None}
     for row, question in zip(ask_ids(book, questions, 60, options, limit), questions, strict=True):
         scores = []

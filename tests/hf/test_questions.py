@@ -20,11 +20,6 @@ SEVERAL = GenerationConfig(do_sample=True, num_return_sequences=2)
 SHORT = GenerationConfig(max_new_tokens=2)
 
 
-@pytest.fixture(scope="module")
-def whole(model, prompt):
-    return gracekv.compress(model, prompt, ratio=1)
-
-
 def asked(tokenizer, question):
     """What `from_chat` makes of the same texts: the ids of context and question."""
     return gracekv.Prompt.from_chat(

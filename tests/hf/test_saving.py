@@ -23,12 +23,8 @@ from support.batches import Numbers, prompts_of
 safetensors = pytest.importorskip("safetensors.torch")
 SafetensorError = pytest.importorskip("safetensors").SafetensorError
 
+MODEL = {"layers": 3}
 SPANS = [(90, 4, 80), (150, 0, 139)]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama(layers=3)
 
 
 @pytest.fixture(scope="module", params=["one", "batch"])

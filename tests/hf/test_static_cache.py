@@ -6,16 +6,12 @@ from transformers import CompileConfig
 
 import gracekv
 from gracekv.errors import CacheError
-from gracekv.testing.models import tiny_llama, tiny_model
+from gracekv.testing.models import tiny_model
 from support.margins import assert_same_beams
 from support.static_tails import assert_same_answer, prompts, steps
 
+MODEL = {"layers": 2}
 BACKENDS = ["eager", "sdpa", "numba"]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama(layers=2)
 
 
 @pytest.fixture(params=BACKENDS)

@@ -7,9 +7,9 @@ from transformers import pipeline as hf_pipeline
 import gracekv
 from gracekv.errors import BudgetError, ConfigError, PromptError
 from gracekv.hf import GraceTextGeneration
-from gracekv.testing.models import tiny_llama
 from support.forward_passes import fed_shapes
 
+MODEL = {"layers": 3}
 WORDS = [f"w{i}" for i in range(90)]
 
 
@@ -22,11 +22,6 @@ def tokenizer():
     inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", pad_token="<pad>")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama(layers=3)
 
 
 @pytest.fixture

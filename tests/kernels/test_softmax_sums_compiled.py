@@ -1,7 +1,6 @@
 """The Triton kernels of softmax columns compiled for real GPUs, without one."""
 
 import pytest
-import torch
 
 from gracekv.kernels.device import interpreted
 
@@ -11,10 +10,8 @@ if interpreted():
 
 from gracekv.kernels import bytes_triton, softmax_sums_triton
 from support.covering import covering
-from support.cubin import check_fits, compiled
+from support.cubin import BF16, F16, F32, TYPES, check_fits, compiled
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-TYPES = {F32: "*fp32", F16: "*fp16", BF16: "*bf16"}
 # Sinks are views of one number, or rows of any length.
 UNALIGNED = ("sink_head_stride", "sink_row_stride")
 KERNELS = [softmax_sums_triton.row_logsumexp, softmax_sums_triton.reduce_columns]

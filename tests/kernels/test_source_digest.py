@@ -27,9 +27,8 @@ def compiled(module):
     words = ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
     names = {node.module for node in words if isinstance(node, ast.ImportFrom)}
     folders = ("gracekv.kernels.", "gracekv.tree.engines.", "gracekv.backends.")
-    # These hold no code that a kernel is compiled from.
-    helpers = {"gracekv.kernels.compiled"}
-    names = {n for n in names - helpers if n.startswith(folders)}
+    # `kernels.compiled` holds no code that a kernel is compiled from.
+    names = {n for n in names - {"gracekv.kernels.compiled"} if n.startswith(folders)}
     found = {importlib.import_module(name) for name in names}
     return found.union(*(compiled(other) for other in found))
 

@@ -210,8 +210,7 @@ def test_at_ratio_1_choices_score_as_without_compression(harness, folder):
 
 def test_the_recipe_sees_the_question_if_told(folder, own):
     ids = torch.arange(5, 105)
-    seeing = another(own, ratio=4, question_tokens=QUESTION, question_seen=True)
-    asked = seeing._compress([ids])
+    asked = another(own, ratio=4, question_tokens=QUESTION, question_seen=True)._compress([ids])
     assert asked.prompts[0].spans == PromptSpans(4, 80, 100, 100)
     assert asked.pipeline == gracekv.Pipeline.default()
     named = another(own, ratio=4, pipeline="snapkv", backend="sdpa")._compress([ids])

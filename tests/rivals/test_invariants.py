@@ -73,9 +73,7 @@ def window_of(name: str, prefill: Prefill, run) -> int:
 @given(prefill=prefills(), ratio=st.floats(1.0, 20.0))
 def test_the_budget_is_spent_exactly_and_what_must_stay_stays(name, prefill, ratio):
     run = run_of(name, prefill, ratio)
-    if run is None:
-        return
-    if run.selection is None:  # the budget keeps everything
+    if run is None or run.selection is None:  # the budget keeps everything
         return
     check_selection(run, prefill, window_of(name, prefill, run))
 

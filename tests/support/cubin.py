@@ -4,10 +4,13 @@ import re
 import subprocess
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+TYPES = {F32: "*fp32", F16: "*fp16", BF16: "*bf16"}
 # Shared memory that one block may use, in KiB (CUDA programming guide, compute capabilities).
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
 

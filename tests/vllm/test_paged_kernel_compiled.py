@@ -3,7 +3,6 @@
 import re
 
 import pytest
-import torch
 
 from gracekv.backends.triton_tiles import padded_dim
 from gracekv.kernels.device import interpreted
@@ -15,10 +14,8 @@ if interpreted():
 from gracekv.vllm import triton_kernel
 from gracekv.vllm.triton_attention import unit_tile
 from support.covering import covering
-from support.cubin import SHARED_KIB, check_fits, compiled
+from support.cubin import BF16, F16, F32, SHARED_KIB, TYPES, check_fits, compiled
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-TYPES = {F32: "*fp32", F16: "*fp16", BF16: "*bf16"}
 UNALIGNED = ("units", "addresses", "first_slot", "blocks", "blocks_row_stride")
 CASES = [
     *((128, BF16, 1, 4, arch) for arch in SHARED_KIB),
@@ -39,25 +36,11 @@ def attention(dim, dtype, queries, group, arch):
     pointers |= dict.fromkeys(("part_output", "part_lse"), "*fp32")
     names = ("units", "addresses", "places", "positions", "rows", "first_slot")
     pointers |= dict.fromkeys(names, "*i64") | {"blocks": "*i32"}
-    return compiled(
-        triton_kernel.attend_units,
-        pointers,
-        {"scale"},
-        {
-            "GROUP": group,
-            "D": dim,
-            "BLOCK_D": padded_dim(dim),
-            "BLOCK": 16,
-            "BLOCK_M": tile.queries,
-            "BLOCK_N": tile.keys,
-            "UPCAST": False,
-            "PRECISION": tile.precision,
-        },
-        arch,
-        UNALIGNED,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    constants = {"GROUP": group, "D": dim, "BLOCK_D": padded_dim(dim), "BLOCK": 16, "UPCAST": False}
+    constants |= {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "PRECISION": tile.precision}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    kernel = triton_kernel.attend_units
+    return compiled(kernel, pointers, {"scale"}, constants, arch, UNALIGNED, **options)
 
 
 @pytest.mark.parametrize(("dim", "dtype", "queries", "group", "arch"), covering(CASES))
