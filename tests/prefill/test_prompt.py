@@ -182,11 +182,7 @@ def test_ids_may_come_in_any_whole_number_type():
         ([1, 2, 3], {"context": 2}, r"two token positions, \(start, end\)"),
         ([1, 2, 3], {"context": (0.0, 2)}, r"two token positions, \(start, end\)"),
         ([1, 2, 3], {"question_end": 1}, "context end <= question_end <= length"),
-        (
-            [1, 2, 3],
-            {"question_end": np.int64(2)},
-            "question_end takes .*; got int64",
-        ),
+        ([1, 2, 3], {"question_end": np.int64(2)}, "question_end takes .*; got int64"),
         ([1, 2, 3], {"question_end": 4}, "context end <= question_end <= length"),
     ],
 )

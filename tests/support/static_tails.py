@@ -9,12 +9,8 @@ import gracekv
 
 def prompts(*lengths):
     rng = torch.Generator().manual_seed(0)
-    return [
-        gracekv.Prompt.from_ids(
-            torch.randint(0, 97, (length,), generator=rng), (2, length - 9), question_end=length - 3
-        )
-        for length in lengths
-    ]
+    ids = [torch.randint(0, 97, (length,), generator=rng) for length in lengths]
+    return [gracekv.Prompt.from_ids(x, (2, len(x) - 9), question_end=len(x) - 3) for x in ids]
 
 
 def steps(model, cache, ids):

@@ -38,13 +38,8 @@ def tiny_served(tmp_path_factory):
     results = {f"c{ratio}": gracekv.compress(model, prompt, ratio=ratio) for ratio in (2, 8)}
     for name, result in results.items():
         export(result, folder / "store" / name)
-    return SimpleNamespace(
-        model=model,
-        tokenizer=tokenizer,
-        folder=folder / "model",
-        store=folder / "store",
-        results=results,
-    )
+    known = {"model": model, "tokenizer": tokenizer, "results": results}
+    return SimpleNamespace(folder=folder / "model", store=folder / "store", **known)
 
 
 @pytest.fixture(scope="session")

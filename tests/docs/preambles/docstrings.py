@@ -19,6 +19,5 @@ tools = None
 inputs = {"input_ids": prompt.ids[None]}
 snap = gracekv.compress(model, prompt, ratio=8, pipeline="snapkv")
 suite = Experiment(
-    model="smollm2",
-    panels=(Panel(tasks=("ruler:niah_single_1",), ratios=(8.0,), lengths=(1024,)),),
+    model="smollm2", panels=(Panel(tasks=("ruler:niah_single_1",), ratios=(8.0,), lengths=(1024,)),)
 )
