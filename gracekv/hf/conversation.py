@@ -250,6 +250,8 @@ class Conversation(AbstractContextManager["Conversation"]):
             self._check_open()
             yield
         finally:
+            if self._closed:  # meanwhile
+                self._cache.reset()
             self._lock.release()
 
     def _new_turns(self, messages: Any, tools: Any) -> list[tuple[str, list[int]]]:

@@ -30,7 +30,7 @@ class LimitedLayer(GraceLayer):
 
     def __init__(self, packed: PackedLayer, queries: int) -> None:
         super().__init__(packed)
-        self.places = self._last = 0
+        self.places = self._oldest = 0
         self.how: tuple[Any, ...] = (1.0, None, None)
         self._queries, self._asked = queries, torch.zeros(1, 0, 0, 0, dtype=torch.float32)
 
@@ -49,15 +49,14 @@ class LimitedLayer(GraceLayer):
         if take := min(query.shape[2], self._queries):
             places = torch.arange(self._used - take, self._used, device=query.device)
             self._asked[:, :, places % self._queries] = query[:, :, -take:].detach()
-        self._last = max(self._last, self._used)
+        # The first place of the tail whose query the ring holds; removed tokens lowered `_used`.
+        self._oldest = max(min(self._oldest, self._used - take), self._used - self._queries)
 
     def asked(self, row: int) -> tuple[Tensor, Tensor]:
         """The recorded queries [H, Q, d] of a row, and their places in the tail [Q]."""
         entries: Any = self.packed.entries
         keys = entries.keys
-        # After tokens were removed, the ring still holds later ones.
-        oldest = min(max(0, self._last - self._queries), self._used)
-        places = torch.arange(oldest, self._used, device=keys.device)
+        places = torch.arange(min(self._oldest, self._used), self._used, device=keys.device)
         if not self._asked.numel():
             return keys.new_zeros(entries.heads, 0, keys.shape[1]), places[:0]
         return self._asked[row][:, places % self._queries], places
@@ -104,7 +103,7 @@ class LimitedLayer(GraceLayer):
 
     def reset(self) -> None:
         super().reset()
-        self._asked, self._last = self._asked[:, :0, :0], 0
+        self._asked, self._oldest = self._asked[:, :0, :0], 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)

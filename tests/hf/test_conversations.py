@@ -138,6 +138,7 @@ def test_a_streamed_turn_counts_when_it_is_read_to_its_end(book):
         stream = chat.ask("And then?", max_new_tokens=64, stream=True)
         next(stream)
     stream.close()
+    assert chat._cache.grace_layers[0].tail_length == 0
     with pytest.raises(CacheError, match="closed"):
         chat.ask("Why?")
     with book.chat() as other:

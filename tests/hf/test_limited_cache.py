@@ -316,14 +316,17 @@ def test_a_cut_after_tokens_were_taken_back_asks_none_of_them(model, result, nam
     if name in ("attention", "fitted"):
         strategy = dataclasses.replace(strategy, queries=4)
     tokens = torch.arange(10, 24) % 97
-    for taken_back in (0, 3, 9):
+    for taken_back, more in ((0, 0), (3, 0), (9, 0), (20, 3)):
         cache = result.new_cache(Limit(**{**SMALL, "every": 32}, strategy=strategy))
         with torch.no_grad():
-            model(input_ids=tokens[None], past_key_values=cache)
+            model(input_ids=tokens[None, : 14 - more], past_key_values=cache)
             if taken_back:
                 model(input_ids=torch.full((1, taken_back), 5), past_key_values=cache)
                 cache.crop(-taken_back)
-            oldest = min(14, max(0, 14 + taken_back - strategy.queries))
+            first = 14 - strategy.queries
+            oldest = max(0, first, min(14 - more, first - more + taken_back))
+            if more:
+                model(input_ids=tokens[None, 14 - more :], past_key_values=cache)
             assert cache.grace_layers[0].asked(0)[1].tolist() == list(range(oldest, 14))
             cache._cut(None)
         assert cache.cuts == 1
