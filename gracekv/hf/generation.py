@@ -18,7 +18,7 @@ from transformers import StoppingCriteriaList, TextIteratorStreamer
 from gracekv.decode import Limit
 from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sharding import WHOLE, HeadShard
-from gracekv.errors import ConfigError, PromptError
+from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf import graph_replay
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
@@ -43,12 +43,21 @@ def padded_inputs(
             a cache of one prompt.
         cache: the cache that the rows begin with.
         tokenizer: where a padding id is looked for.
+
+    Raises `CacheError` if the numbers differ and the model has windows or states.
     """
     packed = cache.packed_length
     cached = [packed - padding for padding in cache.padding]
     if len(cached) == 1:
         cached *= len(rows)
-    new = max(len(row) - count for row, count in zip(rows, cached, strict=True))
+    tails = {len(row) - count for row, count in zip(rows, cached, strict=True)}
+    if cache.packed.other_layers and len(tails) > 1:
+        raise CacheError(
+            f"{sorted(tails)} tokens follow the compressed ones in the rows of this batch, and "
+            f"padding there would take up places in sliding windows and states. Give the prompts "
+            f"tails of one length, or continue each alone: batch[0].generate()."
+        )
+    new = max(tails)
     ids = torch.full((len(rows), packed + new), padding_id(model, tokenizer))
     mask = torch.zeros_like(ids)
     for number, (row, count) in enumerate(zip(rows, cached, strict=True)):

@@ -66,6 +66,9 @@ def test_questions_of_different_lengths_are_answered_as_alone(tokenizer):
     book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=3)
     questions = ["Who?", "Where is the longest word of all these words?"]
     assert book.ask(questions, 6) == [book.ask(question, 6) for question in questions]
+    prompts = [gracekv.Prompt.from_ids(IDS[:end], (4, 90), question_end=90) for end in (95, 99)]
+    with pytest.raises(CacheError, match=r"^\[5, 9\] tokens follow"):
+        gracekv.compress(model, prompts, ratio=2).generate_ids(2)
 
 
 @pytest.mark.parametrize("family", ["olmo3", "qwen3_next"])
