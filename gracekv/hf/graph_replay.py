@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from gracekv.hf.cache import GraceCache
+from gracekv.prefill.attention_patch import own_decoder
 from gracekv.prefill.model_layers import rope_parameters
 from gracekv.undo import undone
 
@@ -126,6 +127,7 @@ class ReplayedForward:
             layer.is_compileable = False
         self.records, self.recordings = self._start.is_cuda, 0
         self._options: dict[str, Any] | None = None
+        self._config, self._experts = own_decoder(model).config, None
         self._ids = torch.zeros(self._rows, 1, dtype=torch.int64, device=self._start.device)
         self._graph: Any = None
         self._output: Any = None
@@ -134,6 +136,7 @@ class ReplayedForward:
         ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
         if args or cache is not self.cache or ids is None:
             return self._forward(*args, **kwargs)
+        self._most += ids.shape[1] - 1
         self._make_room(ids.shape[1])
         self._used += ids.shape[1]
         given = ("input_ids", "past_key_values", "attention_mask", "position_ids", "cache_position")
@@ -141,8 +144,10 @@ class ReplayedForward:
         if ids.shape != self._ids.shape or any(isinstance(x, Tensor) for x in options.values()):
             return self._forward(**kwargs)
         self._ids.copy_(ids)
-        if options != self._options:
-            self._options, self._graph = options, None
+        # `generate` lets experts of a mixture compute otherwise from the second token on.
+        experts = getattr(self._config, "_experts_implementation", None)
+        if (options, experts) != (self._options, self._experts):
+            self._options, self._experts, self._graph = options, experts, None
             if self.records:
                 self._record()
         if self._graph is None:

@@ -62,7 +62,8 @@ _LEAST_CHUNK = 128
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is a failed allocation, on any device."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        words in str(error) for words in ("not enough memory", "can't allocate memory")
+        words in str(error)
+        for words in ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 import gracekv
 from gracekv.hf import graph_replay
+from gracekv.hf.generation import continue_ids
 from gracekv.testing.models import tiny_model
 from support.margins import assert_same_tokens
 from support.static_tails import assert_same_answer, prompts
@@ -129,6 +130,17 @@ def test_a_recorded_step_is_replayed_with_the_tail_where_it_was(replay, model, m
     assert fakes[0].steps == 30
     assert fakes[0].forward.recordings == 3  # 8, 16 and 30 places
     assert [layer.tail_length for layer in fakes[0].forward.cache.layers] == [30, 30]
+    # After a question: one for each doubling, and one when `generate` changes the experts.
+    rows = [torch.cat([x.ids, torch.arange(30)]) for x in batch.prompts]
+
+    def change(ids, scores):
+        name = "batched_mm" if ids.shape[1] > 120 else None
+        monkeypatch.setattr(model.config, "_experts_implementation_internal", name)
+        return scores
+
+    options = {"eos_token_id": None, "logits_processor": [change]}
+    continue_ids(model, rows, batch.new_cache(), None, 40, options)
+    assert fakes[-1].forward.recordings == 3
 
 
 def test_a_step_that_cannot_be_recorded_runs_as_it_is(replay, model, monkeypatch, batch):

@@ -6,7 +6,7 @@ from gracekv import CaptureOptions
 from gracekv.errors import CaptureMemoryError
 from gracekv.hf.capture import chunk_size
 from gracekv.prefill.needs import CaptureSizes
-from gracekv.prefill.options import check_memory, chunk_room
+from gracekv.prefill.options import check_memory, chunk_room, is_out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -40,5 +40,6 @@ def test_what_cannot_fit_is_refused_with_what_would():
         r"1,400 MiB are free, which is enough for this prompt",
     ):
         check_memory(1000, 512, 20, sizes, free=1400 * 2**20)
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"))
     with pytest.raises(CaptureMemoryError, match=r"enough for a prompt of about 400 tokens"):
         check_memory(1000, 128, 20, sizes, free=500 * 2**20)
