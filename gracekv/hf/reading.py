@@ -150,8 +150,11 @@ class Reading:
             for chunk, run in zip(self._chunks, runs, strict=True):
                 run.gr_context = copy_context()
                 self._begin(chunk)
+                before = _settings()
                 with self.others.beginning(chunk.start - self.prompt.spans.past):
-                    self._check_order(self._timed(run.switch), 0)
+                    reached = self._timed(run.switch)
+                # Forwards end in the order in which they began; each would restore what it found.
+                self._check_order(reached if len(runs) == 1 or _settings() == before else None, 0)
             for number in range(len(blocks)):
                 done = 0
                 for chunk, run in zip(self._chunks, runs, strict=True):
@@ -170,7 +173,9 @@ class Reading:
         if not isinstance(reached, int) or reached != number:
             raise LayerOrderError(
                 f"{type(self.model).__name__} does not call its decoder layers one after the "
-                f"other, so it can only be read as a whole: CaptureOptions(stream=False)."
+                f"other, or changes torch's settings while it runs (autocast, inference mode or "
+                f"attention kernels), so it can only be read as a whole: "
+                f"CaptureOptions(stream=False)."
             )
 
     def _tell(self, done: int) -> None:
@@ -223,6 +228,14 @@ class Reading:
             if past is not None:
                 self.record.follow(past, _rotation(model, past, self._places[:, :start]))
             yield
+
+
+def _settings() -> list[Any]:
+    """Settings of torch that a `with` block changes in the thread or the process."""
+    kernels, kinds = torch.backends.cuda, ("cpu", "cuda")
+    autocast = [(torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in kinds]
+    kinds_of_attention = kernels.flash_sdp_enabled(), kernels.math_sdp_enabled()
+    return [*autocast, torch.is_inference_mode_enabled(), *kinds_of_attention]
 
 
 def _rotation(model: Any, past: Past, places: Tensor) -> tuple[Tensor, Tensor]:

@@ -238,6 +238,15 @@ def test_a_model_that_mixes_its_layers_is_read_as_a_whole_and_named():
     assert len(result.generate_ids(3)[0]) == 3
 
 
+@pytest.mark.parametrize("block", [torch.autocast("cpu", torch.bfloat16), torch.inference_mode()])
+def test_settings_that_a_forward_changes_are_given_back(block):
+    model = tiny_llama(layers=3)
+    model.forward = block(model.forward)
+    with pytest.warns(WholeCacheWarning, match="changes torch's settings"):
+        gracekv.compress(model, prompt_of(), ratio=4, capture=CaptureOptions(chunk=50))
+    assert not any([torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()])
+
+
 def test_a_model_that_goes_on_after_its_last_layer_cannot_be_read_by_layers():
     model = tiny_llama(layers=3)
     last = model.get_decoder().layers[-1]
