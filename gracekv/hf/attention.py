@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -20,7 +19,14 @@ from gracekv.errors import CacheError
 from gracekv.hf.input_checks import before_forward, before_masks
 from gracekv.hf.layer import PackedStates
 from gracekv.hf.static_layer import tail_is_full
-from gracekv.prefill.attention_patch import ATTACHED, base_attention, model_lock, own_decoder
+from gracekv.prefill.attention_patch import (
+    ATTACHED,
+    base_attention,
+    check_switched,
+    model_lock,
+    own_decoder,
+    own_eager,
+)
 from gracekv.prefill.partial_attention import additive
 from gracekv.prefill.supported import check_decoder, check_model
 from gracekv.undo import undone, without_autocast
@@ -51,6 +57,7 @@ def set_attention(model: Any) -> None:
         name = next(name for name, base in ATTACHED.items() if base == base_attention(model))
         if decoder.config._attn_implementation != name:
             decoder.set_attn_implementation(name)
+        check_switched(model, name)
         _attached.add(model)
         if not _hooks(model):
             model.get_decoder().register_forward_pre_hook(before_forward, with_kwargs=True)
@@ -71,7 +78,8 @@ def detach(model: Any) -> None:
         for module, key in _hooks(model):
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
-        shared = any(own_decoder(x).config is own.config for x in _attached if x is not model)
+        others = [x for x in map(own_decoder, _attached) if x is not own]
+        shared = any(x.config is own.config for x in others)
         if own.config._attn_implementation in ATTACHED and not shared:
             own.set_attn_implementation(base_attention(model))
         # Last: a call that was interrupted can be made again.
@@ -193,8 +201,7 @@ def _eager(
         mask = mask.tril(length - count)[None, None]
     if mask is not None and mask.dtype == torch.bool:
         mask = additive(~mask, query, "eager")
-    own = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
-    output: tuple[Tensor, Tensor] = own(module, query, key, value, mask, **kwargs)
+    output: tuple[Tensor, Tensor] = own_eager(module)(module, query, key, value, mask, **kwargs)
     return output
 
 
@@ -212,10 +219,16 @@ def tail_mask(
 
     Raises `CacheError` if a 2D `attention_mask` [B, length] does not fit the cache.
     """
-    if kv_offset and attention_mask is not None:
-        given, places = attention_mask.shape[-1], int(kv_offset) + int(kv_length)
-        if isinstance(q_offset, Tensor) and given > places:
-            raise CacheError(tail_is_full(given - int(kv_offset), int(kv_length)))
+    if kv_offset and isinstance(q_offset, Tensor):
+        needed = 0 if attention_mask is None else attention_mask.shape[-1] - int(kv_offset)
+        recording = q_offset.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not (recording or torch.compiler.is_compiling()):
+            # A GPU ends the process where a place does not exist, and `generate` has no mask.
+            offset, new = int(q_offset), int(q_length)
+            # Of a whole sequence, cached tokens are removed later.
+            needed = 0 if new > offset else offset + new - int(kv_offset)
+        if needed > kv_length:
+            raise CacheError(tail_is_full(needed, int(kv_length)))
     if kv_offset and attention_mask is None and q_length == 1:
         # transformers 5.17 would make a mask while a CUDA graph is recorded.
         return None

@@ -113,8 +113,9 @@ class ResumedStates(LinearAttentionLayer):  # type: ignore[misc]
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise `CacheError` if `crop` cannot."""
-        left = self.conv_states[0].shape[-1] + tokens_to_remove if self.record_past else 0
-        if tokens_to_remove and left < self.conv_kernel_size[0]:
+        states, size = self.conv_states[0], self.conv_kernel_size[0]
+        recorded = self.record_past and states.shape[-1] + tokens_to_remove >= size
+        if tokens_to_remove and not recorded:
             raise CacheError(_cannot_go_back(self._state))
 
     def activate_past_recording(self) -> None:

@@ -63,7 +63,7 @@ class StaticGraceLayer(GraceLayer):
         """Append [B, G, q, d] keys and values; returns the states for both.
 
         Raises `CacheError` if they do not fit the packed part or the rows; on a CPU also if the
-        tail is full. On a GPU the attention mask's function raises it, where there is a mask.
+        tail is full. On a GPU the attention mask's function raises that, but for compiled steps.
         """
         key_states = key_states.to(value_states.dtype)
         if not torch.compiler.is_compiling():

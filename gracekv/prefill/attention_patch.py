@@ -176,6 +176,7 @@ def patched_attention(model: Any, attend: Callable[[AttentionCall], Any]) -> Ite
             entry.others = attention_function(model, before), masks[before]
             entry.reading = threading.get_ident(), attention, masks[base]
             decoder.set_attn_implementation(entry.name)
+            check_switched(model, entry.name)
             yield
 
 
@@ -201,8 +202,26 @@ def attention_function(model: Any, base: str) -> Any:
 
     # "eager" is not in transformers' table: each modeling file has its own.
     modules = map(attention_module, model.get_decoder().layers)
-    module = sys.modules[type(next(x for x in modules if x is not None)).__module__]
-    return AttentionInterface().get_interface(base, module.__dict__.get("eager_attention_forward"))
+    eager = own_eager(next(x for x in modules if x is not None))
+    return AttentionInterface().get_interface(base, eager)
+
+
+def own_eager(module: Any) -> Any:
+    """The eager attention function of the file that defines the module's class or its base."""
+    files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
+    found = (getattr(file, "eager_attention_forward", None) for file in files)
+    return next(filter(None, found), None)
+
+
+def check_switched(model: Any, name: str) -> None:
+    """Raise `UnsupportedModelError` unless the layers read `name` as their attention."""
+    for layer in model.get_decoder().layers:
+        config = getattr(attention_module(layer), "config", None)
+        if getattr(config, "_attn_implementation", name) != name:
+            raise UnsupportedModelError(
+                f"Layers of this {type(model).__name__} belong to another model, whose config "
+                f"sets their attention. Give it copies of them (copy.deepcopy)."
+            )
 
 
 def input_device(model: Any) -> torch.device:

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from transformers import StaticCache
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import gracekv
 from gracekv.errors import CacheError, UnsupportedModelError
@@ -51,6 +52,23 @@ def test_an_attached_model_with_eager_attention_gives_its_attention_weights(fami
         assert torch.equal(got.logits, want.logits)
         assert all(map(torch.equal, got.attentions, want.attentions))
     assert model.generate(**inputs[1], max_new_tokens=4, do_sample=False).equal(answer)
+
+
+class Watched(LlamaAttention):
+    """A user's own class, of this file, which has no attention function."""
+
+
+def test_layers_of_a_user_s_class_or_of_another_model():
+    model, ids = tiny_llama(layers=4, attention="eager"), torch.arange(60)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Watched
+    want, prompt = model(ids[None]).logits, gracekv.Prompt.from_ids(ids, (4, 50))
+    gracekv.compress(model, prompt, ratio=2)
+    assert torch.equal(model(ids[None]).logits, want)
+    draft = tiny_llama(layers=2)
+    draft.model.layers = model.model.layers[:2]
+    with pytest.raises(UnsupportedModelError, match="belong to another model"):
+        gracekv.compress(draft, prompt, ratio=2)
 
 
 def test_an_attached_model_reads_stock_sliding_layers_under_a_longer_mask():
@@ -131,6 +149,9 @@ def test_detaching_a_copy_leaves_nothing_and_the_original_as_it_is():
     attach(copied)
     attach(copied)
     assert len(hooks_of(copied)) == 1
+    attach(wrapper := torch.compile(copied, backend="eager"))
+    detach(copied)
+    assert wrapper.config._attn_implementation == "sdpa"
 
 
 def test_a_block_refuses_what_is_no_model_and_leaves_others_as_they_are():

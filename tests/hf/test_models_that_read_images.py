@@ -117,9 +117,7 @@ def test_masks_are_checked_where_the_model_prepares_its_own(family):
     ids, one = batch.inputs["input_ids"], batch[0]
     # `generate` drops a mask of ones.
     with pytest.raises(CacheError, match=r"at positions \[69, 39\]; .* given \[69, 69\]"):
-        model.generate(
-            ids, attention_mask=ones, past_key_values=batch.new_cache(), max_new_tokens=2
-        )
+        model.generate(ids, attention_mask=ones, past_key_values=batch.new_cache())
     hidden = torch.cat([ones[:1, :9], 0 * ones[:1, :9], ones[:1, :52]], dim=1)
     for x, mask, reason in (
         (batch, ones, "not hide the padding"), (batch, ones[:, :69], "up to position 68"),

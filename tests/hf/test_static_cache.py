@@ -6,6 +6,7 @@ from transformers import CompileConfig
 
 import gracekv
 from gracekv.errors import CacheError
+from gracekv.hf.static_layer import StaticGraceLayer
 from gracekv.testing.models import tiny_model
 from support.margins import assert_same_beams
 from support.static_tails import assert_same_answer, prompts, steps
@@ -113,7 +114,7 @@ def test_beams_over_a_static_tail(model, result):
     assert_same_beams(got, want, result)
 
 
-def test_a_full_tail_and_other_rows_are_refused(model, result):
+def test_a_full_tail_and_other_rows_are_refused(model, result, monkeypatch):
     cache = result.new_cache().with_static_tail(3)
     ids = torch.zeros(1, 1, dtype=torch.int64)
     with torch.no_grad():
@@ -126,3 +127,8 @@ def test_a_full_tail_and_other_rows_are_refused(model, result):
             model(ids.expand(2, 1), past_key_values=other)
     with pytest.raises(CacheError, match="capacity=2"):
         cache.with_static_tail(2)
+    other.reset()
+    # On a GPU the layers do not look at their lengths, and `generate` drops masks of ones.
+    monkeypatch.setattr(StaticGraceLayer, "tail_length", property(lambda layer: 0))
+    with pytest.raises(CacheError, match="holds 3 tokens since compression; this step needs 4"):
+        model.generate(**result.inputs, past_key_values=other, max_new_tokens=5)
