@@ -22,7 +22,6 @@ from gracekv.hf.static_layer import tail_is_full
 from gracekv.prefill.attention_patch import (
     ATTACHED,
     base_attention,
-    check_switched,
     model_lock,
     own_decoder,
     own_eager,
@@ -57,7 +56,6 @@ def set_attention(model: Any) -> None:
         name = next(name for name, base in ATTACHED.items() if base == base_attention(model))
         if decoder.config._attn_implementation != name:
             decoder.set_attn_implementation(name)
-        check_switched(model, name)
         _attached.add(model)
         if not _hooks(model):
             model.get_decoder().register_forward_pre_hook(before_forward, with_kwargs=True)

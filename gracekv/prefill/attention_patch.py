@@ -176,7 +176,6 @@ def patched_attention(model: Any, attend: Callable[[AttentionCall], Any]) -> Ite
             entry.others = attention_function(model, before), masks[before]
             entry.reading = threading.get_ident(), attention, masks[base]
             decoder.set_attn_implementation(entry.name)
-            check_switched(model, entry.name)
             yield
 
 
@@ -211,17 +210,6 @@ def own_eager(module: Any) -> Any:
     files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
     found = (getattr(file, "eager_attention_forward", None) for file in files)
     return next(filter(None, found), None)
-
-
-def check_switched(model: Any, name: str) -> None:
-    """Raise `UnsupportedModelError` unless the layers read `name` as their attention."""
-    for layer in model.get_decoder().layers:
-        config = getattr(attention_module(layer), "config", None)
-        if getattr(config, "_attn_implementation", name) != name:
-            raise UnsupportedModelError(
-                f"Layers of this {type(model).__name__} belong to another model, whose config "
-                f"sets their attention. Give it copies of them (copy.deepcopy)."
-            )
 
 
 def input_device(model: Any) -> torch.device:

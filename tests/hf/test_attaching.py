@@ -58,17 +58,13 @@ class Watched(LlamaAttention):
     """A user's own class, of this file, which has no attention function."""
 
 
-def test_layers_of_a_user_s_class_or_of_another_model():
+def test_layers_may_have_a_class_of_the_user_s():
     model, ids = tiny_llama(layers=4, attention="eager"), torch.arange(60)
     for layer in model.model.layers:
         layer.self_attn.__class__ = Watched
     want, prompt = model(ids[None]).logits, gracekv.Prompt.from_ids(ids, (4, 50))
     gracekv.compress(model, prompt, ratio=2)
     assert torch.equal(model(ids[None]).logits, want)
-    draft = tiny_llama(layers=2)
-    draft.model.layers = model.model.layers[:2]
-    with pytest.raises(UnsupportedModelError, match="belong to another model"):
-        gracekv.compress(draft, prompt, ratio=2)
 
 
 def test_an_attached_model_reads_stock_sliding_layers_under_a_longer_mask():
