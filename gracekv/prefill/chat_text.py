@@ -6,6 +6,7 @@ Of a list of messages, those that a conversation has not read yet are encoded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain, count, pairwise
 from os.path import commonprefix
 from typing import Any, Literal
@@ -19,6 +20,7 @@ Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Of messages, as OpenAI's clients send them."""
 
+_PLAIN = ({"role": "user", "content": "."}, {"role": "assistant", "content": "."})
 _ONE = "Pass one prompt at a time; for token ids use Prompt.from_ids."
 # Other fields, which clients add, are not rendered.
 _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
@@ -76,6 +78,24 @@ def shown(tokenizer: Any, messages: Sequence[Message], answers: bool, tools: Any
             f"The tokenizer's chat template fails on messages of {roles}: {error}. Render the "
             f"prompt yourself and use Prompt.from_ids, or set another template."
         ) from error
+
+
+def begun(tokenizer: Any, messages: Sequence[Message], tools: Any = None) -> tuple[int, list[int]]:
+    """Ids of messages and the start of an answer, and how many stay if more messages follow.
+
+    A template may end messages that are not answered with more, such as the end of the text.
+
+    Raises `PromptError` if the template shows nothing of them yet.
+    """
+    ends, answered = (
+        plain_ids(tokenizer, shown(tokenizer, messages, answers=answers, tools=tools))
+        for answers in (False, True)
+    )
+    if not (shared := len(commonprefix([ends, answered]))):  # noqa: RUF071
+        raise PromptError(
+            "The chat template shows these messages only with a user's. Add the first of those."
+        )
+    return shared, answered
 
 
 def turn_change(tokenizer: Any) -> list[int]:
@@ -155,7 +175,7 @@ def turn_ids(
     separator: str,
     template: bool,
     *,
-    after: Literal["context", "messages", "answer"] = "answer",
+    after: Literal["context", "answer"] | Sequence[Message] = "answer",
     tools: Sequence[Any] | None = None,
     answer_prefix: str = "",
 ) -> list[list[int]]:
@@ -169,8 +189,8 @@ def turn_ids(
         messages: as chat templates take them; none stands for the start of the answer alone.
         separator: between the context and the first message, if that goes on with its turn.
         template: whether the chat format is used, if the tokenizer has one.
-        after: whether they go on with the context's own message, or follow whole messages, or an
-            answer whose turn they end.
+        after: whether they go on with the context's own message, or follow an answer whose turn
+            they end; or the messages that they follow.
         tools: for the template.
         answer_prefix: given start of the next answer.
 
@@ -180,32 +200,44 @@ def turn_ids(
         texts = [separator + (message.get("content") or "") for message in messages]
         return [continued(tokenizer, text) for text in (*texts[:-1], texts[-1] + answer_prefix)]
     mark = _mark("turn", str(messages))
-    read = [{"role": "user", "content": "."}, {"role": "assistant", "content": mark}, *messages]
+    read = [_PLAIN[0], {"role": "assistant", "content": mark}, *messages]
     if after == "context":
         first = {**messages[0], "content": f"{mark}{separator}{messages[0]['content']}"}
         read = [first, *messages[1:]]
+    elif not isinstance(after, str):
+        read, mark = [*after, *messages], ""
 
     def rendered(count: int, *, answers: bool = False) -> str:
         some = read[: len(read) - len(messages) + count]
-        if (text := shown(tokenizer, some, answers=answers, tools=tools)).count(mark) != 1:
+        text = shown(tokenizer, some, answers=answers, tools=tools)
+        if mark and text.count(mark) != 1:
             raise PromptError(_CHANGED)
-        return text.partition(mark)[2]
+        return text.partition(mark)[2] if mark else text
 
-    whole = rendered(len(messages), answers=True)
+    whole = rendered(len(messages), answers=True) + answer_prefix
     asked = [str(one["content"]).strip() for one in messages if one["role"] == "user"]
     if not all(text in whole for text in asked):
         raise PromptError(_CHANGED)
-    start = len(rendered(0)) if after == "messages" else 0
-    ids = continued(tokenizer, whole[start:] + answer_prefix)
+    encoded = partial(continued if mark else plain_ids, tokenizer)
+    ids, start, place = encoded(whole), 0, 0
+    if not isinstance(after, str):
+        start, known = begun(tokenizer, after, tools)
+        if ids[:start] != known[:start]:
+            # Such as a thought that is removed from older answers: as after a plain answer.
+            end = shown(tokenizer, _PLAIN, answers=False, tools=tools).rpartition(".")[2]
+            turn, *rest = turn_ids(
+                tokenizer, messages, separator, template, tools=tools, answer_prefix=answer_prefix
+            )
+            return [turn[len(continued(tokenizer, end)) :], *rest]
+        place = len(commonprefix([rendered(0), rendered(0, answers=True)]))  # noqa: RUF071
     # A template may show a message otherwise when another follows it.
     texts = [commonprefix([rendered(n), whole]) for n in range(1, len(messages))]  # noqa: RUF071
-    borders = [start, *map(len, texts), len(whole)]
-    pieces = [whole[a:b] for a, b in pairwise(borders)]
-    turns = [continued(tokenizer, piece) for piece in [*pieces[:-1], pieces[-1] + answer_prefix]]
-    if list(chain.from_iterable(turns)) == ids:  # as where a special token starts each turn
+    pieces = [whole[a:b] for a, b in pairwise([place, *map(len, texts), len(whole)])]
+    turns = [continued(tokenizer, piece) for piece in pieces]
+    if list(chain.from_iterable(turns)) == ids[start:]:  # as where a special token starts each turn
         return turns
-    ends = [len(continued(tokenizer, text[start:])) for text in texts]
-    return [ids[a:b] for a, b in pairwise([0, *ends, len(ids)])]
+    ends = [len(commonprefix([encoded(text), ids])) for text in texts]  # noqa: RUF071
+    return [ids[a:b] for a, b in pairwise([start, *ends, len(ids)])]
 
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
@@ -300,7 +332,7 @@ def new_turns(
         )
     if not new and (known or len(given) < max(context, 1)):
         raise PromptError("There is no new message to answer.")
-    after: Any = "answer" if known else "messages" if context else "context"
+    after: Any = "answer" if known else given[:context] or "context"
     ids = turn_ids(tokenizer, new, separator, template, after=after, tools=tools)
     return list(zip([one["role"] for one in new] or [given[-1]["role"]], ids, strict=True))
 

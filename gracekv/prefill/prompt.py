@@ -12,6 +12,7 @@ from torch import Tensor
 from gracekv.errors import PromptError, expect
 from gracekv.prefill.chat_text import (
     Message,
+    begun,
     check_question,
     check_text,
     continued,
@@ -19,7 +20,6 @@ from gracekv.prefill.chat_text import (
     has_chat_template,
     plain_messages,
     render,
-    shown,
 )
 from gracekv.prefill.spans import PromptSpans
 
@@ -168,14 +168,9 @@ class Prompt:
         """
         if not messages or not has_chat_template(tokenizer):
             raise PromptError("Give at least one message, and a tokenizer with a chat template.")
-        read = plain_messages(messages)
-        text, answered = (
-            shown(tokenizer, read, answers=answers, tools=tools) for answers in (False, True)
-        )
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        tail, end = continued(tokenizer, answered[len(text) :]), len(ids)
-        spans = PromptSpans(0, end, end, end + len(tail))
-        return cls(checked_ids([*ids, *tail]), spans, None, tokenizer, messages=len(messages))
+        context, ids = begun(tokenizer, plain_messages(messages), tools)
+        spans = PromptSpans(0, context, context, len(ids))
+        return cls(checked_ids(ids), spans, None, tokenizer, messages=len(messages))
 
     @property
     def has_question(self) -> bool:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gracekv.errors import PromptError
 from gracekv.prefill import chat_text
-from gracekv.prefill.chat_text import check_question, continued, plain_ids, turn_ids
+from gracekv.prefill.chat_text import check_question, continued, new_turns, plain_ids, turn_ids
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_tokenizer
 from support.skips import needs_smollm2
@@ -104,6 +104,33 @@ def test_a_history_of_many_turns_is_encoded_twice_not_once_per_turn(monkeypatch)
     turns = turn_ids(BYTES, said, "", True)
     assert [BYTES.decode(ids).count("<|user|>") for ids in turns] == [1] * 31
     assert sum(map(len, read)) < 2.5 * sum(len(BYTES.decode(ids)) for ids in turns)
+
+
+SHOWN = "<|user|>{{ m.content }}<|end|>{% endfor %}"
+EACH = "<s>{% for m in messages %}"
+OPENS = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+FORMATS = {
+    "as Phi 4": EACH + SHOWN + "{{ '<|assistant|>' if add_generation_prompt else '</s>' }}",
+    "as GPT-OSS": EACH + "<|user|>{{ m.content }}{{ '</s>' if loop.last and m.role == 'assistant' "
+    "and not add_generation_prompt else '<|end|>' }}{% endfor %}" + OPENS,
+    "as Gemma": "<s>{% for m in messages[1:] %}{% if loop.first %}{{ messages[0].content }}"
+    "{% endif %}" + SHOWN + OPENS,
+}
+
+
+@pytest.mark.parametrize("count", range(1, 5))
+@pytest.mark.parametrize("name", FORMATS)
+def test_messages_follow_those_of_the_context_as_the_template_shows_them(name, count):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = FORMATS[name]
+    roles = ("system", "user", "assistant", "user")
+    said = [{"role": role, "content": TEXT[: 9 * n + 9]} for n, role in enumerate(roles)]
+    prompt = Prompt.from_messages(tokenizer, said[:count])
+    ids = prompt.ids[: prompt.spans.context_end].tolist()
+    for _, new in new_turns(tokenizer, [], said, count):
+        ids += new
+    text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert ids == plain_ids(tokenizer, text)
 
 
 def test_passages_and_questions_that_are_not_unicode_are_refused():
