@@ -26,6 +26,7 @@ from gracekv.distributed.agreement import together
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import GracekvError, StoreError
 from gracekv.kernels.compiled import limit_threads
+from gracekv.prefill.options import free_bytes
 from gracekv.prefill.supported import closable_length
 from gracekv.vllm.exporting import describe, moved, write_context
 from gracekv.vllm.header import ContextHeader
@@ -89,6 +90,7 @@ class Compressor:
         self, vllm_config: Any, store: ContextStore, device: torch.device, shard: HeadShard = WHOLE
     ) -> None:
         self._store, self._device, self._shard = store, device, shard
+        self._config = vllm_config
         self._served = functools.cache(lambda: ServedModel.of(vllm_config))
         self._job: _Job | None = None
         self._pool = _Thread()
@@ -125,8 +127,8 @@ class Compressor:
                 past = None if chunk.past is None else self._store.load(*chunk.past)
                 recording = Recording(chunk.order, chunk.length, self._served(), *own, past)
                 if self._device.type == "cuda":
-                    # What torch has cached belongs to vLLM's largest steps.
-                    recording.check_free(torch.cuda.mem_get_info(self._device)[0])
+                    tokens = self._config.scheduler_config.max_num_batched_tokens
+                    recording.check_free(free_bytes(self._device), tokens)
             except Exception as error:
                 recording = error
             self._job = _Job(chunk.request, chunk.order, recording)

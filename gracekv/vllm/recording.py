@@ -101,6 +101,7 @@ class Recording:
         self.failure: Exception | None = None
         sizes = CaptureSizes.of(served.model)
         self._need = sizes.held(self.spans.length, len(positions)) // shard.ranks
+        self._step_need = sizes.activations
         # How much is written of each layer.
         self._ends = [places] * len(layers)
         self._pool, self._waiting, self._run_bytes = pool, deque[Future[None]](), 0
@@ -152,8 +153,12 @@ class Recording:
         held = (list(x.values()) for x in (record.keys, record.values, record.queries))
         return sum(x.nbytes for part in held for x in part) + self._run_bytes * len(self._ends)
 
-    def check_free(self, free: int) -> None:
-        """Raise `StoreError` if what is to be held takes more than `free` bytes."""
+    def check_free(self, free: int, tokens: int) -> None:
+        """Raise `StoreError` if what is to be held does not fit into `free` bytes.
+
+        A step of the engine has up to `tokens`, and allocates what they need as it runs.
+        """
+        free = max(0, free - self._step_need * tokens)
         if self._need > free:
             raise StoreError(
                 f"Reading this document takes {self._need:,} bytes beside vLLM's own, and {free:,} "

@@ -116,7 +116,11 @@ def attend_units(
             inside = n < stop_page
             here = mask_of(inside, D, BLOCK_D)
             block = tl.load(table + n // BLOCK, mask=inside, other=0).to(tl.int64)
-            slot = block * page_stride + (n % BLOCK) * page_slot_stride + head * page_head_stride
+            slot = (
+                block * page_stride
+                + (n % BLOCK) * page_slot_stride
+                + head.to(tl.int64) * page_head_stride
+            )
             k = read(pages + slot[:, None] + dim[None, :], here, UPCAST)
             v = read(pages + slot[:, None] + D + dim[None, :], here, UPCAST)
             logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale

@@ -94,8 +94,10 @@ def test_sizes_are_told_while_a_thread_empties_the_recording(served, shown):
 def test_a_document_that_does_not_fit_or_fails_holds_nothing(served, shown):
     made = recorded(served, *shown, [])
     with pytest.raises(StoreError, match="beside vLLM's own, and 99 are free"):
-        made.check_free(99)
-    made.check_free(made.bytes)
+        made.check_free(99, 0)
+    with pytest.raises(StoreError, match="beside vLLM's own, and 0 are free"):
+        made.check_free(made.bytes, 10**6)
+    made.check_free(made.bytes, 0)
     made.fail(ValueError("no more"))
     made.add(0, 0, *(x[0].transpose(0, 1) for x in (shown[0].queries, *2 * [shown[0].keys])), 1.0)
     assert made.bytes == 0
