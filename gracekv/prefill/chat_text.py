@@ -230,13 +230,18 @@ def turn_ids(
             )
             return [turn[len(continued(tokenizer, end)) :], *rest]
         place = len(commonprefix([rendered(0), rendered(0, answers=True)]))  # noqa: RUF071
-    # A template may show a message otherwise when another follows it.
-    texts = [commonprefix([rendered(n), whole]) for n in range(1, len(messages))]  # noqa: RUF071
-    pieces = [whole[a:b] for a, b in pairwise([place, *map(len, texts), len(whole)])]
+    borders = [place]
+    for n, message in enumerate(messages[:-1], 1):
+        # A template may show a message otherwise when another follows it: it ends with its content.
+        said = str(message.get("content") or "").strip()
+        same = len(commonprefix([rendered(n), whole]))  # noqa: RUF071
+        found = whole.find(said, borders[-1])
+        borders.append(max(same, found + len(said) if found >= 0 else 0))
+    pieces = [whole[a:b] for a, b in pairwise([*borders, len(whole)])]
     turns = [continued(tokenizer, piece) for piece in pieces]
     if list(chain.from_iterable(turns)) == ids[start:]:  # as where a special token starts each turn
         return turns
-    ends = [len(commonprefix([encoded(text), ids])) for text in texts]  # noqa: RUF071
+    ends = [len(commonprefix([encoded(whole[:x]), ids])) for x in borders[1:]]  # noqa: RUF071
     return [ids[a:b] for a, b in pairwise([start, *ends, len(ids)])]
 
 
@@ -333,7 +338,16 @@ def new_turns(
     if not new and (known or len(given) < max(context, 1)):
         raise PromptError("There is no new message to answer.")
     after: Any = "answer" if known else given[:context] or "context"
-    ids = turn_ids(tokenizer, new, separator, template, after=after, tools=tools)
+    end = list[int]()
+    if known and given[len(known) - 1].get("tool_calls"):
+        # Results are shown behind a call alone, and a call may end otherwise than an answer.
+        called = [_PLAIN[0], given[len(known) - 1]]
+        count, shown_ids = begun(tokenizer, called, tools)
+        added = {*tokenizer.get_added_vocab().values()}
+        if places := [n for n in range(count) if shown_ids[n] in added]:
+            after, end = called, shown_ids[places[-1] : count]
+    first, *rest = turn_ids(tokenizer, new, separator, template, after=after, tools=tools)
+    ids = [end + first, *rest]
     return list(zip([one["role"] for one in new] or [given[-1]["role"]], ids, strict=True))
 
 

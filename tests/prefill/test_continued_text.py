@@ -115,6 +115,9 @@ FORMATS = {
     "and not add_generation_prompt else '<|end|>' }}{% endfor %}" + OPENS,
     "as Gemma": "<s>{% for m in messages[1:] %}{% if loop.first %}{{ messages[0].content }}"
     "{% endif %}" + SHOWN + OPENS,
+    "as Qwen 3": EACH
+    + SHOWN.replace("{{", "{{ '(thought)' if loop.last and m.role == 'assistant' }}{{")
+    + OPENS,
 }
 
 
@@ -124,13 +127,30 @@ def test_messages_follow_those_of_the_context_as_the_template_shows_them(name, c
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = FORMATS[name]
     roles = ("system", "user", "assistant", "user")
-    said = [{"role": role, "content": TEXT[: 9 * n + 9]} for n, role in enumerate(roles)]
+    said = [{"role": x, "content": TEXT[9 * n : 9 * n + 9].strip()} for n, x in enumerate(roles)]
     prompt = Prompt.from_messages(tokenizer, said[:count])
     ids = prompt.ids[: prompt.spans.context_end].tolist()
-    for _, new in new_turns(tokenizer, [], said, count):
-        ids += new
+    new = new_turns(tokenizer, [], said, count)
+    for message, (_, own) in zip(said[count:], new, strict=count < 4):
+        assert message["content"] in tokenizer.decode(own)
+    ids += [x for _, own in new for x in own]
     text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    assert ids == plain_ids(tokenizer, text)
+    assert tokenizer.decode(ids).replace("(thought)", "") == text
+    assert ids == plain_ids(tokenizer, text) or "(thought)" in tokenizer.decode(ids)
+
+
+def test_a_tool_s_result_follows_a_call_and_the_call_s_own_end():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls"
+        " %}{{ raise_exception('no call') }}{% endif %}<|user|>{{ m.content or 'search' }}"
+        "{{ '</s>' if m.tool_calls else '<|end|>' }}{% endfor %}" + OPENS
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": {}}}
+    said = [{"role": "user", "content": "Who?"}, {"role": "assistant", "tool_calls": [call]}]
+    told = {"role": "tool", "tool_call_id": "1", "content": "A cat."}
+    [(_, ids)] = new_turns(tokenizer, said, [*said, told], 1)
+    assert tokenizer.decode(ids) == "</s><|user|>A cat.<|end|><|assistant|>"
 
 
 def test_passages_and_questions_that_are_not_unicode_are_refused():
