@@ -339,16 +339,16 @@ def new_turns(
         raise PromptError("There is no new message to answer.")
     after: Any = "answer" if known else given[:context] or "context"
     end = list[int]()
-    if known and given[len(known) - 1].get("tool_calls"):
+    called = [_PLAIN[0], given[len(known) - 1]] if known else []
+    if template and called and called[1].get("tool_calls") and has_chat_template(tokenizer):
         # Results are shown behind a call alone, and a call may end otherwise than an answer.
-        called = [_PLAIN[0], given[len(known) - 1]]
-        count, shown_ids = begun(tokenizer, called, tools)
-        added = {*tokenizer.get_added_vocab().values()}
-        if places := [n for n in range(count) if shown_ids[n] in added]:
-            after, end = called, shown_ids[places[-1] : count]
+        count, ids = begun(tokenizer, called, tools)
+        added = {*getattr(tokenizer, "get_added_vocab", dict)().values()}
+        if places := [n for n in range(count) if ids[n] in added]:
+            after, end = called, ids[places[-1] : count]
     first, *rest = turn_ids(tokenizer, new, separator, template, after=after, tools=tools)
-    ids = [end + first, *rest]
-    return list(zip([one["role"] for one in new] or [given[-1]["role"]], ids, strict=True))
+    roles = [one["role"] for one in new] or [given[-1]["role"]]
+    return list(zip(roles, [end + first, *rest], strict=True))
 
 
 def plain_messages(given: Any) -> list[Message]:
