@@ -24,10 +24,6 @@ def draw_relevance(layers, heads, count, seed, *, ties):
     return relevance / relevance.sum(-1, keepdim=True)
 
 
-def plan_for(layers, heads, context, base):
-    return BudgetPlan(layers, heads, context, base, recent=0)
-
-
 @given(
     seed=SEEDS,
     count=st.integers(1, 40),
@@ -41,7 +37,7 @@ def plan_for(layers, heads, context, base):
 )
 def test_candidates_match_the_reference(seed, count, base, alpha, pool, eta, consensus, ties, unit):
     floor = Singleton(alpha=alpha, pool=pool, eta=eta, consensus=consensus)
-    plan, drawn = plan_for(2, 3, count, base), draw_relevance(2, 3, count, seed, ties=ties)
+    plan, drawn = BudgetPlan(2, 3, count, base, 0), draw_relevance(2, 3, count, seed, ties=ties)
     fast, slow = floor.candidates(unit * drawn, plan), floor_candidates(floor, unit * drawn, plan)
     if slow is None:
         assert fast is None
@@ -53,7 +49,7 @@ def test_candidates_match_the_reference(seed, count, base, alpha, pool, eta, con
 
 @given(seed=SEEDS, count=st.integers(1, 40), base=st.integers(2, 120), ties=st.booleans())
 def test_candidates_do_not_depend_on_the_unit_of_scores(seed, count, base, ties):
-    plan, relevance = plan_for(2, 3, count, base), draw_relevance(2, 3, count, seed, ties=ties)
+    plan, relevance = BudgetPlan(2, 3, count, base, 0), draw_relevance(2, 3, count, seed, ties=ties)
     own = Singleton().candidates(relevance, plan)
     # Powers of two, which round nothing.
     for unit in (2**-6, 2**6):
@@ -76,7 +72,7 @@ def test_realize_matches_the_reference_and_respects_its_caps(
 ):
     forest = random_forest(seed, layers=2, heads=2, slots=2, slot_tokens=9, whole=0.4, prune=0.2)
     count = int(forest.end.max() - forest.start.min())
-    plan = plan_for(2, 2, count, int(part * 4 * count))
+    plan = BudgetPlan(2, 2, count, int(part * 4 * count), 0)
     floor = Singleton(alpha=alpha, head_cap=head_cap)
     rng = torch.Generator().manual_seed(seed)
     quota = torch.randint(0, 12, (2, 2), generator=rng) if capped else None
@@ -96,11 +92,11 @@ def test_realize_matches_the_reference_and_respects_its_caps(
 
 def test_alpha_is_exact():
     # 0.29 * 100 is 28.999... in binary.
-    assert Singleton(alpha=0.29).limit(plan_for(1, 1, 200, 100)) == 29
+    assert Singleton(alpha=0.29).limit(BudgetPlan(1, 1, 200, 100, 0)) == 29
 
 
 def test_no_candidates_and_no_floor_buy_nothing():
-    forest, plan = random_forest(1), plan_for(2, 2, 30, 17)
+    forest, plan = random_forest(1), BudgetPlan(2, 2, 30, 17, 0)
     for floor in (Singleton(), NoFloor()):
         frontier = floor.realize(forest, None, plan, None)
         assert (frontier.spent, frontier.floor_spent, frontier.budget) == (0, 0, 17)
@@ -108,15 +104,16 @@ def test_no_candidates_and_no_floor_buy_nothing():
 
 
 def test_candidates_of_another_forest_are_refused():
+    plan = BudgetPlan(2, 2, 30, 17, 0)
     with pytest.raises(ShapeError, match="one plan"):
-        Singleton().realize(random_forest(1), torch.ones(2, 2, 999), plan_for(2, 2, 30, 17), None)
+        Singleton().realize(random_forest(1), torch.ones(2, 2, 999), plan, None)
 
 
 @pytest.mark.parametrize("name", list(FLOORS))
 def test_every_floor_builds_and_returns_a_frontier_on_the_base_budget(name):
     forest = random_forest(2)
     count = int(forest.end.max() - forest.start.min())
-    plan, floor = plan_for(2, 2, count, 25), FLOORS.build(name)
+    plan, floor = BudgetPlan(2, 2, count, 25, 0), FLOORS.build(name)
     relevance = draw_relevance(2, 2, count, 0, ties=False)
     frontier = floor.realize(forest, floor.candidates(relevance, plan), plan, None)
     assert isinstance(frontier, Frontier)

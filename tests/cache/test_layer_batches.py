@@ -1,7 +1,5 @@
 """Layers that are fitted or quantised together are what they are one by one."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -50,8 +48,7 @@ def test_layers_are_quantised_together_as_alone(monkeypatch, dtype):
 def test_a_stack_of_layers_is_fitted_as_each_of_them(monkeypatch, fit):
     prefill = synthetic_prefill(context=120, layers=3, dim=8, group=2, seed=1)
     pipeline = Pipeline.from_dict({"fit": fit}, base="gracekv-plus")
-    plain = dataclasses.replace(pipeline, fit=Pipeline.named("gracekv").fit)
-    run = plain.run(prefill, Budget.ratio(3))
+    run = Pipeline.from_dict({"fit": "none"}, base="gracekv-plus").run(prefill, Budget.ratio(3))
     region, memory = prefill.spans.region(run.plan.recent), {}
     asked = prefill.with_queries(pipeline.fit.asks(prefill, region, memory))
 

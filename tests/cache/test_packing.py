@@ -74,11 +74,6 @@ def test_absolute_positions_round_half_to_even(start: int, end: int, want: int) 
 
 
 def test_ragged_layer_checks_its_shapes() -> None:
+    states, each = torch.zeros(3, 4), torch.zeros(3)
     with pytest.raises(ShapeError, match="offsets"):
-        RaggedEntries(
-            torch.zeros(3, 4),
-            torch.zeros(3, 4),
-            torch.zeros(3, dtype=torch.int32),
-            torch.zeros(3),
-            torch.tensor([0, 2]),
-        )
+        RaggedEntries(states, states, each.int(), each, torch.tensor([0, 2]))

@@ -31,9 +31,8 @@ def filled(prefill, region, budget, gains, allowed):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_it_holds_what_a_top_k_keeps(seed, levels, share, allowed, sizes, dtype):
-    prefix, question, tail = sizes
-    made = {"prefix": prefix, "question": question, "tail": tail, "dim": 4, "dtype": dtype}
-    prefill = synthetic_prefill(seed=seed, layers=3, context=40, **made)
+    around = dict(zip(("prefix", "question", "tail"), sizes, strict=True))
+    prefill = synthetic_prefill(seed=seed, layers=3, context=40, dim=4, dtype=dtype, **around)
     region = prefill.spans.region(2)
     rng = torch.Generator().manual_seed(seed)
     shape = (3, prefill.kv_heads, region.length)

@@ -6,20 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from gracekv.evaluate import Experiment
 from gracekv.evaluate.sources import longbench_forms, ruler_forms
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
 
 VOCABULARY = 2000
 
 
-def trained():
-    forms = json.dumps(ruler_forms()) + json.dumps(longbench_forms()["qasper"])
-    return tiny_tokenizer([forms], VOCABULARY)
-
-
 @pytest.fixture(scope="session")
 def tokenizer():
-    return trained()
+    forms = json.dumps(ruler_forms()) + json.dumps(longbench_forms()["qasper"])
+    return tiny_tokenizer([forms], VOCABULARY)
 
 
 @pytest.fixture(scope="session")
@@ -98,6 +95,12 @@ def small_data(tmp_path_factory):
     }
     (folder / "longbench" / "samsum.small.jsonl").write_text(json.dumps(shots) + "\n")
     return folder
+
+
+@pytest.fixture(scope="module")
+def experiment(small_data, request):
+    """Of the module's `PANEL` over these texts."""
+    return Experiment.from_dict({"model": "tiny", "data": str(small_data), **request.module.PANEL})
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from gracekv.errors import ConfigError, TaskError
-from gracekv.evaluate import Experiment, run, worker
+from gracekv.evaluate import run, worker
 from gracekv.evaluate.row_files import read_rows
 from gracekv.evaluate.runner import Shard
 from gracekv.evaluate.tasks import Task
@@ -30,11 +30,6 @@ PANEL = {
     "max_new_tokens": 4,
 }
 CELLS = 2 * 2 * 5
-
-
-@pytest.fixture(scope="module")
-def experiment(small_data):
-    return Experiment.from_dict({"model": "tiny", "data": str(small_data), **PANEL})
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gracekv.errors import ConfigError, TaskError
-from gracekv.evaluate import Experiment, read_rows, run
+from gracekv.evaluate import read_rows, run
 from gracekv.evaluate.measures import measure
 from gracekv.evaluate.sample import render_questions
 from gracekv.evaluate.sources import Sources
@@ -42,7 +42,7 @@ def rendered(sources, tokenizer):
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_every_question_can_be_answered_from_the_context(rendered, sources, tokenizer, name):
+def test_every_question_can_be_answered_from_the_context(rendered, name):
     sample, found = rendered(name)
     asked = sample.questions()
     assert len({one.question for one in asked}) == len(asked) >= 5
@@ -92,11 +92,6 @@ def test_several_questions_are_never_cut(rendered):
         rendered("shared_context:kv", limit=600)
     with pytest.raises(TaskError, match="more than the 300 allowed"):
         rendered("shared_context:squad", limit=300)
-
-
-@pytest.fixture
-def experiment(small_data):
-    return Experiment.from_dict({"model": "tiny", "data": str(small_data), **PANEL})
 
 
 def test_cells_compress_once_for_all_questions(experiment, model, tokenizer, tmp_path, monkeypatch):

@@ -9,9 +9,9 @@ from gracekv import Prompt
 from gracekv.allocate import Budget
 from gracekv.pipeline import Pipeline
 from gracekv.testing import synthetic_prefill
-from support.report_pages import data, opened, page, pair
+from support.report_pages import data, open_page, opened, page, pair
 
-__all__ = ["data", "opened", "page", "pair"]
+__all__ = ["data", "open_page", "opened", "page", "pair"]
 
 
 class Words:

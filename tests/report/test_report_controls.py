@@ -164,7 +164,6 @@ def test_layers_are_numbered_as_in_the_model_and_all_is_printed(opened, make):
     assert page.locator(".row:empty").count() > 0
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert page.locator(".row:empty").count() == 0
-    page.close()
 
 
 def test_one_result_alone_and_the_other_side(opened, page, data):
@@ -178,8 +177,6 @@ def test_one_result_alone_and_the_other_side(opened, page, data):
     alone = opened(dataclasses.replace(data, columns=data.columns[:1]))
     assert alone.locator("#leftChoice").is_hidden()
     assert alone.locator(".row").first.locator(".pane").count() == 1
-    assert alone.problems == []
-    alone.close()
 
 
 def test_the_table_of_a_token_tells_how_far_values_moved(opened, make, words):
@@ -198,4 +195,3 @@ def test_the_table_of_a_token_tells_how_far_values_moved(opened, make, words):
             continue
         assert float(cells[6].removesuffix(" %")) == pytest.approx(100 * status.value_change, abs=1)
         assert float(cells[5]) == pytest.approx(status.multiplicity, rel=0.03)
-    page.close()

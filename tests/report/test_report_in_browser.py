@@ -12,9 +12,7 @@ def number(text):
     return int(text.replace(",", ""))
 
 
-def test_loads_from_one_file_without_errors(opened):
-    page = opened()
-    assert page.problems == []
+def test_loads_from_one_file(page):
     assert [url.partition(":")[0] for url in page.asked] == ["file"]
     assert page.title() == "Grace, Snap – gracekv report"
     assert page.locator("h1").inner_text() == "Grace beside Snap"
@@ -69,7 +67,5 @@ def test_curves_end_at_the_utility_and_show_the_bound(page, pair):
 def test_other_recipes_open_too(opened, make, recipe):
     data = ReportData.of({recipe: make(recipe, 3)})
     page = opened(data)
-    assert page.problems == []
     assert classes(page, 0) == expected(data.columns[0], shown_unit(page, data), data.spans)
     assert page.locator("#auctionSection").is_visible() == (recipe != "fullkv")
-    page.close()

@@ -57,12 +57,11 @@ def run_of(name: str, prefill: Prefill, ratio: float):
 
 def window_of(name: str, prefill: Prefill, run) -> int:
     """Recent tokens that must be there: GraceKV's window, except where a rule replaces it."""
-    shared = Budget.entries_per_head(max(4, run.plan.total // (run.plan.layers * run.plan.heads)))
-    size = shared.plan(
-        layers=run.plan.layers, heads=run.plan.heads, context=run.plan.context, entry_bytes=1
-    ).recent
-    size = min(size, Pipeline.named(name).window.size)
-    least = run.plan.total // (run.plan.layers * run.plan.heads)
+    plan = run.plan
+    least = plan.total // (plan.layers * plan.heads)
+    shape = {"layers": plan.layers, "heads": plan.heads, "context": plan.context}
+    shared = Budget.entries_per_head(max(4, least)).plan(**shape, entry_bytes=1)
+    size = min(shared.recent, Pipeline.named(name).window.size)
     if name == "streaming-llm":  # its sinks come first
         return min(size, max(0, least - max(0, 4 - prefill.spans.context_start)))
     return run.accounting.recent if name == "h2o-half" else size

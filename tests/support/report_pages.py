@@ -30,7 +30,7 @@ def data(pair):
 
 
 @pytest.fixture(scope="session")
-def opened(browser, data, tmp_path_factory):
+def open_page(browser, data, tmp_path_factory):
     """open(data, **context): a new page that is loaded; page.problems is what went wrong in it."""
     folder, contexts, kept = tmp_path_factory.mktemp("pages"), {}, {}
 
@@ -61,11 +61,18 @@ def opened(browser, data, tmp_path_factory):
 
 
 @pytest.fixture
+def opened(open_page):
+    """Opens pages for one test, after which nothing has gone wrong in any of them."""
+    pages = []
+    yield lambda *shown: pages.append(open_page(*shown)) or pages[-1]
+    for page in pages:
+        assert page.problems == []
+        page.close()
+
+
+@pytest.fixture
 def page(opened):
-    page = opened()
-    yield page
-    assert page.problems == []
-    page.close()
+    return opened()
 
 
 def classes(page, pane):

@@ -52,6 +52,14 @@ def in_slots(context: TreeContext, size: int) -> TreeContext:
     return dataclasses.replace(context, partition=Partition(torch.tensor(bounds)))
 
 
+def with_floor(context: TreeContext, seed: int) -> TreeContext:
+    """With floor candidates, a fifth of all tokens, many of them tied."""
+    rng = torch.Generator().manual_seed(seed)
+    score = torch.rand(context.scores.shape, generator=rng, dtype=torch.float64)
+    chosen = torch.rand(score.shape, generator=rng) < 0.2
+    return dataclasses.replace(context, forced=torch.where(chosen, (score * 4).round(), -torch.inf))
+
+
 def assert_same_growth(context: TreeContext, engine: str, refiner: str = "binary_extract") -> None:
     """Raise `AssertionError` unless the engine grows the torch engine's trees, but for ties."""
     rule = REFINERS.build(refiner)

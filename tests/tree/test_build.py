@@ -26,14 +26,7 @@ from gracekv.tree.tree_batch import TreeBatch, TreeContext, scratch_bytes
 from support.covering import cases
 from support.interval_costs import evaluator_of
 from support.splits import assert_same_tree, children_of
-from support.trees import assert_same_growth, tree_context
-
-
-def with_floor(context: TreeContext, seed: int) -> TreeContext:
-    rng = torch.Generator().manual_seed(seed)
-    score = torch.rand(context.scores.shape, generator=rng, dtype=torch.float64)
-    chosen = torch.rand(score.shape, generator=rng) < 0.2
-    return dataclasses.replace(context, forced=torch.where(chosen, (score * 4).round(), -torch.inf))
+from support.trees import assert_same_growth, tree_context, with_floor
 
 
 @pytest.mark.parametrize("distortion", list(DISTORTIONS))

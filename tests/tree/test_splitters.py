@@ -17,7 +17,7 @@ from gracekv.tree.engines.numba import NumbaSplitter
 from gracekv.tree.tree_batch import TreeContext
 from support.interval_costs import evaluator_of
 from support.splits import assert_same_splits
-from support.trees import tree_context
+from support.trees import tree_context, with_floor
 
 REFINERS_WITH_A_RULE = [
     BinaryExtract(),
@@ -40,12 +40,7 @@ def problem(seed: int, slots: int, floor: bool, tied: bool) -> TreeContext:
     if tied:
         assert context.curvature is not None
         context = dataclasses.replace(context, curvature=(4 * context.curvature).round())
-    if floor:
-        score = torch.rand(context.scores.shape, generator=rng, dtype=torch.float64)
-        chosen = torch.rand(score.shape, generator=rng) < 0.1
-        forced = torch.where(chosen, (3 * score).round(), -torch.inf)
-        context = dataclasses.replace(context, forced=forced)
-    return context
+    return with_floor(context, seed) if floor else context
 
 
 @pytest.mark.parametrize("refiner", REFINERS_WITH_A_RULE, ids=repr)
