@@ -56,9 +56,8 @@ def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
 
     called.__name__, called.__doc__ = command.__name__, command.__doc__
     keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-    called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [*shared.values(), *keywords]
-    )
+    signature = inspect.Signature([*shared.values(), *keywords])
+    called.__signature__ = signature  # type: ignore[attr-defined]
     return called
 
 

@@ -94,17 +94,16 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
     fed = torch.cat([ids[cache.packed_length :], answer[:-1]])
     device = model.get_input_embeddings().weight.device
     kept: list[Tensor] = []
+
+    def listen(module: Any, args: Any, output: Any) -> None:
+        mixed = output[0] if isinstance(output, tuple) else output
+        kept.append(mixed[0, -len(answer) :])
+
     with hooked() as hooks:
         for layer in model_layers(model):
-            if not layer.has_attention:
-                continue
-
-            def listen(module: Any, args: Any, output: Any) -> None:
-                mixed = output[0] if isinstance(output, tuple) else output
-                kept.append(mixed[0, -len(answer) :])
-
-            attention = attention_module(model.get_decoder().layers[layer.number])
-            hooks.append(attention.register_forward_hook(listen))
+            if layer.has_attention:
+                attention = attention_module(model.get_decoder().layers[layer.number])
+                hooks.append(attention.register_forward_hook(listen))
         # A cache with a limit is cut between two pieces.
         logits = [
             model(

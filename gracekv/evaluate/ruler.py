@@ -162,9 +162,8 @@ def needles(task: Mapping[str, Any], essay: Sequence[str]) -> Family:
             context = "\n".join(_among(lines, hidden, rng))
         asked = rng.sample(names, queried)
         query = asked[0] if queried == 1 else ", ".join(asked[:-1]) + ", and " + asked[-1]
-        fields = {"type_needle_v": args["type_needle_v"], "query": query}
-        if single:
-            fields["type_needle_v"] = fields["type_needle_v"].removesuffix("s")
+        wanted = args["type_needle_v"].removesuffix("s" if single else "")
+        fields = {"type_needle_v": wanted, "query": query}
         texts = [task["prefix"], task["question"], task["answer_prefix"]]
         texts = [_singular(text) for text in texts] if single else texts
         instruction, question, answer_prefix = (text.format(**fields) for text in texts)

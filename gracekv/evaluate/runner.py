@@ -191,9 +191,8 @@ def make_schedule(
                 done += len(before)
                 failed += sum(row.get("error") is not None for row in before)
                 if missing := [cell for key, cell in new.items() if key not in known]:
-                    earlier = pending[sample][1].cells if sample in pending else ()
-                    every = (*earlier, *missing)
-                    entry = PendingSample(panel, task, index, every, hashes.get(sample))
+                    old = pending[sample][1].cells if sample in pending else ()
+                    entry = PendingSample(panel, task, index, (*old, *missing), hashes.get(sample))
                     pending[sample] = (rank, entry)
     # Every task's first sample before any task's second: a run that is cut short is balanced.
     ordered = sorted(pending.values(), key=lambda pair: pair[0])

@@ -94,10 +94,8 @@ class Sample:
         At most `words` blank-separated words, so that a long summary costs no more than others.
         """
         text = ", ".join(self.answers) if self.metric == "set_recall" else self.answers[0]
-        if self.whole:
-            return text.strip()
         parts = text.split()
-        return text.strip() if len(parts) <= words else " ".join(parts[:words])
+        return text.strip() if self.whole or len(parts) <= words else " ".join(parts[:words])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -95,8 +95,7 @@ class Sources:
         text = raw.decode("utf-8")
         if name != BUILT_IN:
             data = json.loads(text)
-            records = data if isinstance(data, list) else [data]
-            text = " ".join(record["text"] for record in records)
+            text = " ".join(x["text"] for x in (data if isinstance(data, list) else [data]))
         return text.split()
 
     def questions(self, dataset: str) -> tuple[list[Question], list[str]]:

@@ -94,9 +94,8 @@ def words(*categories: str) -> tuple[str, ...]:
     Raises `MissingDependencyError` if wonderwords is not installed.
     """
     source = required("wonderwords", "evaluate").RandomWord()
-    return tuple(
-        sorted({w for category in categories for w in source.filter(include_categories=[category])})
-    )
+    found = (source.filter(include_categories=[category]) for category in categories)
+    return tuple(sorted(set[str]().union(*found)))
 
 
 def distinct(kind: str, count: int, rng: Random, taken: set[str]) -> list[str]:

@@ -79,8 +79,7 @@ class GraceLM(HFLM):  # type: ignore[misc]
         prefix_tokens: int = 4,
         **options: Any,
     ) -> None:
-        amounts = {name: options.pop(name, None) for name in BudgetOptions.__annotations__}
-        self._budget = Budget.of(amounts)
+        self._budget = Budget.of({x: options.pop(x, None) for x in BudgetOptions.__annotations__})
         self._parts = Parts(question_tokens, question_seen, prefix_tokens)
         named = None if pipeline is None else load_pipeline(pipeline)
         self._attention = backend

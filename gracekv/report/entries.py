@@ -153,14 +153,12 @@ def _context_entries(
     cache: CompressedCache, region: tuple[int, int], change: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Position, multiplicity, layer * G + head and value change of all entries in `region`."""
-    parts, kept = [], []
+    parts = []
     for number, layer in enumerate(cache.layers):
-        row, position, log_multiplicity = layer.index()
-        inside = (position >= region[0]) & (position < region[1])
-        weight = log_multiplicity.float().exp()
-        parts.append((position[inside], weight[inside], row[inside] + number * layer.heads))
-        kept.append(inside)
-    position, multiplicity, head = (torch.cat(part) for part in zip(*parts, strict=True))
+        row, *columns = layer.index()
+        parts.append((row + number * layer.heads, *columns))
+    head, position, log_multiplicity = (torch.cat(part) for part in zip(*parts, strict=True))
+    inside = (position >= region[0]) & (position < region[1])
     if change is not None:
-        change = change[torch.cat(kept)].float() / 100
-    return position, multiplicity, head, change
+        change = change[inside].float() / 100
+    return position[inside], log_multiplicity[inside].float().exp(), head[inside], change
