@@ -54,8 +54,7 @@ class LeastSquares(QueryFitter):
             raise ConfigError(f"least_squares takes least < most; got {self.least}, {self.most}.")
 
     def reference(self, capture: LayerCapture, region: Region, memory: Memory) -> Reference:
-        queries = self.queries(capture, region, memory)
-        return Reference.of(capture, replace(queries, within=region))
+        return Reference.of(capture, replace(self.queries(capture, region, memory), within=region))
 
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
         attention = attended(reference, packed, region)

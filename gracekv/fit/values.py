@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracekv.cache.base import PARTS, RaggedCache, RaggedEntries
 from gracekv.cache.quantised import batches, copied
-from gracekv.fit.attended import KeptMass, Reference, attended, scattered
+from gracekv.fit.attended import KeptMass, LayerAttention, Reference, attended, scattered
 from gracekv.fit.base import FITTERS, Fitter, ReferenceQueries
 from gracekv.kernels.linalg import batched_linear, transposed
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
@@ -91,6 +91,12 @@ class RidgeFitter(QueryFitter):
     trust_read: float = bounded(0.3, at_least=0)
     by_score: bool = field(default=False, kw_only=True)  # type: ignore[misc]
 
+    def _fitted(self, attention: LayerAttention, shares: Tensor) -> Tensor:
+        """The values float32 [G, W, d] that, read by `shares` [G, M, W], give the output."""
+        error = attention.output - attention.found(shares, attention.values)
+        change = ridge_change(attention, shares, error, self.trust, self.trust_read)
+        return attention.values + change
+
 
 @FITTERS.register("values")
 class Values(RidgeFitter):
@@ -114,10 +120,7 @@ class Values(RidgeFitter):
 
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
         attention = attended(reference, packed, region)
-        shares = attention.shares()
-        error = attention.output - attention.found(shares, attention.values)
-        change = ridge_change(attention, shares, error, self.trust, self.trust_read)
-        values = scattered(packed.values, attention, attention.values + change)
+        values = scattered(packed.values, attention, self._fitted(attention, attention.shares()))
         return replace(packed, values=values)
 
 

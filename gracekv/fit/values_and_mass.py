@@ -9,7 +9,7 @@ from torch import Tensor
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.attended import KeptMass, Reference, attended, scattered
 from gracekv.fit.base import FITTERS
-from gracekv.fit.values import RidgeFitter, inverse_penalty, ridge, ridge_change
+from gracekv.fit.values import RidgeFitter, inverse_penalty, ridge
 from gracekv.prefill import Region
 from gracekv.registry import bounded
 
@@ -40,13 +40,11 @@ class ValuesAndMass(RidgeFitter):
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
         attention = attended(reference, packed, region)
         factor = multiplicities(attention, self.mass_trust, self.trust_read)
-        shares = attention.shares(factor)
-        error = attention.output - attention.found(shares, attention.values)
-        change = ridge_change(attention, shares, error, self.trust, self.trust_read)
+        values = self._fitted(attention, attention.shares(factor))
         # The factor of entries that are not free is 1.
         return dataclasses.replace(
             packed,
-            values=scattered(packed.values, attention, attention.values + change),
+            values=scattered(packed.values, attention, values),
             log_multiplicity=packed.log_multiplicity + factor.flatten()[attention.place].log_(),
         )
 
