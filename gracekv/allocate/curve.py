@@ -67,8 +67,7 @@ def auction_curve(
     at = torch.arange(len(spent), device="cpu")
     if len(spent) > _POINTS:
         marks = torch.linspace(0, int(spent[-1]), _POINTS, dtype=torch.float32, device="cpu").long()
-        ends = spent.new_tensor([floor_entries, int(spent[-1])])
-        marks = torch.cat([marks, ends]).sort().values
+        marks = torch.cat([marks, spent.new_tensor([floor_entries, int(spent[-1])])]).sort().values
         at = torch.searchsorted(spent, marks).clamp(max=len(spent) - 1).unique()
     return AuctionCurve(
         entries=torch.nn.functional.pad(spent[at], (1, 0)),

@@ -66,8 +66,7 @@ def weighted_cut(
         t, and the weight of all candidates of larger keys in all processes; None if everything
         together weighs at most `limit`.
     """
-    largest = keys.max() if len(keys) else keys.new_zeros(())
-    length = int(shard.maximum(largest)).bit_length()
+    length = int(shard.maximum(keys.max() if len(keys) else keys.new_zeros(()))).bit_length()
     prefix, above = 0, 0
     for shift in range((length - 1) // _BITS * _BITS, -1, -_BITS) if length else (0,):
         digit = (keys >> shift) & (2**_BITS - 1)

@@ -79,9 +79,8 @@ class Critical(Scorer):
         second = (first + self.epsilon) * norms.to(first.device)
         # Ties toward the earlier token: stable sorts.
         sorts = (x.sort(dim=-1, descending=True, stable=True) for x in (first, second))
-        one, two = (x.indices.tolist() for x in sorts)
-        heads = zip(one, two, strict=True)
-        order = torch.tensor([merged_order(*orders, self.first_stage) for orders in heads])
+        heads = zip(*(x.indices.tolist() for x in sorts), strict=True)
+        order = torch.tensor([merged_order(one, two, self.first_stage) for one, two in heads])
         return rank_scores(order.to(first.device))
 
 

@@ -92,10 +92,9 @@ class DraftAttention(Scorer):
 
         Raises `MissingCaptureError` if no answer was drafted.
         """
-        drafts = [x for x in capture.observed if isinstance(x, Draft)]
         # A longer draft begins with the shorter one.
-        longer = [x for x in drafts if x.tokens >= self.max_tokens]
-        draft = capture.observation(longer[0] if longer else Draft(self.max_tokens))
+        fits = [x for x in capture.observed if isinstance(x, Draft) and x.tokens >= self.max_tokens]
+        draft = capture.observation(fits[0] if fits else Draft(self.max_tokens))
         first = region.start - capture.spans.context_start
         rows = draft[:, : self.max_tokens, first : first + region.length]
         return rows.float().mean(dim=1).to(capture.keys.device)

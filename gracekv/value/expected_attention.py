@@ -157,10 +157,9 @@ class ExpectedAttention(Scorer):
             logits.append((mean @ some.mT).add_(square))
         expected = torch.softmax(torch.cat(logits, dim=-1), dim=-1)
         score = reduce(expected, "g n t -> g t", "mean") + self.epsilon
-        if not self.value_norm:
-            return score
-        norms: Tensor = capture.values[:, seen.start : seen.end].float().norm(dim=-1)
-        return score * norms
+        if self.value_norm:
+            score *= capture.values[:, seen.start : seen.end].float().norm(dim=-1)
+        return score
 
 
 def mean_rotation(rope: Rope, dim: int, start: int, count: int) -> Tensor:

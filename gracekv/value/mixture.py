@@ -72,8 +72,7 @@ def combine_scores(scores: list[Tensor], weights: tuple[float, ...], rule: Rule)
     share = on_device(torch.from_numpy(part), stacked.device).view(-1, *[1] * scores[0].ndim)
     if rule == "geometric":
         # A token whose score is 0 in one of them still ranks by the others.
-        least = filled(1, 1e-30, torch.float64, stacked.device)
-        parts = torch.maximum(stacked, least).pow_(share)
+        parts = stacked.maximum(filled(1, 1e-30, torch.float64, stacked.device)).pow_(share)
     else:
         parts = stacked * share
     joined: Any = {"sum": torch.add, "rms": torch.hypot, "geometric": torch.mul}[rule]
