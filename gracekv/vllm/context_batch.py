@@ -88,10 +88,9 @@ def plan_batch(
     most, worth, programs = division
     contexts = {one.context.header.digest: one.context for one in asking.values()}
     tiled = sum(-(-one.tokens * group // most) for one in asking.values()) * pages.shape[1]
-    split = max(1, programs // tiled)
 
     def parts(entries: int) -> int:
-        return max(1, min(split, -(-entries // worth)))
+        return max(1, min(programs // tiled, -(-entries // worth)))
 
     of_context = {digest: parts(context.longest) for digest, context in contexts.items()}
     order, work, slots = _divide(asking, group, most, of_context, parts(metadata.max_seq_len))
@@ -161,9 +160,7 @@ def _divide(
 
     # Requests with slots first; then by context, with those that fill units last.
     order = sorted(asking.items(), key=place)
-    units: list[_Unit] = []
-    pages: list[_Unit] = []
-    slots: list[int] = []
+    units, pages, slots = list[_Unit](), list[_Unit](), list[int]()
     shared: dict[str, tuple[int, int]] = {}
     row = 0
     for _, one in order:

@@ -58,9 +58,8 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
     check_served(result.model)
     check_same_model(result.fingerprint, result.model, "The result", "Compress it with this model.")
     path = path_of(path)
-    count = len(result.prompts)
-    names = [f"{path.name}-{number}" for number in range(1, count + 1)] if result.is_batch else None
-    folders = [path.parent / check_name(name) for name in names or [path.name]]
+    names = [f"{path.name}-{number}" for number, _ in enumerate(result.prompts, 1)]
+    folders = [path.parent / check_name(x) for x in (names if result.is_batch else [path.name])]
     for folder in folders:
         check_replaceable(folder)
     model, recipe = result.model, recipes.label(result.pipeline)

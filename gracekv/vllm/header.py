@@ -141,8 +141,7 @@ class ContextHeader(Continuation):
     @property
     def continuation(self) -> Continuation:
         """How requests continue the context, without the rest."""
-        names = (x.name for x in fields(Continuation))
-        return Continuation(**{name: getattr(self, name) for name in names})
+        return Continuation(**{x.name: getattr(self, x.name) for x in fields(Continuation)})
 
     def to_json(self) -> str:
         """The text of `header.json`."""

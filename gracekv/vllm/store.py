@@ -211,8 +211,7 @@ class ContextStore:
 
     def _checked_header(self, folder: Path) -> ContextHeader:
         header = ContextHeader.read(folder / HEADER, folder.name)
-        other = differences(header.model, self.model or {})
-        if other:
+        if other := differences(header.model, self.model or {}):
             raise StoreError(
                 f"Context {folder.name!r} was made with another model: {', '.join(other)} differ. "
                 f"Serve the same weights in {header.dtype}, or compress with the served model."
@@ -223,9 +222,8 @@ class ContextStore:
         path, model = self.folder(name) / header.entries_file, header.model
         if self._heads is None:  # of some heads, the header tells no bytes
             self.loaded.check(name, header.bytes)
-        devices = [torch.device("cpu")] * model["layers"]
         try:
-            cache = read_cache(path, devices, header.digest)
+            cache = read_cache(path, [torch.device("cpu")] * model["layers"], header.digest)
             layers = dequantised(cache).layers
         except MemoryError:
             raise
