@@ -45,8 +45,7 @@ class WidthShare:
     @classmethod
     def summed(cls, shares: Iterable[WidthShare]) -> tuple[WidthShare, ...]:
         """Sum the shares by width, widest first, leaving out widths without entries."""
-        entries: Counter[int] = Counter()
-        size: Counter[int] = Counter()
+        entries, size = Counter[int](), Counter[int]()
         for share in shares:
             entries[share.bits] += share.entries
             size[share.bits] += share.bytes

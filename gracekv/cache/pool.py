@@ -215,5 +215,4 @@ def _where(mask: Tensor, count: int, ranks: Tensor) -> Tensor:
     `ranks` are 0, 1, 2, ... at least to n - 1.
     """
     # All others are written to a place before the first.
-    place = mask.cumsum(0) * mask
-    return ranks.new_empty(count + 1).scatter_(0, place, ranks[: len(mask)])[1:]
+    return ranks.new_empty(count + 1).scatter_(0, mask.cumsum(0) * mask, ranks[: len(mask)])[1:]

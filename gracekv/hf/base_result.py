@@ -150,8 +150,7 @@ class BaseResult(ABC):
     def accounting(self) -> Accounting:
         """Entries and bytes of all prompts together; `entries` are [S*L, G], prompt by prompt."""
         total = Accounting.total(self.accountings, backend_bytes=self._cache.held_bytes)
-        held = held_memory(self._cache, self._runs, self._rows)
-        return replace(total, held_bytes=held)
+        return replace(total, held_bytes=held_memory(self._cache, self._runs, self._rows))
 
     @property
     def accountings(self) -> tuple[Accounting, ...]:

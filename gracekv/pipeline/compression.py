@@ -125,8 +125,7 @@ class Compression:
                 if self._pool is None:
                     self._pool = EntryPool(info, region, self._plan.base)
                 caps = self._caps(scores, capture.number)
-                gains = candidates(scores, omega, caps, pipe.allocate.elastic)
-                self._pool.add(capture, gains)
+                self._pool.add(capture, candidates(scores, omega, caps, pipe.allocate.elastic))
 
     def finish(
         self,

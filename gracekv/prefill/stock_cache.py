@@ -198,8 +198,7 @@ class StockLayers:
         if left != self._last_alone:
             return
         own = [x for x in self._layers if number in (None, x.number)]
-        numbers = {x.number for x in own}
-        states = [x for x in self.states if x.number not in numbers]
+        states = [x for x in self.states if number not in (None, x.number)]
         for layer in own:
             held, tensors = layers[layer.number], dict[str, Tensor]()
             if layer.window is not None:

@@ -96,9 +96,8 @@ class CostTable:
         first, last = children.start - self.nodes.start[row], children.end - self.nodes.start[row]
         is_prefix = first == 0
         cost = self._costs[(~is_prefix).long(), row, torch.where(is_prefix, last, first)]
-        places = int(count.max())
         # Places without a child lie at the node's end.
-        start = self.nodes.end[:, None].repeat(1, places)
+        start = self.nodes.end[:, None].repeat(1, int(count.max()))
         end, distortion = start.clone(), self.node_cost.new_zeros(start.shape)
         start[row, place], end[row, place] = children.start, children.end
         distortion[row, place] = torch.where(last - first > 1, cost, 0.0)
