@@ -115,9 +115,7 @@ FORMATS = {
     "and not add_generation_prompt else '<|end|>' }}{% endfor %}" + OPENS,
     "as Gemma": "<s>{% for m in messages[1:] %}{% if loop.first %}{{ messages[0].content }}"
     "{% endif %}" + SHOWN + OPENS,
-    "as Qwen 3": EACH
-    + SHOWN.replace("{{", "{{ '(thought)' if loop.last and m.role == 'assistant' }}{{")
-    + OPENS,
+    "as Qwen 3": EACH + "{{ '(thought)' if loop.last and m.role == 'assistant' }}" + SHOWN + OPENS,
 }
 
 

@@ -31,19 +31,17 @@ def data(pair):
 
 @pytest.fixture(scope="session")
 def open_page(browser, data, tmp_path_factory):
-    """open(data, **context): a new page that is loaded; page.problems is what went wrong in it."""
-    folder, contexts, kept = tmp_path_factory.mktemp("pages"), {}, {}
+    """open_page(data): a new page that is loaded; page.problems is what went wrong in it."""
+    folder, kept = tmp_path_factory.mktemp("pages"), {}
+    context = browser.new_context(viewport={"width": 1300, "height": 900})
+    context.set_default_timeout(10_000)
 
-    def open_page(shown=data, **options):
+    def open_page(shown=data):
         # Another report may have the id of one that is gone.
         path = folder / f"{id(kept.setdefault(id(shown), shown))}.html"
         if not path.exists():
             path.write_text(render(shown), encoding="utf-8")
-        options = {"viewport": {"width": 1300, "height": 900}, **options}
-        if str(options) not in contexts:
-            contexts[str(options)] = browser.new_context(**options)
-            contexts[str(options)].set_default_timeout(10_000)
-        page = contexts[str(options)].new_page()
+        page = context.new_page()
         page.problems, page.asked = [], []
         page.on("pageerror", lambda error: page.problems.append(str(error)))
         page.on("console", lambda message: page.problems.append(message.text))
@@ -56,8 +54,7 @@ def open_page(browser, data, tmp_path_factory):
         return page
 
     yield open_page
-    for context in contexts.values():
-        context.close()
+    context.close()
 
 
 @pytest.fixture
