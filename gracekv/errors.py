@@ -62,7 +62,7 @@ class UnsupportedModelError(GracekvError):
 
 
 class LayerOrderError(UnsupportedModelError):
-    """The model does not call its decoder layers one after the other."""
+    """The model calls its layers out of order, or changes torch's settings while it runs."""
 
 
 class WholeCacheWarning(UserWarning):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ConfigError, TaskError
-from gracekv.prefill.chat_text import plain_ids, turn_ids
+from gracekv.prefill.chat_text import plain_ids
+from gracekv.prefill.messages import turn_ids
 from gracekv.prefill.prompt import Prompt
 
 Truncate = Literal["middle", "start", "error"]

@@ -260,7 +260,7 @@ def prefilled_run(
 
     Arguments and errors are those of `run_capture` and `Compression`; `ConfigError` and
     `LayerOrderError` also if `options.stream` asks for what cannot be. Warns (`WholeCacheWarning`)
-    where a model is read as a whole since its layers mix.
+    where a model cannot be read by layers, and is read as a whole.
     """
     # A small budget shrinks the recent window.
     needs = replace(pipeline.needs(), recent=plan.recent)

@@ -30,8 +30,9 @@ from gracekv.hf.generation import (
     stream_text,
 )
 from gracekv.pipeline.run import Run
-from gracekv.prefill.chat_text import Message, check_question, new_turns, plain_messages
+from gracekv.prefill.chat_text import Message, check_question
 from gracekv.prefill.fingerprint import fingerprint
+from gracekv.prefill.messages import new_turns, plain_messages
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_needs, trained_length

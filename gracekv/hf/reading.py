@@ -130,7 +130,8 @@ class Reading:
             each: called with the number of each compressed layer, 0-based, once `record` holds all
                 of it. It drops the layer from `record`.
 
-        Raises `LayerOrderError` if the model does not call its layers one after the other.
+        Raises `LayerOrderError` if the model does not call its layers one after the other, or its
+        forward changes torch's settings.
         """
         greenlets = required("greenlet", "hf")
         driver, blocks = greenlets.getcurrent(), self.model.get_decoder().layers

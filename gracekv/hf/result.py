@@ -30,7 +30,8 @@ from gracekv.hf.generation import (
     padding_id,
 )
 from gracekv.pipeline.run import Run
-from gracekv.prefill.chat_text import check_question, first_turn
+from gracekv.prefill.chat_text import check_question
+from gracekv.prefill.messages import first_turn
 from gracekv.prefill.options import DEFAULTS, CaptureOptions, trim_memory
 from gracekv.prefill.prompt import Prompt
 

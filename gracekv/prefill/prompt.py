@@ -12,15 +12,14 @@ from torch import Tensor
 from gracekv.errors import PromptError, expect
 from gracekv.prefill.chat_text import (
     Message,
-    begun,
     check_question,
     check_text,
     continued,
     encode,
     has_chat_template,
-    plain_messages,
     render,
 )
+from gracekv.prefill.messages import encoded_messages, plain_messages
 from gracekv.prefill.spans import PromptSpans
 
 
@@ -168,7 +167,7 @@ class Prompt:
         """
         if not messages or not has_chat_template(tokenizer):
             raise PromptError("Give at least one message, and a tokenizer with a chat template.")
-        context, ids = begun(tokenizer, plain_messages(messages), tools)
+        context, ids = encoded_messages(tokenizer, plain_messages(messages), tools)
         spans = PromptSpans(0, context, context, len(ids))
         return cls(checked_ids(ids), spans, None, tokenizer, messages=len(messages))
 

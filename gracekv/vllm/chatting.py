@@ -11,14 +11,8 @@ from typing import Any, Literal
 from gracekv.decode.compaction import Compaction
 from gracekv.decode.limit import Limit
 from gracekv.errors import CacheError, ConfigError, EditedHistoryError, StoreError, expect, one_of
-from gracekv.prefill.chat_text import (
-    Message,
-    check_question,
-    continued,
-    is_same,
-    new_turns,
-    plain_messages,
-)
+from gracekv.prefill.chat_text import Message, check_question, continued
+from gracekv.prefill.messages import is_same, new_turns, plain_messages
 from gracekv.vllm.header import SEPARATOR
 from gracekv.vllm.requests import Request
 

@@ -13,15 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gracekv.errors import PromptError, StoreError
-from gracekv.prefill.chat_text import (
-    check_question,
-    continued,
-    encode,
-    first_turn,
-    has_chat_template,
-    render,
-)
+from gracekv.prefill.chat_text import check_question, continued, encode, has_chat_template, render
 from gracekv.prefill.fingerprint import tokenizer_marks
+from gracekv.prefill.messages import first_turn
 from gracekv.prefill.prompt import Prompt
 from gracekv.vllm.header import EXACT, PARAMETER, QUESTION, SEPARATOR, Continuation
 from gracekv.vllm.store import ContextStore

@@ -6,7 +6,6 @@ from transformers import CompileConfig
 
 import gracekv
 from gracekv.errors import CacheError
-from gracekv.hf.static_layer import StaticGraceLayer
 from gracekv.testing.models import tiny_model
 from support.margins import assert_same_beams
 from support.static_tails import assert_same_answer, prompts, steps
@@ -129,6 +128,6 @@ def test_a_full_tail_and_other_rows_are_refused(model, result, monkeypatch):
         cache.with_static_tail(2)
     other.reset()
     # On a GPU the layers do not look at their lengths, and `generate` drops masks of ones.
-    monkeypatch.setattr(StaticGraceLayer, "tail_length", property(lambda layer: 0))
+    monkeypatch.setattr(type(other.layers[0]), "tail_length", property(lambda layer: 0))
     with pytest.raises(CacheError, match="holds 3 tokens since compression; this step needs 4"):
         model.generate(**result.inputs, past_key_values=other, max_new_tokens=5)

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from gracekv.errors import PromptError
 from gracekv.prefill import chat_text
-from gracekv.prefill.chat_text import check_question, continued, new_turns, plain_ids, turn_ids
+from gracekv.prefill.chat_text import check_question, continued, plain_ids
+from gracekv.prefill.messages import new_turns, turn_ids
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_tokenizer
 from support.skips import needs_smollm2

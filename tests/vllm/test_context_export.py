@@ -9,8 +9,8 @@ import torch
 import gracekv
 from gracekv.cache.base import RaggedCache
 from gracekv.errors import PromptError, StoreError, UnsupportedModelError
-from gracekv.prefill.chat_text import first_turn
 from gracekv.prefill.fingerprint import differences
+from gracekv.prefill.messages import first_turn
 from gracekv.prefill.model_layers import model_layers
 from gracekv.testing.models import tiny_model, tiny_tokenizer
 from gracekv.vllm import ContextStore, export, request

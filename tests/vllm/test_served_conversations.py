@@ -10,7 +10,8 @@ pytest.importorskip("openai")
 import gracekv
 from gracekv import Compaction, Limit
 from gracekv.errors import CacheError, ConfigError, EditedHistoryError, PromptError, StoreError
-from gracekv.prefill.chat_text import continued, turn_ids
+from gracekv.prefill.chat_text import continued
+from gracekv.prefill.messages import turn_ids
 from gracekv.vllm import Client
 from support.context_server import QUESTION, TEXT, context_server, extensions
 

@@ -1,0 +1,229 @@
+"""Encodes the messages of a conversation; of a history, those that were not read yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain, pairwise
+from os.path import commonprefix
+from typing import Any, Literal
+
+from gracekv.errors import EditedHistoryError, PromptError, expect, suggestion
+from gracekv.prefill.chat_text import (
+    ROLES,
+    Message,
+    check_text,
+    continued,
+    has_chat_template,
+    placeholder,
+    plain_ids,
+    shown,
+)
+
+_PLAIN = ({"role": "user", "content": "."}, {"role": "assistant", "content": "."})
+# Other fields, which clients add, are not rendered.
+_COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
+_CHANGED = (
+    "The chat template does not show a message and the one after it once and unchanged. Render the "
+    "conversation yourself and use model.generate with result.new_cache()."
+)
+
+
+def encoded_messages(
+    tokenizer: Any, messages: Sequence[Message], tools: Any = None
+) -> tuple[int, list[int]]:
+    """Ids of messages and the start of an answer, and how many stay if more messages follow.
+
+    A template may end messages that are not answered with more, such as the end of the text.
+
+    Raises `PromptError` if the template shows nothing of them yet.
+    """
+    ends, answered = (
+        plain_ids(tokenizer, shown(tokenizer, messages, answers=answers, tools=tools))
+        for answers in (False, True)
+    )
+    if not (shared := len(commonprefix([ends, answered]))):  # noqa: RUF071
+        raise PromptError(
+            "The chat template shows these messages only with a user's. Add the first of those."
+        )
+    return shared, answered
+
+
+def first_turn(tokenizer: Any, question: str, separator: str, template: bool) -> list[int]:
+    """Ids of the first question after a context, up to the start of the answer.
+
+    Raises `PromptError` if the chat template changes the texts.
+    """
+    asked = [{"role": "user", "content": question}]
+    return turn_ids(tokenizer, asked, separator, template, after="context")[0]
+
+
+def turn_ids(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    separator: str,
+    template: bool,
+    *,
+    after: Literal["context", "answer"] | Sequence[Message] = "answer",
+    tools: Sequence[Any] | None = None,
+    answer_prefix: str = "",
+) -> list[list[int]]:
+    """Ids of each of `messages`, the last up to the start of the next answer.
+
+    Earlier turns are not rendered again, so their tokens stay as they are, even those that a
+    template would remove from old answers.
+
+    Args:
+        tokenizer: renders and encodes them.
+        messages: as chat templates take them; none stands for the start of the answer alone.
+        separator: between the context and the first message, if that goes on with its turn.
+        template: whether the chat format is used, if the tokenizer has one.
+        after: whether they go on with the context's own message, or follow an answer whose turn
+            they end; or the messages that they follow.
+        tools: for the template.
+        answer_prefix: given start of the next answer.
+
+    Raises `PromptError` if the chat template changes the texts.
+    """
+    if not (template and has_chat_template(tokenizer)):
+        texts = [separator + (message.get("content") or "") for message in messages]
+        return [continued(tokenizer, text) for text in (*texts[:-1], texts[-1] + answer_prefix)]
+    mark = placeholder("turn", str(messages))
+    read = [_PLAIN[0], {"role": "assistant", "content": mark}, *messages]
+    if after == "context":
+        first = {**messages[0], "content": f"{mark}{separator}{messages[0]['content']}"}
+        read = [first, *messages[1:]]
+    elif not isinstance(after, str):
+        read, mark = [*after, *messages], ""
+
+    def rendered(count: int, *, answers: bool = False) -> str:
+        text = shown(tokenizer, read[: len(read) - len(messages) + count], answers, tools)
+        if mark and text.count(mark) != 1:
+            raise PromptError(_CHANGED)
+        return text.partition(mark)[2] if mark else text
+
+    whole = rendered(len(messages), answers=True) + answer_prefix
+    asked = [str(one["content"]).strip() for one in messages if one["role"] == "user"]
+    if not all(text in whole for text in asked):
+        raise PromptError(_CHANGED)
+    encoded = partial(continued if mark else plain_ids, tokenizer)
+    ids, start, place = encoded(whole), 0, 0
+    if not isinstance(after, str):
+        start, known = encoded_messages(tokenizer, after, tools)
+        if ids[:start] != known[:start]:
+            # Such as a thought that is removed from older answers: as after a plain answer.
+            end = shown(tokenizer, _PLAIN, answers=False, tools=tools).rpartition(".")[2]
+            how: Any = {"tools": tools, "answer_prefix": answer_prefix}
+            turn, *rest = turn_ids(tokenizer, messages, separator, template, **how)
+            return [turn[len(continued(tokenizer, end)) :], *rest]
+        place = len(commonprefix([rendered(0), rendered(0, answers=True)]))  # noqa: RUF071
+    borders = [place]
+    for n, message in enumerate(messages[:-1], 1):
+        # A template may show a message otherwise when another follows it: it ends with its content.
+        said = str(message.get("content") or "").strip()
+        same = len(commonprefix([rendered(n), whole]))  # noqa: RUF071
+        found = whole.find(said, borders[-1])
+        borders.append(max(same, found + len(said) if found >= 0 else 0))
+    pieces = [whole[a:b] for a, b in pairwise([*borders, len(whole)])]
+    turns = [continued(tokenizer, piece) for piece in pieces]
+    if list(chain.from_iterable(turns)) == ids[start:]:  # as where a special token starts each turn
+        return turns
+    ends = [len(commonprefix([encoded(whole[:x]), ids])) for x in borders[1:]]  # noqa: RUF071
+    return [ids[a:b] for a, b in pairwise([start, *ends, len(ids)])]
+
+
+def new_turns(
+    tokenizer: Any,
+    known: Sequence[Message],
+    given: Sequence[Message],
+    context: int = 0,
+    *,
+    tools: Sequence[Any] | None = None,
+    separator: str = "\n\n",
+    template: bool = True,
+) -> list[tuple[str, list[int]]]:
+    """Role and token ids of each message of `given` that was not read yet.
+
+    The last one's ids go up to the start of the answer.
+
+    Args:
+        tokenizer: renders and encodes messages.
+        known: the messages that were read, the last one an answer; none before the first turn.
+        given: the whole history as OpenAI's clients send it.
+        context: how many messages the compressed context consists of; 0 if it is a document, whose
+            turn the first message goes on with.
+        tools: the definitions of tools, which belong to the context.
+        separator: between a document and the first message.
+        template: whether the chat format is used.
+
+    Raises:
+        EditedHistoryError: a message differs from the one that was read in its place.
+        PromptError: a message is malformed, there is no new one, or the template cannot show it
+            after the context.
+    """
+    known, given = plain_messages(known), plain_messages(given)
+    for number, old in enumerate(known):
+        if number >= len(given) or not is_same(old, given[number]):
+            raise EditedHistoryError(
+                f"Message {number}, of role {old['role']!r}, is not the one that was read. Send "
+                f'the history unchanged, or compress it anew with edited="compress".'
+            )
+    new = given[max(len(known), context) :]
+    if not known and not context and (tools or (new and new[0]["role"] != "user")):
+        raise PromptError(
+            "A system prompt and tools stand before the context, which is a document here: after "
+            "it, the first message is a user's. Compress Prompt.from_messages(tokenizer, messages, "
+            "tools=tools) instead."
+        )
+    if not new and (known or len(given) < max(context, 1)):
+        raise PromptError("There is no new message to answer.")
+    after: Any = "answer" if known else given[:context] or "context"
+    end = list[int]()
+    called = [_PLAIN[0], given[len(known) - 1]] if known else []
+    if template and called and called[1].get("tool_calls") and has_chat_template(tokenizer):
+        # Results are shown behind a call alone, and a call may end otherwise than an answer.
+        count, ids = encoded_messages(tokenizer, called, tools)
+        added = {*getattr(tokenizer, "get_added_vocab", dict)().values()}
+        if places := [n for n in range(count) if ids[n] in added]:
+            after, end = called, ids[places[-1] : count]
+    first, *rest = turn_ids(tokenizer, new, separator, template, after=after, tools=tools)
+    roles = [one["role"] for one in new] or [given[-1]["role"]]
+    return list(zip(roles, [end + first, *rest], strict=True))
+
+
+def plain_messages(given: Any) -> list[Message]:
+    """The messages with their content as text, which may come in parts of type "text".
+
+    Raises `PromptError` unless `given` is a list of messages with roles, and for one that looks
+    mistyped. The content may be missing where an assistant calls tools.
+    """
+    expect(given, list | tuple, "Messages are a list (for a text there is chat.ask)", PromptError)
+    return [_plain(number, message) for number, message in enumerate(given)]
+
+
+def _plain(number: int, message: Any) -> Message:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    near = "" if role in ROLES else suggestion(str(role), ROLES)
+    if not isinstance(role, str) or near:  # templates may know others, such as "ipython"
+        raise PromptError(
+            f"Message {number} must be a mapping with a role of {', '.join(ROLES)}; got "
+            f"{role or message!r}.{near}"
+        )
+    parts = message.get("content")
+    if parts is None and role == "assistant" and message.get("tool_calls"):
+        return {**message}
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        for part in (parts if isinstance(parts, list) else [parts])
+    ]
+    advice = 'Only texts are read, whole or in parts: [{"type": "text", "text": ...}].'
+    for text in texts:
+        check_text(f"The content of message {number}", text, advice)
+    return {**message, "content": "\n".join(texts)}
+
+
+def is_same(old: Message, given: Message) -> bool:
+    """Whether `given` is `old`; an answer may come back as the tool calls that it was read as."""
+    if old["role"] == given["role"] == "assistant" and given.get("tool_calls"):
+        return old.get("tool_calls") in (None, given["tool_calls"])
+    return all((old.get(name) or "") == (given.get(name) or "") for name in _COMPARED)
