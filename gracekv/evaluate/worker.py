@@ -68,7 +68,9 @@ class Worker:
     def __init__(self, name: str, dtype: str, model: Any, tokenizer: Any, sources: Sources) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.sources = sources
-        marks = {k: v for k, v in fingerprint(model, tokenizer).items() if k != "model_name"}
+        marks = dict(fingerprint(model, tokenizer))
+        # Rows of earlier versions lack the second one, and rows that go on must have the same.
+        del marks["model_name"], marks["config_fields"]
         # The fields of every row about the model.
         self.named: dict[str, Any] = {"model": name, "dtype": dtype, "marks": marks}
 

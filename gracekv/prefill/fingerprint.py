@@ -25,22 +25,25 @@ from gracekv.kernels.uploads import upload
 
 # Where the model came from may differ between machines; its computation may not.
 _INFORMATIVE = ("model_name",)
+# Fields of a config that do not change what a model computes: saving adds the first ones.
+_SAVING = {"transformers_version", "architectures", "dtype", "name_or_path"}
+_GENERATION = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
     """The marks that identify a model and its tokenizer.
 
-    Class, name, dtype, active adapters, a hash of the config, and one of names, shapes and a few
-    elements of all weights; of a tokenizer `tokenizer_marks`. Adapters that are not active do not
-    count, nor do elements of weights of a quantising class, which cannot be read. Weights of which
-    some are offloaded or spread over processes have no hash, so they are not compared.
+    Class, name, dtype, active adapters, hashes of the config and of its fields that change what a
+    model computes (files of earlier versions have the first alone), and one of names, shapes and a
+    few elements of all weights; of a tokenizer `tokenizer_marks`. Adapters that are not active do
+    not count, nor do elements of weights of a quantising class, which cannot be read. Weights of
+    which some are offloaded or spread over processes have no hash, so they are not compared.
     """
     marks = quick_marks(model)
-    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
-    # Saving a model adds these to its config; they do not change what it computes.
-    for name in ("transformers_version", "architectures", "dtype", "name_or_path"):
-        config.pop(name, None)
-    marks["config"] = _digest(json.dumps(config, sort_keys=True, default=repr))
+    config = model.config.to_dict()
+    public = {k: x for k, x in config.items() if not k.startswith("_") and k not in _SAVING}
+    marks["config"] = _fields_digest(public)
+    marks["config_fields"] = _fields_digest(_without(public, _SAVING | _GENERATION))
     weights = list(_weights(model))
     if not is_sharded(model) and not any(weight.is_meta for _, weight in weights):
         marks["weights"] = sampled_digest(weights)
@@ -60,15 +63,17 @@ def quick_marks(model: Any) -> dict[str, str]:
 def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The marks that differ between two models or tokenizers, in the words of an error message.
 
-    A mark that either side lacks, or has as None, is not compared. Marks that are mappings, such as
-    the digests of weights by name, are compared item by item.
+    A mark that either side lacks, or has as None, is not compared, nor the whole config where both
+    have the hash of its fields. Marks that are mappings, such as the digests of weights by name,
+    are compared item by item.
     """
     found = []
-    for name in sorted(made.keys() & now.keys() - set(_INFORMATIVE)):
+    names = made.keys() & now.keys() - set(_INFORMATIVE)
+    for name in sorted(names - {"config"} if "config_fields" in names else names):
         mine, other = made[name], now[name]
         if mine == other or mine is None or other is None:
             continue
-        said = name
+        said = name.removesuffix("_fields")
         if name in ("adapters", "dtype"):
             said = f"{name} ({mine or 'none'} then, {other or 'none'} now)"
         elif isinstance(mine, Mapping) and isinstance(other, Mapping):
@@ -109,6 +114,16 @@ def tokenizer_marks(tokenizer: Any) -> dict[str, str]:
 def _vocabulary(tokenizer: Callable[[], Any], size: int) -> str:
     """Hash of a vocabulary, which takes 0.1 to 0.5 s; tokens that are added change its `size`."""
     return _digest(repr(sorted(tokenizer().get_vocab().items())))
+
+
+def _without(config: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """The public fields of a config, and of the configs in it, but for those of these `names`."""
+    kept = {k: x for k, x in config.items() if not str(k).startswith("_") and k not in names}
+    return {k: _without(x, names) if isinstance(x, dict) else x for k, x in kept.items()}
+
+
+def _fields_digest(config: Mapping[str, Any]) -> str:
+    return _digest(json.dumps(config, sort_keys=True, default=repr))
 
 
 def _digest(text: str) -> str:

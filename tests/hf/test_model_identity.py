@@ -5,7 +5,7 @@ import torch
 
 import gracekv
 from gracekv.errors import CacheError, SavedCacheError
-from gracekv.prefill.fingerprint import differences
+from gracekv.prefill.fingerprint import differences, fingerprint
 from gracekv.testing.models import tiny_llama
 from support.batches import Numbers
 
@@ -89,3 +89,21 @@ def test_a_file_whose_marks_are_no_mapping_is_of_another_model():
     marks = {"embed.weight": "0"}
     assert differences({"weights": "x"}, {"weights": marks}) == ["weights"]
     assert differences({"weights": marks}, {"weights": "x"}) == ["weights"]
+
+
+def test_fields_of_generation_leave_a_model_what_it_is(model, tmp_path):
+    path = tmp_path / "x.gracekv"
+    result = result_of(model)
+    result.save(path)
+    before = dict(result.fingerprint)
+    model.config.pad_token_id, model.config.use_cache = 0, False
+    gracekv.load(path, model)
+    result.chat().close()
+    result.extend(IDS[:40], ratio=2)
+    now = fingerprint(model)
+    assert now["config"] != before.pop("config_fields")
+    # As a file of an earlier version, whose hash counts them.
+    assert differences(before, now) == ["config"]
+    model.config.rms_norm_eps *= 2
+    with pytest.raises(SavedCacheError, match="its config differ"):
+        gracekv.load(path, model)
