@@ -32,7 +32,7 @@ from gracekv.hf.generation import (
 from gracekv.pipeline.run import Run
 from gracekv.prefill.chat_text import Message, check_question
 from gracekv.prefill.fingerprint import fingerprint
-from gracekv.prefill.messages import new_turns, plain_messages
+from gracekv.prefill.messages import ENDING, new_turns, plain_messages
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_needs, trained_length
@@ -269,7 +269,8 @@ class Conversation(AbstractContextManager["Conversation"]):
                     f"The first {prompt.messages} messages or tools are not those of the context. "
                     "A template that shows today's date changes every day."
                 )
-        how = {"separator": prompt.separator, "template": prompt.template, "tools": tools}
+        how: Any = {"separator": prompt.separator, "template": prompt.template, "tools": tools}
+        how["read"] = self._ids[-ENDING:].tolist() if known else ()
         return new_turns(prompt.tokenizer, known, messages, prompt.messages, **how)
 
     @contextmanager

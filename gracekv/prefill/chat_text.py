@@ -18,9 +18,17 @@ _ONE = "Pass one prompt at a time; for token ids use Prompt.from_ids."
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    """Whether the tokenizer has a chat format; raises `PromptError` for a processor."""
+    """Whether the tokenizer has a chat format.
+
+    Raises `PromptError` for a processor, and for mistral-common's, which shows no text of it.
+    """
     if hasattr(tokenizer, "image_processor"):
         raise PromptError("Prompts are text alone: pass the processor's tokenizer.")
+    if type(tokenizer).__name__ == "MistralCommonBackend":
+        raise PromptError(
+            "mistral-common's tokenizer has no chat template. Load the one of transformers by "
+            "AutoTokenizer.from_pretrained(..., mistral_format=False), or pass token ids."
+        )
     return bool(getattr(tokenizer, "chat_template", None))
 
 

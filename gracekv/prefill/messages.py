@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain, pairwise
 from os.path import commonprefix
@@ -21,6 +22,8 @@ from gracekv.prefill.chat_text import (
 )
 
 _PLAIN = ({"role": "user", "content": "."}, {"role": "assistant", "content": "."})
+ENDING = 16
+"""Tokens of an answer's end among which the template's end of its turn may begin."""
 # Other fields, which clients add, are not rendered.
 _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 _CHANGED = (
@@ -34,19 +37,36 @@ def encoded_messages(
 ) -> tuple[int, list[int]]:
     """Ids of messages and the start of an answer, and how many stay if more messages follow.
 
-    A template may end messages that are not answered with more, such as the end of the text.
+    A template may end messages that are not answered with more, such as the end of the text. The
+    start of an answer keeps a token, so that a turn has one. A call of tools waits for no answer.
 
     Raises `PromptError` if the template shows nothing of them yet.
     """
-    ends, answered = (
-        plain_ids(tokenizer, shown(tokenizer, messages, answers=answers, tools=tools))
-        for answers in (False, True)
-    )
-    if not (shared := len(commonprefix([ends, answered]))):  # noqa: RUF071
+    renderings = [plain_ids(tokenizer, text) for text in _renderings(tokenizer, messages, tools)]
+    whole = renderings[0]
+    most = len(whole) - (not messages[-1].get("tool_calls"))
+    if not (shared := min(len(commonprefix(renderings)), most)):  # noqa: RUF071
         raise PromptError(
             "The chat template shows these messages only with a user's. Add the first of those."
         )
-    return shared, answered
+    return shared, whole
+
+
+def _renderings(tokenizer: Any, messages: Sequence[Message], tools: Any) -> list[str]:
+    """Texts of messages: up to an answer if it is due, at their end, and with one more behind.
+
+    The last one is missing where the template refuses it.
+    """
+    *_, last = messages
+    following: Message = _PLAIN[last["role"] in ("user", "tool")]
+    texts = [shown(tokenizer, messages, answers=False, tools=tools)]
+    if calls := last.get("tool_calls"):
+        following = {"role": "tool", "content": ".", "tool_call_id": calls[0].get("id")}
+    else:
+        texts.insert(0, shown(tokenizer, messages, answers=True, tools=tools))
+    with suppress(PromptError):
+        texts.append(shown(tokenizer, [*messages, following], answers=False, tools=tools))
+    return texts
 
 
 def first_turn(tokenizer: Any, question: str, separator: str, template: bool) -> list[int]:
@@ -112,11 +132,13 @@ def turn_ids(
         start, known = encoded_messages(tokenizer, after, tools)
         if ids[:start] != known[:start]:
             # Such as a thought that is removed from older answers: as after a plain answer.
-            end = shown(tokenizer, _PLAIN, answers=False, tools=tools).rpartition(".")[2]
+            mark = placeholder("answer", str(messages))
+            texts = _renderings(tokenizer, [_PLAIN[0], {**_PLAIN[1], "content": mark}], tools)
+            end = [continued(tokenizer, text.partition(mark)[2]) for text in texts]
             how: Any = {"tools": tools, "answer_prefix": answer_prefix}
             turn, *rest = turn_ids(tokenizer, messages, separator, template, **how)
-            return [turn[len(continued(tokenizer, end)) :], *rest]
-        place = len(commonprefix([rendered(0), rendered(0, answers=True)]))  # noqa: RUF071
+            return [turn[len(commonprefix(end)) :], *rest]  # noqa: RUF071
+        place = len(commonprefix(_renderings(tokenizer, after, tools)))  # noqa: RUF071
     borders = [place]
     for n, message in enumerate(messages[:-1], 1):
         # A template may show a message otherwise when another follows it: it ends with its content.
@@ -138,6 +160,7 @@ def new_turns(
     given: Sequence[Message],
     context: int = 0,
     *,
+    read: Sequence[int] = (),
     tools: Sequence[Any] | None = None,
     separator: str = "\n\n",
     template: bool = True,
@@ -152,6 +175,7 @@ def new_turns(
         given: the whole history as OpenAI's clients send it.
         context: how many messages the compressed context consists of; 0 if it is a document, whose
             turn the first message goes on with.
+        read: the last `ENDING` ids that were read, the answer's if there are `known` messages.
         tools: the definitions of tools, which belong to the context.
         separator: between a document and the first message.
         template: whether the chat format is used.
@@ -179,16 +203,34 @@ def new_turns(
         raise PromptError("There is no new message to answer.")
     after: Any = "answer" if known else given[:context] or "context"
     end = list[int]()
+    added = {*getattr(tokenizer, "get_added_vocab", dict)().values()}
     called = [_PLAIN[0], given[len(known) - 1]] if known else []
     if template and called and called[1].get("tool_calls") and has_chat_template(tokenizer):
         # Results are shown behind a call alone, and a call may end otherwise than an answer.
         count, ids = encoded_messages(tokenizer, called, tools)
-        added = {*getattr(tokenizer, "get_added_vocab", dict)().values()}
         if places := [n for n in range(count) if ids[n] in added]:
-            after, end = called, ids[places[-1] : count]
+            after, end = called, ids[_written(read, ids[:count], added) or places[-1] : count]
     first, *rest = turn_ids(tokenizer, new, separator, template, after=after, tools=tools)
+    first = end + first
+    # The answer's end, where the model wrote a part of it, such as the tag that closes a call.
+    ends = (n for n in range(min(len(read), len(first)), 0, -1) if [*read[-n:]] == first[:n])
+    if (written := next(ends, 0)) and not added.isdisjoint(first[:written]):
+        first = first[written:]
     roles = [one["role"] for one in new] or [given[-1]["role"]]
-    return list(zip(roles, [end + first, *rest], strict=True))
+    return list(zip(roles, [first, *rest], strict=True))
+
+
+def _written(read: Sequence[int], call: Sequence[int], added: set[int]) -> int:
+    """How many ids of a call as the template shows it the model wrote, whose last are `read`.
+
+    The longest end that both have decides, if it has a token of the format; 0 if none has.
+    """
+    last, found = [*reversed(read)], [(0, 0)]
+    for n in range(len(call), 0, -1):
+        same = commonprefix([last, [*reversed(call[max(0, n - ENDING) : n])]])  # noqa: RUF071
+        if not added.isdisjoint(same):
+            found.append((len(same), n))
+    return max(found)[1]
 
 
 def plain_messages(given: Any) -> list[Message]:

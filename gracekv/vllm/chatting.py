@@ -12,7 +12,7 @@ from gracekv.decode.compaction import Compaction
 from gracekv.decode.limit import Limit
 from gracekv.errors import CacheError, ConfigError, EditedHistoryError, StoreError, expect, one_of
 from gracekv.prefill.chat_text import Message, check_question, continued
-from gracekv.prefill.messages import is_same, new_turns, plain_messages
+from gracekv.prefill.messages import ENDING, is_same, new_turns, plain_messages
 from gracekv.vllm.header import SEPARATOR
 from gracekv.vllm.requests import Request
 
@@ -126,7 +126,9 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         tokenizer, known = self._client._tokenizer, self.messages
         if known and tools != self._tools:
             raise EditedHistoryError("The tools are not those that the conversation began with.")
-        return new_turns(tokenizer, known, messages, self._count, tools=tools, separator=SEPARATOR)
+        read = [x for _, ids in self._tail for x in ids][-ENDING:]
+        how: Any = {"read": read, "tools": tools, "separator": SEPARATOR}
+        return new_turns(tokenizer, known, messages, self._count, **how)
 
     def _stream(self, messages: Any, tools: Any, max_tokens: int, options: Any) -> Iterator[str]:
         self._take_over()

@@ -111,12 +111,19 @@ SHOWN = "<|user|>{{ m.content }}<|end|>{% endfor %}"
 EACH = "<s>{% for m in messages %}"
 OPENS = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 FORMATS = {
+    "as Mistral": EACH + SHOWN,
     "as Phi 4": EACH + SHOWN + "{{ '<|assistant|>' if add_generation_prompt else '</s>' }}",
     "as GPT-OSS": EACH + "<|user|>{{ m.content }}{{ '</s>' if loop.last and m.role == 'assistant' "
     "and not add_generation_prompt else '<|end|>' }}{% endfor %}" + OPENS,
     "as Gemma": "<s>{% for m in messages[1:] %}{% if loop.first %}{{ messages[0].content }}"
     "{% endif %}" + SHOWN + OPENS,
     "as Qwen 3": EACH + "{{ '(thought)' if loop.last and m.role == 'assistant' }}" + SHOWN + OPENS,
+    "as Command R": EACH
+    + "{{ '<|assistant|>' if m.role == 'assistant' }}"
+    + SHOWN
+    + "<|assistant|>",
+    "as Nemotron": EACH + "{% if not loop.last or m.role == 'user' %}" + SHOWN[:-12] + "{% endif %}"
+    "{% endfor %}" + OPENS + "(thought){{ messages[-1].content if messages[-1].role != 'user' }}",
 }
 
 
@@ -129,13 +136,14 @@ def test_messages_follow_those_of_the_context_as_the_template_shows_them(name, c
     said = [{"role": x, "content": TEXT[9 * n : 9 * n + 9].strip()} for n, x in enumerate(roles)]
     prompt = Prompt.from_messages(tokenizer, said[:count])
     ids = prompt.ids[: prompt.spans.context_end].tolist()
+    assert len(ids) < len(prompt.ids)
     new = new_turns(tokenizer, [], said, count)
     for message, (_, own) in zip(said[count:], new, strict=count < 4):
         assert message["content"] in tokenizer.decode(own)
     ids += [x for _, own in new for x in own]
     text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(ids).replace("(thought)", "") == text
-    assert ids == plain_ids(tokenizer, text) or "(thought)" in tokenizer.decode(ids)
+    assert tokenizer.decode(ids) == text
+    assert ids == plain_ids(tokenizer, text)
 
 
 def test_a_tool_s_result_follows_a_call_and_the_call_s_own_end():
@@ -150,6 +158,27 @@ def test_a_tool_s_result_follows_a_call_and_the_call_s_own_end():
     told = {"role": "tool", "tool_call_id": "1", "content": "A cat."}
     [(_, ids)] = new_turns(tokenizer, said, [*said, told], 1)
     assert tokenizer.decode(ids) == "</s><|user|>A cat.<|end|><|assistant|>"
+    tokenizer.chat_template = tokenizer.chat_template.replace("'</s>' if", "'<s><|end|>' if")
+    # The model wrote all of the call but for the token at which it ended.
+    read = plain_ids(tokenizer, "A call, as it writes it<s>")
+    [(_, ids)] = new_turns(tokenizer, said, [*said, told], 1, read=read)
+    assert tokenizer.decode(ids) == "<|end|><|user|>A cat.<|end|><|assistant|>"
+
+
+def test_what_the_model_wrote_of_an_answer_s_end_is_not_read_again():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = EACH + SHOWN.replace("<|end|>", "</s><|end|>") + OPENS
+    said = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Alice"}]
+    for end, rest in (("</s>", ""), ("", "</s>")):
+        read = plain_ids(tokenizer, "Alice" + end)
+        [(_, ids)] = new_turns(tokenizer, said, [*said, said[0]], read=read)
+        assert tokenizer.decode(ids) == rest + "<|end|><|user|>Who?</s><|end|><|assistant|>"
+
+
+def test_a_tokenizer_whose_chats_are_no_text_is_refused():
+    mistral = type("MistralCommonBackend", (type(tiny_tokenizer()),), {})
+    with pytest.raises(PromptError, match="mistral_format=False"):
+        Prompt.from_chat(mistral(tokenizer_object=Tokenizer(models.BPE())), context="It was late.")
 
 
 def test_passages_and_questions_that_are_not_unicode_are_refused():
