@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gracekv.evaluate.sample import Sample
 from gracekv.hf.generation import continue_ids
+from gracekv.prefill.cache_keyword import cache_keyword
 from gracekv.prefill.model_layers import attention_module, model_layers
 from gracekv.undo import hooked
 
@@ -105,10 +106,9 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
                 attention = attention_module(model.get_decoder().layers[layer.number])
                 hooks.append(attention.register_forward_hook(listen))
         # A cache with a limit is cut between two pieces.
+        options = {cache_keyword(model.forward): cache, "logits_to_keep": len(answer)}
         logits = [
-            model(
-                input_ids=piece[None].to(device), past_key_values=cache, logits_to_keep=len(answer)
-            ).logits[0]
+            model(input_ids=piece[None].to(device), **options).logits[0]
             for piece in fed.split(len(fed) if cache.limit is None else cache.limit.every)
         ]
     count = len(hooks)

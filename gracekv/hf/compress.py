@@ -24,6 +24,7 @@ from gracekv.pipeline.config import load_pipeline
 from gracekv.pipeline.run import Run
 from gracekv.precision import AllocatedPrecision
 from gracekv.prefill import Prefill
+from gracekv.prefill.cache_keyword import cache_keyword
 from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.model_layers import cache_dtype, head_sizes
 from gracekv.prefill.options import DEFAULTS, CaptureOptions, trim_memory
@@ -300,10 +301,15 @@ def generate(
     sizes = {"ratio": ratio, "entries_per_head": entries_per_head, "kv_bytes": kv_bytes}
     result = compress(model, prompt, pipeline=pipeline, budget=Budget.of(sizes, sizes))
     # A mask as long as the ids says that they begin with what is cached.
-    model_kwargs |= {"attention_mask": torch.ones_like(input_ids)}
-    model_kwargs |= {"past_key_values": result.new_cache(limit), "streamer": text_streamer}
+    keyword, cache = cache_keyword(model.forward), result.new_cache(limit)
+    model_kwargs |= {"attention_mask": torch.ones_like(input_ids), keyword: cache}
     if text_streamer is not None:
         text_streamer.put(input_ids.cpu())
     return model._sample(
-        input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        streamer=text_streamer,
+        **model_kwargs,
     )

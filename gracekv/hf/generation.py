@@ -25,6 +25,7 @@ from gracekv.hf.cache import GraceCache
 from gracekv.hf.graph_replay import setting as setting
 from gracekv.hf.resumed_layer import is_resumed
 from gracekv.prefill.attention_patch import input_device
+from gracekv.prefill.cache_keyword import NAMES, cache_keyword
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_continuation, trained_length
 
@@ -87,7 +88,7 @@ def continue_ids(
     processes of a sharded model were given different rows.
     """
     check_new_tokens(max_new_tokens)
-    caches = {"past_key_values", "cache_implementation"}
+    caches = {*NAMES, "cache_implementation"}
     taken = {"input_ids", "inputs_embeds", "attention_mask", *caches} & set(options)
     with in_step(model) as shard:
         if taken:
@@ -137,9 +138,8 @@ def continue_ids(
     with ExitStack() as stack:
         if replays and graph_replay.suits(model, cache, max_new_tokens, options):
             cache = stack.enter_context(graph_replay.replaying(model, cache, max_new_tokens))
-        output = model.generate(
-            **inputs, past_key_values=cache, max_new_tokens=max_new_tokens, **options
-        )
+        options = {cache_keyword(model.forward): cache} | options
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, **options)
     sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
     return sequences[:, inputs["input_ids"].shape[1] :]
 

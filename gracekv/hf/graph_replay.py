@@ -20,6 +20,7 @@ from transformers import GenerationMixin
 
 from gracekv.hf.cache import GraceCache
 from gracekv.prefill.attention_patch import own_decoder
+from gracekv.prefill.cache_keyword import NAMES, cache_keyword, given_cache
 from gracekv.prefill.model_layers import rope_parameters
 from gracekv.undo import undone
 
@@ -133,13 +134,13 @@ class ReplayedForward:
         self._output: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
+        ids, cache = kwargs.get("input_ids"), given_cache(kwargs)
         if args or cache is not self.cache or ids is None:
             return self._forward(*args, **kwargs)
         self._most += ids.shape[1] - 1
         self._make_room(ids.shape[1])
         self._used += ids.shape[1]
-        given = ("input_ids", "past_key_values", "attention_mask", "position_ids", "cache_position")
+        given = (*NAMES, "input_ids", "attention_mask", "position_ids", "cache_position")
         options = {name: value for name, value in kwargs.items() if name not in given}
         if ids.shape != self._ids.shape or any(isinstance(x, Tensor) for x in options.values()):
             return self._forward(**kwargs)
@@ -176,7 +177,7 @@ class ReplayedForward:
             options["cache_position"] = length[:1] + self.cache.packed_length
         self.cache.is_replayed = True
         try:
-            options |= {"past_key_values": self.cache, "attention_mask": None}
+            options |= {cache_keyword(self._forward): self.cache, "attention_mask": None}
             return self._forward(input_ids=self._ids, position_ids=positions, **options)
         finally:
             self.cache.is_replayed = False

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gracekv.errors import CacheError
 from gracekv.hf.cache import GraceCache
+from gracekv.prefill.cache_keyword import given_cache
 from gracekv.prefill.supported import switch_point
 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -33,7 +34,7 @@ def before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     positions are not those that follow the cached tokens or lie where the model's RoPE changes,
     or are missing beside a batch's prepared mask, or the model is in training mode.
     """
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if not isinstance(cache, GraceCache):
         return None
     if module.training:
@@ -52,7 +53,7 @@ def before_masks(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Raises `CacheError` if the mask hides cached tokens, does not hide a batch's padding, or has
     another length than cached and new tokens together.
     """
-    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    cache, mask = given_cache(kwargs), kwargs.get("attention_mask")
     if not (isinstance(cache, GraceCache) and isinstance(mask, Tensor) and mask.ndim == 2):
         return
     if not (cache.is_replayed or torch.compiler.is_compiling()):

@@ -21,6 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from gracekv.prefill.cache_keyword import cache_keyword
 from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.model_layers import model_layers, other_layers
 
@@ -140,6 +141,7 @@ class StockLayers:
 
     def __init__(self, model: Any, before: Sequence[LayerState], seen: int) -> None:
         self._layers, self._seen = other_layers(model), seen
+        self._keyword = cache_keyword(model.forward)
         self._cache: Any = None
         # States cannot go back by a token.
         self._last_alone = any(layer.has_states for layer in self._layers)
@@ -163,7 +165,7 @@ class StockLayers:
         """Keyword arguments of the model's forward."""
         if self._cache is None:
             return {"use_cache": False}
-        return {"use_cache": True, "past_key_values": self._cache}
+        return {"use_cache": True, self._keyword: self._cache}
 
     @contextmanager
     def beginning(self, tokens: int) -> Iterator[None]:
