@@ -15,9 +15,8 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped,unused-ignore]
 from numba import carray, types  # type: ignore[import-untyped,unused-ignore]
 from numba.core import cgutils  # type: ignore[import-untyped,unused-ignore]
-from numba.extending import intrinsic  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels.intrinsics import as_float32, inner, pointer
+from gracekv.kernels.intrinsics import as_float32, emitted, inner, pointer
 from gracekv.kernels.row_vectors import FLOATS, WIDTH, broadcast, multiply_add, vector_at
 
 _INTS = ir.VectorType(ir.IntType(32), WIDTH)
@@ -28,54 +27,38 @@ def _all(number: int) -> Any:
 
 
 def _decoder(half: str, *, by_channel: bool) -> Any:
-    def decode(
-        context: Any,
-        codes: Any,
-        at: Any,
-        step: Any,
-        scale: Any,
-        zero: Any,
-        place: Any,
-        stride: Any,
-        out: Any,
-        to: Any,
-        width: Any,
-        rows: Any,
-    ) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            kinds = signature.args
-            codes, at, step, scale, zero, place, stride, out, to, width, rows = arguments
-            pair = ((kinds[3], scale), (kinds[4], zero))
+    number = types.int64
+    given = (None, number, number, None, None, number, number, None, number, number, number)
 
-            def read(row: Any) -> list[Any]:
-                index = builder.add(place, builder.mul(row, stride))
-                if by_channel:
-                    places = [vector_at(context, builder, k, x, index) for k, x in pair]
-                    return [builder.load(found, align=4) for found in places]
-                data = [context.make_array(k)(context, builder, x).data for k, x in pair]
-                return [broadcast(builder, builder.load(builder.gep(x, [index]))) for x in data]
+    @emitted(types.void, *given)
+    def decode(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
+        codes, at, step, scale, zero, place, stride, out, to, width, rows = arguments
+        pair = ((kinds[3], scale), (kinds[4], zero))
 
-            shared = read(ir.Constant(ir.IntType(64), 0))
-            with cgutils.for_range(builder, rows) as loop:
-                s, z = shared if by_channel else read(loop.index)
-                index = builder.add(at, builder.mul(loop.index, step))
-                kind = ir.VectorType(ir.IntType(8), WIDTH)
-                found = vector_at(context, builder, kinds[0], codes, index, kind)
-                code = builder.zext(builder.load(found, align=1), _INTS)
-                if half == "low":
-                    code = builder.and_(code, _all(15))
-                elif half == "high":
-                    code = builder.lshr(code, _all(4))
-                numbers = multiply_add(builder, builder.sitofp(code, FLOATS), s, z)
-                index = builder.add(to, builder.mul(loop.index, width))
-                builder.store(numbers, vector_at(context, builder, kinds[7], out, index), align=4)
-            return context.get_dummy_value()
+        def read(row: Any) -> list[Any]:
+            index = builder.add(place, builder.mul(row, stride))
+            if by_channel:
+                places = [vector_at(context, builder, k, x, index) for k, x in pair]
+                return [builder.load(found, align=4) for found in places]
+            data = [context.make_array(k)(context, builder, x).data for k, x in pair]
+            return [broadcast(builder, builder.load(builder.gep(x, [index]))) for x in data]
 
-        number = types.int64
-        given = (codes, number, number, scale, zero, number, number, out, number, number, number)
-        return types.void(*given), generate
+        shared = read(ir.Constant(ir.IntType(64), 0))
+        with cgutils.for_range(builder, rows) as loop:
+            s, z = shared if by_channel else read(loop.index)
+            index = builder.add(at, builder.mul(loop.index, step))
+            kind = ir.VectorType(ir.IntType(8), WIDTH)
+            found = vector_at(context, builder, kinds[0], codes, index, kind)
+            code = builder.zext(builder.load(found, align=1), _INTS)
+            if half == "low":
+                code = builder.and_(code, _all(15))
+            elif half == "high":
+                code = builder.lshr(code, _all(4))
+            numbers = multiply_add(builder, builder.sitofp(code, FLOATS), s, z)
+            index = builder.add(to, builder.mul(loop.index, width))
+            builder.store(numbers, vector_at(context, builder, kinds[7], out, index), align=4)
 
-    return intrinsic(decode)
+    return decode
 
 
 # out[to + r width + i] = zero + scale * code for i = 0, ..., 15 and r below `rows`, the codes from

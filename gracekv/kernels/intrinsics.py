@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -30,59 +31,70 @@ inner: Callable[..., Callable[[Any], Any]] = functools.partial(
 """Decorator of a function that compiled code alone calls, with options of `numba.njit`."""
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def pointer(context: Any, address: Any) -> Any:
+def emitted(result: Any, *given: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator of a function that emits LLVM's instructions of a compiled function.
+
+    It takes numba's context and builder, the types of the arguments and then their values, and
+    returns the result's value, or None if the compiled function returns nothing.
+
+    Args:
+        result: numba type of the result.
+        given: numba type of each argument, to which it is converted; None keeps its own.
+    """
+    places = range(len(given) + 1)  # the first one is numba's typing context
+    names = [inspect.Parameter(f"x{n}", inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in places]
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        @functools.wraps(emit)
+        def typed(context: Any, *own: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+                value = emit(context, builder, signature.args, *arguments)
+                return context.get_dummy_value() if value is None else value
+
+            kinds = (y if x is None else x for x, y in zip(given, own, strict=True))
+            return result(*kinds), generate
+
+        typed.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+        return intrinsic(typed)
+
+    return decorate
+
+
+@emitted(types.voidptr, types.int64)
+def pointer(context: Any, builder: Any, kinds: Any, address: Any) -> Any:
     """An address as a pointer."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
+    return builder.inttoptr(address, ir.IntType(8).as_pointer())
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def wide_vectors(context: Any) -> Any:
+@emitted(types.void)
+def wide_vectors(context: Any, builder: Any, kinds: Any) -> None:
     """Let loops of the function that calls this use vectors of 512 bits, where there are any.
 
     LLVM takes 256 bits on Intel's processors, since a few wide vectors lower the clock for nothing.
     """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        # The set's own `add` refuses this attribute, which llvmlite does not list.
-        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    # The set's own `add` refuses this attribute, which llvmlite does not list.
+    set.add(builder.function.attributes, '"prefer-vector-width"="512"')
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def fetch_and_add(context: Any, pointer: Any, index: Any) -> Any:
+@emitted(types.int64, types.voidptr, types.int64)
+def fetch_and_add(context: Any, builder: Any, kinds: Any, pointer: Any, index: Any) -> Any:
     """Add 1 to pointer[index] atomically; returns its previous value."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(64)
-        at = builder.gep(builder.bitcast(arguments[0], word.as_pointer()), [arguments[1]])
-        return builder.atomic_rmw("add", at, ir.Constant(word, 1), "acq_rel")
-
-    return types.int64(types.voidptr, types.int64), generate
+    word = ir.IntType(64)
+    at = builder.gep(builder.bitcast(pointer, word.as_pointer()), [index])
+    return builder.atomic_rmw("add", at, ir.Constant(word, 1), "acq_rel")
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _prefetch_line(context: Any, array: Any, offset: Any) -> Any:
+@emitted(types.void, None, types.int64)
+def _prefetch_line(context: Any, builder: Any, kinds: Any, array: Any, offset: Any) -> None:
     """Prefetch the cache line of a byte of a contiguous array; it may lie outside."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        at = builder.gep(builder.bitcast(array.data, byte), [arguments[1]])
-        prefetch = builder.module.declare_intrinsic(
-            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
-        )
-        # For reading; into the nearest cache; data.
-        builder.call(prefetch, [at, flag(0), flag(3), flag(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64), generate
+    data = context.make_array(kinds[0])(context, builder, array).data
+    byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+    at = builder.gep(builder.bitcast(data, byte), [offset])
+    prefetch = builder.module.declare_intrinsic(
+        "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+    )
+    # For reading; into the nearest cache; data.
+    builder.call(prefetch, [at, flag(0), flag(3), flag(1)])
 
 
 @inner()

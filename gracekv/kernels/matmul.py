@@ -19,9 +19,8 @@ from numba.core import cgutils  # type: ignore[import-untyped,unused-ignore]
 from numba.core.codegen import (  # type: ignore[import-untyped,unused-ignore]
     get_host_cpu_features,
 )
-from numba.extending import intrinsic  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels.intrinsics import inner
+from gracekv.kernels.intrinsics import emitted, inner
 from gracekv.kernels.row_vectors import FLOATS, WIDTH, broadcast, multiply_add
 
 COLUMNS = WIDTH
@@ -39,40 +38,33 @@ def _tile(vectors: int) -> Callable[..., Any]:
     rows, first and stop. Missing rows repeat the last one.
     """
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def tile(
-        context: Any, a: Any, lda: Any, b: Any, ldb: Any, c: Any, ldc: Any, rows: Any, first: Any,
-        stop: Any,
-    ) -> Any:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            a, lda, b, ldb, c, ldc, rows, first, stop = arguments
-            word, single, pointer = ir.IntType(64), ir.FloatType(), FLOATS.as_pointer()
-            a, b, c = (builder.inttoptr(x, single.as_pointer()) for x in (a, b, c))
-            last, places = builder.sub(rows, word(1)), [word(v * WIDTH) for v in range(vectors)]
-            row = [
-                builder.select(builder.icmp_signed("<", word(r), last), word(r), last)
-                for r in range(_ROWS)
-            ]
-            sources = [builder.gep(a, [builder.mul(r, lda)]) for r in row]
-            zero = ir.Constant(FLOATS, [0.0] * WIDTH)
-            sums = [[cgutils.alloca_once_value(builder, zero) for _ in places] for _ in row]
-            with cgutils.for_range_slice(builder, first, stop, word(1), intp=word) as (s, _):
-                line = builder.gep(b, [builder.mul(s, ldb)])
-                at = [builder.bitcast(builder.gep(line, [place]), pointer) for place in places]
-                parts = [builder.load(x, align=4) for x in at]
-                for source, totals in zip(sources, sums, strict=True):
-                    factor = broadcast(builder, builder.load(builder.gep(source, [s]), align=4))
-                    for part, total in zip(parts, totals, strict=True):
-                        new = multiply_add(builder, factor, part, builder.load(total))
-                        builder.store(new, total)
-            for r, totals in zip(row, sums, strict=True):
-                target = builder.gep(c, [builder.mul(r, ldc)])
-                for place, total in zip(places, totals, strict=True):
-                    at = builder.bitcast(builder.gep(target, [place]), pointer)
-                    builder.store(builder.load(total), at, align=4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 9), generate
+    @emitted(types.void, *[types.int64] * 9)
+    def tile(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
+        a, lda, b, ldb, c, ldc, rows, first, stop = arguments
+        word, single, pointer = ir.IntType(64), ir.FloatType(), FLOATS.as_pointer()
+        a, b, c = (builder.inttoptr(x, single.as_pointer()) for x in (a, b, c))
+        last, places = builder.sub(rows, word(1)), [word(v * WIDTH) for v in range(vectors)]
+        row = [
+            builder.select(builder.icmp_signed("<", word(r), last), word(r), last)
+            for r in range(_ROWS)
+        ]
+        sources = [builder.gep(a, [builder.mul(r, lda)]) for r in row]
+        zero = ir.Constant(FLOATS, [0.0] * WIDTH)
+        sums = [[cgutils.alloca_once_value(builder, zero) for _ in places] for _ in row]
+        with cgutils.for_range_slice(builder, first, stop, word(1), intp=word) as (s, _):
+            line = builder.gep(b, [builder.mul(s, ldb)])
+            at = [builder.bitcast(builder.gep(line, [place]), pointer) for place in places]
+            parts = [builder.load(x, align=4) for x in at]
+            for source, totals in zip(sources, sums, strict=True):
+                factor = broadcast(builder, builder.load(builder.gep(source, [s]), align=4))
+                for part, total in zip(parts, totals, strict=True):
+                    new = multiply_add(builder, factor, part, builder.load(total))
+                    builder.store(new, total)
+        for r, totals in zip(row, sums, strict=True):
+            target = builder.gep(c, [builder.mul(r, ldc)])
+            for place, total in zip(places, totals, strict=True):
+                at = builder.bitcast(builder.gep(target, [place]), pointer)
+                builder.store(builder.load(total), at, align=4)
 
     return tile  # type: ignore[no-any-return]
 

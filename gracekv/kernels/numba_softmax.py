@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped,unused-ignore]
 from numba import types  # type: ignore[import-untyped,unused-ignore]
-from numba.extending import intrinsic  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels.intrinsics import inner, wide_vectors
+from gracekv.kernels.intrinsics import emitted, inner, wide_vectors
 from gracekv.kernels.row_vectors import WIDTH, largest_of
 
 LEAST = np.float32(-87.0)
@@ -34,16 +33,11 @@ _FAR = np.float32(20)
 _NEAR = np.float32(0.625)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _power_of_two(context: Any, n: Any) -> Any:
+@emitted(types.float32, types.int32)
+def _power_of_two(context: Any, builder: Any, kinds: Any, n: Any) -> Any:
     """2^n for int32 n from -126 to 127."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(32)
-        bits = builder.shl(builder.add(arguments[0], word(127)), word(23))
-        return builder.bitcast(bits, ir.FloatType())
-
-    return types.float32(types.int32), generate
+    word = ir.IntType(32)
+    return builder.bitcast(builder.shl(builder.add(n, word(127)), word(23)), ir.FloatType())
 
 
 @inner(inline="always")

@@ -12,7 +12,8 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped,unused-ignore]
 from numba import types  # type: ignore[import-untyped,unused-ignore]
 from numba.core import cgutils  # type: ignore[import-untyped,unused-ignore]
-from numba.extending import intrinsic  # type: ignore[import-untyped,unused-ignore]
+
+from gracekv.kernels.intrinsics import emitted
 
 WIDTH = 16
 """Numbers of a vector; dimensions are multiples of it."""
@@ -23,6 +24,7 @@ FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
 """A vector."""
 
 _INT = ir.IntType(64)
+_NUMBER = types.int64
 
 
 def vector_at(
@@ -66,86 +68,64 @@ def sums_of_four(builder: Any, vectors: list[Any]) -> Any:
     return builder.fadd(pick(builder, last, last, low[:4]), pick(builder, last, last, low[4:]))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def dot_four(
-    context: Any, queries: Any, query: Any, keys: Any, key: Any, dim: Any, out: Any, to: Any
-) -> Any:
+@emitted(types.void, None, _NUMBER, None, _NUMBER, _NUMBER, None, _NUMBER)
+def dot_four(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
     """out[to + r] = sum_i queries[query + i] keys[key + r dim + i] for r = 0, ..., 3."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kinds = signature.args
-        queries, query, keys, key, dim, out, to = arguments
-        zero = ir.Constant(FLOATS, [0.0] * WIDTH)
-        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(4)]
-        with cgutils.for_range_slice(builder, _INT(0), dim, _INT(WIDTH), intp=_INT) as (i, _):
-            at = vector_at(context, builder, kinds[0], queries, builder.add(query, i))
-            q, row = builder.load(at, align=4), builder.add(key, i)
-            for total in sums:
-                at = vector_at(context, builder, kinds[2], keys, row)
-                k = builder.load(at, align=4)
-                builder.store(multiply_add(builder, q, k, builder.load(total)), total)
-                row = builder.add(row, dim)
-        four = sums_of_four(builder, [builder.load(total) for total in sums])
-        builder.store(four, vector_at(context, builder, kinds[5], out, to, four.type), align=4)
-        return context.get_dummy_value()
-
-    number = types.int64
-    return types.void(queries, number, keys, number, number, out, number), generate
+    queries, query, keys, key, dim, out, to = arguments
+    zero = ir.Constant(FLOATS, [0.0] * WIDTH)
+    sums = [cgutils.alloca_once_value(builder, zero) for _ in range(4)]
+    with cgutils.for_range_slice(builder, _INT(0), dim, _INT(WIDTH), intp=_INT) as (i, _):
+        at = vector_at(context, builder, kinds[0], queries, builder.add(query, i))
+        q, row = builder.load(at, align=4), builder.add(key, i)
+        for total in sums:
+            at = vector_at(context, builder, kinds[2], keys, row)
+            k = builder.load(at, align=4)
+            builder.store(multiply_add(builder, q, k, builder.load(total)), total)
+            row = builder.add(row, dim)
+    four = sums_of_four(builder, [builder.load(total) for total in sums])
+    builder.store(four, vector_at(context, builder, kinds[5], out, to, four.type), align=4)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def largest_of(context: Any, x: Any, vectors: Any) -> Any:
+@emitted(types.float32, None, _NUMBER)
+def largest_of(context: Any, builder: Any, kinds: Any, x: Any, vectors: Any) -> Any:
     """The largest of the first 16 `vectors` numbers, `vectors` > 0; any or NaN if one is NaN."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, (x, vectors) = signature.args[0], arguments
+    def larger(a: Any, b: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", b, a), b, a)
 
-        def larger(a: Any, b: Any) -> Any:
-            return builder.select(builder.fcmp_ordered(">", b, a), b, a)
-
-        first = vector_at(context, builder, array, x, _INT(0))
-        top = cgutils.alloca_once_value(builder, builder.load(first, align=4))
-        with cgutils.for_range(builder, vectors) as loop:
-            at = vector_at(context, builder, array, x, builder.mul(loop.index, _INT(WIDTH)))
-            builder.store(larger(builder.load(top), builder.load(at, align=4)), top)
-        vector, lanes = builder.load(top), WIDTH
-        while lanes > 1:
-            lanes //= 2
-            low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
-            vector = larger(pick(builder, vector, vector, low), pick(builder, vector, vector, high))
-        return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
-
-    return types.float32(x, types.int64), generate
+    first = vector_at(context, builder, kinds[0], x, _INT(0))
+    top = cgutils.alloca_once_value(builder, builder.load(first, align=4))
+    with cgutils.for_range(builder, vectors) as loop:
+        at = vector_at(context, builder, kinds[0], x, builder.mul(loop.index, _INT(WIDTH)))
+        builder.store(larger(builder.load(top), builder.load(at, align=4)), top)
+    vector, lanes = builder.load(top), WIDTH
+    while lanes > 1:
+        lanes //= 2
+        low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
+        vector = larger(pick(builder, vector, vector, low), pick(builder, vector, vector, high))
+    return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
 
 
 def _adder(channels: int) -> Any:
-    def add(
-        context: Any, weights: Any, weight: Any, values: Any, value: Any, dim: Any, rows: Any,
-        out: Any, to: Any,
-    ) -> Any:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            kinds = signature.args
-            weights, weight, values, value, dim, rows, out, to = arguments
-            steps = [_INT(c) for c in range(0, channels, WIDTH)]
-            places = [vector_at(context, builder, kinds[6], out, builder.add(to, c)) for c in steps]
-            sums = [cgutils.alloca_once_value(builder, builder.load(at, align=4)) for at in places]
-            data = context.make_array(kinds[0])(context, builder, weights).data
-            with cgutils.for_range(builder, rows) as loop:
-                at = builder.gep(data, [builder.add(weight, loop.index)])
-                w = broadcast(builder, builder.load(at))
-                row = builder.add(value, builder.mul(loop.index, dim))
-                for c, total in zip(steps, sums, strict=True):
-                    at = vector_at(context, builder, kinds[2], values, builder.add(row, c))
-                    v = builder.load(at, align=4)
-                    builder.store(multiply_add(builder, w, v, builder.load(total)), total)
-            for place, total in zip(places, sums, strict=True):
-                builder.store(builder.load(total), place, align=4)
-            return context.get_dummy_value()
+    @emitted(types.void, None, _NUMBER, None, _NUMBER, _NUMBER, _NUMBER, None, _NUMBER)
+    def add(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
+        weights, weight, values, value, dim, rows, out, to = arguments
+        steps = [_INT(c) for c in range(0, channels, WIDTH)]
+        places = [vector_at(context, builder, kinds[6], out, builder.add(to, c)) for c in steps]
+        sums = [cgutils.alloca_once_value(builder, builder.load(at, align=4)) for at in places]
+        data = context.make_array(kinds[0])(context, builder, weights).data
+        with cgutils.for_range(builder, rows) as loop:
+            at = builder.gep(data, [builder.add(weight, loop.index)])
+            w = broadcast(builder, builder.load(at))
+            row = builder.add(value, builder.mul(loop.index, dim))
+            for c, total in zip(steps, sums, strict=True):
+                at = vector_at(context, builder, kinds[2], values, builder.add(row, c))
+                v = builder.load(at, align=4)
+                builder.store(multiply_add(builder, w, v, builder.load(total)), total)
+        for place, total in zip(places, sums, strict=True):
+            builder.store(builder.load(total), place, align=4)
 
-        number = types.int64
-        return types.void(weights, number, values, number, number, number, out, number), generate
-
-    return intrinsic(add)
+    return add
 
 
 # out[to + i] += sum_r weights[weight + r] values[value + r dim + i] over `rows` rows, for i below
