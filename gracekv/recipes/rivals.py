@@ -13,7 +13,9 @@ _PER_HEAD = {"name": "per_head", "remainder": True}
 _RIVAL: Mapping[str, Any] = {**TOKENS, "sensitivity": "none", "quota": _PER_HEAD}
 # Without a recent window: the last token alone stays by itself.
 _LAST: Mapping[str, Any] = {**_RIVAL, "window": {"size": 1, "minimum": 1}}
+_SAFEGUARDED = {**_RIVAL, "quota": {"name": "adaptive_heads", "rule": "safeguard"}}
 _MEAN_POOLED = {"name": "window_attention", "pooling": "avg", "kernel": 5}
+_WITHOUT_NORMS = {"name": "expected_attention", "value_norm": False}
 RIVALS: Mapping[str, Recipe] = {
     # StreamingLLM's own rule for recent tokens takes the place of the shared window, of which one
     # token stays: the last one, which the rule always keeps.
@@ -70,11 +72,7 @@ RIVALS: Mapping[str, Recipe] = {
     "expected-attention": Recipe(
         "Tokens by the attention that unknown future queries are expected to pay them",
         "Devoto et al. 2025, arXiv:2510.00636; as its authors run it, the question is not read",
-        {
-            **_RIVAL,
-            "value": {"name": "expected_attention", "epsilon": 1e-2},
-            "quota": {"name": "adaptive_heads", "rule": "safeguard"},
-        },
+        {**_SAFEGUARDED, "value": {"name": "expected_attention", "epsilon": 1e-2}},
     ),
     "kvzip-two-pass": Recipe(
         "One top-k over all heads by attention received while the model repeats the context",
@@ -100,9 +98,8 @@ RIVALS: Mapping[str, Recipe] = {
         "CriticalKV's tokens in equal shares; values and keys by regression",
         "Peng et al. 2026, arXiv:2605.31105; shared recent window",
         {
-            **_RIVAL,
+            **_SAFEGUARDED,
             "value": {"name": "critical", "scorer": _MEAN_POOLED},
-            "quota": {"name": "adaptive_heads", "rule": "safeguard"},
             "fit": "regression",
         },
     ),
@@ -159,12 +156,6 @@ RIVALS: Mapping[str, Recipe] = {
     "critical-expected-attention": Recipe(
         "CriticalKV's two halves by expected attention without its value norms",
         "Feng et al. 2025, arXiv:2502.03805; as in kvpress, the question is not read",
-        {
-            **_RIVAL,
-            "value": {
-                "name": "critical",
-                "scorer": {"name": "expected_attention", "value_norm": False},
-            },
-        },
+        {**_RIVAL, "value": {"name": "critical", "scorer": _WITHOUT_NORMS}},
     ),
 }
