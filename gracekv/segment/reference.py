@@ -42,11 +42,8 @@ def local_curvature(unit: Floats, window: int, epsilon: float) -> Floats:
 
 def stable_curvature(states: Sequence[Tensor], rule: Curvature) -> Floats:
     """kappa [T] from the sampled layers' states [T, D]. Source: Eq. (S5)."""
-    views = [
-        local_curvature(unit_states(hidden, rule.epsilon), window, rule.epsilon)
-        for hidden in states
-        for window in rule.windows
-    ]
+    units = [unit_states(hidden, rule.epsilon) for hidden in states]
+    views = [local_curvature(x, window, rule.epsilon) for x in units for window in rule.windows]
     kappa = np.zeros(len(views[0]))
     for i in range(len(kappa)):
         at = [float(view[i]) for view in views]
@@ -85,9 +82,8 @@ def dispersion(states: Sequence[Tensor], start: int, end: int, epsilon: float) -
 def boundary_score(kappa: Sequence[float], surprisal: Sequence[float], rule: CurvatureDP) -> Floats:
     """b [T] from kappa [T] and surprisal [T]. Source: Eq. (S8)."""
     epsilon = rule.curvature.epsilon
-    return rule.curvature_weight * robust_zscore(
-        kappa, epsilon
-    ) + rule.surprisal_weight * robust_zscore(surprisal, epsilon)
+    turns = rule.curvature_weight * robust_zscore(kappa, epsilon)
+    return turns + rule.surprisal_weight * robust_zscore(surprisal, epsilon)
 
 
 def slot_profit(

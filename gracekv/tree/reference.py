@@ -37,11 +37,8 @@ def refine_interval(
     forced: dict[int, float] = {}
     if context.forced is not None:
         scores = context.forced[evaluator.layer, evaluator.head]
-        forced = {
-            t: float(scores[t - origin])
-            for t in range(start, end)
-            if float(scores[t - origin]) > -math.inf
-        }
+        own = {t: float(scores[t - origin]) for t in range(start, end)}
+        forced = {t: score for t, score in own.items() if score > -math.inf}
     if forced:
         extracted = min(forced, key=lambda t: (-forced[t], t))
     else:

@@ -171,10 +171,8 @@ def expected_attention(scorer: ExpectedAttention, prefill: Prefill, region: Regi
     tokens = torch.zeros(prefill.layers, prefill.kv_heads, end, dtype=torch.float64)
     for layer in range(prefill.layers):
         table = prefill.rope_of(layer).double()
-        turns = [
-            table.rotate(eye, torch.full((dim,), end + ahead))
-            for ahead in range(scorer.future_positions)
-        ]
+        ahead = range(end, end + scorer.future_positions)
+        turns = [table.rotate(eye, torch.full((dim,), position)) for position in ahead]
         turn = sum(turns[1:], turns[0]) / len(turns)
         shares = torch.zeros(heads, end, dtype=torch.float64)
         for head in range(heads):

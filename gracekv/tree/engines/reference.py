@@ -107,24 +107,19 @@ class ReferenceDistortion:
             z_tilde = prototype.multiplicity * math.exp(self._logit(query, prototype.key) - top)
             m_tilde = z_tilde * prototype.value
             d_q = weights.lambda_z * (z - z_tilde) ** 2 / (z**2 + weights.epsilon)
-            d_q += (
-                weights.lambda_m * float((m - m_tilde).square().sum())
-                / (float(m.square().sum()) + weights.epsilon)
-            )  # fmt: skip
+            lost = weights.lambda_m * float((m - m_tilde).square().sum())
+            d_q += lost / (float(m.square().sum()) + weights.epsilon)
             terms.append(z / total * d_q)
         return sum(terms) / len(terms)
 
     def masses(self, start: int, end: int) -> list[float]:
         """Mean normalised mass of each token of [start, end) over the probes that see it all."""
-        seeing = [probe for probe in self.probes if probe[0] >= end - 1]
-        return [
-            sum(
-                math.exp(self._logit(query, self.keys[t]) - top) / total
-                for _, query, top, total in seeing
-            )
-            / len(seeing)
-            for t in range(start, end)
-        ]
+        seeing = [probe[1:] for probe in self.probes if probe[0] >= end - 1]
+        masses = []
+        for key in self.keys[start:end]:
+            each = [math.exp(self._logit(query, key) - top) / total for query, top, total in seeing]
+            masses.append(sum(each) / len(seeing))
+        return masses
 
     def drop(self, start: int, end: int) -> float:
         """D^drop([start, end))."""
