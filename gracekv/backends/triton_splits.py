@@ -54,10 +54,8 @@ class PartSplits:
         """
         coding, keys, values = entries.coding, entries.keys, entries.values
         stored = [keys.codes, keys.scale, keys.zero, values.codes, values.scale, values.zero]
-        return (
-            [*stored, entries.log_multiplicity, self.items, self.item_first],
-            [coding.bits, coding.group, self.most],
-        )
+        tensors = [*stored, entries.log_multiplicity, self.items, self.item_first]
+        return tensors, [coding.bits, coding.group, self.most]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

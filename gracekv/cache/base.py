@@ -265,11 +265,8 @@ class Packer(PrefillReader, Strategy, abc.ABC):
         """
         spans = prefill.spans
         layouts = selection.layouts(spans.length, prefill.keys, spans.past)
-        layers = tuple(
-            self.layer(LayerToPack(prefill.layer(number), layout, scores[number], rule))
-            for number, layout in enumerate(layouts)
-        )
-        return RaggedCache(layers, length=spans.length - 1)
+        given = (LayerToPack(prefill.layer(n), x, scores[n], rule) for n, x in enumerate(layouts))
+        return RaggedCache(tuple(map(self.layer, given)), length=spans.length - 1)
 
 
 PACKERS = Registry("pack", "how a chosen node becomes an entry", Packer)

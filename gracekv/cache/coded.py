@@ -159,9 +159,8 @@ class CodedEntries:
 
     def numbers(self, row: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values float32 [stop - first, d] of entries [first, stop), all of `row`."""
-        block = self.block_offsets[row] + (
-            (torch.arange(first, stop) - self.offsets[row]) // self.coding.group
-        )
+        inside = torch.arange(first, stop) - self.offsets[row]
+        block = self.block_offsets[row] + inside // self.coding.group
         keys = self.keys.numbers(first, stop, self.coding.bits, block)
         return keys, self.values.numbers(first, stop, self.coding.bits, None)
 

@@ -77,10 +77,8 @@ def joined_scores(
         own[:] = [x.maximum(y[len(y) - len(x) :]) for x, y in zip(own, given, strict=True)]
     if scores is not None:
         after = [list(map(_without_gaps, own)) for own in after]
-    return tuple(
-        torch.cat([x for both in zip(*pair, strict=True) for x in both])
-        for pair in zip(before, after, strict=True)
-    )
+    layers = (zip(*pair, strict=True) for pair in zip(before, after, strict=True))
+    return tuple(torch.cat([x for both in heads for x in both]) for heads in layers)
 
 
 def _by_head(cache: CompressedCache, scores: Sequence[Tensor] | None) -> list[list[Tensor]]:

@@ -106,11 +106,9 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
                 attention = attention_module(model.get_decoder().layers[layer.number])
                 hooks.append(attention.register_forward_hook(listen))
         # A cache with a limit is cut between two pieces.
+        pieces = fed.split(len(fed) if cache.limit is None else cache.limit.every)
         options = {cache_keyword(model.forward): cache, "logits_to_keep": len(answer)}
-        logits = [
-            model(input_ids=piece[None].to(device), **options).logits[0]
-            for piece in fed.split(len(fed) if cache.limit is None else cache.limit.every)
-        ]
+        logits = [model(input_ids=x[None].to(device), **options).logits[0] for x in pieces]
     count = len(hooks)
     outputs = (torch.cat(kept[n::count])[-len(answer) :] for n in range(count))
     return AnswerOutputs(torch.cat(logits)[-len(answer) :].float().log_softmax(-1), tuple(outputs))

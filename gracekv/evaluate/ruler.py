@@ -193,9 +193,8 @@ def chains(task: Mapping[str, Any], length: int) -> Family:
         places = sorted(rng.choices(range(len(text) + 1), k=names))
         for place, line in reversed(list(zip(places, chain, strict=True))):
             text.insert(place, line)
-        question, answer_prefix = (
-            task[part].format(query=value, num_v=names) for part in ("question", "answer_prefix")
-        )
+        texts = (task["question"], task["answer_prefix"])
+        question, answer_prefix = (x.format(query=value, num_v=names) for x in texts)
         asked = FurtherQuestion(question, answer_prefix, tuple(variables))
         return Texts(task["prefix"], "\n".join(text), (asked,))
 

@@ -143,10 +143,9 @@ def attention(
         # sdpa does not cap logits and knows no sinks.
         own = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
         plain = _eager if own or base == "eager" else sdpa_attention_forward
-        output: tuple[Tensor, Tensor | None] = plain(
+        return plain(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
-        return output
     if dropout:
         raise CacheError("A compressed cache is for inference. Call model.eval() first.")
     if kwargs.get("output_attentions"):

@@ -247,12 +247,9 @@ class Prefill:
 
         Raises `MissingCaptureError` if a query was not captured and cannot be computed again.
         """
-        missing: dict[Observer, Tensor] = {
-            x: self.observe(x)
-            for x in observers
-            if x not in self.observed and isinstance(x, LayerObserver) and not x.reads
-        }
-        return self._replaced(observed={**self.observed, **missing}) if missing else self
+        own = (x for x in observers if isinstance(x, LayerObserver) and not x.reads)
+        found: dict[Observer, Tensor] = {x: self.observe(x) for x in own if x not in self.observed}
+        return self._replaced(observed={**self.observed, **found}) if found else self
 
     def observe(self, observer: LayerObserver) -> Tensor:
         """The observation [...] of an observer of queries, keys and values, now if not before.

@@ -59,11 +59,8 @@ def self_check(model: Any) -> None:
     if model in _passed:
         return
     family, layers = model.config.model_type, model.get_decoder().layers
-    attending = {
-        layer.number: attention_module(layers[layer.number])
-        for layer in model_layers(model)
-        if layer.has_attention
-    }
+    numbers = [layer.number for layer in model_layers(model) if layer.has_attention]
+    attending = {number: attention_module(layers[number]) for number in numbers}
     for number, attention in attending.items():
         if output_projection(attention) is None or hasattr(attention, "kv_b_proj"):
             raise _refusal(

@@ -140,5 +140,4 @@ def projection_norms(projection: Projection, heads: int, like: Tensor) -> Tensor
     Source: Eq. (V7) (static strength, before its sum).
     """
     columns = projection.weight(like).float().square().sum(dim=0)
-    norms: Tensor = rearrange(columns, "(h d) -> h d", h=heads).sum(dim=-1).sqrt()
-    return norms
+    return rearrange(columns, "(h d) -> h d", h=heads).sum(dim=-1).sqrt()
