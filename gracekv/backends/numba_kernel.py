@@ -90,9 +90,8 @@ def _run_splits(
         place = split - args.packed_splits
         stored = splits[split, 4] if place < 0 else 0
         if place < 0:
-            row, first, stop, slot = (
-                splits[split, 0], splits[split, 1], splits[split, 2], splits[split, 3],
-            )  # fmt: skip
+            row, slot = splits[split, 0], splits[split, 3]
+            first, stop = splits[split, 1], splits[split, 2]
             sequence, head = row // heads, row % heads
             begin, end = sequence_start[sequence], sequence_start[sequence + 1]
             k_rows, v_rows, added_from = keys, values, first

@@ -44,10 +44,8 @@ def _tile(vectors: int) -> Callable[..., Any]:
         word, single, pointer = ir.IntType(64), ir.FloatType(), FLOATS.as_pointer()
         a, b, c = (builder.inttoptr(x, single.as_pointer()) for x in (a, b, c))
         last, places = builder.sub(rows, word(1)), [word(v * WIDTH) for v in range(vectors)]
-        row = [
-            builder.select(builder.icmp_signed("<", word(r), last), word(r), last)
-            for r in range(_ROWS)
-        ]
+        row = [word(r) for r in range(_ROWS)]
+        row = [builder.select(builder.icmp_signed("<", r, last), r, last) for r in row]
         sources = [builder.gep(a, [builder.mul(r, lda)]) for r in row]
         zero = ir.Constant(FLOATS, [0.0] * WIDTH)
         sums = [[cgutils.alloca_once_value(builder, zero) for _ in places] for _ in row]

@@ -120,9 +120,8 @@ def _run_work(args: Any, like: Any) -> None:
     taken = fetch_and_add(counters, 0)
     while taken < args.units * heads:
         unit, head = taken // heads, taken % heads
-        context, reads_pages, first, count = (
-            work[unit, 0], work[unit, 1], work[unit, 2], work[unit, 3],
-        )  # fmt: skip
+        context, reads_pages = work[unit, 0], work[unit, 1]
+        first, count = work[unit, 2], work[unit, 3]
         part, parts = work[unit, 4], work[unit, 5]
         for j in range(count):
             of = ((first + j) // group * heads + head) * group + (first + j) % group

@@ -123,14 +123,10 @@ def add_intervals(
     # Local names, because reading a field of a tuple counts references each time.
     p, gram, cross, cross_terms = scratch.p, scratch.gram, scratch.cross, scratch.cross_terms
     z, m_square, key_sum = scratch.z, scratch.m_square, scratch.key_sum
-    gram_sum, weighted_gram_sum, scores = (
-        scratch.gram_sum, scratch.weighted_gram_sum, scratch.scores,
-    )  # fmt: skip
-    pending_z, pending_m_square, v_products, mean_keys, spans = (
-        scratch.pending_z, scratch.pending_m_square, scratch.v_products, scratch.mean_keys,
-        scratch.spans,
-    )  # fmt: skip
-    log_ms, v_squares = scratch.log_m, scratch.v_square
+    gram_sum, weighted_gram_sum = scratch.gram_sum, scratch.weighted_gram_sum
+    pending_z, pending_m_square = scratch.pending_z, scratch.pending_m_square
+    v_products, mean_keys, scores = scratch.v_products, scratch.mean_keys, scratch.scores
+    spans, log_ms, v_squares = scratch.spans, scratch.log_m, scratch.v_square
     key_norms, unrotated_keys = heads.key_norms, heads.unrotated_keys
     cos, sin = heads.cos, heads.sin
     n, row, stride, padded_probes = node.length, node.row, gram.shape[1], p.shape[1]
