@@ -138,7 +138,7 @@ class BaseResult(ABC):
         return self.prompts[0].tokenizer
 
     @property
-    def fingerprint(self) -> Mapping[str, str]:
+    def fingerprint(self) -> Mapping[str, Any]:
         """Identifies the model and tokenizer that made the entries, as they were then."""
         return self._runs[0].fingerprint
 

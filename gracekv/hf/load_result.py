@@ -130,7 +130,7 @@ def _prompts(
     tensors: Mapping[str, Tensor],
     packed: CompressedCache,
     tokenizer: Any,
-    made: Mapping[str, str],
+    made: Mapping[str, Any],
 ) -> tuple[list[Prompt], list[Run]]:
     """The prompts, whose lengths are those of the entries, and their runs."""
     facts = header["prompts"]
@@ -179,7 +179,7 @@ def saved_prompt(facts: Mapping[str, Any], ids: Tensor, tokenizer: Any) -> Promp
     return Prompt(ids, _made_of(PromptSpans, facts["spans"]), None, tokenizer, **written)
 
 
-def saved_run(facts: Mapping[str, Any], packed: CompressedCache, made: Mapping[str, str]) -> Run:
+def saved_run(facts: Mapping[str, Any], packed: CompressedCache, made: Mapping[str, Any]) -> Run:
     """The run that a file's `facts` describe, with its entries and the model's fingerprint.
 
     Raises as `saved_prompt` does.

@@ -131,7 +131,7 @@ class Compression:
         self,
         others: tuple[LayerState, ...],
         seconds: Mapping[str, float],
-        fingerprint: Mapping[str, str],
+        fingerprint: Mapping[str, Any],
         prefill: Prefill | None = None,
     ) -> Run:
         """Choose and store the entries, after the last layer.

@@ -153,7 +153,7 @@ class Run:
     cache: CompressedCache
     accounting: Accounting
     timings: Timings
-    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
     partition: Partition | None = None
     relevance: Relevance | None = None
     forest: Forest | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ class Prefill:
     query_source: Callable[[Prefill, Tensor, Sequence[int]], list[Tensor]] | None = None
     logits: Tensor | None = None
     token_ids: Tensor | None = None
-    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
     shard: HeadShard = WHOLE
     seconds: Mapping[str | Observer, float] = field(default_factory=dict)
 

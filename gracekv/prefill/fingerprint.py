@@ -30,20 +30,22 @@ _SAVING = {"transformers_version", "architectures", "dtype", "name_or_path"}
 _GENERATION = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
-def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
+def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, Any]:
     """The marks that identify a model and its tokenizer.
 
-    Class, name, dtype, active adapters, hashes of the config and of its fields that change what a
-    model computes (files of earlier versions have the first alone), and one of names, shapes and a
-    few elements of all weights; of a tokenizer `tokenizer_marks`. Adapters that are not active do
-    not count, nor do elements of weights of a quantising class, which cannot be read. Weights of
-    which some are offloaded or spread over processes have no hash, so they are not compared.
+    Class, name, dtype, active adapters, a hash of each field of the config that changes what a
+    model computes (files of earlier versions have one of the whole config), and one of names,
+    shapes and a few elements of all weights; of a tokenizer `tokenizer_marks`. Adapters that are
+    not active do not count, nor do elements of weights of a quantising class, which cannot be read.
+    Weights of which some are offloaded or spread over processes have no hash, so they are not
+    compared.
     """
-    marks = quick_marks(model)
+    marks: dict[str, Any] = quick_marks(model)
     config = model.config.to_dict()
     public = {k: x for k, x in config.items() if not k.startswith("_") and k not in _SAVING}
     marks["config"] = _fields_digest(public)
-    marks["config_fields"] = _fields_digest(_without(public, _SAVING | _GENERATION))
+    fields = _without(public, _SAVING | _GENERATION)
+    marks["config_fields"] = {str(k): _fields_digest(x) for k, x in fields.items()}
     weights = list(_weights(model))
     if not is_sharded(model) and not any(weight.is_meta for _, weight in weights):
         marks["weights"] = sampled_digest(weights)
@@ -65,7 +67,7 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
     A mark that either side lacks, or has as None, is not compared, nor the whole config where both
     have the hash of its fields. Marks that are mappings, such as the digests of weights by name,
-    are compared item by item.
+    are compared item by item; of a config, versions of transformers know other fields.
     """
     found = []
     names = made.keys() & now.keys() - set(_INFORMATIVE)
@@ -83,13 +85,13 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             if shared and not changed:
                 continue
             first = f", {changed[0]} first" if changed else ""
-            said = f"{name} ({len(changed)} of {len(shared)}{first})"
+            said = f"{said} ({len(changed)} of {len(shared)}{first})"
         found.append(said)
     return found
 
 
 def check_same_model(
-    made: Mapping[str, str], model: Any, what: str, fix: str, marks: Any = fingerprint
+    made: Mapping[str, Any], model: Any, what: str, fix: str, marks: Any = fingerprint
 ) -> None:
     """Raise `CacheError` if `model` is not the one that `what` was `made` by; `fix` ends it.
 
@@ -122,8 +124,8 @@ def _without(config: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     return {k: _without(x, names) if isinstance(x, dict) else x for k, x in kept.items()}
 
 
-def _fields_digest(config: Mapping[str, Any]) -> str:
-    return _digest(json.dumps(config, sort_keys=True, default=repr))
+def _fields_digest(fields: Any) -> str:
+    return _digest(json.dumps(fields, sort_keys=True, default=repr))
 
 
 def _digest(text: str) -> str:
