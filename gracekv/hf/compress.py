@@ -301,15 +301,10 @@ def generate(
     sizes = {"ratio": ratio, "entries_per_head": entries_per_head, "kv_bytes": kv_bytes}
     result = compress(model, prompt, pipeline=pipeline, budget=Budget.of(sizes, sizes))
     # A mask as long as the ids says that they begin with what is cached.
-    keyword, cache = cache_keyword(model.forward), result.new_cache(limit)
-    model_kwargs |= {"attention_mask": torch.ones_like(input_ids), keyword: cache}
+    model_kwargs |= {"attention_mask": torch.ones_like(input_ids), "streamer": text_streamer}
+    model_kwargs[cache_keyword(model.forward)] = result.new_cache(limit)
     if text_streamer is not None:
         text_streamer.put(input_ids.cpu())
     return model._sample(
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        streamer=text_streamer,
-        **model_kwargs,
+        input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
     )

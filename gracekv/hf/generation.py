@@ -12,6 +12,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import StoppingCriteriaList, TextIteratorStreamer
 
@@ -127,6 +128,11 @@ def continue_ids(
     limit, ahead = cache.limit, inputs["input_ids"].shape[1] - int(cache.get_seq_length())
     replays = even and not keep_cache and shard.ranks == 1 and limit is None
     if limit is not None and ahead > limit.every:
+        if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21):
+            raise ConfigError(
+                f"transformers before 5.21 cannot read {ahead} tokens over a cache in pieces of "
+                f"{limit.every}. Install a newer one, or use Limit(every={ahead})."
+            )
         options = {"prefill_chunk_size": limit.every} | options
     for part in model.modules():
         # Models that read images would number tokens as the rows and images of their last call.

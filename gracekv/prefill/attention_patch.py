@@ -192,6 +192,11 @@ def base_attention(model: Any) -> str:
             f"The model's attention implementation is {name!r}; gracekv works on top of "
             f"{' or '.join(BASE_ATTENTION)}. Call model.set_attn_implementation('sdpa') first."
         )
+    if name == "sdpa" and getattr(own_decoder(model).config, "attn_logit_softcapping", None):
+        raise UnsupportedModelError(
+            "torch's attention, which transformers before 5.21 chooses, leaves out the cap of this "
+            "model's logits. Call model.set_attn_implementation('eager') first."
+        )
     return name
 
 
