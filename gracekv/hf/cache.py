@@ -22,6 +22,7 @@ from gracekv.hf.layer import GraceLayer
 from gracekv.hf.packed_layer import PackedLayer
 from gracekv.hf.resumed_layer import ResumedStates, is_resumed, resumed_layer
 from gracekv.hf.static_layer import StaticGraceLayer
+from gracekv.prefill.model_layers import head_sizes
 from gracekv.registry.hyperparameter import parts_of
 
 
@@ -189,7 +190,7 @@ class GraceCache(Cache):  # type: ignore[misc]
 
         Otherwise the first step does.
         """
-        heads = model.config.get_text_config().num_attention_heads // head_shard(model).ranks
+        heads = head_sizes(model)[0] // head_shard(model).ranks
         for layer in self.grace_layers:
             layer.packed.backend.warm_up(layer.packed.prepared, heads)
 

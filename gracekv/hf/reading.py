@@ -35,7 +35,7 @@ from gracekv.prefill.model_layers import (
     final_logits,
     has_rope,
     rotary_positions,
-    rotation_kind,
+    rotation_table,
     text_config,
 )
 from gracekv.prefill.needs import Needs
@@ -243,10 +243,7 @@ def _rotation(model: Any, past: Past, places: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [1, P, d_rot] of the places of `past`."""
     if not has_rope(model):
         return no_rotation(past.places, places.device)
-    rotation: tuple[Tensor, Tensor] = model.get_decoder().rotary_emb(
-        past.layers[0][0][0], rotary_positions(model, places), *rotation_kind(model)
-    )
-    return rotation
+    return rotation_table(model, past.layers[0][0][0], places)
 
 
 def layer_by_layer(

@@ -33,6 +33,8 @@ has states beside them."""
 _INTERLEAVED, _ONE_HALF = frozenset({"glm4"}), frozenset({"gpt_oss"})
 # Families whose layers with full attention have no RoPE, while those that slide do.
 _ONLY_SLIDING_ROTATES = frozenset({"cohere2"})
+# Families that multiply by `logits_scaling`, where others divide.
+_MULTIPLIES = frozenset({"hyperclovax"})
 
 # Rotations that the self-check found in families that are not listed.
 _found: WeakKeyDictionary[Any, Mapping[int, Rotation]] = WeakKeyDictionary()
@@ -101,7 +103,8 @@ def final_logits(model: Any) -> tuple[float, float | None]:
     """The factor of the head's products and the softcap after it, or None."""
     config = text_config(model)
     scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
-    factor = float(scale or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    factor, divisor = float(scale or 1.0), float(getattr(config, "logits_scaling", None) or 1.0)
+    factor = factor * divisor if config.model_type in _MULTIPLIES else factor / divisor
     return factor, getattr(config, "final_logit_softcapping", None)
 
 
@@ -158,7 +161,7 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 def rotation_kind(model: Any) -> tuple[str, ...]:
-    """The last argument of `rotary_emb` where kinds of layers have a RoPE of their own."""
+    """The last argument of the rotary module where kinds of layers have a RoPE of their own."""
     parameters = getattr(text_config(model), "rope_parameters", None) or {}
     return tuple(kind for kind in COMPRESSED if isinstance(parameters.get(kind), dict))[:1]
 
@@ -175,13 +178,26 @@ def output_projection(attention: Any) -> Any:
     return getattr(attention, "out_proj", None) if projection is None else projection
 
 
+def rotary_module(decoder: Any) -> Any:
+    """The module that makes rotations for the decoder's layers, or None."""
+    found = (getattr(decoder, name, None) for name in ("rotary_emb", "pos_emb"))
+    return next((x for x in found if x is not None), None)
+
+
 def has_rope(model: Any) -> bool:
     """Whether the decoder makes rotations for its layers."""
-    return getattr(model.get_decoder(), "rotary_emb", None) is not None
+    return rotary_module(model.get_decoder()) is not None
+
+
+def rotation_table(model: Any, like: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [1, T, n] of places [1, T], of the dtype and on the device of `like`."""
+    at, kind = rotary_positions(model, places), rotation_kind(model)
+    made: tuple[Tensor, Tensor] = rotary_module(model.get_decoder())(like, at, *kind)
+    return made
 
 
 def rotary_positions(model: Any, places: Tensor) -> Tensor:
-    """Positions [1, T] as `rotary_emb` takes them.
+    """Positions [1, T] as the model's rotary module takes them.
 
     Models that also read images number rows and columns, too, [3, 1, T]; in text all agree.
     """
@@ -196,10 +212,9 @@ def rotations_up_to(model: Any, last: int) -> list[Rope]:
     layers = compressed_layers(model)
     if not has_rope(model):
         return [Rope.none(last + 1) for _ in layers]
-    rotary = model.get_decoder().rotary_emb
-    device = next(rotary.buffers()).device
-    at = rotary_positions(model, torch.arange(last + 1, device=device)[None])
-    made = rotary(torch.zeros((), device=device, dtype=torch.float32), at, *rotation_kind(model))
+    device = next(rotary_module(model.get_decoder()).buffers()).device
+    like = torch.zeros((), device=device, dtype=torch.float32)
+    made = rotation_table(model, like, torch.arange(last + 1, device=device)[None])
     cos, sin = (x[0].float() for x in made)
     return [rope_of_table(cos, sin, layer.rotation) for layer in layers]
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gracekv.errors import SlowAttentionWarning, UnsupportedModelError
 from gracekv.kernels.device import capability
 from gracekv.prefill.attention_patch import AttentionCall, own_thread
+from gracekv.prefill.model_layers import rotary_module
 from gracekv.prefill.spans import first_entries
 from gracekv.undo import undone
 
@@ -255,9 +256,9 @@ def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> 
         table: called with the model's own function and the hidden states at the first use;
             returns (cos, sin).
 
-    Raises `UnsupportedModelError` if the decoder has no module `rotary_emb`.
+    Raises `UnsupportedModelError` if the decoder has no module for rotations.
     """
-    if (rotary := getattr(decoder, "rotary_emb", None)) is None:
+    if (rotary := rotary_module(decoder)) is None:
         raise UnsupportedModelError(
             f"{type(decoder).__name__} has no module rotary_emb, so its tokens cannot be run in "
             f"parts. Use a chunk that is at least the prompt's length."

@@ -154,7 +154,7 @@ def queries_again(
         if layer == layers[-1]:
             raise _LastLayer
         output, *rest = attention(call, query, prefill.keys[layer], prefill.values[layer])
-        return output[..., :dim], *rest
+        return output[..., :dim].contiguous(), *rest
 
     size = chunk_length(prefill.spans.length)
     for first in range(0, len(positions), size):

@@ -111,7 +111,7 @@ class Recorder:
             output = call.output(query, key, value, call.mask)
         else:
             output, *rest = self._partial(call, query, self.keys[layer], self.values[layer])
-            output = output[..., :dim], *rest
+            output = output[..., :dim].contiguous(), *rest
         self._observations.add(layer, lambda: self._run(call.module, layer, query[0], output[0]))
         return output
 

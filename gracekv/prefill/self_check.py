@@ -35,6 +35,7 @@ from gracekv.prefill.model_layers import (
     output_projection,
     remember_rotations,
     rope_of_table,
+    rotation_table,
 )
 from gracekv.undo import hooked
 
@@ -97,12 +98,21 @@ def self_check(model: Any) -> None:
     if uneven := [x.layer for x in calls.values() if x.key.shape[-1] != x.value.shape[-1]]:
         raise _refusal(model, "has values of another dimension than its keys", uneven[0])
     rotations = {number: _rotation(model, calls[number], *inputs[number]) for number in inputs}
-    if (difference := _difference(_last_step(model, ids, calls), stock)) > _tolerance(model):
+    own = [layer.number for layer in compressed_layers(model)]
+    if len({(calls[n].query.shape, calls[n].key.shape) for n in own}) > 1:
+        raise _refusal(model, "has compressed layers of several sizes")
+    if turned := [n for n in own if rotations[n] != "none"]:
+        table = rotation_table(model, calls[turned[0]].key, torch.arange(_TOKENS)[None].to(ids))
+        for number in turned:
+            pair = inputs[number][1]["position_embeddings"]
+            if any(_difference(x, y) > 1e-6 for x, y in zip(pair, table, strict=True)):
+                raise _refusal(model, "rotates by other angles than other layers", number)
+    if (difference := _difference(_by_steps(model, ids, calls), stock)) > _tolerance(model):
         raise _refusal(
             model,
-            f"differs by {difference:.1g} from the whole prompt at once in a step over cached "
-            f"keys, values and states, so its attention is no softmax over its keys, or it keeps "
-            f"more than them between steps",
+            f"differs by {difference:.1g} from the whole prompt at once in steps over cached "
+            f"keys, values and states, so its attention is no softmax over its keys, it keeps more "
+            f"than them between steps, or its states begin anew with several tokens",
         )
     remember_rotations(model, rotations)
     _passed.add(model)
@@ -153,38 +163,44 @@ def _rotation(model: Any, call: AttentionCall, args: Any, kwargs: Any) -> Rotati
     return best
 
 
-def _last_step(model: Any, ids: Tensor, calls: Mapping[int, AttentionCall]) -> Tensor:
-    """Logits [vocabulary] of the last token over what is cached of those before it."""
+def _by_steps(model: Any, ids: Tensor, calls: Mapping[int, AttentionCall]) -> Tensor:
+    """Logits [vocabulary] of the last token over what is cached of those before it.
+
+    Where layers have states, the others are read in two steps.
+    """
     from gracekv.prefill.stock_cache import StockLayers
 
     count, with_states = ids.shape[1], any(layer.has_states for layer in model_layers(model))
     # Sliding layers beside states have their window from the stock cache.
     by_hand = {x.number for x in (compressed_layers if with_states else model_layers)(model)}
-    options: dict[str, Any] = {"use_cache": False}
-    if with_states:
-        others = StockLayers(model, (), 0)
-        options = others.options()
-        try:
-            model(input_ids=ids[:, :-1], **options)
-        except (AttributeError, TypeError, ValueError) as error:
-            raise _refusal(
-                model,
-                f"does not run over the cache layers that transformers has for its kinds of "
-                f"layers: {error}",
-            ) from error
-        others.read(1)
+    others, done = StockLayers(model, (), 0), 0
+    options: dict[str, Any] = others.options() if with_states else {"use_cache": False}
 
     def step(call: AttentionCall) -> Any:
         key, value, known = call.key, call.value, calls[call.layer]
         if call.layer in by_hand:
-            key = torch.cat([known.key[:, :, :-1], key], dim=2)
-            value = torch.cat([known.value[:, :, :-1], value], dim=2)
+            key = torch.cat([known.key[:, :, :done], key], dim=2)
+            value = torch.cat([known.value[:, :, :done], value], dim=2)
         return _softmax_attention(call.query, key, value, call).to(call.query.dtype), None
 
+    def run(end: int) -> Any:
+        place = torch.arange(done, end, device=ids.device)[None]
+        return model(input_ids=ids[:, done:end], position_ids=place, **options)
+
     with patched_attention(model, step):
-        place = torch.tensor([[count - 1]], device=ids.device)
-        output = model(input_ids=ids[:, -1:], position_ids=place, **options)
-    logits: Tensor = output.logits[0, -1]
+        for end in (count // 2, count - 1) if with_states else ():
+            try:
+                run(end)
+            except (AttributeError, TypeError, ValueError) as error:
+                raise _refusal(
+                    model,
+                    f"does not run over the cache layers that transformers has for its kinds of "
+                    f"layers: {error}",
+                ) from error
+            others.read(count - end)
+            done = end
+        done = count - 1
+        logits: Tensor = run(count).logits[0, -1]
     return logits
 
 

@@ -9,8 +9,9 @@ import transformers
 
 import gracekv
 from gracekv.errors import UnsupportedModelError, UntestedModelWarning
-from gracekv.prefill import model_layers, supported
+from gracekv.prefill import Needs, model_layers, supported
 from gracekv.prefill.supported import TESTED_MODEL_TYPES, check_model
+from gracekv.segment.surprisal import Surprisal
 from gracekv.testing.models import tiny_llama
 from support.families import FAMILIES
 from support.greedy_decoding import plain_answer
@@ -35,6 +36,17 @@ def test_at_ratio_one_it_is_the_stock_model(family):
     smaller = gracekv.compress(model, PROMPT, ratio=4, pipeline="gracekv")
     assert smaller.accounting.spent <= smaller.accounting.budget
     assert smaller.generate_ids(3).shape[0] == 1
+
+
+# Their rotations have another name; their attention wants a passage's outputs in one piece.
+@pytest.mark.filterwarnings("ignore::gracekv.errors.UntestedModelWarning")
+@pytest.mark.parametrize("family", ["lfm2_moe", "afmoe"])
+def test_a_passage_follows_and_reads_what_came_before(family):
+    model = tried_model(family)
+    book = gracekv.compress(model, gracekv.Prompt.from_ids(IDS[:40], (4, 40)), ratio=1)
+    longer = book.extend(IDS[40:], ratio=1)
+    want = plain_answer(model, IDS, 4, min_new_tokens=4)
+    assert_same_tokens(longer.generate_ids(4, min_new_tokens=4), want, logits_over(longer))
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -75,6 +87,14 @@ def test_attention_that_is_no_softmax_over_the_keys_is_refused(monkeypatch):
         ),
         ("mimo_v2_flash", {"head_dim": 24, "v_head_dim": 16}, "Layer 0 .* another dimension"),
         ("minimax", {}, "does not run over the cache layers"),
+        ("jamba", {}, "its states begin anew with several tokens"),
+        ("hunyuan_v1_dense", {}, "Layer 0 .* rotates its keys in a way"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 2] * 2}, "layers of several sizes"),
+        (
+            "granite_swa",
+            {"layer_types": MIXED, "layer_rope_theta": [1e4, 1e4, 1e4, 1e6]},
+            "Layer 3 .* rotates by other angles",
+        ),
         ("gpt_neox", {}, "Layer 0 .* without the modules"),
         ("nanochat", {}, "Layer 0 .* rotates its keys in a way"),
         (
@@ -102,6 +122,15 @@ def test_layers_of_several_sizes_are_refused(monkeypatch):
         model_layers.head_sizes(model)
     config.per_layer_config[1].head_dim = 16
     assert model_layers.head_sizes(model) == (4, 2, 16)
+
+
+def test_a_family_that_multiplies_its_logits_has_its_own_surprisal():
+    model = tried_model("hyperclovax", logits_scaling=0.125)
+    seen = gracekv.capture(model, PROMPT, Needs.observed(Surprisal())).observation(Surprisal())
+    with torch.no_grad():
+        known = model(IDS[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    wanted = -known.gather(1, IDS[1:, None])[:, 0]
+    torch.testing.assert_close(seen[1:], wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_models_with_an_encoder_are_refused():

@@ -20,9 +20,6 @@ TRIED = {
     "exaone_moe": "K-EXAONE",
     "glm4_moe": "GLM-4.5 to 4.7",
     "granitemoe": "Granite MoE",
-    "hunyuan_v1_dense": "Hunyuan",
-    "hunyuan_v1_moe": "Hunyuan MoE",
-    "jamba": "Jamba",
     "lfm2_moe": "LFM2-MoE",
     "minimax_m2": "MiniMax-M2",
     "ministral3": "Ministral 3",
@@ -93,9 +90,11 @@ def tried_model(family: str, **fields: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(
         config(**sizes | _TOKENS | OPTIONS.get(family, {}) | fields)
     )
-    for weight in model.parameters():
+    for name, weight in model.named_parameters():
         if weight.ndim == 2:
             torch.nn.init.normal_(weight, std=1.5 * weight.shape[1] ** -0.5)
+        elif name.endswith("norm.weight"):
+            torch.nn.init.uniform_(weight, 0.6, 1.6)
     return model.eval()
 
 
