@@ -102,10 +102,10 @@ def self_check(model: Any) -> None:
     if len({(calls[n].query.shape, calls[n].key.shape) for n in own}) > 1:
         raise _refusal(model, "has compressed layers of several sizes")
     if turned := [n for n in own if rotations[n] != "none"]:
-        table = rotation_table(model, calls[turned[0]].key, torch.arange(_TOKENS)[None].to(ids))
-        for number in turned:
-            pair = inputs[number][1]["position_embeddings"]
-            if any(_difference(x, y) > 1e-6 for x, y in zip(pair, table, strict=True)):
+        pairs = {number: inputs[number][1]["position_embeddings"] for number in turned}
+        table = rotation_table(model, pairs[turned[0]][0], torch.arange(_TOKENS)[None].to(ids))
+        for number, pair in pairs.items():
+            if any(_difference(x.to(y), y) > 1e-6 for x, y in zip(pair, table, strict=True)):
                 raise _refusal(model, "rotates by other angles than other layers", number)
     if (difference := _difference(_by_steps(model, ids, calls), stock)) > _tolerance(model):
         raise _refusal(

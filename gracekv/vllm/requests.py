@@ -202,8 +202,8 @@ def passage(tokenizer: Any, ids: Sequence[int]) -> list[int]:
 
 def question_text(tokenizer: Any, separator: str = SEPARATOR, template: bool = True) -> str | None:
     """The text after a context, with "{question}" in it; None if the chat template hides it."""
-    chat = template and has_chat_template(tokenizer)
     with contextlib.suppress(PromptError):
+        chat = template and has_chat_template(tokenizer)
         return render(tokenizer, "", QUESTION, separator, chat)[1]
     return None
 
@@ -252,8 +252,8 @@ def _frame(
     tokenizer: Any, separator: str = SEPARATOR, template: bool = True
 ) -> tuple[list[int], list[int]]:
     """Token ids before and after the user's message; [] if the chat template hides them."""
-    chat = template and has_chat_template(tokenizer)
     try:
+        chat = template and has_chat_template(tokenizer)
         before, after = render(tokenizer, "", "", separator, chat)
     except PromptError:
         return [], []
