@@ -5,16 +5,4 @@ from gracekv import Pipeline
 
 def pipeline(pack, **changes):
     """The best tokens of each head by attention received, packed by `pack`."""
-    return Pipeline.from_dict(
-        {
-            "segment": "tokens",
-            "value": "column_sums",
-            "sensitivity": "none",
-            "distortion": "unit",
-            "refine": "leaf_only",
-            "floor": "none",
-            "quota": "per_head",
-            "pack": pack,
-            **changes,
-        }
-    )
+    return Pipeline.from_dict({"quota": "per_head", "pack": pack, **changes}, base="h2o")
