@@ -7,11 +7,8 @@ and one small architecture, and each kind of mask and of merging once.
 import pytest
 
 from gracekv.backends.triton_tiles import padded_dim, tiles
-from gracekv.kernels.device import interpreted
 
-pytest.importorskip("triton")
-if interpreted():
-    pytest.skip("the interpreter does not compile", allow_module_level=True)
+pytest.importorskip("support.cubin")  # skips where nothing can be compiled
 
 from gracekv.backends import triton_codes_kernel, triton_merge_kernel, triton_split_kernel
 from gracekv.kernels.block_queries_triton import block_sizes, turn_and_look_back

@@ -5,11 +5,8 @@ import re
 import pytest
 
 from gracekv.backends.triton_tiles import padded_dim
-from gracekv.kernels.device import interpreted
 
-pytest.importorskip("triton")
-if interpreted():
-    pytest.skip("the interpreter does not compile", allow_module_level=True)
+pytest.importorskip("support.cubin")  # skips where nothing can be compiled
 
 from gracekv.vllm import triton_kernel
 from gracekv.vllm.triton_attention import unit_tile
