@@ -27,7 +27,8 @@ def ask(problem, backend=BACKEND, prepared=None):
     return backend(dataclasses.replace(problem, packed=prepared))
 
 
-def check(problem):
+def check(seed, lengths, **options):
+    problem = attention_problem(seed, lengths, device="cuda", **options)
     check_attention(BACKEND, problem, bound=BOUNDS[problem.query.dtype])
 
 
@@ -43,10 +44,8 @@ KERNELS += [(*head, *rows) for head, rows in zip(HEADS, itertools.cycle(ROWS), s
 def test_equals_dense_attention(dim, dtype, rows, mask):
     group, tokens = rows
     check(
-        attention_problem(
-            dim, [3000, 60, 0, 700], dim=dim, group=group, batch=2, tokens=tokens,
-            tail=300 + tokens, mask=mask, dtype=dtype, device="cuda",
-        )
+        dim, [3000, 60, 0, 700], dim=dim, group=group, batch=2, tokens=tokens, tail=300 + tokens,
+        mask=mask, dtype=dtype,
     )  # fmt: skip
 
 
@@ -55,10 +54,8 @@ def test_equals_dense_attention(dim, dtype, rows, mask):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_capped_logits_and_sink_logits(dtype, softcap, sinks):
     check(
-        attention_problem(
-            6, [3000, 60, 0, 700], dim=128, group=4, batch=2, tokens=2, tail=300, dtype=dtype,
-            softcap=softcap, sinks=sinks, device="cuda",
-        )
+        6, [3000, 60, 0, 700], dim=128, group=4, batch=2, tokens=2, tail=300, dtype=dtype,
+        softcap=softcap, sinks=sinks,
     )  # fmt: skip
 
 
@@ -79,10 +76,8 @@ def test_codes_equal_dense_attention(dtype, bits, dim):
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_batches_of_sequences(shuffled):
     check(
-        attention_problem(
-            1, [900, 30, 0, 400, 2000, 5], dim=128, group=4, batch=9, tail=70,
-            dtype=torch.bfloat16, sequences=3, shuffled=shuffled, device="cuda",
-        )
+        1, [900, 30, 0, 400, 2000, 5], dim=128, group=4, batch=9, tail=70, dtype=torch.bfloat16,
+        sequences=3, shuffled=shuffled,
     )  # fmt: skip
 
 
