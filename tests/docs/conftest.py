@@ -2,13 +2,13 @@
 
 import dataclasses
 import shutil
-from importlib.resources import files
 
 import pytest
 import torch
 from docs_tools import tool
 from page_blocks import ROOT
 
+from support.chapter import CHAPTER
 from support.context_server import context_server
 
 VOCABULARY = 2000
@@ -83,8 +83,7 @@ def reader(tiny, tmp_path, monkeypatch):
         return run(dataclasses.replace(experiment, panels=(panel,)), *args, **kwargs)
 
     monkeypatch.setattr(gracekv.evaluate.runner, "run", short)
-    chapter = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
-    (tmp_path / "book.txt").write_text(chapter[:2400], encoding="utf-8")
+    (tmp_path / "book.txt").write_text(CHAPTER[:2400], encoding="utf-8")
     shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,7 +1,6 @@
 """A compressed context that goes on: what is read, what is packed, and what stays as it was."""
 
 from dataclasses import replace
-from importlib.resources import files
 
 import pytest
 import torch
@@ -27,12 +26,12 @@ from gracekv.prefill.options import CaptureOptions
 from gracekv.testing.models import tiny_llama, tiny_model
 from gracekv.value import LagRelative, block_replay
 from support.asked_context import same_greedy, stock_steps
+from support.chapter import CHAPTER
 from support.lean_prefills import without_queries
 from support.margins import assert_same_choice
 from support.quantised_layers import CODED
 from support.tried_families import tried_model
 
-TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
 MODEL = {"layers": 3, "vocabulary": 97}
 IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))
 # Prefix, context, and the template's tail.
@@ -187,13 +186,13 @@ def test_where_nothing_is_removed_it_is_the_stock_models_answer(model, tail):
 @pytest.mark.parametrize("recipe", [None, CODED["allocated"]])
 def test_a_text_is_asked_saved_chatted_about_and_extended_again(tokenizer, tmp_path, recipe):
     reader = tiny_llama(layers=3, vocabulary=2000, positions=4096)
-    prompt = Prompt.from_chat(tokenizer, context=TEXT[:600])
+    prompt = Prompt.from_chat(tokenizer, context=CHAPTER[:600])
     book = gracekv.compress(reader, prompt, ratio=3, pipeline=recipe)
     answer = book.ask("Who fell?", max_new_tokens=6)
-    longer = book.extend(TEXT[600:1200], ratio=3).extend(TEXT[1200:1500], ratio=4)
+    longer = book.extend(CHAPTER[600:1200], ratio=3).extend(CHAPTER[1200:1500], ratio=4)
     longer = longer.extend("\n\nThe end.", kv_bytes="1MB")
     read = tokenizer.decode(longer.prompt.ids[: longer.prompt.spans.context_end])
-    assert read.endswith(TEXT[:1500] + "\n\nThe end.")
+    assert read.endswith(CHAPTER[:1500] + "\n\nThe end.")
     assert book.ask("Who fell?", max_new_tokens=6) == answer
     bits = [coding.bits for coding in longer.packed.layers[0].codings]
     assert bits == sorted(bits, reverse=True)
@@ -213,7 +212,7 @@ def test_a_text_is_asked_saved_chatted_about_and_extended_again(tokenizer, tmp_p
         assert chat.ask(questions[0], 6) == longer.ask(questions[0], 6)
         chat.compress(kv_bytes="1MB")
         assert chat.ask(questions[1], 3)
-    further = [x.extend(TEXT[1500:1800], ratio=4) for x in (again, longer)]
+    further = [x.extend(CHAPTER[1500:1800], ratio=4) for x in (again, longer)]
     same_entries(*further)
     further[0].report(tmp_path / "page.html")
 

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from importlib.resources import files
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from gracekv.errors import BudgetError, ConfigError, MissingDependencyError, Pro
 from gracekv.prefill import PromptSpans
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
+from support.chapter import CHAPTER
 from support.margins import LOGITS, assert_same_tokens
 
 QUESTION, PREFIX = 20, 3
@@ -50,10 +50,9 @@ def score(doc, results, **kwargs):
 
 
 def documents():
-    chapter = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
     for number in range(2):
         yield {
-            "context": chapter[1000 * number : 1000 * number + 500 + 200 * number],
+            "context": CHAPTER[1000 * number : 1000 * number + 500 + 200 * number],
             "question": "Where is Alice sitting, and who is with her? Answer in one sentence:",
             "choices": ["on the bank", "down the rabbit hole", "in the house"],
         }

@@ -1,12 +1,12 @@
 """The public API on the embedded model: FullKV recovery, and generation from a compressed cache."""
 
-from importlib.resources import files
 from typing import Any
 
 import pytest
 import torch
 
 import gracekv
+from support.chapter import CHAPTER
 from support.greedy_decoding import plain_answer
 from support.margins import LOGITS_OF_30_LAYERS, assert_same_tokens, logits_over
 from support.skips import needs_smollm2
@@ -26,9 +26,8 @@ def loaded() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def prompt(loaded: tuple[Any, Any]) -> gracekv.Prompt:
-    text = files("gracekv.data").joinpath("alice_chapter_1.txt").read_text(encoding="utf-8")
     return gracekv.Prompt.from_chat(
-        loaded[1], context=text[:1500], question="What did the White Rabbit say?"
+        loaded[1], context=CHAPTER[:1500], question="What did the White Rabbit say?"
     )
 
 

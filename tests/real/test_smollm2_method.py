@@ -15,6 +15,7 @@ from gracekv.tree import Nodes, Prototype, PrototypeRule, TreeBatch, TreeContext
 from gracekv.tree.engines.reference import ReferenceDistortion, prototype_of
 from gracekv.tree.tree_batch import Workspace
 from gracekv.value import MultiHop, OutputProjection
+from support.chapter import CHAPTER
 from support.segmented import by_reference
 from support.skips import needs_smollm2
 
@@ -23,15 +24,12 @@ pytestmark = [pytest.mark.model, needs_smollm2]
 
 @pytest.fixture(scope="module")
 def prefill() -> Prefill:
-    from importlib.resources import files
-
     from gracekv.hf.capture import capture
     from gracekv.hf.smollm2 import load_smollm2
     from gracekv.prefill.prompt import Prompt
 
     model, tokenizer = load_smollm2()
-    text = files("gracekv.data").joinpath("alice_chapter_1.txt").read_text(encoding="utf-8")
-    prompt = Prompt.from_chat(tokenizer, context=text[:700], question="What did Alice see?")
+    prompt = Prompt.from_chat(tokenizer, context=CHAPTER[:700], question="What did Alice see?")
     return capture(model, prompt)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
-
 import torch
 
 import gracekv
+from support.chapter import CHAPTER
 from support.margins import assert_same_tokens
 
-TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")[:900]
+TEXT = CHAPTER[:900]
 
 
 def steps(model, ids, cache, count):

@@ -12,6 +12,7 @@ from gracekv.testing.models import tiny_llama
 from gracekv.value import Scorer
 from gracekv.value.column_sums import ReceivedAttention
 from gracekv.value.critical import WrittenNorms
+from support.chapter import CHAPTER
 from support.margins import assert_same_choice, indicator
 
 WINDOW = 20
@@ -72,13 +73,10 @@ def tiny():
 
 
 def smollm2():
-    from importlib.resources import files
-
     from gracekv.hf.smollm2 import load_smollm2
 
     model, tokenizer = load_smollm2()
-    text = files("gracekv.data").joinpath("alice_chapter_1.txt").read_text(encoding="utf-8")
-    return case_of(model, torch.tensor(tokenizer(text[:4000])["input_ids"][: 600 + WINDOW]))
+    return case_of(model, torch.tensor(tokenizer(CHAPTER[:4000])["input_ids"][: 600 + WINDOW]))
 
 
 def ours(case, recipe, entries, window=WINDOW, **changes):

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+from support.chapter import CHAPTER
+
 RECIPES = {
     "global": {"pipeline": "gracekv-agnostic", "ratio": 3},
     "tight": {"pipeline": "gracekv-agnostic", "ratio": 8},
@@ -10,12 +12,6 @@ RECIPES = {
 }
 # Of each context. An engine on one core reads a few hundred characters a second.
 CHARACTERS = 1600
-
-
-def chapter():
-    from importlib.resources import files
-
-    return (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
 
 
 def serve(store):
@@ -28,14 +24,13 @@ def serve(store):
     from gracekv.vllm import export
 
     model, tokenizer = load_smollm2()
-    text = chapter()
     results = {}
     for number, (name, options) in enumerate(RECIPES.items()):
-        context = text[number * 1500 : number * 1500 + CHARACTERS]
+        context = CHAPTER[number * 1500 : number * 1500 + CHARACTERS]
         prompt = gracekv.Prompt.from_chat(tokenizer, context=context)
         results[name] = gracekv.compress(model, prompt, **options)
     question = gracekv.Prompt.from_chat(
-        tokenizer, context=text[:CHARACTERS], question="Who is Alice?"
+        tokenizer, context=CHAPTER[:CHARACTERS], question="Who is Alice?"
     )
     results["asked"] = gracekv.compress(model, question, ratio=4)
     for name, result in results.items():

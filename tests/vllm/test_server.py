@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from support.chapter import CHAPTER
 from support.engine_answers import check_answer
-from support.served_model import chapter
 from support.vllm_server import NAME, vllm_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model]
@@ -99,7 +99,7 @@ def test_a_client_compresses_asks_and_deletes(client, server):
     from gracekv.errors import StoreError
     from gracekv.vllm import Client
 
-    text = chapter()[:1500]
+    text = CHAPTER[:1500]
     mine = Client(f"{server.url}/v1", tokenizer=server.tokenizer)
     made = mine.compress("own", text, ratio=2)
     assert (made.state, made.saved) == ("ready", False)
