@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from page_blocks import ROOT, blocks
 
 import gracekv
 from gracekv.hf.generation import decode_rows
+from support.free_port import free_port
 from support.margins import LOGITS
 
 TOKENS = 64  # of `generate`
@@ -29,14 +29,11 @@ def printed(reader, tiny):
     (reader / script.title).write_text(script.code, encoding="utf-8")
     tool, option, _, name, _ = shlex.split(line)
     assert (tool, option, name) == ("torchrun", "--nproc-per-node", script.title)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     paths = [str(Path(gracekv.__file__).parents[1]), *sys.path]
     # The tool's own module; a port of its own lets several such tests run at once.
-    command = [sys.executable, "-m", "torch.distributed.run", "--master-port", port, option, "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-port", free_port()]
     run = subprocess.run(
-        [*command, name, "tiny"],
+        [*command, option, "2", name, "tiny"],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
         cwd=reader,
         capture_output=True,

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from gracekv.distributed import connect
 from gracekv.distributed.sharding import check_sharding
 from gracekv.errors import GracekvError, NonFiniteError
 from gracekv.vllm import export
+from support.free_port import free_port
 from support.sharded_books import (
     MIXED,
     PLANS,
@@ -76,13 +76,10 @@ def message(call):
 
 def findings(folder, ranks):
     """Start `ranks` processes in `folder`: what each of them found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     variables = {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": free_port(),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(gracekv.__file__).parents[1]), *sys.path]),
     }

@@ -2,10 +2,11 @@
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import time
+
+from support.free_port import free_port
 
 NAME = "served"
 
@@ -23,9 +24,7 @@ class VllmServer:
     def __init__(self, folder, model, store, *options):
         from gracekv.vllm import kv_transfer_config
 
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.store, self.url, self._log = store, f"http://127.0.0.1:{port}", folder / "log"
         self._command = [
             # What `vllm serve` starts, which the rebuild for CPUs does not under its own name.
@@ -34,7 +33,7 @@ class VllmServer:
             "--dtype", "float32", "--enforce-eager",
             # Of the machine's memory, which must be free: tests hold some of it.
             "--gpu-memory-utilization", "0.5",
-            "--host", "127.0.0.1", "--port", str(port),
+            "--host", "127.0.0.1", "--port", port,
             "--kv-transfer-config", json.dumps(kv_transfer_config(store)), *options,
         ]  # fmt: skip
 
