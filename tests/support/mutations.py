@@ -10,6 +10,8 @@ from random import Random
 import torch
 from safetensors.torch import load, save
 
+from gracekv.cache import serialization
+
 # What takes the place of a value of plain data.
 JUNK = (
     None, True, False, 0, -1, 1, 2, 3.5, float("nan"), float("inf"), -0.0, 1 << 31, 1 << 62,
@@ -92,7 +94,7 @@ def mutated_content(data: bytes, rng: Random) -> tuple[str, bytes]:
         name = rng.choice(sorted(tensors))
         kind = name.rpartition(".")[2]
         tensors[name] = _mutated_tensor(tensors[name], rng)
-        header["sha256"][name] = _digest(tensors[name])
+        header["sha256"][name] = serialization._digest(tensors[name])
     text = json.dumps(header, sort_keys=True)
     for stand_in, written in UNWRITABLE.items():
         text = text.replace(stand_in, written)
@@ -160,10 +162,3 @@ def _mutated_tensor(tensor: torch.Tensor, rng: Random) -> torch.Tensor:
     else:
         flat = flat[:0]
     return flat.contiguous()
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
-    if tensor.numel():
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
