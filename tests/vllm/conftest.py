@@ -76,23 +76,17 @@ def prefill(model):
 
 
 @pytest.fixture(scope="session")
-def stored_model():
-    """The model of the contexts in `root`."""
-    from gracekv.testing.models import tiny_model
-
-    return tiny_model(kv_heads=4)
-
-
-@pytest.fixture(scope="session")
-def stored(stored_model, tmp_path_factory):
+def stored(tmp_path_factory):
     import gracekv
+    from gracekv.testing.models import tiny_model
     from gracekv.vllm import export
 
+    model = tiny_model(kv_heads=4)
     root = tmp_path_factory.mktemp("store")
     rng = torch.Generator().manual_seed(0)
     for number in range(3):
         prompt = gracekv.Prompt.from_ids(torch.randint(0, 97, (60,), generator=rng), (0, 50))
-        export(gracekv.compress(stored_model, prompt, ratio=2), root / f"c{number}")
+        export(gracekv.compress(model, prompt, ratio=2), root / f"c{number}")
     return root
 
 
