@@ -1,6 +1,13 @@
-"""Prefills that hold less than they were made with."""
+"""Small prefills, and some that hold less than they were made with."""
 
 import dataclasses
+
+from gracekv.testing import synthetic_prefill
+
+
+def small(**changes):
+    sizes = {"layers": 2, "prefix": 2, "context": 20, "question": 3, "tail": 1}
+    return synthetic_prefill(dim=8, **(sizes | changes))
 
 
 def without_context_queries(prefill):

@@ -10,15 +10,9 @@ from hypothesis import strategies as st
 from gracekv.errors import MissingCaptureError
 from gracekv.kernels.rope import Rope
 from gracekv.prefill import Needs, Region
-from gracekv.testing import synthetic_prefill
 from gracekv.value import BlockReplay, block_replay
 from gracekv.value.block_replay import BlockReplaySums, near_logits
-from support.lean_prefills import without_queries
-
-
-def small(**changes):
-    sizes = {"layers": 2, "prefix": 2, "context": 20, "question": 3, "tail": 1}
-    return synthetic_prefill(dim=8, **(sizes | changes))
+from support.lean_prefills import small, without_queries
 
 
 @settings(max_examples=15)

@@ -6,15 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.prefill import Region
-from gracekv.testing import synthetic_prefill
 from gracekv.value import ReadAhead, Replay, reference
 from support.covering import LONG
+from support.lean_prefills import small
 from support.margins import assert_same_order
-
-
-def small(**changes):
-    sizes = {"layers": 2, "prefix": 2, "context": 20, "question": 3, "tail": 1}
-    return synthetic_prefill(dim=8, **(sizes | changes))
 
 
 @settings(max_examples=10)

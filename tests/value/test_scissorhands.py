@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.testing import synthetic_prefill
 from gracekv.value import Scissorhands, reference
+from support.lean_prefills import small
 from support.margins import SCORES
 
 
@@ -19,9 +19,7 @@ from support.margins import SCORES
     history=st.sampled_from([1, 5, 400]),
 )
 def test_equals_plain_loops(seed, kv_heads, group, history):
-    prefill = synthetic_prefill(
-        kv_heads=kv_heads, group=group, dim=8, prefix=2, context=20, question=3, tail=1, seed=seed
-    )
+    prefill = small(kv_heads=kv_heads, group=group, seed=seed)
     region, length = prefill.spans.region(4), prefill.spans.length
     tokens = Scissorhands(history=history)(prefill, region).scores
     sums = reference.column_sums(prefill, region)
