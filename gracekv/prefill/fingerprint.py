@@ -48,7 +48,7 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, Any]:
     marks["config_fields"] = {str(k): _fields_digest(x) for k, x in fields.items()}
     weights = list(_weights(model))
     if not is_sharded(model) and not any(weight.is_meta for _, weight in weights):
-        marks["weights"] = sampled_digest(weights)
+        marks["weights"] = sampled_digest(weights, parameters=model.dtype)
     return marks if tokenizer is None else marks | tokenizer_marks(tokenizer)
 
 
@@ -156,7 +156,10 @@ def sample_places(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def sampled_digest(
-    weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None = None
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    dtype: torch.dtype | None = None,
+    parameters: torch.dtype | None = None,
 ) -> str:
     """16 hexadecimal digits of the weights' names and shapes, and of their elements at
     `sample_places`.
@@ -164,18 +167,22 @@ def sampled_digest(
     Args:
         weights: [...] by name, none on the device "meta"; their order counts.
         dtype: convert elements to this dtype first; by default they keep the weight's own.
+        parameters: convert those of float32 parameters to this dtype first. Versions of
+            transformers keep other ones in float32, such as the routers of a model in 16 bits.
     """
-    marks = dict[str, bytes]()
+    marks, kinds = dict[str, bytes](), dict[str, torch.dtype]()
     own: dict[torch.device, dict[str, tuple[Tensor, Tensor]]] = defaultdict(dict)
     for name, weight in weights:
         data, at = weight.detach(), sample_places(name, tuple(weight.shape))
-        marks[name] = f"{name} {list(weight.shape)} {dtype or weight.dtype} ".encode()
+        single = isinstance(weight, torch.nn.Parameter) and weight.dtype == torch.float32
+        kinds[name] = dtype or (parameters if parameters and single else weight.dtype)
+        marks[name] = f"{name} {list(weight.shape)} {kinds[name]} ".encode()
         # Quantised tensors of their own class cannot be relied on to be sliced.
         if len(at) and type(data) is Tensor:
             own[data.device][name] = data, at
     for device, held in own.items():
         for name, few in zip(held, _elements(device, list(held.values())), strict=True):
-            read = few if dtype is None else few.clone().view(held[name][0].dtype).to(dtype)
+            read = few.clone().view(held[name][0].dtype).to(kinds[name])
             marks[name] += read.view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(b"".join(marks.values())).hexdigest()[:16]
 

@@ -48,6 +48,15 @@ def test_elements_are_compared_in_the_dtype_asked_for():
     assert sampled_digest([("w", weight)]) != sampled_digest([("w", weight.bfloat16())])
 
 
+def test_parameters_kept_in_float32_count_as_the_model_computes():
+    model = tiny_llama().bfloat16()
+    before, norm = weights_digest(model), model.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight.detach().float())
+    assert weights_digest(model) == before
+    norm.weight.data += 1
+    assert weights_digest(model) != before
+
+
 class Adapted(torch.nn.Module):
     """As peft's layers are: the linear layer, and adapters by name."""
 
