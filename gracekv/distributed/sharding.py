@@ -132,12 +132,13 @@ _shards: WeakKeyDictionary[Any, HeadShard] = WeakKeyDictionary()
 def is_sharded(model: Any) -> bool:
     """Whether each process holds only a part of the model's weights.
 
-    True for transformers' `tp_plan` (`DistributedConfig(tp_size=...)`), for FSDP, and for linear
-    layers whose weight is smaller than what they say of themselves. A `device_map` does not shard.
+    True for transformers' `tp_plan` (`DistributedConfig(tp_size=..., pp_size=...)`), for FSDP, and
+    for linear layers whose weight is smaller than what they say of themselves. A `device_map` does
+    not shard.
     """
     if not isinstance(model, torch.nn.Module):
         return False
-    if (getattr(model, "_tp_size", None) or 1) > 1:
+    if (getattr(model, "_tp_size", None) or 1) > 1 or hasattr(model, "_pp_stage"):
         return True
     every = [model]
     for module in every:  # quicker than modules(), which makes names

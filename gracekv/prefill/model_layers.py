@@ -180,8 +180,7 @@ def output_projection(attention: Any) -> Any:
 
 def rotary_module(decoder: Any) -> Any:
     """The module that makes rotations for the decoder's layers, or None."""
-    found = (getattr(decoder, name, None) for name in ("rotary_emb", "pos_emb"))
-    return next((x for x in found if x is not None), None)
+    return getattr(decoder, "rotary_emb", getattr(decoder, "pos_emb", None))
 
 
 def has_rope(model: Any) -> bool:

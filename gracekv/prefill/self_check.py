@@ -77,6 +77,8 @@ def self_check(model: Any) -> None:
     inputs: dict[int, tuple[Any, Any]] = {}
 
     def attend(call: AttentionCall) -> Any:
+        if call.layer in calls:
+            raise _refusal(model, "runs more than once, each time with other keys", call.layer)
         calls[call.layer] = call
         return call.output(call.query, call.key, call.value, call.mask)
 

@@ -52,7 +52,11 @@ def test_a_weight_divided_by_hand_is_seen_before_any_process_has_joined():
     assert is_sharded(model)
 
 
-@pytest.mark.parametrize("shard", [by_plan, by_dtensor, by_hand])
+def by_stage(model):
+    model._pp_stage = object()
+
+
+@pytest.mark.parametrize("shard", [by_plan, by_dtensor, by_hand, by_stage])
 def test_a_sharded_model_is_refused_by_name(shard, one_process):
     model = tiny_llama()
     shard(model)

@@ -124,6 +124,20 @@ def test_layers_of_several_sizes_are_refused(monkeypatch):
     assert model_layers.head_sizes(model) == (4, 2, 16)
 
 
+def test_layers_that_run_twice_are_refused():
+    model = tried_model("stablelm")
+    model.model.layers[2] = model.model.layers[1]
+    with pytest.raises(UnsupportedModelError, match=r"Layer 1 .* runs more than once"):
+        check_model(model)
+
+
+def test_adapters_that_read_the_prompt_twice_are_refused():
+    model = tiny_llama()
+    model.active_peft_config = SimpleNamespace(peft_type="PeftType.SHADOW")
+    with pytest.raises(UnsupportedModelError, match="reads it twice"):
+        check_model(model)
+
+
 def test_a_family_that_multiplies_its_logits_has_its_own_surprisal():
     model = tried_model("hyperclovax", logits_scaling=0.125)
     seen = gracekv.capture(model, PROMPT, Needs.observed(Surprisal())).observation(Surprisal())
