@@ -24,10 +24,12 @@ def has_chat_template(tokenizer: Any) -> bool:
     """
     if hasattr(tokenizer, "image_processor"):
         raise PromptError("Prompts are text alone: pass the processor's tokenizer.")
-    if type(tokenizer).__name__ == "MistralCommonBackend":
+    kind = type(tokenizer).__name__.removeprefix("Cached")  # as vLLM names its own class of each
+    if kind in ("MistralCommonBackend", "MistralTokenizer"):
         raise PromptError(
             "mistral-common's tokenizer has no chat template. Load the one of transformers by "
-            "AutoTokenizer.from_pretrained(..., mistral_format=False), or pass token ids."
+            "AutoTokenizer.from_pretrained(..., mistral_format=False), in a server by "
+            "--tokenizer-mode hf, or pass token ids."
         )
     return bool(getattr(tokenizer, "chat_template", None))
 

@@ -27,12 +27,15 @@ def register() -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+        from vllm.v1.core.sched.output import KVConnectorBlockState
         from vllm.v1.engine.input_processor import InputProcessor
         from vllm.v1.engine.output_processor import OutputProcessor
 
         from gracekv.vllm import admission
         from gracekv.vllm.serving import replacements
 
+        if not hasattr(KVConnectorBlockState, "get_block_ids"):
+            raise ImportError("its scheduler does not tell connectors the blocks of requests")
         admission.wrap(InputProcessor, admission.process_inputs)
         admission.wrap(OutputProcessor, admission.process_outputs)
         for request in (ChatCompletionRequest, CompletionRequest):

@@ -254,6 +254,9 @@ def _frame(
     """Token ids before and after the user's message; [] if the chat template hides them."""
     try:
         chat = template and has_chat_template(tokenizer)
+    except PromptError as error:
+        raise StoreError(str(error)) from error
+    try:
         before, after = render(tokenizer, "", "", separator, chat)
     except PromptError:
         return [], []

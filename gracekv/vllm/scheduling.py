@@ -100,7 +100,8 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """Take in a request; a refused one ends with an error, and others go on."""
         params, key = request.kv_transfer_params, request.request_id
-        if not isinstance(params, dict) or PARAMETER not in params:
+        aborted = getattr(request, "abort_immediately", False)  # by an engine that pauses
+        if aborted or not isinstance(params, dict) or PARAMETER not in params:
             return
         request.cache_salt = f"{PARAMETER}:{key}:{request.cache_salt or ''}"
         # Otherwise the scheduler would not let the request wait.

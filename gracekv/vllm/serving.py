@@ -149,6 +149,8 @@ def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
         # Attention would not run as Python; some fusions turn them on after all.
         "CUDA graphs of whole steps": config.cudagraph_mode.has_full_cudagraphs(),
         "layers of several kinds": len(kv_cache_config.kv_cache_groups) > 1,
+        # It would not refuse, open or continue requests as Python's does.
+        "the front end in Rust": os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),
     }
     if found := [name for name, there in obstacles.items() if there]:
         raise ConfigError(
@@ -216,5 +218,7 @@ def checkpoint_folder(model: str, revision: str | None) -> Path | None:
 
     try:
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, OSError):
-        return None
+    except (LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        # It has what vLLM fetched, and lacks other files of the repository.
+        path = getattr(error, "snapshot_path", None)
+        return None if path is None else Path(path)

@@ -136,6 +136,7 @@ def attend(batch: ContextBatch, layer: int, call: LayerCall, scale: float) -> No
             PRECISION=tile.precision,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            enable_fp_fusion=True,
         )
         if batch.merged:
             merge_units[(batch.merged, query_heads)](
@@ -143,6 +144,7 @@ def attend(batch: ContextBatch, layer: int, call: LayerCall, scale: float) -> No
                 D=dim,
                 BLOCK_D=block_d,
                 BLOCK_S=max(8, _MERGE_TILE // block_d),
+                enable_fp_fusion=True,
             )
     if upcast:
         output.copy_(written)

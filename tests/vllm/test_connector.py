@@ -63,6 +63,13 @@ class Scheduler:
         self.side.on_new_request(request)
         return request
 
+    def abort(self, name):
+        self.side.on_new_request(
+            SimpleNamespace(
+                request_id="9", kv_transfer_params={"gracekv": name}, abort_immediately=True
+            )
+        )
+
     def step(self, *requests, opened=()):
         """What workers are told before a step in which the requests that may begin have tokens."""
         begun = [x for x in requests if self.side.get_num_new_matched_tokens(x, 0) == (0, False)]
@@ -130,6 +137,8 @@ def test_a_context_that_is_lost_before_its_request_begins_is_a_client_s_error():
 def test_few_contexts_are_opened_at_once():
     scheduler = Scheduler(admit)
     requests = [scheduler.take(str(number), f"c{number}") for number in range(20)]
+    scheduler.abort("c0")
+    assert scheduler.side._skips.keys() == {str(number) for number in range(20)}
     opening = scheduler.step(*requests).opening
     assert len(opening) == 8
     scheduler.step(*requests, opened=dict.fromkeys(opening))

@@ -91,6 +91,12 @@ def test_the_document_ends_before_an_answer_that_is_opened_with_a_thought():
         assert opened(tokenizer, answered) == (answered, 1)
 
 
+def test_a_tokenizer_without_rendered_chats_is_refused_by_name():
+    kind = type("CachedMistralTokenizer", (), {"chat_template": None})
+    with pytest.raises(StoreError, match="--tokenizer-mode hf"):
+        opened(kind(), [1, 2, 3])
+
+
 def test_a_system_prompt_of_its_own_is_part_of_the_document():
     tokenizer = TOKENIZERS["system"]
     ids, start = opened(tokenizer, chat(tokenizer, "Be brief.", TEXT, role="system"))

@@ -90,6 +90,19 @@ def test_the_platform_for_gpus_selects_them(monkeypatch, capability, chosen):
     assert CudaPlatformBase.get_attn_backend_cls(selected, config) == GPU[chosen or NAMES[0]]
 
 
+def test_a_version_whose_scheduler_says_less_is_left_as_it_is(monkeypatch):
+    from vllm.v1.attention.backends import registry
+    from vllm.v1.core.sched.output import KVConnectorBlockState
+
+    from gracekv.vllm import plugin
+
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    monkeypatch.delattr(KVConnectorBlockState, "get_block_ids")
+    with pytest.warns(UserWarning, match="cannot serve contexts in vLLM .* blocks of requests"):
+        plugin.register()
+    assert not registry._ATTN_OVERRIDES
+
+
 def test_older_gpus_keep_stock_attention(monkeypatch):
     from vllm.platforms import current_platform
 

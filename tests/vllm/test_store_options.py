@@ -3,12 +3,13 @@
 import json
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 
 from gracekv.errors import ConfigError, StoreError
 from gracekv.vllm import ContextStore, kv_transfer_config
-from gracekv.vllm.serving import check_serving, store_options
+from gracekv.vllm.serving import check_serving, checkpoint_folder, store_options
 
 
 def test_the_configuration_names_the_store(root):
@@ -72,7 +73,9 @@ class Graphs:
     ("cache_config", "cache_dtype", "fp8", "a KV cache in fp8"),
     ("compilation_config", "cudagraph_mode", Graphs(True), "CUDA graphs of whole steps"),
 ])  # fmt: skip
-def test_what_contexts_are_never_served_with_is_refused_by_name(where, field, value, said):
+def test_what_contexts_are_never_served_with_is_refused_by_name(
+    where, field, value, said, monkeypatch
+):
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1, decode_context_parallel_size=1,
@@ -87,5 +90,21 @@ def test_what_contexts_are_never_served_with_is_refused_by_name(where, field, va
     groups = SimpleNamespace(kv_cache_groups=[None])
     check_serving(config, groups)
     setattr(getattr(config, where) if where else config, field, value)
-    with pytest.raises(ConfigError, match=f"cannot be served with {said}"):
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(ConfigError, match=f"cannot be served with {said}.* and the .*in Rust"):
         check_serving(config, groups)
+
+
+def test_weights_are_found_where_the_hub_lists_files_that_the_engine_leaves(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    home, revision = tmp_path / "models--o--m", "a" * 40
+    listed = {name: {"size": 1, "blob_id": "x"} for name in ("model.safetensors", "x.onnx")}
+    for name, text in {
+        "refs/main": revision,
+        f"snapshots/{revision}/model.safetensors": "",
+        f"trees/{revision}.json": json.dumps({"format_version": 1, "files": listed}),
+    }.items():
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(text)
+    assert checkpoint_folder("o/m", None) == home / "snapshots" / revision
+    assert checkpoint_folder("o/other", None) is None
