@@ -55,6 +55,7 @@ class TritonEvaluator(DistortionEvaluator):
                 width=width,
                 **self._arguments,
                 **self._constants,
+                enable_fp_fusion=True,
             )
         # Each part has the sums over its own probes.
         costs, mass, drop = (sums[0] if parts == 1 else sums.sum(0)).split(sizes)
