@@ -13,15 +13,16 @@ from gracekv.allocate.density import proportional
 from gracekv.allocate.plan import equal_shares, largest_remainder
 from gracekv.allocate.reference import adaptive_heads
 from gracekv.errors import BudgetError, ConfigError
+from support.draws import SEEDS, ints, some
 from support.scored_plans import scored_plans
 
 
 # Few examples miss a share that is rounded the other way.
 @settings(max_examples=200)
 @given(
-    weights=st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any),
-    total=st.integers(0, 300),
-    slack=st.integers(0, 60),
+    weights=st.lists(ints(0, 40), min_size=1, max_size=9).filter(any),
+    total=ints(0, 300),
+    slack=ints(0, 60),
 )
 def test_shares_add_up_stay_below_the_cap_and_near_what_was_wanted(weights, total, slack):
     wanted = [Fraction(total * weight, sum(weights)) for weight in weights]
@@ -56,12 +57,7 @@ def test_refuses_what_cannot_add_up(wanted, total, cap):
         largest_remainder(wanted, total, cap)
 
 
-@given(
-    layers=st.integers(1, 5),
-    heads=st.integers(1, 5),
-    recent=st.integers(0, 4),
-    base=st.integers(0, 200),
-)
+@given(layers=ints(1, 5), heads=ints(1, 5), recent=ints(0, 4), base=ints(0, 200))
 def test_equal_shares_spend_everything_and_favour_the_first(layers, heads, recent, base):
     units = layers * heads
     plan = BudgetPlan(layers, heads, context=500, total=base + units * recent, recent=recent)
@@ -77,11 +73,11 @@ def test_equal_shares_spend_everything_and_favour_the_first(layers, heads, recen
 
 
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    layers=st.integers(1, 40),
-    heads=st.integers(1, 8),
-    context=st.integers(2, 400),
-    recent=st.integers(0, 8),
+    seed=SEEDS,
+    layers=ints(1, 40),
+    heads=ints(1, 8),
+    context=ints(2, 400),
+    recent=ints(0, 8),
     share=st.floats(0, 1),
     spread=st.floats(0, 4),
 )
@@ -122,9 +118,9 @@ def test_what_limits_take_is_redistributed_in_proportion():
 
 
 @given(
-    weights=st.lists(st.integers(1, 1000), min_size=1, max_size=20),
-    least=st.integers(0, 20),
-    extra=st.integers(0, 100),
+    weights=st.lists(ints(1, 1000), min_size=1, max_size=20),
+    least=ints(0, 20),
+    extra=ints(0, 100),
     share=st.fractions(0, 1),
 )
 def test_one_scale_explains_all_proportional_shares(weights, least, extra, share):
@@ -150,11 +146,11 @@ def shares(quota, plan):
 
 @settings(max_examples=200)
 @given(
-    layers=st.integers(1, 80),
-    heads=st.integers(1, 8),
-    context=st.integers(64, 32768),
+    layers=ints(1, 80),
+    heads=ints(1, 8),
+    context=ints(64, 32768),
     ratio=st.floats(1.5, 16),
-    beta=st.sampled_from([1.0, 2.5, 20.0]),
+    beta=some([1.0, 2.5, 20.0]),
 )
 def test_spends_exactly_the_budget_and_falls_with_depth(layers, heads, context, ratio, beta):
     plan = Budget.ratio(ratio).plan(layers=layers, heads=heads, context=context, entry_bytes=8)
@@ -178,11 +174,7 @@ def test_pyramid_by_hand():
     assert Pyramid().layer_shares(short) == [150, 100, 50]
 
 
-@given(
-    problem=scored_plans(),
-    floor=st.sampled_from([0.0, 0.2, 0.35, 1.0]),
-    rule=st.sampled_from(["mix", "safeguard"]),
-)
+@given(problem=scored_plans(), floor=some([0.0, 0.2, 0.35, 1.0]), rule=some(["mix", "safeguard"]))
 def test_equals_the_reference_and_leaves_layers_equal(problem, floor, rule):
     tokens, plan = problem
     quota = AdaptiveHeads(floor, rule)

@@ -13,6 +13,7 @@ from gracekv.backends.triton_tiles import tiles
 from gracekv.cache.base import RaggedEntries
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import device as host
+from support.draws import ints, some
 from support.quantised_layers import of_two_passages, quantised
 
 
@@ -44,17 +45,15 @@ def by_loops(parts, sequences, size, block):
     return [[sorted(x, key=lambda item: -item[2]) for x in every] for every in items], slots
 
 
-ROWS = st.integers(1, 3).flatmap(
+ROWS = ints(1, 3).flatmap(
     lambda s: st.tuples(
         st.just(s),
-        st.integers(1, 4).flatmap(
-            lambda g: st.lists(st.integers(0, 400), min_size=s * g, max_size=s * g)
-        ),
+        ints(1, 4).flatmap(lambda g: st.lists(ints(0, 400), min_size=s * g, max_size=s * g)),
     )
 )
 
 
-@given(rows=ROWS, size=st.integers(1, 6).map(lambda n: 16 * n), block=st.sampled_from([1, 16]))
+@given(rows=ROWS, size=ints(1, 6).map(lambda n: 16 * n), block=some([1, 16]))
 def test_tables_of_layers_with_and_without_codes_equal_loops(rows, size, block):
     sequences, lengths = rows
     rng = torch.Generator().manual_seed(size)
@@ -74,7 +73,7 @@ def test_tables_of_layers_with_and_without_codes_equal_loops(rows, size, block):
                 assert found.items.data_ptr() % 16 == found.item_first.data_ptr() % 16 == 0
 
 
-@given(rows=ROWS, processors=st.integers(1, 40))
+@given(rows=ROWS, processors=ints(1, 40))
 def test_each_table_reads_every_entry_once_in_nearly_equal_splits(rows, processors):
     sequences, lengths = rows
     layer = layer_of(sequences, lengths)
@@ -101,12 +100,7 @@ def test_more_readers_take_larger_splits():
     assert picked == [0, 0, 1, 1, 2, 2, 3]
 
 
-@given(
-    size=st.integers(0, 5000),
-    readers=st.integers(1, 300),
-    programs=st.integers(1, 300),
-    block=st.sampled_from([16, 32, 64]),
-)
+@given(size=ints(0, 5000), readers=ints(1, 300), programs=ints(1, 300), block=some([16, 32, 64]))
 def test_tail_splits_cover_the_tail_and_are_not_tiny(size, readers, programs, block):
     splits, chunk = tail_splits(size, readers, programs, block)
     if size == 0:

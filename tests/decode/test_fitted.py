@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gracekv.decode import Attention, Fitted, reference
 from gracekv.decode.cut import packed_entries
 from gracekv.fit.values_and_mass import LEAST, MOST
+from support.draws import ints, some
 from support.held_layers import held_layer
 
 TRUST, MASS_TRUST, TRUST_READ = 0.1, 0.2, 0.3
@@ -47,11 +48,7 @@ def plain_head(held, kept, g):
     return own + change, held.log_multiplicity[g, kept[g]].double() + factor.log()
 
 
-@given(
-    seed=st.integers(0, 2**20),
-    memory=st.sampled_from([0.0, 0.5, 0.9]),
-    norm=st.sampled_from([0.0, 1.0, 2.0]),
-)
+@given(seed=ints(0, 2**20), memory=some([0.0, 0.5, 0.9]), norm=some([0.0, 1.0, 2.0]))
 def test_scores_are_what_is_read_or_remembered(seed, memory, norm):
     held, rng = held_layer(seed), torch.Generator().manual_seed(seed)
     held = replace(held, carried=torch.randn(held.used.shape, generator=rng) * held.used)
@@ -63,7 +60,7 @@ def test_scores_are_what_is_read_or_remembered(seed, memory, norm):
 
 
 @pytest.mark.parametrize("queries", [3, 12])
-@given(seed=st.integers(0, 2**20), softcap=st.sampled_from([None, 3.0]), sinks=st.booleans())
+@given(seed=ints(0, 2**20), softcap=some([None, 3.0]), sinks=st.booleans())
 def test_fitted_entries_are_those_of_plain_least_squares(queries, seed, softcap, sinks):
     held = held_layer(seed, queries=queries, packed=(12, 7), softcap=softcap, sinks=sinks)
     rng = torch.Generator().manual_seed(seed)

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.allocate import Budget
 from gracekv.fit import ReferenceQueries, ValuesAndMass
@@ -15,6 +14,7 @@ from gracekv.precision import FullPrecision, UniformPrecision
 from gracekv.precision import reference as rounding
 from gracekv.testing import synthetic_prefill
 from gracekv.value import Replay
+from support.draws import ints, some
 
 QUERIES = ReferenceQueries(Replay(max_queries=12), tail=3)
 FIT = ValuesAndMass(QUERIES)
@@ -34,12 +34,7 @@ def runs(precision, dtype=torch.float32, **sizes):
 
 
 @settings(max_examples=8)
-@given(
-    seed=st.integers(0, 2**16),
-    group=st.integers(1, 3),
-    bits=st.sampled_from([4, 8]),
-    size=st.sampled_from([4, 16]),
-)
+@given(seed=ints(0, 2**16), group=ints(1, 3), bits=some([4, 8]), size=some([4, 16]))
 def test_equals_least_squares_over_rounded_keys_in_float64(seed, group, bits, size):
     precision = UniformPrecision(bits=bits, group=size, sinks=3)
     prefill, packed, stored = runs(precision, seed=seed, group=group)

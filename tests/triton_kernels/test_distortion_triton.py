@@ -12,6 +12,7 @@ from gracekv.kernels.rope import Rope
 from gracekv.tree import IntervalCosts, Nodes, Prototype, PrototypeRule
 from gracekv.tree.engines.reference import ReferenceDistortion
 from support.covering import LONG
+from support.draws import SEEDS, ints
 from support.interval_costs import assert_same_costs, evaluator_of, some_nodes
 from support.trees import assert_same_growth, in_slots, tree_context
 
@@ -26,11 +27,7 @@ def check(context, lengths, distortion=None, seed=0):
 
 
 @settings(max_examples=6 if LONG else 4)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    group=st.integers(1, 3),
-    lengths=st.lists(st.integers(1, 80), min_size=1, max_size=6),
-)
+@given(seed=SEEDS, group=ints(1, 3), lengths=st.lists(ints(1, 80), min_size=1, max_size=6))
 def test_equals_the_torch_engine(seed, group, lengths):
     check(in_slots(tree_context(seed % 1000, group=group, context=170), 80), lengths, seed=seed)
 

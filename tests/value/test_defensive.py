@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn import functional
 
 from gracekv.errors import MissingCaptureError
 from gracekv.testing import synthetic_prefill
 from gracekv.value import Defensive
 from gracekv.value.critical import WrittenNorms
+from support.draws import ints, some
 
 
 def published(attention, norms, groups, window, kernel):
@@ -38,12 +38,7 @@ def published(attention, norms, groups, window, kernel):
 
 
 @settings(max_examples=15)
-@given(
-    seed=st.integers(0, 2**16),
-    group=st.integers(1, 3),
-    window=st.sampled_from([4, 8]),
-    kernel=st.sampled_from([1, 5]),
-)
+@given(seed=ints(0, 2**16), group=ints(1, 3), window=some([4, 8]), kernel=some([1, 5]))
 def test_equals_the_public_code(seed, group, window, kernel):
     prefill = synthetic_prefill(context=60, question=4, tail=2, prefix=0, group=group, seed=seed)
     length = prefill.spans.length

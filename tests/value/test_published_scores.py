@@ -8,7 +8,6 @@ import statistics
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.errors import MissingCaptureError
 from gracekv.prefill import Needs, Region
@@ -16,6 +15,7 @@ from gracekv.testing import synthetic_prefill
 from gracekv.value import SCORERS, Compactor, Critical, KeyNorm
 from gracekv.value.critical import WrittenNorms, merged_order
 from gracekv.value.reference import attention_probability
+from support.draws import DTYPES, SEEDS, ints, some
 from support.lean_prefills import without_context_queries
 
 BLIND = ("key_norm", "key_difference", "lag_relative", "compactor", "expected_attention")
@@ -123,12 +123,8 @@ REFERENCES = {
 
 @pytest.mark.parametrize("name", REFERENCES)
 @settings(max_examples=4)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    # Three lags and more, and less than two.
-    context=st.sampled_from([60, 16]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
+# Contexts of three lags and more, and of less than two.
+@given(seed=SEEDS, context=some([60, 16]), dtype=DTYPES)
 def test_equals_the_reference(name, seed, context, dtype):
     reference, fields = REFERENCES[name]
     prefill = drawn(seed, context, dtype)
@@ -166,11 +162,7 @@ def test_compactor_computes_queries_again_in_chunks():
         Compactor()(without_context_queries(drawn(5)), Region(4, 40))
 
 
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    length=st.integers(1, 24),
-    share=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
-)
+@given(seed=SEEDS, length=ints(1, 24), share=some([0.0, 0.3, 0.5, 1.0]))
 def test_one_order_holds_the_two_stage_choice_of_every_budget(seed, length, share):
     draw = random.Random(seed)
     first, second = (draw.sample(range(length), length) for _ in range(2))

@@ -4,20 +4,15 @@ import itertools
 
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.value import Scissorhands, reference
+from support.draws import SEEDS, ints, some
 from support.lean_prefills import small
 from support.margins import SCORES
 
 
 @settings(max_examples=10)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    kv_heads=st.integers(1, 2),
-    group=st.integers(1, 3),
-    history=st.sampled_from([1, 5, 400]),
-)
+@given(seed=SEEDS, kv_heads=ints(1, 2), group=ints(1, 3), history=some([1, 5, 400]))
 def test_equals_plain_loops(seed, kv_heads, group, history):
     prefill = small(kv_heads=kv_heads, group=group, seed=seed)
     region, length = prefill.spans.region(4), prefill.spans.length

@@ -16,16 +16,12 @@ from gracekv.value.base import mean_seed_scores
 from gracekv.value.kvzip_two_pass import Reconstruction
 from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
 from support.covering import cases
+from support.draws import DTYPES, SEEDS, ints, some
 
 
 @pytest.mark.parametrize("name", list(SCORERS))
 @settings(max_examples=cases(6, 15))
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    context=st.integers(1, 80),
-    recent=st.integers(0, 16),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
+@given(seed=SEEDS, context=ints(1, 80), recent=ints(0, 16), dtype=DTYPES)
 def test_scores_are_finite_non_negative_float32_and_repeatable(name, seed, context, recent, dtype):
     prefill = synthetic_prefill(layers=3, dim=8, context=context, seed=seed, dtype=dtype)
     region = prefill.spans.region(min(recent, context - 1))
@@ -50,13 +46,7 @@ def test_seed_scores_are_the_normalised_mean_over_heads():
     assert not mean_seed_scores(torch.zeros(1, 1, 3)).any()
 
 
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    layers=st.integers(1, 4),
-    kv_heads=st.integers(1, 3),
-    group=st.integers(1, 3),
-    question=st.integers(0, 40),
-)
+@given(seed=SEEDS, layers=ints(1, 4), kv_heads=ints(1, 3), group=ints(1, 3), question=ints(0, 40))
 def test_output_projection_equals_the_reference(**shape):
     prefill = synthetic_prefill(dim=4, context=8, **shape)
     slow = reference.output_projection(OutputProjection(), prefill)
@@ -77,7 +67,6 @@ def test_output_projection_needs_the_norms(missing):
         OutputProjection()(prefill)
 
 
-ints, some = st.integers, st.sampled_from
 # Drawn fields, tokens of question and tail, and how near float32 sums come to the reference,
 # relatively and absolutely.
 REFERENCES = {
@@ -103,12 +92,12 @@ REFERENCES = {
 @given(
     data=st.data(),
     recent=ints(0, 4),
-    seed=ints(0, 2**32 - 1),
+    seed=SEEDS,
     kv_heads=ints(1, 2),
     group=ints(1, 3),
     prefix=ints(0, 6),
     context=ints(1, 30),
-    dtype=some([torch.float32, torch.bfloat16]),
+    dtype=DTYPES,
 )
 def test_scores_equal_the_reference(name, data, recent, context, **sizes):
     fields, (question, tail), rtol, atol = REFERENCES[name]
@@ -122,11 +111,7 @@ def test_scores_equal_the_reference(name, data, recent, context, **sizes):
 
 
 @given(
-    prefix=st.integers(0, 6),
-    context=st.integers(2, 40),
-    recent=st.integers(0, 1),
-    sinks=st.integers(0, 6),
-    kept=st.integers(1, 40),
+    prefix=ints(0, 6), context=ints(2, 40), recent=ints(0, 1), sinks=ints(0, 6), kept=ints(1, 40)
 )
 def test_the_best_tokens_are_the_free_sinks_and_the_latest(prefix, context, recent, sinks, kept):
     prefill = synthetic_prefill(dim=4, prefix=prefix, context=context)

@@ -1,0 +1,8 @@
+"""What many properties draw, under short names."""
+
+import torch
+from hypothesis import strategies as st
+
+ints, some = st.integers, st.sampled_from
+SEEDS = ints(0, 2**32 - 1)
+DTYPES = some([torch.float32, torch.bfloat16])
