@@ -37,62 +37,47 @@ def paragraph(number):
     return f"Harbour {number} lies in the north. Its keeper is called Keeper{number}. " * 2
 
 
+def paragraph_with_questions(number):
+    keeper = {"text": f"Keeper{number}"}
+    asked = {"question": f"Who keeps harbour {number}?", "answers": [keeper, keeper]}
+    other = {"question": "Who paints it?", "answers": []}
+    questions = [{**asked, "is_impossible": False}, {**other, "is_impossible": True}]
+    return {"context": paragraph(number), "qas": questions}
+
+
+def older_of_two(number):
+    near = range(number, number + 10)
+    return {
+        "question": f"Which harbour is older, {number} or {number + 1}?",
+        "answer": f"Harbour {number}",
+        "supporting_facts": [[f"H{number}", 0], [f"H{number + 1}", 0]],
+        "context": [[f"H{n}", [f"Harbour {n} is {n} years old. " * 3]] for n in near],
+    }
+
+
+def record(question, context, *answers):
+    return {"input": question, "context": context, "answers": answers, "all_classes": None}
+
+
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory):
     """Own texts in the benchmarks' formats: nothing here is copied from a data set."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "qa").mkdir()
     (folder / "longbench").mkdir()
-    articles = [
-        {
-            "title": f"Coast {a}",
-            "paragraphs": [
-                {
-                    "context": paragraph(10 * a + p),
-                    "qas": [
-                        {
-                            "question": f"Who keeps harbour {10 * a + p}?",
-                            "answers": [{"text": f"Keeper{10 * a + p}"}] * 2,
-                            "is_impossible": False,
-                        },
-                        {"question": "Who paints it?", "answers": [], "is_impossible": True},
-                    ],
-                }
-                for p in range(10)
-            ],
-        }
-        for a in range(20)
-    ]
+    parts = [[paragraph_with_questions(10 * a + p) for p in range(10)] for a in range(20)]
+    articles = [{"title": f"Coast {a}", "paragraphs": part} for a, part in enumerate(parts)]
     (folder / "qa" / "squad_small.json").write_text(json.dumps({"data": articles}))
-    hotpot = [
-        {
-            "question": f"Which harbour is older, {n} or {n + 1}?",
-            "answer": f"Harbour {n}",
-            "supporting_facts": [[f"H{n}", 0], [f"H{n + 1}", 0]],
-            "context": [
-                [f"H{n + i}", [f"Harbour {n + i} is {n + i} years old. " * 3]] for i in range(10)
-            ],
-        }
-        for n in range(100, 220, 10)
-    ]
+    hotpot = [older_of_two(number) for number in range(100, 220, 10)]
     (folder / "qa" / "hotpot_small.json").write_text(json.dumps(hotpot))
-    records = [
-        {
-            "input": f"Who keeps harbour {n}?",
-            "context": " ".join(paragraph(i) for i in range(n, n + 3 + 4 * (n % 3))),
-            "answers": [f"Keeper{n}", f"the keeper Keeper{n}"],
-            "all_classes": None,
-        }
-        for n in range(6)
-    ]
-    lines = "".join(json.dumps(record) + "\n" for record in records)
+    lines = ""
+    for n in range(6):
+        context = " ".join(map(paragraph, range(n, n + 3 + 4 * (n % 3))))
+        asked = f"Who keeps harbour {n}?", context, f"Keeper{n}", f"the keeper Keeper{n}"
+        lines += json.dumps(record(*asked)) + "\n"
     (folder / "longbench" / "qasper.small.jsonl").write_text(lines)
-    shots = {
-        "input": "Dialogue: A: hi\r\nB: {hello}\nSummary: ",
-        "context": "Dialogue: A: bye\r\nB: bye\nSummary: They part. \n" * 8,
-        "answers": ["A greets B."],
-        "all_classes": None,
-    }
+    before = "Dialogue: A: bye\r\nB: bye\nSummary: They part. \n" * 8
+    shots = record("Dialogue: A: hi\r\nB: {hello}\nSummary: ", before, "A greets B.")
     (folder / "longbench" / "samsum.small.jsonl").write_text(json.dumps(shots) + "\n")
     return folder
 
