@@ -128,24 +128,19 @@ def test_heads_without_entries_pack(make):
     data = ReportData.of({"x": make("gracekv", 3)})
     (column,), none = data.columns, torch.zeros(0, dtype=torch.int64)
     heads = column.entries.offsets
+
+    def encoded(entries):
+        one = dataclasses.replace(column, entries=entries)
+        return encoding.encode(dataclasses.replace(data, columns=(one,)))
+
     # One token of context, the last of the prompt: the cache covers none of it. And all dropped.
     for region in ((5, 5), (5, 8)):
         empty = KeptEntries(2, 2, region, torch.zeros_like(heads), none, none, none.float())
-        bare = dataclasses.replace(column, entries=empty)
-        header, block = encoding.encode(dataclasses.replace(data, columns=(bare,)))
+        header, block = encoded(empty)
         assert u32(part(header, block, "entryStarts.0")) == [0] * 5
         assert part(header, block, "gaps.0") == part(header, block, "sizes.0") == b""
-    one = dataclasses.replace(
-        column.entries,
-        offsets=torch.tensor([0, 0, 2, 2, 3]),
-        start=torch.tensor([7, 9, 6]),
-        end=torch.tensor([8, 11, 7]),
-        region=(5, 20),
-        multiplicity=torch.ones(3),
-        depth=None,
-    )
-    header, block = encoding.encode(
-        dataclasses.replace(data, columns=(dataclasses.replace(column, entries=one),))
-    )
+    offsets, ends = torch.tensor([0, 0, 2, 2, 3]), torch.tensor([8, 11, 7])
+    three = KeptEntries(2, 2, (5, 20), offsets, torch.tensor([7, 9, 6]), ends, torch.ones(3))
+    header, block = encoded(three)
     assert u32(part(header, block, "gaps.0")) == [2, 1, 1]
     assert u32(part(header, block, "sizes.0")) == [1, 2, 1]

@@ -132,11 +132,7 @@ def test_the_demo_writes_one(model, monkeypatch, tmp_path):
 
 
 def test_prompts_that_differ_are_told_apart(model, tmp_path):
-    results = {
-        str(length): gracekv.compress(
-            model, gracekv.Prompt.from_ids(torch.arange(length), (4, 50)), ratio=2
-        )
-        for length in (60, 61)
-    }
+    prompts = (gracekv.Prompt.from_ids(torch.arange(length), (4, 50)) for length in (60, 61))
+    results = {str(len(x.ids)): gracekv.compress(model, x, ratio=2) for x in prompts}
     with pytest.raises(ReportError, match="'60' and '61' have different token ids"):
         gracekv.report.compare(results, tmp_path / "page.html")
