@@ -84,11 +84,8 @@ class Step:
             num_actual_tokens=self.starts[-1],
         )
         last = last_pages(self.metadata, BLOCK).tolist()
-        asking = {
-            page: Asking(self.contexts[name], new)
-            for page, (name, _, new) in zip(last, ROWS, strict=True)
-            if name
-        }
+        rows = zip(last, ROWS, strict=True)
+        asking = {page: Asking(self.contexts[name], new) for page, (name, _, new) in rows if name}
         self.batch = plan_batch(asking, self.metadata, GROUP, engine.pages, division)
 
     def attend(self):

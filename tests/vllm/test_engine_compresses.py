@@ -46,11 +46,8 @@ def test_a_context_is_that_of_transformers(made, recipe):
     assert len(stored & kept) >= 0.99 * len(kept)
     one = listing(made)[recipe]
     assert (one["state"], one["saved"], one["recipe"]) == ("ready", True, recipe)
-    assert (one["length"], one["entries"], one["ratio"]) == (
-        len(ids),
-        len(kept),
-        pytest.approx(4, 0.1),
-    )
+    facts = len(ids), len(kept), pytest.approx(4, 0.1)
+    assert (one["length"], one["entries"], one["ratio"]) == facts
     assert one["seconds"] > 0
     # Keys and values of all tokens in float32, and the queries that the recipe asks for.
     config = made.model.config

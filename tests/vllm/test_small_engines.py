@@ -55,11 +55,9 @@ def answers(made, served):
     from gracekv.vllm import request
 
     asked = [request(served.store, name, "Why?", served.tokenizer) for name in served.results]
-    outputs = made.generate(
-        [one.prompt for one in asked],
-        [one.sampling_params(16, logprobs=0, ignore_eos=True) for one in asked],
-        use_tqdm=False,
-    )
+    prompts = [one.prompt for one in asked]
+    sampled = [one.sampling_params(16, logprobs=0, ignore_eos=True) for one in asked]
+    outputs = made.generate(prompts, sampled, use_tqdm=False)
     return {name: made.outputs[0] for name, made in zip(served.results, outputs, strict=True)}
 
 
@@ -98,11 +96,8 @@ def test_two_ranks_make_the_context_of_one_process(two_ranks, recipe, save):
 
     ids, name = two_ranks.tokenizer(TEXT).input_ids, f"{recipe}-{save}"
     # The question comes before its context is there.
-    first, answer = run(
-        two_ranks,
-        (ids, compress(name, recipe=recipe, save=save)),
-        (question(two_ranks), asking(name)),
-    )
+    order = compress(name, recipe=recipe, save=save)
+    first, answer = run(two_ranks, (ids, order), (question(two_ranks), asking(name)))
     assert said(first) == {"name": name, "state": "compressing"}
     result = by_transformers(two_ranks, ids, pipeline=recipe)
     check(two_ranks, answer.outputs[0], result)
