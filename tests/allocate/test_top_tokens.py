@@ -89,19 +89,20 @@ def test_recipes_need_no_trees_and_keep_the_same_entries(recipe, ratio):
         torch.testing.assert_close(one.tensors(), other.tensors(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"floor": "singleton"},
-        {"distortion": "prototype"},
-        {"allocate": "lagrangian"},
-        {"segment": {"name": "uniform", "target_length": 2}},
-        {"certify": True},
-    ],
-)
-def test_others_are_left_to_the_trees(fields):
+OTHERS = {
+    "floor": "singleton",
+    "distortion": "prototype",
+    "allocate": "lagrangian",
+    "segment": {"name": "uniform", "target_length": 2},
+    "certify": True,
+}
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_others_are_left_to_the_trees(field):
     prefill = synthetic_prefill(layers=2, kv_heads=2, context=60, dim=8)
-    pipeline = Pipeline.from_dict({**fields, "window": {"size": 4}}, base="global-eviction")
+    fields = {field: OTHERS[field], "window": {"size": 4}}
+    pipeline = Pipeline.from_dict(fields, base="global-eviction")
     assert pipeline.run(prefill, Budget.ratio(3)).forest is not None
 
 

@@ -135,6 +135,9 @@ def test_processes_make_one_cut(ranks, levels):
             assert torch.equal(mine.keys, torch.cat([x[0] for x in heads]))
 
 
+CODED = {"quota": "pyramid", "precision": {"name": "uniform", "bits": 4}}
+
+
 @pytest.mark.parametrize(
     ("fields", "base", "reason"),
     [
@@ -148,11 +151,7 @@ def test_processes_make_one_cut(ranks, levels):
         ({"value": Late()}, "snapkv", "reads the decoder's output, which comes last"),
         ({"sensitivity": "output_projection"}, "snapkv", r"'output_projection' \(sensitivity\)"),
         ({"value": {"name": "replay", "likely_layers": 0}}, "snapkv", r"'replay' \(value\)"),
-        (
-            {"quota": "pyramid", "precision": {"name": "uniform", "bits": 4}},
-            "snapkv",
-            "its quotas depend on how many entries the bytes buy",
-        ),
+        (CODED, "snapkv", "its quotas depend on how many entries the bytes buy"),
     ],
 )
 def test_what_needs_all_layers_says_why(fields, base, reason):
