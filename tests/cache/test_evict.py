@@ -47,14 +47,11 @@ def test_the_last_prompt_token_is_never_packed(packer, refiner):
     assert context.partition.region.end == context.prefill.spans.length
     forest = build_forest(context, Unit(), REFINERS.build(refiner))
     added, covered = torch.ones(forest.trees, dtype=torch.bool), context.prefill.spans.length - 1
-    everything, roots = (
-        packer(
-            context.prefill,
-            Selection.of_frontier(Frontier(forest, added, split, budget=10**6)),
-            *(context.scores, context.rule),
-        )
-        for split in (~forest.is_leaf, torch.zeros(forest.nodes).bool())
-    )
+    splits = (~forest.is_leaf, torch.zeros(forest.nodes).bool())
+    bought = (Frontier(forest, added, split, budget=10**6) for split in splits)
+    chosen = map(Selection.of_frontier, bought)
+    how = context.scores, context.rule
+    everything, roots = (packer(context.prefill, selection, *how) for selection in chosen)
     for layer in everything.layers:
         for head in range(layer.heads):
             assert layer.head(head)[2].tolist() == list(range(covered))

@@ -24,12 +24,8 @@ METHODS = ("fullkv", "gracekv", "snapkv")
 
 @pytest.fixture(scope="module")
 def experiment():
-    return Experiment.from_dict(
-        {
-            "model": "tiny", "tasks": ["ruler:vt"], "methods": METHODS, "ratios": [2],
-            "lengths": [1024], "samples": 3,
-        }
-    )  # fmt: skip
+    panel = {"tasks": ["ruler:vt"], "methods": METHODS, "ratios": [2], "lengths": [1024]}
+    return Experiment.from_dict({"model": "tiny", "samples": 3, **panel})
 
 
 @pytest.fixture(scope="module")

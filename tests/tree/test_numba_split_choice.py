@@ -32,14 +32,9 @@ def test_same_choice_with_ties(seed, n, cuts, reward, steps):
     def coarse(*shape):
         return torch.randint(steps, shape, generator=rng).float()
 
-    batch = TreeBatch.of(
-        dataclasses.replace(
-            context,
-            partition=Partition(torch.tensor([start, start + n])),
-            curvature=coarse(context.prefill.spans.length),
-        ),
-        [0],
-    )
+    one, curvature = torch.tensor([start, start + n]), coarse(context.prefill.spans.length)
+    context = dataclasses.replace(context, partition=Partition(one), curvature=curvature)
+    batch = TreeBatch.of(context, [0])
     nodes = Nodes(torch.tensor([0]), torch.tensor([0]), torch.tensor([n]))
     costs, mass, node_cost = coarse(2, 1, n), coarse(1, n), coarse(1).double()
     costs[0, 0, 0] = costs[1, 0, -1] = 0.0
