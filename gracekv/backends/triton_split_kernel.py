@@ -199,20 +199,17 @@ def attend_splits(
             # The grid follows the buffer's size; splits past the used length are empty.
             here = tl.maximum(tl.minimum(length - first, tail_chunk), 0)
             q = read(at + head * group * query_head_stride, used, UPCAST)
+            begin = first.to(tl.int64)
+            k = tail_keys + batch * tail_key_batch_stride + head * tail_key_head_stride
+            v = tail_values + batch * tail_value_batch_stride + head * tail_value_head_stride
             output, lse = _attend(
                 q,
                 token,
-                tail_keys
-                + batch * tail_key_batch_stride
-                + head * tail_key_head_stride
-                + first.to(tl.int64) * tail_key_stride,
-                tail_values
-                + batch * tail_value_batch_stride
-                + head * tail_value_head_stride
-                + first.to(tl.int64) * tail_value_stride,
+                k + begin * tail_key_stride,
+                v + begin * tail_value_stride,
                 tail_key_stride,
                 tail_value_stride,
-                mask + batch * mask_batch_stride + first.to(tl.int64) * mask_key_stride,
+                mask + batch * mask_batch_stride + begin * mask_key_stride,
                 mask_token_stride,
                 mask_key_stride,
                 first,

@@ -116,11 +116,8 @@ def attend_units(
             inside = n < stop_page
             here = mask_of(inside, D, BLOCK_D)
             block = tl.load(table + n // BLOCK, mask=inside, other=0).to(tl.int64)
-            slot = (
-                block * page_stride
-                + (n % BLOCK) * page_slot_stride
-                + head.to(tl.int64) * page_head_stride
-            )
+            slot = block * page_stride + (n % BLOCK) * page_slot_stride
+            slot += head.to(tl.int64) * page_head_stride
             k = read(pages + slot[:, None] + dim[None, :], here, UPCAST)
             v = read(pages + slot[:, None] + D + dim[None, :], here, UPCAST)
             logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
@@ -166,18 +163,11 @@ def merge_units(
         top = tl.full([1], float("-inf"), tl.float32)
         total = tl.zeros([1], tl.float32)
         acc = tl.zeros([BLOCK_D], tl.float32)
+        parts, lses = part_output + head * D, part_lse + head
+        first = tl.load(first_slot + token)
+        last = tl.load(first_slot + token + 1)
         top, total, acc = add_splits(
-            top,
-            total,
-            acc,
-            part_output + head * D,
-            part_lse + head,
-            tl.load(first_slot + token),
-            tl.load(first_slot + token + 1),
-            query_heads,
-            D,
-            BLOCK_D,
-            BLOCK_S,
+            top, total, acc, parts, lses, first, last, query_heads, D, BLOCK_D, BLOCK_S
         )
         # Every token sees itself, so the sum is positive.
         at = output + place * output_token_stride + head * output_head_stride + dim
