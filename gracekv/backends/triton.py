@@ -188,23 +188,15 @@ def _check(step: AttentionStep) -> None:
     if heads % packed.heads:
         raise ShapeError(f"Query heads form equal groups for {packed.heads} KV heads; got {heads}.")
     check_rows(step.rows, batch, packed.sequences)
-    if (
-        (keys.shape[0], keys.shape[3]) != (batch, dim)
-        or keys.shape != values.shape
-        or heads % keys.shape[1]
-        or keys.dtype != query.dtype
-        or values.dtype != query.dtype
-    ):
+    fits = (keys.shape[0], keys.shape[3]) == (batch, dim) and keys.shape == values.shape
+    if not fits or heads % keys.shape[1] or not keys.dtype == values.dtype == query.dtype:
         raise ShapeError(
             f"For queries {list(query.shape)} in {query.dtype} the tail is keys and values "
             f"[{batch}, G, S, {dim}] of the same dtype, G a divisor of {heads}; got "
             f"{list(keys.shape)} in {keys.dtype} and {list(values.shape)} in {values.dtype}."
         )
-    if mask is not None and (
-        mask.ndim != 4
-        or mask.shape[0] not in (1, batch)
-        or mask.shape[1:] != (1, tokens, keys.shape[2])
-    ):
+    seen = (1, tokens, keys.shape[2])
+    if mask is not None and (mask.shape[1:] != seen or mask.shape[0] not in (1, batch)):
         raise ShapeError(
             f"The tail's mask is [{batch}, 1, {tokens}, {keys.shape[2]}]; got {list(mask.shape)}."
         )
