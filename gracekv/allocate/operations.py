@@ -67,9 +67,8 @@ class Operations:
         gain = torch.cat([forest.add_gain, forest.split_gain.index_select(0, inner)])
         levels = forest.level.index_select(0, inner)
         # One look at the device for all that the host must know.
-        finite, cheapest, deepest = torch.stack(
-            [gain.isfinite().all().long(), cost.min(), forest.level[-1]]
-        ).tolist()
+        asked = torch.stack([gain.isfinite().all().long(), cost.min(), forest.level[-1]])
+        finite, cheapest, deepest = asked.tolist()
         if not finite:
             raise NonFiniteError(
                 "Forest.add_gain or Forest.split_gain holds NaN or infinity, so its operations "

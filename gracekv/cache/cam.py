@@ -75,11 +75,9 @@ class CamPacker(Packer):
         share = self.shares(received[:, context], ~kept, drawn)
         after = replayed(capture.values[:, context].float(), share, self.merge)
         values = packed.values.clone()
-        values[entry] = torch.where(
-            reached(share, self.merge)[head, at][:, None],
-            rounded(after[head, at], values.dtype),
-            values[entry],
-        )
+        flows = reached(share, self.merge)[head, at][:, None]
+        moved = rounded(after[head, at], values.dtype)
+        values[entry] = torch.where(flows, moved, values[entry])
         return dataclasses.replace(packed, values=values)
 
     def uniforms(self, heads: int, length: int, layer: int) -> Tensor:

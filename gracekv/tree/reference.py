@@ -21,9 +21,8 @@ def refine_interval(
     whole = evaluator.node(start, end)
 
     cuts = {(start + end) // 2}
-    kappa = {t: float(context.curvature[t]) for t in range(start, end)} if (
-        context.curvature is not None
-    ) else dict.fromkeys(range(start, end), 0.0)  # fmt: skip
+    known = context.curvature
+    kappa = {t: 0.0 if known is None else float(known[t]) for t in range(start, end)}
     cuts.update(sorted(range(start + 1, end), key=lambda t: (-kappa[t], t))[:candidates])
     low, high = min(kappa.values()), max(kappa.values())
     best_cut, best_rho = -1, -math.inf

@@ -253,9 +253,8 @@ def block_replay(scorer: BlockReplay, prefill: Prefill, region: Region) -> Tenso
                     following.append(row[asked.index(u + 1)])
             if following:
                 read = torch.stack(following).mean() ** power / prefill.group
-                total[layer, head // prefill.group, spans.context_start :] += (
-                    scorer.induction * read
-                )
+                induced = scorer.induction * read
+                total[layer, head // prefill.group, spans.context_start :] += induced
     return (total[..., region.start : region.end] / region.length).pow(1 / power)
 
 
