@@ -101,11 +101,9 @@ def softmax_columns(asked: Columns) -> Tensor:
 def _tile(rows, at, inside, row_stride, i, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """[len(at), BLOCK_D] of rows [N, D]: the features from `i` on, 0 where not `inside`."""
     feature = i + tl.arange(0, BLOCK_D)
-    return tl.load(
-        rows + at[:, None].to(tl.int64) * row_stride + feature[None, :],
-        mask=inside[:, None] & (feature < D)[None, :],
-        other=0.0,
-    )
+    where = rows + at[:, None].to(tl.int64) * row_stride + feature[None, :]
+    used = inside[:, None] & (feature < D)[None, :]
+    return tl.load(where, mask=used, other=0.0)
 
 
 @triton.jit

@@ -132,9 +132,8 @@ def interval_costs(
         # If all scores are 0, tokens weigh the same.
         base = uniform_base * score_sum / count
         total = score_sum + base * count + rule_epsilon
-        merged = tl.where(
-            score_sum > 0, (weighted_sum + base * value_sum) / total, value_sum / count
-        )
+        weighted = (weighted_sum + base * value_sum) / total
+        merged = tl.where(score_sum > 0, weighted, value_sum / count)
         missed = m - z_tilde[:, None][None] * merged[:, None, :]
         error = lambda_m * tl.sum(tl.sum(missed * missed, 0), 1)
         error /= tl.sum(tl.sum(m * m, 0), 1) + epsilon
