@@ -56,17 +56,15 @@ class RunOptions:
             raise ConfigError("Give --model and --tasks; gracekv evaluate takes a --config, too.")
         given = {x: y for x, y in vars(self).items() if x not in _BESIDE}
         length = given.pop("length")
-        return Experiment.from_dict(
-            {
-                **given,
-                "data": None if self.data is None else str(self.data),
-                "tasks": _list(self.tasks),
-                "methods": list(methods),
-                "ratios": _numbers(self.ratios, "--ratios", float),
-                "entries": _numbers(self.entries, "--entries", int),
-                "lengths": _numbers(length, "--length", int),
-            }
-        )
+        given |= {
+            "data": None if self.data is None else str(self.data),
+            "tasks": _list(self.tasks),
+            "methods": list(methods),
+            "ratios": _numbers(self.ratios, "--ratios", float),
+            "entries": _numbers(self.entries, "--entries", int),
+            "lengths": _numbers(length, "--length", int),
+        }
+        return Experiment.from_dict(given)
 
     def run(self, experiment: Experiment) -> int:
         """Run the missing cells and print their number; returns the number of failed cells."""

@@ -127,10 +127,9 @@ def compare(method: AnswerOutputs, full: AnswerOutputs, answer: Tensor) -> dict[
     at = answer.to(ours.device)[:, None]
     nll = -ours.gather(-1, at).mean()
     full_nll = -theirs.gather(-1, at).mean()
-    errors = [
-        float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
-        for a, b in zip(method.outputs, full.outputs, strict=True)
-    ]
+    outputs = zip(method.outputs, full.outputs, strict=True)
+    pairs = ((own.double(), of_full.double()) for own, of_full in outputs)
+    errors = [float((x - y).norm() / y.norm().clamp_min(1e-30)) for x, y in pairs]
     return {
         # Rounding can leave a divergence of equal distributions below zero; NaN stays NaN.
         "kl": max(float((theirs.exp() * (theirs - ours)).sum(-1).mean()), 0.0),

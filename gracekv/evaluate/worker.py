@@ -195,10 +195,9 @@ class Worker:
             measured["fidelity"] = compare(forced, full, answer)
             if limit is not None:
                 steps = range(0, len(answer), limit.every)
-                measured["by_interval"] = [
-                    compare(forced.part(one), full.part(one), answer[one])
-                    for one in (slice(first, first + limit.every) for first in steps)
-                ]
+                parts = [slice(first, first + limit.every) for first in steps]
+                each = [compare(forced.part(x), full.part(x), answer[x]) for x in parts]
+                measured["by_interval"] = each
         if panel.generate:
             sample, cache, cap = question.sample, result.new_cache(limit), _cap(panel, task)
             text, tokens, seconds = greedy(self.model, self.tokenizer, ids, cache, sample, cap)
