@@ -237,10 +237,8 @@ class Client:
     def _order(self, order: Mapping[str, Any], ids: Sequence[int] = (0,)) -> dict[str, Any]:
         """The server's reply to an order."""
         # Numbers that JSON does not know, as text: a server reads fractions, and refuses NaN.
-        order = json.loads(
-            json.dumps(order, default=lambda x: x.item() if hasattr(x, "item") else str(x)),
-            parse_constant=str,
-        )
+        text = json.dumps(order, default=lambda x: x.item() if hasattr(x, "item") else str(x))
+        order = json.loads(text, parse_constant=str)
         body = Request("", tuple(ids), None, order, exact="extend" in order).body(self._model, 1)
         # Only a listing may be sent again: a passage whose reply was lost would be added twice.
         once = {} if "list" in order else {"max_retries": 0}

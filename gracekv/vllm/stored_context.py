@@ -41,17 +41,16 @@ class StoredContext:
         longest = int(offsets.diff().max())
         device = self.layers[0].device
         offsets = offsets.to(device)
-        addresses = torch.tensor(
-            [
-                [
-                    address("keys", x.keys, x.dtype, x.entries, x.dim, device=device),
-                    address("values", x.values, x.dtype, x.entries, x.dim, device=device),
-                    address("bias", x.log_multiplicity, torch.float32, x.entries, device=device),
-                    address("offsets", own, torch.int64, x.heads + 1, device=device),
-                ]
-                for x, own in zip(self.layers, offsets, strict=True)
+
+        def addresses_of(x: RaggedEntries, own: Tensor) -> list[int]:
+            return [
+                address("keys", x.keys, x.dtype, x.entries, x.dim, device=device),
+                address("values", x.values, x.dtype, x.entries, x.dim, device=device),
+                address("bias", x.log_multiplicity, torch.float32, x.entries, device=device),
+                address("offsets", own, torch.int64, x.heads + 1, device=device),
             ]
-        )
+
+        addresses = torch.tensor(list(map(addresses_of, self.layers, offsets)))
         made = {"offsets": offsets, "addresses": addresses, "longest": longest}
         made["places"] = self.places or longest
         for name, value in made.items():
