@@ -99,28 +99,51 @@ def attend_coded_splits(
         step = tl.arange(0, BLOCK_N)
         real = m < count
         used = mask_of(real, D, BLOCK_D)
-        row = batch * query_batch_stride + (head * group + m // tokens) * query_head_stride
-        row += (m % tokens) * query_token_stride
-        q = read(query + row[:, None] + dim[None, :], used, UPCAST)
+        at = (
+            query
+            + batch * query_batch_stride
+            + (head * group + m // tokens)[:, None] * query_head_stride
+            + (m % tokens)[:, None] * query_token_stride
+            + dim[None, :]
+        )
+        q = read(at, used, UPCAST)
         within = (place % SIZE).to(tl.int32)
         row_bytes: tl.constexpr = D * BITS // 8
-        # Where the codes and scales of the split that starts with `entry` begin.
-        k_codes = key_codes + entry * row_bytes
-        v_codes = value_codes + entry * row_bytes
-        k_first = place // SIZE * D
-        v_first = entry * (D // SIZE) if SIZE < D else entry
-        k_scale, k_zero = key_scale + k_first, key_zero + k_first
-        v_scale, v_zero = value_scale + v_first, value_zero + v_first
+        # Where the scales of the split that starts with `entry` begin.
+        k_scales = place // SIZE * D
+        v_scales = entry * (D // SIZE) if SIZE < D else entry
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for start in range(0, length, BLOCK_N):
             n = start + step
             inside = n < length
-            k = _numbers(k_codes, k_scale, k_zero, n, inside, within, D, BLOCK_D, BITS, SIZE, True)
-            v = _numbers(v_codes, v_scale, v_zero, n, inside, within, D, BLOCK_D, BITS, SIZE, False)
-            k = k.to(q.dtype)
-            v = v.to(q.dtype)
+            k = _numbers(
+                key_codes + entry * row_bytes,
+                key_scale + k_scales,
+                key_zero + k_scales,
+                n,
+                inside,
+                within,
+                D,
+                BLOCK_D,
+                BITS,
+                SIZE,
+                True,
+            ).to(q.dtype)
+            v = _numbers(
+                value_codes + entry * row_bytes,
+                value_scale + v_scales,
+                value_zero + v_scales,
+                n,
+                inside,
+                within,
+                D,
+                BLOCK_D,
+                BITS,
+                SIZE,
+                False,
+            ).to(q.dtype)
             logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             if CAPPED:
                 logits = capped(logits, softcap)
