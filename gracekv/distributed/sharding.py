@@ -145,7 +145,7 @@ def is_sharded(model: Any) -> bool:
         every += [x for x in module._modules.values() if x is not None]
     return any(_is_distributed(x) for module in every for x in module._parameters.values()) or any(
         type(module) is torch.nn.Linear
-        and type(module.weight) is torch.nn.Parameter
+        and type(getattr(module, "weight", None)) is torch.nn.Parameter
         and module.weight.is_floating_point()
         and module.weight.numel() not in (0, module.out_features * module.in_features)
         for module in every

@@ -27,7 +27,9 @@ from gracekv.kernels.uploads import upload
 _INFORMATIVE = ("model_name",)
 # Fields of a config that do not change what a model computes: saving adds the first ones.
 _SAVING = {"transformers_version", "architectures", "dtype", "name_or_path"}
-_GENERATION = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
+_CHANGING = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_status"}
+# Marks that replace others where both sides have them.
+_BETTER = {"config": "config_fields", "weights": "plain_weights"}
 
 
 def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, Any]:
@@ -35,7 +37,8 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, Any]:
 
     Class, name, dtype, active adapters, a hash of each field of the config that changes what a
     model computes (files of earlier versions have one of the whole config), and one of names,
-    shapes and a few elements of all weights; of a tokenizer `tokenizer_marks`. Adapters that are
+    shapes and a few elements of all weights, of a quantised model also one without those of
+    quantised layers, which is compared instead; of a tokenizer `tokenizer_marks`. Adapters that are
     not active do not count, nor do elements of weights of a quantising class, which cannot be read.
     Weights of which some are offloaded or spread over processes have no hash, so they are not
     compared.
@@ -44,11 +47,14 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, Any]:
     config = model.config.to_dict()
     public = {k: x for k, x in config.items() if not k.startswith("_") and k not in _SAVING}
     marks["config"] = _fields_digest(public)
-    fields = _without(public, _SAVING | _GENERATION)
+    fields = _without(public, _SAVING | _CHANGING)
     marks["config_fields"] = {str(k): _fields_digest(x) for k, x in fields.items()}
-    weights = list(_weights(model))
-    if not is_sharded(model) and not any(weight.is_meta for _, weight in weights):
-        marks["weights"] = sampled_digest(weights, parameters=model.dtype)
+    weights = dict(_weights(model))
+    if not is_sharded(model) and not any(weight.is_meta for weight in weights.values()):
+        marks["weights"] = sampled_digest(weights.items(), parameters=model.dtype)
+        if getattr(model.config, "quantization_config", None) is not None:
+            plain = [(name, x) for name, x in weights.items() if not _is_packed(model, name)]
+            marks["plain_weights"] = sampled_digest(plain, parameters=model.dtype)
     return marks if tokenizer is None else marks | tokenizer_marks(tokenizer)
 
 
@@ -71,11 +77,11 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """
     found = []
     names = made.keys() & now.keys() - set(_INFORMATIVE)
-    for name in sorted(names - {"config"} if "config_fields" in names else names):
+    for name in sorted(x for x in names if _BETTER.get(x) not in names):
         mine, other = made[name], now[name]
         if mine == other or mine is None or other is None:
             continue
-        said = name.removesuffix("_fields")
+        said = name.removesuffix("_fields").removeprefix("plain_")
         if name in ("adapters", "dtype"):
             said = f"{name} ({mine or 'none'} then, {other or 'none'} now)"
         elif isinstance(mine, Mapping) and isinstance(other, Mapping):
@@ -227,6 +233,15 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     for name, weight in (*model.named_parameters(), *buffers):
         if not f"{name}.".startswith(tuple(idle)):
             yield name.replace(".base_layer.", "."), weight
+
+
+def _is_packed(model: Any, name: str) -> bool:
+    """Whether a weight is one of a quantised layer, which may pack it otherwise once it runs."""
+    outer = model.get_submodule(name.rpartition(".")[0])
+    module = getattr(outer, "base_layer", outer)
+    own, kinds = (*module.parameters(False), *module.buffers(False)), (Tensor, torch.nn.Parameter)
+    plain = (type(x) in kinds and x.is_floating_point() and x.itemsize > 1 for x in own)
+    return hasattr(module, "quantization_scheme") or not all(plain)
 
 
 def _adapted(model: Any) -> dict[str, Any]:

@@ -132,8 +132,12 @@ def head_sizes(model: Any) -> tuple[int, int, int]:
 
 
 def cache_dtype(model: Any) -> torch.dtype:
-    """The dtype of keys and values: the model's, or the one that autocast computes in here."""
-    dtype: torch.dtype = model.dtype
+    """The dtype of keys and values: the model's, or the one that autocast computes in here.
+
+    Of a model with quantised embeddings, what these give; its first number may be a scale.
+    """
+    embeddings = model.get_input_embeddings()
+    dtype: torch.dtype = getattr(embeddings, "output_dtype", None) or model.dtype
     # Offloaded weights lie on "meta" between calls.
     device = "cpu" if model.device.type == "meta" else model.device.type
     # Autocast leaves float64 as it is.

@@ -57,7 +57,8 @@ class Projection:
             # The layer itself would add up what all processes make of their columns.
             return rows @ own.mT
         projected: Tensor = self.module(rows)
-        if getattr(self.module, "bias", None) is not None:
+        # Adapters may add a bias that the layer itself lacks.
+        if type(self.module) is not torch.nn.Linear or self.module.bias is not None:
             projected = projected - self.module(torch.zeros_like(rows[..., :1, :]))
         return projected
 

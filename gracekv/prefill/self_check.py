@@ -29,6 +29,7 @@ from gracekv.prefill.model_layers import (
     ROTATIONS,
     Rotation,
     attention_module,
+    cache_dtype,
     compressed_layers,
     has_rope,
     model_layers,
@@ -227,4 +228,4 @@ def _difference(got: Tensor, wanted: Tensor) -> float:
 
 
 def _tolerance(model: Any) -> float:
-    return _TOLERANCE[model.dtype.itemsize]
+    return _TOLERANCE[cache_dtype(model).itemsize]

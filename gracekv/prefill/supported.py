@@ -87,14 +87,15 @@ def _problem(model: Any) -> str | None:
             f"{name} attends to an encoder's output as well, whose keys and values no prompt "
             f"makes; gracekv takes decoder-only models. {_TESTED}"
         )
-    # The other methods of peft change weights; these the sequence, or how often it is read.
+    # The other methods of peft change weights; these the sequence, or how it is read.
     peft = getattr(model, "active_peft_config", None)
     twice = str(getattr(peft, "peft_type", "")).endswith(("SHADOW", "XLORA"))
-    if twice or getattr(peft, "is_prompt_learning", False):
+    others = ("is_prompt_learning", "alora_invocation_tokens")
+    if twice or any(getattr(peft, name, None) for name in others):
         return (
-            f"{name} puts learned tokens before a prompt (prompt or prefix tuning), or reads it "
-            f"twice (Shadow, X-LoRA), which gracekv does not count. It takes adapters that change "
-            f"weights, such as LoRA."
+            f"{name} puts learned tokens before a prompt (prompt or prefix tuning), reads it twice "
+            f"(Shadow, X-LoRA), or by what each call holds (activated LoRA), which gracekv does "
+            f"not count. It takes adapters that change weights, such as LoRA."
         )
     for number, kind in enumerate(kinds):
         if kind not in KINDS:

@@ -91,6 +91,38 @@ def test_a_file_whose_marks_are_no_mapping_is_of_another_model():
     assert differences({"weights": marks}, {"weights": "x"}) == ["weights"]
 
 
+class Repacked(torch.nn.Module):
+    """A quantised layer that packs its weight otherwise when it first runs."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.scale = torch.nn.Parameter(linear.weight.detach().abs().max() / 127)
+        rounded = (linear.weight.detach() / self.scale).round().to(torch.int8)
+        self.weight = torch.nn.Parameter(rounded, requires_grad=False)
+
+    def forward(self, x):
+        if self.weight.ndim == 2:
+            self.weight.data = self.weight.data[None]
+        return x @ (self.weight[0].float() * self.scale).T
+
+
+def quantised():
+    model = tiny_llama()
+    model.config.quantization_config = {"quant_method": "packed", "quantization_status": "frozen"}
+    model.model.layers[0].mlp.up_proj = Repacked(model.model.layers[0].mlp.up_proj)
+    return model
+
+
+def test_layers_that_pack_their_weight_when_they_run_leave_a_model_what_it_is(tmp_path):
+    path = tmp_path / "x.gracekv"
+    result_of(quantised()).save(path)
+    gracekv.load(path, quantised())
+    other = quantised()
+    other.model.norm.weight.data += 1
+    with pytest.raises(SavedCacheError, match="its weights differ"):
+        gracekv.load(path, other)
+
+
 def test_fields_of_generation_leave_a_model_what_it_is(model, tmp_path):
     path = tmp_path / "x.gracekv"
     result = result_of(model)

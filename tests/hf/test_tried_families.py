@@ -131,9 +131,12 @@ def test_layers_that_run_twice_are_refused():
         check_model(model)
 
 
-def test_adapters_that_read_the_prompt_twice_are_refused():
+@pytest.mark.parametrize(
+    "fields", [{"peft_type": "PeftType.SHADOW"}, {"alora_invocation_tokens": [1]}]
+)
+def test_adapters_that_read_the_prompt_otherwise_are_refused(fields):
     model = tiny_llama()
-    model.active_peft_config = SimpleNamespace(peft_type="PeftType.SHADOW")
+    model.active_peft_config = SimpleNamespace(**fields)
     with pytest.raises(UnsupportedModelError, match="reads it twice"):
         check_model(model)
 

@@ -7,6 +7,7 @@ import torch
 
 import gracekv
 from gracekv.hf.capture import capture
+from gracekv.prefill.model_layers import cache_dtype
 from gracekv.prefill.projection import Projection
 from gracekv.segment.surprisal import Surprisal
 from gracekv.testing.attention import relative_error
@@ -109,6 +110,13 @@ class Adapted(torch.nn.Module):
         return self.base(x) + (x @ self.low.to(x.dtype).T) @ self.up.to(x.dtype).T
 
 
+class Biased(Adapted):
+    """As LoRA with `lora_bias`: a bias that the base has not."""
+
+    def forward(self, x):
+        return super().forward(x) + 0.3
+
+
 KINDS = [Eight, Packed, Four, Scaled, Adapted]
 
 
@@ -117,7 +125,7 @@ def seen(linear):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, Biased])
 @torch.no_grad()
 def test_norms_are_those_of_the_weight_in_effect(kind, bias):
     torch.manual_seed(0)
@@ -135,6 +143,12 @@ def test_norms_are_those_of_the_weight_in_effect(kind, bias):
         want = sum((values[group] @ part.T).abs().sum(-1) for part in parts) / 3
         torch.testing.assert_close(got[group], want, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(plain, got, rtol=1e-4, atol=1e-4)
+
+
+def test_quantised_embeddings_say_what_the_cache_holds():
+    model = tiny_model("llama")
+    model.get_input_embeddings().output_dtype = torch.bfloat16
+    assert (model.dtype, cache_dtype(model)) == (torch.float32, torch.bfloat16)
 
 
 def test_unit_vectors_in_blocks_give_the_same_norms(monkeypatch):
