@@ -44,15 +44,15 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, Any]:
     compared.
     """
     marks: dict[str, Any] = quick_marks(model)
-    config = model.config.to_dict()
-    public = {k: x for k, x in config.items() if not k.startswith("_") and k not in _SAVING}
+    config = model.config.to_dict().items()
+    public = {k: x for k, x in config if not k.startswith("_") and k not in _SAVING}
     marks["config"] = _fields_digest(public)
     fields = _without(public, _SAVING | _CHANGING)
     marks["config_fields"] = {str(k): _fields_digest(x) for k, x in fields.items()}
     weights = dict(_weights(model))
     if not is_sharded(model) and not any(weight.is_meta for weight in weights.values()):
         marks["weights"] = sampled_digest(weights.items(), parameters=model.dtype)
-        if getattr(model.config, "quantization_config", None) is not None:
+        if "quantization_config" in public or not all(map(_is_plain, weights.values())):
             plain = [(name, x) for name, x in weights.items() if not _is_packed(model, name)]
             marks["plain_weights"] = sampled_digest(plain, parameters=model.dtype)
     return marks if tokenizer is None else marks | tokenizer_marks(tokenizer)
@@ -239,9 +239,12 @@ def _is_packed(model: Any, name: str) -> bool:
     """Whether a weight is one of a quantised layer, which may pack it otherwise once it runs."""
     outer = model.get_submodule(name.rpartition(".")[0])
     module = getattr(outer, "base_layer", outer)
-    own, kinds = (*module.parameters(False), *module.buffers(False)), (Tensor, torch.nn.Parameter)
-    plain = (type(x) in kinds and x.is_floating_point() and x.itemsize > 1 for x in own)
-    return hasattr(module, "quantization_scheme") or not all(plain)
+    own = *module.parameters(False), *module.buffers(False)
+    return hasattr(module, "quantization_scheme") or not all(map(_is_plain, own))
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in (Tensor, torch.nn.Parameter) and x.is_floating_point() and x.itemsize > 1
 
 
 def _adapted(model: Any) -> dict[str, Any]:

@@ -117,11 +117,11 @@ def _problem(model: Any) -> str | None:
             f"prompt and there is nothing to compress."
         )
     rope = rope_parameters(model).get("rope_type")
-    if rope not in TESTED_ROPE_TYPES and (has_rope(model) or not has_states):
+    if not (rope in TESTED_ROPE_TYPES if has_rope(model) else has_states):
         return (
             f"The RoPE variant {rope!r} of {name} is not supported; supported: "
-            f"{', '.join(sorted(TESTED_ROPE_TYPES))}. Merging keys relies on a rotary position "
-            f"embedding, or on layers with states that tell positions."
+            f"{', '.join(sorted(TESTED_ROPE_TYPES))}, by a rotary module of the decoder. Merging "
+            f"keys relies on one, or on layers with states that tell positions."
         )
     count = len(getattr(model.get_decoder(), "layers", ()))
     if len(kinds) != count:
