@@ -68,9 +68,9 @@ class Worker:
     def __init__(self, name: str, dtype: str, model: Any, tokenizer: Any, sources: Sources) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.sources = sources
-        marks = dict(fingerprint(model, tokenizer))
-        # Rows of earlier versions lack the second one, and rows that go on must have the same.
-        del marks["model_name"], marks["config_fields"]
+        # Rows that go on must have the same marks; those of earlier versions lack the last two.
+        beside = ("model_name", "config_fields", "plain_weights")
+        marks = {k: v for k, v in fingerprint(model, tokenizer).items() if k not in beside}
         # The fields of every row about the model.
         self.named: dict[str, Any] = {"model": name, "dtype": dtype, "marks": marks}
 

@@ -24,7 +24,7 @@ def has_chat_template(tokenizer: Any) -> bool:
     """
     if hasattr(tokenizer, "image_processor"):
         raise PromptError("Prompts are text alone: pass the processor's tokenizer.")
-    kind = type(tokenizer).__name__.removeprefix("Cached")  # as vLLM names its own class of each
+    kind = type(tokenizer).__name__.removeprefix("Cached")  # vLLM's classes begin so
     if kind in ("MistralCommonBackend", "MistralTokenizer"):
         raise PromptError(
             "mistral-common's tokenizer has no chat template. Load the one of transformers by "

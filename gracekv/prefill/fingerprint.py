@@ -25,9 +25,10 @@ from gracekv.kernels.uploads import upload
 
 # Where the model came from may differ between machines; its computation may not.
 _INFORMATIVE = ("model_name",)
-# Fields of a config that do not change what a model computes: saving adds the first ones.
+# Fields of a config that do not change what a model computes: those that saving adds, and those
+# that are set while a model is used.
 _SAVING = {"transformers_version", "architectures", "dtype", "name_or_path"}
-_CHANGING = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_status"}
+_RUNTIME = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_status"}
 # Marks that replace others where both sides have them.
 _BETTER = {"config": "config_fields", "weights": "plain_weights"}
 
@@ -47,13 +48,14 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, Any]:
     config = model.config.to_dict().items()
     public = {k: x for k, x in config if not k.startswith("_") and k not in _SAVING}
     marks["config"] = _fields_digest(public)
-    fields = _without(public, _SAVING | _CHANGING)
+    fields = _without(public, _SAVING | _RUNTIME)
     marks["config_fields"] = {str(k): _fields_digest(x) for k, x in fields.items()}
     weights = dict(_weights(model))
     if not is_sharded(model) and not any(weight.is_meta for weight in weights.values()):
         marks["weights"] = sampled_digest(weights.items(), parameters=model.dtype)
         if "quantization_config" in public or not all(map(_is_plain, weights.values())):
-            plain = [(name, x) for name, x in weights.items() if not _is_packed(model, name)]
+            packed = {n.replace(".base_layer", "") for n, x in model.named_modules() if _is_packed(x)}
+            plain = [x for x in weights.items() if x[0].rpartition(".")[0] not in packed]
             marks["plain_weights"] = sampled_digest(plain, parameters=model.dtype)
     return marks if tokenizer is None else marks | tokenizer_marks(tokenizer)
 
@@ -188,7 +190,8 @@ def sampled_digest(
             own[data.device][name] = data, at
     for device, held in own.items():
         for name, few in zip(held, _elements(device, list(held.values())), strict=True):
-            read = few.clone().view(held[name][0].dtype).to(kinds[name])
+            kind = held[name][0].dtype
+            read = few if kind == kinds[name] else few.clone().view(kind).to(kinds[name])
             marks[name] += read.view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(b"".join(marks.values())).hexdigest()[:16]
 
@@ -235,10 +238,8 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name.replace(".base_layer.", "."), weight
 
 
-def _is_packed(model: Any, name: str) -> bool:
-    """Whether a weight is one of a quantised layer, which may pack it otherwise once it runs."""
-    outer = model.get_submodule(name.rpartition(".")[0])
-    module = getattr(outer, "base_layer", outer)
+def _is_packed(module: torch.nn.Module) -> bool:
+    """Whether a layer is quantised, so that it may pack its weights otherwise once it runs."""
     own = *module.parameters(False), *module.buffers(False)
     return hasattr(module, "quantization_scheme") or not all(map(_is_plain, own))
 

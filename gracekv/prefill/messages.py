@@ -23,7 +23,7 @@ from gracekv.prefill.chat_text import (
 
 _PLAIN = ({"role": "user", "content": "."}, {"role": "assistant", "content": "."})
 ENDING = 16
-"""Tokens of an answer's end among which the template's end of its turn may begin."""
+"""How many of an answer's last tokens are compared with the template's end of a turn."""
 # Other fields, which clients add, are not rendered.
 _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 _CHANGED = (

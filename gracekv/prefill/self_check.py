@@ -169,7 +169,7 @@ def _rotation(model: Any, call: AttentionCall, args: Any, kwargs: Any) -> Rotati
 def _by_steps(model: Any, ids: Tensor, calls: Mapping[int, AttentionCall]) -> Tensor:
     """Logits [vocabulary] of the last token over what is cached of those before it.
 
-    Where layers have states, the others are read in two steps.
+    Where layers have states, the tokens before it are read in two steps.
     """
     from gracekv.prefill.stock_cache import StockLayers
 
