@@ -54,7 +54,7 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, Any]:
     if not is_sharded(model) and not any(weight.is_meta for weight in weights.values()):
         marks["weights"] = sampled_digest(weights.items(), parameters=model.dtype)
         if "quantization_config" in public or not all(map(_is_plain, weights.values())):
-            packed = {n.replace(".base_layer", "") for n, x in model.named_modules() if _is_packed(x)}
+            packed = {n.replace(".base_layer", "") for n, x in model.named_modules() if _packs(x)}
             plain = [x for x in weights.items() if x[0].rpartition(".")[0] not in packed]
             marks["plain_weights"] = sampled_digest(plain, parameters=model.dtype)
     return marks if tokenizer is None else marks | tokenizer_marks(tokenizer)
@@ -238,7 +238,7 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name.replace(".base_layer.", "."), weight
 
 
-def _is_packed(module: torch.nn.Module) -> bool:
+def _packs(module: torch.nn.Module) -> bool:
     """Whether a layer is quantised, so that it may pack its weights otherwise once it runs."""
     own = *module.parameters(False), *module.buffers(False)
     return hasattr(module, "quantization_scheme") or not all(map(_is_plain, own))
