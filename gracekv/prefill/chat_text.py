@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -35,9 +37,14 @@ def has_chat_template(tokenizer: Any) -> bool:
 
 
 def render(
-    tokenizer: Any, instruction: str, question: str, separator: str, chat: bool
+    tokenizer: Any,
+    instruction: str,
+    question: str,
+    separator: str,
+    chat: bool,
+    answers: bool = True,
 ) -> tuple[str, str]:
-    """The rendered text before and after the context.
+    """The rendered text before and after the context, with `answers` up to the answer's start.
 
     The template runs once, with a placeholder for the context, so that headers, default system
     prompts and stripped blanks are the template's own. Raises `PromptError` if the template fails,
@@ -46,7 +53,7 @@ def render(
     mark = placeholder("context", instruction + question)
     content = separator.join(text for text in (instruction, mark, question) if text)
     if chat:
-        content = shown(tokenizer, [{"role": "user", "content": content}], answers=True)
+        content = shown(tokenizer, [{"role": "user", "content": content}], answers)
     if content.count(mark) != 1:
         raise PromptError(
             f"The chat template shows the user's message {content.count(mark)} times; it must show "
@@ -68,6 +75,8 @@ def shown(tokenizer: Any, messages: Sequence[Message], answers: bool, tools: Any
     """
     options = {"tools": tools, "tokenize": False, "add_generation_prompt": answers}
     try:
+        with suppress(Exception):  # some templates take arguments as text alone
+            return str(tokenizer.apply_chat_template([*map(_with_mappings, messages)], **options))
         return str(tokenizer.apply_chat_template(messages, **options))
     except Exception as error:  # a template may raise anything
         roles = ", ".join(str(one["role"]) for one in messages)
@@ -75,6 +84,19 @@ def shown(tokenizer: Any, messages: Sequence[Message], answers: bool, tools: Any
             f"The tokenizer's chat template fails on messages of {roles}: {error}. Render the "
             f"prompt yourself and use Prompt.from_ids, or set another template."
         ) from error
+
+
+def _with_mappings(message: Message) -> Message:
+    """A message whose calls' arguments are mappings; OpenAI's clients send them as JSON."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        arguments: Any = function.get("arguments")
+        with suppress(TypeError, ValueError):  # no text, or no JSON
+            if isinstance(read := json.loads(arguments), dict):
+                call = {**call, "function": {**function, "arguments": read}}
+        calls.append(call)
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def turn_change(tokenizer: Any) -> list[int]:
@@ -121,18 +143,23 @@ def encode(
         "".join(parts), add_special_tokens=special, return_offsets_mapping=True, truncation=False
     )
     ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
-    ids = _without_eos(tokenizer, ids, special)
+    # The text's own end of a turn has a place in it.
+    ids = _without_eos(tokenizer, ids, special and offsets[-1:] == [(0, 0)])
     offsets = offsets[: len(ids)]
     prefix, context, question, _ = (len(part) for part in parts)
     borders = [prefix, prefix + context, prefix + context + question]
 
     # A token across a border belongs to the side with most of its characters; on a tie, to the
-    # context rather than the template, and to the question rather than the tail.
+    # context rather than the template, and to the question rather than the tail. The template's own
+    # tokens stay with it, whatever blanks of the context they take in.
     starts, first = list[int](), 0
+    own = {*getattr(tokenizer, "get_added_vocab", dict)().values()}
     for border, least in zip(borders, (1, 0, 0), strict=True):
         while first < len(ids):
             start, end = offsets[first]
-            if end > border and (start >= border or 2 * border - start - end < least):
+            most = 2 * border - start - end < least
+            inside = border != prefix if ids[first] in own else most
+            if end > border and (start >= border or inside):
                 break
             first += 1
         starts.append(first)
@@ -172,7 +199,8 @@ def _encode_parts(
         first = special and number == 0
         if piece or first:
             new = list(tokenizer(piece, add_special_tokens=first, truncation=False)["input_ids"])
-            ids += _without_eos(tokenizer, new, first)
+            later = any(pieces[:number])
+            ids += continued(tokenizer, piece) if later else _without_eos(tokenizer, new, first)
         starts.append(len(ids))
     return ids, starts[:3]
 

@@ -202,22 +202,47 @@ def new_turns(
     if not new and (known or len(given) < max(context, 1)):
         raise PromptError("There is no new message to answer.")
     after: Any = "answer" if known else given[:context] or "context"
-    end = list[int]()
     added = {*getattr(tokenizer, "get_added_vocab", dict)().values()}
     called = [_PLAIN[0], given[len(known) - 1]] if known else []
+    begin, count, call = 0, 0, list[int]()
     if template and called and called[1].get("tool_calls") and has_chat_template(tokenizer):
         # Results are shown behind a call alone, and a call may end otherwise than an answer.
-        count, ids = encoded_messages(tokenizer, called, tools)
-        if places := [n for n in range(count) if ids[n] in added]:
-            after, end = called, ids[_written(read, ids[:count], added) or places[-1] : count]
+        begin = len(encoded_messages(tokenizer, called[:1], tools)[1])
+        count, call = encoded_messages(tokenizer, called, tools)
+        after = after if added.isdisjoint(call[begin:]) else called
     first, *rest = turn_ids(tokenizer, new, separator, template, after=after, tools=tools)
-    first = end + first
+    if after is called:
+        first = _after_call(read, call, begin, count, first, added)
     # The answer's end, where the model wrote a part of it, such as the tag that closes a call.
     ends = (n for n in range(min(len(read), len(first)), 0, -1) if [*read[-n:]] == first[:n])
     if (written := next(ends, 0)) and not added.isdisjoint(first[:written]):
         first = first[written:]
     roles = [one["role"] for one in new] or [given[-1]["role"]]
     return list(zip(roles, [first, *rest], strict=True))
+
+
+def _after_call(
+    read: Sequence[int], call: list[int], begin: int, count: int, first: list[int], added: set[int]
+) -> list[int]:
+    """What follows the part of a call that the model wrote, up to the end of the first result.
+
+    Args:
+        read: the last ids that the model wrote.
+        call: up to a call that nothing follows, which starts at `begin`.
+        begin: see above.
+        count: how many ids of it stay if a result follows; after them comes `first`.
+        first: see above.
+        added: ids of the format's tokens.
+    """
+    if places := [n for n in range(begin, count) if call[n] in added]:
+        end = _written(read, call[begin:count], added)
+        return call[begin + end if end else places[-1] : count] + first
+    # Such as an empty thought that only the last message is shown with.
+    place = max(n for n in range(begin, len(call)) if call[n] in added)
+    shown = call[begin:count] + first
+    where = partial(_written, call=shown[: len(call) - begin], added=added)
+    end = where(read) or where(call[begin:place])
+    return shown[end:] if end else call[place:] + first
 
 
 def _written(read: Sequence[int], call: Sequence[int], added: set[int]) -> int:
@@ -251,6 +276,9 @@ def _plain(number: int, message: Any) -> Message:
             f"Message {number} must be a mapping with a role of {', '.join(ROLES)}; got "
             f"{role or message!r}.{near}"
         )
+    if calls := message.get("tool_calls"):
+        calls = [x.model_dump() if hasattr(x, "model_dump") else x for x in calls]
+        message = {**message, "tool_calls": calls}
     parts = message.get("content")
     if parts is None and role == "assistant" and message.get("tool_calls"):
         return {**message}

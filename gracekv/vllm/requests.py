@@ -170,14 +170,18 @@ def opened(tokenizer: Any, ids: Sequence[int]) -> tuple[list[int], int | None]:
     """
     ids = list(ids)
     opening, closing = _frame(tokenizer)
-    size, last = len(closing), len(ids) - len(closing)
-    ends = [x for x in range(max(0, last - 16), last + 1) if ids[x : x + size] == closing]
+    # The document's last token may hold the first one of the ending, and no answer may be opened.
+    for ending in (closing, closing[1:], _frame(tokenizer, answers=False)[1]):
+        size, last = len(ending), len(ids) - len(ending)
+        ends = [x for x in range(max(0, last - 16), last + 1) if size and ids[x:][:size] == ending]
+        if ends:
+            break
     # A template may open the answer with more than by default: with tags, as of an empty thought.
     more = ids[ends[-1] + size :] if ends else []
-    closed = size and ends and closing[0] not in more and _TAGS.fullmatch(tokenizer.decode(more))
+    closed = ends and ending[0] not in more and _TAGS.fullmatch(tokenizer.decode(more))
     ids = ids[: ends[-1]] if closed else ids
-    if ids[: len(opening)] == opening:
-        return ids, len(opening)
+    if (start := _message_start(tokenizer, ids, opening)) is not None:
+        return ids, start
     # A chat with its own system prompt.
     return ids, 0 if closed else None
 
@@ -229,15 +233,15 @@ def continuing(tokenizer: Any, name: str, follow: Continuation, ids: Sequence[in
     # The question's last token may have merged with the first one of the ending.
     ending = closing[1:] or closing
     ends = any(ids[at : at + len(ending)] == ending for at in range(len(ids)))
-    again = ids[: len(opening)] == opening
-    if not ends or (ids[:1] == opening[:1] and not again):
+    start = _message_start(tokenizer, ids, opening)
+    if not ends or (ids[:1] == opening[:1] and start is None):
         raise StoreError(
             f"This request does not continue context {name!r}, which is the beginning of a user's "
             f"turn: it begins another conversation, or does not end that turn. Ask with "
             f"gracekv.vllm.Client, or through /v1/chat/completions without a system message."
         )
-    if opening and again:
-        ids = ids[len(opening) :]
+    if opening and start is not None:
+        ids = ids[start:]
         if closing:
             # Blanks alone may have other tokens than blanks before a word.
             word, both = continued(tokenizer, "a"), continued(tokenizer, follow.separator + "a")
@@ -248,8 +252,24 @@ def continuing(tokenizer: Any, name: str, follow: Continuation, ids: Sequence[in
     return ids
 
 
+def _message_start(tokenizer: Any, ids: list[int], opening: list[int]) -> int | None:
+    """Where the message behind `opening` begins in `ids`, or None if they begin otherwise.
+
+    Its first blanks may be one token with the opening's end, which belongs to it as in
+    `Prompt.from_chat`: if it has no fewer characters there.
+    """
+    size = len(opening)
+    if ids[:size] == opening:
+        return size
+    if ids[: size - 1] == opening[:-1] and len(ids) >= size:
+        own, merged = (tokenizer.decode(x[size - 1 : size]) for x in (opening, ids))
+        if own and merged.startswith(own):
+            return size - (len(merged) >= 2 * len(own))
+    return None
+
+
 def _frame(
-    tokenizer: Any, separator: str = SEPARATOR, template: bool = True
+    tokenizer: Any, separator: str = SEPARATOR, template: bool = True, answers: bool = True
 ) -> tuple[list[int], list[int]]:
     """Token ids before and after the user's message; [] if the chat template hides them."""
     try:
@@ -257,7 +277,7 @@ def _frame(
     except PromptError as error:
         raise StoreError(str(error)) from error
     try:
-        before, after = render(tokenizer, "", "", separator, chat)
+        before, after = render(tokenizer, "", "", separator, chat, answers)
     except PromptError:
         return [], []
     ids, borders = encode(tokenizer, (before, "a", after, ""), special=not chat)

@@ -5,7 +5,7 @@ from importlib.resources import files
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer, UnigramTrainer
 from transformers import PreTrainedTokenizerFast
 
@@ -163,6 +163,65 @@ def test_a_tool_s_result_follows_a_call_and_the_call_s_own_end():
     read = plain_ids(tokenizer, "A call, as it writes it<s>")
     [(_, ids)] = new_turns(tokenizer, said, [*said, told], 1, read=read)
     assert tokenizer.decode(ids) == "<|end|><|user|>A cat.<|end|><|assistant|>"
+
+
+ASKED = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "(a call)"}]
+CALL = {"function": {"name": "search", "arguments": '{"for": "a cat"}'}}
+TOLD = [ASKED[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+TOLD.append({"role": "tool", "content": "A cat."})
+
+
+@pytest.mark.parametrize("wrote", ['{"for": "a cat"}<s>', "(its own way)<s>", "(its own way)"])
+@pytest.mark.parametrize("tools", [None, [{"call": '{"for": <what>}<s>'}]])
+def test_a_call_that_nothing_follows_may_be_shown_with_more(tools, wrote):
+    """As by Qwen 3: with a thought, so that both renderings part before the call."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{{ tools[0].call if tools }}{% for m in messages %}<|user|>{{ '(thought)' if loop.last and "
+        "m.tool_calls }}{{ m.content or m.tool_calls[0].function.arguments | tojson + '<s>' }}"
+        "<|end|>{% endfor %}" + OPENS
+    )
+    read = plain_ids(tokenizer, wrote)
+    [(_, ids)] = new_turns(tokenizer, ASKED, TOLD, 1, read=read, tools=tools)
+    assert tokenizer.decode(ids) == "<|end|><|user|>A cat.<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize(("show", "shown"), [
+    ("{% for k, v in m.tool_calls[0].function.arguments | items %}{{ k }}={{ v }}{% endfor %}",
+     "for=a cat"),
+    ("{{ m.tool_calls[0].function.arguments + '.' }}", '{"for": "a cat"}.'),
+])  # fmt: skip
+def test_arguments_may_come_as_json(show, shown):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<|user|>{% if m.content %}{{ m.content }}"
+    tokenizer.chat_template += "{% else %}" + show + "{% endif %}<|end|>{% endfor %}" + OPENS
+    prompt = Prompt.from_messages(tokenizer, TOLD)
+    text = f"<|user|>Who?<|end|><|user|>{shown}<|end|><|user|>A cat.<|end|><|assistant|>"
+    assert tokenizer.decode(prompt.ids) == text
+
+
+def test_tokens_of_the_format_stay_with_it_whatever_blanks_they_take_in():
+    """As those of Phi 4."""
+    tokenizer = tiny_tokenizer()
+    new = [AddedToken(x, lstrip=True, rstrip=True, special=True) for x in ("<|sep|>", "<|stop|>")]
+    tokenizer.add_tokens(new)
+    tokenizer.chat_template = "<|user|><|sep|>{{ messages[0].content }}<|stop|>"
+    prompt = Prompt.from_chat(tokenizer, context="\n" * 12 + "It was late." + "\n" * 12)
+    context = prompt.ids[prompt.spans.context_start : prompt.spans.context_end]
+    assert tokenizer.decode(context) == "It was late."
+
+
+def test_only_the_first_part_of_a_prompt_has_a_blank_before_it():
+    slow = type("Slow", (PreTrainedTokenizerFast,), {"is_fast": False})
+    tokenizer = slow(tokenizer_object=TOKENIZERS["bpe"].backend_tokenizer, unk_token="<unk>")
+    tokenizer.chat_template = "(user){{ messages[0].content }}(answer)"
+    prompt = Prompt.from_chat(tokenizer, context="late", question="Who?", answer_prefix="Alice")
+    assert tokenizer.decode(prompt.ids) == " (user)late\n\nWho?(answer)Alice"
+
+
+def test_a_text_keeps_its_own_last_end_token():
+    text = "<|user|>Who?<|end|>It was late.</s>"
+    assert BYTES.decode(Prompt.from_chat(BYTES, context=text, template=False).ids) == text
 
 
 def test_what_the_model_wrote_of_an_answer_s_end_is_not_read_again():

@@ -35,7 +35,10 @@ def made(template):
     return tokenizer
 
 
-TOKENIZERS = {"chat": made("tiny"), "system": made(SYSTEM), "none": made(None)}
+LINE = "<|user|>\n{{ messages[0]['content'] }}<|end|><|assistant|>"
+TOKENIZERS = {
+    "chat": made("tiny"), "system": made(SYSTEM), "none": made(None), "newline": made(LINE),
+}  # fmt: skip
 CHATS = ("chat", "system")
 words = st.text("aZ 0.?\nß", min_size=1, max_size=12).map(lambda text: f"Who {text}?")
 
@@ -49,8 +52,7 @@ def chat(tokenizer, *messages, role="user", **options):
     text = tokenizer.apply_chat_template(
         [{"role": role if n == 0 else "user", "content": m} for n, m in enumerate(messages)],
         tokenize=False,
-        add_generation_prompt=True,
-        **options,
+        **{"add_generation_prompt": True, **options},
     )
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -72,7 +74,9 @@ def test_the_server_finds_the_document(name):
     prompt = Prompt.from_chat(tokenizer, context=TEXT)
     assert opened(tokenizer, ids) == (ids, prompt.spans.context_start)
     if name in CHATS:
-        assert opened(tokenizer, chat(tokenizer, TEXT)) == (ids, prompt.spans.context_start)
+        for opens in (True, False):
+            sent = chat(tokenizer, TEXT, add_generation_prompt=opens)
+            assert opened(tokenizer, sent) == (ids, prompt.spans.context_start)
         # In no format of the tokenizer: all of it is the document.
         plain = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
         assert opened(tokenizer, plain) == (plain, None)
@@ -143,6 +147,19 @@ def test_the_question_s_last_token_may_hold_a_part_of_the_template():
     ids = list(request(None, "book", "Who?", tokenizer).prompt_ids)
     assert tokenizer.convert_ids_to_tokens(ids)[-3:] == ["??", "<|end|>", "<|assistant|>"]
     assert continuing(tokenizer, "book", header(tokenizer), ids) == ids
+    # So may the document's.
+    assert opened(tokenizer, chat(tokenizer, "Who?"))[0] == document(tokenizer, "Who?")
+
+
+def test_a_message_s_first_token_may_hold_the_end_of_the_opening():
+    tokenizer, text = TOKENIZERS["newline"], f"\n\n{TEXT}"
+    ids = document(tokenizer, text)
+    start = Prompt.from_chat(tokenizer, context=text).spans.context_start
+    assert start == Prompt.from_chat(tokenizer, context=TEXT).spans.context_start - 1
+    assert opened(tokenizer, ids) == opened(tokenizer, chat(tokenizer, text)) == (ids, start)
+    assert tokenizer.decode(passage(tokenizer, chat(tokenizer, text))) == f"\n{text}"
+    got = continuing(tokenizer, "book", header(tokenizer), chat(tokenizer, "\n\nWho?"))
+    assert tokenizer.decode(got).endswith("\n\nWho?<|end|><|assistant|>")
 
 
 OTHERS = {
