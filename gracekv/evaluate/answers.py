@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gracekv.evaluate.sample import Sample
 from gracekv.hf.generation import continue_ids
+from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.cache_keyword import cache_keyword
 from gracekv.prefill.model_layers import attention_module, model_layers
 from gracekv.undo import hooked
@@ -52,7 +53,7 @@ def greedy(
             ends = model.generation_config.eos_token_id
             ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
             options = {"min_new_tokens": 1, "eos_token_id": [*ends, stop[0]]}
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     start = _now(device)
     new = continue_ids(model, [ids], cache, tokenizer, max_new_tokens, options)[0]
     seconds = _now(device) - start
@@ -93,7 +94,7 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
         cache: a fresh `GraceCache` of the prompt; it is used up.
     """
     fed = torch.cat([ids[cache.packed_length :], answer[:-1]])
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     kept: list[Tensor] = []
 
     def listen(module: Any, args: Any, output: Any) -> None:

@@ -31,7 +31,14 @@ from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.base import Prefill
 from gracekv.prefill.fingerprint import fingerprint
-from gracekv.prefill.model_layers import cache_dtype, has_rope, head_sizes, model_layers, rotating
+from gracekv.prefill.model_layers import (
+    cache_dtype,
+    embeddings,
+    has_rope,
+    head_sizes,
+    model_layers,
+    rotating,
+)
 from gracekv.prefill.needs import CaptureSizes, Needs, held_positions
 from gracekv.prefill.observations import seconds_by_stage
 from gracekv.prefill.options import (
@@ -181,11 +188,11 @@ def _read(
         if not beyond:
             check_passes(model, needs, prompt.spans)
     check_needs(model, needs, passage=past is not None)
-    embeddings = model.get_input_embeddings()
-    if int(prompt.ids.max()) >= embeddings.num_embeddings:
+    known = embeddings(model).num_embeddings
+    if int(prompt.ids.max()) >= known:
         raise PromptError(
-            f"The prompt holds token id {int(prompt.ids.max())}, the model knows "
-            f"{embeddings.num_embeddings}. Use the tokenizer that belongs to the model."
+            f"The prompt holds token id {int(prompt.ids.max())}, the model knows {known}. Use the "
+            f"tokenizer that belongs to the model."
         )
     names = (f"{x}_token_id" for x in ("image", "video", "audio"))
     kinds: set[Any] = {getattr(model.config, name, None) for name in names}

@@ -26,7 +26,7 @@ from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.fingerprint import differences, fingerprint
 from gracekv.prefill.layer_state import bytes_by_kind
-from gracekv.prefill.model_layers import head_sizes
+from gracekv.prefill.model_layers import embeddings, head_sizes
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.spans import PromptSpans
 from gracekv.prefill.supported import check_model
@@ -82,7 +82,7 @@ def load(
                 )
         if backend is not None:
             pipeline = dataclasses.replace(pipeline, backend=BACKENDS.parse(backend))
-        vocabulary = model.get_input_embeddings().num_embeddings
+        vocabulary = embeddings(model).num_embeddings
         with refusing(path, "whole prompts"):
             prompts, runs = _prompts(header, tensors, packed, tokenizer, now)
             for prompt, run in zip(prompts, runs, strict=True):

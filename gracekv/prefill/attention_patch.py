@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
-from gracekv.prefill.model_layers import attention_module
+from gracekv.prefill.model_layers import attention_module, embeddings
 from gracekv.undo import uncompiled, undone, without_autocast
 
 BASE_ATTENTION = ("sdpa", "eager")
@@ -219,6 +219,7 @@ def own_eager(module: Any) -> Any:
 
 def input_device(model: Any) -> torch.device:
     """The device on which the model expects its token ids."""
-    device: torch.device = model.get_input_embeddings().weight.device
+    # The weight of quantised embeddings may be made anew whenever it is read.
+    device = next(embeddings(model).parameters()).device
     # Weights that accelerate offloads lie on "meta" between calls; its hooks move the ids.
     return torch.device("cpu") if device.type == "meta" else device

@@ -29,6 +29,8 @@ _INFORMATIVE = ("model_name",)
 # that are set while a model is used.
 _SAVING = {"transformers_version", "architectures", "dtype", "name_or_path"}
 _RUNTIME = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_status"}
+# What quantised layers are computed by: a choice of the machine or of `from_pretrained`.
+_RUNTIME |= {"backend", "max_input_length", "tune_metadata"}
 # Marks that replace others where both sides have them.
 _BETTER = {"config": "config_fields", "weights": "plain_weights"}
 
@@ -61,12 +63,19 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, Any]:
 
 
 def quick_marks(model: Any) -> dict[str, str]:
-    """The marks of a model that are read at once: class, name, dtype and active adapters."""
+    """The marks of a model that are read at once: class, name, dtype, active adapters, scales."""
+    # Methods that scale call it "scaling"; peft may change it while a model is in use.
+    scales = {
+        name: {x: float(layer.scaling[x]) for x in _active(layer) if x in layer.scaling}
+        for name, layer in _adapted(model).items()
+        if isinstance(getattr(layer, "scaling", None), dict)
+    }
     return {
         "model_class": type(model).__name__,
         "model_name": str(getattr(model.config, "name_or_path", "")),
         "dtype": str(model.dtype).removeprefix("torch."),
         "adapters": ", ".join(active_adapters(model)),
+        "adapter_scales": _fields_digest(scales),
     }
 
 
@@ -223,8 +232,8 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     idle = [
         f"{prefix}.{part}.{name}."
         for prefix, layer in _adapted(model).items()
-        for part in layer.adapter_layer_names
-        for name in set(getattr(layer, part, ())) - set(_active(layer))
+        for part in (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ()))
+        for name in set(getattr(layer, part, None) or ()) - set(_active(layer))
     ]
     buffers = (
         (f"{prefix}.{name}", buffer)

@@ -99,6 +99,14 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def embeddings(model: Any) -> Any:
+    """The model's embeddings, below adapters of peft, which do not tell their sizes."""
+    module = model.get_input_embeddings()
+    for name in ("original_module", "base_layer"):
+        module = getattr(module, name, module)
+    return module
+
+
 def final_logits(model: Any) -> tuple[float, float | None]:
     """The factor of the head's products and the softcap after it, or None."""
     config = text_config(model)
@@ -136,8 +144,7 @@ def cache_dtype(model: Any) -> torch.dtype:
 
     Of a model with quantised embeddings, what these give; its first number may be a scale.
     """
-    embeddings = model.get_input_embeddings()
-    dtype: torch.dtype = getattr(embeddings, "output_dtype", None) or model.dtype
+    dtype: torch.dtype = getattr(embeddings(model), "output_dtype", None) or model.dtype
     # Offloaded weights lie on "meta" between calls.
     device = "cpu" if model.device.type == "meta" else model.device.type
     # Autocast leaves float64 as it is.

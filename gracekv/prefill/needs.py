@@ -15,6 +15,7 @@ from torch import Tensor
 from gracekv.prefill.model_layers import (
     cache_dtype,
     compressed_layers,
+    embeddings,
     head_sizes,
     other_layers,
     text_config,
@@ -122,7 +123,7 @@ class CaptureSizes:
         heads, groups, dim = head_sizes(model)
         layers, size = len(compressed_layers(model)), cache_dtype(model).itemsize
         unit = layers * dim * size
-        hidden = model.get_input_embeddings().embedding_dim
+        hidden = embeddings(model).embedding_dim
         inner = getattr(text_config(model), "intermediate_size", None) or 4 * hidden
         whole = cls(
             kv=2 * groups * unit,

@@ -56,11 +56,13 @@ class Projection:
         if own is not None:
             # The layer itself would add up what all processes make of their columns.
             return rows @ own.mT
-        projected: Tensor = self.module(rows)
+        # As the model calls it: some quantised layers take nothing else.
+        flat = rows.reshape(1, -1, rows.shape[-1])
+        projected: Tensor = self.module(flat)
         # Adapters may add a bias that the layer itself lacks.
         if type(self.module) is not torch.nn.Linear or self.module.bias is not None:
-            projected = projected - self.module(torch.zeros_like(rows[..., :1, :]))
-        return projected
+            projected = projected - self.module(torch.zeros_like(flat[:, :1]))
+        return projected.view(*rows.shape[:-1], -1)
 
 
 def plain_weight(module: Any) -> Tensor | None:

@@ -31,6 +31,7 @@ from gracekv.prefill.model_layers import (
     attention_module,
     cache_dtype,
     compressed_layers,
+    embeddings,
     has_rope,
     model_layers,
     output_projection,
@@ -72,7 +73,7 @@ def self_check(model: Any) -> None:
                 f"latent attention (MLA) caches one latent of each token for all heads",
                 number,
             )
-    ids = torch.arange(1, _TOKENS + 1) * 7919 % model.get_input_embeddings().num_embeddings
+    ids = torch.arange(1, _TOKENS + 1) * 7919 % embeddings(model).num_embeddings
     ids = ids[None].to(input_device(model))
     calls: dict[int, AttentionCall] = {}
     inputs: dict[int, tuple[Any, Any]] = {}

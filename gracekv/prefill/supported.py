@@ -89,13 +89,17 @@ def _problem(model: Any) -> str | None:
         )
     # The other methods of peft change weights; these the sequence, or how it is read.
     peft = getattr(model, "active_peft_config", None)
-    twice = str(getattr(peft, "peft_type", "")).endswith(("SHADOW", "XLORA"))
+    # transformers itself loads adapters without a PeftModel.
+    adapters = [peft] if peft else list(getattr(model, "peft_config", {}).values())
+    methods = tuple(str(getattr(x, "peft_type", "")) for x in adapters)
     others = ("is_prompt_learning", "alora_invocation_tokens")
-    if twice or any(getattr(peft, name, None) for name in others):
+    if any(x.endswith(("SHADOW", "XLORA", "LILY")) for x in methods) or any(
+        getattr(x, name, None) for x in adapters for name in others
+    ):
         return (
             f"{name} puts learned tokens before a prompt (prompt or prefix tuning), reads it twice "
-            f"(Shadow, X-LoRA), or by what each call holds (activated LoRA), which gracekv does "
-            f"not count. It takes adapters that change weights, such as LoRA."
+            f"(Shadow, X-LoRA), or by what each call holds (activated LoRA, Lily), which gracekv "
+            f"does not count. It takes adapters that change weights, such as LoRA."
         )
     for number, kind in enumerate(kinds):
         if kind not in KINDS:

@@ -95,7 +95,7 @@ def _by_rows(run: FinalRun) -> Tensor:
     for rows, targets in zip(run.states.split(size), run.following.split(size), strict=True):
         if plain_weight(run.head) is not None:
             rows = rows.to(run.head.weight.dtype)
-        logits = capped(run.head(rows).float(), run.softcap)
+        logits = capped(run.head(rows[None])[0].float(), run.softcap)
         chosen = logits.gather(-1, targets.to(logits.device)[:, None])[:, 0]
         parts.append(logits.logsumexp(dim=-1) - chosen)
     return torch.cat(parts)

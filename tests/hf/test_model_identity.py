@@ -1,10 +1,12 @@
 """A result belongs to the weights and adapters that made it; others are refused by name."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import gracekv
-from gracekv.errors import CacheError, SavedCacheError
+from gracekv.errors import CacheError, ConfigError, SavedCacheError, UnsupportedModelError
 from gracekv.prefill.fingerprint import differences, fingerprint
 from gracekv.testing.models import tiny_llama
 from support.batches import Numbers
@@ -65,13 +67,22 @@ def test_a_saved_result_is_of_the_weights_that_made_it(model, tmp_path):
 def test_an_adapter_that_was_switched_is_refused_by_name(model, tmp_path):
     layer = model.model.layers[0].mlp
     layer.adapter_layer_names, layer.disable_adapters = (), False
-    layer.active_adapters = ["law"]
+    layer.active_adapters, layer.scaling = ["law"], {"law": 2.0, "poems": 1.0}
     result = result_of(model)
     result.save(tmp_path / "law.gracekv")
+    # One that is loaded, but not active, changes nothing.
+    layer.other_param_names = ("rank", "scales")
+    layer.rank, layer.scales = None, torch.nn.ParameterDict({"poems": torch.ones(3)})
     gracekv.load(tmp_path / "law.gracekv", model)
     chat = result.chat()
+    with pytest.raises(ConfigError, match="adapters that are active"):
+        result.generate_ids(2, adapter_names=["poems"])
+    layer.scaling["law"] = 1.0
+    with pytest.raises(CacheError, match="another model: adapter_scales differ"):
+        result.generate_ids(2)
+    layer.scaling["law"] = 2.0
     layer.active_adapters = ["poems"]
-    switched = r"adapters \(law then, poems now\) differ"
+    switched = r"adapters \(law then, poems now\)"
     with pytest.raises(SavedCacheError, match=switched):
         gracekv.load(tmp_path / "law.gracekv", model)
     with pytest.raises(CacheError, match=switched):
@@ -81,8 +92,32 @@ def test_an_adapter_that_was_switched_is_refused_by_name(model, tmp_path):
     with pytest.raises(CacheError, match=switched):
         chat.ask("1 2", 2)
     layer.disable_adapters = True
-    with pytest.raises(SavedCacheError, match=r"adapters \(law then, none now\) differ"):
+    with pytest.raises(SavedCacheError, match=r"adapters \(law then, none now\)"):
         gracekv.load(tmp_path / "law.gracekv", model)
+
+
+class Adapted(torch.nn.Module):
+    """Embeddings with an adapter of peft, which do not tell their sizes."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.base_layer = inner
+
+    def forward(self, ids):
+        return self.base_layer(ids)
+
+
+def test_embeddings_may_have_an_adapter(model, tmp_path):
+    model.set_input_embeddings(Adapted(model.get_input_embeddings()))
+    result_of(model).save(tmp_path / "x.gracekv")
+    loaded = gracekv.load(tmp_path / "x.gracekv", model)
+    assert loaded.generate_ids(2).equal(result_of(tiny_llama()).generate_ids(2))
+
+
+def test_an_adapter_that_depends_on_what_a_call_holds_is_refused(model):
+    model.peft_config = {"default": SimpleNamespace(peft_type="PeftType.LILY")}
+    with pytest.raises(UnsupportedModelError, match="activated LoRA, Lily"):
+        result_of(model)
 
 
 def test_a_file_whose_marks_are_no_mapping_is_of_another_model():

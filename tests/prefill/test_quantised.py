@@ -117,7 +117,16 @@ class Biased(Adapted):
         return super().forward(x) + 0.3
 
 
-KINDS = [Eight, Packed, Four, Scaled, Adapted]
+class Single(Packed):
+    """As SpQR's: one sequence [1, T, n] at a time."""
+
+    def forward(self, x):
+        assert x.ndim == 3
+        assert len(x) == 1
+        return super().forward(x)
+
+
+KINDS = [Eight, Packed, Four, Scaled, Adapted, Single]
 
 
 def seen(linear):
