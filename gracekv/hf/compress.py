@@ -284,6 +284,8 @@ def generate(
             "custom_generate decodes one answer without beams. Use gracekv.compress and "
             "result.generate(num_beams=...)."
         )
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise PromptError("custom_generate reads token ids. Leave inputs_embeds out.")
     mask = model_kwargs.pop("attention_mask", None)
     if len(input_ids) != 1 or (mask is not None and not bool(mask.all())):
         raise PromptError(

@@ -101,6 +101,11 @@ def continue_ids(
         if shard.ranks > 1:
             ids = repr([row.tolist() for row in rows])
             shard.agree(ids=ids.encode(), max_new_tokens=repr(max_new_tokens).encode())
+    if options.get("adapter_names") is not None:
+        raise ConfigError(
+            "Leave out adapter_names: the cache was made with the adapters that are active. Choose "
+            "others with model.set_adapter and compress again."
+        )
     given = options.get("generation_config")
     for name in ("max_new_tokens", "max_length"):
         if (length := options.get(name, getattr(given, name, None))) is not None:
@@ -110,9 +115,11 @@ def continue_ids(
             )
     attach(model)
     inputs = padded_inputs(model, rows, cache, tokenizer)
-    # Penalties for repetition read masked places, too: there, each row's first token.
+    # Penalties for repetition read masked places, too: there, each row's first token, and all of
+    # them come first, so that n-grams pass from the context to the question.
     fed, mask = inputs["input_ids"], inputs["attention_mask"]
-    inputs["input_ids"] = fed.where(mask > 0, fed.gather(1, mask.argmax(dim=1, keepdim=True)))
+    filled = fed.where(mask > 0, fed.gather(1, mask.argmax(dim=1, keepdim=True)))
+    inputs["input_ids"] = filled.gather(1, mask.argsort(dim=1, stable=True))
     if "do_sample" not in options and getattr(given, "do_sample", None) is None:
         # The model's own sampling settings would only raise warnings here.
         options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None} | options

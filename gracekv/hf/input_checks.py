@@ -30,9 +30,10 @@ def before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
     Compiled steps over a static tail are not checked.
 
-    Raises `CacheError` if the mask hides cached tokens, does not hide a batch's padding, the
-    positions are not those that follow the cached tokens or lie where the model's RoPE changes,
-    or are missing beside a batch's prepared mask, or the model is in training mode.
+    Raises `CacheError` if hidden states of cached tokens are asked for in such a first step, the
+    mask hides cached tokens, does not hide a batch's padding, the positions are not those that
+    follow the cached tokens or lie where the model's RoPE changes, or are missing beside a batch's
+    prepared mask, or the model is in training mode.
     """
     cache = given_cache(kwargs)
     if not isinstance(cache, GraceCache):
@@ -77,6 +78,12 @@ def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
     cached = int(cache.get_seq_length())
     rows, new = kwargs[name].shape[:2]
     if new > cached and _is_whole(flat, positions, new):
+        if kwargs.get("output_hidden_states"):
+            raise CacheError(
+                "A compressed prompt has no hidden states. Leave output_hidden_states out, and "
+                "draft by prompt lookup or a model that does not read them (not use_mtp, dflash or "
+                "an assistant of Gemma 4)."
+            )
         kwargs[name] = kwargs[name][:, cached:]
         new -= cached
         if isinstance(mask, dict) or (flat is None and cache.is_compileable):

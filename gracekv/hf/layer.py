@@ -38,6 +38,9 @@ class PackedStates:
             raise AttributeError(name)
         _refuse()
 
+    def __getitem__(self, at: Any) -> NoReturn:
+        _refuse()
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _refuse()

@@ -244,9 +244,10 @@ class LimitedCache(GraceCache):
         length, device = packed + first.tail_length, first.packed.entries.device
         seen = torch.ones(rows, length, dtype=torch.bool, device=device)
         seen[:, :packed] = self.packed_mask(rows, device)
-        # Before the first token a mask has more rows than there are sequences.
-        if mask is not None and length > packed:
-            seen[:, packed:] = mask[:, packed:length].bool()
+        if mask is not None:
+            # It has several rows for each, if samples or beams begin with this step.
+            each = max(1, len(mask) // rows)
+            seen[:, packed:] = mask[::each, packed:length].bool()
         entries: list[list[RaggedEntries]] = [[] for _ in self.grace_layers]
         carried: list[list[Tensor]] = [[] for _ in self.grace_layers]
         places: list[list[Tensor]] = [[] for _ in self.grace_layers]

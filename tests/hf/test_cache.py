@@ -133,7 +133,8 @@ def test_an_unattached_model_says_what_to_do(base):
 def test_a_handle_cannot_be_computed_with():
     handle = GraceCache(packed()).update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0)[0]
     assert isinstance(handle, PackedStates)
-    for use in (lambda: handle.shape, lambda: torch.ones(1) @ handle, lambda: torch.cat([handle])):
+    uses = (lambda: handle.shape, lambda: torch.ones(1) @ handle, lambda: torch.cat([handle]))
+    for use in (*uses, lambda: handle[0]):
         with pytest.raises(CacheError, match="attach"):
             use()
 

@@ -65,6 +65,8 @@ def test_what_it_cannot_do_is_refused(model):
     options = {"custom_generate": gracekv.generate, "max_new_tokens": 2, "pad_token_id": 1}
     with pytest.raises(ConfigError, match="one answer without beams"):
         model.generate(IDS, ratio=4, num_beams=2, **options)
+    with pytest.raises(PromptError, match="Leave inputs_embeds out"):
+        model.generate(IDS, ratio=4, inputs_embeds=model.get_input_embeddings()(IDS), **options)
     mask = torch.ones_like(IDS)
     mask[0, :3] = 0
     for ids, seen in ((IDS.repeat(2, 1), None), (IDS, mask)):

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import gracekv
+from gracekv.errors import CacheError
 from gracekv.hf import attach, detach
 from gracekv.testing.models import tiny_llama
 from support.forward_passes import fed_shapes
@@ -187,6 +188,11 @@ def test_assisted_decoding_changes_speed_only(model, assistant, result, kind, mo
     if kind == "itself":
         # Over a compressed cache the uncompressed model is a good assistant, and saves steps.
         assert len(fed) < 20
+
+
+def test_assistance_cannot_show_hidden_states_of_the_prompt(model, result):
+    with pytest.raises(CacheError, match="Leave output_hidden_states out"):
+        over(model, result, prompt_lookup_num_tokens=3, output_hidden_states=True)
 
 
 def test_assistance_in_a_second_turn(model, assistant, result):

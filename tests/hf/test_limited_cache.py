@@ -258,6 +258,24 @@ def test_beams_and_samples_stay_within_the_limit(model, result, options):
     assert torch.equal(result.packed.layers[0].keys, before)
 
 
+def test_samples_of_a_batch_may_begin_with_a_cut(model):
+    prompts = [gracekv.Prompt.from_ids(ids, (4, len(ids) - 10)) for ids in (IDS, IDS[:45])]
+    batch = gracekv.compress(model, prompts, ratio=2)
+    cache = batch.new_cache(Limit(entries_per_head=60, every=16, window=8))
+    options = {"past_key_values": cache, "do_sample": True, "pad_token_id": 0}
+    ids, mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
+    while cache.cuts < 2:
+        cuts = cache.cuts
+        rows = model.generate(
+            ids, attention_mask=mask, num_return_sequences=2, max_new_tokens=1,
+            **options | {"past_key_values": copy.deepcopy(cache)},
+        )  # fmt: skip
+        assert len(rows) == 4
+        ids = model.generate(ids, attention_mask=mask, max_new_tokens=1, **options)
+        mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+        assert cache.cuts - cuts < 2
+
+
 def test_beams_that_never_reach_the_limit_are_those_without(result):
     got = result.generate_ids(40, num_beams=3, limit=Limit(entries_per_head=500, every=16))
     assert torch.equal(got, result.generate_ids(40, num_beams=3))
