@@ -79,7 +79,9 @@ _ALL = (
     Measure("dnll", "NLL minus FullKV's, nats", _number("fidelity", "dnll"), False, 3),
     Measure("top1", "top-1 agreement with FullKV, %", _percent("fidelity", "top1"), True, 1),
     Measure("aoe", "attention output error, %", _percent("fidelity", "aoe"), False, 1),
-    Measure("kv_share", "K and V bytes, % of FullKV", _BYTES, False, 1),
+    Measure(
+        "kv_share", "K and V bytes, % of a full cache (16 bits if quantised)", _BYTES, False, 1
+    ),
     Measure("entry_share", "context entries kept, %", _KEPT, False, 1),
     Measure("construction", "construction, s", _number("construction_seconds"), False, 2),
     Measure("ms_per_token", "ms per token", _number("ms_per_token"), False, 1),

@@ -116,7 +116,7 @@ class Sources:
 
         Raises `TaskError` if they are not in the folder.
         """
-        return list(self._once(part, json.loads if part.startswith("longproc") else _json_lines))
+        return list(self._once(part, json.loads if part.startswith("longproc") else _asked))
 
     def longproc_prompt(self, name: str) -> str:
         """The prompt of a LongProc task; raises `TaskError` if it is not in the folder."""
@@ -172,6 +172,15 @@ def longbench_forms() -> Any:
 def _json_lines(raw: bytes) -> list[dict[str, Any]]:
     # Not splitlines(): it would also cut at separators that JSON leaves inside strings.
     return [json.loads(line) for line in raw.decode("utf-8").split("\n") if line.strip()]
+
+
+def _asked(raw: bytes) -> list[dict[str, Any]]:
+    kinds = {"context": str, "input": str, "answers": list}
+    for number, record in enumerate(records := _json_lines(raw)):
+        for field, kind in kinds.items():
+            if not isinstance(record[field], kind):
+                raise TypeError(f"{field} of record {number} must be a {kind.__name__}")
+    return records
 
 
 def squad_articles(raw: bytes) -> list[list[Passage]]:

@@ -20,6 +20,7 @@ from gracekv.hf.base_result import BaseResult
 from gracekv.hf.compress import compress, per_byte
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.config import load_pipeline
+from gracekv.prefill.chat_text import turn_change
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.spans import PromptSpans
 from gracekv.prefill.supported import check_model
@@ -99,7 +100,13 @@ class GraceLM(HFLM):  # type: ignore[misc]
                 f"whole. Set them lower, or leave tasks with short prompts to --model hf."
             )
         spans = PromptSpans(start, end, length if parts.question_seen else end, length)
-        return Prompt(ids.cpu(), spans, tokenizer=self.tokenizer)
+        tail = None
+        if not parts.question_seen:
+            # What a second pass reads before the text again: no question, only a chat's next turn.
+            chat = getattr(self.tokenizer, "chat_template", None)
+            turn = torch.tensor(turn_change(self.tokenizer) if chat else [], dtype=torch.int64)
+            tail = turn if turn.equal(ids[length - len(turn) :].cpu()) else turn[:0]
+        return Prompt(ids.cpu(), spans, tokenizer=self.tokenizer, tail=tail)
 
     def _precision(self) -> torch.autocast:
         """`hf`'s mixed precision, if it was asked for."""

@@ -91,7 +91,9 @@ class Composition(Configurable):
         `UnknownStrategyError` for an unknown recipe or strategy.
         """
         if isinstance(data, Mapping):
-            data = {**recipes.PAPER, **recipes.find(base).pipeline, **data}
+            own = {**recipes.PAPER, **recipes.find(base).pipeline}
+            parts = [x for x in ("window", "prototype") if isinstance(data.get(x), Mapping)]
+            data = {**own, **data, **{x: {**own.get(x, {}), **data[x]} for x in parts}}
         return super().from_dict(data)
 
     @classmethod

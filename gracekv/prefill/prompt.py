@@ -218,7 +218,7 @@ class Prompt:
         if end <= self.spans.question_end or end >= self.spans.length:
             return self
         spans = PromptSpans(self.spans.context_start, end - 1, end - 1, end)
-        tail = self.ids[self.spans.question_end :]
+        tail = self.ids[self.spans.question_end :] if self.tail is None else self.tail
         return replace(self, ids=self.ids[:end], spans=spans, parts=None, tail=tail)
 
 

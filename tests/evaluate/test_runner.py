@@ -16,6 +16,7 @@ from gracekv.errors import ConfigError, TaskError
 from gracekv.evaluate import run, worker
 from gracekv.evaluate.row_files import read_rows
 from gracekv.evaluate.runner import Shard
+from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.tasks import Task
 from gracekv.testing.models import tiny_llama
 from gracekv.value import WindowAttention
@@ -133,6 +134,11 @@ def test_missing_data_are_found_before_anything_runs(experiment, tiny, tmp_path)
     (tmp_path / "longbench" / "qasper.jsonl").write_text("<html>404</html>")
     with pytest.raises(TaskError, match=r"qasper\.jsonl is no file of longbench:qasper"):
         run(replace(experiment, data=str(tmp_path)), tmp_path, **tiny)
+    (tmp_path / "longbench" / "trec.jsonl").write_text(
+        '{"context": "It was late.", "input": "When?", "answers": "late"}'
+    )
+    with pytest.raises(TaskError, match="answers of record 0 must be a list"):
+        Sources(tmp_path).records("longbench:trec")
 
 
 @pytest.mark.parametrize(

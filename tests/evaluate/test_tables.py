@@ -110,6 +110,8 @@ def test_rows_of_two_settings_prompts_or_models_of_one_name_are_not_mixed():
     for extra, message in (
         (row("ours", "2x", 0, 1.0, settings=settings), r"different settings \(max_new_tokens\)"),
         (row("ours", "2x", 9, 1.0, pipeline={"floor": "none"}), r"different settings \(pipeline"),
+        (row("ours", "8x", 0, 1.0, pipeline={"floor": "none"}), r"different settings \(pipeline"),
+        (row("fourth", "8x", 0, 1.0, settings=settings), r"different settings \(max_new_tokens\)"),
         (row("fourth", "2x", 0, 1.0, prompt_hash="other", sample="cut"), "different prompts"),
         (other, r"another model .* 'tiny' \(other weights\)"),
     ):

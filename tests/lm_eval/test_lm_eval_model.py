@@ -10,6 +10,7 @@ import gracekv
 import gracekv.lm_eval
 from gracekv.errors import BudgetError, ConfigError, MissingDependencyError, PromptError, TaskError
 from gracekv.prefill import PromptSpans
+from gracekv.prefill.chat_text import turn_change
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
 from support.chapter import CHAPTER
@@ -216,6 +217,17 @@ def test_the_recipe_sees_the_question_if_told(folder, own):
     assert named.prompts[0].spans == PromptSpans(4, 36, 36, 100)
     assert named.pipeline.value == gracekv.Pipeline.named("snapkv").value
     assert named.pipeline.backend.name == "sdpa"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_second_pass_does_not_read_the_question(own, chat):
+    context, turn = torch.arange(300) * 7 % 1900 + 5, turn_change(own.tokenizer)
+    asked = [[7, *range(n, n + QUESTION - 1)] + turn * chat for n in (100, 500)]
+    model = another(own, ratio=4, pipeline="kvzip-two-pass", question_tokens=len(asked[0]))
+    made = [model._compress([torch.cat([context, torch.tensor(x)])]) for x in asked]
+    assert made[0].prompts[0].without_tail().tail.tolist() == turn * chat
+    first, second = ([x.index()[1] for x in one.packed.layers] for one in made)
+    assert all(map(torch.equal, first, second))
 
 
 def test_what_cannot_be_compressed_is_refused(own):

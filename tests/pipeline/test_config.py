@@ -1,5 +1,6 @@
 """Pipeline files."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,13 @@ def test_files_spell_the_same_pipeline(tmp_path: Path, name: str) -> None:
 
 def test_none_is_left_out_of_strategies_in_lists() -> None:
     assert _without_none({"scorers": [{"name": "a", "size": None}]}) == {"scorers": [{"name": "a"}]}
+
+
+@pytest.mark.parametrize("recipe", ["gracekv-plus", "streaming-llm", "h2o-half"])
+def test_fields_of_a_window_are_the_recipe_s_where_they_are_left_out(recipe: str) -> None:
+    window = Pipeline.named(recipe).window
+    got = Pipeline.from_dict({"window": {"share": 0.5}}, base=recipe)
+    assert got.window == dataclasses.replace(window, share=0.5) != window
 
 
 def test_a_file_may_start_from_a_recipe(tmp_path: Path) -> None:

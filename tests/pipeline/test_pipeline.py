@@ -77,6 +77,19 @@ def test_ratio_one_is_the_original_cache(recipe: str, dtype: torch.dtype) -> Non
     assert run.accounting.bytes == run.accounting.full_bytes
 
 
+def test_a_full_cache_is_counted_in_16_bits_where_entries_are_quantised() -> None:
+    prefill = synthetic_prefill(seed=0, context=400, dim=32)
+    for recipe, budget, bits in (
+        ("gracekv-plus", Budget.entries_per_head(100), 32),
+        ("gracekv-plus-allocated", Budget.entries_per_head(100), 32),
+        ("gracekv-plus-allocated", Budget.ratio(4), 16),
+    ):
+        kept = Pipeline.named(recipe).run(prefill, budget).accounting
+        covered = prefill.layers * prefill.kv_heads * (prefill.spans.length - 1)
+        assert kept.full_bytes == covered * 2 * 32 * bits // 8
+        assert kept.full_in_16_bits == (bits == 16)
+
+
 @pytest.mark.parametrize("ratio", [1.1, 2, 8, 20])
 @pytest.mark.parametrize("elastic", [False, True])
 def test_pruning_does_not_change_the_cache(ratio: float, elastic: bool) -> None:
