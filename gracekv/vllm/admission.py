@@ -52,6 +52,8 @@ def process_inputs(
     made = stock(self, request_id, prompt, params, *args, **kwargs)
     if found is not None:
         with _as_bad_request():
+            if kwargs.get("resumable"):
+                raise StoreError("A request about a context takes its whole prompt at once.")
             _put_ids(self, found, made, params)
     return made
 
@@ -122,7 +124,8 @@ def check(processor: Any, params: Any) -> str | Order | None:
         front = _fronts[processor]
         check_allowed = functools.partial(front.store.check_allowed, parameters=transfer)
         order = order_of(transfer[PARAMETER], None, lambda x: front.known(check_allowed(x))[0])
-        allowed = {"n": 1, "logprobs": None, "prompt_logprobs": None}
+        scores = ("logprobs", "prompt_logprobs", "prompt_logprob_token_ids")
+        allowed = {"n": 1, **dict.fromkeys(scores)}
         others = [x for x, value in allowed.items() if getattr(params, x, value) != value]
         if isinstance(order, Compression) and others:
             raise StoreError(f"A request that compresses takes no {' and no '.join(others)}.")
@@ -136,15 +139,17 @@ def _put_ids(processor: Any, found: str | Order, made: Any, params: Any) -> None
     """Set the prompt of a question or a document; other orders do not read theirs."""
     front, ids = _fronts[processor], made.prompt_token_ids
     tokenizer = None if transfer_of(params).get(EXACT) else getattr(processor, "tokenizer", None)
+    # Their places would be those of the prompt as it came.
+    no_text = ids is None or made.mm_features or getattr(made, "prompt_embeds", None) is not None
+    if no_text and isinstance(found, str | Compression):
+        raise StoreError("A request about a context is text, without embeddings, images and sound.")
     if isinstance(found, str):
         # Only the scheduler may know the context; then the prompt stays as it is.
-        if tokenizer is not None and ids is not None and (follow := front.known(found)[1]):
+        if tokenizer is not None and (follow := front.known(found)[1]):
             made.prompt_token_ids = continuing(tokenizer, found, follow, ids)
         return
     made.params.max_tokens, made.params.min_tokens = 1, 0
     if isinstance(found, Compression):
-        if ids is None or made.mm_features:
-            raise StoreError("A document is text, without embeddings, images and sound.")
         made.prompt_token_ids, order = front.document(found, ids, tokenizer)
         known = {FRONT: {"start": order.start, "follow": asdict(order.follow)}}
         extra = {"kv_transfer_params": transfer_of(params) | known}

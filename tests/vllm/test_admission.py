@@ -30,8 +30,8 @@ def processor(monkeypatch):
     class Processor:
         vllm_config, tokenizer = SimpleNamespace(kv_transfer_config=connector), None
 
-        def process_inputs(self, request_id, prompt, params):
-            return SimpleNamespace(prompt_token_ids=prompt, params=params, mm_features=None)
+        def process_inputs(self, request_id, prompt, params, mm_features=None, resumable=False):
+            return SimpleNamespace(prompt_token_ids=prompt, params=params, mm_features=mm_features)
 
     admission.wrap(Processor, admission.process_inputs)
     return Processor()
@@ -98,6 +98,17 @@ def test_tokens_that_are_exact_are_read_as_they_are(ask):
     for said, read in (("c2", TURN), (passage, [*TURN, TURN[-1]])):
         assert ask(TURN, said, gracekv_exact=True) == read
         assert ask(TURN, said) != read
+
+
+@pytest.mark.parametrize("said", ["c2", {"compress": {"name": "c2", "ratio": 2}}])
+def test_a_request_about_a_context_is_one_whole_text(ask, processor, said):
+    for more, refused in (
+        ({"mm_features": ["an image"]}, "without embeddings, images"),
+        ({"resumable": True}, "whole prompt at once"),
+    ):
+        with pytest.raises(Refused, match=refused):
+            processor.process_inputs("0", TURN, asking({"gracekv": said}), **more)
+        assert processor.process_inputs("0", TURN, asking({}), **more).prompt_token_ids == TURN
 
 
 def test_a_passage_has_no_system_prompt(ask, processor):
