@@ -125,8 +125,11 @@ def required(module: str, extra: str, package: str = "") -> Any:
     try:
         return import_module(module)
     except ImportError as error:
+        top = module.partition(".")[0]
+        missing = isinstance(error, ModuleNotFoundError) and str(error.name).startswith(top)
+        why = "" if missing else f", which cannot be imported ({error})"
         raise MissingDependencyError(
-            f"This needs the package {package or module.partition('.')[0]!r}. Install it with: "
+            f"This needs the package {package or top!r}{why}. Install it with: "
             f"pip install 'gracekv[{extra}]'"
         ) from error
 

@@ -42,7 +42,7 @@ def check_output(path: Path) -> None:
     if there and not target.is_file():
         kind = "a folder" if target.is_dir() else "not a regular file"
         raise OutputError(f"Cannot write to {path}: it is {kind}. Name a file.")
-    folder = next(x for x in target.parents if x.exists())
+    folder = next((x for x in target.parents if x.exists()), Path(target.anchor))
     # Permissions alone do not tell: /proc, for one, takes no folder, not even root's.
     with suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 from fractions import Fraction
 
@@ -18,6 +17,7 @@ from gracekv.allocate.plan import BudgetPlan
 from gracekv.allocate.ranking import where_true
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import ShapeError
+from gracekv.kernels.compiled import numba_obstacle
 from gracekv.kernels.linalg import running_sums
 from gracekv.kernels.ragged import rows_and_steps
 from gracekv.registry import bounded
@@ -173,7 +173,7 @@ def _buy_paths(
     given = torch.stack([parent, ops.cost[local], ops.head(local)]).cpu().numpy()
     shard, done = ops.forest.shard, np.zeros(len(local), dtype=bool)
     many = shard.ranks == 1 and len(local) >= _COMPILED
-    if many and importlib.util.find_spec("numba") is not None:
+    if many and numba_obstacle() is None:
         from gracekv.allocate.paths_numba import buy_paths
 
         buy_paths(order, *given, budget, np.array(caps), done, np.zeros_like(order))

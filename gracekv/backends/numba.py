@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionSpec, Att
 from gracekv.backends.sdpa import Layer, Sdpa
 from gracekv.backends.split_kv import SplitEntries, SplitKV
 from gracekv.kernels.addresses import address
-from gracekv.kernels.compiled import on_all_threads, threads_obstacle
+from gracekv.kernels.compiled import numba_obstacle, on_all_threads, threads_obstacle
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -43,8 +42,8 @@ class Numba(AttentionBackend):
             return f"The cache lies on {spec.device}; the kernel is for CPUs. Use backend 'sdpa'."
         if spec.dtype is not None and spec.dtype not in _DTYPES:
             return f"It reads float32, float16 and bfloat16; got {spec.dtype}. Use backend 'sdpa'."
-        if importlib.util.find_spec("numba") is None:
-            return "numba is not installed. Run: pip install 'gracekv[cpu]', or use backend 'sdpa'."
+        if (reason := numba_obstacle()) is not None:
+            return f"{reason}, or use backend 'sdpa'."
         return threads_obstacle()
 
     def prepare(self, layer: Layer) -> SplitEntries:

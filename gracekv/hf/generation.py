@@ -5,6 +5,7 @@ Also the checks of what is asked about a compressed context.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -230,12 +231,19 @@ def stream_text(
 
     def pieces() -> Iterator[str]:
         thread = threading.Thread(target=work, daemon=True)
+
+        def stop() -> None:
+            closed.set()
+            thread.join()
+
         thread.start()
+        # Python's end would abort a thread that computes: an iterator may be left open until then.
+        atexit.register(stop)
         try:
             yield from (piece for piece in streamer if piece)
         finally:
-            closed.set()
-            thread.join()
+            stop()
+            atexit.unregister(stop)
         if failures:
             # Taken out: its traceback holds this frame and, until a collection, the whole cache.
             raise failures.pop()

@@ -7,6 +7,7 @@ uses all cores, the other one waits.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable
@@ -25,11 +26,23 @@ def cached(compiler: Callable[..., Any], function: Callable[..., None]) -> Any:
     """
     try:
         return compiler(cache=True)(function)
-    except RuntimeError as error:
-        if "cannot cache" not in str(error):
+    except (RuntimeError, OSError) as error:  # OSError: the folder is full
+        if isinstance(error, RuntimeError) and "cannot cache" not in str(error):
             raise
     _warn()
     return compiler(cache=False)(function)
+
+
+def numba_obstacle() -> str | None:
+    """The reason why numba cannot compile kernels here, with a remedy; None if it can."""
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed. Run: pip install 'gracekv[cpu]'"
+    try:
+        import numba
+    except ImportError as error:  # such as for a NumPy that it does not know
+        warnings.warn(f"numba cannot be imported ({error}): torch computes, slower.", stacklevel=2)
+        return f"numba cannot be imported: {error} Reinstall gracekv[cpu]"
+    return "NUMBA_DISABLE_JIT is set. Unset it" if numba.config.DISABLE_JIT else None
 
 
 @cache

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import warnings
+from functools import cache
 
 import torch
 
@@ -56,4 +59,26 @@ def obstacle(device: torch.device, otherwise: str) -> str | None:
             f"This GPU has compute capability {version[0]}.{version[1]}; the kernels need 8.0 or "
             f"newer. Use {otherwise}."
         )
+    if (failure := _build_failure()) is not None:
+        return f"{failure} Or use {otherwise}."
+    return None
+
+
+@cache
+def _build_failure() -> str | None:
+    """Why Triton cannot build what starts its kernels, with a remedy, or None; warns of it."""
+    import triton
+
+    try:
+        _ = triton.runtime.driver.active.utils
+    except Exception as error:
+        failed = isinstance(error, OSError | subprocess.SubprocessError)
+        if not failed and "compiler" not in str(error):
+            return None  # the launch itself says what else is wrong
+        said = (
+            f"Triton cannot build what starts its kernels ({type(error).__name__}: {error}). "
+            f"Install a C compiler and Python's headers."
+        )
+        warnings.warn(f"{said} Until then slower kernels of torch run.", stacklevel=2)
+        return said
     return None

@@ -8,7 +8,7 @@ Source: ours.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from typing import Literal
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import device as triton_device
+from gracekv.kernels.compiled import numba_obstacle
 from gracekv.kernels.linalg import Columns, capped, linear, softmax
 from gracekv.kernels.uploads import filled, on_device
 
@@ -92,7 +93,7 @@ def _fastest(queries: Tensor, keys: Tensor) -> Engine:
     if not type(queries) is type(keys) is Tensor or keys.dtype not in _COMPILED:
         return "torch"
     if keys.device.type == "cpu":
-        return "torch" if importlib.util.find_spec("numba") is None else "numba"
+        return "numba" if numba_obstacle() is None else "torch"
     fits = keys.shape[-1] <= _LARGEST_DIM
     return "triton" if fits and triton_device.obstacle(keys.device, "torch") is None else "torch"
 

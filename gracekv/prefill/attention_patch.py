@@ -100,7 +100,7 @@ class _Entry:
 
     def _call(self, place: int, *args: Any, **kwargs: Any) -> Any:
         thread, *own = self.reading
-        chosen = own if thread == threading.get_ident() else self.others
+        chosen = own if thread == threading.get_native_id() else self.others
         return chosen[place](*args, **kwargs)
 
 
@@ -130,11 +130,11 @@ def own_thread(
     function: Callable[..., Any], others: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
     """`function` where this thread calls it; other threads get `others`, or nothing is done."""
-    thread = threading.get_ident()
+    thread = threading.get_native_id()
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread:
+        if threading.get_native_id() == thread:
             return function(*args, **kwargs)
         return None if others is None else others(*args, **kwargs)
 
@@ -174,7 +174,7 @@ def patched_attention(model: Any, attend: Callable[[AttentionCall], Any]) -> Ite
 
         with uncompiled(), undone(undo):
             entry.others = attention_function(model, before), masks[before]
-            entry.reading = threading.get_ident(), attention, masks[base]
+            entry.reading = threading.get_native_id(), attention, masks[base]
             decoder.set_attn_implementation(entry.name)
             yield
 

@@ -69,6 +69,11 @@ def check_model(model: Any) -> None:
     if (problem := _problem(model)) is not None:
         raise UnsupportedModelError(problem)
     head_sizes(model)
+    if model.device.type == "mps":
+        raise UnsupportedModelError(
+            "The model is on Apple's GPU (mps), which lacks the float64 that scores are computed "
+            "in. Move it to the CPU: model.to('cpu')."
+        )
     if model.training:
         raise UnsupportedModelError(
             "The model is in training mode, where dropout makes its cache random. Call "

@@ -143,10 +143,11 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Raise `PluginError` for a scorer that was written for gracekv 0.2."""
         super().__init_subclass__(**options)
-        own = vars(cls).get("layer")
-        parameters = () if own is None else inspect.signature(own).parameters
+        own: Any = vars(cls).get("layer")
+        # Its signature would evaluate annotations, which may name what only type checkers import.
+        count = getattr(getattr(inspect.unwrap(own), "__code__", None), "co_argcount", 4)
         before = "__call__" in vars(cls) and cls.layer is Scorer.layer
-        if before or (own is not None and len(parameters) != 4):
+        if before or (own is not None and count != 4):
             raise PluginError(
                 f"{cls.__name__} is a scorer for gracekv 0.2. Since 0.3 a scorer defines "
                 f"layer(self, capture, region, memory), which returns the scores [G, N] of one "

@@ -1,6 +1,7 @@
 """When the compiled kernel runs, when sdpa does, and what is held for either."""
 
 import importlib.util
+import sys
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from gracekv.backends import AttentionSpec, AttentionStep, Auto, Eager, Numba, Sdpa
 from gracekv.backends import numba as backend_module
-from gracekv.errors import BackendUnavailableError
+from gracekv.errors import BackendUnavailableError, MissingDependencyError, required
 from gracekv.kernels import compiled
 from gracekv.testing.attention import TOLERANCES, relative_error
 from support.decode_steps import drawn, ragged
@@ -111,6 +112,34 @@ def _without_numba(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "numba" else found(name)
     )
+
+
+def test_without_a_numba_that_works_torch_computes(monkeypatch, tmp_path):
+    spec = AttentionSpec(CPU, torch.float32, 64)
+    with monkeypatch.context() as change:
+        change.setattr("numba.config.DISABLE_JIT", 1)
+        assert Auto().resolve(spec) == Sdpa()
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.5 or less')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "numba")
+    with pytest.warns(UserWarning, match=r"cannot be imported .Numba needs NumPy"):
+        assert Auto().resolve(spec) == Sdpa()
+    with pytest.raises(MissingDependencyError, match=r"cannot be imported .Numba needs NumPy"):
+        required("numba", "cpu")
+
+
+def test_kernels_are_compiled_anew_where_their_folder_is_full():
+    def compiler(cache):
+        def made(function):
+            if cache:
+                raise OSError("No space left on device")
+            return function
+
+        return made
+
+    compiled._warn.cache_clear()
+    with pytest.warns(UserWarning, match="NUMBA_CACHE_DIR"):
+        assert compiled.cached(compiler, len) is len
 
 
 def test_auto_takes_it_on_the_cpu_and_says_why_where_not(monkeypatch):

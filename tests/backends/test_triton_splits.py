@@ -1,6 +1,7 @@
 """The tables of splits against loops, tile sizes, and the errors where kernels cannot run."""
 
 import importlib.util
+import warnings
 
 import pytest
 import torch
@@ -123,6 +124,25 @@ def test_the_query_tile_is_the_smallest_that_holds_all_rows(dim, dtype):
 def test_no_float32_tile_takes_hoppers_own_matrix_instructions():
     # From 64 rows and four warps on; Triton 3.6 lets them read beyond shared memory.
     assert all(tiles(dim, torch.float32, (9, 0), 999).queries < 64 for dim in (8, 64, 128, 256))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("said", ["Failed to find C compiler.", "0 active drivers"])
+def test_without_a_compiler_kernels_of_torch_run(monkeypatch, said):
+    class Driver:
+        @property
+        def active(self):
+            raise RuntimeError(said)
+
+    monkeypatch.setattr("triton.runtime.driver", Driver())
+    host._build_failure.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(host, "capability", lambda device: (9, 0))
+    with warnings.catch_warnings(record=True) as warned:
+        reason = host.obstacle(torch.device("cuda"), "backend 'sdpa'")
+    host._build_failure.cache_clear()
+    assert len(warned) == (0 if reason is None else 1)
+    assert (reason or "").endswith("Python's headers. Or use backend 'sdpa'.") == ("C" in said)
 
 
 def test_without_triton_the_way_to_install_it_is_named(monkeypatch):

@@ -4,6 +4,7 @@ import gc
 import itertools
 import re
 import sys
+import threading
 import warnings
 import weakref
 
@@ -42,6 +43,14 @@ STREAMED = (
 
 def prompt_of(length=150):
     return Prompt.from_ids(IDS[:length], context=(4, length - 12), question_end=length - 3)
+
+
+def test_threads_of_greenlets_are_the_thread_that_runs_them(monkeypatch):
+    """As gevent makes it: each greenlet has an identifier of its own."""
+    number = itertools.count(1)
+    monkeypatch.setattr(threading, "get_ident", lambda: next(number))
+    options = CaptureOptions(stream=True)
+    gracekv.compress(tiny_llama(), prompt_of(), ratio=4, pipeline="gracekv-plus", capture=options)
 
 
 def both(model, recipe, chunk=None):

@@ -120,6 +120,12 @@ def test_an_adapter_that_depends_on_what_a_call_holds_is_refused(model):
         result_of(model)
 
 
+def test_a_model_on_apple_s_gpu_is_refused(model, monkeypatch):
+    monkeypatch.setattr(type(model), "device", torch.device("mps"))
+    with pytest.raises(UnsupportedModelError, match="lacks the float64"):
+        result_of(model)
+
+
 def test_a_file_whose_marks_are_no_mapping_is_of_another_model():
     marks = {"embed.weight": "0"}
     assert differences({"weights": "x"}, {"weights": marks}) == ["weights"]

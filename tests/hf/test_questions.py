@@ -96,6 +96,15 @@ def test_streamed_text_is_the_answer_under_autocast_too(book):
     assert "".join(pieces) == whole
 
 
+def test_a_stream_that_is_left_open_ends_before_python_does(book, monkeypatch):
+    ends = []
+    monkeypatch.setattr("atexit.register", ends.append)
+    pieces = book.ask("Who?", 400, stream=True, eos_token_id=1999)
+    next(pieces)
+    ends[0]()
+    assert len("".join(pieces).split()) < 200
+
+
 def test_an_error_inside_a_stream_is_raised(book):
     with pytest.raises(ConfigError, match="past_key_values: ids, mask and cache are those"):
         list(book.ask("Who?", stream=True, past_key_values=book.new_cache()))

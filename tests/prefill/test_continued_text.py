@@ -177,8 +177,8 @@ def test_a_call_that_nothing_follows_may_be_shown_with_more(tools, wrote):
     """As by Qwen 3: with a thought, so that both renderings part before the call."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
-        "{{ tools[0].call if tools }}{% for m in messages %}<|user|>{{ '(thought)' if loop.last and "
-        "m.tool_calls }}{{ m.content or m.tool_calls[0].function.arguments | tojson + '<s>' }}"
+        "{{ tools[0].call if tools }}{% for m in messages %}<|user|>{{ '(thought)' if loop.last "
+        "and m.tool_calls }}{{ m.content or m.tool_calls[0].function.arguments | tojson + '<s>' }}"
         "<|end|>{% endfor %}" + OPENS
     )
     read = plain_ids(tokenizer, wrote)

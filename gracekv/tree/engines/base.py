@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import BackendUnavailableError
+from gracekv.kernels.compiled import numba_obstacle
 from gracekv.kernels.device import obstacle
 from gracekv.kernels.linalg import capped, linear
 from gracekv.kernels.rope import Rope
@@ -219,12 +219,10 @@ def _obstacle(engine: Engine, values: Tensor, softcap: float | None) -> str | No
     if kind is not Tensor:
         return f"It reads plain tensors; the cache is of type {kind.__name__}. Use engine 'torch'."
     if engine == "numba":
-        if values.device.type == "cpu" and importlib.util.find_spec("numba") is not None:
-            return None
-        return (
-            f"It needs a cache on a CPU, and numba; the cache lies on {values.device}. pip install "
-            f'"gracekv[cpu]", or use engine "torch".'
-        )
+        reason = numba_obstacle()
+        if values.device.type != "cpu":
+            reason = f"It needs a cache on a CPU; this one lies on {values.device}. Move it"
+        return reason and f"{reason}, or use engine 'torch'."
     if dim > LARGEST_DIM:
         return f"It reads heads of dimension {LARGEST_DIM} or less; got {dim}. Use engine 'torch'."
     return obstacle(values.device, "engine 'torch'")
