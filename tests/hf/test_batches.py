@@ -124,10 +124,7 @@ def test_a_second_turn_follows_each_answer(model, batch, singles):
     turn = torch.tensor([[3, 1], [4, 1], [5, 9]])
     ids = torch.cat([batch.inputs["input_ids"], first, turn], dim=1)
     mask = torch.cat([batch.inputs["attention_mask"], torch.ones(3, 7, dtype=torch.int64)], dim=1)
-    second = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False,
-        pad_token_id=0,
-    )[:, ids.shape[1] :]  # fmt: skip
+    second, _ = with_logits(model, ids, mask, cache, 6)
     for row, single in enumerate(singles):
         own = single.new_cache()
         answer, _ = generated(model, single, own, max_new_tokens=5)
@@ -135,12 +132,9 @@ def test_a_second_turn_follows_each_answer(model, batch, singles):
         if not torch.equal(first[row], answer[0]):
             continue  # a tie: the second turn follows another text
         whole = torch.cat([single.inputs["input_ids"], answer, turn[row : row + 1]], dim=1)
-        expected = model.generate(
-            whole, attention_mask=torch.ones_like(whole), past_key_values=own, max_new_tokens=6,
-            do_sample=False, pad_token_id=0,
-        )  # fmt: skip
+        expected, _ = with_logits(model, whole, torch.ones_like(whole), own, 6)
         logits = logits_over(single, whole[0, len(single.prompt.ids) :])
-        assert_same_tokens(second[row], expected[0, whole.shape[1] :], logits)
+        assert_same_tokens(second[row], expected[0], logits)
 
 
 def test_rows_can_be_selected_and_reordered_across_prompts(model, batch, singles):

@@ -202,13 +202,8 @@ def test_assistance_in_a_second_turn(model, assistant, result):
     for options in ({}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
         cache = result.new_cache()
         assert torch.equal(over(model, result, cache, max_new_tokens=5)[0], said[:5])
-        turn = torch.cat([IDS, said])[None]
-        runs.append(
-            model.generate(
-                turn, attention_mask=torch.ones_like(turn), past_key_values=cache,
-                max_new_tokens=9, do_sample=False, pad_token_id=1, **options,
-            )[0, turn.shape[1] :]
-        )  # fmt: skip
+        turn = torch.cat([IDS, said])
+        runs.append(plain_answer(model, turn, 9, past_key_values=cache, **options)[0])
     for assisted in runs[1:]:
         assert_same_tokens(assisted, runs[0], logits_over(result, said))
 

@@ -7,6 +7,7 @@ from transformers import CompileConfig
 import gracekv
 from gracekv.errors import CacheError
 from gracekv.testing.models import tiny_model
+from support.greedy_decoding import plain_answer
 from support.margins import assert_same_beams
 from support.static_tails import assert_same_answer, prompts, steps
 
@@ -70,11 +71,9 @@ def test_several_tokens_in_one_step_then_crop(model, result):
 
 @pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 3}], ids=str)
 def test_generate_over_a_static_cache(model, result, options):
-    ids = model.generate(
-        **result.inputs, past_key_values=result.new_cache().with_static_tail(16),
-        max_new_tokens=14, do_sample=False, pad_token_id=1, **options,
-    )  # fmt: skip
-    assert_same_answer(model, result, ids[:, 80:])
+    cache = result.new_cache().with_static_tail(16)
+    answer = plain_answer(model, result.prompt.ids, 14, past_key_values=cache, **options)
+    assert_same_answer(model, result, answer)
 
 
 def test_generate_compiles_over_it(model):
@@ -90,24 +89,20 @@ def test_generate_compiles_over_it(model):
 
     options = CompileConfig(backend=count, mode=None, fullgraph=False)
     options._compile_all_devices = True
-    answer = model.generate(
-        **result.inputs, past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=1,
-        compile_config=options,
-    )  # fmt: skip
+    ids = result.prompt.ids
+    answer = plain_answer(model, ids, 12, past_key_values=cache, compile_config=options)
     torch._dynamo.reset()
     model.__dict__.pop("_compiled_call", None)
 
-    assert_same_answer(model, result, answer[:, 80:])
+    assert_same_answer(model, result, answer)
     assert graphs
     assert len(graphs) <= 2 * (1 + len(cache.layers)), "the step is compiled again and again"
 
 
 def test_beams_over_a_static_tail(model, result):
     cache = result.new_cache().with_static_tail(16, rows=3)
-    options = {"num_beams": 3, "max_new_tokens": 10, "do_sample": False, "pad_token_id": 1}
-    length = result.inputs["input_ids"].shape[1]
     want, got = (
-        model.generate(**result.inputs, past_key_values=each, **options)[:, length:]
+        plain_answer(model, result.prompt.ids, 10, past_key_values=each, num_beams=3)
         for each in (result.new_cache(), cache)
     )
     assert_same_beams(got, want, result)
