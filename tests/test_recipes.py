@@ -14,10 +14,11 @@ from gracekv.testing.models import tiny_llama
 
 
 @pytest.mark.parametrize("recipe", recipes.names())
-def test_recipes_are_plain_data(recipe: str) -> None:
+def test_recipes_are_plain_data_and_label_their_pipelines(recipe: str) -> None:
     pipeline = Pipeline.named(recipe)
     assert Pipeline.from_dict(json.loads(json.dumps(pipeline.to_dict()))) == pipeline
     assert recipes.describe(recipe)
+    assert recipes.label(pipeline) == recipe
 
 
 @pytest.mark.parametrize("recipe", recipes.names())
@@ -42,11 +43,6 @@ def test_the_papers_recipe_is_made_of_defaults() -> None:
         strategy = getattr(paper, field.name)
         if not isinstance(strategy, bool):
             assert strategy == type(strategy)()
-
-
-@pytest.mark.parametrize("name", recipes.names())
-def test_a_pipeline_is_labelled_by_its_recipe(name: str) -> None:
-    assert recipes.label(Pipeline.named(name)) == name
 
 
 @pytest.mark.parametrize("name", [recipes.DEFAULT, "gracekv", "snapkv"])

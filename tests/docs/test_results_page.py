@@ -1,19 +1,14 @@
 """The results page is what its files say, and says where they were measured."""
 
-import importlib
 import re
 
-import pytest
+from docs_tools import tool
 from page_blocks import ROOT
 
-
-@pytest.fixture
-def results(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs" / "tools")
-    return importlib.import_module("results")
+results = tool("results")
 
 
-def test_the_page_is_up_to_date(results):
+def test_the_page_is_up_to_date():
     found = results.read_all(results.RESULTS)
     assert results.PAGE.read_text(encoding="utf-8") == results.page(found, results.RESULTS), (
         "run: make results-page"
@@ -28,11 +23,11 @@ def test_the_page_is_up_to_date(results):
     assert {path.name for path in results.ASSETS.iterdir()} == names
 
 
-def test_the_page_can_be_read_to_its_end(results):
+def test_the_page_can_be_read_to_its_end():
     assert len(results.PAGE.read_text(encoding="utf-8").split()) <= 10_000
 
 
-def test_every_output_of_make_results_has_a_place_on_the_page(results):
+def test_every_output_of_make_results_has_a_place_on_the_page():
     assert [*results.KNOWN] == [*results.COMMANDS, *results.OUTSIDE]
     page = results.PAGE.read_text(encoding="utf-8")
     for name, known in results.KNOWN.items():
