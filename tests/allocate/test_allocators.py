@@ -24,6 +24,7 @@ from gracekv.errors import BudgetError, ConfigError, NonFiniteError, ShapeError
 from gracekv.testing.contracts import check_allocator
 from gracekv.testing.selections import check_frontier, random_forest
 from support.covering import LONG
+from support.draws import SEEDS, bools, floats, ints, some
 
 GAINS = ("normal", "heavy", "ties", "zeros")
 
@@ -31,27 +32,27 @@ GAINS = ("normal", "heavy", "ties", "zeros")
 @st.composite
 def auctions(draw, slots=5, slot_tokens=20):
     """A start (often with a floor) and a quota (often none)."""
-    seed = draw(st.integers(0, 2**32 - 1))
+    seed = draw(SEEDS)
     forest = random_forest(
         seed,
-        layers=draw(st.integers(1, 2)),
-        heads=draw(st.integers(1, 3)),
-        slots=draw(st.integers(1, slots)),
-        slot_tokens=draw(st.integers(1, slot_tokens)),
-        gains=draw(st.sampled_from(GAINS)),
-        explode=draw(st.sampled_from([0.0, 0.1, 0.4])),
-        prune=draw(st.sampled_from([0.0, 0.2])),
-        whole=draw(st.sampled_from([0.0, 0.4])),
+        layers=draw(ints(1, 2)),
+        heads=draw(ints(1, 3)),
+        slots=draw(ints(1, slots)),
+        slot_tokens=draw(ints(1, slot_tokens)),
+        gains=draw(some(GAINS)),
+        explode=draw(some([0.0, 0.1, 0.4])),
+        prune=draw(some([0.0, 0.2])),
+        whole=draw(some([0.0, 0.4])),
     )
     count = int(forest.end.max() - forest.start.min())
-    budget = draw(st.integers(0, int(Operations.of(forest).cost.sum()) + 1))
+    budget = draw(ints(0, int(Operations.of(forest).cost.sum()) + 1))
     quota = None
     rng = torch.Generator().manual_seed(seed)
-    if draw(st.booleans()):
-        widest = draw(st.integers(0, 3)) * budget // (forest.layers * forest.heads) + 2
+    if draw(bools()):
+        widest = draw(ints(0, 3)) * budget // (forest.layers * forest.heads) + 2
         quota = torch.randint(0, widest, (forest.layers, forest.heads), generator=rng)
     start = Frontier.empty(forest, budget)
-    if draw(st.booleans()):
+    if draw(bools()):
         scores = torch.rand(forest.layers, forest.heads, count, generator=rng).double()
         scores[torch.rand(scores.shape, generator=rng) < 0.7] = -torch.inf
         plan = BudgetPlan(forest.layers, forest.heads, count, budget, recent=0)
@@ -60,7 +61,7 @@ def auctions(draw, slots=5, slot_tokens=20):
 
 
 @settings(max_examples=1500 if LONG else 200)
-@given(case=auctions(), elastic=st.booleans())
+@given(case=auctions(), elastic=bools())
 def test_greedy_buys_what_the_heap_buys(case, elastic):
     start, quota = case
     fast = Greedy(elastic=elastic)(start, quota)
@@ -70,7 +71,7 @@ def test_greedy_buys_what_the_heap_buys(case, elastic):
 
 
 @pytest.mark.parametrize("name", list(ALLOCATORS))
-@given(case=auctions(slots=3, slot_tokens=10), elastic=st.booleans())
+@given(case=auctions(slots=3, slot_tokens=10), elastic=bools())
 def test_contract_of_every_allocator(name, case, elastic):
     start, quota = case
     allocator = ALLOCATORS.build(name, elastic=elastic)
@@ -81,7 +82,7 @@ def test_contract_of_every_allocator(name, case, elastic):
         assert (start.forest.split_gain[result.split & ~start.split] > 0).all()
 
 
-@given(case=auctions(slots=2, slot_tokens=9), elastic=st.booleans())
+@given(case=auctions(slots=2, slot_tokens=9), elastic=bools())
 def test_heuristics_below_exact_below_bound(case, elastic):
     start, quota = case
     exact = ExactDP(elastic=elastic)(start, quota).utility
@@ -97,10 +98,7 @@ def test_heuristics_below_exact_below_bound(case, elastic):
 
 
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    share=st.floats(0.05, 0.95),
-    capped=st.booleans(),
-    gains=st.sampled_from(["normal", "ties", "zeros"]),
+    seed=SEEDS, share=floats(0.05, 0.95), capped=bools(), gains=some(["normal", "ties", "zeros"])
 )
 def test_bound_is_tight_in_a_large_forest(seed, share, capped, gains):
     forest = random_forest(seed, layers=2, heads=2, slots=150, slot_tokens=12, gains=gains)

@@ -3,14 +3,13 @@ import importlib.util
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from gracekv.allocate import FLOORS, BudgetPlan, Frontier, NoFloor, Singleton
 from gracekv.allocate.reference import floor_candidates, realize_floor
 from gracekv.errors import ShapeError
 from gracekv.testing.selections import check_frontier, random_forest
+from support.draws import SEEDS, bools, floats, ints, some
 
-SEEDS = st.integers(0, 2**32 - 1)
 # From how many operations on the compiled walk is used: never, and always.
 COMPILED = [10**9, 0] if importlib.util.find_spec("numba") else [10**9]
 
@@ -26,14 +25,14 @@ def draw_relevance(layers, heads, count, seed, *, ties):
 
 @given(
     seed=SEEDS,
-    count=st.integers(1, 40),
-    base=st.integers(0, 120),
-    alpha=st.sampled_from([0.0, 0.3, 0.6, 1.0]),
-    pool=st.sampled_from([1, 3, 7]),
-    eta=st.sampled_from([0.5, 0.95]),
-    consensus=st.sampled_from([0.0, 0.5, 0.9]),
-    ties=st.booleans(),
-    unit=st.sampled_from([0.0, 0.3, 1.0]),
+    count=ints(1, 40),
+    base=ints(0, 120),
+    alpha=some([0.0, 0.3, 0.6, 1.0]),
+    pool=some([1, 3, 7]),
+    eta=some([0.5, 0.95]),
+    consensus=some([0.0, 0.5, 0.9]),
+    ties=bools(),
+    unit=some([0.0, 0.3, 1.0]),
 )
 def test_candidates_match_the_reference(seed, count, base, alpha, pool, eta, consensus, ties, unit):
     floor = Singleton(alpha=alpha, pool=pool, eta=eta, consensus=consensus)
@@ -47,7 +46,7 @@ def test_candidates_match_the_reference(seed, count, base, alpha, pool, eta, con
         assert unit > 0 or not (fast > -torch.inf).any()
 
 
-@given(seed=SEEDS, count=st.integers(1, 40), base=st.integers(2, 120), ties=st.booleans())
+@given(seed=SEEDS, count=ints(1, 40), base=ints(2, 120), ties=bools())
 def test_candidates_do_not_depend_on_the_unit_of_scores(seed, count, base, ties):
     plan, relevance = BudgetPlan(2, 3, count, base, 0), draw_relevance(2, 3, count, seed, ties=ties)
     own = Singleton().candidates(relevance, plan)
@@ -60,12 +59,12 @@ def test_candidates_do_not_depend_on_the_unit_of_scores(seed, count, base, ties)
 
 @given(
     seed=SEEDS,
-    alpha=st.sampled_from([0.1, 0.6, 1.0]),
-    head_cap=st.sampled_from([0.5, 2.0, 50.0]),
-    capped=st.booleans(),
-    ties=st.booleans(),
-    part=st.floats(0, 1),
-    compiled=st.sampled_from(COMPILED),
+    alpha=some([0.1, 0.6, 1.0]),
+    head_cap=some([0.5, 2.0, 50.0]),
+    capped=bools(),
+    ties=bools(),
+    part=floats(0, 1),
+    compiled=some(COMPILED),
 )
 def test_realize_matches_the_reference_and_respects_its_caps(
     seed, alpha, head_cap, capped, ties, part, compiled

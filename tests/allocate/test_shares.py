@@ -13,14 +13,14 @@ from gracekv.allocate.density import proportional
 from gracekv.allocate.plan import equal_shares, largest_remainder
 from gracekv.allocate.reference import adaptive_heads
 from gracekv.errors import BudgetError, ConfigError
-from support.draws import SEEDS, ints, some
+from support.draws import SEEDS, floats, ints, lists, some
 from support.scored_plans import scored_plans
 
 
 # Few examples miss a share that is rounded the other way.
 @settings(max_examples=200)
 @given(
-    weights=st.lists(ints(0, 40), min_size=1, max_size=9).filter(any),
+    weights=lists(ints(0, 40), min_size=1, max_size=9).filter(any),
     total=ints(0, 300),
     slack=ints(0, 60),
 )
@@ -78,8 +78,8 @@ def test_equal_shares_spend_everything_and_favour_the_first(layers, heads, recen
     heads=ints(1, 8),
     context=ints(2, 400),
     recent=ints(0, 8),
-    share=st.floats(0, 1),
-    spread=st.floats(0, 4),
+    share=floats(0, 1),
+    spread=floats(0, 4),
 )
 def test_shares_add_up_within_their_limits(seed, layers, heads, context, recent, share, spread):
     recent = min(recent, context - 1)
@@ -118,7 +118,7 @@ def test_what_limits_take_is_redistributed_in_proportion():
 
 
 @given(
-    weights=st.lists(ints(1, 1000), min_size=1, max_size=20),
+    weights=lists(ints(1, 1000), min_size=1, max_size=20),
     least=ints(0, 20),
     extra=ints(0, 100),
     share=st.fractions(0, 1),
@@ -149,7 +149,7 @@ def shares(quota, plan):
     layers=ints(1, 80),
     heads=ints(1, 8),
     context=ints(64, 32768),
-    ratio=st.floats(1.5, 16),
+    ratio=floats(1.5, 16),
     beta=some([1.0, 2.5, 20.0]),
 )
 def test_spends_exactly_the_budget_and_falls_with_depth(layers, heads, context, ratio, beta):

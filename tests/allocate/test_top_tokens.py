@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv import Budget, Pipeline, recipes
 from gracekv.allocate import Frontier, Greedy, Selection
@@ -14,6 +13,7 @@ from gracekv.errors import NonFiniteError, ShapeError
 from gracekv.segment import Partition
 from gracekv.testing import synthetic_prefill
 from gracekv.tree import LeafOnly, PrototypeRule, TreeContext, Unit, build_forest
+from support.draws import SEEDS, bools, floats, ints, lists, some
 
 PREFILL = synthetic_prefill(layers=3, kv_heads=2, context=40, dim=4)
 REGION = PREFILL.spans.region(recent=3)
@@ -34,12 +34,12 @@ def drawn(kind, generator):
 
 @settings(max_examples=300)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    kind=st.sampled_from(["spread", "whole numbers", "close", "tiny", "zeros"]),
-    weights=st.sampled_from(["ones", "spread", "whole numbers"]),
-    budget=st.integers(0, 6 * REGION.length),
-    capped=st.booleans(),
-    elastic=st.booleans(),
+    seed=SEEDS,
+    kind=some(["spread", "whole numbers", "close", "tiny", "zeros"]),
+    weights=some(["ones", "spread", "whole numbers"]),
+    budget=ints(0, 6 * REGION.length),
+    capped=bools(),
+    elastic=bools(),
 )
 def test_the_auction_over_trees_keeps_the_same_tokens(seed, kind, weights, budget, capped, elastic):
     generator = torch.Generator().manual_seed(seed)
@@ -106,10 +106,7 @@ def test_others_are_left_to_the_trees(field):
     assert pipeline.run(prefill, Budget.ratio(3)).forest is not None
 
 
-@given(
-    values=st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0]), min_size=1, max_size=30),
-    share=st.floats(0, 1),
-)
+@given(values=lists(some([0.0, 0.5, 1.0, 2.0, 3.0]), min_size=1, max_size=30), share=floats(0, 1))
 def test_largest_takes_the_earlier_of_equals(values, share):
     count = round(share * len(values))
     best = sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]

@@ -10,23 +10,24 @@ from hypothesis import strategies as st
 from gracekv.backends import AttentionStep, Eager, Numba, Sdpa
 from gracekv.errors import BackendUnavailableError, ShapeError
 from gracekv.testing.attention import TOLERANCES, attention_problem, check_attention
+from support.draws import SEEDS, bools, ints, lists, some
 
 VARIANTS = [Eager(), Sdpa(), Sdpa(kernel="plain"), Numba()]
 
 
 @pytest.mark.parametrize("backend", VARIANTS, ids=repr)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=3),
-    group=st.integers(1, 4),
-    batch=st.integers(1, 3),
-    tokens=st.integers(1, 5),
-    before=st.integers(0, 9),
-    mask=st.sampled_from(["none", "bool", "float"]),
-    dim=st.sampled_from([8, 20, 64]),
-    dtype=st.sampled_from(list(TOLERANCES)),
-    softcap=st.sampled_from([None, 1.5]),
-    sinks=st.booleans(),
+    seed=SEEDS,
+    lengths=lists(ints(0, 70), min_size=1, max_size=3),
+    group=ints(1, 4),
+    batch=ints(1, 3),
+    tokens=ints(1, 5),
+    before=ints(0, 9),
+    mask=some(["none", "bool", "float"]),
+    dim=some([8, 20, 64]),
+    dtype=some(list(TOLERANCES)),
+    softcap=some([None, 1.5]),
+    sinks=bools(),
 )
 def test_packed_and_tail_together_equal_dense_attention(
     backend, seed, lengths, tokens, before, dtype, **options
@@ -40,11 +41,11 @@ def test_packed_and_tail_together_equal_dense_attention(
 
 @pytest.mark.parametrize("backend", VARIANTS, ids=repr)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    lengths=st.lists(st.integers(0, 40), min_size=6, max_size=6) | st.just([9] * 6),
-    sequences=st.sampled_from([1, 2, 3, 6]),
-    repeats=st.integers(1, 3),
-    shuffled=st.booleans(),
+    seed=SEEDS,
+    lengths=lists(ints(0, 40), min_size=6, max_size=6) | st.just([9] * 6),
+    sequences=some([1, 2, 3, 6]),
+    repeats=ints(1, 3),
+    shuffled=bools(),
 )
 def test_each_row_reads_its_own_sequence(backend, seed, lengths, sequences, repeats, shuffled):
     """Six rows of entries as 1x6, 2x3, 3x2 or 6x1 sequences and heads, each alone and together."""

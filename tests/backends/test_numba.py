@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.backends import AttentionStep, Numba, split_kv
 from gracekv.backends.reference import attention
 from gracekv.testing.attention import TOLERANCES, relative_error
 from support.covering import LONG
 from support.decode_steps import drawn, ragged, step
+from support.draws import SEEDS, bools, ints, lists, some
 
 pytestmark = pytest.mark.usefixtures("short_splits", "no_detour")
 
@@ -24,19 +24,19 @@ def read(query, layer, keys, values, scale=0.125, mask=None, **options):
 
 @settings(max_examples=150 if LONG else 60)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    lengths=st.lists(st.one_of(st.integers(0, 3), st.integers(0, 90)), min_size=1, max_size=4),
-    group=st.sampled_from([1, 2, 3, 4, 7, 8]),
-    sequences=st.integers(1, 3),
-    batch=st.integers(1, 4),
-    tail=st.integers(1, 30),
-    masked=st.sampled_from(["none", "bool", "float", "one for all"]),
-    unequal=st.booleans(),
-    dim=st.sampled_from([5, 64, 80, 96, 128, 256]),
-    dtype=st.sampled_from(list(TOLERANCES)),
-    most=st.sampled_from([1, 7, 256]),
-    softcap=st.sampled_from([None, 0.1, 1.5, 50.0]),
-    sinks=st.booleans(),
+    seed=SEEDS,
+    lengths=lists(ints(0, 3) | ints(0, 90), min_size=1, max_size=4),
+    group=some([1, 2, 3, 4, 7, 8]),
+    sequences=ints(1, 3),
+    batch=ints(1, 4),
+    tail=ints(1, 30),
+    masked=some(["none", "bool", "float", "one for all"]),
+    unequal=bools(),
+    dim=some([5, 64, 80, 96, 128, 256]),
+    dtype=some(list(TOLERANCES)),
+    most=some([1, 7, 256]),
+    softcap=some([None, 0.1, 1.5, 50.0]),
+    sinks=bools(),
 )
 def test_equals_attention_in_float64(
     seed, lengths, group, sequences, batch, tail, masked, unequal, dim, dtype, most, softcap, sinks

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.backends import AttentionStep, Eager, Sdpa, sdpa
 from gracekv.backends.reference import attention
 from gracekv.testing.attention import TOLERANCES, attention_problem, check_attention, relative_error
 from support.covering import LONG
+from support.draws import SEEDS, bools, ints, lists, some
 
 KERNELS = [Sdpa(), Sdpa(kernel="plain")]
 
@@ -30,17 +30,17 @@ def threads(request, monkeypatch):
 @pytest.mark.parametrize("backend", KERNELS, ids=repr)
 @settings(max_examples=30 if LONG else 12)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    lengths=st.lists(st.one_of(st.integers(0, 3), st.integers(0, 400)), min_size=1, max_size=4),
-    group=st.sampled_from([1, 3, 8]),
-    sequences=st.integers(1, 3),
-    copies=st.integers(1, 2),
-    tokens=st.sampled_from([1, 1, 2, 40]),
-    before=st.integers(0, 9),
-    mask=st.sampled_from(["none", "bool", "float"]),
-    shuffled=st.booleans(),
-    dim=st.sampled_from([8, 80, 128]),
-    dtype=st.sampled_from(list(TOLERANCES)),
+    seed=SEEDS,
+    lengths=lists(ints(0, 3) | ints(0, 400), min_size=1, max_size=4),
+    group=some([1, 3, 8]),
+    sequences=ints(1, 3),
+    copies=ints(1, 2),
+    tokens=some([1, 1, 2, 40]),
+    before=ints(0, 9),
+    mask=some(["none", "bool", "float"]),
+    shuffled=bools(),
+    dim=some([8, 80, 128]),
+    dtype=some(list(TOLERANCES)),
 )
 def test_windows_give_attention_in_float64(
     backend, seed, lengths, group, sequences, copies, tokens, before, mask, shuffled, dim, dtype

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv import Budget, Pipeline
 from gracekv.cache import CamPacker
@@ -12,18 +11,19 @@ from gracekv.cache.reference import cam_probability, cam_replay
 from gracekv.errors import MissingCaptureError
 from gracekv.testing import synthetic_prefill
 from gracekv.value.column_sums import ReceivedAttention
+from support.draws import SEEDS, floats, ints
 from support.selections import kept_positions
 from support.token_pipelines import pipeline
 
 
 @settings(max_examples=25)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    length=st.integers(4, 80),
-    merge=st.integers(1, 40),
-    prefix=st.integers(0, 5),
-    question=st.integers(1, 4),
-    ratio=st.floats(1.1, 3.0),
+    seed=SEEDS,
+    length=ints(4, 80),
+    merge=ints(1, 40),
+    prefix=ints(0, 5),
+    question=ints(1, 4),
+    ratio=floats(1.1, 3.0),
 )
 def test_equals_the_plain_loop(seed, length, merge, ratio, **sizes):
     prefill = synthetic_prefill(dim=8, context=length, tail=0, seed=seed, **sizes)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv import Budget
 from gracekv.cache.d2o import best_matches
 from gracekv.cache.reference import d2o_matches, d2o_merge, d2o_threshold
 from gracekv.testing import synthetic_prefill
+from support.draws import SEEDS, floats, ints, some
 from support.selections import kept_positions
 from support.token_pipelines import pipeline
 
@@ -17,11 +17,11 @@ WINDOW = {"size": 4, "minimum": 1}
 
 @settings(max_examples=25)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    length=st.integers(4, 60),
-    prefix=st.integers(0, 4),
-    quota=st.sampled_from(["per_head", "global", "density"]),
-    ratio=st.floats(1.1, 4.0),
+    seed=SEEDS,
+    length=ints(4, 60),
+    prefix=ints(0, 4),
+    quota=some(["per_head", "global", "density"]),
+    ratio=floats(1.1, 4.0),
 )
 def test_equals_the_plain_loop(seed, length, prefix, quota, ratio):
     prefill = synthetic_prefill(dim=8, context=length, prefix=prefix, seed=seed)

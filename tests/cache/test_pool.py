@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.allocate import Selection
 from gracekv.allocate.top_tokens import NEVER, top_tokens
 from gracekv.cache.pool import EntryPool
 from gracekv.testing import synthetic_prefill
+from support.draws import DTYPES, floats, ints, some
 
 
 def filled(prefill, region, budget, gains, allowed):
@@ -23,12 +23,12 @@ def filled(prefill, region, budget, gains, allowed):
 
 @settings(max_examples=60)
 @given(
-    seed=st.integers(0, 2**16),
-    levels=st.sampled_from([1, 3, 1000]),
-    share=st.floats(0.0, 1.2),
-    allowed=st.sampled_from([0.0, 0.5, 1.0]),
-    sizes=st.sampled_from([(4, 5, 3), (0, 0, 0), (3, 0, 1)]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=ints(0, 2**16),
+    levels=some([1, 3, 1000]),
+    share=floats(0.0, 1.2),
+    allowed=some([0.0, 0.5, 1.0]),
+    sizes=some([(4, 5, 3), (0, 0, 0), (3, 0, 1)]),
+    dtype=DTYPES,
 )
 def test_it_holds_what_a_top_k_keeps(seed, levels, share, allowed, sizes, dtype):
     around = dict(zip(("prefix", "question", "tail"), sizes, strict=True))
@@ -61,9 +61,9 @@ def test_fewer_entries_than_it_holds_can_be_taken():
     region = prefill.spans.region(2)
     gains = torch.rand(2, prefill.kv_heads, region.length)
     pool = filled(prefill, region, 50, gains, torch.ones_like(gains, dtype=torch.bool))
-    some = pool.selection().where(torch.arange(50) % 3 == 0)
-    layouts = some.layouts(prefill.spans.length, prefill.keys)
-    for (packed, chosen), layout in zip(pool.pop(some), layouts, strict=True):
+    few = pool.selection().where(torch.arange(50) % 3 == 0)
+    layouts = few.layouts(prefill.spans.length, prefill.keys)
+    for (packed, chosen), layout in zip(pool.pop(few), layouts, strict=True):
         assert torch.equal(packed.positions.long(), layout.start)
         assert torch.equal(chosen, layout.selected)
 

@@ -4,11 +4,11 @@ import dataclasses
 
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.allocate import Greedy, Singleton
 from gracekv.allocate.plan import BudgetPlan
 from gracekv.testing.selections import random_forest
+from support.draws import SEEDS, bools, floats, some
 from support.thread_exchange import in_threads
 
 
@@ -41,8 +41,8 @@ def part(forest, shard):
 
 
 @given(
-    st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]), st.booleans(), st.booleans(),
-    st.sampled_from(["normal", "heavy", "ties", "zeros"]), st.floats(0, 1),
+    SEEDS, some([1, 2, 4]), bools(), bools(), some(["normal", "heavy", "ties", "zeros"]),
+    floats(0, 1),
 )  # fmt: skip
 @settings(max_examples=80)
 def test_floor_and_auction(seed, ranks, capped, elastic, gains, share):
@@ -72,7 +72,7 @@ def test_floor_and_auction(seed, ranks, capped, elastic, gains, share):
             assert torch.equal(mine.split, other.split[nodes])
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 4]))
+@given(SEEDS, some([2, 4]))
 @settings(max_examples=15)
 def test_floor_candidates_where_values_are_exact(seed, ranks):
     # Sixteenths add up without rounding, in any order.

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.allocate.paths import buy_together
 from gracekv.allocate.ranking import weighted_cut
 from gracekv.allocate.top_tokens import top_tokens
+from support.draws import SEEDS, bools, floats, some
 from support.thread_exchange import in_threads
 
 
@@ -15,10 +15,7 @@ def own(shard, tensor, dim=1):
     return None if tensor is None else shard.own_heads(tensor, dim)
 
 
-@given(
-    st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]), st.booleans(), st.booleans(),
-    st.floats(0, 1),
-)  # fmt: skip
+@given(SEEDS, some([1, 2, 4]), bools(), bools(), floats(0, 1))
 @settings(max_examples=60)
 def test_top_tokens(seed, ranks, ties, capped, share):
     rng = torch.Generator().manual_seed(seed)
@@ -39,7 +36,7 @@ def test_top_tokens(seed, ranks, ties, capped, share):
     assert torch.equal(torch.cat(parts, dim=1), top_tokens(scores, omega, budget, quota))
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 3]))
+@given(SEEDS, some([2, 3]))
 def test_weighted_cut_against_its_definition(seed, ranks):
     rng = torch.Generator().manual_seed(seed)
     count = int(torch.randint(0, 20, (), generator=rng))

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.allocate.budget import EntryBytes
 from gracekv.allocate.plan import BudgetPlan
@@ -15,6 +14,7 @@ from gracekv.allocate.top_tokens import top_tokens
 from gracekv.distributed.sharding import WHOLE
 from gracekv.pipeline.comparison import AuctionResult, within_bytes
 from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths
+from support.draws import SEEDS, floats, ints, some
 from support.thread_exchange import in_threads
 
 LAYERS, HEADS = 2, 4
@@ -38,10 +38,7 @@ def entries_of(seed, kind):
     return Entries(worth, head, loss, fixed), costs
 
 
-@given(
-    st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]), st.sampled_from(["random", "ties"]),
-    st.floats(0, 1.1),
-)  # fmt: skip
+@given(SEEDS, some([1, 2, 4]), some(["random", "ties"]), floats(0, 1.1))
 @settings(max_examples=60)
 def test_allocated_widths(seed, ranks, kind, share):
     entries, costs = entries_of(seed, kind)
@@ -68,7 +65,7 @@ def test_allocated_widths(seed, ranks, kind, share):
         assert level.tolist() == whole[own].tolist()
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 3]))
+@given(SEEDS, some([2, 3]))
 @settings(max_examples=60)
 def test_affordable_against_its_definition(seed, ranks):
     rng = torch.Generator().manual_seed(seed)
@@ -107,7 +104,7 @@ def test_equal_offers_go_to_the_earlier(offers, first):
     assert in_threads(3, lambda shard: first_offer(offers[shard.rank], shard)) == [first] * 3
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 4]), st.integers(0, 3))
+@given(SEEDS, some([2, 4]), ints(0, 3))
 @settings(max_examples=30)
 def test_entries_within_bytes(seed, ranks, sinks):
     rng = torch.Generator().manual_seed(seed)

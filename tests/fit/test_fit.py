@@ -6,7 +6,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.allocate import Budget
 from gracekv.errors import NonFiniteError
@@ -19,6 +18,7 @@ from gracekv.pipeline import Pipeline
 from gracekv.prefill.spans import ADDED
 from gracekv.testing import synthetic_prefill
 from gracekv.value import Replay
+from support.draws import bools, ints, some
 from support.fitting import fitted_cache
 
 QUERIES = ReferenceQueries(Replay(max_queries=12), tail=3)
@@ -38,19 +38,19 @@ def compressed(recipe="gracekv-plus", ratio=3, fit="none", softcap=None, sinks=F
 
 @settings(max_examples=20)
 @given(
-    seed=st.integers(0, 2**16),
-    group=st.integers(1, 3),
-    ratio=st.sampled_from([1.5, 3, 8]),
-    trust=st.sampled_from([0.02, 0.3]),
-    trust_read=st.sampled_from([0.0, 0.5]),
-    recipe=st.sampled_from(["gracekv-plus", "gracekv"]),
-    mass=st.sampled_from([None, 0.1]),
-    softcap=st.sampled_from([None, 2.0]),
-    sinks=st.booleans(),
-    tail_share=st.sampled_from([0.1, 0.4]),
-    repeated=st.sampled_from([(0, 1.0, 9), (512, 1.0, 4096), (512, 0.3, 4096), (192, 1.0, 2048)]),
-    by_score=st.booleans(),
-    rows=st.sampled_from([0, 256]),
+    seed=ints(0, 2**16),
+    group=ints(1, 3),
+    ratio=some([1.5, 3, 8]),
+    trust=some([0.02, 0.3]),
+    trust_read=some([0.0, 0.5]),
+    recipe=some(["gracekv-plus", "gracekv"]),
+    mass=some([None, 0.1]),
+    softcap=some([None, 2.0]),
+    sinks=bools(),
+    tail_share=some([0.1, 0.4]),
+    repeated=some([(0, 1.0, 9), (512, 1.0, 4096), (512, 0.3, 4096), (192, 1.0, 2048)]),
+    by_score=bools(),
+    rows=some([0, 256]),
 )
 def test_equals_least_squares_in_float64(
     seed, group, ratio, trust, trust_read, recipe, mass, softcap, sinks, tail_share, repeated,
@@ -188,7 +188,7 @@ def test_degenerate_heads_stay_finite(dtype):
             assert all(x.isfinite().all() for x in (layer.values, layer.log_multiplicity))
 
 
-@given(rows=st.integers(1, 9), columns=st.integers(1, 9), seed=st.integers(0, 999))
+@given(rows=ints(1, 9), columns=ints(1, 9), seed=ints(0, 999))
 def test_both_forms_of_the_ridge_problem_agree(rows, columns, seed):
     rng = torch.Generator().manual_seed(seed)
     a = torch.rand(2, rows, columns, generator=rng)

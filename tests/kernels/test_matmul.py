@@ -6,7 +6,8 @@ import importlib.util
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
+
+from support.draws import ints
 
 numba = pytest.importorskip("numba")
 
@@ -41,11 +42,7 @@ def narrow():
 
 @pytest.mark.parametrize("wide", [True, False])
 @given(
-    seed=st.integers(0, 2**31),
-    rows=st.integers(1, 11),
-    columns=st.integers(1, 9),
-    first=st.integers(0, 5),
-    summed=st.integers(0, 40),
+    seed=ints(0, 2**31), rows=ints(1, 11), columns=ints(1, 9), first=ints(0, 5), summed=ints(0, 40)
 )
 def test_it_is_the_product(wide, seed, rows, columns, first, summed):
     product, rng = product_of(wide), np.random.default_rng(seed)

@@ -5,10 +5,10 @@ import importlib.util
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.kernels import softmax_sums
 from gracekv.kernels.softmax_sums import softmax_columns
+from support.draws import SEEDS, bools, floats, ints, some
 
 ENGINES = ["torch"]
 if importlib.util.find_spec("numba") is not None:
@@ -38,17 +38,17 @@ def reference(queries, keys, seen, weights, power, maximum, sinks=None):
 @pytest.mark.parametrize("engine", ENGINES)
 @settings(max_examples=40)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    groups=st.integers(1, 3),
-    group=st.integers(1, 3),
-    count=st.integers(1, 300),
-    length=st.integers(1, 200),
-    dim=st.sampled_from([2, 8, 20, 64]),
-    power=st.sampled_from([1.0, 1.5, 2.0, 3.0]),
-    maximum=st.booleans(),
-    sink=st.sampled_from([None, 1.0, 30.0]),
-    of_heads=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=SEEDS,
+    groups=ints(1, 3),
+    group=ints(1, 3),
+    count=ints(1, 300),
+    length=ints(1, 200),
+    dim=some([2, 8, 20, 64]),
+    power=some([1.0, 1.5, 2.0, 3.0]),
+    maximum=bools(),
+    sink=some([None, 1.0, 30.0]),
+    of_heads=bools(),
+    dtype=some([torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_equals_the_definition(
     engine, seed, groups, group, count, length, dim, power, maximum, sink, of_heads, dtype
@@ -93,7 +93,7 @@ def test_nan_stays_nan(engine, power):
 
 @pytest.mark.skipif("numba" not in ENGINES, reason="needs numba")
 @settings(max_examples=20)
-@given(seed=st.integers(0, 2**32), scale=st.floats(1, 30), power=st.sampled_from([1.5, 2.0, 3.0]))
+@given(seed=ints(0, 2**32), scale=floats(1, 30), power=some([1.5, 2.0, 3.0]))
 def test_no_number_is_denormal(seed, scale, power):
     """Denormal numbers take a hundred times as long, and are what far keys' shares come to."""
     queries, keys, _, _ = case(seed, 1, 1, 1, 300, 8)

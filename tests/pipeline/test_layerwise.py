@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from gracekv.allocate import Budget, Selection
@@ -21,6 +20,7 @@ from gracekv.segment import Partition
 from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
 from gracekv.value import Scorer
+from support.draws import bools, ints, some
 from support.thread_exchange import in_threads
 
 # Of this file alone, so that no other test finds them.
@@ -86,12 +86,12 @@ def assert_same_entries(got, want):
 
 @settings(max_examples=40)
 @given(
-    seed=st.integers(0, 2**16),
-    ratio=st.sampled_from([1.3, 2, 5, 9]),
-    levels=st.integers(1, 4),
-    quota=st.sampled_from(["global", "per_head", "adaptive_heads", "pyramid"]),
-    elastic=st.booleans(),
-    suffix=st.booleans(),
+    seed=ints(0, 2**16),
+    ratio=some([1.3, 2, 5, 9]),
+    levels=ints(1, 4),
+    quota=some(["global", "per_head", "adaptive_heads", "pyramid"]),
+    elastic=bools(),
+    suffix=bools(),
 )
 def test_the_running_cut_is_the_cut_at_the_end(seed, ratio, levels, quota, elastic, suffix):
     sizes = {"question": 3, "tail": 2} if suffix else {"question": 0, "tail": 0}

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv import Budget, Pipeline, recipes, strategies
 from gracekv.allocate import ALLOCATORS
@@ -21,6 +20,7 @@ from gracekv.testing import synthetic_prefill
 from gracekv.testing.selections import check_run
 from gracekv.value.kvzip_two_pass import Reconstruction
 from gracekv.value.output_projection import ProjectedNorms
+from support.draws import floats, ints, some
 from support.lean_prefills import without_context_queries
 
 
@@ -31,12 +31,12 @@ def assert_same_entries(first: Run, second: Run) -> None:
 
 @settings(max_examples=25)
 @given(
-    seed=st.integers(0, 10_000),
-    ratio=st.floats(1.0, 40.0),
-    layers=st.integers(1, 3),
-    heads=st.integers(1, 3),
-    context=st.integers(5, 200),
-    recipe=st.sampled_from(recipes.names()),
+    seed=ints(0, 10_000),
+    ratio=floats(1.0, 40.0),
+    layers=ints(1, 3),
+    heads=ints(1, 3),
+    context=ints(5, 200),
+    recipe=some(recipes.names()),
 )
 def test_budget_is_never_exceeded(
     seed: int, ratio: float, layers: int, heads: int, context: int, recipe: str

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from gracekv.allocate import Budget
 from gracekv.cache import WidthShare
@@ -15,6 +14,7 @@ from gracekv.pipeline import Pipeline
 from gracekv.precision import PRECISIONS, AllocatedPrecision, UniformPrecision
 from gracekv.testing import synthetic_prefill
 from gracekv.testing.selections import check_run
+from support.draws import DTYPES, floats, ints, some
 
 CODINGS = {
     "8 bits": UniformPrecision(group=8),
@@ -42,15 +42,15 @@ def context_bytes(run, prefill):
 
 @settings(max_examples=40)
 @given(
-    seed=st.integers(0, 10_000),
-    recipe=st.sampled_from(["gracekv-plus", "snapkv", "gracekv", "ada-snapkv"]),
-    coding=st.sampled_from(sorted(CODINGS)),
-    context=st.integers(5, 150),
-    prefix=st.sampled_from([0, 2, 4]),
-    question=st.sampled_from([0, 5]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    ratio=st.floats(1, 30),
-    kind=st.sampled_from(["ratio", "bytes"]),
+    seed=ints(0, 10_000),
+    recipe=some(["gracekv-plus", "snapkv", "gracekv", "ada-snapkv"]),
+    coding=some(sorted(CODINGS)),
+    context=ints(5, 150),
+    prefix=some([0, 2, 4]),
+    question=some([0, 5]),
+    dtype=DTYPES,
+    ratio=floats(1, 30),
+    kind=some(["ratio", "bytes"]),
 )
 @example(0, "gracekv-plus", "4 bits", 33, 0, 0, torch.float32, 1.1, "ratio")
 def test_the_budget_is_spent_and_never_exceeded(

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.allocate import Budget
 from gracekv.errors import ConfigError, ShapeError
@@ -15,6 +14,7 @@ from gracekv.precision.width_auction import Entries, WidthCosts, widths_by_head
 from gracekv.prefill import PromptSpans
 from gracekv.testing import synthetic_prefill
 from gracekv.testing.selections import check_run
+from support.draws import SEEDS, bools, ints, lists, some
 
 HEADS = 3
 EPSILON = (0.25, 0.011, 0.000057, 0.0)
@@ -28,13 +28,13 @@ def entries_of(worth, lengths, loss):
 
 @settings(max_examples=60)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    lengths=st.lists(st.integers(0, 9), min_size=HEADS, max_size=HEADS),
-    ties=st.booleans(),
-    drawn=st.booleans(),
-    block=st.sampled_from([(0, 0, 0, 0), (7, 7, 7, 0), (40, 40, 40, 0)]),
-    per_block=st.sampled_from([1, 2, 4]),
-    budget=st.integers(0, 200),
+    seed=SEEDS,
+    lengths=lists(ints(0, 9), min_size=HEADS, max_size=HEADS),
+    ties=bools(),
+    drawn=bools(),
+    block=some([(0, 0, 0, 0), (7, 7, 7, 0), (40, 40, 40, 0)]),
+    per_block=some([1, 2, 4]),
+    budget=ints(0, 200),
 )
 def test_gives_what_the_reference_gives(seed, lengths, ties, drawn, block, per_block, budget):
     rng = torch.Generator().manual_seed(seed)
@@ -75,10 +75,10 @@ def bisected(scores, mean_bits):
 
 @settings(max_examples=40)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    count=st.integers(1, 60),
-    spread=st.sampled_from([0.1, 1.5, 4.0]),
-    mean=st.sampled_from([0.3, 1.0, 2.0, 5.0, 9.0, 16.0]),
+    seed=SEEDS,
+    count=ints(1, 60),
+    spread=some([0.1, 1.5, 4.0]),
+    mean=some([0.3, 1.0, 2.0, 5.0, 9.0, 16.0]),
 )
 def test_gives_what_the_published_solver_gives(seed, count, spread, mean):
     rng = torch.Generator().manual_seed(seed)

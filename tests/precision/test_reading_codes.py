@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.backends import AttentionSpec, AttentionStep, Auto, Eager, Numba, Sdpa, sdpa, split_kv
 from gracekv.backends.reference import attention
@@ -16,6 +15,7 @@ from gracekv.hf.packed_layer import PackedLayer
 from gracekv.precision import UniformPrecision
 from gracekv.prefill import Region
 from gracekv.testing.attention import TOLERANCES, relative_error
+from support.draws import DTYPES, SEEDS, bools, ints, lists, some
 from support.quantised_layers import layer_of, of_mixed_widths, of_two_passages, quantised
 
 CPU = torch.device("cpu")
@@ -23,21 +23,21 @@ CPU = torch.device("cpu")
 
 @settings(max_examples=30)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    lengths=st.lists(st.one_of(st.integers(0, 3), st.integers(0, 90)), min_size=1, max_size=3),
-    sequences=st.integers(1, 2),
-    repeats=st.integers(1, 2),
-    group=st.sampled_from([1, 3]),
-    tokens=st.sampled_from([1, 1, 4]),
-    masked=st.booleans(),
-    shuffled=st.booleans(),
-    dim=st.sampled_from([16, 64]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    bits=st.sampled_from([2, 4, 8, "mixed", "passages"]),
-    size=st.sampled_from([1, 8, 32]),
-    most=st.sampled_from([5, 16, 256]),
-    softcap=st.sampled_from([None, 1.5]),
-    sinks=st.booleans(),
+    seed=SEEDS,
+    lengths=lists(ints(0, 3) | ints(0, 90), min_size=1, max_size=3),
+    sequences=ints(1, 2),
+    repeats=ints(1, 2),
+    group=some([1, 3]),
+    tokens=some([1, 1, 4]),
+    masked=bools(),
+    shuffled=bools(),
+    dim=some([16, 64]),
+    dtype=DTYPES,
+    bits=some([2, 4, 8, "mixed", "passages"]),
+    size=some([1, 8, 32]),
+    most=some([5, 16, 256]),
+    softcap=some([None, 1.5]),
+    sinks=bools(),
 )
 def test_equal_attention_in_float64(
     seed, lengths, sequences, repeats, group, tokens, masked, shuffled, dim, dtype, bits, size,

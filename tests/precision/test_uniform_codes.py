@@ -3,7 +3,6 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.coded import Coding
@@ -14,6 +13,7 @@ from gracekv.pipeline import Pipeline
 from gracekv.precision import PRECISIONS, UniformPrecision, reference
 from gracekv.precision.quantise import blocks_of, coded
 from gracekv.prefill import PromptSpans, Region
+from support.draws import SEEDS, ints, lists, some
 from support.quantised_layers import layer_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -37,14 +37,14 @@ def read(x, lengths, coding, side):
 
 @settings(max_examples=40)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=4),
-    bits=st.sampled_from([2, 4, 8]),
-    group=st.sampled_from([1, 2, 4, 7, 16]),
-    side=st.sampled_from(["keys", "values"]),
-    dtype=st.sampled_from(DTYPES),
-    spread=st.sampled_from([0.0, 1e-3, 1.0, 300.0]),
-    offset=st.sampled_from([0.0, 1.0, -37.3]),
+    seed=SEEDS,
+    lengths=lists(ints(0, 20), min_size=1, max_size=4),
+    bits=some([2, 4, 8]),
+    group=some([1, 2, 4, 7, 16]),
+    side=some(["keys", "values"]),
+    dtype=some(DTYPES),
+    spread=some([0.0, 1e-3, 1.0, 300.0]),
+    offset=some([0.0, 1.0, -37.3]),
 )
 def test_numbers_are_within_half_a_step(seed, lengths, bits, group, side, dtype, spread, offset):
     rng = torch.Generator().manual_seed(seed)
@@ -75,11 +75,11 @@ def test_a_byte_holds_channels_that_lie_its_bytes_apart_the_first_lowest(bits):
 
 @settings(max_examples=30)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    dtype=st.sampled_from(DTYPES),
-    side=st.sampled_from(["keys", "values"]),
-    bits=st.sampled_from([2, 4, 8]),
-    size=st.sampled_from([1e-2, 1.0, 1e4]),
+    seed=SEEDS,
+    dtype=some(DTYPES),
+    side=some(["keys", "values"]),
+    bits=some([2, 4, 8]),
+    size=some([1e-2, 1.0, 1e4]),
 )
 def test_constant_groups_are_exact(seed, dtype, side, bits, size):
     rng = torch.Generator().manual_seed(seed)
@@ -104,11 +104,11 @@ def quantised(layer, region=(3, 40), **fields):
 
 @settings(max_examples=15)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    lengths=st.lists(st.integers(0, 50), min_size=4, max_size=4),
-    bits=st.sampled_from([2, 4, 8]),
-    dtype=st.sampled_from(DTYPES),
-    sinks=st.integers(0, 6),
+    seed=SEEDS,
+    lengths=lists(ints(0, 50), min_size=4, max_size=4),
+    bits=some([2, 4, 8]),
+    dtype=some(DTYPES),
+    sinks=ints(0, 6),
 )
 def test_only_the_region_changes_and_heads_do_not_meet(seed, lengths, bits, dtype, sinks):
     layer = layer_of(torch.Generator().manual_seed(seed), lengths, dtype=dtype, sequences=2)

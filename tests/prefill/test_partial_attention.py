@@ -5,11 +5,11 @@ import warnings
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from gracekv.errors import SlowAttentionWarning
 from gracekv.prefill import partial_attention
 from gracekv.prefill.partial_attention import causal_attention
+from support.draws import SEEDS, ints
 
 
 def states(seed, groups=2, heads=4, rows=5, length=9, dim=16, dtype=torch.bfloat16):
@@ -33,13 +33,7 @@ def said_anew():
     partial_attention._warn_once.cache_clear()
 
 
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    groups=st.integers(1, 3),
-    shared=st.integers(1, 3),
-    rows=st.integers(1, 9),
-    before=st.integers(0, 9),
-)
+@given(seed=SEEDS, groups=ints(1, 3), shared=ints(1, 3), rows=ints(1, 9), before=ints(0, 9))
 def test_the_last_tokens_attend_to_all_up_to_their_own(seed, groups, shared, rows, before):
     given = states(seed, groups, groups * shared, rows, before + rows)
     output = causal_attention(*given, scale=0.3)

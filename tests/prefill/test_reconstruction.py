@@ -6,7 +6,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.hf.capture import capture
@@ -17,6 +16,7 @@ from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama, tiny_model
 from gracekv.value.kvzip_two_pass import Reconstruction, received_attention, repetitions
 from gracekv.value.repeated_attention import RepeatedQueries
+from support.draws import SEEDS, ints, some
 from support.prompts import random_prompt
 from support.skips import needs_smollm2
 
@@ -134,12 +134,12 @@ def theirs(press, module, kwargs, end):
 
 @settings(max_examples=15)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    start=st.integers(0, 6),
-    length=st.integers(1, 12),
-    count=st.integers(1, 25),
-    power=st.sampled_from([0.0, 2.0, 3.0]),
-    softcap=st.sampled_from([None, 1.5]),
+    seed=SEEDS,
+    start=ints(0, 6),
+    length=ints(1, 12),
+    count=ints(1, 25),
+    power=some([0.0, 2.0, 3.0]),
+    softcap=some([None, 1.5]),
 )
 def test_received_attention_is_that_of_a_masked_softmax(seed, start, length, count, power, softcap):
     rng = torch.Generator().manual_seed(seed)

@@ -2,15 +2,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from gracekv.errors import MissingCaptureError, NonFiniteError
 from gracekv.prefill import Needs, depth_layers
 from gracekv.segment import Curvature, curvature, reference
 from gracekv.segment.curvature import BlockInput, band_products, unit_states
 from gracekv.testing import synthetic_prefill
-
-seeds = st.integers(0, 2**32 - 1)
+from support.draws import SEEDS, ints, lists, some
 
 
 def trajectories(layers: int, length: int, dim: int, seed: int) -> list[torch.Tensor]:
@@ -23,12 +21,12 @@ def trajectories(layers: int, length: int, dim: int, seed: int) -> list[torch.Te
 
 
 @given(
-    layers=st.integers(1, 3),
-    length=st.integers(2, 70),
-    dim=st.integers(2, 6),
-    windows=st.lists(st.integers(1, 17), min_size=1, max_size=3, unique=True),
-    stability=st.sampled_from([0.0, 0.25, 1.0]),
-    seed=seeds,
+    layers=ints(1, 3),
+    length=ints(2, 70),
+    dim=ints(2, 6),
+    windows=lists(ints(1, 17), min_size=1, max_size=3, unique=True),
+    stability=some([0.0, 0.25, 1.0]),
+    seed=SEEDS,
 )
 def test_matches_reference(layers, length, dim, windows, stability, seed):
     rule = Curvature(windows=tuple(windows), stability=stability)
@@ -85,7 +83,7 @@ def test_refuses_missing_and_broken_states():
         Curvature()(prefill.without(BlockInput))
 
 
-@given(rows=st.integers(1, 150), width=st.integers(1, 140), seed=st.integers(0, 2**32 - 1))
+@given(rows=ints(1, 150), width=ints(1, 140), seed=SEEDS)
 def test_band_holds_the_upper_diagonals_of_the_gram_matrix(rows, width, seed):
     x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     gram = torch.nn.functional.pad(x @ x.T, (0, width))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
+
+from support.draws import ints, some
 
 pytest.importorskip("numba")
 
@@ -18,11 +19,11 @@ from support.trees import tree_context
 
 
 @given(
-    seed=st.integers(0, 2**31),
-    n=st.integers(3, 40),
-    cuts=st.integers(0, 20),
-    reward=st.sampled_from([0.0, 0.05, 1.0]),
-    steps=st.sampled_from([1, 3, 1000]),
+    seed=ints(0, 2**31),
+    n=ints(3, 40),
+    cuts=ints(0, 20),
+    reward=some([0.0, 0.05, 1.0]),
+    steps=some([1, 3, 1000]),
 )
 def test_same_choice_with_ties(seed, n, cuts, reward, steps):
     context = tree_context(seed % 50, context=60)

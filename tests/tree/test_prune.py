@@ -6,12 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.allocate import BudgetPlan, Frontier, Greedy, Singleton
 from gracekv.allocate.reference import greedy_heap
 from gracekv.tree import REFINERS, Prototype, TreeContext, build_forest
 from support.covering import LONG
+from support.draws import bools, ints, some
 from support.purchases import assert_same_purchase
 from support.trees import tree_context
 
@@ -33,12 +33,12 @@ def problem(seed: int, monkeypatch: pytest.MonkeyPatch) -> TreeContext:
 @pytest.mark.parametrize("auction", [Greedy.__call__, reference_auction])
 @settings(max_examples=100 if LONG else 6)
 @given(
-    seed=st.integers(0, 10_000),
-    budget=st.integers(1, 450),
-    floor=st.booleans(),
-    elastic=st.booleans(),
     # At a small alpha most candidates, one per head at least, stay unrealised.
-    alpha=st.sampled_from([0.05, 0.2, 0.6, 1.0]),
+    seed=ints(0, 10_000),
+    budget=ints(1, 450),
+    floor=bools(),
+    elastic=bools(),
+    alpha=some([0.05, 0.2, 0.6, 1.0]),
 )
 def test_pruned_forests_give_the_same_frontier(
     auction: Auction, refiner: str, seed: int, budget: int, floor: bool, elastic: bool, alpha: float
@@ -80,7 +80,7 @@ def test_costly_refiners_are_not_pruned(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @settings(max_examples=10)
-@given(seed=st.integers(0, 10_000), budget=st.integers(20, 300))
+@given(seed=ints(0, 10_000), budget=ints(20, 300))
 def test_a_guess_that_is_too_high_costs_time_only(seed: int, budget: int) -> None:
     """Without slack the first layers often prune too much; growth is then repeated."""
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.backends import AttentionStep, Eager, Triton
 from gracekv.backends.reference import attention
@@ -14,6 +13,7 @@ from gracekv.cache.quantised import dequantised
 from gracekv.testing.attention import TOLERANCES, relative_error
 from support.covering import LONG
 from support.decode_steps import packed_alone
+from support.draws import SEEDS, bools, ints, lists, some
 from support.quantised_layers import of_mixed_widths, of_two_passages, quantised
 
 BACKEND = Triton(processors=3)
@@ -43,20 +43,20 @@ def check(layer, query, keys, values, mask, rows, options):
 
 @settings(max_examples=10 if LONG else 5)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    lengths=st.lists(st.integers(0, 100), min_size=2, max_size=2),
-    sequences=st.integers(1, 2),
-    copies=st.integers(1, 2),
-    group=st.sampled_from([1, 5]),
-    tokens=st.integers(1, 3),
-    masked=st.booleans(),
-    shuffled=st.booleans(),
-    dim=st.sampled_from([16, 20, 64]),
-    dtype=st.sampled_from(list(TOLERANCES)),
-    bits=st.sampled_from([2, 4, 8]),
-    size=st.sampled_from([1, 4, 32]),
-    softcap=st.sampled_from([None, 1.5]),
-    sinks=st.booleans(),
+    seed=SEEDS,
+    lengths=lists(ints(0, 100), min_size=2, max_size=2),
+    sequences=ints(1, 2),
+    copies=ints(1, 2),
+    group=some([1, 5]),
+    tokens=ints(1, 3),
+    masked=bools(),
+    shuffled=bools(),
+    dim=some([16, 20, 64]),
+    dtype=some(list(TOLERANCES)),
+    bits=some([2, 4, 8]),
+    size=some([1, 4, 32]),
+    softcap=some([None, 1.5]),
+    sinks=bools(),
 )
 def test_equals_attention_in_float64(
     seed, lengths, sequences, copies, group, tokens, masked, shuffled, dim, dtype, bits, size,

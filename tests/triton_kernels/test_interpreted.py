@@ -6,13 +6,13 @@ from itertools import product
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.backends import AttentionSpec, Auto, Triton
 from gracekv.backends.reference import attention
 from gracekv.errors import BackendUnavailableError, ShapeError
 from gracekv.testing.attention import TOLERANCES, attention_problem, check_attention, relative_error
 from support.covering import LONG, covering
+from support.draws import SEEDS, bools, ints, lists, some
 
 BACKEND = Triton()
 
@@ -23,19 +23,19 @@ def ask(backend, problem):
 
 @settings(max_examples=15 if LONG else 6)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    lengths=st.lists(st.integers(0, 90), min_size=2, max_size=2),
-    copies=st.integers(1, 2),
-    before=st.integers(0, 9),
-    tokens=st.integers(1, 3),
-    sequences=st.integers(1, 2),
-    group=st.integers(1, 5),
-    shuffled=st.booleans(),
-    mask=st.sampled_from(["none", "bool", "float"]),
-    dim=st.sampled_from([8, 20, 64]),
-    dtype=st.sampled_from(list(TOLERANCES)),
-    softcap=st.sampled_from([None, 1.5]),
-    sinks=st.booleans(),
+    seed=SEEDS,
+    lengths=lists(ints(0, 90), min_size=2, max_size=2),
+    copies=ints(1, 2),
+    before=ints(0, 9),
+    tokens=ints(1, 3),
+    sequences=ints(1, 2),
+    group=ints(1, 5),
+    shuffled=bools(),
+    mask=some(["none", "bool", "float"]),
+    dim=some([8, 20, 64]),
+    dtype=some(list(TOLERANCES)),
+    softcap=some([None, 1.5]),
+    sinks=bools(),
 )
 def test_equals_dense_attention(seed, lengths, copies, before, tokens, sequences, **shape):
     shape |= {"batch": sequences * copies, "sequences": sequences}

@@ -2,28 +2,28 @@
 
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.kernels.softmax_sums import softmax_columns
 from support.covering import LONG
+from support.draws import SEEDS, bools, ints, some
 
 
 @settings(max_examples=15 if LONG else 5)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    groups=st.integers(1, 2),
-    group=st.integers(1, 3),
-    count=st.integers(1, 300),
-    length=st.integers(1, 150),
-    dim=st.sampled_from([8, 20, 64, 80]),
-    power=st.sampled_from([1.0, 1.5, 2.0]),
-    maximum=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    scale=st.sampled_from([1.0, 0.3]),
-    has_sinks=st.booleans(),
-    half_queries=st.booleans(),
-    strided=st.booleans(),
-    least=st.sampled_from([1, 150]),
+    seed=SEEDS,
+    groups=ints(1, 2),
+    group=ints(1, 3),
+    count=ints(1, 300),
+    length=ints(1, 150),
+    dim=some([8, 20, 64, 80]),
+    power=some([1.0, 1.5, 2.0]),
+    maximum=bools(),
+    dtype=some([torch.float32, torch.bfloat16, torch.float16]),
+    scale=some([1.0, 0.3]),
+    has_sinks=bools(),
+    half_queries=bools(),
+    strided=bools(),
+    least=some([1, 150]),
 )
 def test_equals_the_torch_engine(
     seed, groups, group, count, length, dim, power, maximum, dtype, scale, has_sinks, half_queries,

@@ -11,6 +11,7 @@ from gracekv.testing import synthetic_prefill
 from gracekv.value import reference
 from gracekv.value.base import attention_sums
 from gracekv.value.scissorhands import attention_probabilities
+from support.draws import DTYPES, SEEDS, bools, ints, lists, some
 from support.lean_prefills import without_context_queries
 
 # float32 sums of a few dozen terms against float64. bfloat16 inputs get no more: both sides raise
@@ -27,11 +28,11 @@ def small(seed, kv_heads=2, group=2, dtype=torch.float32):
 
 @settings(max_examples=25)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    kv_heads=st.integers(1, 3),
-    group=st.integers(1, 3),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    probes=st.lists(st.integers(0, 33), min_size=1, max_size=5, unique=True),
+    seed=SEEDS,
+    kv_heads=ints(1, 3),
+    group=ints(1, 3),
+    dtype=DTYPES,
+    probes=lists(ints(0, 33), min_size=1, max_size=5, unique=True),
 )
 def test_probabilities_match_the_definition(seed, kv_heads, group, dtype, probes):
     prefill = small(seed, kv_heads, group, dtype)
@@ -49,11 +50,11 @@ def test_probabilities_match_the_definition(seed, kv_heads, group, dtype, probes
 
 @settings(max_examples=25)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    bounds=st.tuples(st.integers(0, 33), st.integers(0, 33)).map(sorted),
-    probes=st.lists(st.integers(0, 33), min_size=1, max_size=6, unique=True),
-    power=st.sampled_from([1.0, 2.0, 3.0]),
-    maximum=st.booleans(),
+    seed=SEEDS,
+    bounds=st.tuples(ints(0, 33), ints(0, 33)).map(sorted),
+    probes=lists(ints(0, 33), min_size=1, max_size=6, unique=True),
+    power=some([1.0, 2.0, 3.0]),
+    maximum=bools(),
 )
 def test_attention_sums_match_the_definition(seed, bounds, probes, power, maximum):
     prefill, region = small(seed), Region(bounds[0], bounds[1] + 1)

@@ -5,24 +5,24 @@ import dataclasses
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.errors import MissingCaptureError
 from gracekv.kernels.rope import Rope
 from gracekv.prefill import Needs, Region
 from gracekv.value import BlockReplay, block_replay
 from gracekv.value.block_replay import BlockReplaySums, near_logits
+from support.draws import SEEDS, ints, some
 from support.lean_prefills import small, without_queries
 
 
 @settings(max_examples=15)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    past=st.integers(1, 12),
-    context=st.integers(1, 24),
-    block=st.integers(1, 26),
-    near=st.integers(0, 26),
-    beyond=st.sampled_from([2, 256]),
+    seed=SEEDS,
+    past=ints(1, 12),
+    context=ints(1, 24),
+    block=ints(1, 26),
+    near=ints(0, 26),
+    beyond=some([2, 256]),
 )
 def test_a_passage_equals_its_reference(seed, past, context, block, near, beyond):
     """Queries see all entries before it and are asked from beyond it; the entries get scores."""

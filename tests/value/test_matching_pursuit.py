@@ -2,20 +2,20 @@
 
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.testing import synthetic_prefill
 from gracekv.value import MatchingPursuit, RepeatedAttention, reference
 from gracekv.value.matching_pursuit import pursued
+from support.draws import ints, some
 
 
 @settings(max_examples=20)
 @given(
-    seed=st.integers(0, 2**16),
-    rows=st.integers(2, 30),
-    length=st.integers(1, 30),
-    most=st.integers(1, 40),
-    largest=st.sampled_from([1.5, 1000.0]),
+    seed=ints(0, 2**16),
+    rows=ints(2, 30),
+    length=ints(1, 30),
+    most=ints(1, 40),
+    largest=some([1.5, 1000.0]),
 )
 def test_equals_the_plain_pursuit(seed, rows, length, most, largest):
     rng = torch.Generator().manual_seed(seed)

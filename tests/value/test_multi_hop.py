@@ -3,13 +3,13 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.errors import ConfigError, PromptError
 from gracekv.prefill import Needs, PromptSpans, Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import MultiHop, reference
 from gracekv.value.multi_hop import select_seeds
+from support.draws import DTYPES, SEEDS, ints, lists, some
 
 # float32 against float64 over a chain of a few hundred additions and divisions; the same for
 # bfloat16 captures, whose rounded tensors both sides raise before any arithmetic.
@@ -23,18 +23,18 @@ def small(seed=0, context=40, **shape):
 
 @settings(max_examples=20)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    layers=st.integers(1, 4),
-    kv_heads=st.integers(1, 2),
-    group=st.integers(1, 3),
-    context=st.integers(6, 40),
-    question=st.integers(0, 4),
-    recent=st.integers(0, 5),
-    hops=st.integers(0, 3),
-    max_seeds=st.integers(1, 8),
-    seed_mass=st.sampled_from([0.3, 0.9]),
-    decay=st.sampled_from([0.0, 0.7, 1.0]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=SEEDS,
+    layers=ints(1, 4),
+    kv_heads=ints(1, 2),
+    group=ints(1, 3),
+    context=ints(6, 40),
+    question=ints(0, 4),
+    recent=ints(0, 5),
+    hops=ints(0, 3),
+    max_seeds=ints(1, 8),
+    seed_mass=some([0.3, 0.9]),
+    decay=some([0.0, 0.7, 1.0]),
+    dtype=DTYPES,
 )
 def test_equals_the_reference(seed, context, recent, hops, max_seeds, seed_mass, decay, **shape):
     prefill = small(seed, context, **shape)
@@ -72,9 +72,9 @@ def test_a_head_that_ignores_the_region_adds_nothing_but_the_hops():
 
 
 @given(
-    scores=st.lists(st.integers(0, 5), min_size=1, max_size=12),
-    mass=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
-    limit=st.integers(1, 12),
+    scores=lists(ints(0, 5), min_size=1, max_size=12),
+    mass=some([0.1, 0.5, 0.9, 1.0]),
+    limit=ints(1, 12),
 )
 def test_seeds_equal_the_reference(scores, mass, limit):
     # Small whole numbers tie often, and their sums are exact on both sides.

@@ -3,23 +3,23 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.prefill import Region
 from gracekv.value import ReadAhead, Replay, reference
 from support.covering import LONG
+from support.draws import DTYPES, SEEDS, ints, some
 from support.lean_prefills import small
 from support.margins import assert_same_order
 
 
 @settings(max_examples=10)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    group=st.integers(1, 3),
-    queries=st.integers(2, 20),
-    uniform_weight=st.sampled_from([0.0, 0.5, 1.0]),
-    power=st.sampled_from([1.5, 2.0, 3.0]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=SEEDS,
+    group=ints(1, 3),
+    queries=ints(2, 20),
+    uniform_weight=some([0.0, 0.5, 1.0]),
+    power=some([1.5, 2.0, 3.0]),
+    dtype=DTYPES,
 )
 def test_equals_the_reference(seed, group, queries, uniform_weight, power, dtype):
     prefill = small(seed=seed, group=group, dtype=dtype)
@@ -34,11 +34,11 @@ def test_equals_the_reference(seed, group, queries, uniform_weight, power, dtype
 
 @settings(max_examples=220 if LONG else 40)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    context=st.integers(20, 60),
-    queries=st.integers(2, 60),
-    uniform_weight=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
-    share=st.sampled_from([0.0, 0.4, 0.9]),
+    seed=SEEDS,
+    context=ints(20, 60),
+    queries=ints(2, 60),
+    uniform_weight=some([0.0, 0.3, 0.5, 1.0]),
+    share=some([0.0, 0.4, 0.9]),
 )
 def test_queries_are_distinct_and_more_in_a_longer_context(
     seed, context, queries, uniform_weight, share

@@ -16,7 +16,7 @@ from gracekv.value.base import mean_seed_scores
 from gracekv.value.kvzip_two_pass import Reconstruction
 from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
 from support.covering import cases
-from support.draws import DTYPES, SEEDS, ints, some
+from support.draws import DTYPES, SEEDS, bools, ints, some
 
 
 @pytest.mark.parametrize("name", list(SCORERS))
@@ -79,7 +79,7 @@ REFERENCES = {
         (3, 2), 5e-5, 1e-7,
     ),
     "expected_attention": (
-        (ints(1, 12), st.just(4), st.booleans(), some([0.0, 0.01])), (9, 3), 2e-4, 1e-6
+        (ints(1, 12), st.just(4), bools(), some([0.0, 0.01])), (9, 3), 2e-4, 1e-6
     ),
     "block_replay": (
         (ints(1, 26), some([1.0, 2.0, 3.0]), ints(0, 26), some([0.0, 0.3])), (3, 1), 2e-4, 1e-6
