@@ -24,16 +24,10 @@ def draw_relevance(layers, heads, count, seed, *, ties):
 
 
 @given(
-    seed=SEEDS,
-    count=ints(1, 40),
-    base=ints(0, 120),
-    alpha=some([0.0, 0.3, 0.6, 1.0]),
-    pool=some([1, 3, 7]),
-    eta=some([0.5, 0.95]),
-    consensus=some([0.0, 0.5, 0.9]),
-    ties=bools(),
+    seed=SEEDS, count=ints(1, 40), base=ints(0, 120), alpha=some([0.0, 0.3, 0.6, 1.0]),
+    pool=some([1, 3, 7]), eta=some([0.5, 0.95]), consensus=some([0.0, 0.5, 0.9]), ties=bools(),
     unit=some([0.0, 0.3, 1.0]),
-)
+)  # fmt: skip
 def test_candidates_match_the_reference(seed, count, base, alpha, pool, eta, consensus, ties, unit):
     floor = Singleton(alpha=alpha, pool=pool, eta=eta, consensus=consensus)
     plan, drawn = BudgetPlan(2, 3, count, base, 0), draw_relevance(2, 3, count, seed, ties=ties)
@@ -58,14 +52,9 @@ def test_candidates_do_not_depend_on_the_unit_of_scores(seed, count, base, ties)
 
 
 @given(
-    seed=SEEDS,
-    alpha=some([0.1, 0.6, 1.0]),
-    head_cap=some([0.5, 2.0, 50.0]),
-    capped=bools(),
-    ties=bools(),
-    part=floats(0, 1),
-    compiled=some(COMPILED),
-)
+    seed=SEEDS, alpha=some([0.1, 0.6, 1.0]), head_cap=some([0.5, 2.0, 50.0]), capped=bools(),
+    ties=bools(), part=floats(0, 1), compiled=some(COMPILED),
+)  # fmt: skip
 def test_realize_matches_the_reference_and_respects_its_caps(
     seed, alpha, head_cap, capped, ties, part, compiled
 ):

@@ -73,14 +73,9 @@ def test_equal_shares_spend_everything_and_favour_the_first(layers, heads, recen
 
 
 @given(
-    seed=SEEDS,
-    layers=ints(1, 40),
-    heads=ints(1, 8),
-    context=ints(2, 400),
-    recent=ints(0, 8),
-    share=floats(0, 1),
-    spread=floats(0, 4),
-)
+    seed=SEEDS, layers=ints(1, 40), heads=ints(1, 8), context=ints(2, 400), recent=ints(0, 8),
+    share=floats(0, 1), spread=floats(0, 4),
+)  # fmt: skip
 def test_shares_add_up_within_their_limits(seed, layers, heads, context, recent, share, spread):
     recent = min(recent, context - 1)
     floor = layers * heads * recent
@@ -146,12 +141,9 @@ def shares(quota, plan):
 
 @settings(max_examples=200)
 @given(
-    layers=ints(1, 80),
-    heads=ints(1, 8),
-    context=ints(64, 32768),
-    ratio=floats(1.5, 16),
+    layers=ints(1, 80), heads=ints(1, 8), context=ints(64, 32768), ratio=floats(1.5, 16),
     beta=some([1.0, 2.5, 20.0]),
-)
+)  # fmt: skip
 def test_spends_exactly_the_budget_and_falls_with_depth(layers, heads, context, ratio, beta):
     plan = Budget.ratio(ratio).plan(layers=layers, heads=heads, context=context, entry_bytes=8)
     got = shares(Pyramid(beta), plan)

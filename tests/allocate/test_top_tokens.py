@@ -34,13 +34,10 @@ def drawn(kind, generator):
 
 @settings(max_examples=300)
 @given(
-    seed=SEEDS,
-    kind=some(["spread", "whole numbers", "close", "tiny", "zeros"]),
-    weights=some(["ones", "spread", "whole numbers"]),
-    budget=ints(0, 6 * REGION.length),
-    capped=bools(),
-    elastic=bools(),
-)
+    seed=SEEDS, kind=some(["spread", "whole numbers", "close", "tiny", "zeros"]),
+    weights=some(["ones", "spread", "whole numbers"]), budget=ints(0, 6 * REGION.length),
+    capped=bools(), elastic=bools(),
+)  # fmt: skip
 def test_the_auction_over_trees_keeps_the_same_tokens(seed, kind, weights, budget, capped, elastic):
     generator = torch.Generator().manual_seed(seed)
     scores = drawn(kind, generator)

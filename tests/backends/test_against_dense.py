@@ -17,18 +17,10 @@ VARIANTS = [Eager(), Sdpa(), Sdpa(kernel="plain"), Numba()]
 
 @pytest.mark.parametrize("backend", VARIANTS, ids=repr)
 @given(
-    seed=SEEDS,
-    lengths=lists(ints(0, 70), min_size=1, max_size=3),
-    group=ints(1, 4),
-    batch=ints(1, 3),
-    tokens=ints(1, 5),
-    before=ints(0, 9),
-    mask=some(["none", "bool", "float"]),
-    dim=some([8, 20, 64]),
-    dtype=some(list(TOLERANCES)),
-    softcap=some([None, 1.5]),
-    sinks=bools(),
-)
+    seed=SEEDS, lengths=lists(ints(0, 70), min_size=1, max_size=3), group=ints(1, 4),
+    batch=ints(1, 3), tokens=ints(1, 5), before=ints(0, 9), mask=some(["none", "bool", "float"]),
+    dim=some([8, 20, 64]), dtype=some(list(TOLERANCES)), softcap=some([None, 1.5]), sinks=bools(),
+)  # fmt: skip
 def test_packed_and_tail_together_equal_dense_attention(
     backend, seed, lengths, tokens, before, dtype, **options
 ):
@@ -41,12 +33,9 @@ def test_packed_and_tail_together_equal_dense_attention(
 
 @pytest.mark.parametrize("backend", VARIANTS, ids=repr)
 @given(
-    seed=SEEDS,
-    lengths=lists(ints(0, 40), min_size=6, max_size=6) | st.just([9] * 6),
-    sequences=some([1, 2, 3, 6]),
-    repeats=ints(1, 3),
-    shuffled=bools(),
-)
+    seed=SEEDS, lengths=lists(ints(0, 40), min_size=6, max_size=6) | st.just([9] * 6),
+    sequences=some([1, 2, 3, 6]), repeats=ints(1, 3), shuffled=bools(),
+)  # fmt: skip
 def test_each_row_reads_its_own_sequence(backend, seed, lengths, sequences, repeats, shuffled):
     """Six rows of entries as 1x6, 2x3, 3x2 or 6x1 sequences and heads, each alone and together."""
     problem = attention_problem(

@@ -24,20 +24,12 @@ def read(query, layer, keys, values, scale=0.125, mask=None, **options):
 
 @settings(max_examples=150 if LONG else 60)
 @given(
-    seed=SEEDS,
-    lengths=lists(ints(0, 3) | ints(0, 90), min_size=1, max_size=4),
-    group=some([1, 2, 3, 4, 7, 8]),
-    sequences=ints(1, 3),
-    batch=ints(1, 4),
-    tail=ints(1, 30),
-    masked=some(["none", "bool", "float", "one for all"]),
-    unequal=bools(),
-    dim=some([5, 64, 80, 96, 128, 256]),
-    dtype=some(list(TOLERANCES)),
-    most=some([1, 7, 256]),
-    softcap=some([None, 0.1, 1.5, 50.0]),
-    sinks=bools(),
-)
+    seed=SEEDS, lengths=lists(ints(0, 3) | ints(0, 90), min_size=1, max_size=4),
+    group=some([1, 2, 3, 4, 7, 8]), sequences=ints(1, 3), batch=ints(1, 4), tail=ints(1, 30),
+    masked=some(["none", "bool", "float", "one for all"]), unequal=bools(),
+    dim=some([5, 64, 80, 96, 128, 256]), dtype=some(list(TOLERANCES)), most=some([1, 7, 256]),
+    softcap=some([None, 0.1, 1.5, 50.0]), sinks=bools(),
+)  # fmt: skip
 def test_equals_attention_in_float64(
     seed, lengths, group, sequences, batch, tail, masked, unequal, dim, dtype, most, softcap, sinks
 ):

@@ -30,18 +30,11 @@ def threads(request, monkeypatch):
 @pytest.mark.parametrize("backend", KERNELS, ids=repr)
 @settings(max_examples=30 if LONG else 12)
 @given(
-    seed=SEEDS,
-    lengths=lists(ints(0, 3) | ints(0, 400), min_size=1, max_size=4),
-    group=some([1, 3, 8]),
-    sequences=ints(1, 3),
-    copies=ints(1, 2),
-    tokens=some([1, 1, 2, 40]),
-    before=ints(0, 9),
-    mask=some(["none", "bool", "float"]),
-    shuffled=bools(),
-    dim=some([8, 80, 128]),
-    dtype=some(list(TOLERANCES)),
-)
+    seed=SEEDS, lengths=lists(ints(0, 3) | ints(0, 400), min_size=1, max_size=4),
+    group=some([1, 3, 8]), sequences=ints(1, 3), copies=ints(1, 2), tokens=some([1, 1, 2, 40]),
+    before=ints(0, 9), mask=some(["none", "bool", "float"]), shuffled=bools(),
+    dim=some([8, 80, 128]), dtype=some(list(TOLERANCES)),
+)  # fmt: skip
 def test_windows_give_attention_in_float64(
     backend, seed, lengths, group, sequences, copies, tokens, before, mask, shuffled, dim, dtype
 ):

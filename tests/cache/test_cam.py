@@ -18,13 +18,9 @@ from support.token_pipelines import pipeline
 
 @settings(max_examples=25)
 @given(
-    seed=SEEDS,
-    length=ints(4, 80),
-    merge=ints(1, 40),
-    prefix=ints(0, 5),
-    question=ints(1, 4),
+    seed=SEEDS, length=ints(4, 80), merge=ints(1, 40), prefix=ints(0, 5), question=ints(1, 4),
     ratio=floats(1.1, 3.0),
-)
+)  # fmt: skip
 def test_equals_the_plain_loop(seed, length, merge, ratio, **sizes):
     prefill = synthetic_prefill(dim=8, context=length, tail=0, seed=seed, **sizes)
     pack = CamPacker(merge=merge, seed=seed)

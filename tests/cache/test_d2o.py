@@ -17,12 +17,9 @@ WINDOW = {"size": 4, "minimum": 1}
 
 @settings(max_examples=25)
 @given(
-    seed=SEEDS,
-    length=ints(4, 60),
-    prefix=ints(0, 4),
-    quota=some(["per_head", "global", "density"]),
-    ratio=floats(1.1, 4.0),
-)
+    seed=SEEDS, length=ints(4, 60), prefix=ints(0, 4),
+    quota=some(["per_head", "global", "density"]), ratio=floats(1.1, 4.0),
+)  # fmt: skip
 def test_equals_the_plain_loop(seed, length, prefix, quota, ratio):
     prefill = synthetic_prefill(dim=8, context=length, prefix=prefix, seed=seed)
     whole = pipeline("d2o", quota=quota, window={"size": 1, "minimum": 1})

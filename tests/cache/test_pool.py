@@ -23,13 +23,9 @@ def filled(prefill, region, budget, gains, allowed):
 
 @settings(max_examples=60)
 @given(
-    seed=ints(0, 2**16),
-    levels=some([1, 3, 1000]),
-    share=floats(0.0, 1.2),
-    allowed=some([0.0, 0.5, 1.0]),
-    sizes=some([(4, 5, 3), (0, 0, 0), (3, 0, 1)]),
-    dtype=DTYPES,
-)
+    seed=ints(0, 2**16), levels=some([1, 3, 1000]), share=floats(0.0, 1.2),
+    allowed=some([0.0, 0.5, 1.0]), sizes=some([(4, 5, 3), (0, 0, 0), (3, 0, 1)]), dtype=DTYPES,
+)  # fmt: skip
 def test_it_holds_what_a_top_k_keeps(seed, levels, share, allowed, sizes, dtype):
     around = dict(zip(("prefix", "question", "tail"), sizes, strict=True))
     prefill = synthetic_prefill(seed=seed, layers=3, context=40, dim=4, dtype=dtype, **around)

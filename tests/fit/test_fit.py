@@ -38,20 +38,12 @@ def compressed(recipe="gracekv-plus", ratio=3, fit="none", softcap=None, sinks=F
 
 @settings(max_examples=20)
 @given(
-    seed=ints(0, 2**16),
-    group=ints(1, 3),
-    ratio=some([1.5, 3, 8]),
-    trust=some([0.02, 0.3]),
-    trust_read=some([0.0, 0.5]),
-    recipe=some(["gracekv-plus", "gracekv"]),
-    mass=some([None, 0.1]),
-    softcap=some([None, 2.0]),
-    sinks=bools(),
-    tail_share=some([0.1, 0.4]),
+    seed=ints(0, 2**16), group=ints(1, 3), ratio=some([1.5, 3, 8]), trust=some([0.02, 0.3]),
+    trust_read=some([0.0, 0.5]), recipe=some(["gracekv-plus", "gracekv"]), mass=some([None, 0.1]),
+    softcap=some([None, 2.0]), sinks=bools(), tail_share=some([0.1, 0.4]),
     repeated=some([(0, 1.0, 9), (512, 1.0, 4096), (512, 0.3, 4096), (192, 1.0, 2048)]),
-    by_score=bools(),
-    rows=some([0, 256]),
-)
+    by_score=bools(), rows=some([0, 256]),
+)  # fmt: skip
 def test_equals_least_squares_in_float64(
     seed, group, ratio, trust, trust_read, recipe, mass, softcap, sinks, tail_share, repeated,
     by_score, rows,

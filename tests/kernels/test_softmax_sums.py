@@ -38,18 +38,11 @@ def reference(queries, keys, seen, weights, power, maximum, sinks=None):
 @pytest.mark.parametrize("engine", ENGINES)
 @settings(max_examples=40)
 @given(
-    seed=SEEDS,
-    groups=ints(1, 3),
-    group=ints(1, 3),
-    count=ints(1, 300),
-    length=ints(1, 200),
-    dim=some([2, 8, 20, 64]),
-    power=some([1.0, 1.5, 2.0, 3.0]),
-    maximum=bools(),
-    sink=some([None, 1.0, 30.0]),
-    of_heads=bools(),
+    seed=SEEDS, groups=ints(1, 3), group=ints(1, 3), count=ints(1, 300), length=ints(1, 200),
+    dim=some([2, 8, 20, 64]), power=some([1.0, 1.5, 2.0, 3.0]), maximum=bools(),
+    sink=some([None, 1.0, 30.0]), of_heads=bools(),
     dtype=some([torch.float32, torch.bfloat16, torch.float16]),
-)
+)  # fmt: skip
 def test_equals_the_definition(
     engine, seed, groups, group, count, length, dim, power, maximum, sink, of_heads, dtype
 ):

@@ -86,13 +86,10 @@ def assert_same_entries(got, want):
 
 @settings(max_examples=40)
 @given(
-    seed=ints(0, 2**16),
-    ratio=some([1.3, 2, 5, 9]),
-    levels=ints(1, 4),
-    quota=some(["global", "per_head", "adaptive_heads", "pyramid"]),
-    elastic=bools(),
+    seed=ints(0, 2**16), ratio=some([1.3, 2, 5, 9]), levels=ints(1, 4),
+    quota=some(["global", "per_head", "adaptive_heads", "pyramid"]), elastic=bools(),
     suffix=bools(),
-)
+)  # fmt: skip
 def test_the_running_cut_is_the_cut_at_the_end(seed, ratio, levels, quota, elastic, suffix):
     sizes = {"question": 3, "tail": 2} if suffix else {"question": 0, "tail": 0}
     prefill = synthetic_prefill(seed=seed, context=50, layers=4, kv_heads=2, **sizes)

@@ -31,13 +31,9 @@ def assert_same_entries(first: Run, second: Run) -> None:
 
 @settings(max_examples=25)
 @given(
-    seed=ints(0, 10_000),
-    ratio=floats(1.0, 40.0),
-    layers=ints(1, 3),
-    heads=ints(1, 3),
-    context=ints(5, 200),
-    recipe=some(recipes.names()),
-)
+    seed=ints(0, 10_000), ratio=floats(1.0, 40.0), layers=ints(1, 3), heads=ints(1, 3),
+    context=ints(5, 200), recipe=some(recipes.names()),
+)  # fmt: skip
 def test_budget_is_never_exceeded(
     seed: int, ratio: float, layers: int, heads: int, context: int, recipe: str
 ) -> None:

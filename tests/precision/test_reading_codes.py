@@ -23,22 +23,12 @@ CPU = torch.device("cpu")
 
 @settings(max_examples=30)
 @given(
-    seed=SEEDS,
-    lengths=lists(ints(0, 3) | ints(0, 90), min_size=1, max_size=3),
-    sequences=ints(1, 2),
-    repeats=ints(1, 2),
-    group=some([1, 3]),
-    tokens=some([1, 1, 4]),
-    masked=bools(),
-    shuffled=bools(),
-    dim=some([16, 64]),
-    dtype=DTYPES,
-    bits=some([2, 4, 8, "mixed", "passages"]),
-    size=some([1, 8, 32]),
-    most=some([5, 16, 256]),
-    softcap=some([None, 1.5]),
-    sinks=bools(),
-)
+    seed=SEEDS, lengths=lists(ints(0, 3) | ints(0, 90), min_size=1, max_size=3),
+    sequences=ints(1, 2), repeats=ints(1, 2), group=some([1, 3]), tokens=some([1, 1, 4]),
+    masked=bools(), shuffled=bools(), dim=some([16, 64]), dtype=DTYPES,
+    bits=some([2, 4, 8, "mixed", "passages"]), size=some([1, 8, 32]), most=some([5, 16, 256]),
+    softcap=some([None, 1.5]), sinks=bools(),
+)  # fmt: skip
 def test_equal_attention_in_float64(
     seed, lengths, sequences, repeats, group, tokens, masked, shuffled, dim, dtype, bits, size,
     most, softcap, sinks,

@@ -37,15 +37,10 @@ def read(x, lengths, coding, side):
 
 @settings(max_examples=40)
 @given(
-    seed=SEEDS,
-    lengths=lists(ints(0, 20), min_size=1, max_size=4),
-    bits=some([2, 4, 8]),
-    group=some([1, 2, 4, 7, 16]),
-    side=some(["keys", "values"]),
-    dtype=some(DTYPES),
-    spread=some([0.0, 1e-3, 1.0, 300.0]),
-    offset=some([0.0, 1.0, -37.3]),
-)
+    seed=SEEDS, lengths=lists(ints(0, 20), min_size=1, max_size=4), bits=some([2, 4, 8]),
+    group=some([1, 2, 4, 7, 16]), side=some(["keys", "values"]), dtype=some(DTYPES),
+    spread=some([0.0, 1e-3, 1.0, 300.0]), offset=some([0.0, 1.0, -37.3]),
+)  # fmt: skip
 def test_numbers_are_within_half_a_step(seed, lengths, bits, group, side, dtype, spread, offset):
     rng = torch.Generator().manual_seed(seed)
     lengths, dim = torch.tensor(lengths), 28 if group == 7 else 16
@@ -75,12 +70,9 @@ def test_a_byte_holds_channels_that_lie_its_bytes_apart_the_first_lowest(bits):
 
 @settings(max_examples=30)
 @given(
-    seed=SEEDS,
-    dtype=some(DTYPES),
-    side=some(["keys", "values"]),
-    bits=some([2, 4, 8]),
+    seed=SEEDS, dtype=some(DTYPES), side=some(["keys", "values"]), bits=some([2, 4, 8]),
     size=some([1e-2, 1.0, 1e4]),
-)
+)  # fmt: skip
 def test_constant_groups_are_exact(seed, dtype, side, bits, size):
     rng = torch.Generator().manual_seed(seed)
     lengths, coding = torch.tensor([7, 0, 4]), Coding(bits, 4)
@@ -104,12 +96,9 @@ def quantised(layer, region=(3, 40), **fields):
 
 @settings(max_examples=15)
 @given(
-    seed=SEEDS,
-    lengths=lists(ints(0, 50), min_size=4, max_size=4),
-    bits=some([2, 4, 8]),
-    dtype=some(DTYPES),
-    sinks=ints(0, 6),
-)
+    seed=SEEDS, lengths=lists(ints(0, 50), min_size=4, max_size=4), bits=some([2, 4, 8]),
+    dtype=some(DTYPES), sinks=ints(0, 6),
+)  # fmt: skip
 def test_only_the_region_changes_and_heads_do_not_meet(seed, lengths, bits, dtype, sinks):
     layer = layer_of(torch.Generator().manual_seed(seed), lengths, dtype=dtype, sequences=2)
     made = quantised(layer, bits=bits, sinks=sinks)

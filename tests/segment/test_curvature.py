@@ -21,13 +21,10 @@ def trajectories(layers: int, length: int, dim: int, seed: int) -> list[torch.Te
 
 
 @given(
-    layers=ints(1, 3),
-    length=ints(2, 70),
-    dim=ints(2, 6),
+    layers=ints(1, 3), length=ints(2, 70), dim=ints(2, 6),
     windows=lists(ints(1, 17), min_size=1, max_size=3, unique=True),
-    stability=some([0.0, 0.25, 1.0]),
-    seed=SEEDS,
-)
+    stability=some([0.0, 0.25, 1.0]), seed=SEEDS,
+)  # fmt: skip
 def test_matches_reference(layers, length, dim, windows, stability, seed):
     rule = Curvature(windows=tuple(windows), stability=stability)
     states = trajectories(layers, length, dim, seed)

@@ -19,12 +19,9 @@ from support.trees import tree_context
 
 
 @given(
-    seed=ints(0, 2**31),
-    n=ints(3, 40),
-    cuts=ints(0, 20),
-    reward=some([0.0, 0.05, 1.0]),
+    seed=ints(0, 2**31), n=ints(3, 40), cuts=ints(0, 20), reward=some([0.0, 0.05, 1.0]),
     steps=some([1, 3, 1000]),
-)
+)  # fmt: skip
 def test_same_choice_with_ties(seed, n, cuts, reward, steps):
     context = tree_context(seed % 50, context=60)
     start = context.partition.region.start

@@ -34,12 +34,9 @@ def problem(seed: int, monkeypatch: pytest.MonkeyPatch) -> TreeContext:
 @settings(max_examples=100 if LONG else 6)
 @given(
     # At a small alpha most candidates, one per head at least, stay unrealised.
-    seed=ints(0, 10_000),
-    budget=ints(1, 450),
-    floor=bools(),
-    elastic=bools(),
+    seed=ints(0, 10_000), budget=ints(1, 450), floor=bools(), elastic=bools(),
     alpha=some([0.05, 0.2, 0.6, 1.0]),
-)
+)  # fmt: skip
 def test_pruned_forests_give_the_same_frontier(
     auction: Auction, refiner: str, seed: int, budget: int, floor: bool, elastic: bool, alpha: float
 ) -> None:

@@ -43,21 +43,11 @@ def check(layer, query, keys, values, mask, rows, options):
 
 @settings(max_examples=10 if LONG else 5)
 @given(
-    seed=SEEDS,
-    lengths=lists(ints(0, 100), min_size=2, max_size=2),
-    sequences=ints(1, 2),
-    copies=ints(1, 2),
-    group=some([1, 5]),
-    tokens=ints(1, 3),
-    masked=bools(),
-    shuffled=bools(),
-    dim=some([16, 20, 64]),
-    dtype=some(list(TOLERANCES)),
-    bits=some([2, 4, 8]),
-    size=some([1, 4, 32]),
-    softcap=some([None, 1.5]),
-    sinks=bools(),
-)
+    seed=SEEDS, lengths=lists(ints(0, 100), min_size=2, max_size=2), sequences=ints(1, 2),
+    copies=ints(1, 2), group=some([1, 5]), tokens=ints(1, 3), masked=bools(), shuffled=bools(),
+    dim=some([16, 20, 64]), dtype=some(list(TOLERANCES)), bits=some([2, 4, 8]),
+    size=some([1, 4, 32]), softcap=some([None, 1.5]), sinks=bools(),
+)  # fmt: skip
 def test_equals_attention_in_float64(
     seed, lengths, sequences, copies, group, tokens, masked, shuffled, dim, dtype, bits, size,
     softcap, sinks,

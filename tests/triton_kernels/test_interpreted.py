@@ -23,20 +23,11 @@ def ask(backend, problem):
 
 @settings(max_examples=15 if LONG else 6)
 @given(
-    seed=SEEDS,
-    lengths=lists(ints(0, 90), min_size=2, max_size=2),
-    copies=ints(1, 2),
-    before=ints(0, 9),
-    tokens=ints(1, 3),
-    sequences=ints(1, 2),
-    group=ints(1, 5),
-    shuffled=bools(),
-    mask=some(["none", "bool", "float"]),
-    dim=some([8, 20, 64]),
-    dtype=some(list(TOLERANCES)),
-    softcap=some([None, 1.5]),
-    sinks=bools(),
-)
+    seed=SEEDS, lengths=lists(ints(0, 90), min_size=2, max_size=2), copies=ints(1, 2),
+    before=ints(0, 9), tokens=ints(1, 3), sequences=ints(1, 2), group=ints(1, 5), shuffled=bools(),
+    mask=some(["none", "bool", "float"]), dim=some([8, 20, 64]), dtype=some(list(TOLERANCES)),
+    softcap=some([None, 1.5]), sinks=bools(),
+)  # fmt: skip
 def test_equals_dense_attention(seed, lengths, copies, before, tokens, sequences, **shape):
     shape |= {"batch": sequences * copies, "sequences": sequences}
     shape |= {"tokens": tokens, "tail": before + tokens}

@@ -10,21 +10,11 @@ from support.draws import SEEDS, bools, ints, some
 
 @settings(max_examples=15 if LONG else 5)
 @given(
-    seed=SEEDS,
-    groups=ints(1, 2),
-    group=ints(1, 3),
-    count=ints(1, 300),
-    length=ints(1, 150),
-    dim=some([8, 20, 64, 80]),
-    power=some([1.0, 1.5, 2.0]),
-    maximum=bools(),
-    dtype=some([torch.float32, torch.bfloat16, torch.float16]),
-    scale=some([1.0, 0.3]),
-    has_sinks=bools(),
-    half_queries=bools(),
-    strided=bools(),
-    least=some([1, 150]),
-)
+    seed=SEEDS, groups=ints(1, 2), group=ints(1, 3), count=ints(1, 300), length=ints(1, 150),
+    dim=some([8, 20, 64, 80]), power=some([1.0, 1.5, 2.0]), maximum=bools(),
+    dtype=some([torch.float32, torch.bfloat16, torch.float16]), scale=some([1.0, 0.3]),
+    has_sinks=bools(), half_queries=bools(), strided=bools(), least=some([1, 150]),
+)  # fmt: skip
 def test_equals_the_torch_engine(
     seed, groups, group, count, length, dim, power, maximum, dtype, scale, has_sinks, half_queries,
     strided, least,

@@ -23,19 +23,10 @@ def small(seed=0, context=40, **shape):
 
 @settings(max_examples=20)
 @given(
-    seed=SEEDS,
-    layers=ints(1, 4),
-    kv_heads=ints(1, 2),
-    group=ints(1, 3),
-    context=ints(6, 40),
-    question=ints(0, 4),
-    recent=ints(0, 5),
-    hops=ints(0, 3),
-    max_seeds=ints(1, 8),
-    seed_mass=some([0.3, 0.9]),
-    decay=some([0.0, 0.7, 1.0]),
-    dtype=DTYPES,
-)
+    seed=SEEDS, layers=ints(1, 4), kv_heads=ints(1, 2), group=ints(1, 3), context=ints(6, 40),
+    question=ints(0, 4), recent=ints(0, 5), hops=ints(0, 3), max_seeds=ints(1, 8),
+    seed_mass=some([0.3, 0.9]), decay=some([0.0, 0.7, 1.0]), dtype=DTYPES,
+)  # fmt: skip
 def test_equals_the_reference(seed, context, recent, hops, max_seeds, seed_mass, decay, **shape):
     prefill = small(seed, context, **shape)
     region = prefill.spans.region(recent)

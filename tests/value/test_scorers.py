@@ -90,15 +90,9 @@ REFERENCES = {
 @pytest.mark.parametrize("name", REFERENCES)
 @settings(max_examples=15)
 @given(
-    data=st.data(),
-    recent=ints(0, 4),
-    seed=SEEDS,
-    kv_heads=ints(1, 2),
-    group=ints(1, 3),
-    prefix=ints(0, 6),
-    context=ints(1, 30),
-    dtype=DTYPES,
-)
+    data=st.data(), recent=ints(0, 4), seed=SEEDS, kv_heads=ints(1, 2), group=ints(1, 3),
+    prefix=ints(0, 6), context=ints(1, 30), dtype=DTYPES,
+)  # fmt: skip
 def test_scores_equal_the_reference(name, data, recent, context, **sizes):
     fields, (question, tail), rtol, atol = REFERENCES[name]
     scorer = data.draw(st.builds(SCORERS.get(name), *fields))
