@@ -8,17 +8,7 @@ import torch
 import gracekv
 from gracekv import Prompt
 from gracekv.testing.models import tiny_llama
-
-
-def storages(tensors):
-    """Bytes by address of the tensors' memory."""
-    found = {}
-    for tensor in tensors:
-        # What torch.compile of other tests has left behind has no memory.
-        if tensor.device.type != "meta" and not torch._is_functional_tensor(tensor):
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
+from support.stored_bytes import storages
 
 
 def live():
@@ -27,7 +17,10 @@ def live():
     # By type: isinstance asks the object itself, and a weak proxy of a dead object raises. Fake
     # tensors of torch.compile are a class of their own and have no memory.
     plain = torch.Tensor, torch.nn.Parameter
-    return storages(thing for thing in gc.get_objects() if type(thing) in plain)
+    tensors = (x for x in gc.get_objects() if type(x) in plain)
+    # What torch.compile of other tests has left behind has no memory.
+    functional = torch._is_functional_tensor
+    return storages(x for x in tensors if x.device.type != "meta" and not functional(x))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from gracekv.testing.models import tiny_model
 from support.covering import cases
 from support.families import FAMILIES
 from support.margins import assert_same_tokens
+from support.stored_bytes import stored_bytes
 
 MODEL = {"positions": 16384}
 IDS = torch.arange(60) * 13 % 97
@@ -28,12 +29,6 @@ SMALL = {"entries_per_head": 80, "every": 16, "window": 8}
 @pytest.fixture(scope="module")
 def result(model):
     return gracekv.compress(model, PROMPT, ratio=2)
-
-
-def stored_bytes(tensors):
-    """Bytes of the storages of some tensors, each storage once."""
-    storages = (x.untyped_storage() for x in tensors)
-    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
 
 def held_bytes(cache):

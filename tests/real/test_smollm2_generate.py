@@ -10,6 +10,7 @@ from support.chapter import CHAPTER
 from support.greedy_decoding import plain_answer
 from support.margins import LOGITS_OF_30_LAYERS, assert_same_tokens, logits_over
 from support.skips import needs_smollm2
+from support.stored_bytes import stored_bytes
 
 # What the model's own settings sample by; a greedy answer warns of it.
 UNSET = {"temperature": None, "top_p": None, "top_k": None}
@@ -66,11 +67,8 @@ def test_a_compressed_cache_generates_and_is_smaller(
     model, _ = loaded
     result = gracekv.compress(model, prompt, ratio=8)
     accounting = result.accounting
-    storages = (
-        t.untyped_storage() for layer in result.packed.layers for t in (layer.keys, layer.values)
-    )
-    # Layers may share one.
-    stored = sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+    # Layers may share a storage.
+    stored = stored_bytes(t for layer in result.packed.layers for t in (layer.keys, layer.values))
     assert stored == accounting.bytes < accounting.full_bytes / 4
     assert accounting.spent <= accounting.budget == 90 * prompt.spans.context_length // 8
     by_hand = plain_answer(model, prompt.ids, 8, past_key_values=result.new_cache(), **UNSET)
