@@ -28,9 +28,8 @@ def attention(step: AttentionStep) -> tuple[Tensor, Tensor]:
         length = tail_keys.shape[2] if step.length is None else int(step.length[b])
         for h in range(heads):
             g = h // group
-            packed_keys, packed_values, _, log_multiplicity = (
-                x.double().cpu() for x in layer.head(g, sequence)
-            )
+            held = (x.double().cpu() for x in layer.head(g, sequence))
+            packed_keys, packed_values, _, log_multiplicity = held
             for t in range(tokens):
                 packed = _capped(packed_keys @ query[b, h, t] * step.scale, step.softcap)
                 packed = packed + log_multiplicity

@@ -124,28 +124,13 @@ class Triton(AttentionBackend):
             tensors, numbers = coded_splits.arguments(entries)
             codes += tensors
             codings += numbers
-        output: Tensor = ragged_attention(
-            query,
-            prepared.keys,
-            prepared.values,
-            prepared.bias,
-            exact.items,
-            exact.item_first,
-            table.row_first,
-            None if rows is None else rows.contiguous(),
-            step.keys,
-            step.values,
-            None if step.length is None else step.length.contiguous(),
-            step.mask,
-            step.scale,
-            table.slots,
-            exact.most,
-            prepared.programs,
-            codes,
-            codings,
-            step.softcap,
-            step.sink_logits,
-        )
+        rows = None if rows is None else rows.contiguous()
+        length = None if step.length is None else step.length.contiguous()
+        packed = (prepared.keys, prepared.values, prepared.bias, exact.items, exact.item_first)
+        tail = (step.keys, step.values, length, step.mask)
+        sizes = (step.scale, table.slots, exact.most, prepared.programs)
+        given = (query, *packed, table.row_first, rows, *tail, *sizes, codes, codings)
+        output: Tensor = ragged_attention(*given, step.softcap, step.sink_logits)
         return output
 
 

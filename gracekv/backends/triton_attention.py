@@ -129,23 +129,13 @@ def ragged_attention(
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
+    asked = (query, *_strides(query, 0, 1, 2))
+    held = (keys, values, *_strides(keys, 0), *_strides(values, 0), bias, items, item_first)
+    tail = (tail_keys, tail_values, *_strides(tail_keys, 0, 1, 2), *_strides(tail_values, 0, 1, 2))
     with torch.cuda.device_of(query):
         if packed_splits + heads * splits:
             attend_splits[(readers, packed_splits + heads * splits)](
-                query,
-                *_strides(query, 0, 1, 2),
-                keys,
-                values,
-                *_strides(keys, 0),
-                *_strides(values, 0),
-                bias,
-                items,
-                item_first,
-                tail_keys,
-                tail_values,
-                *_strides(tail_keys, 0, 1, 2),
-                *_strides(tail_values, 0, 1, 2),
-                tail_length,
+                *(*asked, *held, *tail, tail_length),
                 query if mask is None else mask,  # a pointer that is not followed
                 *mask_strides,
                 **attending,
@@ -161,20 +151,11 @@ def ragged_attention(
                 KIND=int(kind.value),
             )
         for part in range(len(codings) // _CODINGS):
-            *stored, items, item_first = codes[part * _CODES : (part + 1) * _CODES]
+            stored = codes[part * _CODES : (part + 1) * _CODES]
             bits, size, most = codings[part * _CODINGS : (part + 1) * _CODINGS]
             if most:
-                attend_coded_splits[(readers, most)](
-                    query,
-                    *_strides(query, 0, 1, 2),
-                    *stored,
-                    items,
-                    item_first,
-                    **attending,
-                    width=width,
-                    BITS=bits,
-                    SIZE=size,
-                )
+                launch = attend_coded_splits[(readers, most)]
+                launch(*asked, *stored, **attending, width=width, BITS=bits, SIZE=size)
         merge_splits[(count, heads, batch)](
             row_first=row_first,
             sink_logits=None if sink_logits is None else sink_logits.float().contiguous(),
