@@ -145,13 +145,10 @@ class RaggedEntries(LayerEntries):
         """Every token of [G, T, d] keys and values as it is (FullKV); the first is at `first`."""
         heads, length, _ = keys.shape
         positions = torch.arange(first, first + length, dtype=torch.int32, device=keys.device)
-        return cls(
-            keys=rearrange(keys, "g t d -> (g t) d"),
-            values=rearrange(values, "g t d -> (g t) d"),
-            positions=positions.repeat(heads),
-            log_multiplicity=torch.zeros(heads * length, device=keys.device, dtype=torch.float32),
-            offsets=torch.arange(heads + 1) * length,
-        )
+        keys, values = (rearrange(x, "g t d -> (g t) d") for x in (keys, values))
+        positions = positions.repeat(heads)
+        log_m = torch.zeros(heads * length, device=keys.device, dtype=torch.float32)
+        return cls(keys, values, positions, log_m, torch.arange(heads + 1) * length)
 
     @classmethod
     def stack(cls, layers: Sequence[RaggedEntries]) -> RaggedEntries:

@@ -142,9 +142,8 @@ def replayed(values: Tensor, share: Tensor, reach: int, *, block: int = _BLOCK) 
     for first in range(0, values.shape[1], block):
         rows, before = slice(first, first + block), slice(max(0, first - reach), first)
         inflow = out[:, rows] + band(rows, before) @ out[:, before]
-        out[:, rows] = torch.linalg.solve_triangular(
-            -band(rows, rows), inflow, upper=False, unitriangular=True
-        )
+        own = -band(rows, rows)
+        out[:, rows] = torch.linalg.solve_triangular(own, inflow, upper=False, unitriangular=True)
     return out
 
 

@@ -209,12 +209,12 @@ class CodedEntries:
 
         Raises `KeyError` if one is missing, `ShapeError` if they do not fit one another.
         """
-        keys, values = (
-            Codes(*(tensors[f"{name}.{x}"] for x in ("codes", "scale", "zero")))
-            for name in ("keys", "values")
-        )
-        positions, log_multiplicity = tensors["positions"], tensors["log_multiplicity"]
-        return cls(keys, values, positions, log_multiplicity, tensors["offsets"], coding, sequences)
+
+        def codes(name: str) -> Codes:
+            return Codes(*(tensors[f"{name}.{x}"] for x in ("codes", "scale", "zero")))
+
+        index = tensors["positions"], tensors["log_multiplicity"], tensors["offsets"]
+        return cls(codes("keys"), codes("values"), *index, coding, sequences)
 
     @property
     def kv_bytes(self) -> int:

@@ -52,13 +52,11 @@ def gathered(given: LayerToPack, positions: Tensor) -> RaggedEntries:
     """A copy of each entry's token at `positions` (int64 [E], absolute)."""
     capture, layout = given.capture, given.layout
     source = layout.head * capture.spans.length + positions
-    return RaggedEntries(
-        keys=capture.keys.reshape(-1, capture.head_dim)[source],
-        values=capture.values.reshape(-1, capture.head_dim)[source],
-        positions=positions.to(torch.int32),
-        log_multiplicity=torch.zeros(len(source), device=source.device, dtype=torch.float32),
-        offsets=layout.offsets,
-    )
+    dim = capture.head_dim
+    keys, values = (x.reshape(-1, dim)[source] for x in (capture.keys, capture.values))
+    positions = positions.to(torch.int32)
+    log_m = torch.zeros(len(source), device=source.device, dtype=torch.float32)
+    return RaggedEntries(keys, values, positions, log_m, layout.offsets)
 
 
 def kept_in_context(given: LayerToPack, packed: RaggedEntries) -> tuple[Tensor, Tensor, Tensor]:

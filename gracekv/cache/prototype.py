@@ -31,9 +31,8 @@ class PrototypePacker(Packer):
             position, head = start[node] + step, head[node]
             keys, values = (x[head, position].float() for x in (capture.keys, capture.values))
             weights = given.scores.to(keys.device)[head, position - layout.origin].float()
-            made = merge(
-                keys, values, weights, node, position, start, end, capture.rope, given.rule
-            )
+            intervals = (keys, values, weights, node, position, start, end)
+            made = merge(*intervals, capture.rope, given.rule)
             packed.keys[merged] = made.keys.to(packed.dtype)
             packed.values[merged] = made.values.to(packed.dtype)
             packed.positions[merged] = made.positions.to(torch.int32)

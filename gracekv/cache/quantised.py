@@ -95,12 +95,10 @@ class QuantisedEntries(LayerEntries):
 
         `coded_prefixes` names the parts if there are several.
         """
-        coded = {
-            f"{prefix}{name}": tensor
-            for prefix, part in zip(coded_prefixes(self.codings), self.coded, strict=True)
-            for name, tensor in part.tensors().items()
-        }
-        return {**self.exact.tensors(), **coded}
+        named = dict(self.exact.tensors())
+        for prefix, part in zip(coded_prefixes(self.codings), self.coded, strict=True):
+            named |= {f"{prefix}{name}": tensor for name, tensor in part.tensors().items()}
+        return named
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantisedEntries:
         """The same entries, with `change` applied to each tensor [...] but the offsets in turn."""

@@ -68,11 +68,8 @@ def write_cache(
         "sha256": {name: _digest(tensor) for name, tensor in everything.items()},
     }
     text = json.dumps(record, sort_keys=True)
-    metadata = {
-        "gracekv": text,
-        "gracekv_format": str(FORMAT),
-        "gracekv_sha256": hashlib.sha256(text.encode()).hexdigest(),
-    }
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    metadata = {"gracekv": text, "gracekv_format": str(FORMAT), "gracekv_sha256": digest}
     with replacing(path) as scratch:
         try:
             writer.save_file(everything, scratch, metadata=metadata)

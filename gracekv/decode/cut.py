@@ -118,11 +118,7 @@ def entries_within(
 def packed_entries(held: HeldLayer, kept: Tensor, strategy: Decoder) -> RaggedEntries:
     """Pack the entries `kept` bool [G, N] of one layer, fitted by `strategy`."""
     at = where_true(kept.flatten())
-    entries = RaggedEntries(
-        held.keys.flatten(0, 1).index_select(0, at),
-        held.values.flatten(0, 1).index_select(0, at),
-        held.positions.flatten()[at].int(),
-        held.log_multiplicity.flatten()[at],
-        ragged.offsets(kept.sum(dim=1).cpu()),
-    )
-    return strategy.fit(held, kept, entries)
+    keys, values = (x.flatten(0, 1).index_select(0, at) for x in (held.keys, held.values))
+    positions, log_m = held.positions.flatten()[at].int(), held.log_multiplicity.flatten()[at]
+    offsets = ragged.offsets(kept.sum(dim=1).cpu())
+    return strategy.fit(held, kept, RaggedEntries(keys, values, positions, log_m, offsets))

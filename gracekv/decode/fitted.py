@@ -78,8 +78,6 @@ class Fitted(Decoder):
         shares = attention.shares(factor)
         error = chance.div_(total[..., None]).sub_(shares) @ held.values.float()
         change = ridge_change(attention, shares, error, self.trust, self.trust_read)
-        return dataclasses.replace(
-            packed,
-            values=rounded(packed.values + change[kept], packed.dtype),
-            log_multiplicity=packed.log_multiplicity + factor[kept].log(),
-        )
+        values = rounded(packed.values + change[kept], packed.dtype)
+        log_m = packed.log_multiplicity + factor[kept].log()
+        return dataclasses.replace(packed, values=values, log_multiplicity=log_m)
