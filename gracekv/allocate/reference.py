@@ -200,9 +200,7 @@ def adaptive_heads(quota: AdaptiveHeads, scores: Tensor, plan: BudgetPlan) -> li
         if quota.rule == "safeguard":
             held = pool // plan.heads + plan.recent
             sure = max(math.floor(floor * held), 1 if floor > 0 else 0) - plan.recent
-            own = [
-                sorted((-score, g, t) for t, score in enumerate(row)) for g, row in enumerate(rows)
-            ]
+            own = [[token for token in ranked if token[1] == g] for g in range(plan.heads)]
             safe = [token for row in own for token in row[: max(sure, 0)]]
             ranked = safe + [token for token in ranked if token not in safe]
         winners = [g for _, g, _ in ranked[:pool]]

@@ -71,11 +71,9 @@ class LeastSquares(QueryFitter):
         # The range of bfloat16.
         fitted = values.nan_to_num_(0.0).clamp_(-3e38, 3e38)
         log_m = packed.log_multiplicity[attention.columns] + factor.log()
-        return replace(
-            packed,
-            values=scattered(packed.values, attention, fitted),
-            log_multiplicity=scattered(packed.log_multiplicity, attention, log_m),
-        )
+        values = scattered(packed.values, attention, fitted)
+        log_m = scattered(packed.log_multiplicity, attention, log_m)
+        return replace(packed, values=values, log_multiplicity=log_m)
 
 
 def bounded_masses(mass: Tensor, total: Tensor, least: float, most: float, steps: int) -> Tensor:

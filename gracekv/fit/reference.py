@@ -79,10 +79,8 @@ def _attended(capture: LayerCapture, head: int, packed: RaggedEntries, queries: 
             sink = keys.new_zeros(1)
             if capture.sinks is not None:
                 sink = capture.sinks[head * capture.group + number].double().exp()[None]
-            logits, own_logits = (
-                capped(capture.scale * x @ query, capture.softcap)
-                for x in (keys[: asked + 1], own_keys.double())
-            )
+            both = keys[: asked + 1], own_keys.double()
+            logits, own_logits = (capped(capture.scale * x @ query, capture.softcap) for x in both)
             full = torch.exp(logits)
             own = torch.exp(own_logits + log_m.double()) * (positions <= asked)
             total = full.sum() + sink

@@ -40,13 +40,11 @@ class ValuesAndMass(RidgeFitter):
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
         attention = attended(reference, packed, region)
         factor = multiplicities(attention, self.mass_trust, self.trust_read)
-        values = self._fitted(attention, attention.shares(factor))
+        fitted = self._fitted(attention, attention.shares(factor))
+        values = scattered(packed.values, attention, fitted)
         # The factor of entries that are not free is 1.
-        return dataclasses.replace(
-            packed,
-            values=scattered(packed.values, attention, values),
-            log_multiplicity=packed.log_multiplicity + factor.flatten()[attention.place].log_(),
-        )
+        log_m = packed.log_multiplicity + factor.flatten()[attention.place].log_()
+        return dataclasses.replace(packed, values=values, log_multiplicity=log_m)
 
 
 def multiplicities(attention: KeptMass, trust: float, trust_read: float) -> Tensor:
