@@ -88,16 +88,8 @@ def compare(
         # Freed unless the caller holds the prefill, too.
         prefill = prefill.without(BlockInput)
         candidates = pipe.floor.candidates(relevance.scores, plan, prefill.shard)
-        context = TreeContext(
-            prefill=prefill,
-            partition=partition,
-            scores=relevance.scores,
-            seed_scores=relevance.seed_scores,
-            sensitivity=relevance.sensitivity,
-            rule=pipe.prototype,
-            forced=candidates,
-            curvature=curvature,
-        )
+        own = (relevance.scores, relevance.seed_scores, relevance.sensitivity)
+        context = TreeContext(prefill, partition, *own, pipe.prototype, candidates, curvature)
         prunes = pipe.prune and pipe.allocate.prunable and not pipe.certify
         limit = plan.base if prunes and found.quota is None else None
         forest = build_forest(context, pipe.distortion, pipe.refine, limit)

@@ -205,7 +205,5 @@ REGISTRIES = {registry.stage: registry for registry in _EVERY}
 
 def strategies() -> dict[str, dict[str, str]]:
     """Every registered strategy: {stage: {name: one-line description}}."""
-    return {
-        stage: {name: registry.get(name).summary() for name in registry}
-        for stage, registry in REGISTRIES.items()
-    }
+    stages = REGISTRIES.items()
+    return {stage: {name: own.get(name).summary() for name in own} for stage, own in stages}

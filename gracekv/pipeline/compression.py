@@ -256,8 +256,7 @@ class Compression:
             yield from ((x, x.positions, at) for x, at in self._pool.pop(bought.selection))
             return
         assert prefill is not None  # only a pool does without
-        rule = self._pipeline.prototype
-        spans = prefill.spans
+        rule, spans = self._pipeline.prototype, prefill.spans
         layouts = bought.selection.layouts(spans.length, prefill.keys, spans.past)
         for capture, layout in zip(prefill, layouts, strict=True):
             given = LayerToPack(capture, layout, relevance.scores[capture.number], rule)

@@ -162,21 +162,11 @@ class Prefill:
 
     def layer(self, number: int) -> LayerCapture:
         """One layer, 0-based; its tensors are shared."""
-        return LayerCapture(
-            info=self.info,
-            number=number,
-            keys=self.keys[number],
-            values=self.values[number],
-            queries=self.queries[number],
-            rope=self.rope_of(number),
-            sinks=self.sink_logits[number] if self.sink_logits else None,
-            # Those of the decoder's end do not have one row a layer.
-            observed={
-                x: seen[number]
-                for x, seen in self.observed.items()
-                if seen.shape[:1] == (self.layers,)
-            },
-        )
+        # Those of the decoder's end do not have one row a layer.
+        observed = {x: y[number] for x, y in self.observed.items() if y.shape[:1] == (self.layers,)}
+        states = (self.keys[number], self.values[number], self.queries[number])
+        sinks = self.sink_logits[number] if self.sink_logits else None
+        return LayerCapture(self.info, number, *states, self.rope_of(number), sinks, observed)
 
     def __iter__(self) -> Iterator[LayerCapture]:
         """The layers, ascending; a prefill can be iterated again."""
@@ -214,10 +204,9 @@ class Prefill:
         """
         wanted = torch.as_tensor(positions, dtype=torch.int64, device="cpu").unique()
         at, held = map(torch.from_numpy, self.info.query_rows(wanted))
-        if bool(held.all()) and all(
-            self.queries[x].shape[1] == len(self.query_positions)
-            for x in (range(self.layers) if layers is None else layers)
-        ):
+        chosen = range(self.layers) if layers is None else sorted(set(layers))
+        count = len(self.query_positions)
+        if bool(held.all()) and all(self.queries[x].shape[1] == count for x in chosen):
             return self
         if bool((wanted < self.spans.past).any()):
             raise MissingCaptureError(
@@ -229,7 +218,6 @@ class Prefill:
             raise MissingCaptureError(
                 f"Queries at positions {wanted[~held][:5].tolist()} were not captured. {ADVICE}"
             )
-        chosen = range(self.layers) if layers is None else sorted(set(layers))
         found = self.query_source(self, wanted[~held], chosen)
         if bool(held.any()):
             # Layer by layer into `found`, so that no second copy of all of them is made.

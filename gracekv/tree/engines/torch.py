@@ -63,9 +63,8 @@ class TorchEvaluator(DistortionEvaluator):
         row = (offset + (head * tokens)[:, None, None]).flatten(0, 1)
         end = torch.stack([forwards, last.expand(-1, width)], dim=1)
         low, high = torch.minimum(offset, offset[..., :1]), torch.maximum(offset, offset[..., :1])
-        position = representative_positions(
-            low + batch.region_start, high + batch.region_start + 1
-        ).flatten(0, 1)
+        origin = batch.region_start
+        position = representative_positions(low + origin, high + origin + 1).flatten(0, 1)
 
         p = self._gather(attention.exponentials, row)
         z = _running_sum(p, self.workspace.take(*p.shape))
@@ -82,7 +81,7 @@ class TorchEvaluator(DistortionEvaluator):
         # Probes inside a node do not see its later tokens; those before it have no mass in it.
         holds_probe = attention.first_probe[first[:, 0]] < attention.first_probe[last[:, 0]]
         inner = torch.nonzero(holds_probe).flatten()
-        sees = attention.positions >= (end[inner] + batch.region_start)[..., None]
+        sees = attention.positions >= (end[inner] + origin)[..., None]
         mass = attention.mass[row[::2]]
         error = error.unflatten(0, (-1, 2))
         p = p.unflatten(0, (-1, 2))
@@ -98,11 +97,8 @@ class TorchEvaluator(DistortionEvaluator):
         # Suffixes were read from the end: the one from token k on has length - k tokens.
         suffix = cost[:, 1].gather(1, last - forwards)
         padding = torch.arange(width, device=head.device) >= length
-        return IntervalCosts(
-            costs=torch.stack([cost[:, 0], suffix]),
-            mass=mass,
-            drop=mass.masked_fill(padding, 0.0).sum(dim=-1),
-        )
+        costs = torch.stack([cost[:, 0], suffix])
+        return IntervalCosts(costs, mass, mass.masked_fill(padding, 0.0).sum(dim=-1))
 
     def _gather(self, source: Tensor, row: Tensor) -> Tensor:
         """[R, w, ...]: rows [R, w] of `source`, in scratch memory."""

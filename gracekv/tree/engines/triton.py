@@ -36,9 +36,8 @@ class TritonEvaluator(DistortionEvaluator):
         self._arguments = {name: x.contiguous() for name, x in inputs.tensors().items()}
         starts = inputs.batch.slot_start
         self._arguments |= inputs.numbers() | {"slot_start": starts, "slots": len(starts) // heads}
-        self._constants = constants(
-            probes, dim, inputs.rope.cos.shape[1] // 2, inputs.batch.context.rule.multiplicity
-        )
+        half, rule = inputs.rope.cos.shape[1] // 2, inputs.batch.context.rule
+        self._constants = constants(probes, dim, half, rule.multiplicity)
 
     def __call__(self, nodes: Nodes) -> IntervalCosts:
         count, width = len(nodes), nodes.width
