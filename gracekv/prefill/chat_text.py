@@ -139,9 +139,8 @@ def encode(
     """
     if not getattr(tokenizer, "is_fast", False):
         return _encode_parts(tokenizer, parts, special)
-    encoded = tokenizer(
-        "".join(parts), add_special_tokens=special, return_offsets_mapping=True, truncation=False
-    )
+    options = {"add_special_tokens": special, "return_offsets_mapping": True, "truncation": False}
+    encoded = tokenizer("".join(parts), **options)
     ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
     # The text's own end of a turn has a place in it.
     ids = _without_eos(tokenizer, ids, special and offsets[-1:] == [(0, 0)])

@@ -254,9 +254,8 @@ def check_observation(
 ) -> None:
     """Raise `ShapeError` unless `seen` [...] has the shape `wanted`; None is any length."""
     got = list(seen.shape)
-    if len(wanted) != len(got) or any(
-        size not in (None, other) for size, other in zip(wanted, got, strict=True)
-    ):
+    pairs = zip(wanted, got, strict=True)
+    if len(wanted) != len(got) or any(size not in (None, other) for size, other in pairs):
         shown = ", ".join("*" if size is None else str(size) for size in wanted)
         raise ShapeError(f"{observer!r} must observe a tensor [{shown}] here; it gave {got}.")
     checks.add(seen, f"{observer!r} observed NaN or infinity. Check it and the model's weights.")

@@ -99,10 +99,8 @@ class LayerState:
         columns = {name: [x.tensors[name] for x in layers] for name in first.tensors}
         if first.window is not None:
             width = max(x.shape[2] for x in columns["keys"])
-            columns = {
-                name: [functional.pad(x, (0, 0, width - x.shape[2], 0)) for x in parts]
-                for name, parts in columns.items()
-            }
+            for name, parts in columns.items():
+                columns[name] = [functional.pad(x, (0, 0, width - x.shape[2], 0)) for x in parts]
         return replace(first, tensors={name: torch.cat(parts) for name, parts in columns.items()})
 
 

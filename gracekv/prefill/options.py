@@ -61,10 +61,9 @@ _LEAST_CHUNK = 128
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is a failed allocation, on any device."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        words in str(error)
-        for words in ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
-    )
+    signs = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or any(sign in str(error) for sign in signs)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -117,9 +117,8 @@ class PartialAttention:
         if query.device.type == "cpu":
             size = max(32, min(_ROWS, _ROW_MASK // max(1, keys.shape[1])))
         outputs = []
-        for first, rows in zip(
-            range(0, len(self._positions), size), query.split(size, dim=2), strict=True
-        ):
+        firsts = range(0, len(self._positions), size)
+        for first, rows in zip(firsts, query.split(size, dim=2), strict=True):
             stop = int(self._positions[first + rows.shape[2] - 1]) + 1
             mask = self._mask(rows, first, stop)
             mask = None if mask is None else mask[..., start:]

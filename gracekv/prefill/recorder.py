@@ -172,9 +172,7 @@ class Recorder:
             self.final = output.last_hidden_state[0]
 
         with hooked() as hooks:
-            for layer in range(len(self._layers)):
-                if not reads("hidden", layer):
-                    continue
+            for layer in (n for n in range(len(self._layers)) if reads("hidden", n)):
 
                 def block_input(module: Any, args: Any, kwargs: Any, layer: int = layer) -> None:
                     stream = (args[0] if args else kwargs["hidden_states"])[0]
@@ -204,10 +202,8 @@ class Recorder:
 
     def rope_of(self, layer: int) -> Rope:
         """The rotations of the keys of `layer`."""
-        rope = self.rope()
-        if self._layers[layer].rotation == "none":
-            return Rope.none(len(rope.cos), rope.cos.device)
-        return rope
+        rope, still = self.rope(), self._layers[layer].rotation == "none"
+        return Rope.none(len(rope.cos), rope.cos.device) if still else rope
 
     def unrotated(self) -> frozenset[int]:
         """Layers without RoPE."""

@@ -140,11 +140,8 @@ def _rotation(model: Any, call: AttentionCall, args: Any, kwargs: Any) -> Rotati
     if pair is None and not has_rope(model):
         return "none"
     if not isinstance(pair, tuple) or len(pair) != 2:
-        raise _refusal(
-            model,
-            "is not given cos and sin as `position_embeddings`, so its rotation is unknown",
-            call.layer,
-        )
+        problem = "is not given cos and sin as `position_embeddings`, so its rotation is unknown"
+        raise _refusal(model, problem, call.layer)
 
     def catch(own: AttentionCall) -> Any:
         plain.append(own.key[0].float())
@@ -161,9 +158,8 @@ def _rotation(model: Any, call: AttentionCall, args: Any, kwargs: Any) -> Rotati
             differences[rotation] = _difference(rope.rotate(plain[0], places), call.key[0])
     best = min(differences, key=lambda rotation: differences[rotation])
     if differences[best] > _tolerance(model):
-        raise _refusal(
-            model, f"rotates its keys in a way other than {', '.join(ROTATIONS)}", call.layer
-        )
+        problem = f"rotates its keys in a way other than {', '.join(ROTATIONS)}"
+        raise _refusal(model, problem, call.layer)
     return best
 
 
@@ -216,9 +212,8 @@ def _softmax_attention(query: Tensor, key: Tensor, value: Tensor, call: Attentio
     logits = capped(call.scale * query.float() @ key.mT, call.logits["softcap"])
     hidden = torch.ones(count, length, dtype=torch.bool, device=key.device)
     hidden = hidden.triu(length - count + 1) | hidden.tril(length - count - (window or length))
-    shares = softmax(
-        logits.masked_fill_(hidden, -torch.inf), None if sinks is None else sinks[:, None, None]
-    )
+    sinks = None if sinks is None else sinks[:, None, None]
+    shares = softmax(logits.masked_fill_(hidden, -torch.inf), sinks)
     return (shares @ value).transpose(1, 2)
 
 
