@@ -114,8 +114,7 @@ def attached(model: Any) -> Iterator[None]:
 
     with model_lock(model):
         name = own_decoder(model).config._attn_implementation
-        was_attached = name in ATTACHED and bool(_hooks(model))
-        stays = was_attached and not _blocks.get(model)
+        stays = name in ATTACHED and bool(_hooks(model)) and not _blocks.get(model)
     with nullcontext() if stays else undone(undo):
         with model_lock(model):
             if not stays:
@@ -143,9 +142,8 @@ def attention(
         # sdpa does not cap logits and knows no sinks.
         own = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
         plain = _eager if own or base == "eager" else sdpa_attention_forward
-        return plain(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
+        kwargs |= {"scaling": scaling, "dropout": dropout}
+        return plain(module, query, key, value, attention_mask, **kwargs)
     if dropout:
         raise CacheError("A compressed cache is for inference. Call model.eval() first.")
     if kwargs.get("output_attentions"):

@@ -139,15 +139,14 @@ def compress(
             limits = ([x is not None for x in prefills], capture.chunk, capture.memory_limit)
             others = {"prefill, chunk or memory_limit": limits}
             shard.agree(**call_facts(prompts, pipe, chosen, **others))
-        finish = (lambda run: run) if keep_run else Run.released
-        runs = [
-            finish(
-                prefilled_run(model, one, None, pipe, plan, capture)
-                if given is None
-                else pipe.run(given, chosen)
-            )
-            for one, given, plan in zip(prompts, prefills, plans, strict=True)
-        ]
+        runs = list[Run]()
+        for one, given, plan in zip(prompts, prefills, plans, strict=True):
+            if given is None:
+                runs.append(prefilled_run(model, one, None, pipe, plan, capture))
+            else:
+                runs.append(pipe.run(given, chosen))
+            if not keep_run:
+                runs[-1] = runs[-1].released()
         made = BatchResult if is_batch else CompressionResult
         result = made.from_runs(model, prompts, runs, pipe, keep_run=keep_run)
         if capture.trim and model.device.type == "cpu":
@@ -307,6 +306,5 @@ def generate(
     model_kwargs[cache_keyword(model.forward)] = result.new_cache(limit)
     if text_streamer is not None:
         text_streamer.put(input_ids.cpu())
-    return model._sample(
-        input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
-    )
+    given = input_ids, logits_processor, stopping_criteria, generation_config
+    return model._sample(*given, **model_kwargs)

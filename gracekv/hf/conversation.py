@@ -232,12 +232,12 @@ class Conversation(AbstractContextManager["Conversation"]):
     ) -> Iterator[str]:
         answers = list[Tensor]()
         with self._turn(messages, tools, max_new_tokens) as turn:
-            yield from stream_text(
-                self._prompt.tokenizer,
-                lambda chosen: answers.append(self._generate(turn, max_new_tokens, chosen)),
-                options,
-                head_shard(self._model),
-            )
+
+            def generate(chosen: dict[str, Any]) -> None:
+                answers.append(self._generate(turn, max_new_tokens, chosen))
+
+            tokenizer, shard = self._prompt.tokenizer, head_shard(self._model)
+            yield from stream_text(tokenizer, generate, options, shard)
             self._add(messages[-1], turn, answers[0])
 
     @contextmanager
@@ -341,13 +341,9 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     def _check_alone(self, options: dict[str, Any]) -> None:
         self._check_open()
-        check_one(
-            self._model,
-            options,
-            ["num_beams", "num_return_sequences"],
-            "A conversation goes on from one answer",
-            "Use result.ask, whose questions are independent.",
-        )
+        rule = "A conversation goes on from one answer"
+        advice = "Use result.ask, whose questions are independent."
+        check_one(self._model, options, ["num_beams", "num_return_sequences"], rule, advice)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -92,15 +92,13 @@ def check_extends(model: Any) -> None:
     It cannot where it caps its logits, or scales its queries by their positions (Ministral 3).
     """
     config = text_config(model)
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        why = (
-            "caps its attention logits, and a cap would count the multiplicities of packed entries"
-        )
-    elif (getattr(config, "rope_parameters", None) or {}).get("llama_4_scaling_beta"):
+    caps = getattr(config, "attn_logit_softcapping", None) is not None
+    scales = (getattr(config, "rope_parameters", None) or {}).get("llama_4_scaling_beta")
+    why = "caps its attention logits, and a cap would count the multiplicities of packed entries"
+    if not caps:
         why = "scales its queries by positions, which a passage over packed entries does not have"
-    else:
-        return
-    raise CacheError(f"{type(model).__name__} {why}. Compress the whole text anew.")
+    if caps or scales:
+        raise CacheError(f"{type(model).__name__} {why}. Compress the whole text anew.")
 
 
 def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:

@@ -256,9 +256,8 @@ class LimitedCache(GraceCache):
                 own_length = int(seen[row].sum())
                 ropes = self._rotations(own_length)
                 held = partial(self._held, row, seen[row], ropes)
-                kept, scores = kept_entries(
-                    len(entries), held, strategy, self._target(own_length), self.limit.window
-                )
+                target, window = self._target(own_length), self.limit.window
+                kept, scores = kept_entries(len(entries), held, strategy, target, window)
                 for number, (own, score) in enumerate(zip(kept, scores, strict=True)):
                     layer = held(number)
                     made = packed_entries(layer, own, strategy)

@@ -303,10 +303,9 @@ def ask_ids(
         new = first_turn(tokenizer, question, prompt.separator, prompt.template)
         rows.append(torch.cat([context, context.new_tensor(new)]))
         check_room(model, prompt, len(rows[-1]), max_new_tokens, limit)
-    asked = [rows]
-    if result.packed.other_layers and len({len(row) for row in rows}) > 1:
-        # Padding between context and question would take up sliding windows.
-        asked = [[row] for row in rows]
+    # Padding between context and question would take up sliding windows.
+    apart = result.packed.other_layers and len({len(row) for row in rows}) > 1
+    asked = [[row] for row in rows] if apart else [rows]
     answers = [
         continue_ids(model, some, result.new_cache(limit), tokenizer, max_new_tokens, options)
         for some in asked
