@@ -57,15 +57,10 @@ def footer(rows: Sequence[Row]) -> str:
     lines = [f"{len(chosen):,} cells; versions: {'; '.join(made)}; data: {'; '.join(sources)}."]
     if len(made) > 1:
         lines.append("The rows were made with different versions: look before comparing them.")
-    failed = Counter(
-        (row["task"], row["method"], row["column"], row["error"]["type"])
-        for row in chosen
-        if row.get("error") is not None
-    )
-    lines += [
-        f"Failed: {task}, {method} at {column}: {count} x {error}."
-        for (task, method, column, error), count in failed.items()
-    ]
+    failures = [row for row in chosen if row.get("error") is not None]
+    failed = Counter((x["task"], x["method"], x["column"], x["error"]["type"]) for x in failures)
+    for (task, method, column, error), count in failed.items():
+        lines.append(f"Failed: {task}, {method} at {column}: {count} x {error}.")
     return "\n\n".join(lines) + "\n"
 
 

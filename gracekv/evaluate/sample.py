@@ -129,15 +129,9 @@ class Rendered:
 
 def chat_prompt(sample: Sample, tokenizer: Any) -> Prompt:
     """The sample's full prompt, not truncated."""
-    return Prompt.from_chat(
-        tokenizer,
-        instruction=sample.instruction,
-        context=sample.context,
-        question=sample.question,
-        answer_prefix=sample.answer_prefix,
-        separator="",
-        template=sample.chat,
-    )
+    names = ("instruction", "context", "question", "answer_prefix")
+    texts: dict[str, Any] = {name: getattr(sample, name) for name in names}
+    return Prompt.from_chat(tokenizer, **texts, separator="", template=sample.chat)
 
 
 def render(

@@ -68,10 +68,9 @@ def _questions(article: Sequence[Passage], size: int, rng: Random) -> Texts:
     task = ruler_forms()["tasks"]["qa_1"]
     shown = article[:size]
     questions = [question for passage in shown for question in passage.questions]
-    asked = tuple(
-        FurtherQuestion(task["question"].format(query=text), task["answer_prefix"], answers)
-        for text, answers in rng.sample(questions, min(_QUESTIONS["squad"], len(questions)))
-    )
+    chosen = rng.sample(questions, min(_QUESTIONS["squad"], len(questions)))
+    form, prefix = task["question"], task["answer_prefix"]
+    asked = tuple(FurtherQuestion(form.format(query=x), prefix, answers) for x, answers in chosen)
     return Texts(task["prefix"], numbered_documents([one.text for one in shown]), asked)
 
 
@@ -80,16 +79,14 @@ def _lookups(size: int, rng: Random) -> Texts:
     taken: set[str] = set()
     keys = distinct("words", size, rng, taken)
     values = dict(zip(keys, map(int, distinct("numbers", size, rng, taken)), strict=True))
-    return Texts(
+
+    def lookup(key: str) -> FurtherQuestion:
+        question = f'\nWhat is the value of the key "{key}" in the JSON object?'
+        return FurtherQuestion(question, f' The value of the key "{key}" is', (str(values[key]),))
+
+    told = (
         "The following JSON object holds keys and their values. I will ask you for some of the "
-        "values afterwards.\n",
-        json.dumps(values, indent=0),
-        tuple(
-            FurtherQuestion(
-                f'\nWhat is the value of the key "{key}" in the JSON object?',
-                f' The value of the key "{key}" is',
-                (str(values[key]),),
-            )
-            for key in rng.sample(keys, _QUESTIONS["kv"])
-        ),
+        "values afterwards.\n"
     )
+    asked = tuple(map(lookup, rng.sample(keys, _QUESTIONS["kv"])))
+    return Texts(told, json.dumps(values, indent=0), asked)

@@ -203,10 +203,8 @@ def squad(raw: bytes) -> tuple[list[Question], list[str]]:
         corpus += texts
         for passage in article:
             others = tuple(text for text in texts if text != passage.text)
-            questions += [
-                Question(text, answers, (passage.text,), others)
-                for text, answers in passage.questions
-            ]
+            gold = (passage.text,)
+            questions += [Question(*asked, gold, others) for asked in passage.questions]
     return questions, list(dict.fromkeys(corpus))
 
 

@@ -133,15 +133,11 @@ class Worker:
             )
         compressed = rendered[0].prompt
         if panel.protocol == "query_agnostic":
-            spans = compressed.spans
+            start, end = compressed.spans.context_start, compressed.spans.context_end
             # One token after the context stays: the last token of a prompt is fed again and
             # carries no entry, so the context is compressed to its very end.
-            compressed = Prompt.from_ids(
-                compressed.ids[: spans.context_end + 1],
-                (spans.context_start, spans.context_end),
-                question_end=spans.context_end,
-                tokenizer=self.tokenizer,
-            )
+            read = compressed.ids[: end + 1]
+            compressed = Prompt.from_ids(read, (start, end), end, self.tokenizer)
             if sample.chat and has_chat_template(self.tokenizer):
                 # A second pass answers; it must not see the question's own start of an answer.
                 compressed = replace(compressed, tail=torch.tensor(turn_change(self.tokenizer)))
@@ -150,10 +146,9 @@ class Worker:
         full: list[AnswerOutputs] = []
         if panel.fidelity:
             kept = compress(self.model, compressed, prefill=prefill, ratio=1, pipeline="fullkv")
-            full = [
-                teacher_force(self.model, one.prompt.ids, one.answer_ids, kept.new_cache())
-                for one in rendered
-            ]
+            for one in rendered:
+                cache = kept.new_cache()
+                full.append(teacher_force(self.model, one.prompt.ids, one.answer_ids, cache))
         answers = [list(question.sample.answers) for question in rendered]
         about = {
             "prompt_hash": digest,
