@@ -73,10 +73,8 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
                 self._store.load(name, digest)
             except Exception as error:
                 self._opened[digest] = refused(error)
-        asking = {
-            block: Asking(self._store.load(name, digest), tokens)
-            for block, (name, digest, tokens) in connector_metadata.named.items()
-        }
+        load, named = self._store.load, connector_metadata.named.items()
+        asking = {block: Asking(load(name, digest), n) for block, (name, digest, n) in named}
         reading = (recording, chunk) if recording and chunk else None
         set_step(Step(asking, reading) if asking or reading else None)
 

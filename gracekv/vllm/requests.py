@@ -61,9 +61,8 @@ class Request:
         self._check_room(max_tokens)
         from vllm import SamplingParams
 
-        extra = self._with(options.pop("extra_args", {}))
-        return SamplingParams(**{"temperature": 0.0, **options}, max_tokens=max_tokens,
-                              extra_args=extra)  # fmt: skip
+        options["extra_args"] = self._with(options.get("extra_args", {}))
+        return SamplingParams(**{"temperature": 0.0, **options}, max_tokens=max_tokens)
 
     def body(self, model: str, max_tokens: int = 64, **options: Any) -> dict[str, Any]:
         """The JSON body for `POST /v1/completions`, greedy unless `options` say otherwise.

@@ -59,11 +59,8 @@ def model_facts(model: Any) -> dict[str, Any]:
     Weights that are quantised or offloaded have no digest.
     """
     facts = config_facts(model.config.get_text_config(), model.dtype)
-    plain = (
-        (name, weight)
-        for name, weight in model.named_parameters()
-        if type(weight.detach()) is Tensor and weight.device.type != "meta"
-    )
+    weights = model.named_parameters()
+    plain = ((n, x) for n, x in weights if type(x.detach()) is Tensor and x.device.type != "meta")
     return facts | {"weights": None if facts["quantised"] else _digests(plain, model.dtype)}
 
 
