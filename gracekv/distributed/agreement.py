@@ -75,12 +75,8 @@ class GlooExchange:
     def __init__(self, ranks: list[int], timeout: float) -> None:
         self._ranks, self._timeout = ranks, timeout
         self._sent: list[Any] = []
-        self._group = dist.new_group(
-            ranks,
-            timeout=timedelta(seconds=timeout),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+        how: Any = {"backend": "gloo", "use_local_synchronization": True}
+        self._group = dist.new_group(ranks, timeout=timedelta(seconds=timeout), **how)
 
     def __call__(self, tensor: Tensor) -> list[Tensor]:
         """The tensors [...] of all processes, in rank order; see `Exchange`.

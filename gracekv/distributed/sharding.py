@@ -219,11 +219,8 @@ def check_works_sharded(pipeline: Configurable, shard: HeadShard) -> None:
     """Raise `ConfigError` if a strategy of `pipeline` needs all heads, and `shard` holds a part."""
     if shard.ranks == 1:
         return
-    names = [
-        f"{x.registry.stage} {x.name!r}"
-        for x in parts_of(pipeline)
-        if isinstance(x, Strategy) and not x.works_sharded
-    ]
+    parts = [x for x in parts_of(pipeline) if isinstance(x, Strategy) and not x.works_sharded]
+    names = [f"{x.registry.stage} {x.name!r}" for x in parts]
     if getattr(pipeline, "certify", False):
         names.append("certify=True")
     if names:

@@ -87,8 +87,7 @@ class Precision(Strategy, abc.ABC):
         """
         if not self.codings:
             return cache
-        layers: list[RaggedEntries] = []
-        scales = []
+        layers, scales = list[RaggedEntries](), list[Tensor]()
         for batch, number, (_, *coded_parts) in self._batches(cache, widths):
             keys = batch.keys.to(torch.float32, copy=True)
             for part, coding in zip(coded_parts, self.codings, strict=True):
@@ -111,16 +110,13 @@ class Precision(Strategy, abc.ABC):
         """
         if not self.codings:
             return cache
-        layers: list[QuantisedEntries] = []
-        scales = []
+        layers, scales = list[QuantisedEntries](), list[Tensor]()
         for batch, number, (exact, *coded_parts) in self._batches(cache, widths):
-            coded_entries = tuple(
-                coded(batch.take(part.entry, part.offsets), part.blocks, coding)
-                for part, coding in zip(coded_parts, self.codings, strict=True)
-            )
-            scales += [codes.scale for x in coded_entries for codes in (x.keys, x.values)]
-            made = QuantisedEntries(batch.take(exact.entry, exact.offsets), coded_entries)
-            layers += apart(made, number)
+            pairs = zip(coded_parts, self.codings, strict=True)
+            made = [coded(batch.take(x.entry, x.offsets), x.blocks, own) for x, own in pairs]
+            scales += [codes.scale for x in made for codes in (x.keys, x.values)]
+            plain = batch.take(exact.entry, exact.offsets)
+            layers += apart(QuantisedEntries(plain, tuple(made)), number)
         check_finite(scales, cache.layers[0].dtype)
         return CompressedCache(tuple(layers), cache.length, cache.padding)
 

@@ -103,12 +103,10 @@ def module_list(value: object, where: str) -> tuple[str, ...]:
 
 def missing_hint() -> str:
     """The end of an error about an unknown name: how to register it, and which plugins broke."""
-    broken = "".join(
-        f" The plugin {name!r} is broken: {why}." for (name, _), why in _tried.items() if why
-    )
+    broke = [f" The plugin {name!r} is broken: {why}." for (name, _), why in _tried.items() if why]
     return (
         f"A strategy of another package is known once the package is installed (entry-point group "
-        f"{GROUP!r}) or its module imported (on the command line: --import MODULE).{broken}"
+        f"{GROUP!r}) or its module imported (on the command line: --import MODULE).{''.join(broke)}"
     )
 
 
@@ -133,8 +131,6 @@ def missing_modules(modules: object) -> str:
     missing = {module: owner for module, owner in named.items() if module not in sys.modules}
     if not missing:
         return ""
-    parts = [
-        f"{module!r} (package {owner}: install it)" if owner else f"{module!r} (import it)"
-        for module, owner in missing.items()
-    ]
+    fixes = {x: f"package {y}: install it" if y else "import it" for x, y in missing.items()}
+    parts = [f"{module!r} ({fix})" for module, fix in fixes.items()]
     return f" It was made with strategies of the modules {', '.join(parts)}."

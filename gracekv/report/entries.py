@@ -112,9 +112,8 @@ def kept_entries(result: Result) -> KeptEntries:
     position, multiplicity, head, change = _context_entries(cache, region, run.value_change)
     layers, heads = len(cache.layers), cache.layers[0].heads
     starts = offsets(torch.bincount(head, minlength=layers * heads))
-    entries = KeptEntries(
-        layers, heads, region, starts, position, position + 1, multiplicity, value_change=change
-    )
+    own = (position, position + 1, multiplicity)
+    entries = KeptEntries(layers, heads, region, starts, *own, value_change=change)
     if record is None:
         # A packer of nodes merges tokens, and a file does not say which, unless it holds them all.
         full = run.accounting.entries.numel() * spans.context_length

@@ -29,6 +29,7 @@ from gracekv.registry import Configurable, bounded
 # blocks suit narrow bands; below 64 the overhead of a call shows.
 _BLOCK = 64
 _CHUNK_BYTES = 64 * 2**20
+_DEPTHS = "0 is the first layer, 1 the last; for layer i of L give i / L."
 
 
 def unit_states(hidden: Tensor, epsilon: float) -> Tensor:
@@ -127,12 +128,7 @@ class Curvature(Configurable):
         epsilon: smallest norm that a vector is divided by (Eq. (S2)).
     """
 
-    depths: tuple[float, ...] = bounded(
-        (0.33, 0.5, 0.67),
-        at_least=0,
-        at_most=1,
-        hint="0 is the first layer, 1 the last; for layer i of L give i / L.",
-    )
+    depths: tuple[float, ...] = bounded((0.33, 0.5, 0.67), at_least=0, at_most=1, hint=_DEPTHS)
     windows: tuple[int, ...] = bounded(
         (4, 8, 16), at_least=1, distinct=True, hint="The paper's are (4, 8, 16) tokens."
     )

@@ -180,7 +180,6 @@ def received_attention(
     keys = torch.cat([seen[:, :sinks], seen[:, part.start : part.end], own], dim=1)
     width = sinks + part.length
     visible = torch.arange(width + 1, keys.shape[1] + 1, device=keys.device)
-    columns = softmax_columns(
-        queries, keys, visible, scale=scale, power=power or 1.0, maximum=not power, **logits
-    )
+    logits |= {"scale": scale, "power": power or 1.0, "maximum": not power}
+    columns = softmax_columns(queries, keys, visible, **logits)
     return reduce(columns[:, sinks:width], "(g n) t -> g t", over, g=len(keys))
