@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from numba import njit  # type: ignore[import-untyped,unused-ignore]
+from numba import njit, types  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.allocate import paths
 from gracekv.kernels.compiled import cached
 
-buy_paths: Callable[..., None] = cached(partial(njit, nogil=True), paths.buy_paths)
+_NUMBERS = types.int64[::1]
+_GIVEN = (*(_NUMBERS,) * 4, types.int64, _NUMBERS, types.boolean[::1], _NUMBERS)
+buy_paths: Callable[..., None] = cached(
+    partial(njit, types.void(*_GIVEN), nogil=True), paths.buy_paths
+)
 """As `gracekv.allocate.paths.buy_paths`."""

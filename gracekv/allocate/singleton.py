@@ -176,7 +176,7 @@ def _buy_paths(
     if many and numba_obstacle() is None:
         from gracekv.allocate.paths_numba import buy_paths
 
-        buy_paths(order, *given, budget, np.array(caps), done, np.zeros_like(order))
+        buy_paths(order, *given, budget, np.array(caps, np.int64), done, np.zeros_like(order))
     else:
         first, end = ops.forest.region
         tokens = end - first

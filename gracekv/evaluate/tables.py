@@ -158,15 +158,19 @@ def _trusted(rows: Sequence[Row]) -> list[Row]:
     for row in chosen:
         note_marks(row, marks)
         place = (*(row[name] for name in _PLACE), row["settings"]["protocol"])
-        # All samples of a method are made alike, whatever their seeds, and answers of all methods
-        # may be equally long.
-        shared = (*place[:4], place[-1])
-        other, first = (seen.setdefault(x, row) for x in ((*shared, row["method"]), shared))
-        alike = (other["settings"], other.get("pipeline")) == (row["settings"], row.get("pipeline"))
-        cap = "max_new_tokens"
-        if not alike or first["settings"].get(cap) != row["settings"].get(cap):
-            known = other["settings"] if not alike else first["settings"]
-            changed = [n for n, v in row["settings"].items() if known.get(n) != v]
+        # All samples of a cell are made alike, whatever their seeds; so are a method's budgets, but
+        # for fields that another version has, and answers of all methods may be equally long.
+        cell = (*place[:4], place[-1], row["method"], row["column"])
+        other = seen.setdefault(cell, row)
+        budget = seen.setdefault((*cell[:-1], *(row.get("versions") or {}).items()), row)
+        cap = row["settings"].get("max_new_tokens")
+        answers = row["settings"].get("generate", True)
+        longest = seen.setdefault(cell[:-2], row) if answers else row
+        changed = [n for n, v in row["settings"].items() if other["settings"].get(n) != v]
+        if not changed and longest["settings"].get("max_new_tokens") != cap:
+            changed = ["max_new_tokens"]
+        piped = {repr(x.get("pipeline")) for x in (row, other, budget)}
+        if changed or len(piped) > 1 or other["settings"] != row["settings"]:
             raise ConfigError(
                 f"The folder holds rows of {row['method']} on {row['task']} made under different "
                 f"settings ({', '.join(changed) or 'pipeline'}). Keep each in a folder of its own."

@@ -39,7 +39,7 @@ def numba_obstacle() -> str | None:
         return "numba is not installed. Run: pip install 'gracekv[cpu]'"
     try:
         import numba
-    except ImportError as error:  # such as for a NumPy that it does not know
+    except (ImportError, OSError) as error:  # such as for a NumPy that it does not know
         warnings.warn(f"numba cannot be imported ({error}): torch computes, slower.", stacklevel=1)
         return f"numba cannot be imported: {error} Reinstall gracekv[cpu]"
     return "NUMBA_DISABLE_JIT is set. Unset it" if numba.config.DISABLE_JIT else None

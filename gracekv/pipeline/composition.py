@@ -93,7 +93,9 @@ class Composition(Configurable):
         if isinstance(data, Mapping):
             own = {**recipes.PAPER, **recipes.find(base).pipeline}
             parts = [x for x in ("window", "prototype") if isinstance(data.get(x), Mapping)]
-            data = {**own, **data, **{x: {**own.get(x, {}), **data[x]} for x in parts}}
+            before = {x: own.get(x, {}) for x in parts}
+            plain = {k: x if isinstance(x, Mapping) else x.to_dict() for k, x in before.items()}
+            data = {**own, **data, **{x: {**plain[x], **data[x]} for x in parts}}
         return super().from_dict(data)
 
     @classmethod

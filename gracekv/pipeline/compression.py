@@ -144,9 +144,12 @@ class Compression:
         """
         pipe, info, plan = self._pipeline, self._info, self._plan
         costs = pipe.precision.entry_bytes(info.entry_dim, info.dtype.itemsize, info.spans)
+        # Without a budget in bytes nothing allocates bits, and entries stay exact.
+        exact_only = isinstance(pipe.precision, AllocatingPrecision) and plan.bytes is None
+        coded = None if exact_only else costs
         if self._whole:
             stored = self._stored_whole().with_other_layers(others)
-            account = accounted(info, plan, stored, None, costs)
+            account = accounted(info, plan, stored, None, coded)
             timings = Timings(**seconds, **self._clock.seconds())
             return Run(plan, stored, account, timings, fingerprint)
         with self._stage("value", info.device):
@@ -178,7 +181,7 @@ class Compression:
         return Run(
             plan=bought.plan,
             cache=stored,
-            accounting=accounted(info, bought.plan, stored, bought, costs),
+            accounting=accounted(info, bought.plan, stored, bought, coded),
             timings=Timings(**seconds, **self._clock.seconds()),
             fingerprint=fingerprint,
             partition=compared.partition,

@@ -219,8 +219,6 @@ def accounted(
     floor_spent = info.shard.total(floor_spent)
     covered = spans.length - 1
     fixed = spans.context_start - spans.past + max(0, covered - spans.context_end)
-    coded = plan.bytes is not None or any(x.bits < 16 for x in sizes["widths"])
-    full = costs.full if costs is not None and coded else info.entry_bytes
     spent = None if plan.bytes is None else sizes["bytes"] - units * fixed * info.entry_bytes
     return Accounting(
         budget=plan.total,
@@ -229,7 +227,7 @@ def accounted(
         recent=plan.recent,
         entries=entries,
         # All tokens but the last, which decoding feeds again.
-        full_bytes=units * covered * full,
+        full_bytes=units * covered * (info.entry_bytes if costs is None else costs.full),
         utility=utility,
         bound=bound,
         budget_bytes=plan.bytes,

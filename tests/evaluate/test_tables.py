@@ -117,6 +117,9 @@ def test_rows_of_two_settings_prompts_or_models_of_one_name_are_not_mixed():
     ):
         with pytest.raises(ConfigError, match=message):
             make_tables([*ROWS, extra], SCORE)
+    # Where nothing is answered, no answer can be longer.
+    silent = {"protocol": "query_aware", "generate": False}
+    make_tables([*ROWS, row("ours", "8x", 0, 1.0, settings=silent | {"max_new_tokens": 8})], SCORE)
     # Under another name, or without a word of any, they are no danger.
     make_tables([*ROWS, {**other, "model": "large"}], SCORE)
     failed = {"error": {"type": "TaskError", "message": "no data"}}

@@ -35,10 +35,15 @@ def test_none_is_left_out_of_strategies_in_lists() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["gracekv-plus", "streaming-llm", "h2o-half"])
-def test_fields_of_a_window_are_the_recipe_s_where_they_are_left_out(recipe: str) -> None:
+def test_fields_of_a_window_are_the_recipe_s_where_they_are_left_out(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     window = Pipeline.named(recipe).window
     got = Pipeline.from_dict({"window": {"share": 0.5}}, base=recipe)
     assert got.window == dataclasses.replace(window, share=0.5) != window
+    own = recipes.Recipe("x", "ours", {"window": window})
+    monkeypatch.setattr(recipes, "find", lambda name: own)
+    assert Pipeline.from_dict({"window": {"share": 0.5}}, base="own").window == got.window
 
 
 def test_a_file_may_start_from_a_recipe(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_a_full_cache_is_counted_in_16_bits_where_entries_are_quantised() -> Non
         ("gracekv-plus", Budget.entries_per_head(100), 32),
         ("gracekv-plus-allocated", Budget.entries_per_head(100), 32),
         ("gracekv-plus-allocated", Budget.ratio(4), 16),
+        ("fullkv-4bit", Budget.entries_per_head(400), 16),
     ):
         kept = Pipeline.named(recipe).run(prefill, budget).accounting
         covered = prefill.layers * prefill.kv_heads * (prefill.spans.length - 1)
