@@ -37,14 +37,9 @@ def has_chat_template(tokenizer: Any) -> bool:
 
 
 def render(
-    tokenizer: Any,
-    instruction: str,
-    question: str,
-    separator: str,
-    chat: bool,
-    answers: bool = True,
+    tokenizer: Any, instruction: str, question: str, separator: str, chat: bool
 ) -> tuple[str, str]:
-    """The rendered text before and after the context, with `answers` up to the answer's start.
+    """The rendered text before and after the context.
 
     The template runs once, with a placeholder for the context, so that headers, default system
     prompts and stripped blanks are the template's own. Raises `PromptError` if the template fails,
@@ -53,7 +48,7 @@ def render(
     mark = placeholder("context", instruction + question)
     content = separator.join(text for text in (instruction, mark, question) if text)
     if chat:
-        content = shown(tokenizer, [{"role": "user", "content": content}], answers)
+        content = shown(tokenizer, [{"role": "user", "content": content}], answers=True)
     if content.count(mark) != 1:
         raise PromptError(
             f"The chat template shows the user's message {content.count(mark)} times; it must show "

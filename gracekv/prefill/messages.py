@@ -242,6 +242,8 @@ def _after_call(
     shown = call[begin:count] + first
     where = partial(_written, call=shown[: len(call) - begin], added=added)
     end = where(read) or where(call[begin:place])
+    if not end and first[0] not in added:  # nor has the call a token of the format
+        end = where(call[begin:place], added={*call})
     return shown[end:] if end else call[place:] + first
 
 

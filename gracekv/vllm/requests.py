@@ -169,8 +169,9 @@ def opened(tokenizer: Any, ids: Sequence[int]) -> tuple[list[int], int | None]:
     """
     ids = list(ids)
     opening, closing = _frame(tokenizer)
-    # The document's last token may hold the first one of the ending, and no answer may be opened.
-    for ending in (closing, closing[1:], _frame(tokenizer, answers=False)[1]):
+    # The document's last token may hold the first one of the ending, if more than blanks follow it.
+    rest = closing[1:] if tokenizer.decode(closing[1:]).strip() else []
+    for ending in (closing, rest):
         size, last = len(ending), len(ids) - len(ending)
         ends = [x for x in range(max(0, last - 16), last + 1) if size and ids[x:][:size] == ending]
         if ends:
@@ -268,7 +269,7 @@ def _message_start(tokenizer: Any, ids: list[int], opening: list[int]) -> int | 
 
 
 def _frame(
-    tokenizer: Any, separator: str = SEPARATOR, template: bool = True, answers: bool = True
+    tokenizer: Any, separator: str = SEPARATOR, template: bool = True
 ) -> tuple[list[int], list[int]]:
     """Token ids before and after the user's message; [] if the chat template hides them."""
     try:
@@ -276,7 +277,7 @@ def _frame(
     except PromptError as error:
         raise StoreError(str(error)) from error
     try:
-        before, after = render(tokenizer, "", "", separator, chat, answers)
+        before, after = render(tokenizer, "", "", separator, chat)
     except PromptError:
         return [], []
     ids, borders = encode(tokenizer, (before, "a", after, ""), special=not chat)

@@ -179,9 +179,11 @@ def test_a_call_that_nothing_follows_may_be_shown_with_more(tools, wrote):
         "and m.tool_calls }}{{ m.content or m.tool_calls[0].function.arguments | tojson + '<s>' }}"
         "<|end|>{% endfor %}" + OPENS
     )
-    read = plain_ids(tokenizer, wrote)
-    [(_, ids)] = new_turns(tokenizer, ASKED, TOLD, 1, read=read, tools=tools)
-    assert tokenizer.decode(ids) == "<|end|><|user|>A cat.<|end|><|assistant|>"
+    for end in ("<s>", "(no token of the format)"):
+        tokenizer.chat_template = tokenizer.chat_template.replace("'<s>'", f"'{end}'")
+        read = plain_ids(tokenizer, wrote.replace("<s>", end))
+        [(_, ids)] = new_turns(tokenizer, ASKED, TOLD, 1, read=read, tools=tools)
+        assert tokenizer.decode(ids) == "<|end|><|user|>A cat.<|end|><|assistant|>"
 
 
 @pytest.mark.parametrize(("show", "shown"), [

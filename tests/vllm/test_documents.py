@@ -52,7 +52,8 @@ def chat(tokenizer, *messages, role="user", **options):
     text = tokenizer.apply_chat_template(
         [{"role": role if n == 0 else "user", "content": m} for n, m in enumerate(messages)],
         tokenize=False,
-        **{"add_generation_prompt": True, **options},
+        add_generation_prompt=True,
+        **options,
     )
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -74,9 +75,11 @@ def test_the_server_finds_the_document(name):
     prompt = Prompt.from_chat(tokenizer, context=TEXT)
     assert opened(tokenizer, ids) == (ids, prompt.spans.context_start)
     if name in CHATS:
-        for opens in (True, False):
-            sent = chat(tokenizer, TEXT, add_generation_prompt=opens)
-            assert opened(tokenizer, sent) == (ids, prompt.spans.context_start)
+        assert opened(tokenizer, chat(tokenizer, TEXT)) == (ids, prompt.spans.context_start)
+        # Messages are a context as they are, with the end of the last one's turn.
+        said = Prompt.from_messages(tokenizer, [{"role": "user", "content": TEXT}])
+        whole = said.ids[: said.spans.context_end].tolist()
+        assert opened(tokenizer, whole)[0] == whole
         # In no format of the tokenizer: all of it is the document.
         plain = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
         assert opened(tokenizer, plain) == (plain, None)
@@ -149,6 +152,10 @@ def test_the_question_s_last_token_may_hold_a_part_of_the_template():
     assert continuing(tokenizer, "book", header(tokenizer), ids) == ids
     # So may the document's.
     assert opened(tokenizer, chat(tokenizer, "Who?"))[0] == document(tokenizer, "Who?")
+    # An ending of blanks alone, as GLM 4's, does not tell a chat from a text.
+    tokenizer.chat_template = "<|user|>\n{{ messages[0]['content'] }}<|assistant|>\n"
+    ids = tokenizer("It was late.\n", add_special_tokens=False)["input_ids"]
+    assert opened(tokenizer, ids) == (ids, None)
 
 
 def test_a_message_s_first_token_may_hold_the_end_of_the_opening():
