@@ -169,8 +169,8 @@ def _trusted(rows: Sequence[Row]) -> list[Row]:
         changed = [n for n, v in row["settings"].items() if other["settings"].get(n) != v]
         if not changed and longest["settings"].get("max_new_tokens") != cap:
             changed = ["max_new_tokens"]
-        piped = {repr(x.get("pipeline")) for x in (row, other, budget)}
-        if changed or len(piped) > 1 or other["settings"] != row["settings"]:
+        piped = any(x.get("pipeline") != row.get("pipeline") for x in (other, budget))
+        if changed or piped or other["settings"] != row["settings"]:
             raise ConfigError(
                 f"The folder holds rows of {row['method']} on {row['task']} made under different "
                 f"settings ({', '.join(changed) or 'pipeline'}). Keep each in a folder of its own."
