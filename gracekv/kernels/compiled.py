@@ -7,6 +7,7 @@ uses all cores, the other one waits.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 import warnings
@@ -38,7 +39,7 @@ def numba_obstacle() -> str | None:
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed. Run: pip install 'gracekv[cpu]'"
     try:
-        import numba
+        numba = importlib.import_module("numba")
     except (ImportError, OSError) as error:  # such as for a NumPy that it does not know
         warnings.warn(f"numba cannot be imported ({error}): torch computes, slower.", stacklevel=1)
         return f"numba cannot be imported: {error} Reinstall gracekv[cpu]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -67,10 +68,8 @@ def obstacle(device: torch.device, otherwise: str) -> str | None:
 @cache
 def _build_failure() -> str | None:
     """Why Triton cannot build what starts its kernels, with a remedy, or None; warns of it."""
-    import triton
-
     try:
-        _ = triton.runtime.driver.active.utils
+        _ = importlib.import_module("triton.runtime").driver.active.utils
     except Exception as error:
         failed = isinstance(error, OSError | subprocess.SubprocessError)
         if not failed and "compiler" not in str(error):

@@ -47,7 +47,10 @@ def wrap(owner: type[Any], around: Callable[..., Any]) -> None:
 def process_inputs(
     stock: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Of vLLM's `InputProcessor`: check contexts first."""
+    """Of vLLM's `InputProcessor`: check contexts first.
+
+    Raises vLLM's error for bad requests with the `StoreError`'s text.
+    """
     found = check(self, params)
     made = stock(self, request_id, prompt, params, *args, **kwargs)
     if found is not None:
