@@ -7,7 +7,6 @@ uses all cores, the other one waits.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import importlib.util
 import os
 import warnings

@@ -91,7 +91,7 @@ class GraceLM(HFLM):  # type: ignore[misc]
 
     def _prompt(self, ids: Tensor) -> Prompt:
         """The prompt of ids [T]; raises `PromptError` if there is nothing to compress."""
-        length, parts = len(ids), self._parts
+        ids, length, parts = ids.cpu(), len(ids), self._parts
         start, end = parts.prefix_tokens, length - parts.question_tokens
         if end <= start:
             raise PromptError(
@@ -105,8 +105,8 @@ class GraceLM(HFLM):  # type: ignore[misc]
             # What a second pass reads before the text again: no question, only a chat's next turn.
             chat = getattr(self.tokenizer, "chat_template", None)
             turn = torch.tensor(turn_change(self.tokenizer) if chat else [], dtype=torch.int64)
-            tail = turn if turn.equal(ids[length - len(turn) :].cpu()) else turn[:0]
-        return Prompt(ids.cpu(), spans, tokenizer=self.tokenizer, tail=tail)
+            tail = turn if turn.equal(ids[length - len(turn) :]) else turn[:0]
+        return Prompt(ids, spans, tokenizer=self.tokenizer, tail=tail)
 
     def _precision(self) -> torch.autocast:
         """`hf`'s mixed precision, if it was asked for."""

@@ -64,17 +64,18 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, Any]:
 
 def quick_marks(model: Any) -> dict[str, str]:
     """The marks of a model that are read at once: class, name, dtype, active adapters, scales."""
+    adapted = _adapted(model)
     # Methods that scale call it "scaling"; peft may change it while a model is in use.
     scales = {
         name: {x: float(layer.scaling[x]) for x in _active(layer) if x in layer.scaling}
-        for name, layer in _adapted(model).items()
+        for name, layer in adapted.items()
         if isinstance(getattr(layer, "scaling", None), dict)
     }
     return {
         "model_class": type(model).__name__,
         "model_name": str(getattr(model.config, "name_or_path", "")),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "adapters": ", ".join(active_adapters(model)),
+        "adapters": ", ".join(_active_names(adapted)),
         "adapter_scales": _fields_digest(scales),
     }
 
@@ -155,7 +156,11 @@ _READS = 16
 
 def active_adapters(model: Any) -> list[str]:
     """Names of the adapters (of peft) that take part in what the model computes, sorted."""
-    return sorted({name for layer in _adapted(model).values() for name in _active(layer)})
+    return _active_names(_adapted(model))
+
+
+def _active_names(adapted: Mapping[str, Any]) -> list[str]:
+    return sorted({name for layer in adapted.values() for name in _active(layer)})
 
 
 @functools.lru_cache(maxsize=4096)

@@ -224,14 +224,14 @@ def new_turns(
 def _after_call(
     read: Sequence[int], call: list[int], begin: int, count: int, first: list[int], added: set[int]
 ) -> list[int]:
-    """What follows the part of a call that the model wrote, up to the end of the first result.
+    """Ids that follow the part of a call that the model wrote, up to the end of the first result.
 
     Args:
         read: the last ids that the model wrote.
-        call: up to a call that nothing follows, which starts at `begin`.
-        begin: see above.
-        count: how many ids of it stay if a result follows; after them comes `first`.
-        first: see above.
+        call: ids of a call that nothing follows, and of the message before it.
+        begin: where the call begins in `call`.
+        count: how many ids of `call` stay if a result follows.
+        first: what then follows those.
         added: ids of the format's tokens.
     """
     if places := [n for n in range(begin, count) if call[n] in added]:

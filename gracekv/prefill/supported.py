@@ -96,11 +96,10 @@ def _problem(model: Any) -> str | None:
     peft = getattr(model, "active_peft_config", None)
     # transformers itself loads adapters without a PeftModel.
     adapters = [peft] if peft else list(getattr(model, "peft_config", {}).values())
-    methods = tuple(str(getattr(x, "peft_type", "")) for x in adapters)
-    others = ("is_prompt_learning", "alora_invocation_tokens")
-    if any(x.endswith(("SHADOW", "XLORA", "LILY")) for x in methods) or any(
-        getattr(x, name, None) for x in adapters for name in others
-    ):
+    methods, others = ("SHADOW", "XLORA", "LILY"), ("is_prompt_learning", "alora_invocation_tokens")
+    refused = [str(getattr(x, "peft_type", "")).endswith(methods) for x in adapters]
+    refused += [bool(getattr(x, name, None)) for x in adapters for name in others]
+    if any(refused):
         return (
             f"{name} puts learned tokens before a prompt (prompt or prefix tuning), reads it twice "
             f"(Shadow, X-LoRA), or by what each call holds (activated LoRA, Lily), which gracekv "
