@@ -192,9 +192,9 @@ def _encode_parts(
     for number, piece in enumerate(pieces):
         first = special and number == 0
         if piece or first:
-            new = list(tokenizer(piece, add_special_tokens=first, truncation=False)["input_ids"])
-            later = any(pieces[:number])
-            ids += continued(tokenizer, piece) if later else _without_eos(tokenizer, new, first)
+            how, begun = {"add_special_tokens": first, "truncation": False}, any(pieces[:number])
+            new = continued(tokenizer, piece) if begun else tokenizer(piece, **how)["input_ids"]
+            ids += _without_eos(tokenizer, list(new), first)
         starts.append(len(ids))
     return ids, starts[:3]
 
