@@ -31,10 +31,12 @@ class Projection:
     def columns(self) -> Tensor | None:
         """The weight [D, H d], of a sharded layer this process's columns; None if hidden.
 
-        It is hidden where the module can only be called (quantised, offloaded).
+        It is hidden where the module can only be called (quantised, offloaded, with adapters).
         """
         own = own_columns(self.module)
-        return plain_weight(self.module) if own is None else own
+        if own is None:
+            return plain_weight(self.module)
+        return own if type(self.module) is torch.nn.Linear and own.dtype in _DTYPES else None
 
     def weight(self, like: Tensor) -> Tensor:
         """[D, H d]: `columns`, or what the module makes of unit vectors.
@@ -45,17 +47,30 @@ class Projection:
         if self.columns is not None:
             return self.columns
         unit = torch.eye(self.width, dtype=like.dtype, device=like.device)
-        return torch.cat([self(rows) for rows in unit.split(_ROWS)]).T
+        steps = (getattr(self.module, name, None) for name in ("input_scale", "activation_scale"))
+        # Inputs of calibrated layers are rounded to this step, and end at some hundred of them.
+        step = next((x.detach().max() for x in steps if x is not None), None)
+        size = 1.0 if step is None else 16 * step.to(like)
+        return torch.cat([self(rows * size) / size for rows in unit.split(_ROWS)]).T
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[.., D] of rows [.., H d]."""
-        own, columns = own_columns(self.module), self.columns
+        columns = self.columns
         if columns is not None:
             # Under autocast they may differ.
             rows = rows.to(columns.dtype)
-        if own is not None:
-            # The layer itself would add up what all processes make of their columns.
-            return rows @ own.mT
+        if own_columns(self.module) is None:
+            return self._called(rows)
+        # The layer itself adds up what all processes make of their columns.
+        if columns is not None:
+            return rows @ columns.mT
+        mesh = self.module.weight.device_mesh
+        own, others = mesh.get_local_rank(), torch.zeros_like(rows)
+        # Each process in turn, beside zeros of the others.
+        turns = [self._called(rows if x == own else others) for x in range(mesh.size())]
+        return turns[int(own)]
+
+    def _called(self, rows: Tensor) -> Tensor:
         # As the model calls it: some quantised layers take nothing else.
         flat = rows.reshape(1, -1, rows.shape[-1])
         projected: Tensor = self.module(flat)

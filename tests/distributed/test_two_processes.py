@@ -3,8 +3,10 @@
 import re
 
 import pytest
+import torch
 
 import gracekv
+from gracekv.value.output_projection import OutputProjection
 from support import sharded_process
 from support.sharded_books import facts
 from support.sharded_results import assert_same, whole
@@ -18,6 +20,14 @@ def found(folder):
 @pytest.mark.parametrize("name", sharded_process.RECIPES[:2])
 def test_each_keeps_its_heads_of_what_one_process_keeps(name, model, found):
     assert_same([x[name] for x in found], facts(whole(model, pipeline=name)), 2)
+
+
+def test_sensitivities_are_those_of_a_sharded_layer_with_its_adapter(model, found):
+    want = torch.tensor(sharded_process.adapted_sensitivity(model))
+    plain = OutputProjection()(gracekv.capture(model, sharded_process.PROMPTS[0]))
+    assert (want - plain).abs().max() > 0.1
+    got = torch.cat([torch.tensor(x["adapted"]) for x in found], dim=1)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_saved_by_two_and_loaded_by_one_and_by_two(model, found, folder):

@@ -91,6 +91,16 @@ class Scaled(torch.nn.Linear):
         return torch.nn.functional.linear(x, self.plain().to(x.dtype), self.bias)
 
 
+class Calibrated(Eight):
+    """As layers of 8-bit activations: an input has at most 127 steps of a known size."""
+
+    input_scale = torch.tensor([1 / 256])
+
+    def forward(self, x):
+        steps = (x / self.input_scale).round().clamp(-127, 127)
+        return super().forward(steps * self.input_scale)
+
+
 class Adapted(torch.nn.Module):
     """As LoRA layers: the base's weight under the usual name, and more in the forward pass."""
 
@@ -152,6 +162,12 @@ def test_norms_are_those_of_the_weight_in_effect(kind, bias):
         want = sum((values[group] @ part.T).abs().sum(-1) for part in parts) / 3
         torch.testing.assert_close(got[group], want, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(plain, got, rtol=1e-4, atol=1e-4)
+
+
+def test_unit_vectors_do_not_leave_what_a_layer_is_calibrated_for():
+    linear, like = torch.nn.Linear(24, 10), torch.zeros(0)
+    plain = Eight(linear).plain()
+    torch.testing.assert_close(seen(Calibrated(linear)).weight(like), plain)
 
 
 def test_quantised_embeddings_say_what_the_cache_holds():

@@ -28,6 +28,7 @@ import gracekv
 from gracekv.distributed import connect
 from gracekv.distributed.sharding import check_sharding
 from gracekv.errors import GracekvError, NonFiniteError
+from gracekv.value.output_projection import OutputProjection
 from gracekv.vllm import export
 from support.free_port import free_port
 from support.sharded_books import (
@@ -50,6 +51,29 @@ PROMPTS = [
     for length in (180, 150)
 ]
 RECIPES = ("gracekv-plus", "gracekv", "gracekv-agnostic", "snapkv", "pyramidkv", "global-eviction")
+
+
+class Thrice(torch.nn.Module):
+    """As an adapter over a sharded layer: the base's weight under the usual name, and more."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    weight = property(lambda self: self.base.weight)
+    bias = property(lambda self: self.base.bias)
+
+    def forward(self, x):
+        return 3 * self.base(x)
+
+
+def adapted_sensitivity(model):
+    """Of the heads of a model whose first layer is `Thrice`."""
+    attention = model.get_decoder().layers[0].self_attn
+    attention.o_proj = Thrice(attention.o_proj)
+    found = OutputProjection()(gracekv.capture(model, PROMPTS[0]))
+    attention.o_proj = attention.o_proj.base
+    return found.tolist()
 
 
 def sharded_by_two(folder, rank):
@@ -114,6 +138,7 @@ def few_checks(model, folder, rank):
     one, found = PROMPTS[0], {}
     for name in RECIPES[:2]:
         found[name] = facts(gracekv.compress(model, one, ratio=RATIO, pipeline=name))
+    found["adapted"] = adapted_sensitivity(model)
     gracekv.compress(model, one, ratio=RATIO).save(folder / "shared.safetensors")
     found["loaded"] = facts(gracekv.load(folder / "shared.safetensors", model))
     found["other budget"] = message(lambda: gracekv.compress(model, one, ratio=2 + rank))
