@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gracekv.backends import AttentionStep
 from gracekv.errors import CacheError
@@ -55,7 +55,7 @@ def set_attention(model: Any) -> None:
     with model_lock(model):
         name = next(name for name, base in ATTACHED.items() if base == base_attention(model))
         if decoder.config._attn_implementation != name:
-            decoder.set_attn_implementation(name)
+            decoder.config._attn_implementation = name
         _attached.add(model)
         if not _hooks(model):
             model.get_decoder().register_forward_pre_hook(before_forward, with_kwargs=True)
@@ -79,7 +79,7 @@ def detach(model: Any) -> None:
         others = [x for x in map(own_decoder, _attached) if x is not own]
         shared = any(x.config is own.config for x in others)
         if own.config._attn_implementation in ATTACHED and not shared:
-            own.set_attn_implementation(base_attention(model))
+            own.config._attn_implementation = base_attention(model)
         # Last: a call that was interrupted can be made again.
         _attached.discard(model)
 
@@ -141,7 +141,10 @@ def attention(
     if not isinstance(key, PackedStates):
         # sdpa does not cap logits and knows no sinks.
         own = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
-        plain = _eager if own or base == "eager" else sdpa_attention_forward
+        plain = _eager
+        if not own and base == "sdpa":
+            # Users may have registered a function of their own under this name.
+            plain = ALL_ATTENTION_FUNCTIONS.get_interface(base, _eager)
         kwargs |= {"scaling": scaling, "dropout": dropout}
         return plain(module, query, key, value, attention_mask, **kwargs)
     if dropout:

@@ -170,12 +170,13 @@ def patched_attention(model: Any, attend: Callable[[AttentionCall], Any]) -> Ite
 
         def undo() -> None:
             entry.reading = reading
-            decoder.set_attn_implementation(before)
+            decoder.config._attn_implementation = before
 
         with uncompiled(), undone(undo):
             entry.others = attention_function(model, before), masks[before]
             entry.reading = threading.get_native_id(), attention, masks[base]
-            decoder.set_attn_implementation(entry.name)
+            # Its `set_attn_implementation` reads source files, which packed programs lack.
+            decoder.config._attn_implementation = entry.name
             yield
 
 
@@ -188,9 +189,10 @@ def base_attention(model: Any) -> str:
         name = str(own_decoder(model).config._attn_implementation)
     name = ATTACHED.get(name, name)
     if name not in BASE_ATTENTION:
+        known = BASE_ATTENTION if own_decoder(model)._supports_sdpa else BASE_ATTENTION[1:]
         raise UnsupportedModelError(
             f"The model's attention implementation is {name!r}; gracekv works on top of "
-            f"{' or '.join(BASE_ATTENTION)}. Call model.set_attn_implementation('sdpa') first."
+            f"{' or '.join(known)}. Call model.set_attn_implementation({known[0]!r}) first."
         )
     if name == "sdpa" and getattr(own_decoder(model).config, "attn_logit_softcapping", None):
         raise UnsupportedModelError(
@@ -202,12 +204,12 @@ def base_attention(model: Any) -> str:
 
 def attention_function(model: Any, base: str) -> Any:
     """The function that the model's attention modules call for `base`."""
-    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     # "eager" is not in transformers' table: each modeling file has its own.
     modules = map(attention_module, model.get_decoder().layers)
     eager = own_eager(next(x for x in modules if x is not None))
-    return AttentionInterface().get_interface(base, eager)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)
 
 
 def own_eager(module: Any) -> Any:

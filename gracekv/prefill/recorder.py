@@ -81,7 +81,16 @@ class Recorder:
             self._rotations.append(_table(rotation))
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys [G, T, d], values [G, T, d] and queries [H, n, d] of a layer."""
+        """Keys [G, T, d], values [G, T, d] and queries [H, n, d] of a layer.
+
+        Raises `UnsupportedModelError` if the layer has not attended by the function it was given.
+        """
+        if layer not in self.keys:
+            raise UnsupportedModelError(
+                f"Layer {self._layers[layer].number} of this model does not call transformers' "
+                f"attention function, so gracekv cannot read its keys and queries. Undo what "
+                f"replaced the forward of its attention."
+            )
         return self.keys[layer], self.values[layer], self.queries[layer]
 
     def fields(self) -> dict[str, Any]:

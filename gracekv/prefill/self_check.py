@@ -121,8 +121,8 @@ def self_check(model: Any) -> None:
     remember_rotations(model, rotations)
     _passed.add(model)
     warnings.warn(
-        f"The model family {family!r} is not tested with gracekv. A short random prompt gave what "
-        f"the model itself gives, so it is used; compare some answers at ratio=1.",
+        f"{type(model).__name__} of family {family!r} is not tested with gracekv. A short random "
+        f"prompt gave what the model itself gives, so it is used; compare some answers at ratio=1.",
         UntestedModelWarning,
         stacklevel=5,
     )

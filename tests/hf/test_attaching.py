@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 from transformers import StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import gracekv
@@ -14,6 +16,8 @@ from gracekv.errors import CacheError, UnsupportedModelError
 from gracekv.hf import attach, detach
 from gracekv.prefill import supported
 from gracekv.testing.models import tiny_llama, tiny_model
+
+PROMPT = gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
 
 
 def test_importing_hf_registers_the_task_and_the_attention_of_attached_models():
@@ -148,6 +152,30 @@ def test_detaching_a_copy_leaves_nothing_and_the_original_as_it_is():
     attach(wrapper := torch.compile(copied, backend="eager"))
     detach(copied)
     assert wrapper.config._attn_implementation == "sdpa"
+
+
+def test_a_users_own_sdpa_is_called_before_and_after(monkeypatch):
+    calls, model = [], tiny_llama()
+
+    def own(*args, **kwargs):
+        calls.append(len(calls))
+        return sdpa_attention_forward(*args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", own)
+    for run in (model, lambda ids: gracekv.capture(model, PROMPT), model):
+        run(PROMPT.ids[None])
+        assert len(calls) == len(model.model.layers)
+        calls.clear()
+        attach(model)
+
+
+def test_a_program_without_source_files_attaches_and_reads(monkeypatch):
+    model = tiny_llama()
+    want = gracekv.compress(model, PROMPT, ratio=2).generate_ids(3)
+    detach(model)
+    # It reads the file that the class comes from.
+    monkeypatch.setattr(type(model.model), "_can_set_attn_implementation", lambda *_: False)
+    assert torch.equal(gracekv.compress(model, PROMPT, ratio=2).generate_ids(3), want)
 
 
 def test_a_block_refuses_what_is_no_model_and_leaves_others_as_they_are():

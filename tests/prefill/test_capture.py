@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from gracekv.errors import MissingCaptureError, NonFiniteError, PromptError, UnsupportedModelError
 from gracekv.hf import attach
@@ -11,7 +12,7 @@ from gracekv.hf.capture import capture
 from gracekv.prefill import Needs
 from gracekv.prefill.fingerprint import differences, fingerprint
 from gracekv.prefill.prompt import Prompt
-from gracekv.testing.models import tiny_llama
+from gracekv.testing.models import tiny_llama, tiny_model
 from support.capture_state import state
 from support.prompts import random_prompt
 
@@ -68,9 +69,41 @@ def flex():
     return model
 
 
+def another_forward():
+    """As some patches for speed leave a model: attention calls torch itself."""
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    return model
+
+
+class Normed(LlamaAttention):
+    """Under the name of a tested family, keys that no rotation makes."""
+
+    def forward(self, hidden_states, position_embeddings, **kwargs):
+        cos, sin = position_embeddings
+        return super().forward(hidden_states, (1.5 * cos, sin), **kwargs)
+
+
+def another_attention():
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Normed
+    return model
+
+
+def unsupported_sdpa():
+    model = tiny_model("gpt_oss", attention="eager")
+    model.config._attn_implementation_internal = "flex_attention"
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (another_forward, "does not call transformers' attention function"),
+        (another_attention, "Layer 0 of .* rotates its keys in a way other than"),
+        (unsupported_sdpa, r"set_attn_implementation\('eager'\)"),
         (another_rope, "RoPE variant 'spiral'"),
         (flex, r"set_attn_implementation\('sdpa'\)"),
         (lambda: torch.nn.Linear(2, 2), "causal language model .*; got Linear"),
