@@ -140,7 +140,8 @@ def compress(
     places = [os.path.realpath(x) for x in (context, save, report) if x is not None]
     if len({*places}) < len(places):
         raise ConfigError("--context, --save and --report need a file each; two are the same.")
-    for out in filter(None, (save, report)):
+    # Twice: the folder of one may be the other.
+    for out in filter(None, (save, report, save)):
         check_output(out)
     # Imported here, since they take seconds, which a mistyped path should not cost.
     from rich.console import Console

@@ -170,9 +170,17 @@ def _measures(metric: str) -> list[Measure]:
 
 def _tables(rows: list[Row], measures: list[Measure], against: str | None, format: str) -> str:
     from gracekv.evaluate.formats import FORMATS, footer
+    from gracekv.evaluate.measures import MEASURES
     from gracekv.evaluate.tables import make_tables
 
-    texts = [FORMATS[format](make_tables(rows, x, against), x) for x in measures]
+    tables = [make_tables(rows, x, against) for x in measures]
+    held = [name for name, x in MEASURES.items() if any(x.read(row) is not None for row in rows)]
+    if held and not any(tables):
+        raise ConfigError(
+            f"No row holds {', '.join(x.name for x in measures)}. Give --metric what they hold: "
+            f"{', '.join(held)}."
+        )
+    texts = [FORMATS[format](table, x) for table, x in zip(tables, measures, strict=True)]
     if format == "markdown":
         return "\n".join([*texts, footer(rows)])
     # One header for all.

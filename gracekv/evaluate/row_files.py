@@ -52,8 +52,9 @@ class RowFile(AbstractContextManager["RowFile"]):
         try:
             self._lock()
             data = self.path.read_bytes()
-            # A line that was torn off by a crash goes.
-            if (end := data.rfind(b"\n") + 1) < len(data):
+            if _is_whole(data[(end := data.rfind(b"\n") + 1) :]):
+                self._file.write(b"\n")
+            elif end < len(data):
                 self._file.truncate(end)
         except BaseException:
             self._file.close()
@@ -119,7 +120,7 @@ def read_rows(folder: Path) -> list[Row]:
             lines = path.read_bytes().split(b"\n")
         except OSError as error:
             raise ConfigError(f"Cannot read the rows in {path}: {error}.") from error
-        for number, line in enumerate(lines[:-1], 1):
+        for number, line in enumerate(lines if _is_whole(lines[-1]) else lines[:-1], 1):
             try:
                 rows.append(_row(line))
             except (ValueError, RecursionError) as error:
@@ -128,6 +129,14 @@ def read_rows(folder: Path) -> list[Row]:
                     f"that line; its cell will then be run again."
                 ) from error
     return rows
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether a file's last line, which no line break ends, is a row; a crash leaves half of it."""
+    try:
+        return bool(_row(line))
+    except (ValueError, RecursionError):
+        return False
 
 
 def note_marks(row: Mapping[str, Any], known: dict[tuple[str, str], Any]) -> None:

@@ -142,8 +142,8 @@ def make_tables(rows: Sequence[Row], measure: Measure, against: str | None = Non
         # Given texts, which have no length, are the same with every seed.
         sample = (row["task"], row["seed"] if row["length"] else 0, row["index"])
         found.setdefault(title, {}).setdefault((row["method"], row["column"]), {})[sample] = value
-    known = {method for values in found.values() for method, _ in values}
-    if against is not None and found and against not in known:
+    known = {row["method"] for row in rows}
+    if against is not None and known and against not in known:
         others = ", ".join(sorted(known))
         raise ConfigError(f"No rows of the method {against!r}. Methods: {others}.")
     return [_table(title, values, against) for title, values in found.items()]

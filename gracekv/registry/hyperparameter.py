@@ -110,8 +110,17 @@ def check_values(cls: type, values: Mapping[str, Any]) -> None:
 # A compression reads dozens of strategies; a class's annotations stay as they are.
 @functools.cache
 def typed_fields(cls: type) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
-    """The fields of a dataclass, each with its evaluated type."""
-    hints = typing.get_type_hints(cls)
+    """The fields of a dataclass, each with its evaluated type.
+
+    Raises `ConfigError` for annotations that cannot be evaluated.
+    """
+    try:
+        hints = typing.get_type_hints(cls)
+    except NameError as error:
+        raise ConfigError(
+            f"The annotations of {cls.__name__} cannot be read: {error}. Import what they name "
+            f"outside of `if TYPE_CHECKING:`."
+        ) from error
     return tuple((field, hints[field.name]) for field in dataclasses.fields(cls))
 
 

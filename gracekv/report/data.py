@@ -23,10 +23,12 @@ from gracekv.report.entries import KeptEntries, Result, check_result, kept_entri
 _INCOMPLETE = "\ufffd"
 
 
+_MODEL = ("model_class", "config", "weights")
 # Properties that results shown side by side must share.
 _SAME: dict[str, Callable[[Result], object]] = {
     "token ids": lambda result: result.prompt.ids.tolist(),
     "contexts": lambda result: result.prompt.spans,
+    "models": lambda result: {n: result._run.fingerprint.get(n) for n in _MODEL},
     "layers and KV heads": lambda result: tuple(result._run.accounting.entries.shape),
 }
 

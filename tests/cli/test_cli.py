@@ -231,6 +231,8 @@ def test_outputs_are_checked_before_the_model_is_loaded(refused, story, calls, t
     for place in (tmp_path, tmp_path / "file" / "out", "/dev/full", "/proc/nothing/out"):
         err = refused("compress", "--context", story, "--question", "Who?", option, place)
         assert err.startswith("OutputError: Cannot write to")
+    inside = ["--save", tmp_path / "new", "--report", tmp_path / "new" / "page.html"]
+    assert "it is a folder" in refused("compress", "--context", story, *inside)
     assert not calls
 
 

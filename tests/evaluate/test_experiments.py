@@ -8,7 +8,7 @@ from gracekv.evaluate import Experiment, read_rows
 from gracekv.evaluate.experiment import parse_method, split_methods, sweep
 from gracekv.evaluate.runner import Shard, parse_shard
 from gracekv.pipeline import Pipeline
-from support.evaluation_rows import written
+from support.evaluation_rows import row, written
 
 FLAT = {"model": "tiny", "tasks": ["retrieval"], "ratios": [1.5, 8], "entries": [64]}
 
@@ -103,6 +103,13 @@ def test_shards():
     for bad in ("4/4", "1", "a/b", "-1/2"):
         with pytest.raises(ConfigError, match="A shard is i/n"):
             parse_shard(bad, {})
+
+
+def test_a_table_of_a_metric_or_method_that_no_row_holds_is_refused(refused, tmp_path):
+    written(tmp_path, [row("ours", "2x", 0, 1.0)])
+    shown = "table", tmp_path, "--metric", "construction"
+    assert "No row holds construction. Give --metric what they hold: score, kl" in refused(*shown)
+    assert "No rows of the method 'our'. Methods: ours." in refused(*shown, "--against", "our")
 
 
 def test_the_commands_from_model_to_table(cli, refused, model_folder, small_data, tmp_path):

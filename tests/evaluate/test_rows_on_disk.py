@@ -51,6 +51,15 @@ def test_a_torn_line_is_ignored_and_then_cut_off(tmp_path):
     assert path.read_bytes().count(b"\n") == 2
 
 
+def test_a_whole_last_line_counts_though_an_editor_left_out_its_end(tmp_path):
+    path = written(tmp_path, [keyed("a"), keyed("b")]) / "rows-main.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert [row["key"] for row in read_rows(tmp_path)] == ["a", "b"]
+    with RowFile(tmp_path) as file:
+        file.append(keyed("next"))
+    assert [row["key"] for row in read_rows(tmp_path)] == ["a", "b", "next"]
+
+
 def test_a_second_writer_of_one_file_is_refused(tmp_path, monkeypatch):
     with RowFile(tmp_path):
         with pytest.raises(ConfigError, match="Another process is writing"):

@@ -1,6 +1,6 @@
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
@@ -211,6 +211,15 @@ def test_classes_that_make_no_strategy_are_refused(cls, message):
     assert "new" not in TOYS
     with pytest.raises(ConfigError, match=r"as in @register\('mine'\); got "):
         TOYS.register(cls)
+
+
+def test_annotations_that_only_a_type_checker_can_read_are_named():
+    @TOYS.register("checked")
+    class Checked(Toy):
+        scales: "ClassVar[Nowhere]" = ()  # noqa: F821
+
+    with pytest.raises(ConfigError, match=r"annotations of Checked .*'Nowhere'"):
+        Checked()
 
 
 def test_a_pipeline_holds_registered_strategies():

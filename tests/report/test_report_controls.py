@@ -152,6 +152,15 @@ def test_search_finds_words_and_numbers(page, data):
     assert f"#{data.spans.length - 1}" in page.locator("#found").inner_text()
 
 
+def test_a_letter_whose_lower_case_is_longer_hides_no_match(opened, make, words):
+    result = make("snapkv", 3, tokenizer=words({4: " İzmir", 7: " Alice", 9: " Alice"}))
+    page = opened(ReportData.of({"a": result}))
+    for count in (1, 2):
+        page.fill("#query", "Alice")
+        page.press("#query", "Enter")
+        assert page.locator("#found").inner_text().startswith(f"{count} of 2")
+
+
 def test_layers_are_numbered_as_in_the_model_and_all_is_printed(opened, make):
     result = make("snapkv", 3, context=2000)
     others = (SimpleNamespace(number=0, beside_entries=False),)

@@ -163,7 +163,7 @@ function showTip(event) {
 }
 
 function followSearch(report, repaint, chooseToken) {
-  let plain = null;
+  let lower = null;
   byId("find").addEventListener("submit", (event) => {
     event.preventDefault();
     const query = byId("query").value;
@@ -179,10 +179,10 @@ function followSearch(report, repaint, chooseToken) {
       return;
     }
     if (!query) return;
-    plain ??= report.text.toLowerCase();
+    lower ??= report.text.toLowerCase();
     // A few letters change their length with their case, and then places would not agree.
-    const same = plain.length === report.text.length;
-    if (!same) plain = report.text;
+    const same = lower.length === report.text.length;
+    const plain = same ? lower : report.text;
     const words = same ? query.toLowerCase() : query;
     const places = [];
     for (let at = plain.indexOf(words); at >= 0; at = plain.indexOf(words, at + words.length)) places.push(at);
