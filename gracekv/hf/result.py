@@ -188,7 +188,6 @@ class CompressionResult(BaseResult):
             CacheError: the passage ends beyond the model's sliding window or where its RoPE
                 changes; its attention logits are capped, or its queries scaled by their positions.
             ConfigError: the pipeline runs the model a second time, which needs the whole context.
-            MissingCaptureError: the passage is shorter than the pipeline's observation window.
             CaptureMemoryError: memory ran out.
             NonFiniteError: as `gracekv.capture` does.
             RankError: as for `gracekv.compress`, on a model whose heads are spread over processes.

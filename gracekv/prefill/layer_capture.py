@@ -108,6 +108,9 @@ class CaptureInfo:
 class LayerCapture:
     """One layer of a captured sequence: G KV heads, H query heads, T tokens, n captured queries.
 
+    After packed entries (`spans.past` > 0) keys, values and queries have 8 more coordinates than d:
+    `[..., : info.entry_dim]` leaves them out.
+
     Attributes:
         info: facts of the whole sequence.
         number: 0-based, among the compressed layers.

@@ -45,7 +45,9 @@ class TokenRun:
 
     The runs of a layer ascend without gaps and together cover every token of [past, T) once. The
     driver chooses their lengths and the order of layers: each run may go through all layers before
-    the next run, or one layer may finish before the next layer begins. Keys and values cover all
+    the next run, or one layer may finish before the next layer begins. Where the tokens follow
+    packed entries (`spans.past` > 0, in `extend` and chats), queries, keys and values have 8 more
+    coordinates than d, by which queries count the tokens of an entry. Keys and values cover all
     tokens up to the end of the run; the other tensors cover the run. Tensors are lent: copy what
     you keep, since they may be overwritten when `add` returns.
 
