@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedEntries
 from gracekv.kernels import ragged
 from gracekv.testing.attention import TOLERANCES, relative_error
 from gracekv.vllm.context_attention import Asking
 from gracekv.vllm.context_batch import last_pages
 from gracekv.vllm.stored_context import StoredContext
 from support import paged_reference as reference
+from support.quantised_layers import layer_of
 
 LAYOUTS = ("heads first", "tokens first", "layers inside")
 """Of a block in memory: [G, block, 2d], [block, G, 2d], or the first with gaps between blocks."""
@@ -82,18 +83,11 @@ def paged_step(
     """
     rng = torch.Generator().manual_seed(seed)
     heads = len(next(iter(contexts.values())))
-
-    def entries(lengths: Sequence[int]) -> RaggedEntries:
-        count = sum(lengths)
-        keys, values = torch.randn(2, count, dim, generator=rng).to(device, dtype)
-        log_m = torch.rand(count, generator=rng).to(device)
-        offsets = ragged.offsets(torch.tensor(lengths))
-        return RaggedEntries(keys, values, torch.arange(count).int().to(device), log_m, offsets)
-
+    entries = partial(layer_of, rng, dim=dim, dtype=dtype, device=device)
     stored = {
         name: StoredContext(
             SimpleNamespace(digest=name),  # type: ignore[arg-type]
-            (entries([1] * heads), entries(lengths)),
+            (entries([1] * heads), entries(list(lengths))),
         )
         for name, lengths in contexts.items()
     }

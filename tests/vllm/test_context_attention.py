@@ -8,7 +8,6 @@ import torch
 
 pytest.importorskip("numba")
 
-from gracekv.cache.base import RaggedEntries
 from gracekv.errors import ShapeError
 from gracekv.kernels import ragged
 from gracekv.testing.attention import TOLERANCES, relative_error
@@ -17,18 +16,11 @@ from gracekv.vllm.context_attention import Asking, LayerCall
 from gracekv.vllm.context_batch import Division, last_pages, plan_batch
 from gracekv.vllm.stored_context import StoredContext
 from support import paged_reference as reference
+from support.quantised_layers import layer_of
 
 HEADS, GROUP, DIM, BLOCK = 2, 3, 16, 32
 # Rows of a step: context or None, tokens of the sequence, tokens of it that are new.
 ROWS = [("a", 70, 1), (None, 40, 40), ("b", 33, 33), ("a", 1, 1), ("b", 200, 90), (None, 9, 1)]
-
-
-def layer_of(lengths, rng, dtype):
-    offsets = ragged.offsets(torch.tensor(lengths))
-    entries = int(offsets[-1])
-    keys, values = torch.randn(2, entries, DIM, generator=rng).to(dtype)
-    log_m = torch.rand(entries, generator=rng)
-    return RaggedEntries(keys, values, torch.arange(entries).int(), log_m, offsets)
 
 
 class Engine:
@@ -63,7 +55,7 @@ class Step:
         self.contexts = {
             name: StoredContext(
                 SimpleNamespace(digest=name),
-                (layer_of([3, 5], rng, dtype), layer_of(n, rng, dtype)),
+                tuple(layer_of(rng, lengths, DIM, dtype) for lengths in ([3, 5], n)),
             )
             for name, n in {"a": [1500, 0], "b": [7, 300]}.items()
         }
