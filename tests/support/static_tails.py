@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 
-import gracekv
+from support.batches import prompts_of
 
 
 def prompts(*lengths):
-    rng = torch.Generator().manual_seed(0)
-    ids = [torch.randint(0, 97, (length,), generator=rng) for length in lengths]
-    return [gracekv.Prompt.from_ids(x, (2, len(x) - 9), question_end=len(x) - 3) for x in ids]
+    return prompts_of(spans=[(length, 2, length - 9) for length in lengths])
 
 
 def steps(model, cache, ids):
