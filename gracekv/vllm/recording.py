@@ -97,7 +97,7 @@ class Recording:
         if before is not None:
             self._record.follow(past_of(before, places=places), None)
         # As in a capture, only differences of positions matter, and places of `past` have none.
-        self._rope, self._unrotated = served.rope(length, device, places), served.unrotated()
+        self._rope, self._unrotated = served.rope(length, device, places), self._record.unrotated()
         self.failure: Exception | None = None
         sizes = CaptureSizes.of(served.model)
         self._need = sizes.held(self.spans.length, len(positions)) // shard.ranks

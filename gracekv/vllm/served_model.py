@@ -138,14 +138,10 @@ class ServedModel:
     def rope(self, length: int, device: torch.device, places: int = 0) -> Rope:
         """The rotations of positions 0..length - 1 after `places` rows of position 0."""
         ropes = rotations_up_to(self.model, length - 1)
-        rope = next((x for n, x in enumerate(ropes) if n not in self.unrotated()), ropes[0])
+        pairs = zip(model_layers(self.model), ropes, strict=True)
+        rope = next((x for layer, x in pairs if layer.rotation != "none"), ropes[0])
         at = torch.arange(-places, length).clamp(min=0)
         return Rope(rope.cos[at].to(device), rope.sin[at].to(device), rope.interleaved)
-
-    def unrotated(self) -> frozenset[int]:
-        """Layers without RoPE."""
-        layers = enumerate(model_layers(self.model))
-        return frozenset(number for number, layer in layers if layer.rotation == "none")
 
 
 def check_served(model: Any) -> None:
