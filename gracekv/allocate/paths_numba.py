@@ -11,8 +11,6 @@ from gracekv.allocate import paths
 from gracekv.kernels.compiled import cached
 
 _NUMBERS = types.int64[::1]
-_GIVEN = (*(_NUMBERS,) * 4, types.int64, _NUMBERS, types.boolean[::1], _NUMBERS)
-buy_paths: Callable[..., None] = cached(
-    partial(njit, types.void(*_GIVEN), nogil=True), paths.buy_paths
-)
+_KIND = types.void(*(_NUMBERS,) * 4, types.int64, _NUMBERS, types.boolean[::1], _NUMBERS)
+buy_paths: Callable[..., None] = cached(partial(njit, _KIND, nogil=True), paths.buy_paths)
 """As `gracekv.allocate.paths.buy_paths`."""

@@ -71,13 +71,11 @@ def _grow_all(
     return {name: nodes.pop(name)[order] for name in list(nodes)}, drop
 
 
-def _forest(
-    context: TreeContext, nodes: dict[str, Tensor], drop: Tensor, exact_roots: bool
-) -> Forest:
+def _forest(context: TreeContext, nodes: dict[str, Tensor], drop: Tensor, exact: bool) -> Forest:
     prefill, trees, device = context.prefill, len(drop), drop.device
     count, distortion = nodes["child_count"], nodes["distortion"]
     entries = torch.ones_like(count)
-    if exact_roots:
+    if exact:
         # Kept token by token: an entry each, without distortion.
         entries[:trees] = (nodes["end"] - nodes["start"])[:trees]
         distortion[:trees] = 0.0

@@ -141,9 +141,7 @@ class NumbaSplitter(Splitter):
         cuts = self._cuts(nodes, SPLIT, {"node_cost": distortion.contiguous()})
         return Split.of_cuts(nodes, *cuts)
 
-    def _cuts(
-        self, nodes: Nodes, mode: int, tensors: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _cuts(self, nodes: Nodes, mode: int, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
         low, high = torch.empty_like(nodes.tree), torch.empty_like(nodes.tree)
         part_costs = torch.empty(len(low), 2, dtype=torch.float64)
         tensors = self._tensors | tensors | {"low": low, "high": high, "part_costs": part_costs}
