@@ -56,15 +56,13 @@ def pick(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
 def sums_of_four(builder: Any, vectors: list[Any]) -> Any:
     """<4 x float>: the sums of four <16 x float>."""
     low, high = list(range(8)), list(range(8, 16))
-    halves = [builder.fadd(pick(builder, v, v, low), pick(builder, v, v, high)) for v in vectors]
+    sums = [builder.fadd(pick(builder, v, v, low), pick(builder, v, v, high)) for v in vectors]
     # Neighbours are added inside quarters, so that no number crosses a 128-bit lane.
     even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
-    while len(halves) > 1:
-        pairs = zip(halves[::2], halves[1::2], strict=True)
-        halves = [
-            builder.fadd(pick(builder, a, b, even), pick(builder, a, b, odd)) for a, b in pairs
-        ]
-    (last,) = halves
+    while len(sums) > 1:
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        sums = [builder.fadd(pick(builder, a, b, even), pick(builder, a, b, odd)) for a, b in pairs]
+    (last,) = sums
     return builder.fadd(pick(builder, last, last, low[:4]), pick(builder, last, last, low[4:]))
 
 

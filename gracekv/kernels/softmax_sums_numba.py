@@ -119,8 +119,8 @@ def _reduce(
 def _work(args: Any) -> None:
     """Take work items until there are none left."""
     length, dim, count = args.length, args.dim, args.count
-    panels_of_head = (length + _PANEL - 1) // _PANEL
-    padded, exponent = panels_of_head * _PANEL, np.float32(args.power)
+    per_head = (length + _PANEL - 1) // _PANEL
+    padded, exponent = per_head * _PANEL, np.float32(args.power)
     seen = carray(pointer(args.seen), (count,), np.int64)
     weights = carray(pointer(args.weights), (count,), np.float32)
     sinks = carray(pointer(args.sinks), (args.heads, count), np.float32)
@@ -139,9 +139,7 @@ def _work(args: Any) -> None:
         head, part = item % args.heads, args.items - 1 - item // args.heads
         columns = total[head * args.items + part]
         stop = min((part + 1) * _QUERIES, count)
-        panels = args.panels + 4 * (
-            head // (args.heads // args.kv_heads) * panels_of_head * dim * _PANEL
-        )
+        panels = args.panels + 4 * (head // (args.heads // args.kv_heads) * per_head * dim * _PANEL)
         for first in range(part * _QUERIES, stop, block):
             rows = min(block, stop - first)
             queries = args.queries + 4 * (head * count + first) * dim

@@ -59,7 +59,5 @@ def _uploaded(
 
 
 @functools.lru_cache(maxsize=64)
-def _filled(
-    size: int, value: float, dtype: torch.dtype, device: torch.device, stream: int
-) -> Tensor:
-    return torch.full((size,), value, dtype=dtype, device=device)
+def _filled(n: int, value: float, dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
+    return torch.full((n,), value, dtype=dtype, device=device)
