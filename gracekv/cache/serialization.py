@@ -120,12 +120,10 @@ class SavedFile:
             cache = CompressedCache(tuple(layers), header["length"], padding, states)
             return cache, self._tensors("prompts.")
 
-    def _layer(
-        self, number: int, codings: tuple[Coding, ...], device: torch.device
-    ) -> LayerEntries:
+    def _layer(self, index: int, codings: tuple[Coding, ...], device: torch.device) -> LayerEntries:
         """The layer of this number; raises `ShapeError` or `KeyError` if the file holds none."""
         length, sequences = self.header["length"], len(self.header["padding"])
-        prefix = f"layers.{number}."
+        prefix = f"layers.{index}."
         parts = {name.removeprefix(prefix): x for name, x in self._tensors(prefix).items()}
         check_index(parts, length)
         check_numbers(parts)

@@ -158,9 +158,7 @@ def continue_ids(
     return sequences[:, inputs["input_ids"].shape[1] :]
 
 
-def check_one(
-    model: Any, options: dict[str, Any], names: Sequence[str], rule: str, advice: str
-) -> None:
+def check_one(model: Any, options: Any, names: Sequence[str], rule: str, advice: str) -> None:
     """Raise `ConfigError` if one of these settings asks for more than one sequence."""
     for name in names:
         if (count := setting(model, options, name)) not in (None, 1):

@@ -56,7 +56,7 @@ _TRIM = 4
 
 # Known once the last layer was read: states of the layers that are not compressed, wall
 # seconds of the forward pass ("prefill") and of each observer beside it, and the fingerprint.
-_Ending = tuple[tuple[LayerState, ...], Mapping[str | Observer, float], Mapping[str, str]]
+_End = tuple[tuple[LayerState, ...], Mapping[str | Observer, float], Mapping[str, str]]
 
 
 class Reading:
@@ -246,9 +246,7 @@ def _rotation(model: Any, past: Past, places: Tensor) -> tuple[Tensor, Tensor]:
     return rotation_table(model, past.layers[0][0][0], places)
 
 
-def layer_by_layer(
-    reading: Reading, *, each: Callable[[LayerCapture], None], trims: bool
-) -> _Ending:
+def layer_by_layer(reading: Reading, *, each: Callable[[LayerCapture], None], trims: bool) -> _End:
     """Read a layer at a time: `each` is called with every layer once it is whole.
 
     The tensors of a layer are lent: the next layer overwrites them. Queries cannot be computed

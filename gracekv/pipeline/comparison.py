@@ -49,11 +49,11 @@ class Compared:
         return rule(self.relevance.scores if self.received is None else self.received, plan)
 
 
+_Stage = Callable[[str], AbstractContextManager[None]]
+
+
 def compare(
-    pipe: Composition,
-    plan: BudgetPlan,
-    prefill: Prefill,
-    stage: Callable[[str], AbstractContextManager[None]],
+    pipe: Composition, plan: BudgetPlan, prefill: Prefill, stage: _Stage
 ) -> tuple[Prefill, Compared]:
     """Segment, score and grow trees, over all layers.
 

@@ -14,6 +14,7 @@ from gracekv.errors import PromptError
 # it, rarely with a line end or a full stop; the rest serve texts that start with one of those.
 _LEADS = ("a", "\n", ".", "0", "|", "\u4e2d")
 Message = Mapping[str, Any]
+_Parts = tuple[str, str, str, str]  # as `Prompt.parts`
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Of messages, as OpenAI's clients send them."""
 _ONE = "Pass one prompt at a time; for token ids use Prompt.from_ids."
@@ -125,9 +126,7 @@ def check_question(question: object, *, unread: bool = False) -> None:
         raise PromptError("This context consists of messages: begin with chat.send(messages).")
 
 
-def encode(
-    tokenizer: Any, parts: tuple[str, str, str, str], *, special: bool
-) -> tuple[list[int], list[int]]:
+def encode(tokenizer: Any, parts: _Parts, *, special: bool) -> tuple[list[int], list[int]]:
     """Ids of the four parts of a prompt, and the tokens where context, suffix and tail start.
 
     `special`: add the tokenizer's special tokens.
@@ -179,9 +178,7 @@ def continued(tokenizer: Any, text: str) -> list[int]:
     return plain_ids(tokenizer, text) if text else []
 
 
-def _encode_parts(
-    tokenizer: Any, parts: tuple[str, str, str, str], special: bool
-) -> tuple[list[int], list[int]]:
+def _encode_parts(tokenizer: Any, parts: _Parts, special: bool) -> tuple[list[int], list[int]]:
     """Ids of the four parts one after the other, and the tokens where the last three start."""
     before, context, question, tail = parts
     # A trailing blank in the prefix would split off the leading blank of the next word's token.
