@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -202,9 +203,7 @@ class CodedEntries:
         return columns | {x: getattr(self, x) for x in ("positions", "log_multiplicity")}
 
     @classmethod
-    def of_tensors(
-        cls, tensors: Mapping[str, Tensor], coding: Coding, sequences: int
-    ) -> CodedEntries:
+    def of_tensors(cls, tensors: Mapping[str, Tensor], coding: Coding, sequences: int) -> Self:
         """The inverse of `tensors`, of [E, bytes] codes and so on.
 
         Raises `KeyError` if one is missing, `ShapeError` if they do not fit one another.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from gracekv.backends import AttentionBackend, AttentionSpec, Backend
 from gracekv.cache import LayerEntries
@@ -29,9 +29,7 @@ class PackedLayer:
     length: int
 
     @classmethod
-    def all_of(
-        cls, layers: Sequence[LayerEntries], backend: Backend, length: int
-    ) -> list[PackedLayer]:
+    def all_of(cls, layers: Sequence[LayerEntries], backend: Backend, length: int) -> list[Self]:
         """The layers with `backend` resolved for each.
 
         Raises `BackendUnavailableError` if the backend cannot read such a layer.
@@ -40,7 +38,7 @@ class PackedLayer:
         readers = {spec: backend.resolve(spec) for spec in dict.fromkeys(specs)}
         for spec, reader in readers.items():
             reader.require(spec)
-        made: list[PackedLayer] = []
+        made: list[Self] = []
         pairs = zip(specs, layers, strict=True)
         for (reader, _), group in itertools.groupby(pairs, lambda x: (readers[x[0]], x[0].device)):
             alike = [entries for _, entries in group]

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -85,9 +85,7 @@ class ReportData:
     model_layers: tuple[int, ...] = ()
 
     @classmethod
-    def of(
-        cls, results: Mapping[str, Result], answers: Mapping[str, str] | None = None
-    ) -> ReportData:
+    def of(cls, results: Mapping[str, Result], answers: Mapping[str, str] | None = None) -> Self:
         """Collect results of one prompt, keyed by label.
 
         Raises `ReportError` if there is no result, if prompts differ, if an answer has no result,
