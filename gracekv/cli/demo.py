@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -84,10 +83,9 @@ def _trials(console: Console, max_new_tokens: int) -> list[Trial]:
     with console.status("Loading the model (converted on first use)") as status:
         model, tokenizer = load_smollm2()
         document = (files("gracekv") / "data" / DOCUMENT).read_text(encoding="utf-8")
-        asked = partial(
-            gracekv.Prompt.from_chat, tokenizer, question=QUESTION, instruction=INSTRUCTION
-        )
-        prompt, opening = asked(context=document), asked(context=document[:2000])
+        texts: dict[str, Any] = {"question": QUESTION, "instruction": INSTRUCTION}
+        read = (document, document[:2000])
+        prompt, opening = (gracekv.Prompt.from_chat(tokenizer, context=x, **texts) for x in read)
         # The seconds below are then those of a second use.
         status.update("Compiling kernels (once a machine, half a minute)")
         gracekv.compress(model, opening, ratio=2, pipeline="gracekv")

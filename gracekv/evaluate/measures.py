@@ -71,7 +71,7 @@ def _log_kl(row: Row) -> float | None:
     return sum(math.log(max(kl, _LEAST_KL)) for kl in known) / len(known)
 
 
-_KEPT, _BYTES = _share("entries", "spent", "full"), _share("bytes", "kv", "full_kv")
+_KEPT, _SIZE = _share("entries", "spent", "full"), _share("bytes", "kv", "full_kv")
 _ALL = (
     Measure("score", "score x 100", _percent("score"), True, 1),
     Measure("kl", "KL to FullKV, nats", _number("fidelity", "kl"), False, 3),
@@ -79,9 +79,7 @@ _ALL = (
     Measure("dnll", "NLL minus FullKV's, nats", _number("fidelity", "dnll"), False, 3),
     Measure("top1", "top-1 agreement with FullKV, %", _percent("fidelity", "top1"), True, 1),
     Measure("aoe", "attention output error, %", _percent("fidelity", "aoe"), False, 1),
-    Measure(
-        "kv_share", "K and V bytes, % of a full cache (16 bits if quantised)", _BYTES, False, 1
-    ),
+    Measure("kv_share", "K and V bytes, % of a full cache (16 bits if quantised)", _SIZE, False, 1),
     Measure("entry_share", "context entries kept, %", _KEPT, False, 1),
     Measure("construction", "construction, s", _number("construction_seconds"), False, 2),
     Measure("ms_per_token", "ms per token", _number("ms_per_token"), False, 1),

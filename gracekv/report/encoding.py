@@ -7,7 +7,6 @@ numbers are small where possible, such as gaps instead of positions, so that the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,17 +93,15 @@ def _column(parts: dict[str, bytes], number: int, data: ReportData) -> dict[str,
         "accounting": _plain(column.accounting, *_ACCOUNTING),
         "timings": dict(column.timings.as_dict()),
         "hasFloor": entries.floor is not None,
-        "relevance": _relevance(parts, number, data.columns),
+        "relevance": _relevance(parts, number, data),
         "curve": None if curve is None else _plain(curve, *_CURVE),
     }
 
 
-def _relevance(
-    parts: dict[str, bytes], number: int, columns: Sequence[ReportColumn]
-) -> dict[str, Any] | None:
-    if (coded := columns[number].relevance) is None:
+def _relevance(parts: dict[str, bytes], number: int, data: ReportData) -> dict[str, Any] | None:
+    if (coded := data.columns[number].relevance) is None:
         return None
-    everything = sum(x.relevance.codes.numel() for x in columns if x.relevance is not None)
+    everything = sum(x.relevance.codes.numel() for x in data.columns if x.relevance is not None)
     if everything > _RELEVANCE_BYTES:
         layers = [layer.mean(0, keepdim=True) for layer in coded.decoded()]
         coded = CodedRelevance.of(torch.stack(layers))
