@@ -16,17 +16,9 @@ from gracekv.registry import Configurable
 from gracekv.registry.plugins import load_plugins, missing_hint
 
 __all__ = [
-    "DEFAULT",
-    "DEFAULT_WITHOUT_QUESTION",
-    "PAPER",
-    "Recipe",
-    "default",
-    "describe",
-    "find",
-    "label",
-    "names",
-    "register",
-]
+    "DEFAULT", "DEFAULT_WITHOUT_QUESTION", "PAPER", "Recipe", "default", "describe", "find",
+    "label", "names", "register",
+]  # fmt: skip
 
 DEFAULT = "gracekv-plus"
 """The default of `gracekv.compress` and the command line for a known question and a budget in

@@ -192,10 +192,7 @@ OWN: Mapping[str, Recipe] = {
     "gracekv-no-curvature": _without(
         "Uniform slots of 64 tokens and midpoint cuts; extraction stays",
         "w/o CS",
-        {
-            "segment": "uniform",
-            "refine": {"name": "binary_extract", "candidates": 0, "reward": 0.0},
-        },
+        {"segment": "uniform", "refine": {"name": "binary_extract", "candidates": 0, "reward": 0}},
     ),
     "gracekv-no-multiresolution": _without(
         "One prototype a slot or all its tokens, nothing between",

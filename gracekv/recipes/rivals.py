@@ -13,7 +13,7 @@ _PER_HEAD = {"name": "per_head", "remainder": True}
 _RIVAL: Mapping[str, Any] = {**TOKENS, "sensitivity": "none", "quota": _PER_HEAD}
 # Without a recent window: the last token alone stays by itself.
 _LAST: Mapping[str, Any] = {**_RIVAL, "window": {"size": 1, "minimum": 1}}
-_SAFEGUARDED = {**_RIVAL, "quota": {"name": "adaptive_heads", "rule": "safeguard"}}
+_GUARDED = {**_RIVAL, "quota": {"name": "adaptive_heads", "rule": "safeguard"}}
 _MEAN_POOLED = {"name": "window_attention", "pooling": "avg", "kernel": 5}
 _WITHOUT_NORMS = {"name": "expected_attention", "value_norm": False}
 RIVALS: Mapping[str, Recipe] = {
@@ -72,7 +72,7 @@ RIVALS: Mapping[str, Recipe] = {
     "expected-attention": Recipe(
         "Tokens by the attention that unknown future queries are expected to pay them",
         "Devoto et al. 2025, arXiv:2510.00636; as its authors run it, the question is not read",
-        {**_SAFEGUARDED, "value": {"name": "expected_attention", "epsilon": 1e-2}},
+        {**_GUARDED, "value": {"name": "expected_attention", "epsilon": 1e-2}},
     ),
     "kvzip-two-pass": Recipe(
         "One top-k over all heads by attention received while the model repeats the context",
@@ -97,11 +97,7 @@ RIVALS: Mapping[str, Recipe] = {
     "grkv": Recipe(
         "CriticalKV's tokens in equal shares; values and keys by regression",
         "Peng et al. 2026, arXiv:2605.31105; shared recent window",
-        {
-            **_SAFEGUARDED,
-            "value": {"name": "critical", "scorer": _MEAN_POOLED},
-            "fit": "regression",
-        },
+        {**_GUARDED, "value": {"name": "critical", "scorer": _MEAN_POOLED}, "fit": "regression"},
     ),
     "rdkv": Recipe(
         "Tokens at 0, 2, 4, 8 or 16 bits by mean-pooled attention from the prompt's last 32",
