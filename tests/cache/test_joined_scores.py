@@ -46,9 +46,8 @@ def test_a_passage_that_stays_whole_leaves_scores_as_they_are(book):
 
 def test_a_passage_whose_tokens_all_fit_in_fewer_bits_has_scores(book):
     prompt, recipe = book.prompt, "gracekv-agnostic-allocated"
-    longer = gracekv.compress(book.model, prompt, ratio=3, pipeline=recipe).extend(
-        IDS[90:170], ratio=1.2
-    )
+    begun = gracekv.compress(book.model, prompt, ratio=3, pipeline=recipe)
+    longer = begun.extend(IDS[90:170], ratio=1.2)
     assert all(bool(own[-80:].isfinite().all()) for own in by_head(longer))
 
 

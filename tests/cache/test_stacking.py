@@ -12,12 +12,8 @@ from gracekv.errors import ShapeError
 @given(seed=st.integers(0, 2**32 - 1), counts=st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_stacking_and_taking_apart_are_inverse(seed, counts):
     rng = torch.Generator().manual_seed(seed)
-    caches = [
-        RaggedCache(
-            (RaggedEntries.dense(*torch.randn(2, 2, count, 4, generator=rng)),) * 2, length=count
-        )
-        for count in counts
-    ]
+    layers = [RaggedEntries.dense(*torch.randn(2, 2, n, 4, generator=rng)) for n in counts]
+    caches = [RaggedCache((x,) * 2, length=n) for x, n in zip(layers, counts, strict=True)]
     stacked = RaggedCache.stack(caches)
     assert stacked.sequences == len(counts)
     assert stacked.length == max(counts)

@@ -22,9 +22,7 @@ OBSERVED = RepeatedQueries(4096)
 
 def read(seed, group=2, **changes):
     """A prefill whose second reading asks sharp questions, so that problems are well posed."""
-    prefill = synthetic_prefill(
-        layers=2, context=60, question=3, tail=2, dim=8, group=group, seed=seed
-    )
+    prefill = synthetic_prefill(context=60, question=3, tail=2, dim=8, group=group, seed=seed)
     rng = torch.Generator().manual_seed(seed)
     asked = 4 * torch.randn(2, prefill.query_heads, 60, 8, generator=rng)
     return dataclasses.replace(prefill, observed={**prefill.observed, OBSERVED: asked}, **changes)

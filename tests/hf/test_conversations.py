@@ -68,9 +68,7 @@ def test_older_messages_are_compressed_by_themselves(model, book):
 
 def test_a_conversation_that_compresses_itself_grows_less(book):
     for given in (64, {"after": 64}):
-        with pytest.raises(
-            ConfigError, match=r"compact takes a gracekv\.Compaction.*got (int|dict)"
-        ):
+        with pytest.raises(ConfigError, match=r"takes a gracekv\.Compaction.*got (int|dict)"):
             book.chat(compact=given)
     policy = gracekv.Compaction(after=64, ratio=4, recent=2)
     kept = gracekv.Compaction(after=64, ratio=4, recent=2, keep=("user",))

@@ -19,11 +19,9 @@ SEVERAL = GenerationConfig(do_sample=True, num_return_sequences=2)
 SHORT = GenerationConfig(max_new_tokens=2)
 
 
-def asked(tokenizer, question):
+def asked(tokenizer, text):
     """What `from_chat` makes of the same texts: the ids of context and question."""
-    return gracekv.Prompt.from_chat(
-        tokenizer, context=TEXT, instruction="Read.", question=question
-    ).ids
+    return gracekv.Prompt.from_chat(tokenizer, context=TEXT, instruction="Read.", question=text).ids
 
 
 def test_a_prompt_without_a_question_takes_the_recipe_made_for_it(model, book, prompt, tokenizer):

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -125,9 +125,7 @@ def shard(model, devices):
 
     def mover(device):
         def move(module, args, kwargs):
-            return tree_map(
-                lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, (args, kwargs)
-            )
+            return tree_map_only(torch.Tensor, lambda x: x.to(device), (args, kwargs))
 
         return move
 

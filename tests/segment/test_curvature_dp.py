@@ -19,9 +19,7 @@ from support.segmented import by_reference
 seeds = st.integers(0, 2**32 - 1)
 WEIGHTS = ("curvature_weight", "surprisal_weight", "dispersion_weight", "length_weight")
 # Small limits and windows keep the reference's loops short.
-SMALL = CurvatureDP(
-    min_length=3, max_length=9, target_length=5, curvature=Curvature(windows=(2, 3))
-)
+TINY = CurvatureDP(min_length=3, max_length=9, target_length=5, curvature=Curvature(windows=(2, 3)))
 
 
 @settings(max_examples=25)
@@ -37,7 +35,7 @@ def test_every_step_matches_reference(context, recent, weights, cut_cost, seed):
     region = prefill.spans.region(recent)
     # Without any length preference equal totals differ by rounding alone.
     weights = weights | {"length_weight": weights["length_weight"] + 0.1}
-    rule = replace(SMALL, **weights, cut_cost=cut_cost)
+    rule = replace(TINY, **weights, cut_cost=cut_cost)
     kappa, score, profit, bounds = by_reference(prefill, region, rule)
     partition = rule(prefill, region)
     np.testing.assert_allclose(partition.curvature.numpy(), kappa, rtol=1e-9, atol=1e-9)

@@ -65,14 +65,12 @@ def quantised(
     return found
 
 
-def of_mixed_widths(
-    rng: torch.Generator, layer: QuantisedEntries, **fields: Any
-) -> QuantisedEntries:
+def of_mixed_widths(rng: torch.Generator, layer: QuantisedEntries, **more: Any) -> QuantisedEntries:
     """What `layer` says, each entry at 4, 8 or 16 bits by chance."""
     choice = torch.randint(0, 3, (int(layer.lengths.sum()),), generator=rng)
     widths = torch.tensor([4, 8, 16], dtype=torch.uint8)[choice].to(layer.device)
     plain = dequantised(CompressedCache((layer,), 1000, (0,) * layer.sequences))
-    found = AllocatedPrecision(**fields)(plain, [widths]).layers[0]
+    found = AllocatedPrecision(**more)(plain, [widths]).layers[0]
     assert isinstance(found, QuantisedEntries)
     return found
 

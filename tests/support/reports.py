@@ -13,10 +13,8 @@ from gracekv.report.entries import KeptEntries
 _WORDS = (" the", " rabbit", " ran", " away", ".\n", " because", " it", " was", " late", ",")
 
 
-def long_report(
-    tokens: int, *, layers: int, heads: int, ratio: int, columns: int = 2
-) -> ReportData:
-    """Random columns over a context of so many tokens, as scattered and as large as can be.
+def long_report(tokens: int, *, layers: int, heads: int, ratio: int) -> ReportData:
+    """Two random columns over a context of so many tokens, as scattered and as large as can be.
 
     In the first one, half of the entries are merged and reach to the next; others hold single
     tokens.
@@ -26,11 +24,10 @@ def long_report(
         layers: L.
         heads: G.
         ratio: the context keeps `tokens // ratio` entries in each head.
-        columns: how many.
     """
     begin, end = 40, 40 + tokens
     spans = PromptSpans(begin, end, end + 30, end + 40)
-    made = [_column(number, tokens, layers, heads, tokens // ratio) for number in range(columns)]
+    made = [_column(number, tokens, layers, heads, tokens // ratio) for number in range(2)]
     words = tuple(_WORDS[i * i % 10] for i in range(spans.length))
     return ReportData("a model", spans, words, tuple(made))
 

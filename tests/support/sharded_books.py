@@ -51,10 +51,8 @@ def save_models(folder: Path) -> None:
         tiny_model(name, seed=3, **SIZES, **options).save_pretrained(folder / name)
 
 
-def load_model(folder: Path, name: str, **options):
-    return AutoModelForCausalLM.from_pretrained(
-        folder / name, **EAGER.get(name, {}), **options
-    ).eval()
+def load_model(folder: Path, name: str, **how):
+    return AutoModelForCausalLM.from_pretrained(folder / name, **EAGER.get(name, {}), **how).eval()
 
 
 def near_models(folder: Path, name: str):
