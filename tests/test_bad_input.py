@@ -76,9 +76,7 @@ def chat_by(template: str) -> object:
 # fmt: off
 TABLE = {
     "ratio below 1": (lambda: compress(ratio=0.5), BudgetError, "1 keeps all"),
-    "ratio as kvpress counts": (
-        lambda: compress(ratio=0.875), BudgetError, r"compression_ratio=0\.875"
-    ),
+    "ratio of kvpress": (lambda: compress(ratio=0.875), BudgetError, r"compression_ratio=0\.875"),
     "compression_ratio 1": (lambda: compress(compression_ratio=1), BudgetError, "below 1"),
     "ratio NaN": (lambda: run(float("nan")), BudgetError, "finite"),
     "ratio infinite": (lambda: run(float("inf")), BudgetError, "finite"),

@@ -97,18 +97,16 @@ def test_heuristics_below_exact_below_bound(case, elastic):
     assert upper_bound(start, quota, elastic=True) <= upper_bound(start, quota) + slack
 
 
-@given(
-    seed=SEEDS, share=floats(0.05, 0.95), capped=bools(), gains=some(["normal", "ties", "zeros"])
-)
-def test_bound_is_tight_in_a_large_forest(seed, share, capped, gains):
+@given(seed=SEEDS, share=floats(0.05, 0.95), caps=bools(), gains=some(["normal", "ties", "zeros"]))
+def test_bound_is_tight_in_a_large_forest(seed, share, caps, gains):
     forest = random_forest(seed, layers=2, heads=2, slots=150, slot_tokens=12, gains=gains)
     start = Frontier.empty(forest, int(share * int(Operations.of(forest).cost.sum())))
-    result = Lagrangian()(start, torch.full((2, 2), start.budget // 5) if capped else None)
+    result = Lagrangian()(start, torch.full((2, 2), start.budget // 5) if caps else None)
     # What is missing is less than the best tree, once for the budget and once for each quota.
     ops = Operations.of(forest)
     per_tree = torch.zeros(forest.trees, dtype=torch.float64).index_add_(0, ops.tree, ops.gain)
-    assert result.bound - result.utility <= (5 if capped else 1) * float(per_tree.max()) + 1e-6
-    if capped:
+    assert result.bound - result.utility <= (5 if caps else 1) * float(per_tree.max()) + 1e-6
+    if caps:
         assert result.bound <= upper_bound(start) * (1 + 1e-9)
 
 

@@ -79,13 +79,12 @@ def classes_and_functions(files=None):
                 functions.append(_function(node, inside, node.name, _doc(node)))
     by_name = {made.name: made for made in classes}
     for made in classes:
+        place = made.place.partition(":")[0]
         for name, node in made.methods.items():
             said = _doc(node) or _inherited(made, name, by_name)
             if name.startswith("__"):
                 said += "\n" + made.said
-            functions.append(
-                _function(node, made.place.partition(":")[0], f"{made.name}.{name}", said)
-            )
+            functions.append(_function(node, place, f"{made.name}.{name}", said))
     return classes, functions
 
 

@@ -31,20 +31,18 @@ def test_equals_the_reference(seed, group, queries, uniform_weight, power, dtype
 @settings(max_examples=220 if LONG else 40)
 @given(
     seed=SEEDS, context=ints(20, 60), queries=ints(2, 60),
-    uniform_weight=some([0.0, 0.3, 0.5, 1.0]), share=some([0.0, 0.4, 0.9]),
+    uniform=some([0.0, 0.3, 0.5, 1.0]), share=some([0.0, 0.4, 0.9]),
 )  # fmt: skip
-def test_queries_are_distinct_and_more_in_a_longer_context(
-    seed, context, queries, uniform_weight, share
-):
+def test_queries_are_distinct_and_more_in_a_longer_context(seed, context, queries, uniform, share):
     prefill = small(context=context, seed=seed)
     region = prefill.spans.region(4)
-    scorer = Replay(max_queries=queries, uniform_weight=uniform_weight, context_share=share)
+    scorer = Replay(max_queries=queries, uniform_weight=uniform, context_share=share)
     at, weights = scorer.select_queries(prefill.layer(1), region, {})
-    more = min(int(share * region.length), 2 * queries) if uniform_weight < 1 else 0
+    more = min(int(share * region.length), 2 * queries) if uniform < 1 else 0
     assert len(at.unique()) == len(at) == min(region.length, max(queries, more))
     assert region.start <= int(at.min()) <= int(at.max()) < region.end
     torch.testing.assert_close(weights.sum(), torch.tensor(1.0))
-    assert float(weights.min()) >= (0.8 * uniform_weight / len(at) if share else 0)
+    assert float(weights.min()) >= (0.8 * uniform / len(at) if share else 0)
 
 
 def test_uniform_weights_do_not_read_the_question():

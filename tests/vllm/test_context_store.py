@@ -136,9 +136,7 @@ def test_contexts_of_other_models_are_refused(root):
 def reads(monkeypatch):
     """Names of the contexts that were read, in order."""
     found, read = [], ContextStore._read
-    monkeypatch.setattr(
-        ContextStore, "_read", lambda self, *a: found.append(a[0]) or read(self, *a)
-    )
+    monkeypatch.setattr(ContextStore, "_read", lambda own, *a: found.append(a[0]) or read(own, *a))
     return found
 
 

@@ -48,10 +48,8 @@ def test_attention_fits(tmp_path, dim, dtype, queries, group, arch):
 def test_entries_behind_addresses_are_read_16_bytes_at_a_time():
     """The compiler is told how addresses are aligned; else it would read number by number."""
     text = attention(128, BF16, 1, 4, 80).asm["ptx"]
-    sizes = {
-        int(x, 0) for x in re.findall(r"cp\.async\.c[ag]\S+ \[[^]]*\], \[[^]]*\], (\w+)", text)
-    }
-    assert sizes <= {16, 4}, sizes
+    read = {int(x, 0) for x in re.findall(r"cp\.async\.c[ag]\S+ \[[^]]*\], \[[^]]*\], (\w+)", text)}
+    assert read <= {16, 4}, read
     assert not re.findall(r"ld\.global\.b16", text)
 
 

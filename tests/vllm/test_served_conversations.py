@@ -95,10 +95,8 @@ def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
         answer = {"role": "assistant", "content": chat.send([system, *asked])}
         history = [system, *asked, answer]
         assert chat.messages == history
-        text = tokenizer.apply_chat_template(
-            history[:3], tokenize=False, add_generation_prompt=True
-        )
-        whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+        raw = tokenizer.apply_chat_template(history[:3], tokenize=False, add_generation_prompt=True)
+        whole = tokenizer(raw, add_special_tokens=False)["input_ids"]
         sent = [body["prompt"] for body in server.bodies if body.get("stream")]
         assert sent == [whole[prompt.spans.context_end :]]
         more = {"role": "user", "content": "Why?"}

@@ -73,9 +73,7 @@ class Graphs:
     ("cache_config", "cache_dtype", "fp8", "a KV cache in fp8"),
     ("compilation_config", "cudagraph_mode", Graphs(True), "CUDA graphs of whole steps"),
 ])  # fmt: skip
-def test_what_contexts_are_never_served_with_is_refused_by_name(
-    where, field, value, said, monkeypatch
-):
+def test_what_contexts_are_never_served_with_is_refused(where, field, value, said, monkeypatch):
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1, decode_context_parallel_size=1,
