@@ -151,16 +151,21 @@ class PurchaseQueue:
 
     Args:
         ops: all operations.
-        done: bool [M], the operations bought so far.
+        executed: bool [M], the operations bought so far.
         left: the remaining budget.
         elastic: whether operations of gain <= 0 are never bought.
         shard: numbers the trees of all processes.
     """
 
     def __init__(
-        self, ops: Operations, done: Tensor, left: RemainingBudget, elastic: bool, shard: HeadShard
+        self,
+        ops: Operations,
+        executed: Tensor,
+        left: RemainingBudget,
+        elastic: bool,
+        shard: HeadShard,
     ) -> None:
-        index = _shortlist(ops, done, left, elastic)
+        index = _shortlist(ops, executed, left, elastic)
         # Only these trees can still change, so only they go to the host.
         touched = torch.zeros(ops.forest.trees, dtype=torch.bool, device=index.device)
         touched[ops.tree[index]] = True
@@ -179,7 +184,7 @@ class PurchaseQueue:
         self._cost, self._tree, self._head, self._first_token, *rest = torch.stack(columns).tolist()
         self._child_begin, self._child_end = rest
         self._per_head = None if left.per_head is None else left.per_head.tolist()
-        self._elastic, self._executed = elastic, done
+        self._elastic, self._executed = elastic, executed
         self._chosen: list[int] = []
         self._queue: list[tuple[float, int, int, int]] = []
         for i in torch.searchsorted(local, index).tolist():

@@ -157,10 +157,10 @@ class Conversation(AbstractContextManager["Conversation"]):
         return self._answer(messages, tools, max_new_tokens, kwargs, anew=anew)
 
     def _answer(
-        self, messages: Any, tools: Any, most: int, options: Any, *, anew: bool = False
+        self, messages: Any, tools: Any, max_new_tokens: int, options: Any, *, anew: bool = False
     ) -> str:
-        with self._turn(messages, tools, most, anew=anew) as turn:
-            return self._add(messages[-1], turn, self._generate(turn, most, options))
+        with self._turn(messages, tools, max_new_tokens, anew=anew) as turn:
+            return self._add(messages[-1], turn, self._generate(turn, max_new_tokens, options))
 
     def compress(
         self, *, capture: CaptureOptions = DEFAULTS, **budget: Unpack[BudgetOptions]
@@ -227,12 +227,14 @@ class Conversation(AbstractContextManager["Conversation"]):
         turns = sum(message["role"] == "user" for message in self.messages)
         return f"Conversation({turns} turns, {len(self._ids):,} tokens{state})"
 
-    def _stream(self, messages: Any, tools: Any, most: int, options: Any) -> Iterator[str]:
+    def _stream(
+        self, messages: Any, tools: Any, max_new_tokens: int, options: dict[str, Any]
+    ) -> Iterator[str]:
         answers = list[Tensor]()
-        with self._turn(messages, tools, most) as turn:
+        with self._turn(messages, tools, max_new_tokens) as turn:
 
             def generate(chosen: dict[str, Any]) -> None:
-                answers.append(self._generate(turn, most, chosen))
+                answers.append(self._generate(turn, max_new_tokens, chosen))
 
             tokenizer, shard = self._prompt.tokenizer, head_shard(self._model)
             yield from stream_text(tokenizer, generate, options, shard)
@@ -273,7 +275,7 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     @contextmanager
     def _turn(
-        self, messages: Any, tools: Any, most: int, *, anew: bool = False
+        self, messages: Any, tools: Any, max_new_tokens: int, *, anew: bool = False
     ) -> Iterator[Tensor]:
         """The ids up to the answer; an error inside leaves the conversation as it was."""
         with self._alone():
@@ -289,7 +291,7 @@ class Conversation(AbstractContextManager["Conversation"]):
                 self.messages, self._tools = deepcopy(list(messages[:-1])), deepcopy(tools)
                 self._compress_older()
                 ids = torch.cat([self._ids, self._ids.new_tensor(last)])
-                check_room(self._model, self._prompt, len(ids), most, self._limit)
+                check_room(self._model, self._prompt, len(ids), max_new_tokens, self._limit)
                 yield ids
             except BaseException:
                 failed = before["_failed"] if anew else self._failed

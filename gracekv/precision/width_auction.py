@@ -218,7 +218,7 @@ class _Waiting:
     """The operations that may still fit; `first` and `buy` are for `ranking.buy_in_turn`.
 
     Args:
-        held: int64 [E], 256 times the head of each entry, and its level.
+        entries: int64 [E], 256 times the head of each entry, and its level.
         ops: int64 [M], those that are not bought yet: 65,536 times the entry, 256 times the level
             before, and the level after.
         order: what `ranking.first_offer` compares: rate and tie [M].
@@ -228,8 +228,10 @@ class _Waiting:
         level: int64 [E], the level of each entry; purchases raise it.
     """
 
-    def __init__(self, held: Tensor, ops: Tensor, order: list[Tensor], costs: WidthCosts) -> None:
-        head, self.level = held >> 8, held & 255
+    def __init__(
+        self, entries: Tensor, ops: Tensor, order: Sequence[Tensor], costs: WidthCosts
+    ) -> None:
+        head, self.level = entries >> 8, entries & 255
         self._costs, self._order = costs, order
         self._entry, self._source, self._target = ops >> 16, ops >> 8 & 255, ops & 255
         self._head = head[self._entry]

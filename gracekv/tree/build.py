@@ -71,11 +71,13 @@ def _grow_all(
     return {name: nodes.pop(name)[order] for name in list(nodes)}, drop
 
 
-def _forest(context: TreeContext, nodes: dict[str, Tensor], drop: Tensor, exact: bool) -> Forest:
+def _forest(
+    context: TreeContext, nodes: dict[str, Tensor], drop: Tensor, exact_roots: bool
+) -> Forest:
     prefill, trees, device = context.prefill, len(drop), drop.device
     count, distortion = nodes["child_count"], nodes["distortion"]
     entries = torch.ones_like(count)
-    if exact:
+    if exact_roots:
         # Kept token by token: an entry each, without distortion.
         entries[:trees] = (nodes["end"] - nodes["start"])[:trees]
         distortion[:trees] = 0.0

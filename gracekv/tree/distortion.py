@@ -82,8 +82,10 @@ class TableSplitter(Splitter):
     def __call__(self, nodes: Nodes, distortion: Tensor, forced: Tensor) -> Split:
         return self._split(nodes, distortion, forced, self._evaluated(nodes))
 
-    def _split(self, nodes: Nodes, whole: Tensor, forced: Tensor, parts: IntervalCosts) -> Split:
-        table = CostTable(nodes, self._batch, parts, whole, forced)
+    def _split(
+        self, nodes: Nodes, distortion: Tensor, forced: Tensor, intervals: IntervalCosts
+    ) -> Split:
+        table = CostTable(nodes, self._batch, intervals, distortion, forced)
         if (rule := self._refiner.rule()) is None:
             return table.split(self._refiner(nodes, table))
         low, high = rule(table)

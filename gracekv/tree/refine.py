@@ -22,8 +22,8 @@ class CostTable:
     Args:
         nodes: the nodes.
         batch: their trees.
-        parts: D of their prefixes and suffixes.
-        whole: D of the nodes themselves, float64 [V].
+        intervals: D of their prefixes and suffixes.
+        node_cost: D of the nodes themselves, float64 [V].
         forced: bool [V], nodes that hold a floor candidate.
 
     Attributes:
@@ -39,21 +39,26 @@ class CostTable:
     """
 
     def __init__(
-        self, nodes: Nodes, batch: TreeBatch, parts: IntervalCosts, whole: Tensor, forced: Tensor
+        self,
+        nodes: Nodes,
+        batch: TreeBatch,
+        intervals: IntervalCosts,
+        node_cost: Tensor,
+        forced: Tensor,
     ) -> None:
-        self.nodes, self.forced, self.mass = nodes, forced, parts.mass
-        self._batch, self._width = batch, parts.mass.shape[1]
+        self.nodes, self.forced, self.mass = nodes, forced, intervals.mass
+        self._batch, self._width = batch, intervals.mass.shape[1]
         self.last = nodes.length - 1
         self.step = torch.arange(self._width, device=self.last.device)
         self.padding = self.step > self.last[:, None]
-        self.node_cost = whole[:, None]
+        self.node_cost = node_cost[:, None]
         # Column k: D of the tokens before k, and of those from k on. Nothing comes before the first
         # token, so prefixes begin in the second column.
         columns = self._width + 1
-        self._costs = whole.new_zeros(2, len(nodes), columns)
+        self._costs = node_cost.new_zeros(2, len(nodes), columns)
         strides = self._costs.stride(0) - 1, columns, 1
-        inner = self._costs.as_strided(parts.costs.shape, strides, 1)
-        inner.copy_(parts.costs).masked_fill_(self.padding, 0.0)
+        inner = self._costs.as_strided(intervals.costs.shape, strides, 1)
+        inner.copy_(intervals.costs).masked_fill_(self.padding, 0.0)
         self.cost_before = self._costs[0, :, :-1]
         self.cost_from, self.cost_after = self._costs[1, :, :-1], self._costs[1, :, 1:]
 
