@@ -69,13 +69,9 @@ class AllocatedPrecision(AllocatingPrecision):
         return (rounding_loss(*sampled, self.codings[::-1]),)
 
     def allocate(
-        self,
-        info: CaptureInfo,
-        measured: Sequence[tuple[Tensor, ...]],
-        candidates: Selection,
-        worth: Tensor,
-        budget: int,
-    ) -> Tensor:
+        self, info: CaptureInfo, measured: Sequence[tuple[Tensor, ...]], candidates: Selection,
+        worth: Tensor, budget: int
+    ) -> Tensor:  # fmt: skip
         costs = WidthCosts.of(self.stored, info)
         device = measured[0][0].device
         parts = [torch.cat([x.to(device) for x in own]) for own in zip(*measured, strict=True)]

@@ -173,13 +173,9 @@ class AllocatingPrecision(Precision):
 
     @abc.abstractmethod
     def allocate(
-        self,
-        info: CaptureInfo,
-        measured: Sequence[Any],
-        candidates: Selection,
-        worth: Tensor,
-        budget: int,
-    ) -> Tensor:
+        self, info: CaptureInfo, measured: Sequence[Any], candidates: Selection,
+        worth: Tensor, budget: int
+    ) -> Tensor:  # fmt: skip
         """uint8 [E]: bits of a number of each candidate, or 0 if it is dropped.
 
         Args:
