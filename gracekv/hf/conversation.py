@@ -19,6 +19,7 @@ from gracekv.decode import Compaction, Limit
 from gracekv.distributed import head_shard
 from gracekv.errors import CacheError, EditedHistoryError, PromptError, expect, one_of
 from gracekv.hf.base_result import BaseResult
+from gracekv.hf.cache import GraceCache
 from gracekv.hf.extend import check_extends, closed_run, limited_run
 from gracekv.hf.generation import (
     check_context,
@@ -160,7 +161,8 @@ class Conversation(AbstractContextManager["Conversation"]):
         self, messages: Any, tools: Any, max_new_tokens: int, options: Any, *, anew: bool = False
     ) -> str:
         with self._turn(messages, tools, max_new_tokens, anew=anew) as turn:
-            return self._add(messages[-1], turn, self._generate(turn, max_new_tokens, options))
+            answer = self._generate(turn, max_new_tokens, options, self._cache)
+            return self._add(messages[-1], turn, answer)
 
     def compress(
         self, *, capture: CaptureOptions = DEFAULTS, **budget: Unpack[BudgetOptions]
@@ -209,15 +211,25 @@ class Conversation(AbstractContextManager["Conversation"]):
 
         Raises what `result.report` does.
         """
-        noted = self._limit is not None and self._limit.history
+        noted = self._limit is not None and self._limit.history and not self._closed
         self._result.report(path, cache=self._cache if noted else None)
 
     def close(self) -> None:
         """Let go of the cache; a further question raises `CacheError`."""
         self._closed = True
         if self._lock.acquire(blocking=False):
-            self._cache.reset()
+            self._let_go()
             self._lock.release()
+
+    def _let_go(self) -> None:
+        # What was compressed in between, and copies for a limit, are the conversation's alone.
+        self._result, self._cache = self._first, self._first._cache.with_empty_tail()
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Raises `CacheError`: a copy would write to the same cache."""
+        raise CacheError(
+            "A conversation cannot be copied or pickled. Begin another with result.chat()."
+        )
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -233,9 +245,15 @@ class Conversation(AbstractContextManager["Conversation"]):
         answers = list[Tensor]()
         with self._turn(messages, tools, max_new_tokens) as turn:
 
-            def generate(chosen: dict[str, Any]) -> None:
-                answers.append(self._generate(turn, max_new_tokens, chosen))
+            cache, answered = self._cache, self._answered
 
+            def generate(chosen: dict[str, Any]) -> None:
+                try:
+                    answers.append(self._generate(turn, max_new_tokens, chosen, cache))
+                finally:
+                    answered.set()
+
+            answered.clear()
             tokenizer, shard = self._prompt.tokenizer, head_shard(self._model)
             yield from stream_text(tokenizer, generate, options, shard)
             self._add(messages[-1], turn, answers[0])
@@ -252,7 +270,7 @@ class Conversation(AbstractContextManager["Conversation"]):
             yield
         finally:
             if self._closed:  # meanwhile
-                self._cache.reset()
+                self._let_go()
             self._lock.release()
 
     def _new_turns(self, messages: Any, tools: Any) -> list[tuple[str, list[int]]]:
@@ -281,6 +299,9 @@ class Conversation(AbstractContextManager["Conversation"]):
         with self._alone():
             self._first.check_model()
             before, undo = dict(self.__dict__), self._cache.mark()
+            # Not set while a thread of its own answers.
+            self._answered = answered = threading.Event()
+            answered.set()
             try:
                 if anew:
                     self._begin_anew()
@@ -296,7 +317,11 @@ class Conversation(AbstractContextManager["Conversation"]):
             except BaseException:
                 failed = before["_failed"] if anew else self._failed
                 self.__dict__.update(before | {"_closed": self._closed, "_failed": failed})
-                undo()
+                if answered.is_set():
+                    undo()
+                else:
+                    # The thread goes on writing to the cache, up to its next token.
+                    self._cache = self._cache.with_empty_tail()
                 raise
 
     def _compress_older(self) -> None:
@@ -321,10 +346,12 @@ class Conversation(AbstractContextManager["Conversation"]):
                 left -= kept.pop(0)[1]
             self._tail = kept
 
-    def _generate(self, ids: Tensor, most: int, options: dict[str, Any]) -> Tensor:
+    def _generate(
+        self, ids: Tensor, most: int, options: dict[str, Any], cache: GraceCache
+    ) -> Tensor:
         """int64 [n], the answer of at most `most` tokens without the one that ends it."""
         model, tokenizer = self._model, self._prompt.tokenizer
-        rows = continue_ids(model, [ids], self._cache, tokenizer, most, options, keep_cache=True)
+        rows = continue_ids(model, [ids], cache, tokenizer, most, options, keep_cache=True)
         answer = rows[0].cpu()
         ends = setting(model, options, "eos_token_id")
         known = () if ends is None else torch.as_tensor(ends).flatten().tolist()

@@ -208,7 +208,7 @@ def stream_text(
     if options.get("streamer") is not None:
         raise ConfigError("Give either stream=True, which returns an iterator, or a streamer.")
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    closed, failures = threading.Event(), list[BaseException]()
+    closed, ended, failures = threading.Event(), threading.Event(), list[BaseException]()
     for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
         # A thread does not inherit it.
         generate = torch.autocast(device, torch.get_autocast_dtype(device))(generate)
@@ -226,13 +226,18 @@ def stream_text(
             failures.append(error)
         finally:
             streamer.on_finalized_text("", stream_end=True)
+            ended.set()
 
     def pieces() -> Iterator[str]:
         thread = threading.Thread(target=work, daemon=True)
 
         def stop() -> None:
             closed.set()
-            thread.join()
+            # A collection of garbage may close the iterator in the thread itself.
+            if threading.current_thread() is not thread:
+                # An interrupted join would take the thread for ended from then on.
+                ended.wait()
+                thread.join()
 
         thread.start()
         # Python's end would abort a thread that computes: an iterator may be left open until then.
@@ -241,7 +246,8 @@ def stream_text(
             yield from (piece for piece in streamer if piece)
         finally:
             stop()
-            atexit.unregister(stop)
+            if ended.is_set():
+                atexit.unregister(stop)
         if failures:
             # Taken out: its traceback holds this frame and, until a collection, the whole cache.
             raise failures.pop()

@@ -1,0 +1,91 @@
+"""A conversation whose stream ends while its thread still writes to the cache goes on as before."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+
+from gracekv.errors import CacheError
+from gracekv.hf import generation
+
+OPTIONS = {"max_new_tokens": 40, "eos_token_id": 1999, "stream": True}
+
+
+class Between:
+    """A logits processor that runs `act` once, between two steps of the thread that answers."""
+
+    def __init__(self, act):
+        self.act, self.ready, self.done = act, threading.Event(), threading.Event()
+
+    def __call__(self, ids, scores):
+        if self.ready.is_set() and not self.done.is_set():
+            self.act()
+            self.done.set()
+        return scores
+
+
+def begun(book):
+    chat = book.chat()
+    chat.ask("Who fell?", 6)
+    return chat
+
+
+def goes_on(chat, book):
+    """Whether it answers and holds what one does that was never interrupted."""
+    plain = begun(book)
+    return [(x.ask("Why?", 6), x.messages, x._cache.get_seq_length()) for x in (chat, plain)]
+
+
+def test_a_stream_that_its_own_thread_closes(book):
+    # As a collection of garbage there does, after a server has dropped the iterator.
+    chat, failures = begun(book), []
+
+    def close():
+        try:
+            stream.close()
+        except BaseException as error:
+            failures.append(error)
+
+    between = Between(close)
+    stream = chat.ask("And then?", logits_processor=[between], **OPTIONS)
+    assert next(stream)
+    between.ready.set()
+    assert between.done.wait(60)
+    assert not failures
+    assert not chat._lock.locked()
+    here, there = goes_on(chat, book)
+    assert here == there
+    assert len({layer.logical_length for layer in chat._cache.grace_layers}) == 1
+
+
+def test_a_stream_that_is_interrupted_while_it_waits_for_its_thread(book, monkeypatch):
+    chat, more, waits = begun(book), threading.Event(), []
+    between = Between(lambda: more.wait(60))
+
+    class Interrupted(threading.Event):
+        def wait(self, timeout=None):
+            if between.ready.is_set() and not waits:
+                waits.append(self)
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    stream = chat.ask("And then?", logits_processor=[between], **OPTIONS)
+    monkeypatch.setattr(generation.threading, "Event", Interrupted)
+    assert next(stream)
+    monkeypatch.undo()
+    between.ready.set()
+    with pytest.raises(KeyboardInterrupt):
+        stream.close()
+    held = chat._cache
+    more.set()
+    assert waits[0].wait(60)
+    assert chat._cache is held
+    here, there = goes_on(chat, book)
+    assert here == there
+
+
+def test_a_conversation_is_not_copied(book):
+    for refused in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(CacheError, match=r"cannot be copied or pickled.*result\.chat\(\)"):
+            refused(book.chat())
