@@ -57,7 +57,7 @@ class WidthShare:
 class Accounting:
     """Entries and bytes of one compressed cache after compression.
 
-    `cache.accounting` reports memory held during generation (`Occupancy`).
+    `cache.accounting` reports the entries held during generation (`Occupancy`).
 
     Attributes:
         budget: B_total, context entries allowed in all heads.
@@ -74,10 +74,10 @@ class Accounting:
         bound: certified upper bound of `utility` at this budget; None if not computed.
         backend_bytes: bytes that the prepared attention backend holds besides the packed tensors
             (indices, copies).
-        other_bytes: bytes of the layers that are not compressed, by kind; no other number here
-            includes them.
+        other_bytes: bytes of the layers that are not compressed, by kind; of the other numbers,
+            `held_bytes` alone includes them.
         held_bytes: all bytes that a result keeps alive, by device: entries, metadata, the backend's
-            copies, scores, and the prompt's ids. Empty for a run.
+            copies, scores, states of other layers, and the prompt's ids. Empty for a run.
         widths: entries and bytes by bits per number, widest first.
         budget_bytes: bytes allowed for the context's keys and values, if the budget counts bytes
             and some entries are quantised; otherwise None.
@@ -152,7 +152,10 @@ class Accounting:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Entries and bytes of a cache during generation, in all layers, heads and rows.
+    """Entries and bytes of a cache during generation, in all compressed layers, heads and rows.
+
+    Places for tokens to come are not counted: a growing tail has at most as many again, a static
+    one its capacity.
 
     Attributes:
         entries: current entries, of the packed prompts and of tokens since.

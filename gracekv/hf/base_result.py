@@ -79,6 +79,8 @@ class BaseResult(ABC):
         runs = [replace(x, cache=packed.sequence(n)) for n, x in enumerate(runs)]
         cache = GraceCache(packed, pipeline.backend)
         cache.warm_up(model)
+        # It only makes other caches, which have states of their own.
+        cache.layers.clear()
         set_attention(model)
         if not cls.is_batch:
             kept = replace(runs[0].accounting, backend_bytes=cache.held_bytes)
@@ -109,6 +111,7 @@ class BaseResult(ABC):
         source = self._cache
         if any(layer.coded for layer in self.packed.layers):
             source = GraceCache(dequantised(self.packed), self.pipeline.backend)
+            source.layers.clear()
         return LimitedCache(source, self.model, limit, strategy, scores)
 
     def check_model(self, marks: Any = quick_marks) -> None:

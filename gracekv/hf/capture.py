@@ -226,9 +226,12 @@ def _read(
             raise
     # Not from the error, whose frames hold the tensors of the failed pass.
     trim_memory()
-    free = sum(map(free_bytes, gpus or {input_device(model)}))
+    # Of a passage, the entries before it are there whatever its length.
+    entries = prompt.spans.past * sizes.kv * sizes.at_once
+    left = max(0, sum(map(free_bytes, gpus or {input_device(model)})) - int(entries))
+    length -= prompt.spans.past
     opening = f"Capturing {length} tokens ran out of memory"
-    raise CaptureMemoryError(memory_advice(opening, length, size, len(held), sizes, free))
+    raise CaptureMemoryError(memory_advice(opening, length, size, len(held), sizes, left))
 
 
 def _whole(reading: Reading) -> Prefill:
@@ -277,7 +280,15 @@ def prefilled_run(
         reason = pipeline.holds_all(plan, 2 * head_sizes(model)[2] * cache_dtype(model).itemsize)
         if reason is None:
             stays = plan.total / (plan.layers * plan.heads * plan.context)
-            read = partial(layer_by_layer, each=made.layer, trims=options.trim)
+
+            def read(reading: Reading) -> Any:
+                try:
+                    return layer_by_layer(reading, each=made.layer, trims=options.trim)
+                except BaseException:
+                    # What was kept goes before free memory is measured.
+                    vars(made).clear()
+                    raise
+
             try:
                 others, seconds, identity = _read(model, prompt, past, needs, options, read, stays)
                 return made.finish(others, seconds_by_stage(seconds, needs), identity)

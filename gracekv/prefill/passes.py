@@ -70,7 +70,7 @@ class ModelPasses:
                 f"beyond, {bound[1]}. Use a prompt of another length, or a scorer that needs no "
                 f"second pass and no draft."
             )
-        return _ModelContinuation(self, end)
+        return _ModelContinuation(self, end, end + count)
 
     def likeliest(self, state: Tensor) -> int:
         """The most likely token after a decoder's output [D]."""
@@ -84,24 +84,30 @@ class ModelPasses:
 
 
 class _ModelContinuation:
-    def __init__(self, passes: ModelPasses, end: int) -> None:
-        self._passes, self._reached = passes, end
+    def __init__(self, passes: ModelPasses, start: int, end: int) -> None:
+        self._passes, self._reached, self._end = passes, start, end
         held = passes.record.fields()
-        self._keys: list[list[Tensor]] = [[x[:, :end]] for x in held["keys"]]
-        self._values: list[list[Tensor]] = [[x[:, :end]] for x in held["values"]]
+        self._keys: list[list[Tensor]] = [[x[:, :start]] for x in held["keys"]]
+        self._values: list[list[Tensor]] = [[x[:, :start]] for x in held["values"]]
 
     def run(self, ids: Tensor, observe: Callable[[int, TokenRun], None]) -> Tensor:
-        """As `Continuation.run`. Holds one layer's keys and values once more."""
+        """As `Continuation.run`. Holds one layer's keys and values once more.
+
+        The tokens' own are kept, but of the last run.
+        """
         model, start = self._passes.model, self._reached
         device, base = input_device(model), base_attention(model)
+        goes_on = start + len(ids) < self._end
         positions = torch.arange(start, start + len(ids))
         attention = PartialAttention(base, positions, CausalMasks(base, start + len(ids)))
 
         def attend(call: AttentionCall) -> Any:
             layer, query = call.layer, call.query
-            self._keys[layer].append(call.key[0])
-            self._values[layer].append(call.value[0])
-            keys, values = (torch.cat(x[layer], dim=1) for x in (self._keys, self._values))
+            new = (self._keys[layer], call.key[0]), (self._values[layer], call.value[0])
+            keys, values = (torch.cat([*known, x], dim=1) for known, x in new)
+            for known, x in new if goes_on else ():
+                # A view may hold a whole projection.
+                known.append(x.clone())
             rope = self._passes.record.rope_of(layer)
             run = TokenRun(start, query[0], keys, values, rope, call.scale, **call.logits)
             with full_float32():

@@ -206,6 +206,7 @@ class StockLayers:
             if layer.window is not None:
                 # Copies: a view would hold all that was read.
                 tensors = {"keys": held.keys.clone(), "values": held.values.clone()}
+                held.keys, held.values = tensors.values()
             elif layer.has_states:
                 tensors = read_states(held)
             states.append(LayerState(layer.number, layer.kind, layer.window, tensors))
