@@ -43,17 +43,9 @@ def buy_paths(
 
 
 def buy_together(
-    last: list[int],
-    parent: list[int],
-    cost: list[int],
-    head: list[int],
-    *,
-    score: Tensor,
-    ties: Tensor,
-    budget: int,
-    caps: list[int],
-    shard: HeadShard,
-) -> list[bool]:
+    last: list[int], parent: list[int], cost: list[int], head: list[int], *, score: Tensor,
+    ties: Tensor, budget: int, caps: list[int], shard: HeadShard
+) -> list[bool]:  # fmt: skip
     """Which operations are bought where the paths of all processes compete for one budget.
 
     Buys as `buy_paths` does, in one order over all processes; the arguments are those of this one.

@@ -15,16 +15,9 @@ from gracekv.prefill import LayerCapture, Region
 
 
 def fitted_head(
-    capture: LayerCapture,
-    head: int,
-    packed: RaggedEntries,
-    region: Region,
-    queries: QuerySet,
-    trust: float,
-    trust_read: float,
-    mass_trust: float | None = None,
-    scores: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    capture: LayerCapture, head: int, packed: RaggedEntries, region: Region, queries: QuerySet,
+    trust: float, trust_read: float, mass_trust: float | None = None, scores: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Values [E_g, d] and log multiplicities [E_g] of one KV head, float64.
 
     Multiplicities are fitted if `mass_trust` is a number. `scores` [G, N] of the region's tokens

@@ -244,7 +244,6 @@ class Conversation(AbstractContextManager["Conversation"]):
     ) -> Iterator[str]:
         answers = list[Tensor]()
         with self._turn(messages, tools, max_new_tokens) as turn:
-
             cache, answered = self._cache, self._answered
 
             def generate(chosen: dict[str, Any]) -> None:

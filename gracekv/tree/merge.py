@@ -78,16 +78,9 @@ class Prototypes:
 
 
 def merge(
-    keys: Tensor,
-    values: Tensor,
-    scores: Tensor,
-    node: Tensor,
-    at: Tensor,
-    start: Tensor,
-    end: Tensor,
-    rope: Rope,
-    rule: PrototypeRule,
-) -> Prototypes:
+    keys: Tensor, values: Tensor, scores: Tensor, node: Tensor, at: Tensor, start: Tensor,
+    end: Tensor, rope: Rope, rule: PrototypeRule
+) -> Prototypes:  # fmt: skip
     """Prototypes of V intervals whose tokens follow one another in the inputs.
 
     Args:

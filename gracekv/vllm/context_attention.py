@@ -126,17 +126,10 @@ class ContextAttention(abc.ABC):
     scale: float
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: Any, output: Tensor, output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         """Write `output` in place and return it, as vLLM's operator requires.
 
         Args:
