@@ -1,7 +1,6 @@
 """The compiled kernel over contexts and pages equals the loops in float64, token by token."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,14 +8,13 @@ import torch
 pytest.importorskip("numba")
 
 from gracekv.errors import ShapeError
-from gracekv.kernels import ragged
 from gracekv.testing.attention import TOLERANCES, relative_error
 from gracekv.vllm.attention import DIVISION, PageLayout, attend, find_layout
-from gracekv.vllm.context_attention import Asking, LayerCall
-from gracekv.vllm.context_batch import Division, last_pages, plan_batch
+from gracekv.vllm.context_attention import LayerCall
+from gracekv.vllm.context_batch import Division, plan_batch
 from gracekv.vllm.stored_context import StoredContext
 from support import paged_reference as reference
-from support.quantised_layers import layer_of
+from support.paged_contexts import paged_step
 
 HEADS, GROUP, DIM, BLOCK = 2, 3, 16, 32
 # Rows of a step: context or None, tokens of the sequence, tokens of it that are new.
@@ -26,17 +24,10 @@ ROWS = [("a", 70, 1), (None, 40, 40), ("b", 33, 33), ("a", 1, 1), ("b", 200, 90)
 class Engine:
     """Pages that are filled in an order of their own, as engines do."""
 
-    def __init__(self, rng, dtype, rows):
-        self.dtype = dtype
+    def __init__(self, dtype, blocks=1):
+        rng = torch.Generator().manual_seed(3)
         self.order = torch.randperm(2 * BLOCK * DIM, generator=rng).view(2, BLOCK, DIM)
-        counts = [-(-length // BLOCK) for _, length, _ in rows]
-        free = torch.randperm(sum(counts) + 3, generator=rng).int()
-        self.blocks = torch.zeros(len(rows), max(counts), dtype=torch.int32)
-        taken = 0
-        for row, count in enumerate(counts):
-            self.blocks[row, :count] = free[taken : taken + count]
-            taken += count
-        self.pages = torch.full((len(free), HEADS, BLOCK, 2 * DIM), torch.nan, dtype=dtype)
+        self.pages = torch.full((blocks, HEADS, BLOCK, 2 * DIM), torch.nan, dtype=dtype)
 
     def write(self, keys, values, pages, blocks=(0,)):
         flat = pages.view(len(pages), HEADS, -1)
@@ -48,43 +39,21 @@ class Engine:
 
 
 class Step:
-    """A step over two contexts and pages, planned."""
+    """A step over two contexts and pages of the engine's order, planned."""
 
     def __init__(self, dtype, division):
-        rng = torch.Generator().manual_seed(int(dtype.itemsize))
-        self.contexts = {
-            name: StoredContext(
-                SimpleNamespace(digest=name),
-                tuple(layer_of(rng, lengths, DIM, dtype) for lengths in ([3, 5], n)),
-            )
-            for name, n in {"a": [1500, 0], "b": [7, 300]}.items()
-        }
-        self.engine = engine = Engine(rng, dtype, ROWS)
-        self.starts = ragged.offsets(torch.tensor([new for _, _, new in ROWS])).tolist()
-        self.query = torch.randn(self.starts[-1], HEADS * GROUP, DIM, generator=rng).to(dtype)
-        self.tails = [torch.randn(2, n, HEADS, DIM, generator=rng).to(dtype) for _, n, _ in ROWS]
-        for row, (keys, values) in enumerate(self.tails):
-            if len(keys) > BLOCK:  # they begin alike, and vLLM keeps one page of one beginning
-                self.tails[row][:, :BLOCK] = self.tails[0][:, :BLOCK]
-                engine.blocks[row, 0] = engine.blocks[0, 0]
-            engine.write(keys, values, engine.pages, engine.blocks[row])
-        self.metadata = SimpleNamespace(
-            query_start_loc=torch.tensor(self.starts, dtype=torch.int32),
-            seq_lens=torch.tensor([length for _, length, _ in ROWS], dtype=torch.int32),
-            block_table=engine.blocks,
-            max_seq_len=200,
-            num_actual_tokens=self.starts[-1],
-        )
-        last = last_pages(self.metadata, BLOCK).tolist()
-        rows = zip(last, ROWS, strict=True)
-        asking = {page: Asking(self.contexts[name], new) for page, (name, _, new) in rows if name}
-        self.batch = plan_batch(asking, self.metadata, GROUP, engine.pages, division)
+        sizes = {"group": GROUP, "dim": DIM, "block": BLOCK, "dtype": dtype}
+        self.made = made = paged_step(2, {"a": [1500, 0], "b": [7, 300]}, ROWS, **sizes)
+        self.engine = engine = Engine(dtype, len(made.pages))
+        for tail, blocks in zip(made.tails, made.metadata.block_table, strict=False):
+            engine.write(*tail, engine.pages, blocks)
+        self.batch = plan_batch(made.asking, made.metadata, GROUP, engine.pages, division)
 
     def attend(self):
         """The output of the tokens with a context."""
-        engine, output = self.engine, torch.full_like(self.query, 7)
-        page = torch.zeros(1, HEADS, BLOCK, 2 * DIM, dtype=engine.dtype)
-        call = LayerCall(None, self.query, engine.pages, self.metadata, output)
+        made, engine, output = self.made, self.engine, torch.full_like(self.made.query, 7)
+        page = torch.zeros_like(engine.pages[:1])
+        call = LayerCall(None, made.query, engine.pages, made.metadata, output)
         attend(self.batch, 1, call, find_layout(engine.write, page), DIM**-0.5)
         return output[self.batch.places.tolist()]
 
@@ -103,7 +72,7 @@ class Step:
 )
 def test_equals_the_reference(dtype, division, merged):
     step = Step(dtype, division)
-    batch, contexts, tails, starts = step.batch, step.contexts, step.tails, step.starts
+    made, batch, starts = step.made, step.batch, step.made.metadata.query_start_loc.tolist()
     assert batch.merged == merged
     assert not batch.covers_all
     got = step.attend()
@@ -114,8 +83,8 @@ def test_equals_the_reference(dtype, division, merged):
         mine = [i for i, t in enumerate(places) if starts[row] <= t < starts[row + 1]]
         assert [places[i] for i in mine] == list(range(starts[row], starts[row + 1]))
         seen |= set(mine)
-        rows = step.query[starts[row] : starts[row + 1]]
-        want = reference.attend(rows, contexts[name].layers[1], *tails[row], scale)
+        rows = made.query[starts[row] : starts[row + 1]]
+        want = reference.attend(rows, made.contexts[name].layers[1], *made.tails[row], scale)
         assert relative_error(got[mine], want) < TOLERANCES[dtype], f"row {row}"
     assert seen == set(range(len(places)))
 
@@ -145,8 +114,8 @@ def in_bfloat16(context):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_layout_is_found_by_writing(dtype):
-    engine = Engine(torch.Generator().manual_seed(3), dtype, ROWS[:1])
-    layout = find_layout(engine.write, torch.zeros(1, HEADS, BLOCK, 2 * DIM, dtype=dtype))
+    engine = Engine(dtype)
+    layout = find_layout(engine.write, torch.zeros_like(engine.pages))
     assert isinstance(layout, PageLayout)
     assert torch.equal(layout.keys.long(), engine.order[0])
     assert torch.equal(layout.values.long(), engine.order[1])
@@ -163,5 +132,5 @@ def test_pages_that_lose_numbers_are_refused():
 
 
 def test_offsets_stay_on_the_cpu_when_a_context_moves():
-    for layer in Step(torch.float32, DIVISION).contexts["a"].to(torch.device("meta")).layers:
+    for layer in Step(torch.float32, DIVISION).made.contexts["a"].to(torch.device("meta")).layers:
         assert (layer.keys.device.type, layer.offsets.device.type) == ("meta", "cpu")
