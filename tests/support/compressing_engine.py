@@ -1,11 +1,10 @@
-"""An engine that compresses documents, as tests ask it, and what transformers makes of the same.
-
-Its functions take a namespace with `engine`, and the `model` and `tokenizer` of transformers.
-"""
+"""An engine that compresses documents, as tests ask it, and what transformers makes of the same."""
 
 import contextlib
 import time
-from types import SimpleNamespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +14,63 @@ TEXT = "Alice was beginning to get very tired of sitting by her sister on the ba
 PAGE, PAGES, LONGEST, SEQUENCES = 32, 30, 768, 12
 QUESTION = "Why is she tired?"
 TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Compressing:
+    """The model and the tokenizer of transformers; where it is asked, an engine and its store."""
+
+    model: Any
+    tokenizer: Any
+    engine: Any = None
+    store: Path | None = None
+
+    def usage(self, name):
+        """A metric of the engine."""
+        return sum(x.value for x in self.engine.get_metrics() if x.name == f"vllm:{name}")
+
+    def run(self, *requests):
+        """The outputs of (ids, sampling parameters), all at once."""
+        prompts = [{"prompt_token_ids": list(ids)} for ids, _ in requests]
+        return self.engine.generate(prompts, [x for _, x in requests], use_tqdm=False)
+
+    def listing(self):
+        """All contexts, by name."""
+        (output,) = self.run(([0], params({"list": True})))
+        return {one["name"]: one for one in said(output)["contexts"]}
+
+    def wait(self, name):
+        """The listing's member, once the context is made or has failed."""
+        for _ in range(600):
+            one = self.listing()[name]
+            if one["state"] != "compressing":
+                return one
+            time.sleep(0.1)
+        raise AssertionError(one)
+
+    def question(self):
+        """Ids of the question."""
+        return self.tokenizer(QUESTION).input_ids
+
+    def by_transformers(self, ids, **options):
+        """The result of the same document: one token is read after it."""
+        import gracekv
+
+        prompt = gracekv.Prompt.from_ids([*ids, ids[-1]], (0, len(ids)), question_end=len(ids))
+        return gracekv.compress(self.model, prompt, **{"ratio": 4, **options})
+
+    def check(self, answer, result):
+        """Log-probabilities of an answer are those over a result's cache."""
+        asked, tokens = self.question(), list(answer.token_ids)
+        with torch.inference_mode():
+            ids = torch.tensor([asked + tokens[:-1]])
+            logits = self.model(ids, past_key_values=result.new_cache()).logits[0, len(asked) - 1 :]
+        logprobs = logits.float().log_softmax(-1)
+        own = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        got = torch.tensor([next(iter(step.values())).logprob for step in answer.logprobs])
+        assert len(got) == TOKENS
+        assert (got - own).abs().max() < MARGIN
+        assert (logprobs.max(-1).values - own).max() < MARGIN
 
 
 @contextlib.contextmanager
@@ -42,13 +98,8 @@ def started(folder):
         disable_log_stats=False,
         kv_transfer_config=KVTransferConfig(**kv_transfer_config(folder / "store")),
     )
-    yield SimpleNamespace(model=model, tokenizer=tokenizer, engine=engine, store=folder / "store")
+    yield Compressing(model, tokenizer, engine, folder / "store")
     engine.llm_engine.engine_core.shutdown()
-
-
-def usage(made, name):
-    """A metric of the engine."""
-    return sum(x.value for x in made.engine.get_metrics() if x.name == f"vllm:{name}")
 
 
 def params(order=None, tokens=1, **options):
@@ -59,31 +110,9 @@ def params(order=None, tokens=1, **options):
     return SamplingParams(temperature=0.0, max_tokens=tokens, extra_args=extra, **options)
 
 
-def run(made, *requests):
-    """The outputs of (ids, sampling parameters), all at once."""
-    prompts = [{"prompt_token_ids": list(ids)} for ids, _ in requests]
-    return made.engine.generate(prompts, [x for _, x in requests], use_tqdm=False)
-
-
 def said(output):
     """What an output says of contexts."""
     return output.kv_transfer_params["gracekv"]
-
-
-def listing(made):
-    """All contexts, by name."""
-    (output,) = run(made, ([0], params({"list": True})))
-    return {one["name"]: one for one in said(output)["contexts"]}
-
-
-def wait(made, name):
-    """The listing's member, once the context is made or has failed."""
-    for _ in range(600):
-        one = listing(made)[name]
-        if one["state"] != "compressing":
-            return one
-        time.sleep(0.1)
-    raise AssertionError(one)
 
 
 def compress(name, **options):
@@ -94,33 +123,6 @@ def compress(name, **options):
 def asking(name):
     """A question about a context, with log-probabilities."""
     return params(name, TOKENS, logprobs=0, ignore_eos=True)
-
-
-def question(made):
-    """Ids of the question."""
-    return made.tokenizer(QUESTION).input_ids
-
-
-def by_transformers(made, ids, **options):
-    """The result of the same document: one token is read after it."""
-    import gracekv
-
-    prompt = gracekv.Prompt.from_ids([*ids, ids[-1]], (0, len(ids)), question_end=len(ids))
-    return gracekv.compress(made.model, prompt, **{"ratio": 4, **options})
-
-
-def check(made, answer, result):
-    """Log-probabilities of an answer are those over a result's cache."""
-    asked, tokens = question(made), list(answer.token_ids)
-    with torch.inference_mode():
-        ids = torch.tensor([asked + tokens[:-1]])
-        logits = made.model(ids, past_key_values=result.new_cache()).logits[0, len(asked) - 1 :]
-    logprobs = logits.float().log_softmax(-1)
-    own = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    got = torch.tensor([next(iter(step.values())).logprob for step in answer.logprobs])
-    assert len(got) == TOKENS
-    assert (got - own).abs().max() < MARGIN
-    assert (logprobs.max(-1).values - own).max() < MARGIN
 
 
 def tokens_of(layers, first=0):

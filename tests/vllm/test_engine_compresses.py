@@ -10,22 +10,7 @@ import shutil
 import pytest
 import torch
 
-from support.compressing_engine import (
-    SEQUENCES,
-    TEXT,
-    asking,
-    by_transformers,
-    check,
-    compress,
-    listing,
-    params,
-    question,
-    run,
-    said,
-    tokens_of,
-    usage,
-    wait,
-)
+from support.compressing_engine import SEQUENCES, TEXT, asking, compress, params, said, tokens_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
@@ -36,15 +21,15 @@ def test_a_context_is_that_of_transformers(made, recipe):
 
     ids = made.tokenizer(TEXT).input_ids
     order = compress(recipe, recipe=recipe, save=True)
-    first, answer = run(made, (ids, order), (question(made), asking(recipe)))
+    first, answer = made.run((ids, order), (made.question(), asking(recipe)))
     assert said(first) == {"name": recipe, "state": "compressing"}
-    result = by_transformers(made, ids, pipeline=recipe)
-    check(made, answer.outputs[0], result)
+    result = made.by_transformers(ids, pipeline=recipe)
+    made.check(answer.outputs[0], result)
     stored = tokens_of(ContextStore(made.store).load(recipe).layers)
     kept = tokens_of(result.packed.layers)
     assert len(stored) == len(kept)
     assert len(stored & kept) >= 0.99 * len(kept)
-    one = listing(made)[recipe]
+    one = made.listing()[recipe]
     assert (one["state"], one["saved"], one["recipe"]) == ("ready", True, recipe)
     facts = len(ids), len(kept), pytest.approx(4, 0.1)
     assert (one["length"], one["entries"], one["ratio"]) == facts
@@ -64,32 +49,32 @@ def test_documents_questions_and_ordinary_requests_at_once(made):
     }
     plain = [torch.randint(5, 400, (20,), generator=rng).tolist() for _ in range(20)]
     ordinary = params(None, 60, ignore_eos=True)
-    alone = [list(x.outputs[0].token_ids) for x in run(made, *((ids, ordinary) for ids in plain))]
-    before = usage(made, "num_preemptions")
+    alone = [list(x.outputs[0].token_ids) for x in made.run(*((ids, ordinary) for ids in plain))]
+    before = made.usage("num_preemptions")
     requests = []
     for (name, ids), other in zip(documents.items(), plain, strict=True):
-        requests += [(ids, compress(name)), (question(made), asking(name)), (other, ordinary)]
-    outputs = run(made, *requests)
-    assert usage(made, "num_preemptions") > before, "the pages were enough for all"
+        requests += [(ids, compress(name)), (made.question(), asking(name)), (other, ordinary)]
+    outputs = made.run(*requests)
+    assert made.usage("num_preemptions") > before, "the pages were enough for all"
     for (name, ids), answer in zip(documents.items(), outputs[1::3], strict=True):
-        check(made, answer.outputs[0], by_transformers(made, ids))
-        assert listing(made)[name]["state"] == "ready"
+        made.check(answer.outputs[0], made.by_transformers(ids))
+        assert made.listing()[name]["state"] == "ready"
     assert [list(x.outputs[0].token_ids) for x in outputs[2::3]] == alone
     for metric in ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"):
-        assert usage(made, metric) == 0
+        assert made.usage(metric) == 0
 
 
 def test_a_new_document_takes_the_old_one_s_place(made):
     for text in (TEXT, TEXT[::-1]):
         ids = made.tokenizer(text).input_ids
-        run(made, (ids, compress("book")))
-        assert wait(made, "book")["saved"] is False
-        (answer,) = run(made, (question(made), asking("book")))
-        check(made, answer.outputs[0], by_transformers(made, ids))
-    (gone,) = run(made, ([0], params({"delete": "book"})))
+        made.run((ids, compress("book")))
+        assert made.wait("book")["saved"] is False
+        (answer,) = made.run((made.question(), asking("book")))
+        made.check(answer.outputs[0], made.by_transformers(ids))
+    (gone,) = made.run(([0], params({"delete": "book"})))
     assert said(gone) == {"name": "book", "state": "deleted"}
     for order in ({"delete": "book"}, "book"):
-        (refused,) = run(made, (question(made), params(order)))
+        (refused,) = made.run((made.question(), params(order)))
         assert refused.outputs[0].finish_reason == "error"
         assert not refused.outputs[0].token_ids
         assert (said(refused)["state"], said(refused)["status"]) == ("failed", 404)
@@ -100,12 +85,12 @@ def test_a_context_that_goes_before_its_request_begins_is_refused_by_name(made):
     from gracekv.vllm import export
 
     ids = made.tokenizer(TEXT).input_ids
-    folder = export(by_transformers(made, ids, ratio=3), made.store / "brief")
+    folder = export(made.by_transformers(ids, ratio=3), made.store / "brief")
     core = made.engine.llm_engine
     for number in range(SEQUENCES):
         prompt = {"prompt_token_ids": [7 + number] * 3}
         core.add_request(str(number), prompt, params(None, 50, ignore_eos=True))
-    core.add_request("late", {"prompt_token_ids": question(made)}, asking("brief"))
+    core.add_request("late", {"prompt_token_ids": made.question()}, asking("brief"))
     outputs = [core.step()]
     while max((len(x.outputs[0].token_ids) for x in outputs[-1]), default=0) < 20:
         outputs.append(core.step())
@@ -118,7 +103,7 @@ def test_a_context_that_goes_before_its_request_begins_is_refused_by_name(made):
     assert (late.outputs[0].finish_reason, said(late)["status"]) == ("error", 404)
     assert "There is no context 'brief'" in said(late)["reason"]
     assert {len(x.outputs[0].token_ids) for x in finished.values()} == {50}
-    assert usage(made, "kv_cache_usage_perc") == 0
+    assert made.usage("kv_cache_usage_perc") == 0
 
 
 @pytest.mark.parametrize(
@@ -131,4 +116,4 @@ def test_what_a_compressing_request_cannot_have_is_refused(made, options):
     extra = {"kv_transfer_params": {"gracekv": {"compress": {"name": "bad", "ratio": 4}}}}
     asked = SamplingParams(max_tokens=1, extra_args=extra, **options)
     with pytest.raises(VLLMValidationError, match="takes no"):
-        run(made, ([7] * 50, asked))
+        made.run(([7] * 50, asked))

@@ -1,26 +1,10 @@
 """A stock vLLM extends contexts: they are those that transformers extends, or stay as they were."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from support.compressing_engine import (
-    LONGEST,
-    TEXT,
-    asking,
-    by_transformers,
-    check,
-    compress,
-    listing,
-    params,
-    question,
-    run,
-    said,
-    tokens_of,
-    usage,
-    wait,
-)
+from support.compressing_engine import LONGEST, TEXT, asking, compress, params, said, tokens_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
@@ -37,31 +21,31 @@ def test_a_context_is_extended_as_in_transformers(made, recipe):
     ids, passage = (made.tokenizer(text).input_ids for text in (TEXT, TEXT[::-1]))
     # An engine reads a prompt's last token once more, transformers the one after the document.
     passage.append(ids[-1])
-    run(made, (ids, compress("talk", recipe=recipe)))
-    before = wait(made, "talk")
-    result = by_transformers(made, ids, pipeline=recipe)
+    made.run((ids, compress("talk", recipe=recipe)))
+    before = made.wait("talk")
+    result = made.by_transformers(ids, pipeline=recipe)
     for number in range(2):
-        asked = (question(made), asking("talk"))
-        first, *answers = run(made, (passage, extend("talk", save=number == 1)), asked, asked)
+        asked = (made.question(), asking("talk"))
+        first, *answers = made.run((passage, extend("talk", save=number == 1)), asked, asked)
         assert said(first) == {"name": "talk", "state": "compressing"}
         for answer in answers:
-            check(made, answer.outputs[0], result)
-        after = wait(made, "talk")
+            made.check(answer.outputs[0], result)
+        after = made.wait("talk")
         result = result.extend(passage, ratio=3)
-        (answer,) = run(made, asked)
-        check(made, answer.outputs[0], result)
+        (answer,) = made.run(asked)
+        made.check(answer.outputs[0], result)
         kept = tokens_of(result.packed.layers)
         assert (after["state"], after["recipe"]) == ("ready", recipe)
         assert after["length"] == before["length"] + (number + 1) * len(passage)
         assert after["entries"] == len(kept)
     assert len(tokens_of(ContextStore(made.store).load("talk").layers) & kept) >= 0.99 * len(kept)
-    run(made, (passage, extend("talk", into="longer")))
-    assert wait(made, "longer")["recipe"] == recipe
+    made.run((passage, extend("talk", into="longer")))
+    assert made.wait("longer")["recipe"] == recipe
     for name, want in (("talk", result), ("longer", result.extend(passage, ratio=3))):
-        (answer,) = run(made, (question(made), asking(name)))
-        check(made, answer.outputs[0], want)
-        run(made, ([0], params({"delete": name})))
-    assert usage(made, "kv_cache_usage_perc") == 0
+        (answer,) = made.run((made.question(), asking(name)))
+        made.check(answer.outputs[0], want)
+        made.run(([0], params({"delete": name})))
+    assert made.usage("kv_cache_usage_perc") == 0
 
 
 def test_a_context_that_is_extended_stays_within_its_limit(made):
@@ -70,13 +54,13 @@ def test_a_context_that_is_extended_stays_within_its_limit(made):
     from gracekv.vllm import ContextStore
 
     ids, limit = made.tokenizer(TEXT).input_ids, Limit(entries_per_head=80, window=8)
-    run(made, (ids, compress("talk")))
-    wait(made, "talk")
-    result, sizes = by_transformers(made, ids), []
+    made.run((ids, compress("talk")))
+    made.wait("talk")
+    result, sizes = made.by_transformers(ids), []
     for number in range(3):
         passage = [*made.tokenizer(f"It was turn {number}. {TEXT[:300]}").input_ids, ids[-1]]
-        run(made, (passage, extend("talk", limit=limit.to_dict(), save=True)))
-        one = wait(made, "talk")
+        made.run((passage, extend("talk", limit=limit.to_dict(), save=True)))
+        one = made.wait("talk")
         longer = result.extend(passage, ratio=3)
         cut = limited_run(longer, limit)
         result = type(longer).from_runs(made.model, longer.prompts, [cut], longer.pipeline)
@@ -85,8 +69,8 @@ def test_a_context_that_is_extended_stays_within_its_limit(made):
         same = len(tokens_of(ContextStore(made.store).load("talk").layers) & kept) / sizes[-1]
         assert same >= 0.99
         if same == 1:  # after a tie answers differ
-            (answer,) = run(made, (question(made), asking("talk")))
-            check(made, answer.outputs[0], result)
+            (answer,) = made.run((made.question(), asking("talk")))
+            made.check(answer.outputs[0], result)
     assert sizes[0] <= sizes[1] == sizes[2] == 72 * result.packed.entries().numel()
 
 
@@ -98,15 +82,15 @@ def kept(made):
     from gracekv.vllm import export
 
     ids = made.tokenizer(TEXT).input_ids
-    result = by_transformers(made, ids)
+    result = made.by_transformers(ids)
     asked = gracekv.Prompt.from_ids(ids, (0, len(ids) - 20))
     export(gracekv.compress(made.model, asked, ratio=4), made.store / "asked")
     bare = replace(result, _runs=tuple(replace(run, record=None) for run in result._runs))
     export(bare, made.store / "bare")
-    other = SimpleNamespace(model=tiny_llama(vocabulary=500, dim=32, seed=7))
-    export(by_transformers(other, ids), made.store / "other")
-    run(made, (ids, compress("kept")))
-    wait(made, "kept")
+    other = replace(made, model=tiny_llama(vocabulary=500, dim=32, seed=7))
+    export(other.by_transformers(ids), made.store / "other")
+    made.run((ids, compress("kept")))
+    made.wait("kept")
     return result
 
 
@@ -115,12 +99,12 @@ def why_not(made, name, length, options):
     from vllm.exceptions import VLLMValidationError
 
     try:
-        (output,) = run(made, ([7] * length, extend(name, **options)))
+        (output,) = made.run(([7] * length, extend(name, **options)))
     except VLLMValidationError as error:
         return str(error)
     reply = said(output)
     if reply["state"] == "compressing":
-        reply = wait(made, name)
+        reply = made.wait(name)
     assert reply["state"] == "failed"
     return reply["reason"]
 
@@ -154,38 +138,38 @@ def why_not(made, name, length, options):
 def test_a_passage_that_cannot_follow_is_refused_and_the_context_stays(
     made, kept, name, options, length, reason
 ):
-    before = listing(made)
+    before = made.listing()
     assert reason in why_not(made, name, length, options)
-    after = listing(made)
+    after = made.listing()
     assert after.keys() == before.keys()
     # A reason is listed beside the context, which answers as before.
     facts = ("length", "entries", "bytes")
     assert [after["kept"][x] for x in facts] == [before["kept"][x] for x in facts]
-    (answer,) = run(made, (question(made), asking("kept")))
-    check(made, answer.outputs[0], kept)
+    (answer,) = made.run((made.question(), asking("kept")))
+    made.check(answer.outputs[0], kept)
 
 
 def test_a_context_that_is_being_made_is_not_extended(made, kept):
     ids = made.tokenizer(TEXT).input_ids
-    one, other = run(made, (ids, extend("kept", into="first")), (ids, extend("first")))
+    one, other = made.run((ids, extend("kept", into="first")), (ids, extend("first")))
     assert said(one)["state"] == "compressing"
     assert "is being made. Extend it afterwards" in said(other)["reason"]
-    assert wait(made, "first")["length"] == 2 * len(ids)
-    (answer,) = run(made, (question(made), asking("kept")))
-    check(made, answer.outputs[0], kept)
+    assert made.wait("first")["length"] == 2 * len(ids)
+    (answer,) = made.run((made.question(), asking("kept")))
+    made.check(answer.outputs[0], kept)
 
 
 def test_an_aborted_passage_leaves_the_old_context(made):
     core, ids = made.engine.llm_engine, made.tokenizer(TEXT).input_ids
-    run(made, (ids, compress("kept")))
-    before = wait(made, "kept")
+    made.run((ids, compress("kept")))
+    before = made.wait("kept")
     core.add_request("0", {"prompt_token_ids": ids}, extend("kept"))
     core.add_request("1", {"prompt_token_ids": ids}, compress("after"))
     core.step()
     core.abort_request(["0"])
     while core.has_unfinished_requests():
         core.step()
-    assert wait(made, "after")["state"] == "ready"
-    assert listing(made)["kept"] == before
-    (answer,) = run(made, (question(made), asking("kept")))
-    check(made, answer.outputs[0], by_transformers(made, ids))
+    assert made.wait("after")["state"] == "ready"
+    assert made.listing()["kept"] == before
+    (answer,) = made.run((made.question(), asking("kept")))
+    made.check(answer.outputs[0], made.by_transformers(ids))

@@ -2,32 +2,17 @@
 
 import contextlib
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gracekv.decode import Limit
 from gracekv.hf.extend import limited_run
-from support.compressing_engine import (
-    asking,
-    by_transformers,
-    check,
-    compress,
-    listing,
-    params,
-    question,
-    run,
-    said,
-    tokens_of,
-    wait,
-)
+from support.compressing_engine import TEXT, Compressing, asking, compress, params, said, tokens_of
 from support.engine_answers import check_answer
 
 # Each engine is a few processes, which import vLLM for half a minute.
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
-
-TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 8
 
 
 @contextlib.contextmanager
@@ -64,7 +49,8 @@ def answers(made, served):
 @pytest.fixture(scope="module")
 def big(tiny_served):
     """A context of which the first rank's part is smaller than the second's."""
-    made = by_transformers(tiny_served, tiny_served.tokenizer(TEXT).input_ids, ratio=1.2)
+    alone = Compressing(tiny_served.model, tiny_served.tokenizer)
+    made = alone.by_transformers(tiny_served.tokenizer(TEXT).input_ids, ratio=1.2)
     first, second = made.packed.entries().sum(0).tolist()
     # Other sums may cost a few entries, but not so many.
     assert second - first > 0.02 * (first + second)
@@ -76,7 +62,7 @@ def two_ranks(tiny_served, big):
     """An engine of two ranks that hold a context at most as large as between the parts of `big`."""
     limit = (big.packed.kv_bytes + big.packed.metadata_bytes) // 2
     with engine(tiny_served, limit, tensor_parallel_size=2, max_num_batched_tokens=64) as made:
-        yield SimpleNamespace(**vars(tiny_served), engine=made)
+        yield Compressing(tiny_served.model, tiny_served.tokenizer, made, tiny_served.store)
 
 
 def test_two_ranks_answer_as_one_model(tiny_served, two_ranks):
@@ -97,11 +83,11 @@ def test_two_ranks_make_the_context_of_one_process(two_ranks, recipe, save):
     ids, name = two_ranks.tokenizer(TEXT).input_ids, f"{recipe}-{save}"
     # The question comes before its context is there.
     order = compress(name, recipe=recipe, save=save)
-    first, answer = run(two_ranks, (ids, order), (question(two_ranks), asking(name)))
+    first, answer = two_ranks.run((ids, order), (two_ranks.question(), asking(name)))
     assert said(first) == {"name": name, "state": "compressing"}
-    result = by_transformers(two_ranks, ids, pipeline=recipe)
-    check(two_ranks, answer.outputs[0], result)
-    kept, one = tokens_of(result.packed.layers), listing(two_ranks)[name]
+    result = two_ranks.by_transformers(ids, pipeline=recipe)
+    two_ranks.check(answer.outputs[0], result)
+    kept, one = tokens_of(result.packed.layers), two_ranks.listing()[name]
     assert (one["state"], one["saved"], one["recipe"]) == ("ready", save, recipe)
     assert (one["entries"], one["bytes"]) == (len(kept), result.packed.kv_bytes)
     assert one["recorded_bytes"] > 0
@@ -116,31 +102,31 @@ def test_two_ranks_extend_a_context_as_one_process(two_ranks):
     ids = two_ranks.tokenizer(TEXT).input_ids[:150]
     # An engine reads a prompt's last token once more, transformers the one after the document.
     passage, limit = [*ids[20:60], ids[-1]], {"entries_per_head": 60, "window": 8}
-    run(two_ranks, (ids, compress("talk")))
-    before = wait(two_ranks, "talk")
-    result = by_transformers(two_ranks, ids).extend(passage, ratio=2)
+    two_ranks.run((ids, compress("talk")))
+    before = two_ranks.wait("talk")
+    result = two_ranks.by_transformers(ids).extend(passage, ratio=2)
     order = {"name": "talk", "ratio": 2, "limit": limit | {"positions": "closed"}}
-    run(two_ranks, (passage, params({"extend": order})))
-    one = wait(two_ranks, "talk")
+    two_ranks.run((passage, params({"extend": order})))
+    one = two_ranks.wait("talk")
     kept = limited_run(result, Limit(**limit))
     result = result.from_runs(two_ranks.model, result.prompts, [kept], result.pipeline)
     assert (one["state"], one["entries"]) == ("ready", int(result.packed.entries().sum()))
     assert one["length"] == before["length"] + len(passage)
-    (answer,) = run(two_ranks, (question(two_ranks), asking("talk")))
-    check(two_ranks, answer.outputs[0], result)
+    (answer,) = two_ranks.run((two_ranks.question(), asking("talk")))
+    two_ranks.check(answer.outputs[0], result)
 
 
 def test_what_one_rank_cannot_hold_is_refused_and_the_engine_goes_on(two_ranks, big):
     ids = two_ranks.tokenizer(TEXT).input_ids
-    run(two_ranks, (ids, compress("big", ratio=1.2)))
-    failed = wait(two_ranks, "big")
+    two_ranks.run((ids, compress("big", ratio=1.2)))
+    failed = two_ranks.wait("big")
     assert failed["state"] == "failed"
     assert "Process 1 of the 2 that share this model has failed" in failed["reason"]
     assert "bytes of memory" in failed["reason"]
-    (refused,) = run(two_ranks, (question(two_ranks), params("big")))
+    (refused,) = two_ranks.run((two_ranks.question(), params("big")))
     assert (said(refused)["state"], said(refused)["status"]) == ("failed", 404)
-    _, answer = run(two_ranks, (ids, compress("after")), (question(two_ranks), asking("after")))
-    check(two_ranks, answer.outputs[0], by_transformers(two_ranks, ids))
+    _, answer = two_ranks.run((ids, compress("after")), (two_ranks.question(), asking("after")))
+    two_ranks.check(answer.outputs[0], two_ranks.by_transformers(ids))
 
 
 def test_documents_that_two_ranks_read_at_once_and_one_that_is_aborted(two_ranks):
@@ -156,10 +142,10 @@ def test_documents_that_two_ranks_read_at_once_and_one_that_is_aborted(two_ranks
     core.abort_request(["gone"])
     requests = []
     for name, ids in documents.items():
-        requests += [(ids, compress(name)), (question(two_ranks), asking(name))]
-    for ids, answer in zip(documents.values(), run(two_ranks, *requests)[1::2], strict=True):
-        check(two_ranks, answer.outputs[0], by_transformers(two_ranks, ids))
-    there = listing(two_ranks)
+        requests += [(ids, compress(name)), (two_ranks.question(), asking(name))]
+    for ids, answer in zip(documents.values(), two_ranks.run(*requests)[1::2], strict=True):
+        two_ranks.check(answer.outputs[0], two_ranks.by_transformers(ids))
+    there = two_ranks.listing()
     assert not {"aborted", "d0"} & there.keys()
     assert there["d7"]["state"] == "ready"
 
@@ -171,7 +157,7 @@ def test_a_recipe_that_needs_all_heads_is_refused_on_two_ranks(two_ranks, monkey
 
     monkeypatch.setattr(BlockReplay, "works_sharded", False)
     with pytest.raises(VLLMValidationError, match="heads are spread over processes"):
-        run(two_ranks, ([7] * 50, compress("all")))
+        two_ranks.run(([7] * 50, compress("all")))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
