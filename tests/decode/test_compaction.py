@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import gracekv
 from gracekv.errors import ConfigError
+from support.draws import ints, lists, some
 
 TURNS = [("user", 40), ("assistant", 100), ("user", 50), ("assistant", 10)]
 
@@ -62,10 +63,9 @@ def test_short_runs_stay_whole():
 
 
 @given(
-    tail=st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.integers(1, 200))),
-    recent=st.integers(0, 5),
-    keep=st.sampled_from([(), ("user",), ("assistant", 2), (0, 1)]),
-)
+    tail=lists(st.tuples(some(["user", "assistant"]), ints(1, 200))), recent=ints(0, 5),
+    keep=some([(), ("user",), ("assistant", 2), (0, 1)]),
+)  # fmt: skip
 def test_runs_hold_older_messages_once_and_in_order(tail, recent, keep):
     runs = gracekv.Compaction(after=100, ratio=4, recent=recent, keep=keep).runs(tail, 0)
     older = tail[: max(0, len(tail) - recent)]

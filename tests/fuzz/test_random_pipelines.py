@@ -24,17 +24,12 @@ REFUSALS = {
 def random_prefill(rng):
     """A prompt of random shape: no prefix, no question, no tail among them."""
     return synthetic_prefill(
-        layers=rng.randint(1, 3),
-        kv_heads=rng.randint(1, 3),
-        group=rng.randint(1, 3),
-        dim=rng.choice([4, 8]),
-        context=rng.choice([2, 3, 5, 17, 40, 90]),
-        prefix=rng.choice([0, 1, 4]),
-        question=rng.choice([0, 1, 8]),
-        tail=rng.choice([0, 3]) if rng.random() < 0.5 else 3,
-        seed=rng.randrange(1 << 30),
+        layers=rng.randint(1, 3), kv_heads=rng.randint(1, 3), group=rng.randint(1, 3),
+        dim=rng.choice([4, 8]), context=rng.choice([2, 3, 5, 17, 40, 90]),
+        prefix=rng.choice([0, 1, 4]), question=rng.choice([0, 1, 8]),
+        tail=rng.choice([0, 3]) if rng.random() < 0.5 else 3, seed=rng.randrange(1 << 30),
         dtype=rng.choice([torch.float32, torch.bfloat16]),
-    )
+    )  # fmt: skip
 
 
 def random_budget(rng, prefill):

@@ -13,6 +13,7 @@ from gracekv.fit import NoFit
 from gracekv.prefill import Prefill
 from gracekv.testing import synthetic_prefill
 from support.covering import cases
+from support.draws import DTYPES, SEEDS, floats, ints
 from support.selections import check_best_tokens, check_selection, kept_positions
 
 # Quantised ones count bytes, and round: see tests/precision.
@@ -26,20 +27,11 @@ RIVALS = [
 SELECTIONS = [name for name in RIVALS if Pipeline.named(name).pack.name == "evict"]
 
 
-@st.composite
-def prefills(draw):
-    return synthetic_prefill(
-        layers=draw(st.integers(1, 3)),
-        kv_heads=draw(st.integers(1, 3)),
-        group=draw(st.integers(1, 2)),
-        dim=8,
-        prefix=draw(st.integers(0, 6)),
-        context=draw(st.integers(5, 90)),
-        question=draw(st.integers(0, 8)),
-        tail=draw(st.integers(0, 3)),
-        seed=draw(st.integers(0, 2**32 - 1)),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
-    )
+PREFILLS = st.builds(
+    synthetic_prefill, layers=ints(1, 3), kv_heads=ints(1, 3), group=ints(1, 2), dim=st.just(8),
+    prefix=ints(0, 6), context=ints(5, 90), question=ints(0, 8), tail=ints(0, 3), seed=SEEDS,
+    dtype=DTYPES,
+)  # fmt: skip
 
 
 def selecting(name: str) -> Pipeline:
@@ -69,7 +61,7 @@ def window_of(name: str, prefill: Prefill, run) -> int:
 
 @pytest.mark.parametrize("name", RIVALS)
 @settings(max_examples=cases(10, 25))
-@given(prefill=prefills(), ratio=st.floats(1.0, 20.0))
+@given(prefill=PREFILLS, ratio=floats(1.0, 20.0))
 def test_the_budget_is_spent_exactly_and_what_must_stay_stays(name, prefill, ratio):
     run = run_of(name, prefill, ratio)
     if run is None or run.selection is None:  # the budget keeps everything
@@ -79,7 +71,7 @@ def test_the_budget_is_spent_exactly_and_what_must_stay_stays(name, prefill, rat
 
 @pytest.mark.parametrize("name", SELECTIONS)
 @settings(max_examples=cases(6, 15))
-@given(prefill=prefills(), ratio=st.floats(1.1, 12.0))
+@given(prefill=PREFILLS, ratio=floats(1.1, 12.0))
 def test_each_head_keeps_its_best_tokens(name, prefill, ratio):
     run = run_of(name, prefill, ratio)
     if run is None or run.selection is None:
@@ -99,7 +91,7 @@ EQUAL = (
 
 @pytest.mark.parametrize("name", RIVALS)
 @settings(max_examples=cases(4, 8))
-@given(seed=st.integers(0, 10_000), total=st.integers(6 * 8, 6 * 50))
+@given(seed=ints(0, 10_000), total=ints(6 * 8, 6 * 50))
 def test_budget_shapes(name, seed, total):
     prefill = synthetic_prefill(layers=3, kv_heads=2, context=70, dim=8, seed=seed)
     run = Pipeline.named(name).run(prefill, Budget.kv_bytes(total * prefill.entry_bytes))

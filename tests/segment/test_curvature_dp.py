@@ -14,9 +14,9 @@ from gracekv.segment.curvature import BlockInput, hidden_at
 from gracekv.segment.curvature_dp import dispersion_table, robust_zscore
 from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
+from support.draws import SEEDS, ints, some
 from support.segmented import by_reference
 
-seeds = st.integers(0, 2**32 - 1)
 WEIGHTS = ("curvature_weight", "surprisal_weight", "dispersion_weight", "length_weight")
 # Small limits and windows keep the reference's loops short.
 TINY = CurvatureDP(min_length=3, max_length=9, target_length=5, curvature=Curvature(windows=(2, 3)))
@@ -24,12 +24,9 @@ TINY = CurvatureDP(min_length=3, max_length=9, target_length=5, curvature=Curvat
 
 @settings(max_examples=25)
 @given(
-    context=st.integers(10, 40),
-    recent=st.integers(0, 8),
-    weights=st.fixed_dictionaries(dict.fromkeys(WEIGHTS, st.sampled_from([0.0, 0.3, 1.0]))),
-    cut_cost=st.sampled_from([0.0, 1.0]),
-    seed=seeds,
-)
+    context=ints(10, 40), recent=ints(0, 8), cut_cost=some([0.0, 1.0]), seed=SEEDS,
+    weights=st.fixed_dictionaries(dict.fromkeys(WEIGHTS, some([0.0, 0.3, 1.0]))),
+)  # fmt: skip
 def test_every_step_matches_reference(context, recent, weights, cut_cost, seed):
     prefill = synthetic_prefill(layers=3, context=context, hidden_dim=6, seed=seed)
     region = prefill.spans.region(recent)
@@ -55,7 +52,7 @@ def test_every_step_matches_reference(context, recent, weights, cut_cost, seed):
 
 
 @settings(max_examples=10)
-@given(context=st.integers(1, 200), seed=seeds)
+@given(context=ints(1, 200), seed=SEEDS)
 def test_respects_the_paper_limits(context, seed):
     prefill = synthetic_prefill(context=context, seed=seed)
     lengths = CurvatureDP()(prefill, prefill.spans.region(0)).lengths
@@ -104,7 +101,7 @@ def walks(layers: int, length: int, dim: int, seed: int) -> list[torch.Tensor]:
     return [torch.randn(length, dim, generator=rng).cumsum(0) for _ in range(layers)]
 
 
-@given(layers=st.integers(1, 3), length=st.integers(1, 24), longest=st.integers(1, 12), seed=seeds)
+@given(layers=ints(1, 3), length=ints(1, 24), longest=ints(1, 12), seed=SEEDS)
 def test_matches_reference(layers, length, longest, seed):
     states = walks(layers, length, 4, seed)
     expected = torch.zeros(length, longest, dtype=torch.float64)
@@ -122,7 +119,7 @@ def test_chunks_do_not_show(monkeypatch):
     torch.testing.assert_close(dispersion_table(states, 20, 1e-6), whole, rtol=1e-10, atol=1e-12)
 
 
-@given(length=st.integers(1, 40), spread=st.sampled_from([1, 5, 10**6]), seed=seeds)
+@given(length=ints(1, 40), spread=some([1, 5, 10**6]), seed=SEEDS)
 def test_zscore_matches_reference(length, spread, seed):
     # Few distinct values, so that zero MADs and equal middles occur.
     rng = torch.Generator().manual_seed(seed)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracekv.segment import curvature_dp, reference
-
-seeds = st.integers(0, 2**32 - 1)
+from support.draws import SEEDS, bools, ints
 
 
 def best_partition(profit, min_length):
@@ -20,12 +19,12 @@ def best_partition(profit, min_length):
 @st.composite
 def problems(draw, longest: int):
     """A profit table and a minimum length; integer profits of few values, so ties abound."""
-    max_length = draw(st.integers(1, 9))
-    min_length = draw(st.integers(1, max_length))
-    length = draw(st.integers(1, longest))
-    rng = np.random.default_rng(draw(seeds))
+    max_length = draw(ints(1, 9))
+    min_length = draw(ints(1, max_length))
+    length = draw(ints(1, longest))
+    rng = np.random.default_rng(draw(SEEDS))
     profit = rng.integers(-2, 3, (length, max_length)).astype(float)
-    if draw(st.booleans()):
+    if draw(bools()):
         profit += rng.normal(size=profit.shape)
     return profit, min_length
 

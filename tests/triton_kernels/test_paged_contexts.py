@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from gracekv.testing.attention import TOLERANCES
 from gracekv.vllm.triton_attention import plan_gpu_batch
 from support.covering import LONG
+from support.draws import SEEDS, ints, lists, some
 from support.paged_contexts import LAYOUTS, check_step, paged_step, step_attention
 
 CONTEXTS = {"a": [70, 0], "b": [3, 41], "empty": [0, 0]}
@@ -31,25 +32,18 @@ def test_a_step_of_all_kinds_of_requests(dtype):
 )
 def test_shapes_and_layouts(dim, group, block, layout, dtype):
     requests = [("b", 50, 4), ("a", 18, 1), (None, 3, 3)]
-    check_step(
-        paged_step(
-            dim, CONTEXTS, requests, dim=dim, group=group, block=block, dtype=dtype, layout=layout
-        )
-    )
+    sizes = {"dim": dim, "group": group, "block": block}
+    check_step(paged_step(dim, CONTEXTS, requests, **sizes, dtype=dtype, layout=layout))
 
 
 @settings(max_examples=12 if LONG else 5)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    lengths=st.lists(st.integers(0, 90), min_size=4, max_size=4),
-    requests=st.lists(
-        st.tuples(st.sampled_from(["a", "b", None]), st.integers(0, 60), st.integers(1, 40)),
-        min_size=1,
-        max_size=5,
+    seed=SEEDS, group=ints(1, 7), layout=some(LAYOUTS),
+    lengths=lists(ints(0, 90), min_size=4, max_size=4),
+    requests=lists(
+        st.tuples(some(["a", "b", None]), ints(0, 60), ints(1, 40)), min_size=1, max_size=5
     ),
-    group=st.integers(1, 7),
-    layout=st.sampled_from(LAYOUTS),
-)
+)  # fmt: skip
 def test_any_step(seed, lengths, requests, group, layout):
     contexts = {"a": lengths[:2], "b": lengths[2:]}
     # The first request has a context: else nothing is planned.
