@@ -1,10 +1,11 @@
-"""A context that is compressed once, to ask about; a module's `MODEL` names another model."""
+"""What is compressed once, to ask about; a module's `MODEL` and `PROMPT` name others."""
 
 import pytest
 
 import gracekv
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
 from support.asked_context import TEXT
+from support.static_tails import prompts
 
 MODEL = {"layers": 3, "vocabulary": 2000, "positions": 4096}
 
@@ -32,3 +33,13 @@ def whole(model, prompt):
 @pytest.fixture(scope="module")
 def book(model, prompt):
     return gracekv.compress(model, prompt, ratio=4)
+
+
+@pytest.fixture(scope="module")
+def result(request, model):
+    return gracekv.compress(model, request.module.PROMPT, ratio=2)
+
+
+@pytest.fixture(scope="module")
+def batch(model):
+    return gracekv.compress(model, prompts(80, 55, 61), ratio=4)

@@ -9,16 +9,11 @@ import torch
 
 import gracekv
 from gracekv.errors import BudgetError, ConfigError, PromptError
-from gracekv.testing.models import tiny_llama
 from support.streamed import Written
 
 IDS = torch.randint(2, 97, (1, 200), generator=torch.Generator().manual_seed(0))
+MODEL = {"layers": 3}
 FOLDER = Path(__file__).parents[2] / "examples" / "custom_generate"
-
-
-@pytest.fixture
-def model():
-    return tiny_llama(layers=3)
 
 
 @pytest.mark.parametrize("question", [64, 20, 0])

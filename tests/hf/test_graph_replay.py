@@ -18,11 +18,6 @@ from support.static_tails import assert_same_answer, prompts
 MODEL = {"layers": 2}
 
 
-@pytest.fixture(scope="module")
-def batch(model):
-    return gracekv.compress(model, prompts(80, 55, 61), ratio=4)
-
-
 @pytest.fixture
 def replay(monkeypatch):
     """Generate by replay wherever it could, as on a GPU; the forwards that were made."""

@@ -15,11 +15,6 @@ SMALL = {"entries_per_head": 80, "every": 16, "window": 8}
 MODEL = {"positions": 16384}
 
 
-@pytest.fixture(scope="module")
-def result(model):
-    return gracekv.compress(model, PROMPT, ratio=2)
-
-
 REFUSED = [
     ({"entries_per_head": 20}, BudgetError, "entries_per_head of at least"),
     ({"ratio": 3}, BudgetError, "no ratio works"),

@@ -26,11 +26,6 @@ EVERY = [name for name in DECODERS if name != "none"]
 SMALL = {"entries_per_head": 80, "every": 16, "window": 8}
 
 
-@pytest.fixture(scope="module")
-def result(model):
-    return gracekv.compress(model, PROMPT, ratio=2)
-
-
 def held_bytes(cache):
     """Bytes of all tensors that the cache's layers reach, the packed part once."""
     tensors = []

@@ -20,11 +20,6 @@ def result(request, model):
     return gracekv.compress(model, prompts(80)[0], ratio=4, backend=request.param)
 
 
-@pytest.fixture(scope="module")
-def batch(model):
-    return gracekv.compress(model, prompts(80, 55, 61), ratio=4)
-
-
 def same(logits, want):
     """Equal up to the order of sums, which the number of hidden places may change."""
     torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
