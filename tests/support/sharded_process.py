@@ -88,6 +88,11 @@ def sharded_by_two(folder, rank):
     return model
 
 
+def compressed(model, **options):
+    """The first prompt's result."""
+    return gracekv.compress(model, PROMPTS[0], **({"ratio": RATIO} | options))
+
+
 def message(call):
     """The error of a call, as text; and how many seconds it took to come."""
     started = time.monotonic()
@@ -135,34 +140,31 @@ def main(folder):
 
 def few_checks(model, folder, rank):
     """Of two processes: recipes with and without trees, a file, and that errors reach both."""
-    one, found = PROMPTS[0], {}
+    found = {}
     for name in RECIPES[:2]:
-        found[name] = facts(gracekv.compress(model, one, ratio=RATIO, pipeline=name))
+        found[name] = facts(compressed(model, pipeline=name))
     found["adapted"] = adapted_sensitivity(model)
-    gracekv.compress(model, one, ratio=RATIO).save(folder / "shared.safetensors")
+    compressed(model).save(folder / "shared.safetensors")
     found["loaded"] = facts(gracekv.load(folder / "shared.safetensors", model))
-    found["other budget"] = message(lambda: gracekv.compress(model, one, ratio=2 + rank))
-    found["too small"] = message(
-        lambda: gracekv.compress(model, one, ratio=1000 if rank else RATIO)
-    )
-    found["after failures"] = facts(gracekv.compress(model, one, ratio=RATIO))
+    found["other budget"] = message(lambda: compressed(model, ratio=2 + rank))
+    found["too small"] = message(lambda: compressed(model, ratio=1000 if rank else RATIO))
+    found["after failures"] = facts(compressed(model))
     if rank == 0:
-        found["ended"] = message(lambda: gracekv.compress(model, one, ratio=RATIO))
+        found["ended"] = message(lambda: compressed(model))
     return found
 
 
 def every_check(model, folder, rank):
     """Of four processes."""
-    world, found = int(os.environ["WORLD_SIZE"]), {}
-    one = PROMPTS[0]
+    world, one, found = int(os.environ["WORLD_SIZE"]), PROMPTS[0], {}
     for name in RECIPES:
-        found[f"four {name}"] = facts(gracekv.compress(model, one, ratio=RATIO, pipeline=name))
+        found[f"four {name}"] = facts(compressed(model, pipeline=name))
     batch = gracekv.compress(model, PROMPTS, ratio=RATIO)
     found["four batch"] = facts(batch)
     batch.save(folder / "batch.safetensors")
-    found["four full"] = facts(gracekv.compress(model, one, ratio=1))
+    found["four full"] = facts(compressed(model, ratio=1))
     found["four loaded"] = facts(gracekv.load(folder / "whole.safetensors", model))
-    result = gracekv.compress(model, one, ratio=RATIO)
+    result = compressed(model)
     found |= {f"bits {name}": made for name, made in bits_facts(model, one).items()}
     quantised = gracekv.compress(model, PROMPTS, ratio=RATIO, pipeline="gracekv-plus-allocated")
     quantised.save(folder / "quantised.safetensors")
@@ -176,28 +178,22 @@ def every_check(model, folder, rank):
     # Calls that cannot be made.
     lagrangian = gracekv.Pipeline.from_dict({"allocate": "lagrangian"})
     for name, pipe in {"lagrangian": lagrangian, "d2o": gracekv.Pipeline.named("d2o")}.items():
-        found[f"refused {name}"] = message(
-            lambda pipe=pipe: gracekv.compress(model, one, ratio=RATIO, pipeline=pipe)
-        )
-    found["refused report"] = message(lambda: result.report(folder / "page.html"))
-    found["refused comparison"] = message(
-        lambda: gracekv.report.compare([result], folder / "page.html")
-    )
+        found[f"refused {name}"] = message(lambda pipe=pipe: compressed(model, pipeline=pipe))
+    page = folder / "page.html"
+    found["refused report"] = message(lambda: result.report(page))
+    found["refused comparison"] = message(lambda: gracekv.report.compare([result], page))
     found["refused export"] = message(lambda: export(result, folder / "store/book"))
 
     # Processes that differ, or fail at some stage.
-    found["other budget"] = message(lambda: gracekv.compress(model, one, ratio=2 + rank // 3))
+    found["other budget"] = message(lambda: compressed(model, ratio=2 + rank // 3))
     found["other capture"] = message(lambda: gracekv.capture(model, PROMPTS[rank // 3]))
     found["other prompt"] = message(lambda: gracekv.compress(model, PROMPTS[rank // 3], ratio=2))
     book = gracekv.compress(model, context_of(one), ratio=RATIO)
     found["other passage"] = message(lambda: book.extend([1, 2, rank // 3] * 9, ratio=2))
     found["other answer"] = message(lambda: result.generate_ids(2 + rank // 3))
-    found["too small"] = message(
-        lambda: gracekv.compress(model, one, ratio=1000 if rank == 1 else RATIO)
-    )
-    found["no folder"] = message(
-        lambda: result.save("/proc/no/file" if rank == 0 else folder / "x")
-    )
+    found["too small"] = message(lambda: compressed(model, ratio=1000 if rank == 1 else RATIO))
+    place = folder / "x" if rank else "/proc/no/file"
+    found["no folder"] = message(lambda: result.save(place))
     stock = gracekv.value.ValueNorm.layer
 
     def broken(self, capture, region, memory):
@@ -205,13 +201,13 @@ def every_check(model, folder, rank):
 
     if rank == 2:
         gracekv.value.ValueNorm.layer = broken
-    found["fails in a stage"] = message(lambda: gracekv.compress(model, one, ratio=RATIO))
+    found["fails in a stage"] = message(lambda: compressed(model))
     gracekv.value.ValueNorm.layer = stock
-    found["after failures"] = facts(gracekv.compress(model, one, ratio=RATIO))
+    found["after failures"] = facts(compressed(model))
 
     pair = sharded_by_two(folder, rank)
     for name in RECIPES[:2]:
-        found[f"two {name}"] = facts(gracekv.compress(pair, one, ratio=RATIO, pipeline=name))
+        found[f"two {name}"] = facts(compressed(pair, pipeline=name))
     found["two loaded"] = facts(gracekv.load(folder / "whole.safetensors", pair))
     found["two quantised"] = facts(gracekv.load(folder / "quantised.safetensors", pair))
     attention = pair.get_decoder().layers[1].self_attn
@@ -227,10 +223,10 @@ def every_check(model, folder, rank):
     connect(model, timeout=1.5)
     if rank == 3:
         time.sleep(4)
-    found["too late"] = message(lambda: gracekv.compress(model, one, ratio=RATIO))
+    found["too late"] = message(lambda: compressed(model))
     connect(model)
     if rank < 3:
-        found["ended"] = message(lambda: gracekv.compress(model, one, ratio=RATIO))
+        found["ended"] = message(lambda: compressed(model))
     return found
 
 
