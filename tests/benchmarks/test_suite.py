@@ -94,8 +94,7 @@ def test_tasks_weigh_the_same_and_methods_share_prompts(suite):
         found, (made.ours, "other"), log_kl, made).splitlines()[2:]]  # fmt: skip
     ours, other = (float(cells[0].strip(" |")) for cells in means)
     text = suite.tables.differences(rows, found, log_kl, made, made.ours)
-    assert float(text.split("| other | ")[1].split(" [")[0]) == pytest.approx(
-        other - ours, abs=0.01
-    )
+    gap = float(text.split("| other | ")[1].split(" [")[0])
+    assert gap == pytest.approx(other - ours, abs=0.01)
     more = [*rows, row("other", "64x", 9, 0.0, task="ruler:b")]
     assert suite.tables.by_task(more, log_kl) == suite.tables.by_task(rows, log_kl)

@@ -46,7 +46,6 @@ def reader(tiny, tmp_path, monkeypatch):
     - An evaluation runs with all its methods, but one sample of its first task at its first
       budget and length.
     """
-    import transformers
 
     import gracekv.cli.demo
     import gracekv.evaluate.runner
@@ -62,9 +61,7 @@ def reader(tiny, tmp_path, monkeypatch):
 
     monkeypatch.setattr(model, "generate", briefly)
     for auto, made in (("AutoModelForCausalLM", model), ("AutoTokenizer", tokenizer)):
-        monkeypatch.setattr(
-            getattr(transformers, auto), "from_pretrained", lambda *_, m=made, **__: m
-        )
+        monkeypatch.setattr(f"transformers.{auto}.from_pretrained", lambda *_, m=made, **__: m)
     for module in (gracekv.cli.demo, gracekv.hf.smollm2):
         monkeypatch.setattr(module, "load_smollm2", lambda *_, **__: (model, tokenizer))
     run = gracekv.evaluate.runner.run

@@ -72,7 +72,8 @@ def test_defaults_of_the_constructor_give_way_to_the_call(model, tokenizer):
 
 
 def test_reused_questions_are_asked_about_one_compressed_context(model, tokenizer, monkeypatch):
-    pipe = GraceTextGeneration(model=model, tokenizer=tokenizer, ratio=3, max_new_tokens=5)
+    options = {"model": model, "tokenizer": tokenizer, "ratio": 3, "max_new_tokens": 5}
+    pipe = GraceTextGeneration(**options)
     prompt = gracekv.Prompt.from_chat(tokenizer, context=CONTEXT, instruction="w5 w6")
     book = gracekv.compress(model, prompt, ratio=3)
     fed = fed_shapes(model, monkeypatch)
@@ -84,9 +85,7 @@ def test_reused_questions_are_asked_about_one_compressed_context(model, tokenize
     assert {(x["budget"], x["spent"], x["kv_bytes"], x["full_bytes"]) for x in found} == {
         (kept.budget, kept.spent, kept.bytes, kept.full_bytes)
     }
-    always = GraceTextGeneration(
-        model=model, tokenizer=tokenizer, ratio=3, max_new_tokens=5, reuse=True
-    )
+    always = GraceTextGeneration(**options, reuse=True)
     one = always(question=QUESTIONS[1], context=CONTEXT, instruction="w5 w6")
     assert one["answer"] == book.ask(QUESTIONS[1], max_new_tokens=5)
     apart = {"question": QUESTIONS[1], "context": CONTEXT}

@@ -72,9 +72,8 @@ def test_the_loss_is_that_of_rounding_a_sample():
     asking = list(prefill.spans.last(16))
     for unit in range(4):
         layer, head = divmod(unit, 2)
-        keys, values = (
-            x[layer][head, region.start : region.end] for x in (prefill.keys, prefill.values)
-        )
+        rows = (x[layer][head] for x in (prefill.keys, prefill.values))
+        keys, values = (x[region.start : region.end] for x in rows)
         queries = prefill.queries_at(layer, asking)[2 * head : 2 * head + 2].double()
         count = torch.tensor([len(keys)])
         spread = (values.double() - values.double().mean(dim=0)).square().sum()

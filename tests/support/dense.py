@@ -17,9 +17,7 @@ _NAME = "gracekv_dense_reference"
 
 
 @torch.no_grad()
-def dense_logits(
-    model: Any, cache: RaggedCache, tokens: Tensor, *, drop_bias: bool = False
-) -> Tensor:
+def dense_logits(model: Any, cache: RaggedCache, tokens: Tensor, drop_bias: bool = False) -> Tensor:
     """[n, vocabulary] float64 logits after each of `tokens` [n], fed one by one after `cache`.
 
     A float64 copy of the model runs its own forward pass over a stock cache in which every packed
