@@ -177,10 +177,9 @@ def test_what_stops_it_leaves_the_model_as_it_was(error, layer):
 def test_what_cannot_be_is_refused_before_the_model_runs(recipe, reason):
     model = tiny_llama()
     model.register_forward_pre_hook(lambda *_: pytest.fail("The model runs."))
+    options = {"pipeline": recipe, "capture": CaptureOptions(stream=True)}
     with pytest.raises(ConfigError, match=rf"stream=True\).*{reason}.*Leave stream out"):
-        gracekv.compress(
-            model, prompt_of(), ratio=4, pipeline=recipe, capture=CaptureOptions(stream=True)
-        )
+        gracekv.compress(model, prompt_of(), ratio=4, **options)
 
 
 def test_a_prefill_holds_what_a_streamed_one_would_not():

@@ -64,11 +64,8 @@ class Scheduler:
         return request
 
     def abort(self, name):
-        self.side.on_new_request(
-            SimpleNamespace(
-                request_id="9", kv_transfer_params={"gracekv": name}, abort_immediately=True
-            )
-        )
+        params = {"kv_transfer_params": {"gracekv": name}, "abort_immediately": True}
+        self.side.on_new_request(SimpleNamespace(request_id="9", **params))
 
     def step(self, *requests, opened=()):
         """What workers are told before a step in which the requests that may begin have tokens."""

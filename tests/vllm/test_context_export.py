@@ -134,15 +134,12 @@ def test_what_no_export_wrote_is_not_replaced(book, tmp_path):
 
 def test_an_export_that_is_killed_leaves_the_old_or_the_new_context(book, tmp_path):
     others = [book, gracekv.compress(book.model, book.prompt, ratio=3)]
-    digests = [
-        ContextStore(export(x, tmp_path / "want").parent).header("want").digest for x in others
-    ]
+    stores = (ContextStore(export(x, tmp_path / "want").parent) for x in others)
+    digests = [store.header("want").digest for store in stores]
     functions = ("export", "write_context", "_alone_in", "_delete", "replacing", "write_cache")
     before = tmp_path / "store" / "book"
     seen = []
-    for count in killed_at_each_line(
-        functions, lambda n: export(others[n % 2], tmp_path / "store" / "book")
-    ):
+    for count in killed_at_each_line(functions, lambda n: export(others[n % 2], before)):
         store = ContextStore(tmp_path / "store")
         if before.is_dir() and store.names():
             seen.append(digests.index(store.load("book").header.digest))
