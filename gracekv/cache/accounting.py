@@ -154,8 +154,8 @@ class Accounting:
 class Occupancy:
     """Entries and bytes of a cache during generation, in all compressed layers, heads and rows.
 
-    Places for tokens to come are not counted: a growing tail has at most as many again, a static
-    one its capacity.
+    Sliding windows, states and places for tokens to come are not counted. A growing tail has at
+    most as many free places as tokens, but at least 64 in all; a static one has its capacity.
 
     Attributes:
         entries: current entries, of the packed prompts and of tokens since.

@@ -140,8 +140,9 @@ def compress(
     places = [os.path.realpath(x) for x in (context, save, report) if x is not None]
     if len({*places}) < len(places):
         raise ConfigError("--context, --save and --report need a file each; two are the same.")
-    # Twice: the folder of one may be the other.
-    for out in filter(None, (save, report, save)):
+    if any(Path(x) in Path(y).parents for x in places[1:] for y in places[1:]):
+        raise ConfigError("Of --save and --report, one lies inside the other.")
+    for out in filter(None, (save, report)):
         check_output(out)
     # Imported here, since they take seconds, which a mistyped path should not cost.
     from rich.console import Console

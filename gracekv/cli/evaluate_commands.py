@@ -175,10 +175,10 @@ def _tables(rows: list[Row], measures: list[Measure], against: str | None, forma
 
     tables = [make_tables(rows, x, against) for x in measures]
     held = [name for name, x in MEASURES.items() if any(x.read(row) is not None for row in rows)]
-    if held and not any(tables):
+    lacking = [x.name for x, found in zip(measures, tables, strict=True) if not found]
+    if held and lacking:
         raise ConfigError(
-            f"No row holds {', '.join(x.name for x in measures)}. Give --metric what they hold: "
-            f"{', '.join(held)}."
+            f"No row holds {', '.join(lacking)}. Give --metric what they hold: {', '.join(held)}."
         )
     texts = [FORMATS[format](table, x) for table, x in zip(tables, measures, strict=True)]
     if format == "markdown":

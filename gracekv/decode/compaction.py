@@ -23,7 +23,7 @@ class Compaction(Configurable):
 
     Attributes:
         after: compress when the uncompressed messages have more tokens than this.
-        ratio: tokens per entry kept in compressed messages, of which at least 8 entries stay.
+        ratio: tokens per entry kept in compressed messages; at least 8 stay per head, on average.
         recent: number of the last messages that stay uncompressed.
         keep: messages that keep all their entries, by role ("system", "developer", "user",
             "assistant" or "tool") or by index in the conversation's `messages`, from 0.

@@ -1,7 +1,8 @@
 """Rows on disk: one JSON line each, whole or absent, in files that several processes may share.
 
 A row is written by one system call and flushed to the disk, so a killed process leaves at most one
-line without its end; readers ignore it and the next writer cuts it off.
+line without its end; readers ignore it and the next writer cuts it off, unless all but the line
+break is there.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ class RowFile(AbstractContextManager["RowFile"]):
                 self._file.write(b"\n")
             elif end < len(data):
                 self._file.truncate(end)
+        except OSError as error:
+            self._file.close()
+            raise OutputError(f"{self.path} cannot be gone on with: {error}. Make room.") from error
         except BaseException:
             self._file.close()
             raise

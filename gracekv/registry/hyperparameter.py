@@ -116,10 +116,10 @@ def typed_fields(cls: type) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
     """
     try:
         hints = typing.get_type_hints(cls)
-    except NameError as error:
+    except Exception as error:
         raise ConfigError(
-            f"The annotations of {cls.__name__} cannot be read: {error}. Import what they name "
-            f"outside of `if TYPE_CHECKING:`."
+            f"The annotations of {cls.__name__} cannot be evaluated: {error}. Define or import "
+            f"what they name at the top of the module, outside of `if TYPE_CHECKING:`."
         ) from error
     return tuple((field, hints[field.name]) for field in dataclasses.fields(cls))
 

@@ -17,20 +17,28 @@ from gracekv.decode.limit import CutHistory
 from gracekv.errors import ReportError, expect
 from gracekv.pipeline.run import CodedRelevance
 from gracekv.prefill import PromptSpans
+from gracekv.prefill.fingerprint import differences
 from gracekv.report.entries import KeptEntries, Result, check_result, kept_entries
 
 # The character that decoders put in place of incomplete bytes.
 _INCOMPLETE = "\ufffd"
 
 
-_MODEL = ("model_class", "config", "weights")
 # Properties that results shown side by side must share.
 _SAME: dict[str, Callable[[Result], object]] = {
     "token ids": lambda result: result.prompt.ids.tolist(),
     "contexts": lambda result: result.prompt.spans,
-    "models": lambda result: {n: result._run.fingerprint.get(n) for n in _MODEL},
     "layers and KV heads": lambda result: tuple(result._run.accounting.entries.shape),
 }
+
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """What tells two models apart, in whatever dtype they are and with whatever tokenizer."""
+    ours = {"tokenizer", "chat_template", "dtype"}
+    if one.get("dtype") != other.get("dtype"):
+        ours |= {"weights", "plain_weights"}
+    left = ({name: x for name, x in y.items() if name not in ours} for y in (one, other))
+    return differences(*left)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +116,11 @@ class ReportData:
                         f"and {label!r} have different {what}. Compress the same Prompt with both "
                         f"pipelines."
                     )
+            if apart := _differ(main._run.fingerprint, other._run.fingerprint):
+                raise ReportError(
+                    f"Results side by side must be of one model; those of {first!r} and {label!r} "
+                    f"differ: {', '.join(apart)}."
+                )
         tokenizer = next((x for r in results.values() if (x := r.prompt.tokenizer)), None)
         # Only the name of a local folder: pages are shared, paths are private.
         name = str(getattr(getattr(main.model, "config", None), "name_or_path", "")).rstrip("/\\")

@@ -232,7 +232,8 @@ def test_outputs_are_checked_before_the_model_is_loaded(refused, story, calls, t
         err = refused("compress", "--context", story, "--question", "Who?", option, place)
         assert err.startswith("OutputError: Cannot write to")
     inside = ["--save", tmp_path / "new", "--report", tmp_path / "new" / "page.html"]
-    assert "it is a folder" in refused("compress", "--context", story, *inside)
+    assert "one lies inside the other" in refused("compress", "--context", story, *inside)
+    assert not (tmp_path / "new").exists()
     assert not calls
 
 

@@ -134,9 +134,13 @@ def test_the_demo_writes_one(model, monkeypatch, tmp_path):
 def test_prompts_that_differ_are_told_apart(model, tmp_path):
     prompts = (gracekv.Prompt.from_ids(torch.arange(length), (4, 50)) for length in (60, 61))
     results = {str(len(x.ids)): gracekv.compress(model, x, ratio=2) for x in prompts}
-    other = gracekv.compress(tiny_llama(seed=1), results["60"].prompt, ratio=2)
+    other = gracekv.compress(tiny_llama(vocabulary=128, seed=1), results["60"].prompt, ratio=2)
     others = {"a": results["60"], "b": other}
-    with pytest.raises(ReportError, match="'a' and 'b' have different models"):
+    with pytest.raises(ReportError, match=r"those of 'a' and 'b' differ: weights"):
         gracekv.report.compare(others, tmp_path / "page.html")
+    # Neither a setting of its use nor a dtype makes it another model.
+    model.config.pad_token_id = 3
+    others["b"] = gracekv.compress(model.bfloat16(), results["60"].prompt, ratio=3)
+    gracekv.report.compare(others, tmp_path / "page.html")
     with pytest.raises(ReportError, match="'60' and '61' have different token ids"):
         gracekv.report.compare(results, tmp_path / "page.html")
