@@ -71,7 +71,6 @@ class Conversation(AbstractContextManager["Conversation"]):
             check_extends(result.model)
             check_needs(result.model, result.pipeline.needs(), passage=True)
         self._closed, self._limit, self._compact = False, limit, compact
-        # A copy or pickle is refused as the result's.
         self._first, self._lock = result, threading.Lock()
         self._begin_anew()
 
@@ -202,12 +201,17 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     @property
     def accounting(self) -> Occupancy:
-        """Entries and bytes of context and turns, now and at most since the last compression."""
+        """Entries and bytes of context and turns, now and at most since the last compression.
+
+        After `close`, those of the context.
+        """
         held: Occupancy = self._cache.accounting
         return held
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write the context's page; with `Limit(history=True)` it shows the turns' entries, too.
+
+        After `close` it is the page of the context that the conversation began with.
 
         Raises what `result.report` does.
         """
@@ -223,7 +227,7 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     def _let_go(self) -> None:
         # What was compressed in between, and copies for a limit, are the conversation's alone.
-        self._result, self._cache = self._first, self._first._cache.with_empty_tail()
+        self._result, self._cache = self._first, self._first._cache
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Raises `CacheError`: a copy would write to the same cache."""
@@ -252,9 +256,10 @@ class Conversation(AbstractContextManager["Conversation"]):
                 finally:
                     answered.set()
 
-            answered.clear()
             tokenizer, shard = self._prompt.tokenizer, head_shard(self._model)
-            yield from stream_text(tokenizer, generate, options, shard)
+            pieces = stream_text(tokenizer, generate, options, shard)
+            answered.clear()
+            yield from pieces
             self._add(messages[-1], turn, answers[0])
 
     @contextmanager
@@ -314,12 +319,12 @@ class Conversation(AbstractContextManager["Conversation"]):
                 check_room(self._model, self._prompt, len(ids), max_new_tokens, self._limit)
                 yield ids
             except BaseException:
-                failed = before["_failed"] if anew else self._failed
+                failed, written = before["_failed"] if anew else self._failed, self._cache
                 self.__dict__.update(before | {"_closed": self._closed, "_failed": failed})
-                if answered.is_set():
+                if answered.is_set() or self._cache is not written:
                     undo()
                 else:
-                    # The thread goes on writing to the cache, up to its next token.
+                    # The thread goes on writing to it, up to its next token.
                     self._cache = self._cache.with_empty_tail()
                 raise
 

@@ -233,8 +233,8 @@ def stream_text(
 
         def stop() -> None:
             closed.set()
-            # A collection of garbage may close the iterator in the thread itself.
-            if threading.current_thread() is not thread:
+            # Garbage may be collected in the thread itself, and a forked process has no threads.
+            if threading.current_thread() is not thread and thread.is_alive():
                 # An interrupted join would take the thread for ended from then on.
                 ended.wait()
                 thread.join()

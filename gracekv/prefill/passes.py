@@ -93,7 +93,7 @@ class _ModelContinuation:
     def run(self, ids: Tensor, observe: Callable[[int, TokenRun], None]) -> Tensor:
         """As `Continuation.run`. Holds one layer's keys and values once more.
 
-        The tokens' own are kept, but of the last run.
+        Keeps those of its own tokens too, except in the last run.
         """
         model, start = self._passes.model, self._reached
         device, base = input_device(model), base_attention(model)

@@ -47,9 +47,11 @@ class Projection:
         if self.columns is not None:
             return self.columns
         unit = torch.eye(self.width, dtype=like.dtype, device=like.device)
-        steps = (getattr(self.module, name, None) for name in ("input_scale", "activation_scale"))
+        layer = getattr(self.module, "base_layer", self.module)
+        steps = (getattr(layer, name, None) for name in ("input_scale", "activation_scale"))
         # Inputs of calibrated layers are rounded to this step, and end at some hundred of them.
-        step = next((x.detach().max() for x in steps if x is not None), None)
+        known = (x.detach().max() for x in steps if isinstance(x, Tensor) and not x.is_meta)
+        step = next(known, None)
         size = 1.0 if step is None else 16 * step.to(like)
         return torch.cat([self(rows * size) / size for rows in unit.split(_ROWS)]).T
 

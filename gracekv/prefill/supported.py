@@ -81,8 +81,8 @@ def check_model(model: Any) -> None:
             "The model is in training mode, where dropout makes its cache random. Call "
             "model.eval() first."
         )
-    modules = filter(None, map(attention_module, model.get_decoder().layers))
-    kinds = {type(getattr(x, "_orig_mod", x)).__module__ for x in modules}
+    modules = map(attention_module, model.get_decoder().layers)
+    kinds = {type(getattr(x, "_orig_mod", x)).__module__ for x in modules if x is not None}
     own = not all(x.startswith("transformers.models.") for x in kinds)
     if own or model.config.model_type not in TESTED_MODEL_TYPES:
         self_check(model)

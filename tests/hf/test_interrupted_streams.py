@@ -1,12 +1,14 @@
 """A conversation whose stream ends while its thread still writes to the cache goes on as before."""
 
 import copy
+import os
 import pickle
+import signal
 import threading
 
 import pytest
 
-from gracekv.errors import CacheError
+from gracekv.errors import CacheError, ConfigError
 from gracekv.hf import generation
 
 OPTIONS = {"max_new_tokens": 40, "eos_token_id": 1999, "stream": True}
@@ -17,8 +19,13 @@ class Between:
 
     def __init__(self, act):
         self.act, self.ready, self.done = act, threading.Event(), threading.Event()
+        self.steps = 0
 
     def __call__(self, ids, scores):
+        self.steps += 1
+        # The first piece of text may take some tokens.
+        if self.steps > 20:
+            self.ready.wait(60)
         if self.ready.is_set() and not self.done.is_set():
             self.act()
             self.done.set()
@@ -83,6 +90,26 @@ def test_a_stream_that_is_interrupted_while_it_waits_for_its_thread(book, monkey
     assert chat._cache is held
     here, there = goes_on(chat, book)
     assert here == there
+
+
+def test_a_stream_that_never_starts_leaves_the_turns_where_they_are(book):
+    chat = begun(book)
+    before = chat._cache.get_seq_length()
+    with pytest.raises(ConfigError, match="stream=True"):
+        next(chat.ask("And then?", streamer=object(), **OPTIONS))
+    assert chat._cache.get_seq_length() == before
+
+
+def test_a_forked_process_ends_though_its_parent_streams(book):
+    stream = book.ask("Who fell?", logits_processor=[between := Between(lambda: None)], **OPTIONS)
+    assert next(stream)
+    if not (child := os.fork()):
+        signal.alarm(60)
+        stream.close()
+        os._exit(7)
+    between.ready.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    list(stream)
 
 
 def test_a_conversation_is_not_copied(book):

@@ -168,6 +168,16 @@ def test_unit_vectors_do_not_leave_what_a_layer_is_calibrated_for():
     linear, like = torch.nn.Linear(24, 10), torch.zeros(0)
     plain = Eight(linear).plain()
     torch.testing.assert_close(seen(Calibrated(linear)).weight(like), plain)
+    base = Calibrated(linear)
+    base.out_features = 10
+    adapted = Adapted(base)
+    adapted.base_layer = base
+    want = plain + adapted.up @ adapted.low
+    torch.testing.assert_close(seen(adapted).weight(like), want, atol=1e-4, rtol=1e-3)
+    offloaded = Calibrated(linear)
+    offloaded.input_scale = offloaded.input_scale.to("meta")
+    offloaded.forward = Eight(linear).forward
+    torch.testing.assert_close(seen(offloaded).weight(like), plain)
 
 
 def test_quantised_embeddings_say_what_the_cache_holds():
