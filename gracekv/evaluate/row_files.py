@@ -59,7 +59,9 @@ class RowFile(AbstractContextManager["RowFile"]):
                 self._file.truncate(end)
         except OSError as error:
             self._file.close()
-            raise OutputError(f"{self.path} cannot be gone on with: {error}. Make room.") from error
+            raise OutputError(
+                f"Rows cannot be added to {self.path}: {error}. Make room, or use another folder."
+            ) from error
         except BaseException:
             self._file.close()
             raise

@@ -34,11 +34,11 @@ _SAME: dict[str, Callable[[Result], object]] = {
 
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """What tells two models apart, in whatever dtype they are and with whatever tokenizer."""
-    ours = {"tokenizer", "chat_template", "dtype"}
+    ignored = {"tokenizer", "chat_template", "dtype"}
     if one.get("dtype") != other.get("dtype"):
-        ours |= {"weights", "plain_weights"}
-    left = ({name: x for name, x in y.items() if name not in ours} for y in (one, other))
-    return differences(*left)
+        ignored |= {"weights", "plain_weights"}
+    kept = ({name: x for name, x in marks.items() if name not in ignored} for marks in (one, other))
+    return differences(*kept)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
