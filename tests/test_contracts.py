@@ -62,19 +62,16 @@ def spoiled(monkeypatch):
     monkeypatch.setitem(SCORERS._classes, "spoiled", Spoiled)
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("negative", "scores hold < 0"),
-        ("double", "scores must be float32"),
-        ("sum", "add up to 1"),
-        ("shape", "scores must be"),
-        ("random", "differ between two calls"),
-        ("draws", "random numbers were drawn"),
-        ("compares", "'spoiled' compares layers: its scores of layer 0 differ"),
-        ("writes", "written to"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "message"), [
+    ("negative", "scores hold < 0"),
+    ("double", "scores must be float32"),
+    ("sum", "add up to 1"),
+    ("shape", "scores must be"),
+    ("random", "differ between two calls"),
+    ("draws", "random numbers were drawn"),
+    ("compares", "'spoiled' compares layers: its scores of layer 0 differ"),
+    ("writes", "written to"),
+])  # fmt: skip
 def test_a_scorer_that_breaks_a_promise_is_named(spoiled, fault, message):
     with pytest.raises(AssertionError, match=message):
         contracts.check_stage(Spoiled(fault=fault), seed=0)

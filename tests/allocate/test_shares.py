@@ -33,16 +33,13 @@ def test_shares_add_up_stay_below_the_cap_and_near_what_was_wanted(weights, tota
         assert all(abs(share - want) < 1 for share, want in zip(shares, wanted, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("wanted", "total", "cap", "expected"),
-    [
-        ([Fraction(5, 2)] * 3 + [Fraction(1, 2)], 8, 9, [3, 3, 2, 0]),  # ties: the earlier
-        ([Fraction(13, 10), Fraction(17, 10)], 3, 9, [1, 2]),
-        ([Fraction(9), Fraction(1, 3), Fraction(2, 3)], 10, 4, [4, 3, 3]),  # the cap's surplus
-        ([Fraction(9), Fraction(0)], 9, 5, [5, 4]),
-        ([Fraction(0)], 0, 0, [0]),
-    ],
-)
+@pytest.mark.parametrize(("wanted", "total", "cap", "expected"), [
+    ([Fraction(5, 2)] * 3 + [Fraction(1, 2)], 8, 9, [3, 3, 2, 0]),  # ties: the earlier
+    ([Fraction(13, 10), Fraction(17, 10)], 3, 9, [1, 2]),
+    ([Fraction(9), Fraction(1, 3), Fraction(2, 3)], 10, 4, [4, 3, 3]),  # the cap's surplus
+    ([Fraction(9), Fraction(0)], 9, 5, [5, 4]),
+    ([Fraction(0)], 0, 0, [0]),
+])  # fmt: skip
 def test_by_hand(wanted, total, cap, expected):
     assert largest_remainder(wanted, total, cap) == expected
 

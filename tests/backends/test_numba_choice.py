@@ -60,20 +60,17 @@ def test_what_does_not_suit_goes_to_sdpa(monkeypatch, why):
         assert bool(query.grad.isfinite().all())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda query, keys, values: (query[..., :32], keys, values),
-        lambda query, keys, values: (query[:, :3], keys, values),
-        lambda query, keys, values: (query[:1], keys, values),
-        lambda query, keys, values: (query, keys[:, :1], values[:, :1]),
-        lambda query, keys, values: (query, keys[..., :32], values[..., :32]),
-        lambda query, keys, values: (query, keys, values[:, :, :5]),
-        lambda query, keys, values: (query, keys, values.half()),
-        lambda query, keys, values: (query.half(), keys, values),
-        lambda query, keys, values: (query, keys.to("meta"), values.to("meta")),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda query, keys, values: (query[..., :32], keys, values),
+    lambda query, keys, values: (query[:, :3], keys, values),
+    lambda query, keys, values: (query[:1], keys, values),
+    lambda query, keys, values: (query, keys[:, :1], values[:, :1]),
+    lambda query, keys, values: (query, keys[..., :32], values[..., :32]),
+    lambda query, keys, values: (query, keys, values[:, :, :5]),
+    lambda query, keys, values: (query, keys, values.half()),
+    lambda query, keys, values: (query.half(), keys, values),
+    lambda query, keys, values: (query, keys.to("meta"), values.to("meta")),
+])  # fmt: skip
 def test_addresses_are_only_read_where_everything_fits(monkeypatch, change):
     layer, *asked = drawn(16, [40, 11], 2, 2, 12)
     query, keys, values = change(*asked)

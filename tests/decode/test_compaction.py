@@ -22,29 +22,23 @@ def test_older_messages_are_compressed_when_there_are_enough_tokens():
     assert policy.runs([], 0) == []
 
 
-@pytest.mark.parametrize(
-    ("keep", "first", "runs"),
-    [
-        (("user",), 0, [(40, 1.0), (100, 4.0), (50, 1.0)]),
-        ((0,), 0, [(40, 1.0), (150, 4.0)]),
-        # Messages count from the conversation's first one, compressed or not.
-        ((0,), 6, [(190, 4.0)]),
-        ((7,), 6, [(40, 4.0), (100, 1.0), (50, 4.0)]),
-    ],
-)
+@pytest.mark.parametrize(("keep", "first", "runs"), [
+    (("user",), 0, [(40, 1.0), (100, 4.0), (50, 1.0)]),
+    ((0,), 0, [(40, 1.0), (150, 4.0)]),
+    # Messages count from the conversation's first one, compressed or not.
+    ((0,), 6, [(190, 4.0)]),
+    ((7,), 6, [(40, 4.0), (100, 1.0), (50, 4.0)]),
+])  # fmt: skip
 def test_messages_to_keep_are_named_by_role_or_index(keep, first, runs):
     assert gracekv.Compaction(after=100, ratio=4, recent=1, keep=keep).runs(TURNS, first) == runs
 
 
-@pytest.mark.parametrize(
-    ("one", "message"),
-    [
-        ("usr", r"\(system, developer, user, assistant, tool\) and .*'usr'. Did you mean 'user'"),
-        (-1, "indices of messages, from 0; got -1"),
-        (True, "got True"),
-        (1.0, "got 1.0"),
-    ],
-)
+@pytest.mark.parametrize(("one", "message"), [
+    ("usr", r"\(system, developer, user, assistant, tool\) and .*'usr'. Did you mean 'user'"),
+    (-1, "indices of messages, from 0; got -1"),
+    (True, "got True"),
+    (1.0, "got 1.0"),
+])  # fmt: skip
 def test_what_names_no_message_is_refused(one, message):
     with pytest.raises(ConfigError, match=message):
         gracekv.Compaction(keep=("tool", 0, one))

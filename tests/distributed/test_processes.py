@@ -109,26 +109,23 @@ def test_a_budget_that_keeps_everything(model, found):
     assert_same([x["four full"] for x in found], facts(whole(model, ratio=1)), 4)
 
 
-@pytest.mark.parametrize(
-    ("case", "text"),
-    [
-        ("refused lagrangian", "ConfigError: .*'lagrangian'"),
-        ("refused d2o", "ConfigError: .*'density'.*'d2o'"),
-        ("other answer", "RankError: .*max_new_tokens of process 3 is not that of process 0"),
-        ("other passage", "RankError: .*prompt of process 3 is not that of process 0"),
-        ("refused report", "UnsupportedModelError: report needs all"),
-        ("refused comparison", "UnsupportedModelError: report needs all"),
-        ("refused export", "UnsupportedModelError: export needs all"),
-        ("other budget", "RankError: .*budget of process 3 is not that of process 0"),
-        ("other capture", "RankError: .*prompt of process 3 is not that of process 0"),
-        ("other prompt", "RankError: .*prompt of process 3 is not that of process 0"),
-        ("no attention", "UnsupportedModelError: .*layer 1 has no attention whose heads"),
-        ("gathered", "UnsupportedModelError: .*q_proj is sharded as 'colwise_gather_output'"),
-        ("other sharding", "UnsupportedModelError: .*not by transformers' tensor parallelism"),
-        ("too late", r"RankError: .*not answer within 1\.5 seconds"),
-        ("ended", "RankError: .*has ended"),
-    ],
-)
+@pytest.mark.parametrize(("case", "text"), [
+    ("refused lagrangian", "ConfigError: .*'lagrangian'"),
+    ("refused d2o", "ConfigError: .*'density'.*'d2o'"),
+    ("other answer", "RankError: .*max_new_tokens of process 3 is not that of process 0"),
+    ("other passage", "RankError: .*prompt of process 3 is not that of process 0"),
+    ("refused report", "UnsupportedModelError: report needs all"),
+    ("refused comparison", "UnsupportedModelError: report needs all"),
+    ("refused export", "UnsupportedModelError: export needs all"),
+    ("other budget", "RankError: .*budget of process 3 is not that of process 0"),
+    ("other capture", "RankError: .*prompt of process 3 is not that of process 0"),
+    ("other prompt", "RankError: .*prompt of process 3 is not that of process 0"),
+    ("no attention", "UnsupportedModelError: .*layer 1 has no attention whose heads"),
+    ("gathered", "UnsupportedModelError: .*q_proj is sharded as 'colwise_gather_output'"),
+    ("other sharding", "UnsupportedModelError: .*not by transformers' tensor parallelism"),
+    ("too late", r"RankError: .*not answer within 1\.5 seconds"),
+    ("ended", "RankError: .*has ended"),
+])  # fmt: skip
 def test_what_every_process_is_told(case, text, found):
     told = [x[case] for x in found if case in x]
     assert len(told) >= RANKS - 1
@@ -137,14 +134,11 @@ def test_what_every_process_is_told(case, text, found):
         assert seconds < 30
 
 
-@pytest.mark.parametrize(
-    ("case", "culprit", "text"),
-    [
-        ("too small", 1, "BudgetError"),
-        ("no folder", 0, "OutputError"),
-        ("fails in a stage", 2, "NonFiniteError: broken on purpose"),
-    ],
-)
+@pytest.mark.parametrize(("case", "culprit", "text"), [
+    ("too small", 1, "BudgetError"),
+    ("no folder", 0, "OutputError"),
+    ("fails in a stage", 2, "NonFiniteError: broken on purpose"),
+])  # fmt: skip
 def test_a_failure_of_one_is_an_error_of_all(case, culprit, text, found):
     for rank, process in enumerate(found):
         message, seconds = process[case]

@@ -91,15 +91,12 @@ def test_affordable_against_its_definition(seed, ranks):
     assert in_threads(ranks, one) == [(count, left) for count in taken]
 
 
-@pytest.mark.parametrize(
-    ("offers", "first"),
-    [
-        ([(0.5, 3, 7), (0.5, 1, 9), (0.25, 0, 2)], (1, 9)),
-        ([(0.5, 1, 9), (0.5, 3, 7), None], (0, 9)),
-        ([None, (0.0, 8, -4), None], (1, -4)),
-        ([None, None, None], None),
-    ],
-)
+@pytest.mark.parametrize(("offers", "first"), [
+    ([(0.5, 3, 7), (0.5, 1, 9), (0.25, 0, 2)], (1, 9)),
+    ([(0.5, 1, 9), (0.5, 3, 7), None], (0, 9)),
+    ([None, (0.0, 8, -4), None], (1, -4)),
+    ([None, None, None], None),
+])  # fmt: skip
 def test_equal_offers_go_to_the_earlier(offers, first):
     assert in_threads(3, lambda shard: first_offer(offers[shard.rank], shard)) == [first] * 3
 

@@ -34,24 +34,21 @@ def test_cells_are_methods_times_budgets_and_fullkv_once():
     assert [c.budget.kind for c in cells[1:]] == 2 * ["ratio", "ratio", "entries_per_head"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"tasks": []}, ConfigError, "at least one of tasks"),
-        ({"tasks": ["ruler:nope"]}, TaskError, "Unknown task"),
-        ({"methods": ["snapvk"]}, UnknownStrategyError, "Unknown recipe"),
-        ({"methods": ["gracekv", "gracekv"]}, ConfigError, "named twice"),
-        ({"methods": ["gracekv"], "ratios": [], "entries": []}, ConfigError, "need a budget"),
-        ({"ratios": [0.5]}, ValueError, "at least 1"),
-        ({"samples": 0}, ConfigError, "samples takes a whole number >= 1"),
-        ({"lengths": []}, ConfigError, "lengths takes at least one item"),
-        ({"generate": False, "fidelity": False}, ConfigError, "nothing to measure"),
-        ({"protocol": "query-blind"}, ConfigError, "takes one of"),
-        ({"recent_share": 0}, ConfigError, "share"),
-        ({"model": None}, ConfigError, "takes a text"),
-        ({"colour": 1}, ConfigError, "has no field 'colour'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "error", "message"), [
+    ({"tasks": []}, ConfigError, "at least one of tasks"),
+    ({"tasks": ["ruler:nope"]}, TaskError, "Unknown task"),
+    ({"methods": ["snapvk"]}, UnknownStrategyError, "Unknown recipe"),
+    ({"methods": ["gracekv", "gracekv"]}, ConfigError, "named twice"),
+    ({"methods": ["gracekv"], "ratios": [], "entries": []}, ConfigError, "need a budget"),
+    ({"ratios": [0.5]}, ValueError, "at least 1"),
+    ({"samples": 0}, ConfigError, "samples takes a whole number >= 1"),
+    ({"lengths": []}, ConfigError, "lengths takes at least one item"),
+    ({"generate": False, "fidelity": False}, ConfigError, "nothing to measure"),
+    ({"protocol": "query-blind"}, ConfigError, "takes one of"),
+    ({"recent_share": 0}, ConfigError, "share"),
+    ({"model": None}, ConfigError, "takes a text"),
+    ({"colour": 1}, ConfigError, "has no field 'colour'"),
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused(changes, error, message):
     with pytest.raises(error, match=message):
         Experiment.from_dict({**FLAT, **changes})
@@ -180,19 +177,16 @@ def test_a_yaml_file_says_the_same(cli, model_folder, tmp_path):
     assert "3 cells run" in told
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["evaluate"], "Give --model and --tasks"),
-        (["ablate", "--ratios", "4"], "Give --model and --tasks"),
-        (["ablate", "--retry-failed"], "Give --model and --tasks"),
-        (["evaluate", "--model", "m", "--tasks", "x"], "Unknown task"),
-        (["evaluate", "--config", "a", "--samples", "50"], "--config or --samples, not both"),
-        (["evaluate", "--model", "m", "--tasks", "ruler:fwe", "--ratios", "a"], "numbers"),
-        (["ablate", "--base", "fullkv"], "no ablation recipes"),
-        (["ablate", "--model", "m", "--tasks", "ruler:fwe", "--metric", "x"], "metric takes one"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "message"), [
+    (["evaluate"], "Give --model and --tasks"),
+    (["ablate", "--ratios", "4"], "Give --model and --tasks"),
+    (["ablate", "--retry-failed"], "Give --model and --tasks"),
+    (["evaluate", "--model", "m", "--tasks", "x"], "Unknown task"),
+    (["evaluate", "--config", "a", "--samples", "50"], "--config or --samples, not both"),
+    (["evaluate", "--model", "m", "--tasks", "ruler:fwe", "--ratios", "a"], "numbers"),
+    (["ablate", "--base", "fullkv"], "no ablation recipes"),
+    (["ablate", "--model", "m", "--tasks", "ruler:fwe", "--metric", "x"], "metric takes one"),
+])  # fmt: skip
 def test_bad_commands_exit_with_2_and_a_message(refused, tmp_path, argv, message):
     assert message in refused(*argv, "--out", tmp_path)
 

@@ -83,14 +83,11 @@ def test_a_conversation_goes_on_beyond_the_models_positions():
         book.chat(Limit(entries_per_head=600, positions="closed")).ask(text * 3, max_new_tokens=1)
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "said"),
-    [
-        ("llama", {"rope": "dynamic"}, "dynamic RoPE"),
-        ("phi3", {}, "drops the cache"),
-        ("mistral", {"window": 512}, "sliding window"),
-    ],
-)
+@pytest.mark.parametrize(("family", "options", "said"), [
+    ("llama", {"rope": "dynamic"}, "dynamic RoPE"),
+    ("phi3", {}, "drops the cache"),
+    ("mistral", {"window": 512}, "sliding window"),
+])  # fmt: skip
 def test_models_whose_keys_cannot_be_rotated_on_are_refused(family, options, said):
     book = gracekv.compress(tiny_model(family, **options), PROMPT, ratio=2)
     with pytest.raises(CacheError, match=said):

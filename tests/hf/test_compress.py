@@ -81,20 +81,17 @@ def test_a_pipeline_may_be_a_name_or_a_value(model, prompt):
     assert by_name.accounting.spent == by_value.accounting.spent == 3 * 2 * 134
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"ratoi": 2}, BudgetError, "no argument 'ratoi'. Did you mean 'ratio'"),
-        ({"recipie": "h2o"}, BudgetError, "no argument 'recipie'. Did you mean 'pipeline'"),
-        ({"questoin": "Who?"}, BudgetError, r"mean 'gracekv.Prompt.from_chat\(..., question="),
-        ({"prefil": None}, BudgetError, "no argument 'prefil'. Did you mean 'prefill'"),
-        ({"budget": 8}, BudgetError, r"takes a gracekv\.Budget, as Budget.ratio.8.; got int"),
-        ({"budget": gracekv.Budget.ratio(2), "ratio": 2}, BudgetError, "got budget and ratio"),
-        ({"ratio": 2, "prefill": 3}, CacheError, r"gracekv\.capture"),
-        ({"ratio": 2, "pipeline": 3}, ConfigError, "the name of a recipe or file, or"),
-        ({"ratio": 2, "backend": "sdpaa"}, UnknownStrategyError, "Did you mean 'sdpa'"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"ratoi": 2}, BudgetError, "no argument 'ratoi'. Did you mean 'ratio'"),
+    ({"recipie": "h2o"}, BudgetError, "no argument 'recipie'. Did you mean 'pipeline'"),
+    ({"questoin": "Who?"}, BudgetError, r"mean 'gracekv.Prompt.from_chat\(..., question="),
+    ({"prefil": None}, BudgetError, "no argument 'prefil'. Did you mean 'prefill'"),
+    ({"budget": 8}, BudgetError, r"takes a gracekv\.Budget, as Budget.ratio.8.; got int"),
+    ({"budget": gracekv.Budget.ratio(2), "ratio": 2}, BudgetError, "got budget and ratio"),
+    ({"ratio": 2, "prefill": 3}, CacheError, r"gracekv\.capture"),
+    ({"ratio": 2, "pipeline": 3}, ConfigError, "the name of a recipe or file, or"),
+    ({"ratio": 2, "backend": "sdpaa"}, UnknownStrategyError, "Did you mean 'sdpa'"),
+])  # fmt: skip
 def test_bad_options_are_refused(model, prompt, options, error, message):
     with pytest.raises(error, match=message):
         gracekv.compress(model, prompt, **options)

@@ -283,19 +283,16 @@ def test_queries_of_what_was_read_before_are_gone(model):
         prefill.with_queries([3, past.places - 1, past.places])
 
 
-@pytest.mark.parametrize(
-    ("passage", "options", "error", "message"),
-    [
-        ([], {"ratio": 2}, PromptError, "empty"),
-        ("text", {"ratio": 2}, PromptError, "needs a tokenizer"),
-        ([0.5], {"ratio": 2}, PromptError, "whole numbers"),
-        ([97], {"ratio": 1}, PromptError, "token id 97"),
-        ([[1, 2], [3, 4]], {"ratio": 2}, PromptError, "one sequence"),
-        ([1, 2, 3, 4, 5, 6], {"ratio": 8}, BudgetError, "ratio of at most 1.5"),
-        ([1, 2], {}, BudgetError, "exactly one budget"),
-        ([1, 2], {"ratio": 2, "kv_bytes": 100}, BudgetError, "exactly one budget"),
-    ],
-)
+@pytest.mark.parametrize(("passage", "options", "error", "message"), [
+    ([], {"ratio": 2}, PromptError, "empty"),
+    ("text", {"ratio": 2}, PromptError, "needs a tokenizer"),
+    ([0.5], {"ratio": 2}, PromptError, "whole numbers"),
+    ([97], {"ratio": 1}, PromptError, "token id 97"),
+    ([[1, 2], [3, 4]], {"ratio": 2}, PromptError, "one sequence"),
+    ([1, 2, 3, 4, 5, 6], {"ratio": 8}, BudgetError, "ratio of at most 1.5"),
+    ([1, 2], {}, BudgetError, "exactly one budget"),
+    ([1, 2], {"ratio": 2, "kv_bytes": 100}, BudgetError, "exactly one budget"),
+])  # fmt: skip
 def test_bad_passages_are_refused(model, passage, options, error, message):
     with pytest.raises(error, match=message):
         compressed(model, 4).extend(passage, **options)

@@ -166,14 +166,11 @@ def test_what_stops_it_leaves_the_model_as_it_was(error, layer):
     assert_same(*both(model, "gracekv-plus"))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "reason"),
-    [
-        ("gracekv", "does more than choose among single tokens"),
-        ("kvzip-two-pass", "the model runs once more"),
-        ("fullkv", "keeps everything"),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "reason"), [
+    ("gracekv", "does more than choose among single tokens"),
+    ("kvzip-two-pass", "the model runs once more"),
+    ("fullkv", "keeps everything"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_before_the_model_runs(recipe, reason):
     model = tiny_llama()
     model.register_forward_pre_hook(lambda *_: pytest.fail("The model runs."))

@@ -150,27 +150,24 @@ def test_a_base_model_is_asked_in_plain_text(model, tokenizer):
     assert tokenizer.decode(chat._ids).startswith(TEXT + "\nWho fell?")
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"question": " \n"}, PromptError, "not empty; got ' "),
-        ({"question": ["Who?", ""]}, PromptError, "not empty; got ''"),
-        ({"question": []}, PromptError, "at least one; got an empty list"),
-        ({"question": None}, PromptError, "at least one; got None"),
-        ({"question": [3]}, PromptError, "not empty; got 3"),
-        ({"question": np.array(["a", "b"])}, PromptError, "at least one; got array"),
-        ({"question": "Who?", "max_new_tokens": True}, ConfigError, "at least 1; got True"),
-        ({"question": "Who?", "num_return_sequences": 2}, ConfigError, "One text is returned"),
-        ({"question": "Who?", "generation_config": SEVERAL}, ConfigError, "text .*sequences=2"),
-        ({"question": "Who?", "generation_config": SHORT}, ConfigError, "length as max_new_tokens"),
-        ({"question": "Who?", "max_new_tokens": "8"}, ConfigError, "at least 1; got '8'"),
-        ({"question": "Who?", "max_new_tokens": 0}, ConfigError, "at least 1; got 0"),
-        ({"question": "Who?", "limit": 512}, ConfigError, "Limit, such as Limit.*; got int"),
-        ({"question": ["Who?"], "stream": True}, ConfigError, "one question as text"),
-        ({"question": "Who?", "max_new_tokens": 4096}, PromptError, "max_new_tokens=.* or less"),
-        ({"question": "Who? " * 4096}, PromptError, "a shorter question"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"question": " \n"}, PromptError, "not empty; got ' "),
+    ({"question": ["Who?", ""]}, PromptError, "not empty; got ''"),
+    ({"question": []}, PromptError, "at least one; got an empty list"),
+    ({"question": None}, PromptError, "at least one; got None"),
+    ({"question": [3]}, PromptError, "not empty; got 3"),
+    ({"question": np.array(["a", "b"])}, PromptError, "at least one; got array"),
+    ({"question": "Who?", "max_new_tokens": True}, ConfigError, "at least 1; got True"),
+    ({"question": "Who?", "num_return_sequences": 2}, ConfigError, "One text is returned"),
+    ({"question": "Who?", "generation_config": SEVERAL}, ConfigError, "text .*sequences=2"),
+    ({"question": "Who?", "generation_config": SHORT}, ConfigError, "length as max_new_tokens"),
+    ({"question": "Who?", "max_new_tokens": "8"}, ConfigError, "at least 1; got '8'"),
+    ({"question": "Who?", "max_new_tokens": 0}, ConfigError, "at least 1; got 0"),
+    ({"question": "Who?", "limit": 512}, ConfigError, "Limit, such as Limit.*; got int"),
+    ({"question": ["Who?"], "stream": True}, ConfigError, "one question as text"),
+    ({"question": "Who?", "max_new_tokens": 4096}, PromptError, "max_new_tokens=.* or less"),
+    ({"question": "Who? " * 4096}, PromptError, "a shorter question"),
+])  # fmt: skip
 def test_bad_questions_are_refused(book, options, error, message):
     with pytest.raises(error, match=message):
         book.ask(**options)

@@ -92,23 +92,20 @@ def test_reused_questions_are_asked_about_one_compressed_context(model, tokenize
     assert always(**apart, reuse=False) == pipe(**apart)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"question": ["w1", " "], "ratio": 2, "reuse": True}, PromptError, "not empty; got ' '"),
-        (
-            {"question": "w1", "ratio": 2, "reuse": True, "answer_prefix": "w2"},
-            ConfigError,
-            "Leave answer_prefix out, or reuse=True",
-        ),
-        ({"question": "w1"}, BudgetError, "exactly one budget"),
-        ({"question": [], "ratio": 2}, PromptError, "at least one; got an empty list"),
-        ({"question": "w1", "ratio": 2, "kv_bytes": 9}, BudgetError, "got ratio and kv_bytes"),
-        ({"question": 3, "ratio": 2}, PromptError, "a text or a list of texts; got int"),
-        ({"question": [3], "ratio": 2}, PromptError, "question must be text; got int"),
-        ({"context": " ", "question": "w1", "ratio": 2}, PromptError, "context is empty"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"question": ["w1", " "], "ratio": 2, "reuse": True}, PromptError, "not empty; got ' '"),
+    (
+        {"question": "w1", "ratio": 2, "reuse": True, "answer_prefix": "w2"},
+        ConfigError,
+        "Leave answer_prefix out, or reuse=True",
+    ),
+    ({"question": "w1"}, BudgetError, "exactly one budget"),
+    ({"question": [], "ratio": 2}, PromptError, "at least one; got an empty list"),
+    ({"question": "w1", "ratio": 2, "kv_bytes": 9}, BudgetError, "got ratio and kv_bytes"),
+    ({"question": 3, "ratio": 2}, PromptError, "a text or a list of texts; got int"),
+    ({"question": [3], "ratio": 2}, PromptError, "question must be text; got int"),
+    ({"context": " ", "question": "w1", "ratio": 2}, PromptError, "context is empty"),
+])  # fmt: skip
 def test_bad_calls_are_refused(pipe, options, error, message):
     with pytest.raises(error, match=message):
         pipe(**({"context": CONTEXT} | options))

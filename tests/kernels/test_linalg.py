@@ -51,13 +51,10 @@ def test_stages_compute_in_full_float32(precision, monkeypatch):
     assert torch.get_float32_matmul_precision() == "high"
 
 
-@pytest.mark.parametrize(
-    ("recipe", "module", "product"),
-    [
-        ("gracekv-draft", draft_attention, "capped"),
-        ("kvzip-two-pass", kvzip_two_pass, "received_attention"),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "module", "product"), [
+    ("gracekv-draft", draft_attention, "capped"),
+    ("kvzip-two-pass", kvzip_two_pass, "received_attention"),
+])  # fmt: skip
 def test_what_further_passes_see_is_computed_in_full_float32(
     precision, monkeypatch, recipe, module, product
 ):

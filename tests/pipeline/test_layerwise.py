@@ -135,22 +135,19 @@ def test_processes_make_one_cut(ranks, levels):
 CODED = {"quota": "pyramid", "precision": {"name": "uniform", "bits": 4}}
 
 
-@pytest.mark.parametrize(
-    ("fields", "base", "reason"),
-    [
-        ({}, "gracekv", "it does more than choose among single tokens"),
-        ({}, "cam", "it does more than choose"),
-        ({}, "fullkv", "it keeps everything"),
-        ({"value": "multi_hop"}, "snapkv", r"'multi_hop' \(value\) compare layers"),
-        ({"value": "kvzip_two_pass"}, "snapkv", "the model runs once more"),
-        ({"value": "draft_attention"}, "snapkv", "the model runs once more"),
-        ({"quota": "density"}, "h2o", r"'density' \(quota\) compare layers"),
-        ({"value": Late()}, "snapkv", "reads the decoder's output, which comes last"),
-        ({"sensitivity": "output_projection"}, "snapkv", r"'output_projection' \(sensitivity\)"),
-        ({"value": {"name": "replay", "likely_layers": 0}}, "snapkv", r"'replay' \(value\)"),
-        (CODED, "snapkv", "its quotas depend on how many entries the bytes buy"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "base", "reason"), [
+    ({}, "gracekv", "it does more than choose among single tokens"),
+    ({}, "cam", "it does more than choose"),
+    ({}, "fullkv", "it keeps everything"),
+    ({"value": "multi_hop"}, "snapkv", r"'multi_hop' \(value\) compare layers"),
+    ({"value": "kvzip_two_pass"}, "snapkv", "the model runs once more"),
+    ({"value": "draft_attention"}, "snapkv", "the model runs once more"),
+    ({"quota": "density"}, "h2o", r"'density' \(quota\) compare layers"),
+    ({"value": Late()}, "snapkv", "reads the decoder's output, which comes last"),
+    ({"sensitivity": "output_projection"}, "snapkv", r"'output_projection' \(sensitivity\)"),
+    ({"value": {"name": "replay", "likely_layers": 0}}, "snapkv", r"'replay' \(value\)"),
+    (CODED, "snapkv", "its quotas depend on how many entries the bytes buy"),
+])  # fmt: skip
 def test_what_needs_all_layers_says_why(fields, base, reason):
     own = isinstance(fields.get("value"), Scorer)
     pipeline = Pipeline.from_dict({} if own else fields, base=base)
@@ -159,16 +156,13 @@ def test_what_needs_all_layers_says_why(fields, base, reason):
     assert re.search(reason, pipeline.holds_all(pipeline.plan(prefill, Budget.ratio(4)), 128))
 
 
-@pytest.mark.parametrize(
-    ("got", "change"),
-    [
-        (r"torch.int64 \[2, 38\]", Tensor.long),
-        (r"torch.float32 \[2, 37\]", lambda scores: scores[:, 1:]),
-        (r"torch.float32 \[38\]", lambda scores: scores[0]),
-        ("NoneType", lambda scores: None),
-        ("ndarray", Tensor.numpy),
-    ],
-)
+@pytest.mark.parametrize(("got", "change"), [
+    (r"torch.int64 \[2, 38\]", Tensor.long),
+    (r"torch.float32 \[2, 37\]", lambda scores: scores[:, 1:]),
+    (r"torch.float32 \[38\]", lambda scores: scores[0]),
+    ("NoneType", lambda scores: None),
+    ("ndarray", Tensor.numpy),
+])  # fmt: skip
 def test_a_scorer_that_returns_something_else_is_named(monkeypatch, got, change):
     layer, prefill = Tied.layer, synthetic_prefill(context=50)
     run = dataclasses.replace(Pipeline.named("snapkv"), value=Tied()).run
@@ -180,14 +174,11 @@ def test_a_scorer_that_returns_something_else_is_named(monkeypatch, got, change)
         run(prefill, Budget.ratio(4))
 
 
-@pytest.mark.parametrize(
-    ("stage", "change", "message"),
-    [
-        ("segment", lambda x: Partition(x.bounds[1:]), r"cover Region.*end=76\); got Region"),
-        ("value", lambda x: dataclasses.replace(x, scores=x.scores[:1]), r"2, 72\]; got \[1, 2"),
-        ("sensitivity", lambda x: x[:, :1], r"\[2, 2\]; got \[2, 1\]"),
-    ],
-)
+@pytest.mark.parametrize(("stage", "change", "message"), [
+    ("segment", lambda x: Partition(x.bounds[1:]), r"cover Region.*end=76\); got Region"),
+    ("value", lambda x: dataclasses.replace(x, scores=x.scores[:1]), r"2, 72\]; got \[1, 2"),
+    ("sensitivity", lambda x: x[:, :1], r"\[2, 2\]; got \[2, 1\]"),
+])  # fmt: skip
 def test_results_of_another_size_are_refused(monkeypatch, stage, change, message):
     pipeline = Pipeline.named("gracekv")
     strategy = type(getattr(pipeline, stage))

@@ -156,17 +156,14 @@ def fingerprint(pipeline: Pipeline, prefill: Prefill, ratio: int = 6) -> dict[st
     }
 
 
-@pytest.mark.parametrize(
-    ("recipe", "changed"),
-    [
-        # A stage's change reaches the stages that read it; all others must be untouched.
-        ("gracekv-no-multihop", {"relevance", "floor", "forest"}),
-        ("gracekv-no-floor", {"floor", "forest"}),
-        ("gracekv-no-curvature", {"partition", "forest"}),
-        ("gracekv-no-multiresolution", {"forest"}),
-        ("gracekv-no-global", {"quota"}),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "changed"), [
+    # A stage's change reaches the stages that read it; all others must be untouched.
+    ("gracekv-no-multihop", {"relevance", "floor", "forest"}),
+    ("gracekv-no-floor", {"floor", "forest"}),
+    ("gracekv-no-curvature", {"partition", "forest"}),
+    ("gracekv-no-multiresolution", {"forest"}),
+    ("gracekv-no-global", {"quota"}),
+])  # fmt: skip
 def test_ablations_isolate_one_component(recipe: str, changed: set[str]) -> None:
     prefill = synthetic_prefill(context=200, layers=3, seed=2)
     # How far trees are grown depends on the quota; which trees they are must not.
@@ -181,16 +178,13 @@ def test_ablations_isolate_one_component(recipe: str, changed: set[str]) -> None
     assert len(switched) == (2 if recipe == "gracekv-no-curvature" else 1)
 
 
-@pytest.mark.parametrize(
-    ("data", "error", "message"),
-    [
-        ({"refine": {"name": "binary", "reward": -1.0}}, ConfigError, ">= 0"),
-        ({"window": {"size": 2}}, ConfigError, "minimum is at most"),
-        ({"distortion": {"name": "prototype", "memory_limit": 3}}, ConfigError, "1 MiB"),
-        ({"allocate": "none"}, UnknownStrategyError, "Registered: "),
-        ({"keep_all": "yes"}, ConfigError, "takes True or False"),
-    ],
-)
+@pytest.mark.parametrize(("data", "error", "message"), [
+    ({"refine": {"name": "binary", "reward": -1.0}}, ConfigError, ">= 0"),
+    ({"window": {"size": 2}}, ConfigError, "minimum is at most"),
+    ({"distortion": {"name": "prototype", "memory_limit": 3}}, ConfigError, "1 MiB"),
+    ({"allocate": "none"}, UnknownStrategyError, "Registered: "),
+    ({"keep_all": "yes"}, ConfigError, "takes True or False"),
+])  # fmt: skip
 def test_bad_configurations(data: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Pipeline.from_dict(data)

@@ -80,16 +80,13 @@ def test_a_batch_on_both_sides_of_the_switch_is_refused(name):
         supported.check_continuation(MODELS[name], [100, 4000], 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "length", "message"),
-    [
-        ("llama", 4097, "has 4097 tokens, LlamaForCausalLM was made for 4096. Answers may be poor"),
-        ("llama dynamic", 4097, "what the model was run on before"),
-        ("mistral", 2500, "continue this prompt for 501 tokens.*sliding window"),
-        ("phi3 longrope", 2000, "continue this prompt for 49 tokens.*drops the cache"),
-        ("phi3 longrope", 32769, "was made for 32768"),
-    ],
-)
+@pytest.mark.parametrize(("name", "length", "message"), [
+    ("llama", 4097, "has 4097 tokens, LlamaForCausalLM was made for 4096. Answers may be poor"),
+    ("llama dynamic", 4097, "what the model was run on before"),
+    ("mistral", 2500, "continue this prompt for 501 tokens.*sliding window"),
+    ("phi3 longrope", 2000, "continue this prompt for 49 tokens.*drops the cache"),
+    ("phi3 longrope", 32769, "was made for 32768"),
+])  # fmt: skip
 def test_lengths_that_are_warned_about(name, length, message):
     with pytest.warns(LengthWarning, match=message):
         supported.check_prompt_length(MODELS[name], length, beyond_positions=True)

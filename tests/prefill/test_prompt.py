@@ -165,27 +165,24 @@ def test_ids_may_come_in_any_whole_number_type():
     assert Prompt.from_ids([1, 2, 3, 4], context=(1, 2), question_end=3).spans.question_end == 3
 
 
-@pytest.mark.parametrize(
-    ("ids", "fields", "message"),
-    [
-        ([[1, 2, 3]] * 2, {}, r"one sequence of shape \[T\] or \[1, T\].*one by one"),
-        ([[1, 2], [3]], {}, "token ids of one sequence"),
-        ("abc", {}, "token ids of one sequence"),
-        ([0.5, 1.0, 2.0], {}, "whole numbers of at least 0; got torch.float32"),
-        ([True, False, True], {}, "whole numbers of at least 0; got torch.bool"),
-        ([1, -100, 3], {}, "at least 0; got torch.int64, -100"),
-        ([], {}, "at least 2 tokens"),
-        ([1], {"context": (0, 1)}, "at least 2 tokens"),
-        ([1, 2, 3], {"context": (2, 2)}, "context start < context end <="),
-        ([1, 2, 3], {"context": (0, 4)}, "context start < context end <="),
-        ([1, 2, 3], {"context": (-1, 2)}, "context start < context end <="),
-        ([1, 2, 3], {"context": 2}, r"two token positions, \(start, end\)"),
-        ([1, 2, 3], {"context": (0.0, 2)}, r"two token positions, \(start, end\)"),
-        ([1, 2, 3], {"question_end": 1}, "context end <= question_end <= length"),
-        ([1, 2, 3], {"question_end": np.int64(2)}, "question_end takes .*; got int64"),
-        ([1, 2, 3], {"question_end": 4}, "context end <= question_end <= length"),
-    ],
-)
+@pytest.mark.parametrize(("ids", "fields", "message"), [
+    ([[1, 2, 3]] * 2, {}, r"one sequence of shape \[T\] or \[1, T\].*one by one"),
+    ([[1, 2], [3]], {}, "token ids of one sequence"),
+    ("abc", {}, "token ids of one sequence"),
+    ([0.5, 1.0, 2.0], {}, "whole numbers of at least 0; got torch.float32"),
+    ([True, False, True], {}, "whole numbers of at least 0; got torch.bool"),
+    ([1, -100, 3], {}, "at least 0; got torch.int64, -100"),
+    ([], {}, "at least 2 tokens"),
+    ([1], {"context": (0, 1)}, "at least 2 tokens"),
+    ([1, 2, 3], {"context": (2, 2)}, "context start < context end <="),
+    ([1, 2, 3], {"context": (0, 4)}, "context start < context end <="),
+    ([1, 2, 3], {"context": (-1, 2)}, "context start < context end <="),
+    ([1, 2, 3], {"context": 2}, r"two token positions, \(start, end\)"),
+    ([1, 2, 3], {"context": (0.0, 2)}, r"two token positions, \(start, end\)"),
+    ([1, 2, 3], {"question_end": 1}, "context end <= question_end <= length"),
+    ([1, 2, 3], {"question_end": np.int64(2)}, "question_end takes .*; got int64"),
+    ([1, 2, 3], {"question_end": 4}, "context end <= question_end <= length"),
+])  # fmt: skip
 def test_bad_ids_and_spans_are_refused(ids, fields, message):
     with pytest.raises(PromptError, match=message):
         Prompt.from_ids(ids, **({"context": (0, 2)} | fields))
@@ -201,21 +198,18 @@ def template(text):
     return tokenizer
 
 
-@pytest.mark.parametrize(
-    ("make", "fields", "message"),
-    [
-        (lambda: FAST[True], {"context": ""}, "context is empty"),
-        (lambda: FAST[True], {"context": " \n"}, "context is empty"),
-        (lambda: FAST[True], {"context": ["a", "b"]}, "context must be text; got list"),
-        (lambda: FAST[True], {"question": None}, "question must be text; got NoneType"),
-        (lambda: FAST[True], {"question": " \n"}, r"A question is a text that is not empty; got '"),
-        (lambda: Mock(image_processor=1), {}, "pass the processor's tokenizer"),
-        (lambda: FAST[True], {"template": MESSAGE}, "template is True or False; got str"),
-        (lambda: template("fixed"), {}, "shows the user's message 0 times"),
-        (lambda: template(2 * MESSAGE), {}, "shows the user's message 2 times"),
-        (lambda: template(CHANGED), {}, "changes the question's text"),
-    ],
-)
+@pytest.mark.parametrize(("make", "fields", "message"), [
+    (lambda: FAST[True], {"context": ""}, "context is empty"),
+    (lambda: FAST[True], {"context": " \n"}, "context is empty"),
+    (lambda: FAST[True], {"context": ["a", "b"]}, "context must be text; got list"),
+    (lambda: FAST[True], {"question": None}, "question must be text; got NoneType"),
+    (lambda: FAST[True], {"question": " \n"}, r"A question is a text that is not empty; got '"),
+    (lambda: Mock(image_processor=1), {}, "pass the processor's tokenizer"),
+    (lambda: FAST[True], {"template": MESSAGE}, "template is True or False; got str"),
+    (lambda: template("fixed"), {}, "shows the user's message 0 times"),
+    (lambda: template(2 * MESSAGE), {}, "shows the user's message 2 times"),
+    (lambda: template(CHANGED), {}, "changes the question's text"),
+])  # fmt: skip
 def test_bad_texts_and_templates_are_refused(make, fields, message):
     texts = {"context": "The room is seven.", "question": "What is the code?"} | fields
     with pytest.raises(PromptError, match=message):

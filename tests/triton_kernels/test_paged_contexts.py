@@ -21,15 +21,12 @@ def test_a_step_of_all_kinds_of_requests(dtype):
     check_step(paged_step(0, CONTEXTS, requests, group=3, dtype=dtype))
 
 
-@pytest.mark.parametrize(
-    ("dim", "group", "block", "layout", "dtype"),
-    [
-        (64, 1, 16, LAYOUTS[0], torch.float32),
-        (80, 7, 32, LAYOUTS[1], torch.bfloat16),
-        (128, 4, 48, LAYOUTS[2], torch.float16),
-        (64, 2, 16, LAYOUTS[1], torch.float32),
-    ],
-)
+@pytest.mark.parametrize(("dim", "group", "block", "layout", "dtype"), [
+    (64, 1, 16, LAYOUTS[0], torch.float32),
+    (80, 7, 32, LAYOUTS[1], torch.bfloat16),
+    (128, 4, 48, LAYOUTS[2], torch.float16),
+    (64, 2, 16, LAYOUTS[1], torch.float32),
+])  # fmt: skip
 def test_shapes_and_layouts(dim, group, block, layout, dtype):
     requests = [("b", 50, 4), ("a", 18, 1), (None, 3, 3)]
     sizes = {"dim": dim, "group": group, "block": block}
