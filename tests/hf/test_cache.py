@@ -180,10 +180,8 @@ def as_if_fresh(model):
 @pytest.mark.parametrize(("use", "message"), [
     (as_if_fresh, "up to position 30, but with them the cache covers"),
     # All of the prompt is packed: transformers would silently feed all of it again.
-    (
-        generate(inputs=ones(1, PACKED), attention_mask=ones(1, PACKED)),
-        "up to position 29, but with them the cache covers 60",
-    ),
+    (generate(inputs=ones(1, PACKED), attention_mask=ones(1, PACKED)),
+     "up to position 29, but with them the cache covers 60"),
     (call(attention_mask=ones(1, 2)), "up to position 1, but with them the cache covers 32"),
     (call(attention_mask=hidden(3)), "hides tokens of the compressed prompt"),
     (call(attention_mask=torch.zeros(1, 1, 2, PACKED + 2)), "cover the 2 tokens"),

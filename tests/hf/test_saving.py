@@ -98,10 +98,8 @@ def test_a_detached_model_is_the_same_model_and_gets_attached(model, result, sav
 @pytest.mark.parametrize(("fields", "what"), [
     ({"layers": 3, "seed": 1}, "weights differ"),
     ({"layers": 2}, r"config .*, weights differ"),
-    (
-        {"layers": 3, "dtype": torch.bfloat16},
-        r"its dtype \(float32 then, bfloat16 now\), weights differ from those of the model",
-    ),
+    ({"layers": 3, "dtype": torch.bfloat16},
+     r"its dtype \(float32 then, bfloat16 now\), weights differ from those of the model"),
     ({"layers": 3, "rope": "yarn"}, r"config \(1 of .*, rope_parameters first\) differ"),
 ])  # fmt: skip
 def test_another_model_is_refused(saved, fields, what):
@@ -180,10 +178,8 @@ def stock_recursion_limit():
 @pytest.mark.parametrize(("change", "message"), [
     (lambda p: p.metadata.update(gracekv_format="5"), "format '5', .* reads formats 1 to 4"),
     (lambda p: p.metadata.clear(), "not a cache that gracekv saved"),
-    (
-        lambda p: p.metadata.update(gracekv=p.metadata["gracekv"].replace("spans", "sqans")),
-        "header of .* is damaged",
-    ),
+    (lambda p: p.metadata.update(gracekv=p.metadata["gracekv"].replace("spans", "sqans")),
+     "header of .* is damaged"),
     (lambda p: p.tensors["layers.1.values"][3, 2].add_(1), r"layers\.1\.values .*checksum"),
     (lambda p: p.tensors["prompts.0.ids"].add_(1), r"prompts\.0\.ids .*checksum"),
     (lambda p: p.tensors.pop("layers.2.keys"), r"lacks or adds layers\.2\.keys"),

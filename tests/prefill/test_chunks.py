@@ -39,14 +39,11 @@ def tensors(prefill):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(
-    ("family", "rope"),
-    [
-        ("llama", "default"), ("llama", "dynamic"), ("llama", "yarn"), ("mistral", "default"),
-        ("qwen2", "longrope"), ("qwen3", "default"), ("phi3", "default"), ("phi3", "longrope"),
-        ("gemma", "default"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "rope"), [
+    ("llama", "default"), ("llama", "dynamic"), ("llama", "yarn"), ("mistral", "default"),
+    ("qwen2", "longrope"), ("qwen3", "default"), ("phi3", "default"), ("phi3", "longrope"),
+    ("gemma", "default"),
+])  # fmt: skip
 def test_chunks_give_what_one_pass_gives(family, rope, attention):
     model = tiny_model(family, rope=rope, attention=attention, layers=3, original=128)
     whole = tensors(captured(model))

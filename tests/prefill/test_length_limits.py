@@ -95,13 +95,10 @@ def test_lengths_that_are_warned_about(name, length, message):
             supported.check_prompt_length(MODELS[name], length)
 
 
-@pytest.mark.parametrize(
-    ("name", "length"),
-    [
-        ("llama", 4096), ("llama yarn", 16384), ("llama dynamic", 4096), ("mistral", 1000),
-        ("qwen2 full", 4096), ("phi3 longrope", 1000), ("phi3 longrope", 4000),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "length"), [
+    ("llama", 4096), ("llama yarn", 16384), ("llama dynamic", 4096), ("mistral", 1000),
+    ("qwen2 full", 4096), ("phi3 longrope", 1000), ("phi3 longrope", 4000),
+])  # fmt: skip
 def test_usual_lengths_pass_silently(name, length):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -25,13 +25,10 @@ def both(model):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(
-    ("family", "rope"),
-    [
-        ("llama", "default"), ("llama", "dynamic"), ("mistral", "default"), ("qwen2", "yarn"),
-        ("qwen3", "default"), ("phi3", "longrope"), ("gemma", "default"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "rope"), [
+    ("llama", "default"), ("llama", "dynamic"), ("mistral", "default"), ("qwen2", "yarn"),
+    ("qwen3", "default"), ("phi3", "longrope"), ("gemma", "default"),
+])  # fmt: skip
 def test_queries_computed_again_are_those_of_the_pass(family, rope, attention):
     model = tiny_model(family, rope=rope, attention=attention, layers=3, original=128)
     held, lean = both(model)
