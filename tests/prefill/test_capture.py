@@ -1,6 +1,7 @@
 """The capture against the stock forward pass, and what it leaves behind."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,11 +34,7 @@ def test_less_is_kept_where_less_is_needed():
 
 def test_a_failing_forward_leaves_no_trace():
     model = tiny_llama()
-
-    def fail(*_):
-        raise RuntimeError("midway")
-
-    model.model.layers[1].mlp.forward = fail
+    model.model.layers[1].mlp.forward = Mock(side_effect=RuntimeError("midway"))
     before = state(model)
     with pytest.raises(RuntimeError, match="midway"):
         capture(model, random_prompt())
@@ -63,8 +60,8 @@ def another_rope():
     return model
 
 
-def flex():
-    model = tiny_llama()
+def flex(**options):
+    model = tiny_model(**options)
     model.config._attn_implementation_internal = "flex_attention"
     return model
 
@@ -92,16 +89,10 @@ def another_attention():
     return model
 
 
-def unsupported_sdpa():
-    model = tiny_model("gpt_oss", attention="eager")
-    model.config._attn_implementation_internal = "flex_attention"
-    return model
-
-
 @pytest.mark.parametrize(("make", "message"), [
     (another_forward, "does not call transformers' attention function"),
     (another_attention, "Layer 0 of .* rotates its keys in a way other than"),
-    (unsupported_sdpa, r"set_attn_implementation\('eager'\)"),
+    (lambda: flex(family="gpt_oss", attention="eager"), r"set_attn_implementation\('eager'\)"),
     (another_rope, "RoPE variant 'spiral'"),
     (flex, r"set_attn_implementation\('sdpa'\)"),
     (lambda: torch.nn.Linear(2, 2), "causal language model .*; got Linear"),

@@ -3,6 +3,7 @@
 import sys
 from copy import deepcopy
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,10 +48,7 @@ BY_NAME = [(error, rf"cannot be used \({type(error).__name__}\)") for error in O
 
 @pytest.mark.parametrize(("error", "said"), [(StoreError("Damaged."), "Damaged."), *BY_NAME])
 def test_any_error_refuses_that_request(processor, monkeypatch, error, said):
-    def allowed(name, parameters):
-        raise error
-
-    store = SimpleNamespace(check_allowed=allowed)
+    store = SimpleNamespace(check_allowed=Mock(side_effect=error))
     monkeypatch.setattr(admission, "open_store", lambda config: store)
     with pytest.raises(Refused, match=said):
         processor.process_inputs("0", [5], asking({"gracekv": "book"}))
@@ -59,10 +57,7 @@ def test_any_error_refuses_that_request(processor, monkeypatch, error, said):
 
 
 def test_a_store_that_cannot_be_opened_refuses_requests(processor, monkeypatch):
-    def gone(config):
-        raise ConfigError("is no folder")
-
-    monkeypatch.setattr(admission, "open_store", gone)
+    monkeypatch.setattr(admission, "open_store", Mock(side_effect=ConfigError("is no folder")))
     with pytest.raises(Refused, match=r"cannot be used \(ConfigError\)"):
         processor.process_inputs("0", [5], asking({"gracekv": "book"}))
     for connector in (None, SimpleNamespace(kv_connector="ExampleConnector")):
