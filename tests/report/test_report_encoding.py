@@ -28,6 +28,12 @@ def u32(data):
     return np.frombuffer(data, dtype="<u4").tolist()
 
 
+def encoded(data, entries):
+    """The data with other entries of its one column."""
+    column = dataclasses.replace(data.columns[0], entries=entries)
+    return encoding.encode(dataclasses.replace(data, columns=(column,)))
+
+
 def test_fitted_entries_bring_their_change_and_their_multiplicity(make):
     data = ReportData.of({"x": make("snapkv", 3, seed=4, fields={"fit": "values_and_mass"})})
     header, block = encoding.encode(data)
@@ -39,9 +45,7 @@ def test_fitted_entries_bring_their_change_and_their_multiplicity(make):
     assert ((masses - 128) / 16 - entries.multiplicity.log2()).abs().max() < 0.032
     assert entries.multiplicity.max() > 1.05
     # A loaded result knows its multiplicities, and no changes.
-    bare = dataclasses.replace(entries, value_change=None)
-    column = dataclasses.replace(data.columns[0], entries=bare)
-    header, again = encoding.encode(dataclasses.replace(data, columns=(column,)))
+    header, again = encoded(data, dataclasses.replace(entries, value_change=None))
     assert part(header, again, "masses.0") == bytes(masses.byte().tolist())
     assert "changes.0" not in header["parts"]
     whole = ReportData.of({"x": make("snapkv", 3, seed=4)})
@@ -56,11 +60,9 @@ def test_gaps_and_sizes_tell_every_tokens_fate(make, recipe, seed, ratio):
     header, block = encoding.encode(data)
     entries = data.columns[0].entries
     width = entries.region[1] - entries.region[0]
-    gaps, sizes, starts = (
-        u32(part(header, block, f"{name}.0")) for name in ("gaps", "sizes", "entryStarts")
-    )
-    fitted = entries.value_change is not None
-    weights = None if fitted else list(part(header, block, "weights.0"))
+    names = ("gaps.0", "sizes.0", "entryStarts.0")
+    gaps, sizes, starts = (u32(part(header, block, name)) for name in names)
+    weights = list(part(header, block, "weights.0")) if entries.value_change is None else None
     origins = list(part(header, block, "origins.0")) if "origins.0" in header["parts"] else None
     for unit, wanted in enumerate(entry_lengths(entries).tolist()):
         lengths = []
@@ -88,9 +90,8 @@ def test_relevance_is_off_by_half_a_step_at_most(make, seed):
     seen = coded.codes > 0
     assert ((back[seen] / scaled[seen]).log().abs() <= step / 2 + 1e-5).all()
     token = scores.shape[-1] // 2
-    torch.testing.assert_close(
-        coded.at(token), back[..., token] * scores.mean(-1).float(), rtol=1e-5, atol=0
-    )
+    want = back[..., token] * scores.mean(-1).float()
+    torch.testing.assert_close(coded.at(token), want, rtol=1e-5, atol=0)
     # Seventeen powers of e at most, so a few percent.
     assert math.exp(step / 2) < 1.04
 
@@ -128,19 +129,14 @@ def test_heads_without_entries_pack(make):
     data = ReportData.of({"x": make("gracekv", 3)})
     (column,), none = data.columns, torch.zeros(0, dtype=torch.int64)
     heads = column.entries.offsets
-
-    def encoded(entries):
-        one = dataclasses.replace(column, entries=entries)
-        return encoding.encode(dataclasses.replace(data, columns=(one,)))
-
     # One token of context, the last of the prompt: the cache covers none of it. And all dropped.
     for region in ((5, 5), (5, 8)):
         empty = KeptEntries(2, 2, region, torch.zeros_like(heads), none, none, none.float())
-        header, block = encoded(empty)
+        header, block = encoded(data, empty)
         assert u32(part(header, block, "entryStarts.0")) == [0] * 5
         assert part(header, block, "gaps.0") == part(header, block, "sizes.0") == b""
     offsets, ends = torch.tensor([0, 0, 2, 2, 3]), torch.tensor([8, 11, 7])
     three = KeptEntries(2, 2, (5, 20), offsets, torch.tensor([7, 9, 6]), ends, torch.ones(3))
-    header, block = encoded(three)
+    header, block = encoded(data, three)
     assert u32(part(header, block, "gaps.0")) == [2, 1, 1]
     assert u32(part(header, block, "sizes.0")) == [1, 2, 1]
