@@ -21,14 +21,10 @@ VARIANTS = [Eager(), Sdpa(), Sdpa(kernel="plain"), Numba()]
     batch=ints(1, 3), tokens=ints(1, 5), before=ints(0, 9), mask=some(["none", "bool", "float"]),
     dim=some([8, 20, 64]), dtype=some(list(TOLERANCES)), softcap=some([None, 1.5]), sinks=bools(),
 )  # fmt: skip
-def test_packed_and_tail_together_equal_dense_attention(
-    backend, seed, lengths, tokens, before, dtype, **options
-):
-    problem = attention_problem(
-        seed, lengths, tokens=tokens, tail=before + tokens, dtype=dtype, **options
-    )
+def test_packed_and_tail_together_equal_dense_attention(backend, seed, lengths, before, **options):
+    problem = attention_problem(seed, lengths, tail=before + options["tokens"], **options)
     # Three roundings to the dtype: each part's output and their mixture.
-    check_attention(backend, problem, bound=2 * TOLERANCES[dtype])
+    check_attention(backend, problem, bound=2 * TOLERANCES[options["dtype"]])
 
 
 @pytest.mark.parametrize("backend", VARIANTS, ids=repr)

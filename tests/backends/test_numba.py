@@ -100,8 +100,7 @@ def test_a_continuation_does_not_depend_on_the_others():
 
     for b in range(6):
         own, at = layer.sequence(int(rows[b])), slice(b, b + 1)
-        alone = read(query[at], own, keys[at], values[at])
-        assert torch.equal(alone, together[at])
+        assert torch.equal(read(query[at], own, keys[at], values[at]), together[at])
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

@@ -83,9 +83,8 @@ def test_addresses_are_only_read_where_everything_fits(monkeypatch, change):
 
 def test_splits_serve_all_steps_of_a_batch_and_then_make_room():
     held = Numba().prepare(ragged(torch.Generator().manual_seed(10), [90, 60, 30, 20], sequences=2))
-    first = held.splits(2, 6, None)
 
-    assert held.splits(2, 6, None) is first
+    assert held.splits(2, 6, None) is held.splits(2, 6, None)
     swapped = held.splits(2, 6, torch.tensor([1, 0]))
     assert swapped.tables["continuations"].tolist() == [1, 0]
     assert held.splits(2, 6, torch.tensor([1, 0])) is swapped
@@ -106,9 +105,7 @@ def test_a_group_too_large_for_the_kernel_holds_nothing():
 
 def _without_numba(monkeypatch):
     found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "numba" else found(name)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda x: None if x == "numba" else found(x))
 
 
 def test_without_a_numba_that_works_torch_computes(monkeypatch, tmp_path):

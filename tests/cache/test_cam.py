@@ -83,10 +83,8 @@ def test_a_streaming_base_gets_its_column_sums_from_the_pipeline():
 
 def test_coarse_nodes_keep_the_token_that_evict_keeps():
     prefill = synthetic_prefill(context=120, seed=1)
-    cam, evict = (
-        Pipeline.from_dict({"pack": name}).run(prefill, Budget.ratio(6))
-        for name in ("cam", "evict")
-    )
+    both = (Pipeline.from_dict({"pack": name}) for name in ("cam", "evict"))
+    cam, evict = (pipeline.run(prefill, Budget.ratio(6)) for pipeline in both)
     for a, b in zip(cam.cache.layers, evict.cache.layers, strict=True):
         assert torch.equal(a.positions, b.positions)
         assert torch.equal(a.keys, b.keys)

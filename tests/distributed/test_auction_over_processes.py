@@ -78,7 +78,5 @@ def test_floor_candidates_where_values_are_exact(seed, ranks):
     # Sixteenths add up without rounding, in any order.
     scores = torch.randint(0, 5, (2, 4, 40), generator=torch.Generator().manual_seed(seed)) / 16
     plan = BudgetPlan(2, 4, 40, 60, 0)
-    parts = in_threads(
-        ranks, lambda shard: Singleton().candidates(shard.own_heads(scores, 1), plan, shard)
-    )
+    parts = in_threads(ranks, lambda x: Singleton().candidates(x.own_heads(scores, 1), plan, x))
     assert torch.equal(torch.cat(parts, dim=1), Singleton().candidates(scores, plan))

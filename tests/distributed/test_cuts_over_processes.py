@@ -47,9 +47,7 @@ def test_weighted_cut_against_its_definition(seed, ranks):
     reached = {int(k): int(weights[keys >= k].sum()) for k in keys.flatten()}
     over = [k for k, weight in reached.items() if weight > limit]
     want = (max(over), int(weights[keys > max(over)].sum())) if over else None
-    found = in_threads(
-        ranks, lambda shard: weighted_cut(keys[shard.rank], weights[shard.rank], limit, shard)
-    )
+    found = in_threads(ranks, lambda x: weighted_cut(keys[x.rank], weights[x.rank], limit, x))
     assert found == [want] * ranks
 
 

@@ -61,9 +61,8 @@ def test_equals_least_squares_over_rounded_keys_in_float64(seed, group, bits, si
             torch.testing.assert_close(got[0].double(), read[own], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(got[3].double(), log_m, rtol=MARGIN, atol=MARGIN)
             at = inside[own]
-            _, steps = rounding.rounded(
-                values[at].float(), torch.tensor([int(at.sum())]), coding, "values"
-            )
+            count = torch.tensor([int(at.sum())])
+            _, steps = rounding.rounded(values[at].float(), count, coding, "values")
             assert bool(((got[1] - values)[at].abs() <= steps / 2 + 3 * MARGIN).all())
 
 

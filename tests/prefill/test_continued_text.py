@@ -24,9 +24,8 @@ def sentencepiece_like(kind):
     special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     if kind == "bpe":
         raw = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-        raw.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-        )
+        steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        raw.normalizer = normalizers.Sequence(steps)
         trainer = BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False)
         raw.train_from_iterator(TEXT.split(), trainer)
     else:
@@ -37,9 +36,8 @@ def sentencepiece_like(kind):
         )
         raw.train_from_iterator(TEXT.split("\n"), trainer)
     # Decodes the blank at the start too, so that one too many is seen.
-    raw.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    raw.decoder = decoders.Sequence(steps)
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
 
 

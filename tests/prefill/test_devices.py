@@ -108,9 +108,8 @@ def test_every_recipe_packs_each_layer_where_it_lies(name, where):
             for head in range(layer.heads):
                 (keys, values), (own_keys, own_values) = (x.head(head)[:2] for x in (layer, other))
                 for one, two, loose in ((keys, own_keys, 0), (values, own_values, 1e-4 * fitted)):
-                    torch.testing.assert_close(
-                        one.cpu(), two, rtol=1.3e-6 + loose, atol=1e-5 + loose + 1.01 * step
-                    )
+                    room = {"rtol": 1.3e-6 + loose, "atol": 1e-5 + loose + 1.01 * step}
+                    torch.testing.assert_close(one.cpu(), two, **room)
 
 
 def test_a_score_of_all_layers_lies_where_each_layer_does():
@@ -200,9 +199,8 @@ def test_a_device_map_with_layers_on_disk(tmp_path):
     reference = capture(whole, PROMPT)
     near = ("embed_tokens", "layers.0", "layers.2", "norm", "rotary_emb")
     places = {"model.layers.1": "disk", "lm_head": "disk"} | {f"model.{x}": "cpu" for x in near}
-    model = accelerate.dispatch_model(
-        tiny_model(layers=3), device_map=places, main_device="cpu", offload_dir=tmp_path
-    )
+    options = {"device_map": places, "main_device": "cpu", "offload_dir": tmp_path}
+    model = accelerate.dispatch_model(tiny_model(layers=3), **options)
     assert model.model.layers[1].self_attn.o_proj.weight.is_meta
     prefill = capture(model, PROMPT)
     for observer, seen in reference.observed.items():

@@ -51,9 +51,8 @@ def test_is_made_only_when_asked_for_and_leaves_the_model_alone():
     prompt, model = random_prompt(), tiny_llama(layers=2)
     before = model.config._attn_implementation
     assert capture(model, prompt, Needs()).observed == {}
-    first, again = (
-        capture(model, prompt, Needs.observed(Draft(2))).observation(Draft(2)) for _ in range(2)
-    )
+    prefills = (capture(model, prompt, Needs.observed(Draft(2))) for _ in range(2))
+    first, again = (prefill.observation(Draft(2)) for prefill in prefills)
     assert torch.equal(first, again)
     assert model.config._attn_implementation == before
 

@@ -32,9 +32,8 @@ def trained(chat):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = BpeTrainer(vocab_size=330, special_tokens=special, initial_alphabet=alphabet)
     raw.train_from_iterator([TEXT], trainer)
-    raw.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
+    ends = [("<s>", 0), ("</s>", 1)]
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = TEMPLATE if chat else None
     return tokenizer

@@ -66,9 +66,8 @@ class Four(Eight):
     def __init__(self, linear):
         super().__init__(linear)
         self.shape = linear.weight.shape
-        self.weight = torch.nn.Parameter(
-            self.weight.detach().view(torch.uint8).reshape(-1, 1), requires_grad=False
-        )
+        packed = self.weight.detach().view(torch.uint8).reshape(-1, 1)
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
 
     def plain(self):
         return self.weight.view(torch.int8).view(self.shape) * self.scale

@@ -120,10 +120,8 @@ def theirs(press, module, kwargs, end):
     """The press's own scoring of one layer, given what its hook would see."""
     hidden, (cos, sin) = kwargs["hidden_states"], kwargs["position_embeddings"]
     shape = (1, hidden.shape[1], -1, module.head_dim)
-    keys, values = (
-        projection(hidden).view(shape).transpose(1, 2)
-        for projection in (module.k_proj, module.v_proj)
-    )
+    projected = (module.k_proj(hidden), module.v_proj(hidden))
+    keys, values = (x.view(shape).transpose(1, 2) for x in projected)
     half = module.head_dim // 2
     turned = torch.cat([-keys[..., half:], keys[..., :half]], dim=-1)
     press.score_kvzip(
@@ -139,10 +137,8 @@ def theirs(press, module, kwargs, end):
 )  # fmt: skip
 def test_received_attention_is_that_of_a_masked_softmax(seed, start, length, count, power, softcap):
     rng = torch.Generator().manual_seed(seed)
-    queries, seen, own = (
-        torch.randn(heads, rows, 8, generator=rng)
-        for heads, rows in ((4, count), (2, start + length + 3), (2, count))
-    )
+    shapes = (4, count, 8), (2, start + length + 3, 8), (2, count, 8)
+    queries, seen, own = (torch.randn(shape, generator=rng) for shape in shapes)
     region, sink = Region(start, start + length), torch.tensor([-1.0, 0.0, 1.0, 2.0])
     got = received_attention(queries, seen, own, region, 0.5, power, softcap=softcap, sinks=sink)
     sinks = min(4, start)
@@ -164,9 +160,8 @@ def test_the_request_comes_first_then_the_tail_then_the_chunk():
     assert (first, second) == (Region(5, 45), Region(45, 60))
     assert whole[-40:].tolist() == ids[5:45].tolist()
     assert whole[-44:-40].tolist() == tail.tolist()
-    assert "".join(map(chr, whole[-80:-44])) == "".join(
-        chr(ord(x) % 97) for x in "\n\nRepeat the previous context exactly."[-36:]
-    )
+    request = "\n\nRepeat the previous context exactly."[-36:]
+    assert whole[-80:-44].tolist() == [ord(letter) % 97 for letter in request]
     assert rest[-19:].tolist() == [*tail.tolist(), *ids[45:60].tolist()]
     # A later chunk is announced by the end of the one before.
     assert rest[-27:-19].tolist() == ids[37:45].tolist()
@@ -228,8 +223,7 @@ def test_a_chat_prompt_is_asked_in_its_own_format():
     prompt = Prompt.from_chat(tokenizer, context="One two three. " * 9, question="How many?")
     ((_, ids),) = repeated(prompt, 2048)
     text = tokenizer.decode(ids)
-    assert text.startswith(
-        "\n\nRepeat the previous context exactly.<|im_end|>\n<|im_start|>assistant\n"
-    )
+    request = "\n\nRepeat the previous context exactly.<|im_end|>\n<|im_start|>assistant\n"
+    assert text.startswith(request)
     assert text.rstrip().endswith("One two three.")
     assert "How many" not in text

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 # tests/ is on the path, so `vllm` alone would be found there.
-HAVE_VLLM = importlib.util.find_spec("vllm") is not None and bool(
-    importlib.util.find_spec("vllm").origin
-)
+FOUND = importlib.util.find_spec("vllm")
+HAVE_VLLM = FOUND is not None and bool(FOUND.origin)
 
 
 def pytest_collection_modifyitems(items):

@@ -20,14 +20,13 @@ from support.context_server import MODEL, QUESTION, TEXT, context_server, extens
 
 def test_a_document_becomes_a_context(client, server, tokenizer):
     made = client.compress("book", TEXT, ratio=np.int64(4), save=True)
-    length = len(document(tokenizer, TEXT))
-    assert made == Context(
-        "book", "ready", length, 1200, 614400, 4.0, 0.5, "gracekv-agnostic", saved=True
-    )
+    ids = document(tokenizer, TEXT)
+    facts = ("book", "ready", len(ids), 1200, 614400, 4.0, 0.5, "gracekv-agnostic")
+    assert made == Context(*facts, saved=True)
     assert client.list() == (made,)
     assert server.bodies[0] == {
         "model": MODEL,
-        "prompt": document(tokenizer, TEXT),
+        "prompt": ids,
         "max_tokens": 1,
         "temperature": 0.0,
         "kv_transfer_params": {"gracekv": {"compress": {"name": "book", "ratio": 4, "save": True}}},

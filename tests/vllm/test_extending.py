@@ -41,14 +41,14 @@ def read_over(model, result, ids):
 
     They are rotated as an engine rotates them, whose positions begin with the passage.
     """
-    seen = {}
+    seen, names = {}, ("q_proj", "k_proj", "v_proj")
     layers = model.get_decoder().layers
     hooks = [
         getattr(layer.self_attn, name).register_forward_hook(
             lambda module, args, output, key=(number, name): seen.update({key: output[0]})
         )
         for number, layer in enumerate(layers)
-        for name in ("q_proj", "k_proj", "v_proj")
+        for name in names
     ]
     with torch.inference_mode():
         model(ids[None], past_key_values=result.new_cache())
@@ -57,10 +57,8 @@ def read_over(model, result, ids):
     dim, at = layers[0].self_attn.head_dim, torch.arange(len(ids))
     rope = ServedModel.of(engine(model)).rope(len(ids), torch.device("cpu"))
     for number in range(len(layers)):
-        query, key, value = (
-            seen[number, name].view(len(ids), -1, dim).transpose(0, 1)
-            for name in ("q_proj", "k_proj", "v_proj")
-        )
+        parts = (seen[number, name].view(len(ids), -1, dim) for name in names)
+        query, key, value = (x.transpose(0, 1) for x in parts)
         yield [x.transpose(0, 1) for x in (rope.rotate(query, at), rope.rotate(key, at), value)]
 
 
@@ -141,8 +139,7 @@ def begun(model, root, ranks):
     """The heads of each rank, and its worker."""
     shards = connected(ranks) if ranks > 1 else [WHOLE]
     heads = [(x.rank * 4 // ranks, (x.rank + 1) * 4 // ranks) for x in shards]
-    both = zip(shards, heads, strict=True)
-    return heads, [Worker(model, root, shard, heads=own) for shard, own in both]
+    return heads, [Worker(model, root, x, heads=own) for x, own in zip(shards, heads, strict=True)]
 
 
 @pytest.mark.parametrize("save", [False, True])
