@@ -44,16 +44,15 @@ def test_lowest_versions_are_at_most_the_pinned_ones(extra):
 
 def test_hashed_requirements_are_the_pinned_ones_and_everything_but_torch():
     """`make hashes` makes them."""
+    named = link_requirements.canonicalize_name
     text = (ROOT / "requirements-hashed.txt").read_text(encoding="utf-8")
     form = r"^([\w.-]+)==(\S+)((?:.*\\\n)(?:    --hash=sha256:\w{64}.*\n)+)"
     entries = re.findall(form, text, re.M)
     assert len(entries) == len(re.findall(r"^[^#\s]", text, re.M)), "an entry without hashes"
-    hashed = {link_requirements.canonicalize_name(name): version for name, version, _ in entries}
-    pinned = {link_requirements.canonicalize_name(name): v for name, v in pins().items()}
+    hashed = {named(name): version for name, version, _ in entries}
+    pinned = {named(name): version for name, version in pins().items()}
     assert {name: pinned[name] for name in hashed.keys() & pinned.keys()}.items() <= hashed.items()
-    others = {
-        link_requirements.canonicalize_name(made.metadata["Name"]): made for made in distributions()
-    }
+    others = {named(made.metadata["Name"]): made for made in distributions()}
     others["torch"] = Made(pinned["torch"])  # what it asks for comes with it
     assert link_requirements.needed("gracekv[cli,cpu]", others).keys() - {"torch"} <= hashed.keys()
 

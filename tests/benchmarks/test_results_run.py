@@ -51,8 +51,7 @@ def test_a_page_that_takes_too_long_is_a_failure(modules, tmp_path, monkeypatch)
     made = modules["results_run"]
     monkeypatch.setattr(made, "PAGE_MINUTES", 0.01)
     write = f"python -c \"open('{tmp_path}/p.md', 'w')\""
-    part = modules["results_plan"].Part(
-        "p", "?", 1, (write,), ("p",), ('python -c "import time; time.sleep(9)"',)
-    )
+    slow = 'python -c "import time; time.sleep(9)"'
+    part = modules["results_plan"].Part("p", "?", 1, (write,), ("p",), (slow,))
     outcome = made.Run([part], tmp_path, tmp_path / "rows", tmp_path).one(part)
     assert (outcome.state, outcome.why) == ("failed", "its page took more than 0.01 minutes")

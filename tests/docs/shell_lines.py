@@ -73,9 +73,8 @@ def _pip(words, place):
         if word in ("-c", "-r"):
             assert (ROOT / next(rest)).is_file(), f"{place}: there is no such file"
         elif word.startswith("-"):
-            assert word in ("-e", "--no-deps", "--require-hashes", "-q", "-U"), (
-                f"{place}: unexpected {word}"
-            )
+            known = ("-e", "--no-deps", "--require-hashes", "-q", "-U")
+            assert word in known, f"{place}: unexpected {word}"
         elif found := re.fullmatch(r"(?:\.|gracekv)(?:\[([\w,-]+)\])?", word):
             for extra in (found[1] or "").split(","):
                 known = ["", *project["optional-dependencies"]]

@@ -134,8 +134,7 @@ def test_the_commands_from_model_to_table(cli, refused, model_folder, small_data
     assert cli("table", out, *shown, "--out", file)[0] == 0
     # Two metrics of two groups: five cells, and two differences.
     assert len(file.read_text().splitlines()) == 1 + 2 * 2 * (5 + 2)
-    told = refused("table", out, "--format", "latex")
-    assert "'latex' is not one of 'markdown', 'csv'" in told
+    assert "'latex' is not one of 'markdown', 'csv'" in refused("table", out, "--format", "latex")
 
 
 def test_the_exit_code_tells_of_failures_and_rows_of_their_settings(cli, model_folder, tmp_path):

@@ -42,8 +42,7 @@ def test_a_torn_line_is_ignored_and_then_cut_off(tmp_path):
     with RowFile(tmp_path) as file:
         file.append(keyed("whole"))
     path = tmp_path / "rows-main.jsonl"
-    with path.open("ab") as file:
-        file.write(b'{"key": "to')
+    path.write_bytes(path.read_bytes() + b'{"key": "to')
     assert [row["key"] for row in read_rows(tmp_path)] == ["whole"]
     with RowFile(tmp_path) as file:
         file.append(keyed("next"))

@@ -157,10 +157,8 @@ def test_shards_share_the_work_and_the_folder(experiment, tiny, tmp_path, plain)
     assert len(list((tmp_path / "all").glob("rows-*of3.jsonl"))) == 3
 
     def results(folder):
-        return {
-            row["key"]: (row["prompt_hash"], row["prediction"], row["fidelity"])
-            for row in read_rows(folder)
-        }
+        rows = read_rows(folder)
+        return {x["key"]: (x["prompt_hash"], x["prediction"], x["fidelity"]) for x in rows}
 
     assert results(tmp_path / "all") == results(plain[0])
 
@@ -243,8 +241,7 @@ def test_a_killed_run_goes_on_without_repeating_or_losing_a_row(experiment, mode
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
-    survived = path.read_bytes()
-    survived = survived[: survived.rfind(b"\n") + 1]
+    survived = path.read_bytes().rpartition(b"\n")[0] + b"\n"
     assert 3 <= survived.count(b"\n") < CELLS
     run(named, folder)
     assert path.read_bytes().startswith(survived)

@@ -41,8 +41,7 @@ def test_a_group_is_the_unweighted_mean_of_its_tasks():
 
 def test_intervals_of_two_samples_a_task_hold_the_mean():
     """Nine times in ten and more; a bootstrap that is not spread holds it eight times."""
-    draws = np.random.default_rng(0).normal(0, 1, (300, 10, 2))
-    found = [interval(list(tasks)) for tasks in draws]
+    found = [interval(list(x)) for x in np.random.default_rng(0).normal(0, 1, (300, 10, 2))]
     assert sum(x.low <= 0 <= x.high for x in found) >= 265
 
 

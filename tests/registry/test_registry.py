@@ -142,10 +142,8 @@ def test_a_strategy_of_another_stage_is_refused():
 
 
 def test_nested_data_becomes_objects():
-    paint = {"shades": [1, 0.25]}
-    top = TOYS.parse(
-        {"name": "top", "speed": 3, "pair": [3, 2], "paint": paint, "dice": {"name": "fair"}}
-    )
+    inside = {"paint": {"shades": [1, 0.25]}, "dice": {"name": "fair"}}
+    top = TOYS.parse({"name": "top", "speed": 3, "pair": [3, 2], **inside})
     assert top == Top(speed=3.0, pair=(3, 2.0), paint=Paint(shades=(1.0, 0.25)))
     assert [*map(type, (top.speed, *top.pair))] == [float, int, float]
     data = top.to_dict()

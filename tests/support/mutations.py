@@ -138,9 +138,8 @@ def _mutate_plain(data: dict | list, rng: Random) -> str:
 
 
 def _mutated_tensor(tensor: torch.Tensor, rng: Random) -> torch.Tensor:
-    kind = rng.choice(
-        ["shorter", "longer", "dtype", "shape", "values", "nan", "order", "empty", "flat"]
-    )
+    kinds = ["shorter", "longer", "dtype", "shape", "values", "nan", "order", "empty", "flat"]
+    kind = rng.choice(kinds)
     flat = tensor.clone()
     if kind == "shorter":
         flat = flat[:-1]

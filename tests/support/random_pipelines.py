@@ -53,9 +53,8 @@ def _value(hint: Any, bounds: Any, rng: Random, depth: int) -> Any:
     if hint is bool:
         return rng.random() < 0.5
     low = max(x for x in (bounds and bounds.at_least, bounds and bounds.above, 0) if x is not None)
-    high = min(
-        x for x in (bounds and bounds.at_most, bounds and bounds.below, low + 8) if x is not None
-    )
+    highest = (bounds and bounds.at_most, bounds and bounds.below, low + 8)
+    high = min(x for x in highest if x is not None)
     if hint is int:
         value = rng.randint(int(low), max(int(low), int(high)))
         return value | 1 if bounds and bounds.odd else value
