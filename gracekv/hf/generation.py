@@ -6,6 +6,7 @@ Also the checks of what is asked about a compressed context.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -229,12 +230,12 @@ def stream_text(
             ended.set()
 
     def pieces() -> Iterator[str]:
-        thread = threading.Thread(target=work, daemon=True)
+        thread, process = threading.Thread(target=work, daemon=True), os.getpid()
 
         def stop() -> None:
             closed.set()
             # Garbage may be collected in the thread itself, and a forked process has no threads.
-            if threading.current_thread() is not thread and thread.is_alive():
+            if os.getpid() == process and threading.current_thread() is not thread:
                 # An interrupted join would take the thread for ended from then on.
                 ended.wait()
                 thread.join()

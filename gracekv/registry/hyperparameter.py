@@ -117,10 +117,10 @@ def typed_fields(cls: type) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
     try:
         hints = typing.get_type_hints(cls)
     except Exception as error:
-        raise ConfigError(
-            f"The annotations of {cls.__name__} cannot be evaluated: {error}. Define or import "
-            f"what they name at the top of the module, outside of `if TYPE_CHECKING:`."
-        ) from error
+        text = f"The annotations of {cls.__name__} cannot be evaluated: {error}."
+        if isinstance(error, NameError | AttributeError):
+            text += " Define or import it at the top of the module, outside of `if TYPE_CHECKING:`."
+        raise ConfigError(text) from error
     return tuple((field, hints[field.name]) for field in dataclasses.fields(cls))
 
 

@@ -37,8 +37,10 @@ def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     ignored = {"tokenizer", "chat_template", "dtype"}
     if one.get("dtype") != other.get("dtype"):
         ignored |= {"weights", "plain_weights"}
+        if one.get("model_name") != other.get("model_name"):
+            return ["names"]
     kept = ({name: x for name, x in marks.items() if name not in ignored} for marks in (one, other))
-    return differences(*kept)
+    return [what.partition(" (")[0] for what in differences(*kept)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +121,7 @@ class ReportData:
             if apart := _differ(main._run.fingerprint, other._run.fingerprint):
                 raise ReportError(
                     f"Results side by side must be of one model; those of {first!r} and {label!r} "
-                    f"differ: {', '.join(apart)}."
+                    f"differ: {', '.join(apart)}. Compress with one model."
                 )
         tokenizer = next((x for r in results.values() if (x := r.prompt.tokenizer)), None)
         # Only the name of a local folder: pages are shared, paths are private.

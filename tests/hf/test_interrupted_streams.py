@@ -105,8 +105,12 @@ def test_a_forked_process_ends_though_its_parent_streams(book):
     assert next(stream)
     if not (child := os.fork()):
         signal.alarm(60)
-        stream.close()
-        os._exit(7)
+        code = 1
+        try:
+            stream.close()
+            code = 7
+        finally:
+            os._exit(code)
     between.ready.set()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     list(stream)

@@ -139,8 +139,13 @@ def test_prompts_that_differ_are_told_apart(model, tmp_path):
     with pytest.raises(ReportError, match=r"those of 'a' and 'b' differ: weights"):
         gracekv.report.compare(others, tmp_path / "page.html")
     # Neither a setting of its use nor a dtype makes it another model.
-    model.config.pad_token_id = 3
-    others["b"] = gracekv.compress(model.bfloat16(), results["60"].prompt, ratio=3)
+    same = tiny_llama(vocabulary=128).bfloat16()
+    same.config.pad_token_id = 3
+    others["b"] = gracekv.compress(same, results["60"].prompt, ratio=3)
     gracekv.report.compare(others, tmp_path / "page.html")
+    same.config.name_or_path = "another"
+    others["b"] = gracekv.compress(same, results["60"].prompt, ratio=3)
+    with pytest.raises(ReportError, match=r"differ: names\. Compress with one model"):
+        gracekv.report.compare(others, tmp_path / "page.html")
     with pytest.raises(ReportError, match="'60' and '61' have different token ids"):
         gracekv.report.compare(results, tmp_path / "page.html")
