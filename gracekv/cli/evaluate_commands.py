@@ -175,14 +175,14 @@ def _tables(rows: list[Row], measures: list[Measure], against: str | None, forma
 
     tables = [make_tables(rows, x, against) for x in measures]
     held = [name for name, x in MEASURES.items() if any(x.read(row) is not None for row in rows)]
+    if held and not any(tables):
+        asked, known = (", ".join(names) for names in ((x.name for x in measures), held))
+        raise ConfigError(f"No row holds {asked}. Give --metric what they hold: {known}.")
     for x, found in zip(measures, tables, strict=True):
-        told = "" if found else f"No row holds {x.name}."
-        if held and not any(tables):
-            raise ConfigError(f"{told} Give --metric what they hold: {', '.join(held)}.")
-        if found and against and not any(against in table.methods for table in found):
-            told = f"No row of {against!r} holds {x.name}, so there are no differences."
-        if told:
-            typer.echo(told, err=True)
+        if not found:
+            typer.echo(f"No row holds {x.name}.", err=True)
+        elif against and not any(against in table.methods for table in found):
+            typer.echo(f"No row of {against!r} holds {x.name}: no differences.", err=True)
     texts = [FORMATS[format](table, x) for table, x in zip(tables, measures, strict=True)]
     if format == "markdown":
         return "\n".join([*texts, footer(rows)])

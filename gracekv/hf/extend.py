@@ -116,12 +116,12 @@ def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:
     )
     spent = None if kept[1].spent_bytes is None else kept[0].spent_bytes
     # In 16 bits if either of them quantises.
-    a_token = min(kept[0].full_bytes // old.length, kept[1].full_bytes // run.cache.length)
+    token_bytes = min(kept[0].full_bytes // old.length, kept[1].full_bytes // run.cache.length)
     accounting = dataclasses.replace(
         Accounting.total(kept),
         recent=plan.recent,
         entries=kept[0].entries + kept[1].entries,
-        full_bytes=a_token * packed.length,
+        full_bytes=token_bytes * packed.length,
         spent_bytes=None if spent is None else spent + sizes["bytes"] - kept[0].bytes,
         **sizes,
     )
