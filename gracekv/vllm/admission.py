@@ -177,7 +177,7 @@ def transfer_of(params: Any) -> dict[str, Any]:
 
 
 # The most contexts whose continuation is remembered. Source: ours.
-_REMEMBERED = 4096
+_REMEMBERED = 2**18
 
 
 class Front:
@@ -188,12 +188,13 @@ class Front:
 
     Attributes:
         store: only its headers are read here.
-        formats: by name, recipe and continuation of the context that answers and of its successor.
+        formats: by name, recipe and continuation of the context that answers and of its successor;
+            None for one that was deleted.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         self._config, self.store = vllm_config, open_store(vllm_config)
-        self.formats: OrderedDict[str, list[tuple[str, Continuation | None]]] = OrderedDict()
+        self.formats: OrderedDict[str, list[tuple[str, Continuation | None] | None]] = OrderedDict()
         self._format: Continuation | None = None
         self._served = functools.cache(lambda: ServedModel.of(vllm_config))
 
@@ -201,7 +202,8 @@ class Front:
         """A context's recipe and how requests continue it; the default and None if unknown here."""
         if name in self.formats:
             self.formats.move_to_end(name)
-            return self.formats[name][0]
+            if (own := self.formats[name][0]) is not None:
+                return own
         with contextlib.suppress(StoreError):
             header = self.store.header(name)
             return header.recipe, header.continuation
@@ -214,6 +216,8 @@ class Front:
         self.store.forget(name)
         if found is not None and reply["state"] == "compressing":
             self.formats[name] = found[-1:]
+        elif found is not None and len(found) > 1:
+            self.formats[name] = [None, *found[1:]]
 
     def document(
         self, order: Compression, ids: Sequence[int], tokenizer: Any

@@ -232,7 +232,7 @@ class Client:
         _check_options(options)
         with _refusals():
             for piece in self._send(asked.body(self._model, max_tokens, **options, stream=True)):
-                yield from piece.choices
+                yield from _ended_by_model(piece.choices)
 
     def _order(self, order: Mapping[str, Any], ids: Sequence[int] = (0,)) -> dict[str, Any]:
         """The server's reply to an order."""
@@ -254,7 +254,10 @@ class Client:
         plain = {name: body.pop(name) for name in ("model", "prompt", "stream") if name in body}
         with _refusals():
             # OpenAI's client does not know all of the other fields.
-            return self._openai.with_options(**how).completions.create(**plain, extra_body=body)
+            sent = self._openai.with_options(**how).completions.create(**plain, extra_body=body)
+        if not plain.get("stream"):
+            _ended_by_model(sent.choices)
+        return sent
 
     @cached_property
     def _openai(self) -> Any:
@@ -274,6 +277,13 @@ class Client:
         if self.tokenizer is not None:
             return self.tokenizer
         return required("transformers", "vllm").AutoTokenizer.from_pretrained(self._served.root)
+
+
+def _ended_by_model(choices: Sequence[Any]) -> Sequence[Any]:
+    """The choices; raises `StoreError` if one was ended by the server instead."""
+    if any(choice.finish_reason == "abort" for choice in choices):
+        raise StoreError("The server stops or pauses and cut this request short. Send it again.")
+    return choices
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -229,7 +229,9 @@ class Compressor:
         made = describe(model, follow, cache, order.recipe, secrets.token_hex(32))
         facts = dict(self._store.model or made.model)
         made = replace(made, entries=entries, bytes=size, model=facts)
-        if order.save:
+        if not order.save:
+            facts.pop("weights", None)  # they would only take room
+        else:
             whole = gathered_cache(rotated, shard) if shard.ranks > 1 else rotated
             if shard.rank == 0:
                 folder = self._store.folder(order.name)

@@ -163,11 +163,17 @@ class SchedulerSide:
         if key in self._waiting:
             self._ask(request, self._waiting.pop(key))
         elif key in self._lost:
-            del self._contexts[key]
+            name, header = self._contexts.pop(key)
             self._jobs.jobs.pop(key, None)
-            self._refuse(request, self._lost.pop(key))
-            # No other request may read pages that are computed without the context.
-            request.cache_salt += f":{key}"
+            reply = self._lost.pop(key)
+            if not is_job and self._is_replaced(name, header):
+                salt = request.cache_salt.removeprefix(f"{PARAMETER}:{header.digest}")
+                request.cache_salt = f"{PARAMETER}:{key}{salt}"
+                self._ask(request, time.monotonic() + WAIT)
+            else:
+                self._refuse(request, reply)
+                # No other request may read pages that are computed without the context.
+                request.cache_salt += f":{key}"
         else:
             is_open = self._is_open(key)
             # After a preemption, all tokens are computed again.
@@ -176,6 +182,13 @@ class SchedulerSide:
         # Its pages were looked up under another name: look them up again.
         _hash_again(request)
         return False
+
+    def _is_replaced(self, name: str, header: ContextHeader) -> bool:
+        """Whether another context than that of `header` has the name now."""
+        try:
+            return self._store.header(name).digest != header.digest
+        except Exception:
+            return False
 
     def _is_open(self, key: str) -> bool:
         """Whether the request's context, if it has one, is in memory; if not, ask for it."""

@@ -216,6 +216,8 @@ class ContextStore:
                 f"Context {folder.name!r} was made with another model: {', '.join(other)} differ. "
                 f"Serve the same weights in {header.dtype}, or compress with the served model."
             )
+        # Digests of all weights take much room, and they were compared.
+        header.model.pop("weights", None)
         return header
 
     def _read(self, name: str, header: ContextHeader) -> StoredContext:

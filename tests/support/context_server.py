@@ -25,6 +25,7 @@ class ContextServer(ThreadingHTTPServer):
         self.contexts, self.waiting, self.bodies = {}, {}, []
         self.headers, self.told, self.connector = [], {}, True
         self.failing = self.refusing = False
+        self.ended = None
         self.daemon_threads = True
 
     @property
@@ -130,10 +131,12 @@ class _Handler(BaseHTTPRequestHandler):
         pieces = self.server.answer(ids, order)
         if body.get("stream"):
             told = [[{"index": 0, "text": piece} | self.server.told] for piece in pieces]
+            told[-1][0]["finish_reason"] = self.server.ended
             self._stream(map(_chunk, [*told, []]))
             return
         said = {"kv_transfer_params": {"gracekv": reply}} if self.server.connector else {}
-        self._say(200, _chunk([{"index": 0, "text": "".join(pieces)}]) | said)
+        choice = {"index": 0, "text": "".join(pieces), "finish_reason": self.server.ended}
+        self._say(200, _chunk([choice]) | said)
 
     def _stream(self, chunks):
         self.send_response(200)
@@ -155,8 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _chunk(choices):
-    for choice in choices:
-        choice |= {"finish_reason": None, "logprobs": None}
+    choices = [{"finish_reason": None, "logprobs": None} | choice for choice in choices]
     always = {"id": "1", "object": "text_completion", "created": 0, "model": MODEL}
     return always | {"choices": choices}
 

@@ -123,6 +123,20 @@ def test_a_context_answers_in_its_format_until_the_next_one_is_read(ask, process
         assert (ask(TURN, "c2") == TURN) is keeps
 
 
+def test_a_context_made_anew_while_it_is_deleted_keeps_its_format(ask, processor):
+    def said(state):
+        reply = SimpleNamespace(kv_transfer_params={"gracekv": {"name": "longer", "state": state}})
+        admission.process_outputs(lambda *_: None, processor, [reply])
+
+    for states in (["compressing"], ["deleted", "compressing"]):
+        ask(TURN, {"compress": {"name": "longer", "ratio": 1}})
+        for state in states:
+            said(state)
+        assert ask(TURN, "longer") != TURN
+    said("deleted")
+    assert ask(TURN, "longer") == TURN
+
+
 def test_what_may_not_be_used_is_not_looked_at(ask):
     for name in ("c8", "gone"):
         with pytest.raises(Refused, match=f"may not use the context '{name}'"):

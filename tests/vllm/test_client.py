@@ -136,6 +136,20 @@ def test_a_server_without_contexts(client, server):
         client.list()
 
 
+def test_what_a_stopping_server_cuts_short_is_no_answer(client, server):
+    client.compress("book", TEXT, ratio=4)
+    chat, server.ended = client.chat("book"), "abort"
+    for asking in (
+        lambda: client.ask("book", QUESTION),
+        lambda: list(client.stream("book", QUESTION)),
+        lambda: client.compress("book", TEXT, ratio=4),
+        lambda: chat.ask(QUESTION),
+    ):
+        with pytest.raises(StoreError, match="stops or pauses and cut this request short"):
+            asking()
+    assert chat.messages == []
+
+
 def test_other_errors_are_openai_s(tokenizer):
     with context_server(tokenizer) as gone:
         lost = Client(gone.url, MODEL, tokenizer)

@@ -131,6 +131,21 @@ def test_a_context_that_is_lost_before_its_request_begins_is_a_client_s_error():
     assert scheduler.reply(first) == {"gracekv": lost}
 
 
+def test_a_question_that_waited_reads_the_context_that_replaced_its_own():
+    digests = {"book": "old"}
+    scheduler = Scheduler(lambda said: SimpleNamespace(digest=digests[
+        said["gracekv"] if isinstance(said, dict) else said]))  # fmt: skip
+    question = scheduler.take("1", "book", skips=True)
+    lost = {"state": "failed", "reason": "Context 'book' was replaced.", "status": 400}
+    assert scheduler.step(question, opened={"old": lost}).opening == {"old": "book"}
+    digests["book"] = "new"
+    scheduler.step(question)
+    assert question.cache_salt == "gracekv:new::1:1"
+    assert scheduler.step(question, opened={"new": None}).opening == {"new": "book"}
+    assert set(scheduler.step(question).named) == {1}
+    assert scheduler.reply(question) is None
+
+
 def test_few_contexts_are_opened_at_once():
     scheduler = Scheduler(admit)
     requests = [scheduler.take(str(number), f"c{number}") for number in range(20)]
