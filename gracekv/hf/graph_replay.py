@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from gracekv.hf.cache import GraceCache
+from gracekv.hf.input_checks import before_forward, before_masks
 from gracekv.prefill.attention_patch import own_decoder
 from gracekv.prefill.cache_keyword import NAMES, cache_keyword, given_cache
 from gracekv.prefill.model_layers import rope_parameters
@@ -53,11 +54,15 @@ def setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
 def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[str, Any]) -> bool:
     """Whether generation with these `options` replays a graph: plain steps on one NVIDIA GPU.
 
-    peft's and torch.compile's wrappers run another module's forward than their own.
+    peft's and torch.compile's wrappers run another module's forward than their own. A replay runs
+    no hooks.
     """
+    hooks = [h for x in model.modules() for h in (*x._forward_hooks.values(),
+                                                  *x._forward_pre_hooks.values())]  # fmt: skip
     return (
         isinstance(model, GenerationMixin)
         and model._compiled_call_impl is None
+        and not set(hooks) - {before_forward, before_masks}
         and not cache.packed.other_layers
         and cache.grace_layers[0].packed.entries.device.type == "cuda"
         and max_new_tokens >= _FEWEST_TOKENS

@@ -184,6 +184,9 @@ def test_what_is_replayed(model, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setitem(there, name, value)
             assert not graph_replay.suits(model, cache, 64, {}), value
+    handle = model.model.layers[1].register_forward_hook(lambda *_: None)
+    assert not graph_replay.suits(model, cache, 64, {})
+    handle.remove()
     # The forward that their `generate` runs is not their own.
     compiled, wrapped = copy.deepcopy(model), torch.compile(model, backend="eager")
     compiled.compile(backend="eager")
