@@ -219,7 +219,9 @@ class Reading:
                 if past is not None:
                     whole = torch.where(whole < start, whole, whole - start + past.length)
                 every = rotary_positions(model, whole)
-                undo.enter_context(rotations(model.get_decoder(), lambda own, x: own(x, every)))
+                undo.enter_context(
+                    rotations(model.get_decoder(), lambda own, x: own(x, every.to(x.device)))
+                )
             if past is not None:
                 self.record.follow(past, _rotation(model, past, self._places[:, :start]))
             yield

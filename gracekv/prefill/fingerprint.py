@@ -53,7 +53,8 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, Any]:
     fields = _without(public, _SAVING | _RUNTIME)
     marks["config_fields"] = {str(k): _fields_digest(x) for k, x in fields.items()}
     weights = dict(_weights(model))
-    if not is_sharded(model) and not any(weight.is_meta for weight in weights.values()):
+    here = not any(weight.is_meta or not weight.numel() for weight in weights.values())
+    if here and not is_sharded(model):
         marks["weights"] = sampled_digest(weights.items(), parameters=model.dtype)
         if "quantization_config" in public or not all(map(_is_plain, weights.values())):
             packed = {n.replace(".base_layer", "") for n, x in model.named_modules() if _packs(x)}

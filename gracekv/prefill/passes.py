@@ -162,11 +162,13 @@ def queries_again(
         output, *rest = attention(call, query, prefill.keys[layer], prefill.values[layer])
         return output[..., :dim].contiguous(), *rest
 
-    size = chunk_length(prefill.spans.length)
+    size, kind = chunk_length(prefill.spans.length), prefill.keys[layers[-1]].dtype
+    # Stages run without the autocast under which the prompt was read.
+    casts = torch.autocast(device.type, kind, enabled=kind != model.dtype)
     for first in range(0, len(positions), size):
         some = positions[first : first + size]
         own = partial(attend, slice(first, first + size), PartialAttention(base, some))
         row, places = (x[None].to(device) for x in (prefill.token_ids[some], some))
-        with patched_attention(model, own), rotations(decoder, table), suppress(_LastLayer):
+        with casts, patched_attention(model, own), rotations(decoder, table), suppress(_LastLayer):
             decoder(input_ids=row, position_ids=places, use_cache=False)
     return made

@@ -75,6 +75,9 @@ class Projection:
     def _called(self, rows: Tensor) -> Tensor:
         # As the model calls it: some quantised layers take nothing else.
         flat = rows.reshape(1, -1, rows.shape[-1])
+        own = getattr(getattr(self.module, "base_layer", self.module), "weight", None)
+        if type(own) is torch.nn.Parameter and own.dtype in _DTYPES:
+            flat = flat.to(own.dtype)
         projected: Tensor = self.module(flat)
         # Adapters may add a bias that the layer itself lacks.
         if type(self.module) is not torch.nn.Linear or self.module.bias is not None:
@@ -85,7 +88,7 @@ class Projection:
 def plain_weight(module: Any) -> Tensor | None:
     """The [out, in] weight if it is all that `module` multiplies by and can be read as numbers.
 
-    None where it is packed or scaled (quantised), elsewhere (offloaded: "meta"), or added to
+    None where it is packed or scaled (quantised), elsewhere (offloaded: "meta", or empty), added to
     (adapters such as LoRA, whose modules are no plain Linear): such modules can only be called.
     """
     weight = getattr(module, "weight", None)
@@ -96,6 +99,7 @@ def plain_weight(module: Any) -> Tensor | None:
         and type(weight) in (Tensor, torch.nn.Parameter)
         and weight.dtype in _DTYPES
         and not weight.is_meta
+        and weight.numel()
     ):
         return weight.detach()
     return None

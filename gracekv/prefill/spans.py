@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.errors import PromptError
+from gracekv.errors import CacheError, PromptError
 from gracekv.prefill.layer_state import LayerState
 
 
@@ -138,10 +138,17 @@ class Past:
         """Write a layer to the first P places of `keys` and `values` [G, T, d + 8].
 
         The padding comes first, so that a head's entries and the passage's keys are one view.
+
+        Raises `CacheError` if the model was moved.
         """
         for states in (keys, values):
             states[:, : self.places] = 0.0
-        dim = self.width - ADDED
+        dim, lies = self.width - ADDED, self.layers[layer][0][0].device
+        if lies != keys.device:
+            raise CacheError(
+                f"The compressed context lies on {lies}, the model computes on {keys.device}. "
+                f"Compress again after moving the model."
+            )
         keys[:, : self.places, dim] = NOWHERE
         for g, (own_keys, own_values, log_m) in enumerate(self.layers[layer]):
             own = slice(self.places - len(own_keys), self.places)

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, get_args
 
+import torch
+
 from gracekv.distributed.sharding import check_sharding, is_sharded
 from gracekv.errors import CacheError, LengthWarning, PromptError, UnsupportedModelError
 from gracekv.prefill.layer_state import WITH_STATES, WITHOUT_CACHE
@@ -76,10 +78,11 @@ def check_model(model: Any) -> None:
             "The model is on Apple's GPU (mps), which lacks the float64 that scores are computed "
             "in. Move it to the CPU: model.to('cpu')."
         )
-    if model.training:
+    drops = (x for x in model.modules() if isinstance(x, torch.nn.Dropout) and x.p)
+    if model.training or any(x.training for x in drops):
         raise UnsupportedModelError(
-            "The model is in training mode, where dropout makes its cache random. Call "
-            "model.eval() first."
+            "The model or one of its dropout layers is in training mode, where dropout makes its "
+            "cache random. Call model.eval() first."
         )
     modules = map(attention_module, model.get_decoder().layers)
     kinds = {type(getattr(x, "_orig_mod", x)).__module__ for x in modules if x is not None}

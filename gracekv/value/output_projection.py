@@ -31,16 +31,17 @@ class ProjectionNorms(LayerObserver):
 
 class _Static:
     def __init__(self) -> None:
-        self._projection: Projection | None = None
-        self._heads, self._like = 0, torch.empty(0, dtype=torch.float32)
+        self._norms = torch.empty(0, dtype=torch.float32)
 
     def add(self, run: TokenRun) -> None:
-        self._projection, self._heads = run.projection, len(run.queries)
-        self._like = run.queries.new_empty(0)
+        assert run.projection is not None  # it is read
+        # Now: offloaded weights may be here only while their layer runs.
+        if not self._norms.numel():
+            like = run.queries.new_empty(0)
+            self._norms = projection_norms(run.projection, len(run.queries), like)
 
     def result(self) -> Tensor:
-        assert self._projection is not None  # it is read
-        return projection_norms(self._projection, self._heads, self._like)
+        return self._norms
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,17 @@ class ProjectedNorms(LayerObserver):
 class _Dynamic:
     def __init__(self, spans: PromptSpans) -> None:
         self._probes, self._parts = torch.tensor(spans.question_probes()), list[Tensor]()
-        self._projection: Projection | None = None
-        self._groups = 0
 
     def add(self, run: TokenRun) -> None:
         assert run.outputs is not None  # they are read
-        self._projection, self._groups = run.projection, len(run.keys)
+        assert run.projection is not None
         inside = self._probes[(self._probes >= run.start) & (self._probes < run.end)]
         if len(inside):
-            self._parts.append(run.outputs[:, on_device(inside - run.start, run.outputs.device)])
+            own = run.outputs[:, on_device(inside - run.start, run.outputs.device)]
+            self._parts.append(projected_norms(run.projection, own, len(run.keys)))
 
     def result(self) -> Tensor:
-        assert self._projection is not None  # it is read
-        return projected_norms(self._projection, torch.cat(self._parts, dim=1), self._groups)
+        return torch.cat(self._parts, dim=1)
 
 
 @SENSITIVITIES.register("output_projection", works_sharded=True)

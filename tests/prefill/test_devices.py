@@ -14,7 +14,7 @@ accelerate = pytest.importorskip("accelerate")
 import gracekv  # noqa: E402
 from gracekv import recipes  # noqa: E402
 from gracekv.distributed import HeadShard  # noqa: E402
-from gracekv.errors import CaptureMemoryError  # noqa: E402
+from gracekv.errors import CacheError, CaptureMemoryError  # noqa: E402
 from gracekv.hf import attach  # noqa: E402
 from gracekv.hf.capture import capture  # noqa: E402
 from gracekv.hf.load_result import layer_devices  # noqa: E402
@@ -23,7 +23,7 @@ from gracekv.segment.curvature import BlockInput  # noqa: E402
 from gracekv.segment.surprisal import Surprisal  # noqa: E402
 from gracekv.testing import synthetic_prefill  # noqa: E402
 from gracekv.testing.models import tiny_model  # noqa: E402
-from gracekv.value.output_projection import ProjectedNorms  # noqa: E402
+from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms  # noqa: E402
 from support.covering import covering, every  # noqa: E402
 from support.devices import SECOND_DEVICE, MixedDevicesError, two_devices  # noqa: E402
 from support.margins import assert_same_tokens, logits_over  # noqa: E402
@@ -186,6 +186,22 @@ def test_weights_offloaded_to_memory_are_fetched_when_used(family):
     assert {x.device.type for x in model.parameters()} == {"meta"}
     assert_generates_like(model, tiny_model(family))
     assert {x.device.type for x in model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("classes", [["LlamaDecoderLayer"], ["LlamaModel"]])
+def test_weights_that_their_layer_fetches_are_read_while_it_runs(classes):
+    model = accelerate.cpu_offload(tiny_model(), CPU, preload_module_classes=classes)
+    seen, want = (capture(x, PROMPT).observation(ProjectionNorms()) for x in (model, tiny_model()))
+    torch.testing.assert_close(seen, want)
+
+
+def test_a_context_of_a_model_that_was_moved_is_not_extended():
+    prompt = gracekv.Prompt.from_ids(IDS, (4, 120))
+    with two_devices():
+        result = gracekv.compress(tiny_model(layers=4), prompt, ratio=2)
+        shard(result.model, MAPS["second half"])
+        with pytest.raises(CacheError, match="context lies on cpu, the model computes on meta"):
+            result.extend(IDS[:9], ratio=2)
 
 
 def test_a_file_is_loaded_to_where_offloaded_layers_compute():
