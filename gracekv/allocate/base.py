@@ -110,7 +110,8 @@ class Quota(Strategy, abc.ABC):
 
     Attributes:
         uses_column_sums: whether it reads, in place of scores, the attention that each prompt
-            position received from each query head, float32 [L, H, T].
+            position received from each query head, float32 [L, H, T]. All layers are then read
+            first, whatever `compares_layers` says.
         compares_layers: whether a layer's caps depend on the scores of other layers; if not,
             `layer` computes them.
         monotone: whether no cap falls as the budget grows.

@@ -19,7 +19,8 @@ from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.decode.base import Decoder, HeldLayer
 from gracekv.decode.limit import Limit
 from gracekv.distributed.sharding import WHOLE, HeadShard
-from gracekv.errors import BudgetError
+from gracekv.errors import BudgetError, NonFiniteError
+from gracekv.fit.base import check_dtype
 from gracekv.kernels import ragged
 
 
@@ -67,7 +68,13 @@ def kept_entries(
     # The auction refuses a weight of NaN; only here may a GPU be waited for.
     sound = torch.stack([(x > -torch.inf).all(dim=1).to(every.device) for x in scores])
     weights = sound.float().masked_fill_(~sound, torch.nan)
-    kept = top_tokens(scaled, weights, budget, quota, elastic=True)
+    try:
+        kept = top_tokens(scaled, weights, budget, quota, elastic=True)
+    except NonFiniteError as error:
+        raise NonFiniteError(
+            f"The decode strategy {strategy.name!r} gave scores of NaN or -inf. If it reads "
+            f"queries, its field `queries` says how many are recorded; it is {strategy.queries}."
+        ) from error
     return [own[:, : x.shape[1]].to(x.device) for own, x in zip(kept, gains, strict=True)], scores
 
 
@@ -116,9 +123,15 @@ def entries_within(
 
 
 def packed_entries(held: HeldLayer, kept: Tensor, strategy: Decoder) -> RaggedEntries:
-    """Pack the entries `kept` bool [G, N] of one layer, fitted by `strategy`."""
+    """Pack the entries `kept` bool [G, N] of one layer, fitted by `strategy`.
+
+    Raises `ShapeError` if it returns values of another dtype.
+    """
     at = where_true(kept.flatten())
     keys, values = (x.flatten(0, 1).index_select(0, at) for x in (held.keys, held.values))
     positions, log_m = held.positions.flatten()[at].int(), held.log_multiplicity.flatten()[at]
     offsets = ragged.offsets(kept.sum(dim=1).cpu())
-    return strategy.fit(held, kept, RaggedEntries(keys, values, positions, log_m, offsets))
+    packed = RaggedEntries(keys, values, positions, log_m, offsets)
+    fitted = strategy.fit(held, kept, packed)
+    check_dtype(strategy, packed, fitted)
+    return fitted

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.quantised import batches
-from gracekv.errors import NonFiniteError
+from gracekv.errors import NonFiniteError, ShapeError
 from gracekv.kernels.uploads import filled
 from gracekv.prefill import LayerCapture, Needs, Prefill, PrefillReader, Region
 from gracekv.registry import Configurable, Registry, Strategy, bounded
@@ -137,7 +137,8 @@ class Fitter(PrefillReader, Strategy, abc.ABC):
     stay finite.
 
     Attributes:
-        by_score: whether each reference gets the scores that chose, as its field `scores`.
+        by_score: whether each reference, which must be a dataclass, gets the scores that chose as
+            its field `scores`.
     """
 
     by_score: ClassVar[bool] = False
@@ -148,7 +149,10 @@ class Fitter(PrefillReader, Strategy, abc.ABC):
         return False
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """int64 [P] on the CPU: positions whose queries `reference` reads."""
+        """int64 [P] on the CPU: positions whose queries `reference` reads.
+
+        Not called layer by layer, see `Scorer.asks`.
+        """
         return torch.zeros(0, dtype=torch.int64)
 
     def reference(self, capture: LayerCapture, region: Region, memory: Memory) -> Any:
@@ -167,6 +171,15 @@ class Fitter(PrefillReader, Strategy, abc.ABC):
 
 
 FITTERS = Registry("fit", "how kept entries make up for dropped ones", Fitter)
+
+
+def check_dtype(strategy: Strategy, given: RaggedEntries, fitted: RaggedEntries) -> None:
+    """Raise `ShapeError` unless the values of `fitted` have the dtype that they were `given` in."""
+    if fitted.values.dtype != (dtype := given.values.dtype):
+        raise ShapeError(
+            f"The strategy {strategy.name!r} returned values of {fitted.values.dtype} for a cache "
+            f"of {dtype}. Convert them: values.to(packed.values.dtype)."
+        )
 
 
 def value_change(packed: RaggedCache, fitted: RaggedCache) -> Tensor:

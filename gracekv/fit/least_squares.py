@@ -94,7 +94,8 @@ def bounded_masses(mass: Tensor, total: Tensor, least: float, most: float, steps
 def solved(rows: Tensor, target: Tensor) -> Tensor:
     """x, float32 [W, d], for which rows [M, W] x is closest to target [M, d]; the shortest such x.
 
-    It is found by QR, or with a ridge of 1e-6 where columns or rows depend on each other.
+    It is found by QR, or with a ridge of 1e-6 where a pivot is exactly 0. As in the published code,
+    columns that are alike up to rounding get long solutions, whose parts cancel.
     """
     try:
         found: Tensor = torch.linalg.lstsq(rows, target, driver="gels").solution

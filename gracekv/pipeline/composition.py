@@ -169,7 +169,8 @@ class Composition(Configurable):
         """
         stages = ("value", "sensitivity", "quota", "fit")
         parts = [(getattr(self, stage), stage) for stage in stages]
-        compared = [f"{part.name!r} ({stage})" for part, stage in parts if part.compares_layers]
+        compared = [f"{x.name!r} ({stage})" for x, stage in parts
+                    if x.compares_layers or getattr(x, "uses_column_sums", False)]  # fmt: skip
         by_bytes = plan.bytes is not None and not self.quota.monotone
         read = {state for observer in self.needs().observers for state in observer.reads}
         tokens = isinstance(self.segment, Tokens) and self.keeps_or_drops

@@ -24,7 +24,7 @@ from gracekv.cache.base import LayerToPack
 from gracekv.cache.pool import EntryPool
 from gracekv.distributed.sharding import check_works_sharded
 from gracekv.fit import NoFit
-from gracekv.fit.base import value_change
+from gracekv.fit.base import check_dtype, value_change
 from gracekv.pipeline.comparison import Auction, AuctionResult, Compared, compare
 from gracekv.pipeline.composition import Composition
 from gracekv.pipeline.run import Run, accounted
@@ -174,6 +174,8 @@ class Compression:
                 pairs = zip(self._references, relevance.scores, strict=True)
                 self._references = [replace(x, scores=own) for x, own in pairs]
             fitted = pipe.fit.layers(read, self._references, self._region(info))
+            for own, new in zip(cache.layers, fitted.layers, strict=True):
+                check_dtype(pipe.fit, own, new)
             change = None if isinstance(pipe.fit, NoFit) else value_change(cache, fitted)
         with self._stage("precision", info.device):
             exact = fitted.with_keys_of(cache, read, info.entry_dim)

@@ -162,11 +162,23 @@ class Prefill:
 
     def layer(self, number: int) -> LayerCapture:
         """One layer, 0-based; its tensors are shared."""
-        # Those of the decoder's end do not have one row a layer.
-        observed = {x: y[number] for x, y in self.observed.items() if y.shape[:1] == (self.layers,)}
+        rows = {x: self._row(x, seen, number) for x, seen in self.observed.items()}
+        observed = {x: self.observed[x][row] for x, row in rows.items() if row is not None}
         states = (self.keys[number], self.values[number], self.queries[number])
         sinks = self.sink_logits[number] if self.sink_logits else None
         return LayerCapture(self.info, number, *states, self.rope_of(number), sinks, observed)
+
+    def _row(self, observer: Observer, seen: Tensor, number: int) -> int | None:
+        """The row of a layer in what an observer has seen; None where it has none."""
+        if seen.shape[:1] == (self.layers,):
+            return number
+        # Others do not have one row a layer.
+        if not isinstance(observer, LayerObserver):
+            return None
+        if type(observer).combine is not LayerObserver.combine:
+            return None
+        made = [observer.accumulator(x, self.layers, self.spans) for x in range(number + 1)]
+        return None if made.pop() is None else sum(x is not None for x in made)
 
     def __iter__(self) -> Iterator[LayerCapture]:
         """The layers, ascending; a prefill can be iterated again."""

@@ -104,7 +104,8 @@ def check_values(cls: type, values: Mapping[str, Any]) -> None:
     """
     for field, hint in typed_fields(cls):
         if field.name in values:
-            _check(values[field.name], hint, bounds_of(field), cls, field.name)
+            where = f"{cls.__name__}.{field.name}"
+            check_value(values[field.name], hint, bounds_of(field), where)
 
 
 # A compression reads dozens of strategies; a class's annotations stay as they are.
@@ -124,15 +125,21 @@ def typed_fields(cls: type) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
     return tuple((field, hints[field.name]) for field in dataclasses.fields(cls))
 
 
-def _check(value: Any, hint: Any, bounds: Bounds | None, cls: type, name: str) -> None:
+def check_value(value: Any, hint: Any, bounds: Bounds | None = None, where: str = "") -> None:
+    """Raise `ConfigError` unless `value`, of the field `where`, fits an annotation and bounds."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    where = f"{cls.__name__}.{name}"
     if origin in (typing.Union, types.UnionType):
         inner = [arg for arg in args if arg is not type(None)]
         if value is None and len(inner) < len(args):
             return
-        if len(inner) == 1:
-            _check(value, inner[0], bounds, cls, name)
+        problems = []
+        for kind in inner:
+            try:
+                check_value(value, kind, bounds, where)
+            except ConfigError as problem:
+                problems.append(str(problem))
+        if len(problems) == len(inner):
+            raise ConfigError(" Or: ".join(problems))
     elif origin is typing.Literal:
         if value not in args or isinstance(value, bool) not in {isinstance(x, bool) for x in args}:
             allowed = ", ".join(map(repr, args))
@@ -150,7 +157,7 @@ def _check(value: Any, hint: Any, bounds: Bounds | None, cls: type, name: str) -
         if bounds is not None and bounds.distinct and len(set(value)) < len(value):
             raise ConfigError(_message(where, "items that differ", value, bounds))
         for item, kind in zip(value, args[:1] * len(value) if ... in args else args, strict=True):
-            _check(item, kind, bounds, cls, name)
+            check_value(item, kind, bounds, where)
     elif hint in _KINDS:
         fits = isinstance(value, int | float if hint is float else hint)
         # True is an int in Python, but no number of anything.

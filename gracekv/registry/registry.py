@@ -8,6 +8,7 @@ Reading a registry loads the installed plugins first (`gracekv.registry.plugins`
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from gracekv.errors import ConfigError, UnknownStrategyError, expect, suggestion
-from gracekv.registry.hyperparameter import check_values, typed_fields
+from gracekv.registry.hyperparameter import check_value, check_values, typed_fields
 from gracekv.registry.plugins import load_plugins, missing_hint
 
 
@@ -138,7 +139,9 @@ class Registry(Generic[S]):
             if "__dataclass_params__" not in vars(cls):
                 cls = dataclasses.dataclass(frozen=True)(cls)
             known, own = _full_name(self._classes.get(name, cls)), _full_name(cls)
-            taken = {"name", "registry", *dir(Strategy)} & {x.name for x in dataclasses.fields(cls)}
+            fixed = {x for x in dir(self._base) if _is_method(getattr(self._base, x))}
+            taken = {"name", "registry", *dir(Strategy), *fixed}
+            taken &= {x.name for x in dataclasses.fields(cls)}
             ours = (x for x in cls.__mro__[1:] if x.__module__.startswith("gracekv."))
             parents = [_full_name(x) for x in ours if "__final__" in vars(x)]
             wrong = {
@@ -220,6 +223,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _is_method(member: object) -> bool:
+    return callable(member) or isinstance(member, property)
+
+
 def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -232,7 +239,13 @@ def _converted(value: Any, hint: Any) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         inner = [arg for arg in args if arg is not type(None)]
-        return value if value is None or len(inner) > 1 else _converted(value, inner[0])
+        if value is None or len(inner) == 1:
+            return value if value is None else _converted(value, inner[0])
+        for kind in inner:
+            with contextlib.suppress(ConfigError):
+                check_value(converted := _converted(value, kind), kind)
+                return converted
+        return _converted(value, inner[0])
     if origin is tuple and isinstance(value, list | tuple):
         kinds = args[:1] * len(value) if ... in args else (*args, *map(type, value))
         return tuple(_converted(x, kind) for x, kind in zip(value, kinds, strict=False))

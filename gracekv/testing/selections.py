@@ -34,6 +34,8 @@ def check_run(run: Run, prefill: Prefill, recent: int | None = None) -> None:
     recent = accounting.recent if recent is None else recent
     spent, budget = accounting.spent, accounting.budget
     hold(spent <= budget, f"{spent} entries of a budget of {budget}")
+    spent, budget = accounting.spent_bytes or 0, accounting.budget_bytes or 0
+    hold(spent <= budget, f"{spent} bytes of a budget of {budget}")
     covered = spans.length - 1
     fixed = [*range(spans.context_start), *range(spans.context_end, covered)]
     # Without a suffix the last context token is the one that decoding feeds again.

@@ -6,7 +6,7 @@ import abc
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import or_
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -153,8 +153,11 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
 
     @property
     def parts(self) -> tuple[Scorer, ...]:
-        """The scorers whose scores this one combines; by default its `scorer`, if it has one."""
-        return () if (scorer := getattr(self, "scorer", None)) is None else (scorer,)
+        """The scorers whose scores this one combines; by default its `scorer`, if it has one.
+
+        `part_scores` computes them; a part's `layer` alone would leave out what compares layers.
+        """
+        return (own,) if isinstance(own := getattr(self, "scorer", None), Scorer) else ()
 
     @property
     def compares_layers(self) -> bool:
@@ -168,7 +171,9 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
         """int64 [P] on the CPU: positions whose queries `layer` reads, over all layers.
 
-        By default those of the parts, and of the prompt's end as `needs` names them.
+        By default those of the parts, or without parts all that `needs` names. Called only where
+        all layers are held: layer by layer, their queries are there anyway. So it may leave
+        nothing in `memory` that `layer` cannot do without.
         """
         if self.parts:
             return torch.cat([part.asks(prefill, region, memory) for part in self.parts])
@@ -176,7 +181,9 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
 
     def _probes(self, spans: PromptSpans, region: Region) -> Sequence[int] | Tensor:
         """The P positions of a scorer without parts."""
-        return spans.last(self.needs().last_queries)
+        own = replace(self.needs(), observers=frozenset())
+        named = replace(own, recent=spans.context_end - region.end).known_positions(spans)
+        return () if own == Needs() else named
 
     @abc.abstractmethod
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:

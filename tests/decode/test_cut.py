@@ -65,7 +65,7 @@ def test_no_padding_stays_and_entries_are_copied(name):
 @pytest.mark.parametrize("bad", [-torch.inf, torch.nan])
 def test_scores_that_cannot_be_ranked_are_refused(monkeypatch, bad):
     monkeypatch.setattr(Random, "scores", lambda _, x: x.carried.where(x.positions != 3, bad))
-    with pytest.raises(NonFiniteError, match="tokens cannot be ranked"):
+    with pytest.raises(NonFiniteError, match="'random' gave scores of NaN"):
         kept_entries(3, layers_of(5).__getitem__, Random(), 45, window=2)
 
 
