@@ -1,7 +1,7 @@
 """Compress a language model's KV cache to one budget, and generate from what is left.
 
-`import gracekv` loads none of the heavy parts; they come with the first use of a name below, and
-transformers only with those that touch a model.
+`import gracekv` loads nothing heavy: modules are imported when a name below is first used, and
+transformers only for names that work with a model.
 """
 
 from importlib import import_module

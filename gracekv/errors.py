@@ -1,7 +1,7 @@
 """Named errors. Each message says what was given, what is allowed and how to fix it.
 
-All derive from `GracekvError`; those caused by an argument are also `ValueError`s, so generic
-callers can catch what they already catch.
+All errors derive from `GracekvError`; those caused by an argument are also `ValueError`s, so
+existing handlers still catch them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EditedHistoryError(PromptError):
 
 
 class BudgetError(GracekvError, ValueError):
-    """The ratio, entries or bytes asked for are malformed or below what works."""
+    """The requested ratio, entries or bytes are malformed or too small."""
 
 
 class ShapeError(GracekvError, ValueError):
@@ -42,7 +42,7 @@ class ConfigError(GracekvError, ValueError):
 
 
 class ObserverError(ConfigError):
-    """An observer reads what this way of prefilling cannot give."""
+    """An observer needs something that this kind of prefill cannot provide."""
 
 
 class UnknownStrategyError(ConfigError):
@@ -66,11 +66,11 @@ class LayerOrderError(UnsupportedModelError):
 
 
 class WholeCacheWarning(UserWarning):
-    """The full cache is held before it is compressed, since the model cannot be read by layers."""
+    """The full cache is held before compression: the model cannot be read layer by layer."""
 
 
 class SlowAttentionWarning(UserWarning):
-    """FlashAttention does not take the model's heads or dtype, so a slower kernel reads chunks."""
+    """FlashAttention does not support the model's heads or dtype; chunks use a slower kernel."""
 
 
 class UntestedModelWarning(UserWarning):
@@ -78,15 +78,15 @@ class UntestedModelWarning(UserWarning):
 
 
 class RankError(GracekvError, RuntimeError):
-    """A process of a sharded model failed, ended, is late, or made another call than the others."""
+    """A process of a sharded model failed, exited, is late, or made a different call."""
 
 
 class MissingCaptureError(GracekvError):
-    """A strategy asks for something that the prefill capture did not keep."""
+    """A strategy needs something that the prefill capture did not keep."""
 
 
 class CaptureMemoryError(GracekvError, MemoryError):
-    """A capture ran out of memory; says which lengths or limits would fit."""
+    """A capture ran out of memory; the message says which lengths or limits would fit."""
 
 
 class CacheError(GracekvError):
@@ -94,19 +94,19 @@ class CacheError(GracekvError):
 
 
 class SavedCacheError(GracekvError, ValueError):
-    """A saved cache's file is damaged, of an unknown format, or of another model."""
+    """A saved cache is damaged, has an unknown format, or belongs to another model."""
 
 
 class OutputError(GracekvError, OSError):
-    """A file cannot be written: its place is no regular file, or its disk is full or read-only."""
+    """A file cannot be written: it is not a regular file, or the disk is full or read-only."""
 
 
 class StoreError(GracekvError, ValueError):
-    """A context for another engine is missing, damaged, badly named, or of another model."""
+    """A context for another engine is missing, damaged, badly named, or for another model."""
 
 
 class BackendUnavailableError(GracekvError):
-    """The attention backend asked for cannot run on this machine."""
+    """The requested attention backend cannot run on this machine."""
 
 
 class ReportError(GracekvError, ValueError):
@@ -118,9 +118,9 @@ class MissingDependencyError(GracekvError, ImportError):
 
 
 def required(module: str, extra: str, package: str = "") -> Any:
-    """The optional module of that name.
+    """Import an optional module.
 
-    Raises `MissingDependencyError` naming its package (default: as the module) and our extra.
+    Raises `MissingDependencyError` naming `package` (default: the module's) and our extra.
     """
     try:
         return import_module(module)
@@ -143,7 +143,7 @@ def expect(value: object, kind: Any, takes: str, error: type[GracekvError] = Con
 def one_of(
     name: str, value: object, known: Collection[str], error: type[GracekvError] = ConfigError
 ) -> None:
-    """Raise `error`, with the nearest name, unless `value` of `name` is one of the `known`."""
+    """Raise `error`, suggesting the nearest name, unless `value` of `name` is `known`."""
     if value not in known:
         near = suggestion(str(value), list(known))
         raise error(f"{name} takes one of {', '.join(known)}; got {value!r}.{near}")
@@ -157,7 +157,7 @@ def suggestion(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
 
 
 def renamed(old: str, new: str) -> Any:
-    """A property that gives the attribute `new` by its `old` name, with a `DeprecationWarning`."""
+    """A property that returns `new` under its `old` name, with a `DeprecationWarning`."""
 
     def read(self: Any) -> Any:
         _warn_of_old(f"{type(self).__name__}.{old}", new)
@@ -179,12 +179,12 @@ def renamed_in(module: str, names: dict[str, str]) -> Callable[[str], Any]:
 
 
 def _warn_of_old(name: str, new: str) -> None:
-    message = f"{name} is now {new}; the old name goes in the next release."
+    message = f"{name} is now {new}; the old name will go in the next release."
     warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 
 class LengthWarning(UserWarning):
-    """The prompt is longer than what the model was made for, or close to where its cache ends."""
+    """The prompt is longer than the model supports, or close to where its cache ends."""
 
 
 class TaskError(GracekvError, ValueError):

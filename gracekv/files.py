@@ -11,12 +11,12 @@ from pathlib import Path
 from gracekv.errors import ConfigError, OutputError, expect
 
 VERSION = "0.3.0"
-"""The version of gracekv, which is recorded in every file that it writes."""
+"""gracekv's version, recorded in every file that it writes."""
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
-    """`path` as a `Path`; raises `ConfigError` if it is none."""
-    expect(path, str | os.PathLike, "A file is named by a text or a pathlib.Path")
+    """`path` as a `Path`; raises `ConfigError` if it is not a path."""
+    expect(path, str | os.PathLike, "A file name is a string or a pathlib.Path")
     return Path(path)
 
 
@@ -43,7 +43,7 @@ def check_output(path: Path) -> None:
         kind = "a folder" if target.is_dir() else "not a regular file"
         raise OutputError(f"Cannot write to {path}: it is {kind}. Name a file.")
     folder = next((x for x in target.parents if x.exists()), Path(target.anchor))
-    # Permissions alone do not tell: /proc, for one, takes no folder, not even root's.
+    # Permissions are not enough: /proc, for example, refuses new folders even from root.
     with suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = target.parent
@@ -62,22 +62,22 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """An empty file beside `path` to write to; it replaces `path` when the block ends well.
+    """Yield an empty file next to `path`, which replaces it if the block succeeds.
 
-    Makes the folder. If the block raises, `path` is unchanged and the other file is removed. A
-    replaced file passes on its permissions, a new one gets what the umask leaves. If `path` is a
-    link, its target is replaced.
+    Makes the folder. If the block raises, `path` is unchanged and the other file is removed.
+    Permissions are those of the replaced file; a new file follows the umask. If `path` is a link,
+    its target is replaced.
 
     Raises `OutputError` if `path` is a folder, a device or a pipe, or if writing fails.
     """
     check_output(path)
     target = Path(os.path.realpath(path))
-    # A name may have 255 bytes, a character four.
+    # A file name has at most 255 bytes, and a character may take four.
     scratch = target.with_name(f".{target.name[:50]}-{os.urandom(6).hex()}")
     try:
         mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
-        # Never wider than the file that it will replace, not even while it is written, but for
-        # this process, which must write it.
+        # Even while it is written, its permissions are no wider than those of the file that it
+        # will replace, except that its owner may write.
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
         os.close(os.open(scratch, flags, 0o666 if mode is None else mode & 0o666 | 0o200))
         try:
@@ -90,7 +90,7 @@ def replacing(path: Path) -> Iterator[Path]:
             scratch.unlink(missing_ok=True)
             raise
     except OSError as error:
-        # The file that the system's error names is the scratch file.
+        # The system's error names the scratch file.
         raise OutputError(
             f"Cannot write to {path}: {error.strerror or error}. The old file is unchanged. "
             f"Name a file in a folder that can be written to and has room."

@@ -17,7 +17,7 @@ _Action = Callable[[], object]
 def undone(undo: Callable[[], object]) -> Iterator[None]:
     """Call `undo` when the `with` block ends, however it ends.
 
-    It is called twice and must stand that: Ctrl-C may come within the first call, or as it begins.
+    It is called twice, so it must be idempotent: Ctrl-C may interrupt the first call.
     """
     try:
         try:
@@ -30,16 +30,16 @@ def undone(undo: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def hooked() -> Iterator[list[Any]]:
-    """A list for hooks of modules, which are removed when the `with` block ends."""
+    """Yield a list for module hooks, which are removed when the `with` block ends."""
     hooks: list[Any] = []
     with undone(lambda: [hook.remove() for hook in hooks]):
         yield hooks
 
 
 class _ProcessSetting:
-    """A setting of the whole process that blocks in several threads change at once.
+    """A process-wide setting that `with` blocks in several threads may change at once.
 
-    The first block changes it; the last one to end, in whichever thread, sets it back.
+    The first block changes it; the last one to end, in whichever thread, restores it.
 
     Args:
         prepare: returns a function that makes the change and one that reverts it.
@@ -61,7 +61,7 @@ class _ProcessSetting:
                     if self._blocks == {mine}:
                         self._revert()
                     self._blocks.discard(mine)
-            # An interrupt that comes as a block gives the lock back may leave it with this thread.
+            # An interrupt while the lock is being released may leave this thread holding it.
             with suppress(RuntimeError):
                 while True:
                     self._lock.release()
@@ -80,7 +80,7 @@ def _highest_precision() -> tuple[_Action, _Action]:
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:
-        # The process sets precisions by backend, which this function refuses to sum up.
+        # torch raises if the process sets precisions per backend.
         backends: list[Any] = [torch.backends.cuda.matmul]
         backends.append(getattr(torch.backends.mkldnn, "matmul", backends[0]))
         set_before = [backend.fp32_precision for backend in backends]
@@ -95,7 +95,7 @@ def _highest_precision() -> tuple[_Action, _Action]:
 
 
 def _eager_stance() -> tuple[_Action, _Action]:
-    # Made, it is in force already.
+    # It takes effect when it is made; leaving the block reverts that.
     with (stance := torch.compiler.set_stance("force_eager")):
         pass
     return stance.__enter__, partial(stance.__exit__, None, None, None)
@@ -106,11 +106,11 @@ _precision, _stance = _ProcessSetting(_highest_precision), _ProcessSetting(_eage
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Inside, products of float32 numbers have float32's precision on every device.
+    """Inside the block, float32 products are computed in full float32 on every device.
 
-    `torch.set_float32_matmul_precision("high")`, TF32 and autocast round factors, which would move
-    selections. The matmul precision is a setting of the process: other threads compute at full
-    precision meanwhile, too.
+    `torch.set_float32_matmul_precision("high")`, TF32 and autocast round factors, which would
+    change selections. The matmul precision is process-wide, so other threads also compute in full
+    precision meanwhile.
     """
     with _precision.changed(), without_autocast():
         yield
@@ -118,7 +118,7 @@ def full_float32() -> Iterator[None]:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Inside, operations compute in the dtype of their inputs."""
+    """Inside the block, autocast is off: operations compute in the dtype of their inputs."""
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -127,8 +127,8 @@ def without_autocast() -> Iterator[None]:
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Inside, what `torch.compile` made runs uncompiled, in every thread.
+    """Inside the block, compiled functions run uncompiled, in every thread.
 
-    Dynamo would trace into the hooks and coroutines that read a model, and end the process.
+    Dynamo would trace into the hooks and coroutines that read a model, and crash the process.
     """
     return _stance.changed()
