@@ -1,8 +1,8 @@
-"""transformers: the cache class, the attention function, compression of a model's prompt.
+"""transformers integration: the cache class, the attention function, compression of prompts.
 
-Importing this package makes the task "gracekv-text-generation" and the attention implementations
-"gracekv" and "gracekv_eager" known to transformers; `import gracekv` alone does not. Raises
-`MissingDependencyError` if transformers is not installed. `compress` is at the top,
+Importing this package registers the task "gracekv-text-generation" and the attention
+implementations "gracekv" and "gracekv_eager" with transformers; `import gracekv` alone does not.
+Raises `MissingDependencyError` if transformers is not installed. `compress` is
 `gracekv.compress`.
 """
 

@@ -31,16 +31,16 @@ from gracekv.prefill.supported import check_decoder, check_model
 from gracekv.undo import undone, without_autocast
 
 _attached: WeakSet[Any] = WeakSet()
-# The blocks of `attached` that run now, in any thread; the last one detaches the model.
+# The active blocks of `attached` in all threads; the last one to end detaches the model.
 _blocks: WeakKeyDictionary[Any, set[object]] = WeakKeyDictionary()
 
 
 def attach(model: Any) -> None:
-    """Let the model read compressed caches; everything else it does stays as it is.
+    """Enable the model to read compressed caches; its other behaviour does not change.
 
     Makes gracekv's attention the model's implementation, and hooks the decoder's forward to check
-    what comes with a compressed cache (see `gracekv.hf.input_checks`); a second call changes
-    nothing. Undo with `detach`.
+    inputs passed with a compressed cache (see `gracekv.hf.input_checks`); a second call has no
+    effect. Undo with `detach`.
 
     Raises `UnsupportedModelError` if the model's family is not tested and fails a check, it is in
     training mode, or its attention is neither "sdpa" nor "eager".
@@ -50,7 +50,7 @@ def attach(model: Any) -> None:
 
 
 def set_attention(model: Any) -> None:
-    """As `attach`, for a model that was checked already."""
+    """As `attach`, for a model that has passed `check_model`."""
     decoder = own_decoder(model)
     with model_lock(model):
         name = next(name for name, base in ATTACHED.items() if base == base_attention(model))
@@ -64,15 +64,15 @@ def set_attention(model: Any) -> None:
 
 
 def detach(model: Any) -> None:
-    """Give the model back the attention that it had before `attach`; no effect if not attached.
+    """Restore the attention that the model had before `attach`; no effect if not attached.
 
-    Where an attached model shares the config, both keep gracekv's attention, which does what sdpa
-    does without a compressed cache.
+    If another attached model shares the config, both keep gracekv's attention, which equals sdpa
+    without a compressed cache.
     """
     check_decoder(model)
     own = own_decoder(model)
     with model_lock(model):
-        # A deep copy of an attached model has copies of its hooks, too.
+        # A deep copy of an attached model also has copies of its hooks.
         for module, key in _hooks(model):
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
@@ -80,12 +80,12 @@ def detach(model: Any) -> None:
         shared = any(x.config is own.config for x in others)
         if own.config._attn_implementation in ATTACHED and not shared:
             own.config._attn_implementation = base_attention(model)
-        # Last: a call that was interrupted can be made again.
+        # Last, so that an interrupted call can be repeated.
         _attached.discard(model)
 
 
 def _hooks(model: Any) -> list[tuple[Any, int]]:
-    """Modules and keys of the hooks that check inputs, whatever the model's config says."""
+    """Modules and keys of the input-check hooks, whatever the model's config says."""
     hooks = ((x, x._forward_pre_hooks) for x in (model.get_decoder(), model))
     checks = (before_forward, before_masks)
     return [(x, key) for x, own in hooks for key, hook in own.items() if hook in checks]
@@ -93,7 +93,7 @@ def _hooks(model: Any) -> list[tuple[Any, int]]:
 
 @contextmanager
 def attached(model: Any) -> Iterator[None]:
-    """Attach the model for the length of a `with` block; afterwards it is as it was before.
+    """Attach the model for the duration of a `with` block; afterwards it is as before.
 
         with gracekv.attached(model):
             result = gracekv.compress(model, prompt, ratio=8)
@@ -134,12 +134,12 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """[B, Tq, H, d] attention over a compressed cache; for plain tensors that of `base`.
+    """[B, Tq, H, d] attention over a compressed cache, or for plain tensors that of `base`.
 
     Raises `CacheError` if cache and inputs do not fit together.
     """
     if not isinstance(key, PackedStates):
-        # sdpa does not cap logits and knows no sinks.
+        # sdpa supports neither softcaps nor sinks.
         own = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
         plain = _eager
         if not own and base == "sdpa":
@@ -171,7 +171,7 @@ def attention(
             f"covers {attention_mask.shape[-1]}. Pass a 2D mask over all tokens, or none."
         )
     step = AttentionStep(
-        # Under autocast a rotation leaves float32, values and entries are what products give.
+        # Under autocast, rotated queries are float32; values and entries have the products' dtype.
         query.to(key.keys.dtype),
         packed.prepared,
         key.keys,
@@ -184,7 +184,7 @@ def attention(
         sink_logits=kwargs.get("s_aux"),
     )
     layer.record(step)
-    # The tail has no gradients either, and entries made in inference mode could not be saved.
+    # The tail has no gradients either, and autograd could not save entries made in inference mode.
     with without_autocast(), torch.no_grad():
         return packed.backend(step).transpose(1, 2).contiguous(), None
 
@@ -213,7 +213,7 @@ def tail_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Stock sdpa mask [B, 1, Tq, S] of the tail, or None where each token sees all before it.
+    """Stock sdpa mask [B, 1, Tq, S] of the tail, or None if each token sees all before it.
 
     Raises `CacheError` if a 2D `attention_mask` [B, length] does not fit the cache.
     """
@@ -221,14 +221,14 @@ def tail_mask(
         needed = 0 if attention_mask is None else attention_mask.shape[-1] - int(kv_offset)
         recording = q_offset.is_cuda and torch.cuda.is_current_stream_capturing()
         if not (recording or torch.compiler.is_compiling()):
-            # A GPU ends the process where a place does not exist, and `generate` has no mask.
+            # A GPU crashes the process if a place does not exist, and `generate` has no mask.
             offset, new = int(q_offset), int(q_length)
-            # Of a whole sequence, cached tokens are removed later.
+            # The cached tokens of a whole sequence are removed later.
             needed = 0 if new > offset else offset + new - int(kv_offset)
         if needed > kv_length:
             raise CacheError(tail_is_full(needed, int(kv_length)))
     if kv_offset and attention_mask is None and q_length == 1:
-        # transformers 5.17 would make a mask while a CUDA graph is recorded.
+        # transformers 5.17 would make a mask during CUDA graph capture.
         return None
     if base == "eager" and not kv_offset:
         kwargs["allow_is_causal_skip"] = False
@@ -239,5 +239,5 @@ def tail_mask(
 
 for _name, _base in ATTACHED.items():
     AttentionInterface.register(_name, partial(attention, _base))
-    # An attention name without a mask of the same name would silently get no mask at all.
+    # Without a mask function of the same name, attention would silently get no mask at all.
     AttentionMaskInterface.register(_name, partial(tail_mask, _base))

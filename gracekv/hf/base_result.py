@@ -46,7 +46,7 @@ class BaseResult(ABC):
     pipeline: Pipeline
     keep_run: bool
     _runs: tuple[Run, ...]
-    # Never continued itself, so its tail stays empty.
+    # Never generated on, so its tail stays empty.
     _cache: GraceCache
 
     is_batch: ClassVar[bool]
@@ -65,11 +65,11 @@ class BaseResult(ABC):
         """Build a result from pipeline runs, and attach the model.
 
         Args:
-            model: the model that made the prefills; it was checked.
+            model: the model that made the prefills; it has passed `check_model`.
             prompts: one per run.
             runs: the pipeline's run of each prompt.
             pipeline: the pipeline; its backend reads the cache.
-            packed: the caches of `runs` as one, or this process's heads of them, if there is one.
+            packed: the joined caches of `runs`, or this process's heads of them; None: joined here.
             keep_run: keep the results of the stages for `details`.
         """
         if packed is None:
@@ -79,7 +79,7 @@ class BaseResult(ABC):
         runs = [replace(x, cache=packed.sequence(n)) for n, x in enumerate(runs)]
         cache = GraceCache(packed, pipeline.backend)
         cache.warm_up(model)
-        # It only makes other caches, which have states of their own.
+        # It only serves to make other caches, which have their own layers.
         cache.layers.clear()
         set_attention(model)
         if not cls.is_batch:
@@ -88,14 +88,14 @@ class BaseResult(ABC):
         return cls(model, tuple(prompts), pipeline, keep_run, tuple(runs), cache)
 
     def new_cache(self, limit: Limit | None = None) -> GraceCache:
-        """A new cache with an empty tail, over the packed entries that all of them share.
+        """A new cache with an empty tail, over packed entries that all caches share.
 
         Every call makes another cache: keep it in a variable to continue a conversation on it.
 
-        With `limit` it is a `LimitedCache`, which is cut while it grows. It holds entries in the
-        model's dtype, and a copy of them if the result is quantised. Raises `BudgetError` if the
-        limit is too small for the entries that must stay, `CacheError` if heads are spread over
-        processes, `ConfigError` if `limit` is not a `Limit`. With or without one, `CacheError` if
+        With `limit`, it is a `LimitedCache`, which is cut while it grows. It holds entries in the
+        model's dtype, in a copy if the result is quantised. Raises `BudgetError` if the limit is
+        too small for the entries that must stay, `CacheError` if heads are spread over processes,
+        `ConfigError` if `limit` is not a `Limit`. With or without a limit, raises `CacheError` if
         the model's dtype or active adapters have changed.
         """
         self.check_model()
@@ -103,7 +103,7 @@ class BaseResult(ABC):
             return self._cache.with_empty_tail()
         expect(limit, Limit, "limit takes a gracekv.Limit, such as Limit(entries_per_head=512)")
         each = [(run.entry_scores(), run.cache) for run in self._runs]
-        # A prompt that kept everything has no scores, and stays.
+        # A prompt of which everything was kept has no scores, and stays.
         rows = [own or cache.unknown_scores() for own, cache in each]
         known = any(own for own, _ in each)
         scores = tuple(map(torch.cat, zip(*rows, strict=True))) if known else None
@@ -115,11 +115,11 @@ class BaseResult(ABC):
         return LimitedCache(source, self.model, limit, strategy, scores)
 
     def check_model(self, marks: Any = quick_marks) -> None:
-        """Raise `CacheError` if the model's dtype or active adapters are not what they were.
+        """Raise `CacheError` if the model's dtype or active adapters have changed.
 
-        `marks` of the model makes what is compared; `fingerprint` reads weights, too.
+        `marks(model)` returns the facts to compare; `fingerprint` also reads weights.
         """
-        fix = "Put back what changed, or compress again with this model."
+        fix = "Undo the change, or compress again with this model."
         check_same_model(self.fingerprint, self.model, "The compressed context", fix, marks)
 
     @property
@@ -129,7 +129,7 @@ class BaseResult(ABC):
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """Inputs of `model.generate` beside the cache: the whole prompts, padded on the left.
+        """Inputs of `model.generate` to pass with the cache: whole prompts, padded on the left.
 
         "input_ids" and "attention_mask", int64 [S, T of the longest], on the model's device.
         """
@@ -142,7 +142,7 @@ class BaseResult(ABC):
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        """Identifies the model and tokenizer that made the entries, as they were then."""
+        """Identifies the model and tokenizer, in the state in which they made the entries."""
         return self._runs[0].fingerprint
 
     @property
@@ -171,8 +171,8 @@ class BaseResult(ABC):
 
         The file holds entries, token ids, spans, pipeline, accounting, and a fingerprint of model
         and tokenizer, but neither the prompts' text nor the results of the stages. It is written
-        completely or not at all. If the model's heads are spread over processes, all processes call
-        this, and process 0 writes one file with all heads.
+        completely or not at all. If the model's heads are spread over processes, all of them must
+        call this, and process 0 writes one file with all heads.
         """
         with in_step(self.model) as shard:
             runs = zip(self.prompts, self._runs, strict=True)
@@ -185,12 +185,12 @@ class BaseResult(ABC):
                 "modules": foreign_modules(self.pipeline),
                 "prompts": [prompt_facts(prompt, run) for prompt, run in runs],
             }
-            # Views of one tensor could not be saved side by side.
+            # Views of one tensor cannot be saved together.
             ids = {f"prompts.{n}.ids": row.clone() for n, row in enumerate(self._rows)}
             packed = gathered_cache(self.packed, shard) if shard.ranks > 1 else self.packed
             if shard.rank == 0:
                 write_cache(path_of(path), packed, header, ids)
-            # Wait until the file is there, or process 0 has failed.
+            # Wait until process 0 has written the file, or failed.
             shard.total(1)
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -206,8 +206,8 @@ class BaseResult(ABC):
         """int64 [rows, new tokens]: the ids that `model.generate` adds to the prompts.
 
         There is a row per prompt unless `num_return_sequences` asks for more; rows that end early
-        are filled with the padding id. Decoding is greedy unless `kwargs`, which are passed to
-        `model.generate`, say otherwise. With `limit` the cache stays within it: see `new_cache`.
+        are padded with the padding id. Decoding is greedy unless `kwargs`, which are passed to
+        `model.generate`, say otherwise. With `limit`, the cache stays within it: see `new_cache`.
         Raises `CacheError` if these tokens exceed the positions that the model's RoPE or sliding
         window allows.
         """

@@ -31,24 +31,24 @@ class GraceCache(Cache):  # type: ignore[misc]
 
     The packed part covers all prompt tokens but the last; `generate` is given the whole prompt and
     feeds the last token again. It is immutable and shared: caches from `with_empty_tail` and
-    `deepcopy`, and the rows of a batch, differ in their tails only.
+    `deepcopy`, and the rows of a batch, differ only in their tails.
 
-    Several prompts are padded on the left to the longest's length, as `generate` takes its ids;
-    the padding takes no entries.
+    Several prompts are padded on the left to the longest, as `generate` expects; padding takes no
+    entries.
 
     Args:
         packed: the compressed cache of one prompt, or of several.
-        backend: what attends to it, resolved once per layer; default `Auto()`.
+        backend: the attention backend, resolved once per layer; default `Auto()`.
 
     Attributes:
         layers: packed part and tail of each compressed layer, stock cache layers for the others,
-            and both for those that have states beside attention.
+            and both for hybrid layers, which have states in addition to attention.
 
-    The model must be attached (`gracekv.hf.attach`); without, the first step raises `CacheError`.
+    The model must be attached (`gracekv.hf.attach`); otherwise the first step raises `CacheError`.
     """
 
     layers: list[Any]
-    # Whether `ReplayedForward` makes the model's inputs, which then need no check.
+    # Whether `ReplayedForward` makes the model's inputs, which then need no checks.
     is_replayed = False
     # The most that the cache may hold while it grows, or None.
     limit: Limit | None = None
@@ -72,7 +72,7 @@ class GraceCache(Cache):  # type: ignore[misc]
             self.layers.append(layer if state is None else resumed_layer(state, length, layer))
 
     def with_empty_tail(self) -> GraceCache:
-        """A cache over the same packed part whose tail is empty."""
+        """A cache with an empty tail over the same packed part."""
         twin = copy.copy(self)
         twin._place([GraceLayer(layer.packed) for layer in self.grace_layers], self.packed_length)
         return twin
@@ -80,14 +80,14 @@ class GraceCache(Cache):  # type: ignore[misc]
     def with_static_tail(self, capacity: int, *, rows: int | None = None) -> GraceCache:
         """A cache whose tail is preallocated on the device, for `torch.compile` and CUDA graphs.
 
-        `model.generate` compiles its decoding steps over it on GPUs (`cache.is_compileable`). The
-        tail so far is copied; one that is full is continued on another, larger static tail.
+        On GPUs, `model.generate` compiles its decoding steps over it (`cache.is_compileable`). The
+        tail so far is copied; to continue from a full tail, make another, larger one.
 
         Args:
             capacity: tokens since compression that it can hold.
             rows: B, continuations; default: as many as this cache has.
 
-        Raises `CacheError` if rows or tail do not fit, and where layers are not compressed.
+        Raises `CacheError` if rows or tail do not fit, or if there are uncompressed layers.
         """
         if self._other_layers:
             first = self._other_layers[0]
@@ -104,20 +104,20 @@ class GraceCache(Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -`tokens_to_remove` tokens, which transformers counts negatively.
 
-        Raises `CacheError` if a layer cannot go back so far; then none does.
+        Raises `CacheError` if a layer cannot go back that far; then no layer changes.
         """
         for layer in (*self.grace_layers, *filter(is_resumed, self.layers)):
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that goes back to this state, if only tokens were added since."""
+        """Return a function that restores this state, provided that only tokens were added."""
         tail = self.grace_layers[0].logical_length
         states = [(layer, layer.state()) for layer in self.layers if is_resumed(layer)]
 
         def back() -> None:
             for layer in self.grace_layers:
-                # A failure inside the model leaves the layers at different lengths.
+                # An error inside the model leaves the layers at different lengths.
                 layer.crop(int(tail - layer.logical_length))
             for layer, state in states:
                 layer.set_state(state)
@@ -146,15 +146,15 @@ class GraceCache(Cache):  # type: ignore[misc]
     def history(self) -> CutHistory:
         """The entries that each cut of a limit left; `CacheError` unless they were recorded."""
         raise CacheError(
-            "This cache noted no history of cuts. Write one answer, a single row, on "
+            "This cache has no history of cuts. Generate one answer, a single row, on "
             "result.new_cache(limit), or begin result.chat(limit), with Limit(..., history=True)."
         )
 
     def make_room(self, tokens: Tensor, mask: Any) -> None:
-        """Called before a step of `tokens` [B, n, ...]; a cache with a limit is cut here."""
+        """Called before a step of `tokens` [B, n, ...]; a cache with a limit may cut itself."""
 
     def fit_rows(self, rows: int) -> None:
-        """Repeat states for `rows` rows; the other layers see rows as they come.
+        """Repeat states for `rows` rows; other layers adapt when they are updated.
 
         Raises `CacheError` if this many rows cannot continue the packed prompts.
         """
@@ -168,7 +168,7 @@ class GraceCache(Cache):  # type: ignore[misc]
         return self.grace_layers[0].packed.length
 
     def packed_padding(self, rows: int, device: torch.device | None = None) -> Tensor:
-        """int64 [rows]: how many tokens fewer each row's prompt covers than the longest.
+        """int64 [rows]: by how many tokens each row's prompt is shorter than the longest.
 
         Raises `CacheError` if this many rows cannot continue the packed prompts.
         """
@@ -186,7 +186,7 @@ class GraceCache(Cache):  # type: ignore[misc]
         return torch.arange(self.packed_length, device=device) >= padding[:, None]
 
     def warm_up(self, model: Any) -> None:
-        """Build what `model`'s decoding steps hold, for `held_bytes` to count.
+        """Build what the backend holds for `model`'s decoding steps, so `held_bytes` counts it.
 
         Otherwise the first step does.
         """
@@ -196,7 +196,7 @@ class GraceCache(Cache):  # type: ignore[misc]
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the backend holds beside the packed tensors (padding, copies)."""
+        """Bytes that the backend holds in addition to the packed tensors (padding, copies)."""
         return sum(x.packed.backend.held_bytes(x.packed.prepared) for x in self.grace_layers)
 
     def __repr__(self) -> str:

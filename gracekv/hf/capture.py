@@ -61,17 +61,17 @@ from gracekv.value.output_projection import OutputProjection
 
 _Result = TypeVar("_Result")
 
-# Tokens of a chunk, and of a prompt that runs in one pass all the same: its keys and values are
-# then those of the stock model to the bit. Layer by layer 2,000 tokens by 512 take a tenth of the
-# prefill less than in one pass, since less memory goes back to the system and is got again.
+# Tokens of a chunk, and of the longest prompt that still runs in one pass: its keys and values are
+# then those of the stock model, bit for bit. Layer by layer, 2,000 tokens by 512 take a tenth less
+# than in one pass, since less memory is returned to the system and allocated again.
 _CHUNK, _ONE_PASS = 512, 2048
-# On GPUs each pass pays for its launches: 32K tokens of a 7B model take 5.3 s by 512, 4.0 by 2,048
-# and 3.6 by 8,192, for 0.2 and 0.9 GiB more (ours, one H100). Passes beyond 16,384 tokens would
-# only raise the peak: their products fill any GPU.
+# On GPUs each pass has launch overhead: 32K tokens of a 7B model take 5.3 s by 512, 4.0 s by 2,048
+# and 3.6 s by 8,192, for 0.2 and 0.9 GiB more (ours, one H100). Passes beyond 16,384 tokens would
+# only raise the peak: smaller ones already fill any GPU.
 _GPU_LEAST, _GPU_MOST = 512, 2**14
 
 PROMPT = "Prompt (Prompt.from_chat or Prompt.from_ids makes one)"
-"""The argument as error messages name it."""
+"""The argument's name in error messages."""
 
 EVERYTHING = (
     Needs(prompt_samples=1024, context_samples=frozenset({512}), recent=4, later_queries=True)
@@ -80,9 +80,8 @@ EVERYTHING = (
     | OutputProjection().needs()
 )
 """The default of `capture`: all that strategies with default fields read from one pass. Sums over
-all queries are left out; they are computed from queries when they are read. Observers that run the
-model again (`Reconstruction`, `Draft`) or multiply all values (`WrittenNorms`) have to be asked
-for."""
+all queries are left out; they are computed from queries on demand. Observers that run the model
+again (`Reconstruction`, `Draft`) or multiply all values (`WrittenNorms`) must be requested."""
 
 
 def capture(
@@ -93,13 +92,13 @@ def capture(
     A prompt of at most 2,048 tokens runs in one stock pass: its keys, values and last logits are
     those of `model(ids)`. A longer prompt runs in chunks that attend to the keys and values of
     earlier chunks, so that activations do not grow with the prompt; the result is the same up to
-    rounding. The temporary attention function and hooks are removed afterwards, also if the pass
+    rounding. The temporary attention function and hooks are removed afterwards, even if the pass
     fails or is interrupted.
 
-    Captured queries would take H/(2G) times the memory of keys and values. Queries at known
-    positions (direct probes, observation windows, evenly spaced samples) are held. If a strategy
-    also reads positions that are known only later, all queries are held if they take at most
-    `memory_limit` bytes; otherwise `Prefill.with_queries` runs the tokens of those positions again.
+    All queries would take H/(2G) times the memory of keys and values. Queries at known positions
+    (direct probes, observation windows, evenly spaced samples) are held. If a strategy also reads
+    positions that are known only later, all queries are held if they take at most `memory_limit`
+    bytes; otherwise `Prefill.with_queries` runs the tokens of those positions again.
 
     Args:
         model: a transformers causal language model of a tested family, in evaluation mode, with
@@ -113,12 +112,12 @@ def capture(
             cover the prompt, or is in training mode.
         PromptError: `prompt` is not a `Prompt`, has ids outside the vocabulary, is longer than
             the model supports, or has a length at which transformers drops the cache.
-        ObserverError: an observer reads something that this model cannot give; raised before the
-            model runs.
+        ObserverError: an observer reads something that this model cannot provide; raised before
+            the model runs.
         CaptureMemoryError: memory ran out; the model is as before.
         NonFiniteError: keys, values or queries hold NaN or infinity.
 
-    Warns (`LengthWarning`) where little room is left before a length at which the cache ends.
+    Warns (`LengthWarning`) if little room is left before a length at which the cache ends.
     """
     with in_step(model) as shard:
         check_model(model)
@@ -141,7 +140,7 @@ def run_capture(
     of `past`, then the tokens of the passage. Its `rope` has their rotations; its keys and queries
     have the additional coordinates of `Past`.
 
-    Raises `PromptError`, `CaptureMemoryError` and what else `capture` raises; for a passage
+    Raises `PromptError`, `CaptureMemoryError` and the other errors of `capture`; for a passage,
     `ObserverError` if `needs` run the model again.
     """
     return _read(model, prompt, past, needs, options, _whole)
@@ -153,7 +152,7 @@ def chunk_size(
     """The number of tokens of a prompt that run at once.
 
     Args:
-        options: their `chunk`.
+        options: `chunk` is read.
         length: tokens of the prompt.
         splits: whether the model can run in parts.
         by_layers: whether all chunks go through one layer before the next.
@@ -176,8 +175,8 @@ def _read(
 ) -> _Result:
     """Check the prompt and call `read` with a `Reading`.
 
-    Where layers are read one by one, `stays` is the share of entries that is kept, which the
-    message names when memory runs out.
+    If layers are read one by one, `stays` is the share of entries that is kept, for estimates of
+    memory.
 
     Raises `CaptureMemoryError`, which says what would fit, if memory runs out.
     """
@@ -191,22 +190,22 @@ def _read(
     known = embeddings(model).num_embeddings
     if int(prompt.ids.max()) >= known:
         raise PromptError(
-            f"The prompt holds token id {int(prompt.ids.max())}, the model knows {known}. Use the "
-            f"tokenizer that belongs to the model."
+            f"The prompt holds token id {int(prompt.ids.max())}; the model knows {known} ids. Use "
+            f"the tokenizer that belongs to the model."
         )
     names = (f"{x}_token_id" for x in ("image", "video", "audio"))
     kinds: set[Any] = {getattr(model.config, name, None) for name in names}
     if any(bool(prompt.ids.eq(kind).any()) for kind in kinds - {None}):
         raise PromptError(
-            "The prompt holds tokens that stand for images, videos or sound, which are not read. "
-            "Use a prompt of text alone."
+            "The prompt has tokens that stand for images, videos or audio, which are unsupported. "
+            "Use a prompt of text only."
         )
     length = prompt.spans.length
-    # Without RoPE a decoder that rotates nothing can run in parts, too.
+    # Without RoPE, a decoder that rotates nothing can run in parts, too.
     splits = has_rope(model) or rotating(model_layers(model)) == "none"
     sizes = CaptureSizes.of(model, stays)
     held = held_positions(needs, prompt.spans, sizes, options.memory_limit)
-    # This process has its heads only.
+    # This process has its own heads only.
     shard = head_shard(model)
     sizes = replace(sizes, kv=sizes.kv // shard.ranks, queries=sizes.queries // shard.ranks)
     gpus = {x.device for x in model.parameters() if x.device.type == "cuda"}
@@ -224,9 +223,9 @@ def _read(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-    # Not from the error, whose frames hold the tensors of the failed pass.
+    # Not within `except`: the error's frames hold the tensors of the failed pass.
     trim_memory()
-    # Of a passage, the entries before it are there whatever its length.
+    # The entries before a passage take memory whatever its length.
     entries = prompt.spans.past * sizes.kv * sizes.at_once
     left = max(0, sum(map(free_bytes, gpus or {input_device(model)})) - int(entries))
     length -= prompt.spans.past
@@ -268,9 +267,9 @@ def prefilled_run(
 ) -> Run:
     """Read `prompt` and compress it, layer by layer where `pipeline` allows it.
 
-    Arguments and errors are those of `run_capture` and `Compression`; `ConfigError` and
-    `LayerOrderError` also if `options.stream` asks for what cannot be. Warns (`WholeCacheWarning`)
-    where a model cannot be read by layers, and is read as a whole.
+    Arguments and errors are those of `run_capture` and `Compression`; also `ConfigError` and
+    `LayerOrderError` if `options.stream` is True and pipeline or model need all layers at once.
+    Warns (`WholeCacheWarning`) if the model cannot be read layer by layer, and reads it as a whole.
     """
     # A small budget shrinks the recent window.
     needs = replace(pipeline.needs(), recent=plan.recent)
@@ -285,7 +284,7 @@ def prefilled_run(
                 try:
                     return layer_by_layer(reading, each=made.layer, trims=options.trim)
                 except BaseException:
-                    # What was kept goes before free memory is measured.
+                    # Free what was kept before free memory is measured.
                     vars(made).clear()
                     raise
 
@@ -303,5 +302,5 @@ def prefilled_run(
                 f"pipeline needs all layers at once: {reason}. Leave stream out."
             )
     prefill = [run_capture(model, prompt, past, needs, options)]
-    # Nothing else holds the prefill, so a stage can free what later ones do not read.
+    # Nothing else holds the prefill, so a stage can free what later stages do not read.
     return made.run(prefill.pop())

@@ -1,4 +1,4 @@
-"""`compress`: from a model and prompts to compressed caches; `generate`: inside its own call."""
+"""`compress` makes compressed caches of prompts; `generate` does so inside `model.generate`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Options(BudgetOptions, total=False):
     capture: CaptureOptions
 
 
-# Mistyped keywords of `compress` are told the nearest of these.
+# Suggestions for mistyped keywords of `compress`.
 _WORDS = {x: x for x in (*_Options.__annotations__, "prefill")} | {
     "recipe": "pipeline",
     "max_new_tokens": "result.generate(max_new_tokens=...)",
@@ -72,47 +72,46 @@ def compress(
     capture: CaptureOptions = DEFAULTS,
     **budget: Unpack[BudgetOptions],
 ) -> CompressionResult | BatchResult:
-    """Prefill once, compress the context's cache to a budget, and be ready to generate.
+    """Prefill once, and compress the context's cache to a budget, ready to generate.
 
-    The model is attached (see `gracekv.hf.attach`) and stays so, unless this raises;
-    `gracekv.attached` limits it to a block.
+    The model is attached (see `gracekv.hf.attach`) and stays attached unless this raises; use
+    `gracekv.attached` to limit that to a block.
 
         result = gracekv.compress(model, prompt, ratio=8)
 
-    With `prefill` the model is not run: one prefill serves many budgets and pipelines.
+    With `prefill`, the model is not run: one prefill serves many budgets and pipelines.
 
         prefill = gracekv.capture(model, prompt)
         results = [gracekv.compress(model, prompt, prefill=prefill, ratio=x) for x in (4, 8, 16)]
 
-    Exactly one of the five budgets is given; each prompt of a list has it for itself.
+    Give exactly one of the five budgets; it applies to each prompt of a list separately.
 
-    Where the model's heads are spread over processes (tensor parallelism), every process calls
-    this with the same arguments and gets its heads of the one result; see "More than one GPU" in
-    the docs. `accounting` counts the heads of all.
+    If the model's heads are spread over processes (tensor parallelism), every process calls this
+    with the same arguments and gets its own heads of the result; see "More than one GPU" in the
+    docs. `accounting` counts the heads of all processes.
 
     Args:
         model: a transformers causal language model of a tested family, in evaluation mode.
-        prompt: a prompt, of which only the context is compressed; or a list of prompts of any
-            lengths, which are prefilled one after the other, so that the prefill's peak is that of
-            the largest, and then generate together. The compressed caches of all come on top,
-            twice while they are joined.
-        prefill: what `capture(model, prompt)` made, which is only read; for a list of prompts a
-            list. It must hold what the pipeline needs: `capture` keeps what most recipes read.
-        pipeline: the name of a recipe, a file, or a pipeline of your own; default: "gracekv-plus",
-            or "gracekv-agnostic" for a prompt without a question; for a budget in bytes, and for a
-            ratio of a model that computes in 16 bits, "gracekv-plus-allocated" or
+        prompt: a prompt, of which only the context is compressed, or a list of prompts of any
+            lengths. They are prefilled one after another and then generate as a batch; peak memory
+            is that of the largest prefill plus all compressed caches, twice while they are joined.
+        prefill: the result of `capture(model, prompt)`, which is not modified; a list for a list of
+            prompts. It must hold what the pipeline needs: `capture` keeps what most recipes read.
+        pipeline: the name of a recipe, a file, or a `Pipeline`; default: "gracekv-plus", or
+            "gracekv-agnostic" for a prompt without a question; for a budget in bytes, and for a
+            ratio if the model computes in 16 bits, "gracekv-plus-allocated" or
             "gracekv-agnostic-allocated". "gracekv" is the paper's method.
-        backend: the attention implementation of decoding; default: the pipeline's.
-        keep_run: keep what the stages made (scores, trees, selection) in `result.details`;
+        backend: the attention backend for decoding; default: the pipeline's.
+        keep_run: keep the results of the stages (scores, trees, selection) in `result.details`;
             otherwise a result keeps the scores and the selection, compactly and on the CPU.
-        capture: how the prefill runs: chunks, memory, progress; see `CaptureOptions`. Of no effect
-            with `prefill`, but for `trim`.
+        capture: how the prefill runs: chunks, memory, progress; see `CaptureOptions`. With
+            `prefill`, only `trim` has an effect.
         budget: `ratio`, `budget`, `entries_per_head`, `kv_bytes` or `compression_ratio`; see
             `BudgetOptions`.
 
     Raises:
         BudgetError: not exactly one budget is given, or it is too small for a prompt; found from
-            the model's config and the prompts, before the model is run.
+            the model's config and the prompts before the model runs.
         UnsupportedModelError: as `capture` does.
         PromptError: as `capture` does; for an empty list, and for prompts of several tokenizers.
         CaptureMemoryError: memory ran out during the prefill.
@@ -120,9 +119,9 @@ def compress(
         MissingCaptureError: the prefill was captured for another pipeline.
         ConfigError: no such pipeline or backend; prompts with and without a question; `stream=True`
             where something needs the whole cache.
-        CacheError: the prefill is not this model's, or not this prompt's.
-        RankError: a process of a sharded model failed, ended, does not answer, or was called with
-            something else.
+        CacheError: the prefill belongs to another model or prompt.
+        RankError: a process of a sharded model failed, exited, does not answer, or was called with
+            other arguments.
     """
     with in_step(model) as shard:
         chosen = Budget.of(budget, others=_WORDS)
@@ -158,7 +157,7 @@ def compress(
 def _checked_plans(
     model: Any, prompts: Sequence[Any], prefills: Sequence[Any], pipe: Pipeline, budget: Budget
 ) -> list[BudgetPlan]:
-    """The budget of each prompt in entries; refuses bad input before the model is run."""
+    """The budget of each prompt in entries; rejects bad input before the model runs."""
     if not prompts:
         raise PromptError("compress takes a prompt or a list of at least one; got an empty list.")
     if not isinstance(prefills, list | tuple) or len(prefills) != len(prompts):
@@ -181,24 +180,24 @@ def _checked_plans(
 
 
 def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
-    """Raise `CacheError` unless `prefill` is what `capture(model, prompt)` made."""
+    """Raise `CacheError` unless `prefill` is a result of `capture(model, prompt)`."""
     expect(prefill, Prefill, "prefill takes what gracekv.capture returns", CacheError)
     read = prompt.without_tail()
     ids = read.ids if prefill.token_ids is None else prefill.token_ids
     if prefill.spans != read.spans or not torch.equal(ids, read.ids):
         raise CacheError(
-            f"The prefill is of another prompt: it has {prefill.spans}, the prompt "
-            f"{read.spans}, or other ids. Use gracekv.capture(model, prompt)."
+            f"The prefill belongs to another prompt: it has {prefill.spans}, the prompt has "
+            f"{read.spans}, or their ids differ. Use gracekv.capture(model, prompt)."
         )
     advice = "Use gracekv.capture(model, prompt) with the model that generates."
     check_same_model(prefill.fingerprint, model, "The prefill", advice)
 
 
 def per_byte(model: Any, budget: Budget) -> bool:
-    """Whether the default chooses how many bits each entry takes: `budget` comes to bytes.
+    """Whether the default recipe allocates bits per entry, since `budget` amounts to bytes.
 
-    So do budgets in bytes, and ratios where the model computes in 16 bits. A head keeps the model's
-    dtype if its dimension is not a multiple of the group size. `check_model` accepts the model.
+    Budgets in bytes do, and so do ratios if the model computes in 16 bits. A head keeps the model's
+    dtype if its dimension is not a multiple of the group size. The model has passed `check_model`.
     """
     halves = budget.kind == "ratio" and cache_dtype(model).itemsize == 2
     counts = budget.kind == "kv_bytes" or halves
@@ -212,9 +211,9 @@ def chosen_pipeline(
     backend: str | Backend | None,
     prompts: Sequence[Any],
 ) -> Pipeline:
-    """The pipeline of that name or file, or itself, or the default; with the backend, if given.
+    """The pipeline by name or file, as given, or the default; with the backend, if given.
 
-    Raises `ConfigError` if it is none of these, or if the prompts have several defaults.
+    Raises `ConfigError` for anything else, or if the prompts have different defaults.
     """
     if pipeline is None:
         by_byte = per_byte(model, budget)
@@ -223,7 +222,7 @@ def chosen_pipeline(
             known, unknown = (recipes.default(question=x, per_byte=by_byte) for x in (True, False))
             raise ConfigError(
                 f"Prompts with and without a question have different default recipes, {known!r} "
-                f"and {unknown!r}. Name one: pipeline={unknown!r}, or compress them apart."
+                f"and {unknown!r}. Name one: pipeline={unknown!r}, or compress them separately."
             )
         pipeline = Pipeline.default(question=asked != {False}, per_byte=by_byte)
     elif isinstance(pipeline, str | Path):
@@ -255,7 +254,7 @@ def generate(
 
         model.generate(**inputs, custom_generate=gracekv.generate, ratio=8, max_new_tokens=64)
 
-    transformers prepares the arguments without a default and calls this in place of its own loop,
+    transformers prepares the arguments without a default and calls this instead of its own loop,
     which then runs over the compressed cache.
 
     Args:
@@ -268,11 +267,11 @@ def generate(
         entries_per_head: as for `gracekv.compress`.
         kv_bytes: as for `gracekv.compress`.
         pipeline: as for `gracekv.compress`.
-        question_tokens: how many of the last tokens stay whole and say what matters, as the
-            question and the end of the chat format do; or 0 if the prompt has no question.
+        question_tokens: how many of the last tokens stay uncompressed and determine what matters:
+            the question and the end of the chat format; 0 if the prompt has no question.
         limit: the most that the cache may hold while decoding.
-        text_streamer: gets the prompt and each new token; transformers keeps its own `streamer`,
-            assistant models and stop strings' tokenizer from such a function.
+        text_streamer: receives the prompt and each new token; transformers passes its own
+            `streamer`, assistant models and stop strings' tokenizer to no such function.
         model_kwargs: transformers' own.
 
     Raises what `gracekv.compress` and `result.generate_ids` raise, `PromptError` for several rows
@@ -294,14 +293,14 @@ def generate(
     length = input_ids.shape[1]
     if length < 2 or (length <= question_tokens and ratio not in (None, 1)):
         raise PromptError(
-            f"custom_generate compresses what is before the last question_tokens: give fewer, or a "
+            f"custom_generate compresses what precedes the last question_tokens: give fewer, or a "
             f"longer prompt. Got question_tokens={question_tokens} and {length} tokens."
         )
     check_continuation(model, [length], generation_config.max_length - length)
     prompt = Prompt.from_ids(input_ids, (0, max(1, length - question_tokens)))
     sizes = {"ratio": ratio, "entries_per_head": entries_per_head, "kv_bytes": kv_bytes}
     result = compress(model, prompt, pipeline=pipeline, budget=Budget.of(sizes, sizes))
-    # A mask as long as the ids says that they begin with what is cached.
+    # A mask as long as the ids tells the model that they begin with cached tokens.
     model_kwargs |= {"attention_mask": torch.ones_like(input_ids), "streamer": text_streamer}
     model_kwargs[cache_keyword(model.forward)] = result.new_cache(limit)
     if text_streamer is not None:

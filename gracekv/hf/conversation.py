@@ -46,13 +46,13 @@ class Conversation(AbstractContextManager["Conversation"]):
             print(chat.ask("Who is Dinah?"))
             print(chat.ask("And whose cat is she?"))
 
-    The packed context is shared with all other conversations and never changed; what this one adds
-    stays uncompressed until `compress` is called, or the limit is reached. A turn that fails, or
-    whose stream is closed early, is undone. For one thread at a time.
+    All conversations share the packed context, which never changes. Turns stay uncompressed until
+    `compress` is called or the limit is reached. A turn that fails, or whose stream is closed
+    early, is undone. Not thread-safe.
 
     Attributes:
-        messages: the turns so far, as chat templates take them: {"role": "user", "content": text},
-            or as they were sent.
+        messages: the turns so far as dicts for chat templates, {"role": "user", "content": text},
+            or in the form passed to `send`.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Conversation(AbstractContextManager["Conversation"]):
     ) -> None:
         """Begin after the context of `result`; stay within `limit`, and compress as `compact` says.
 
-        Raises `PromptError` as `result.ask` does, `CacheError` if the model is not what it was,
-        `ConfigError` if `compact` is no `Compaction`, what `result.new_cache(limit)` does, and with
-        `compact` what `extend` raises for a model or recipe that it cannot do.
+        Raises `PromptError` as `result.ask` does, `CacheError` if the model has changed,
+        `ConfigError` if `compact` is not a `Compaction`, what `result.new_cache(limit)` raises, and
+        with `compact` what `extend` raises for a model or recipe that it does not support.
         """
         check_context(result.prompts[0])
         expect(compact, Compaction | None, "compact takes a gracekv.Compaction(after=..., ratio=4)")
@@ -80,11 +80,11 @@ class Conversation(AbstractContextManager["Conversation"]):
         self._tools: Sequence[Any] | None = None
 
     def _begin_after(self, result: Any) -> None:
-        # Until the limit has let it be made, nothing has changed.
+        # First, since it raises if the limit is too small: nothing has changed by then.
         self._cache = result.new_cache(self._limit)
         self._result, self._model, self._prompt = result, result.model, result.prompts[0]
         self._ids = self._prompt.ids[: self._prompt.spans.context_end]
-        # Role and tokens of each message that is not compressed; their sum when that failed.
+        # Role and tokens of each uncompressed message; their sum at the last failed compression.
         self._tail: list[tuple[str, int]] = []
         self._failed = 0
 
@@ -101,17 +101,17 @@ class Conversation(AbstractContextManager["Conversation"]):
 
         Args:
             question: the user's turn.
-            max_new_tokens: most tokens of the answer.
-            stream: return an iterator over the answer's text instead; the turn is part of the
-                conversation once it is read to its end.
-            kwargs: go to `model.generate`.
+            max_new_tokens: maximum tokens of the answer.
+            stream: return an iterator over the answer's text instead; the turn joins the
+                conversation once the iterator is exhausted.
+            kwargs: passed to `model.generate`.
 
         Raises:
-            PromptError: the question is empty, or does not fit the positions that are left.
+            PromptError: the question is empty, or does not fit into the remaining positions.
             CacheError: the conversation is closed, another thread is in the middle of a turn, or
                 the model's dtype or active adapters have changed.
-            ConfigError: `kwargs` ask for beams or for several answers, which a conversation cannot
-                go on from.
+            ConfigError: `kwargs` ask for beams or several answers, from which a conversation cannot
+                continue.
         """
         self._check_alone(kwargs)
         check_question(question, unread=bool(self._prompt.messages and not self.messages))
@@ -130,25 +130,25 @@ class Conversation(AbstractContextManager["Conversation"]):
     ) -> str:
         """The model's answer to a history of messages, of which only the new ones are read.
 
-        The model's own chat template renders them. An answer that calls tools may come back as
+        The model's own chat template renders them. An answer that calls tools may be sent back as
         `tool_calls`, before the messages of role "tool" with the results.
 
         Args:
-            messages: all messages, as OpenAI's clients send them; they begin with those of the
-                context if it was made by `Prompt.from_messages`, and else go on with its turn.
-            max_new_tokens: most tokens of the answer.
-            tools: the tools of the context, each time the same.
-            edited: "compress" begins anew after the context if a message is not the one that was
-                read, and compresses older messages as `compact` says; otherwise that is refused.
-            kwargs: go to `model.generate`.
+            messages: all messages in OpenAI's format. They start with those of the context if it
+                was made by `Prompt.from_messages`; otherwise they continue its turn.
+            max_new_tokens: maximum tokens of the answer.
+            tools: the tools of the context, the same in each call.
+            edited: if a message differs from the one that was read, "compress" restarts after the
+                context and compresses older messages as `compact` says; "refuse" raises.
+            kwargs: passed to `model.generate`.
 
-        Raises what `ask` raises, `EditedHistoryError` for a history that was edited, and
-        `ConfigError` if `edited` is neither.
+        Raises what `ask` raises, `EditedHistoryError` for an edited history, and `ConfigError` if
+        `edited` is neither.
         """
         self._check_alone(kwargs)
         one_of("edited", edited, ("refuse", "compress"))
         anew = False
-        # Looked at here only where it decides: a long history takes seconds to tokenise.
+        # Checked early only where it matters: a long history takes seconds to tokenise.
         if edited == "compress":
             try:
                 self._new_turns(messages, tools)
@@ -168,15 +168,15 @@ class Conversation(AbstractContextManager["Conversation"]):
     ) -> None:
         """Compress the turns so far, which are read once more, behind the packed context.
 
-        A long conversation stays within a budget by it: chat.compress(ratio=2). Later turns go on
-        as before.
+        This keeps a long conversation within a budget: chat.compress(ratio=2). Later turns work as
+        before.
 
         Args:
             capture: how the turns are read, as in `CompressionResult.extend`.
             budget: the turns' budget, as in `gracekv.compress`.
 
-        Raises what `extend` raises, `CacheError` as `ask` does, and `PromptError` if there is no
-        turn that is not compressed yet.
+        Raises what `extend` raises, `CacheError` as `ask` does, and `PromptError` if no
+        uncompressed turn is left.
         """
         with self._alone():
             turns = self._ids[self._prompt.spans.context_end :]
@@ -185,9 +185,9 @@ class Conversation(AbstractContextManager["Conversation"]):
             self._extend(turns, [(len(turns), {"capture": capture, **budget})])
 
     def _extend(self, turns: Tensor, runs: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        """Go on after the context and runs of `turns`, each its number of tokens and options.
+        """Extend the context by runs of `turns`, given as numbers of tokens and options.
 
-        Before each, gaps are closed if the limit says so; at last all entries are cut to it.
+        Before each, gaps are closed if the limit says so; finally all entries are cut to it.
         """
         result: Any = self._result
         for tokens, how in runs:
@@ -201,7 +201,7 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     @property
     def accounting(self) -> Occupancy:
-        """Entries and bytes of context and turns, now and at most since the last compression.
+        """Entries and bytes of context and turns, now and at the peak since the last compression.
 
         After `close`, those of the context.
         """
@@ -209,24 +209,24 @@ class Conversation(AbstractContextManager["Conversation"]):
         return held
 
     def report(self, path: str | os.PathLike[str]) -> None:
-        """Write the context's page; with `Limit(history=True)` it shows the turns' entries, too.
+        """Write the context's report; with `Limit(history=True)` it also shows the turns' entries.
 
-        After `close` it is the page of the context that the conversation began with.
+        After `close` it is the report of the context that the conversation began with.
 
-        Raises what `result.report` does.
+        Raises what `result.report` raises.
         """
         noted = self._limit is not None and self._limit.history and not self._closed
         self._result.report(path, cache=self._cache if noted else None)
 
     def close(self) -> None:
-        """Let go of the cache; a further question raises `CacheError`."""
+        """Release the cache; a further question raises `CacheError`."""
         self._closed = True
         if self._lock.acquire(blocking=False):
             self._let_go()
             self._lock.release()
 
     def _let_go(self) -> None:
-        # What was compressed in between, and copies for a limit, are the conversation's alone.
+        # This frees turns compressed meanwhile and copies for a limit, which nothing else holds.
         self._result, self._cache = self._first, self._first._cache
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -278,7 +278,7 @@ class Conversation(AbstractContextManager["Conversation"]):
             self._lock.release()
 
     def _new_turns(self, messages: Any, tools: Any) -> list[tuple[str, list[int]]]:
-        """Role and ids of each message that was not read; raises as `new_turns` does."""
+        """Role and ids of each message not read yet; raises as `new_turns` does."""
         messages = plain_messages(messages)
         prompt, known = self._prompt, self.messages
         if known and tools != self._tools:
@@ -303,7 +303,7 @@ class Conversation(AbstractContextManager["Conversation"]):
         with self._alone():
             self._first.check_model()
             before, undo = dict(self.__dict__), self._cache.mark()
-            # Not set while a thread of its own answers.
+            # Unset while a stream's thread answers.
             self._answered = answered = threading.Event()
             answered.set()
             try:
@@ -312,7 +312,7 @@ class Conversation(AbstractContextManager["Conversation"]):
                 *older, (_, last) = self._new_turns(messages, tools)
                 self._tail = [*self._tail, *((role, len(ids)) for role, ids in older)]
                 self._ids = torch.cat([self._ids, *(self._ids.new_tensor(ids) for _, ids in older)])
-                # Copies, so that edits of what the caller holds are found.
+                # Copies, so that edits by the caller are noticed.
                 self.messages, self._tools = deepcopy(list(messages[:-1])), deepcopy(tools)
                 self._compress_older()
                 ids = torch.cat([self._ids, self._ids.new_tensor(last)])
@@ -324,12 +324,12 @@ class Conversation(AbstractContextManager["Conversation"]):
                 if answered.is_set() or self._cache is not written:
                     undo()
                 else:
-                    # The thread goes on writing to it, up to its next token.
+                    # The thread keeps writing to it until its next token.
                     self._cache = self._cache.with_empty_tail()
                 raise
 
     def _compress_older(self) -> None:
-        """Compress older messages if it is time; the others are read again with the next turn."""
+        """Compress older messages if it is time; newer ones are read again with the next turn."""
         waiting = sum(tokens for _, tokens in self._tail)
         if self._compact is None or waiting - self._failed <= self._compact.after:
             return
@@ -338,11 +338,11 @@ class Conversation(AbstractContextManager["Conversation"]):
         if runs:
             self._failed = waiting
             tail = ids[len(ids) - sum(tokens for _, tokens in kept) :]
-            # A context that was longer than what the model knows may go on, as turns do.
+            # A context longer than the model supports may be extended, as by turns.
             known = trained_length(self._model) or sys.maxsize
             beyond = self._first.prompts[0].spans.context_end > known
             how = {"capture": CaptureOptions(beyond_positions=beyond)}
-            # A ratio of 1 may count bytes of 16 bits, which wider numbers do not fit.
+            # A ratio of 1 may count bytes in 16 bits, into which wider numbers do not fit.
             sizes = [{"entries_per_head": n} if x == 1 else {"ratio": x} for n, x in runs]
             self._extend(tail, [(n, how | x) for (n, _), x in zip(runs, sizes, strict=True)])
             self._ids = torch.cat([self._ids, tail[left:]])
@@ -353,7 +353,7 @@ class Conversation(AbstractContextManager["Conversation"]):
     def _generate(
         self, ids: Tensor, most: int, options: dict[str, Any], cache: GraceCache
     ) -> Tensor:
-        """int64 [n], the answer of at most `most` tokens without the one that ends it."""
+        """int64 [n], the answer of at most `most` tokens without its end-of-sequence token."""
         model, tokenizer = self._model, self._prompt.tokenizer
         rows = continue_ids(model, [ids], cache, tokenizer, most, options, keep_cache=True)
         answer = rows[0].cpu()
@@ -372,7 +372,7 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     def _check_alone(self, options: dict[str, Any]) -> None:
         self._check_open()
-        rule = "A conversation goes on from one answer"
+        rule = "A conversation continues from one answer"
         advice = "Use result.ask, whose questions are independent."
         check_one(self._model, options, ["num_beams", "num_return_sequences"], rule, advice)
 
@@ -382,5 +382,5 @@ class Conversation(AbstractContextManager["Conversation"]):
 
 
 def _of_run(result: Any, run: Run) -> Any:
-    """A result as `result` is, of this run."""
+    """A result like `result`, but of this run."""
     return type(result).from_runs(result.model, result.prompts, [run], result.pipeline)

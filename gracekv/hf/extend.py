@@ -41,7 +41,7 @@ def extended_run(
     budget: Budget,
     capture: CaptureOptions,
 ) -> tuple[Prompt, Run]:
-    """The prompt that goes on with `passage`, and the run with its entries behind those packed.
+    """The prompt extended by `passage`, and the run with its entries behind the packed ones.
 
     Args:
         result: one prompt's result; its pipeline compresses the passage.
@@ -75,7 +75,7 @@ def extended_run(
         others = {"result": run.accounting.entries.tolist(), "limits": limits}
         shard.agree(**call_facts([prompt], pipeline, budget, **others))
     past = past_of(old, shard)
-    # A context that was not followed by anything has a last token without an entry.
+    # If nothing followed the context, its last token has no entry.
     last = before.spans.context_end - old.length
     ids = torch.cat([read.ids.new_zeros(past.places), read.ids[old.length :]])
     end = len(ids) - (read.spans.length - read.spans.context_end)
@@ -87,9 +87,9 @@ def extended_run(
 
 
 def check_extends(model: Any) -> None:
-    """Raise `CacheError` if the model can read no passage over packed entries.
+    """Raise `CacheError` if the model cannot read a passage over packed entries.
 
-    It cannot where it caps its logits, or scales its queries by their positions (Ministral 3).
+    Models that cap attention logits or scale queries by position (Ministral 3) cannot.
     """
     config = text_config(model)
     caps = getattr(config, "attn_logit_softcapping", None) is not None
@@ -102,7 +102,7 @@ def check_extends(model: Any) -> None:
 
 
 def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:
-    """The entries of `before`, bit for bit, and behind them in each head those of the passage."""
+    """The entries of `before`, bit for bit, followed in each head by those of the passage."""
     old = before.cache
     packed = joined_cache(old, run.cache, places, shard)
     sizes = physical_sizes(packed, shard)
@@ -132,10 +132,10 @@ def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:
 
 
 def limited_run(result: BaseResult, limit: Limit) -> Run:
-    """The run of `result`, of one prompt, with its entries of highest scores that fit `limit`.
+    """The run of `result`, of one prompt, with its highest-scored entries that fit `limit`.
 
-    The limit's window is left free. Where positions are to be closed, a head holds at most half of
-    those that the model knows, so that what is read next has the others.
+    The limit's window is left free. With closed positions, a head holds at most half of those that
+    the model supports, which leaves the other half to what is read next.
     """
     run, cache = result._runs[0], dequantised(result._runs[0].cache)
     scores = run.entry_scores()
@@ -150,8 +150,8 @@ def limited_run(result: BaseResult, limit: Limit) -> Run:
 def closed_run(result: BaseResult, tokens: int) -> Run:
     """The run of `result`, of one prompt, with room for `tokens` before the model's last position.
 
-    Gaps between entries are closed if less than a quarter of all positions would be left; entries
-    then have the closed positions, which take half of them where `tokens` fit the other half.
+    Gaps between entries are closed if less than a quarter of all positions would be left. Entries
+    then take half of the positions, or fewer if `tokens` do not fit into the other half.
     """
     run = result._runs[0]
     made = with_closed_gaps(run.cache, result.model, tokens)
@@ -159,7 +159,7 @@ def closed_run(result: BaseResult, tokens: int) -> Run:
 
 
 def _with_layers(run: Run, cache: CompressedCache, layers: Any, scores: Any) -> Run:
-    """The run with other entries of its dequantised `cache`."""
+    """The run with other `layers` for its dequantised `cache`."""
     packed = dataclasses.replace(cache, layers=tuple(layers))
     kept = run.accounting
     entries = kept.entries - run.cache.entries() + packed.entries()

@@ -1,6 +1,6 @@
-"""From token ids and a compressed cache to new tokens and text, whole or piece by piece.
+"""Generates tokens and text from ids and a compressed cache, at once or as a stream.
 
-Also the checks of what is asked about a compressed context.
+Also checks questions about a compressed context.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def padded_inputs(
     the tokens that follow, whose number may differ.
 
     Args:
-        model: the model, on whose device they are.
+        model: the model; the tensors are on its device.
         rows: ids [T_i] of whole sequences, one per row of a new cache; or any number of rows over
             a cache of one prompt.
-        cache: the cache that the rows begin with.
-        tokenizer: where a padding id is looked for.
+        cache: the cache of the tokens with which the rows begin.
+        tokenizer: searched for a padding id.
 
-    Raises `CacheError` if the numbers differ and the model has windows or states.
+    Raises `CacheError` if these numbers differ and the model has windows or states.
     """
     packed = cache.packed_length
     cached = [packed - padding for padding in cache.padding]
@@ -59,7 +59,7 @@ def padded_inputs(
         raise CacheError(
             f"{sorted(tails)} tokens follow the compressed ones in the rows of this batch, and "
             f"padding there would take up places in sliding windows and states. Give the prompts "
-            f"tails of one length, or continue each alone: batch[0].generate()."
+            f"tails of the same length, or continue each alone: batch[0].generate()."
         )
     new = max(tails)
     ids = torch.full((len(rows), packed + new), padding_id(model, tokenizer))
@@ -84,11 +84,11 @@ def continue_ids(
 ) -> Tensor:
     """int64 [B, new tokens] of `model.generate` over `cache`; greedy by default.
 
-    The first arguments are those of `padded_inputs`; with `keep_cache` the new tokens are in
-    `cache` afterwards, all but the last. Raises `ConfigError` if `options` hold ids, a mask, a
-    cache, or a length (in a `generation_config` or not), and for no tokens; `CacheError` if as many
-    would outgrow what the model's RoPE or sliding window lets a cache cover; `RankError` if the
-    processes of a sharded model were given different rows.
+    The first arguments are those of `padded_inputs`; with `keep_cache`, `cache` afterwards holds
+    all new tokens but the last. Raises `ConfigError` if `options` hold ids, a mask, a cache, or a
+    length (in a `generation_config` or not), and if `max_new_tokens` is below 1; `CacheError` if
+    the tokens exceed what the model's RoPE or sliding window allows; `RankError` if the processes
+    of a sharded model were given different rows.
     """
     check_new_tokens(max_new_tokens)
     caches = {*NAMES, "cache_implementation"}
@@ -117,8 +117,8 @@ def continue_ids(
             )
     attach(model)
     inputs = padded_inputs(model, rows, cache, tokenizer)
-    # Penalties for repetition read masked places, too: there, each row's first token, and all of
-    # them come first, so that n-grams pass from the context to the question.
+    # Repetition penalties also read masked places. Fill these with the row's first token and move
+    # them to the front, so that n-grams may span context and question.
     fed, mask = inputs["input_ids"], inputs["attention_mask"]
     filled = fed.where(mask > 0, fed.gather(1, mask.argmax(dim=1, keepdim=True)))
     inputs["input_ids"] = filled.gather(1, mask.argsort(dim=1, stable=True))
@@ -131,7 +131,7 @@ def continue_ids(
         options = {"cache_implementation": None} | options
     if setting(model, options, "stop_strings") is not None:
         options = {"tokenizer": tokenizer} | options
-    # A recorded step reads neither a mask of its own nor more rows than the cache has.
+    # A recorded step supports neither a mask nor more rows than the cache has.
     new_tokens = inputs["attention_mask"][:, cache.packed_length :]
     even = len(rows) == len(cache.padding) and bool(new_tokens.all())
     limit, ahead = cache.limit, inputs["input_ids"].shape[1] - int(cache.get_seq_length())
@@ -148,7 +148,7 @@ def continue_ids(
         if vars(part).get("rope_deltas") is not None:
             part.rope_deltas = None
     for layer in filter(is_resumed, cache.layers):
-        # Assisted decoding turns it on and leaves it on: plain steps would store all they read.
+        # Assisted decoding turns it on and never off: plain steps would store all they read.
         layer.record_past = False
     with ExitStack() as stack:
         if replays and graph_replay.suits(model, cache, max_new_tokens, options):
@@ -201,7 +201,7 @@ def stream_text(
         tokenizer: for decoding.
         generate: calls `model.generate` for one row with the options that it is given.
         options: options of `model.generate`; a streamer and a stopping criterion are added.
-        shard: whose processes end at the same token, as soon as one of them closes its iterator.
+        shard: the model's; all processes stop at the same token once one closes its iterator.
 
     Closing the iterator stops the generation at the next token. Errors of `generate` are raised
     from the iterator. Raises `ConfigError` if `options` have a streamer already.
@@ -234,14 +234,14 @@ def stream_text(
 
         def stop() -> None:
             closed.set()
-            # Garbage may be collected in the thread itself, and a forked process has no threads.
+            # The iterator may be collected in the thread itself; a forked process has no threads.
             if os.getpid() == process and threading.current_thread() is not thread:
-                # An interrupted join would take the thread for ended from then on.
+                # After an interrupted join, Python would consider the thread ended.
                 ended.wait()
                 thread.join()
 
         thread.start()
-        # Python's end would abort a thread that computes: an iterator may be left open until then.
+        # At exit, Python would abort a thread that computes, and an iterator may still be open.
         atexit.register(stop)
         try:
             yield from (piece for piece in streamer if piece)
@@ -250,7 +250,7 @@ def stream_text(
             if ended.is_set():
                 atexit.unregister(stop)
         if failures:
-            # Taken out: its traceback holds this frame and, until a collection, the whole cache.
+            # Popped, since its traceback holds this frame and so, until a collection, the cache.
             raise failures.pop()
 
     return pieces()
@@ -260,7 +260,7 @@ def check_context(prompt: Prompt) -> None:
     """Raise `PromptError` unless questions can be asked about this prompt."""
     if prompt.has_question:
         raise PromptError(
-            "This prompt has a question of its own, which generate answers. To ask anything later, "
+            "This prompt has a question of its own, which generate answers. To ask others later, "
             "compress a prompt without one: Prompt.from_chat(tokenizer, context=text)."
         )
     if prompt.tokenizer is None:
@@ -275,9 +275,8 @@ def check_room(
 ) -> None:
     """Raise `PromptError` if a sequence of `length` tokens and its answer pass the last position.
 
-    A context that is itself longer than what the model was made for had its warning already; a
-    limit with closed positions knows no last one. `ConfigError` if `new_tokens` is no number of
-    tokens.
+    A context that is itself longer than the model supports has caused a warning already; with
+    closed positions there is no last one. `ConfigError` if `new_tokens` is not a number of tokens.
     """
     check_new_tokens(new_tokens)
     most, closed = trained_length(model), getattr(limit, "positions", None) == "closed"

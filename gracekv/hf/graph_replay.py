@@ -31,8 +31,8 @@ _FIRST_CAPACITY = 128
 _FEWEST_TOKENS = 16
 # Steps before recording: the first compiles kernels, libraries choose theirs in the second.
 _WARM_UP_STEPS = 2
-# Options of `generate` that change rows; those that feed several tokens a step, or keep more than
-# the logits.
+# Options of `generate` that change rows, and those that feed several tokens per step or keep more
+# than the logits.
 _ROWS = ("num_beams", "num_return_sequences")
 _UNSUITED = (
     "assistant_early_exit", "assistant_model", "cache_implementation", "compile_config",
@@ -44,7 +44,7 @@ _lock = threading.Lock()
 
 
 def setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
-    """The value of a setting: the option, else that of its config, else the model's."""
+    """A setting's value: from the options, else their config, else the model's config."""
     if name in options:
         return options[name]
     given = getattr(options.get("generation_config"), name, None)
@@ -70,7 +70,7 @@ def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[s
         and not any(setting(model, options, name) for name in _UNSUITED)
         and setting(model, options, "use_cache") is not False
         and {x.device for x in model.parameters()} == {cache.grace_layers[0].packed.entries.device}
-        # These decide by a number on the GPU, which ends a recording.
+        # These branch on a number on the GPU, which aborts a recording.
         and rope_parameters(model).get("rope_type") not in ("dynamic", "longrope")
         and all(layer.packed.backend.name == "triton" for layer in cache.grace_layers)
     )
@@ -78,9 +78,9 @@ def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[s
 
 @contextmanager
 def replaying(model: Any, cache: GraceCache, max_new_tokens: int) -> Iterator[GraceCache]:
-    """The cache to generate with: a static one whose steps `model.forward` replays meanwhile.
+    """Yield the cache to generate with, a static one whose steps `model.forward` then replays.
 
-    If another thread replays steps of the same model, `cache` itself.
+    Yields `cache` itself if another thread replays steps of the same model.
     """
     own: Any = None
     forward: ReplayedForward | None = None
@@ -103,25 +103,25 @@ def replaying(model: Any, cache: GraceCache, max_new_tokens: int) -> Iterator[Gr
 
 
 class ReplayedForward:
-    """`model.forward`, which replays a recorded step for one token a row over its own cache.
+    """A `model.forward` that replays a recorded step of one token per row over its own cache.
 
-    Everything else, such as other caches, goes to the model's own forward. On CPUs the same step
-    runs without being recorded.
+    All other calls, such as those with other caches, go to the model's own forward. On CPUs the
+    same step runs without being recorded.
 
     Args:
-        model: attached.
+        model: an attached model.
         cache: the cache to continue.
         max_new_tokens: bounds the tail.
 
     Attributes:
         cache: a static cache that continues the one given.
-        records: whether steps become CUDA graphs; otherwise the same step runs as it is.
+        records: whether steps become CUDA graphs; otherwise the same step runs unrecorded.
         recordings: how many graphs were recorded.
     """
 
     def __init__(self, model: Any, cache: GraceCache, max_new_tokens: int) -> None:
         self._forward, self._model_name = model.forward, type(model).__name__
-        # `generate` reads the signature to decide what it passes.
+        # `generate` reads the signature to decide which arguments to pass.
         self.__signature__ = inspect.signature(self._forward)
         self._used = int(cache.grace_layers[0].tail_length)
         self._most = self._used + max_new_tokens
@@ -150,7 +150,7 @@ class ReplayedForward:
         if ids.shape != self._ids.shape or any(isinstance(x, Tensor) for x in options.values()):
             return self._forward(**kwargs)
         self._ids.copy_(ids)
-        # `generate` lets experts of a mixture compute otherwise from the second token on.
+        # `generate` switches the experts' implementation of a mixture at the second token.
         experts = getattr(self._config, "_experts_implementation", None)
         if (options, experts) != (self._options, self._experts):
             self._options, self._experts, self._graph = options, experts, None
@@ -162,7 +162,7 @@ class ReplayedForward:
         return self._output
 
     def _make_room(self, tokens: int) -> None:
-        """A tail that holds `tokens` more; a longer one needs another graph."""
+        """Make the tail hold `tokens` more; a longer one needs another graph."""
         capacity = self.cache.layers[0].get_max_length() - self.cache.packed_length
         if self._used + tokens > capacity:
             capacity = max(self._used + tokens, min(2 * capacity, self._most))
@@ -173,7 +173,7 @@ class ReplayedForward:
             self._options = self._graph = self._output = None
 
     def _step(self) -> Any:
-        """One token for each row: every tensor is read at its fixed address."""
+        """One token per row, with every tensor read at its fixed address."""
         options = dict(self._options or {})
         length = self.cache.layers[0].length
         assert length is not None
@@ -188,7 +188,7 @@ class ReplayedForward:
             self.cache.is_replayed = False
 
     def _record(self) -> None:
-        """Record a step on a stream of its own; afterwards the tail is as it was before."""
+        """Record a step on a side stream; afterwards the tail is as before."""
         lengths = [layer.length for layer in self.cache.layers if layer.length is not None]
         before = [length.clone() for length in lengths]
         device = self._ids.device
@@ -202,19 +202,19 @@ class ReplayedForward:
             current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             try:
-                # torch's own stream is on the GPU that was current when it was made: nothing of a
-                # model on another GPU would be recorded. And it leaves the stream of a recording
-                # that failed current, which ends with the outer block.
+                # torch's default capture stream is on the GPU that was current when it was made, so
+                # nothing of a model on another GPU would be recorded. A failed recording leaves its
+                # stream current; the outer block resets that.
                 with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                     self._output = self._step()
             except RuntimeError as error:
-                # Before 2.13 torch goes on as if it recorded random numbers, and refuses to draw
-                # any. A copy of their state does not.
+                # torch before 2.13 then still believes that it records random numbers, and refuses
+                # to draw any. A copy of the generator's state resets that.
                 generator = torch.cuda.default_generators[device.index]
                 generator.graphsafe_set_state(generator.clone_state())
                 warnings.warn(
                     f"A decoding step of {self._model_name} could not be recorded as a "
-                    f"CUDA graph ({error}); generation goes on without one.",
+                    f"CUDA graph ({error}); generation continues without one.",
                     stacklevel=2,
                 )
                 return

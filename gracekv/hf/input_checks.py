@@ -1,7 +1,7 @@
 """Checks and completes the inputs of a model that runs over a compressed cache.
 
-A forward pre-hook on the decoder gets the mask and positions as the caller gave them; the attention
-function gets what transformers made of them.
+A forward pre-hook on the decoder sees mask and positions as the caller passed them; the attention
+function only sees what transformers made of them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs | None:
-    """Make the decoder's inputs fit the `GraceCache` that they come with; others pass untouched.
+    """Make the decoder's inputs fit the `GraceCache` passed with them; other inputs are unchanged.
 
     - Tokens that are cached already are removed. Assisted decoding and prompt lookup pass the whole
       sequence in their first step; its mask is then as long as the ids, or its positions start at
       0.
     - States are repeated for samples and beams.
-    - A batch of prompts of several lengths gets its mask and positions if it comes without.
+    - A batch of prompts of different lengths gets mask and positions if it has none.
 
     Compiled steps over a static tail are not checked.
 
-    Raises `CacheError` if hidden states of cached tokens are asked for in such a first step, the
-    mask hides cached tokens, does not hide a batch's padding, the positions are not those that
-    follow the cached tokens or lie where the model's RoPE changes, or are missing beside a batch's
-    prepared mask, or the model is in training mode.
+    Raises `CacheError` if hidden states of cached tokens are requested in such a first step; if the
+    mask hides cached tokens or does not hide a batch's padding; if positions do not follow the
+    cached tokens, pass the point where the model's RoPE changes, or are missing with a batch's
+    prepared mask; or if the model is in training mode.
     """
     cache = given_cache(kwargs)
     if not isinstance(cache, GraceCache):
@@ -51,8 +51,8 @@ def before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def before_masks(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Check the 2D mask of a model that makes the decoder's masks before it calls the decoder.
 
-    Raises `CacheError` if the mask hides cached tokens, does not hide a batch's padding, or has
-    another length than cached and new tokens together.
+    Raises `CacheError` if the mask hides cached tokens, does not hide a batch's padding, or does
+    not have the length of cached and new tokens together.
     """
     cache, mask = given_cache(kwargs), kwargs.get("attention_mask")
     if not (isinstance(cache, GraceCache) and isinstance(mask, Tensor) and mask.ndim == 2):
@@ -64,7 +64,7 @@ def before_masks(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _check_hidden(mask, cache.packed_mask(len(mask), mask.device))
 
 
-# Dynamo would take numbers that change with every step for constants.
+# Dynamo would treat numbers that change with every step as constants.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) -> _Inputs | None:
     name = "input_ids" if kwargs.get("inputs_embeds") is None else "inputs_embeds"
@@ -87,21 +87,21 @@ def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
         kwargs[name] = kwargs[name][:, cached:]
         new -= cached
         if isinstance(mask, dict) or (flat is None and cache.is_compileable):
-            # `generate` made it for the whole sequence, one prompt without padding; made again.
+            # `generate` made it for the whole sequence, a prompt without padding; it is remade.
             kwargs["attention_mask"] = mask = None
         if positions is not None and positions.shape[-1] > new:
             kwargs["position_ids"] = positions = positions[..., -new:]
     switch = switch_point(module)
     if switch and cache.packed_length - max(cache.padding) < switch < cached + new:
         raise CacheError(
-            f"The sequence has grown to {cached + new} tokens, past the {switch} where the model's "
+            f"The sequence has grown to {cached + new} tokens, past {switch}, where the model's "
             f"RoPE changes. Generate fewer tokens, or use a longer prompt."
         )
     hides_nothing = _hides_nothing(mask)
     if flat is not None:
         check_positions(flat.shape[1], cached + new)
     elif hides_nothing and positions is not None and not any(cache.padding):
-        # `generate` drops a mask of ones, so only positions tell a used cache from a fresh one.
+        # `generate` drops a mask of ones, so only positions distinguish used and fresh caches.
         check_positions(int(positions.max()) + 1, cached + new)
     cache.fit_rows(rows)
     cache.make_room(kwargs[name], None if hides_nothing else mask)
@@ -121,7 +121,7 @@ def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
     elif positions is None:
         raise CacheError("A prepared mask of a batch needs position_ids. Pass a 2D mask, or none.")
     else:
-        # It may hide tokens since compression, too, so a row's position is at most this.
+        # It may also hide tokens since compression, so this is an upper bound of a row's position.
         most = cached + new - 1 - cache.packed_padding(rows, positions.device)
         last = _last(positions)
         _check_last(positions, torch.where(last > most, most, last))
@@ -135,22 +135,22 @@ def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
 
 
 def check_positions(given: int, covered: int) -> None:
-    """Raise `CacheError` unless mask or positions cover as many tokens as the cache does.
+    """Raise `CacheError` unless mask or positions cover as many tokens as the cache.
 
-    Both numbers count all tokens, those of this step included.
+    Both numbers count all tokens, including those of this step.
     """
     if given != covered:
         raise CacheError(
             f"The model was given tokens up to position {given - 1}, but with them the cache "
-            f"covers {covered}. Feed the whole sequence, of which all but the new tokens are "
-            f"cached, and a fresh cache (result.new_cache()) for each new start."
+            f"covers {covered}. Pass the whole sequence, of which all but the new tokens are "
+            f"cached, and a fresh cache (result.new_cache()) to start again."
         )
 
 
 def _check_last(positions: Tensor, expected: Tensor, real: Tensor | None = None) -> None:
-    """Raise `CacheError` unless the last of `positions` [.., B, n] are as `expected`, int64 [B].
+    """Raise `CacheError` unless the last of `positions` [.., B, n] are `expected`, int64 [B].
 
-    Rows whose last token is padding, not `real` bool [B], have no position.
+    Rows whose last token is padding (`real` bool [B] is False) are not checked.
     """
     last = _last(positions)
     expected = expected.to(last.device)
@@ -158,19 +158,19 @@ def _check_last(positions: Tensor, expected: Tensor, real: Tensor | None = None)
         expected = torch.where(real.to(last.device), expected, last)
     if not torch.equal(last.expand(len(expected)), expected):
         raise CacheError(
-            f"The rows of a batch go on from the lengths of their own prompts, at positions "
+            f"The rows of a batch continue from the lengths of their own prompts, at positions "
             f"{expected.tolist()}; the model was given {last.tolist()}. Leave position_ids out."
         )
 
 
 def _last(positions: Tensor) -> Tensor:
     """int64 [B]: the last of `positions` [.., B, n] in each row."""
-    # Models that also read images number rows and columns, too; in text all agree.
+    # Models that read images also number rows and columns; for text, all agree.
     return positions.reshape(-1, *positions.shape[-2:])[0][..., -1]
 
 
 def _is_whole(mask: Tensor | None, positions: Tensor | None, count: int) -> bool:
-    """Whether the `count` tokens are the sequence from its start, cached tokens included."""
+    """Whether the `count` tokens are the sequence from its start, including cached tokens."""
     if mask is not None:
         return mask.shape[1] == count
     return (
@@ -179,7 +179,7 @@ def _is_whole(mask: Tensor | None, positions: Tensor | None, count: int) -> bool
 
 
 def _hides_nothing(mask: Any) -> bool:
-    """Whether the last token sees all; some models make a dict of masks, bool or None, of none."""
+    """Whether the last token sees all. Some models turn no mask into a dict of bool or None."""
     full = mask.get("full_attention") if isinstance(mask, dict) else mask
     return full is None or (isinstance(mask, dict) and bool(full[..., -1, :].all()))
 

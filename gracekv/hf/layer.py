@@ -1,4 +1,4 @@
-"""One layer of `GraceCache`: a shared packed part and a growing tail of its own."""
+"""One layer of `GraceCache`: a shared packed part and its own growing tail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIRST_CAPACITY = 64
 class PackedStates:
     """A layer's packed part and tail, which `update` returns in place of key and value states.
 
-    Only gracekv's attention function reads it. In any other one, the first attribute access or
+    Only gracekv's attention function can read it. Anywhere else, the first attribute access or
     torch operation raises a `CacheError` that says what to do.
 
     Attributes:
@@ -48,8 +48,8 @@ class PackedStates:
 
 def _refuse() -> NoReturn:
     raise CacheError(
-        "A compressed cache was read by something other than gracekv's attention. If the model "
-        "runs: call gracekv.hf.attach(model) first, and again after detach(model) or "
+        "A compressed cache was read by something other than gracekv's attention. To run the "
+        "model, call gracekv.hf.attach(model) first, and again after detach(model) or "
         "model.set_attn_implementation(...). Other code cannot read its keys and values: "
         "result.new_cache() is for model.generate and the model's forward."
     )
@@ -61,7 +61,7 @@ def check_alike(held: Any, new: Tensor) -> None:
         raise CacheError(
             f"This cache is {held.dtype} on {held.device}, the model computes in {new.dtype} on "
             f"{new.device}. Compress again after moving or converting the model, and under the "
-            f"autocast under which it generates."
+            f"same autocast as generation."
         )
 
 
@@ -69,8 +69,8 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
     """A packed layer and a dense tail [B, G, S, d] behind transformers' cache-layer interface.
 
     The tail's storage doubles when it is full, so appending a token copies O(1) tokens on average.
-    Rows of a batch (samples, beams, returned sequences) share the packed part and differ in the
-    tail only.
+    Rows of a batch (samples, beams, returned sequences) share the packed part and differ only in
+    the tail.
 
     Attributes:
         packed: the compressed part.
@@ -83,7 +83,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     supports_early_init = False
 
-    # None: the tail grows, and its length is known without the device.
+    # None: the tail grows, and its length is known on the host.
     length: Tensor | None = None
 
     def __init__(self, packed: PackedLayer) -> None:
@@ -101,7 +101,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def logical_length(self) -> int:
-        """Tokens seen so far: those that the packed part stands for, and the tail's."""
+        """Tokens seen so far: those of the packed part and of the tail."""
         return self.packed.length + self._used
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -114,7 +114,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Raises `CacheError` if they do not fit the packed part or the tail's batch.
         """
-        # Under autocast a rotation leaves float32, values are what products give.
+        # Under autocast, rotated keys are float32, while values have the products' dtype.
         key_states = key_states.to(value_states.dtype)
         self._check(key_states)
         batch, _, new, _ = key_states.shape
@@ -137,7 +137,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         return states, states
 
     def record(self, step: AttentionStep) -> None:
-        """Called with each step; a layer of a cache with a limit remembers the queries."""
+        """Called with each step; layers of a cache with a limit record the queries."""
 
     def _tail(self, length: int) -> tuple[Tensor, Tensor]:
         """Views [B, G, length, d] of the tail's storage."""
@@ -155,7 +155,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         check_alike(packed, key_states)
 
     def _grow(self, batch: int, capacity: int) -> None:
-        """New storage for `batch` rows and `capacity` places that holds the tail so far."""
+        """Allocate storage for `batch` rows and `capacity` places, and copy the tail to it."""
         self._keys, self._values = self.resized(batch, capacity, self._used)
         self.rows = self.rows_of(batch)
         self.is_initialized = True
@@ -163,7 +163,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
     def resized(self, batch: int, capacity: int, used: int) -> tuple[Tensor, Tensor]:
         """Zeros [B, G, capacity, d] for keys and for values, with the first `used` tokens copied.
 
-        Raises `CacheError` if `batch` is no multiple of the continuations so far.
+        Raises `CacheError` if `batch` is not a multiple of the continuations so far.
         """
         packed = self.packed.entries
         times = repeats(self.batch if used else batch, batch, "continuations")
@@ -172,7 +172,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
             shape = (batch, packed.heads, capacity, packed.dim)
             buffer = torch.zeros(shape, dtype=packed.dtype, device=packed.device)
             if old is not None and used:
-                # `generate` repeats its rows for beams and returned sequences, not the cache's.
+                # `generate` repeats its own rows for beams and returned sequences, not the cache's.
                 buffer[:, :, :used] = old[:, :, :used].repeat_interleave(times, dim=0)
             buffers.append(buffer)
         return buffers[0], buffers[1]
@@ -188,7 +188,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def batch(self) -> int:
-        """B, rows of the tail; before there is one, as many as were selected or packed."""
+        """B, rows of the tail, or while it is empty, of the selected or packed sequences."""
         if self._keys is not None:
             return len(self._keys)
         return self.packed.entries.sequences if self.rows is None else len(self.rows)
@@ -197,7 +197,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.logical_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask covers the tail; its offset skips what the packed part stands for."""
+        """The mask covers the tail; its offset skips the packed part's tokens."""
         return self._used + int(query_length), self.packed.length
 
     def get_max_length(self) -> int:
@@ -218,7 +218,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         self._used += tokens_to_remove
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise `CacheError` if `crop` cannot."""
+        """Raise `CacheError` if `crop` would fail."""
         if tokens_to_remove > 0:
             raise CacheError(
                 f"crop takes minus the number of tokens to remove; got {tokens_to_remove}. To keep "
@@ -254,7 +254,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         device = self.packed.entries.device
         count, sequences = self.batch, self.packed.entries.sequences
         rows = sequence_of_row(self.rows, count, sequences, device)[index.to(device)]
-        # Beams stay inside their prompt, so this is the rule; backends are fastest with None.
+        # Beams stay with their prompt, so this is the usual case; backends are fastest with None.
         if len(rows) % sequences == 0:
             ordered = torch.arange(sequences, device=device)
             if torch.equal(rows, ordered.repeat_interleave(len(rows) // sequences)):

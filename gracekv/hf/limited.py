@@ -35,8 +35,8 @@ class LimitedCache(GraceCache):
     """A `GraceCache` that is cut before a step that would exceed its limit.
 
     The packed entries are shared until the first cut, which copies the entries that stay, so that
-    each row has its own. Positions continue to count all tokens that were read; on request, older
-    keys are rotated on where they would lie too far away: see `Limit.positions`.
+    each row has its own. Positions still count all tokens that were read; on request, older keys
+    are rotated closer where they would be too far away: see `Limit.positions`.
 
     Args:
         source: a cache with an empty tail, whose entries are not quantised.
@@ -67,7 +67,7 @@ class LimitedCache(GraceCache):
     ) -> None:
         self.__dict__.update(source.__dict__)
         self.limit, self._strategy, self._start, self._scores = limit, strategy, source, scores
-        # A deep copy of the cache shares a function, and so the model.
+        # A function, which deep copies of the cache share, and with it the model.
         self._rotations: Callable[[int], list[Rope]] = lambda now: rotations_up_to(model, now)
         if head_shard(model).ranks > 1:
             raise CacheError(
@@ -85,7 +85,7 @@ class LimitedCache(GraceCache):
         """Drop everything after the packed prompts."""
         start, queries = self._start, self._strategy.queries
         self.padding, self._carried = start.padding, self._scores
-        # Where keys are rotated to, and how far back the oldest lies, the tail not counted.
+        # Positions of the rotated keys, and the distance of the oldest one, without the tail.
         self._places: list[Tensor] | None = None
         self._reach = start.packed_length
         if self._known is not None:
@@ -113,14 +113,14 @@ class LimitedCache(GraceCache):
         )
 
     def activate_past_recording(self) -> None:
-        """Raises `CacheError`: assisted decoding would go back behind cuts."""
+        """Raises `CacheError`: assisted decoding would undo cuts."""
         raise CacheError(
             "Assisted decoding and prompt lookup remove tokens again, and a cache with a limit "
-            "cannot go back behind a cut. Generate without an assistant, or without a limit."
+            "cannot undo a cut. Generate without an assistant, or without a limit."
         )
 
     def mark(self) -> Callable[[], None]:
-        """As `GraceCache.mark`; after a cut, it goes back to the packed prompts."""
+        """As `GraceCache.mark`, but after a cut the function goes back to the packed prompts."""
         cuts, back = self.cuts, super().mark()
         return lambda: back() if self.cuts == cuts else self.reset()
 
@@ -143,7 +143,7 @@ class LimitedCache(GraceCache):
         if not self.limit.history or self.grace_layers[0].batch > 1:
             return super().history
         first, keys = self._start.packed_length, self._start.packed.layers[-1].exact.keys
-        # Tokens that were removed are in it until others are read.
+        # Removed tokens stay in `_read` until others are read.
         seen = self.packed_length + self.grace_layers[0].tail_length - first
         read = torch.tensor(self._read[:seen], dtype=torch.long, device="cpu")
         return CutHistory(first, read, (*self._left,), keys)
@@ -161,7 +161,7 @@ class LimitedCache(GraceCache):
         return self.limit.target(length, self._units, self._entry_bytes)
 
     def _check_size(self) -> None:
-        """Raise `BudgetError` unless the entries that must stay fit, of every sequence."""
+        """Raise `BudgetError` unless the entries of every sequence that must stay fit."""
         units, stays, why = self._units, self._each, "the strategy keeps the prompt"
         if self._scores is None and not self._strategy.keep_prompt:
             why = "the packed entries have no scores by which they could be cut"
@@ -204,8 +204,8 @@ class LimitedCache(GraceCache):
             used, room = 0, self._room(new)
         if self._reach + used + new > known:
             raise CacheError(
-                f"A head holds {self._reach} entries, and with {new} tokens more the first of them "
-                f"lies beyond the {known} positions that the model was made for. Use a smaller "
+                f"A head holds {self._reach} entries, and with {new} more tokens the first of them "
+                f"would lie beyond the {known} positions that the model supports. Use a smaller "
                 f"limit."
             )
         if used + new > room:
@@ -233,7 +233,7 @@ class LimitedCache(GraceCache):
 
     @torch.no_grad()
     def _cut(self, mask: Any, within: int | None = None) -> None:
-        """Cut every row by itself; entries move within `within` positions, unless that is None."""
+        """Cut each row separately; unless None, entries are moved to within `within` positions."""
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             raise CacheError(
                 "A cut has to know which tokens are padding. Pass a 2D attention_mask [B, length], "
@@ -245,7 +245,7 @@ class LimitedCache(GraceCache):
         seen = torch.ones(rows, length, dtype=torch.bool, device=device)
         seen[:, :packed] = self.packed_mask(rows, device)
         if mask is not None:
-            # It has several rows for each, if samples or beams begin with this step.
+            # There are several rows for each of ours if samples or beams begin with this step.
             each = max(1, len(mask) // rows)
             seen[:, packed:] = mask[::each, packed:length].bool()
         entries: list[list[RaggedEntries]] = [[] for _ in self.grace_layers]
@@ -294,7 +294,7 @@ class LimitedCache(GraceCache):
         """
         layer, packed, first = self.grace_layers[number], self.packed_length, self._start
         seen = seen.to(layer.packed.entries.device)
-        # Of a padded row, fewer positions are the prompt's.
+        # In a padded row, fewer positions belong to the prompt.
         place = seen.cumsum(0) - 1
         prompt, now = (torch.stack([place[first.packed_length - 1], place[-1]]) + 1).tolist()
         known = None if self._carried is None else self._carried[number]
@@ -311,7 +311,7 @@ class LimitedCache(GraceCache):
         rope = ropes[number].moved(place[packed + at[shown]], now)
         moved = rope.rotate(asked, torch.arange(asked.shape[2]))
         if moved.shape[2]:
-            # Entries without a score stay only until there are queries.
+            # Entries with a score of inf must stay only until there are queries.
             carried.nan_to_num_(posinf=0.0)
         facts = prompt, now, softcap, sinks, places
         return HeldLayer(number, keys, values, mass, positions, asked, moved, carried, *facts)

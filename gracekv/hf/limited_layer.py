@@ -24,7 +24,7 @@ class LimitedLayer(GraceLayer):
         queries: Q, how many of the last queries it records.
 
     Attributes:
-        places: most tokens in the tail.
+        places: maximum number of tokens in the tail.
         how: scale, softcap and sink logits of the last step, as in `AttentionStep`.
     """
 
@@ -40,7 +40,7 @@ class LimitedLayer(GraceLayer):
     def record(self, step: AttentionStep) -> None:
         query, old = step.query, self._asked
         self.how = step.scale, step.softcap, step.sink_logits
-        # As the tail: what was made in inference mode cannot be written to outside it.
+        # As for the tail: tensors made in inference mode cannot be written to outside it.
         lost = old.is_inference() and not torch.is_inference_mode_enabled()
         if lost or len(old) != len(query) or old.shape[1] != query.shape[1]:
             self._asked = query.new_zeros(len(query), query.shape[1], self._queries, query.shape[3])
@@ -49,7 +49,7 @@ class LimitedLayer(GraceLayer):
         if take := min(query.shape[2], self._queries):
             places = torch.arange(self._used - take, self._used, device=query.device)
             self._asked[:, :, places % self._queries] = query[:, :, -take:].detach()
-        # The first place of the tail whose query the ring holds; removed tokens lowered `_used`.
+        # The first place of the tail whose query the ring holds; removing tokens lowers `_used`.
         self._oldest = max(min(self._oldest, self._used - take), self._used - self._queries)
 
     def asked(self, row: int) -> tuple[Tensor, Tensor]:
@@ -64,9 +64,9 @@ class LimitedLayer(GraceLayer):
     def held(self, row: int, carried: Tensor | None, places: Tensor | None) -> tuple[Any, ...]:
         """Keys, values [G, N, d], positions, log m, scores and `places` [G, N] of a row's entries.
 
-        The packed part comes first, padded with log m = -inf, then the tail with 0 in all but keys
-        and values. `carried`, scores of float32 [E], and `places` int [E] are those of the packed
-        part; None stands for scores of 0, and for no `places`.
+        The packed part comes first, padded with log m = -inf, then the tail, with 0 in all but keys
+        and values. `carried`, scores float32 [E], and `places` int [E] are those of the packed
+        part; None means scores of 0, or no `places`.
         """
         packed: Any = self.packed.entries
         heads, used = packed.heads, self._used
@@ -74,7 +74,7 @@ class LimitedLayer(GraceLayer):
         at = heads * (row // each if of_row is None else int(of_row[row]))
         starts = packed.offsets[at : at + heads + 1].tolist()
         counts = [end - start for start, end in itertools.pairwise(starts)]
-        # oneDNN compiles a kernel per shape, so many cuts share one width.
+        # oneDNN compiles a kernel per shape, so widths are rounded up for cuts to share them.
         width = -(-(max(counts) + used) // _PLACES) * _PLACES - used
 
         def padded(rows: Tensor, tail: Any, nothing: float = 0.0) -> Tensor:
@@ -97,7 +97,7 @@ class LimitedLayer(GraceLayer):
         )
 
     def place(self, packed: PackedLayer) -> None:
-        """Take the packed part after a cut, and empty the tail."""
+        """Set the packed part after a cut, and empty the tail."""
         self.packed = packed
         self.reset()
 

@@ -33,7 +33,7 @@ from gracekv.prefill.supported import check_model
 from gracekv.registry import check_values
 from gracekv.registry.plugins import missing_modules
 
-# Every file has these facts of its model.
+# Facts of its model that every file has.
 _MARKS = {"model_class", "config", "dtype", "adapters"}
 
 
@@ -46,22 +46,22 @@ def load(
 ) -> CompressionResult | BatchResult:
     """Read a file that `result.save(path)` wrote, and attach the model.
 
-    Continuations are those of the result that was saved. A model whose heads are spread over
-    processes need not be spread as when it was saved; all its processes call this. The file does
-    not hold the results of the stages: `result.details` is None.
+    The loaded result generates what the saved one did. If the model's heads are spread over
+    processes, all of them must call this, and their number may differ from when it was saved. The
+    file does not hold the results of the stages: `result.details` is None.
 
     Args:
         path: the file.
         model: the model that the cache was made with; its class, config, dtype and a sample of its
             weights are compared.
         tokenizer: for answers as text; its vocabulary and chat template are compared.
-        backend: the attention implementation of decoding; default: the saved pipeline's.
+        backend: the attention backend for decoding; default: the saved pipeline's.
 
     Raises:
-        SavedCacheError: the file is damaged, of an unknown format, of another model or tokenizer,
-            or its strategies come from a package that is not installed or imported here.
+        SavedCacheError: the file is damaged, has an unknown format, belongs to another model or
+            tokenizer, or its strategies come from a package that is not installed or imported here.
         UnsupportedModelError: see `attach`.
-        ConfigError: `path` is no path, or there is no such backend.
+        ConfigError: `path` is not a path, or there is no such backend.
         CacheError: the KV heads cannot be divided among the model's processes.
         RankError: as for `gracekv.compress`.
     """
@@ -94,10 +94,10 @@ def load(
 
 
 def layer_devices(model: Any) -> list[torch.device]:
-    """Where each decoder layer computes."""
+    """The device on which each decoder layer computes."""
     fallback, devices = input_device(model), list[torch.device]()
     for layer in model.get_decoder().layers:
-        # accelerate fetches weights that it offloads, which lie on "meta", to where a hook says.
+        # Weights that accelerate offloads are on "meta"; a hook has the device that computes.
         hooks = (getattr(part, "_hf_hook", None) for part in layer.modules())
         targets = (x for y in hooks if (x := getattr(y, "execution_device", None)) is not None)
         device = next(layer.parameters()).device
@@ -108,12 +108,12 @@ def layer_devices(model: Any) -> list[torch.device]:
 def _checked_model(
     path: Path, header: Mapping[str, Any], model: Any, tokenizer: Any
 ) -> Mapping[str, str]:
-    """The marks of the file, and those of model and tokenizer, which agree with them."""
+    """The facts of file, model and tokenizer together; raises unless they agree."""
     saved, now = header.get("model"), fingerprint(model, tokenizer)
     if not isinstance(saved, dict) or _MARKS - saved.keys():
         raise SavedCacheError(
-            f"The header of {path} does not say of which model, weights and adapters it is, as in "
-            f"files of earlier versions. {AGAIN}"
+            f"The header of {path} does not name its model, weights and adapters, as in files of "
+            f"earlier versions. {AGAIN}"
         )
     if other := differences(saved, now):
         raise SavedCacheError(
@@ -121,7 +121,7 @@ def _checked_model(
             f"{', '.join(other)} differ from those of the model or tokenizer given. Load it with "
             f"the same weights in the same dtype, and the tokenizer that made its ids."
         )
-    # The file may have some that cannot be told now, such as a tokenizer's without one.
+    # The file may have facts that are unknown here, such as a tokenizer's if none was given.
     return {**saved, **now}
 
 
@@ -132,29 +132,29 @@ def _prompts(
     tokenizer: Any,
     made: Mapping[str, Any],
 ) -> tuple[list[Prompt], list[Run]]:
-    """The prompts, whose lengths are those of the entries, and their runs."""
+    """The prompts, whose lengths are checked against the entries, and their runs."""
     facts = header["prompts"]
     prompts = [saved_prompt(x, tensors[f"prompts.{n}.ids"], tokenizer) for n, x in enumerate(facts)]
     lengths = [packed.length - padding + 1 for padding in packed.padding]
     if [one.without_tail().spans.length for one in prompts] != lengths:
-        raise PromptError(f"what was read of the prompts does not have the lengths {lengths}")
+        raise PromptError(f"the parts of the prompts that were read do not have lengths {lengths}")
     if type(header["batch"]) is not bool or not (header["batch"] or len(prompts) == 1):
         raise ConfigError(f"batch is {header['batch']!r} for {len(prompts)} prompts")
     return prompts, [saved_run(one, packed.sequence(n), made) for n, one in enumerate(facts)]
 
 
 def _check_entries(prompt: Prompt, run: Run, vocabulary: int) -> None:
-    """Raise `ShapeError` unless the accounting counts the entries, and ids are the model's."""
+    """Raise `ShapeError` unless the accounting matches the entries and ids are in range."""
     spans, kept, packed = prompt.without_tail().spans, run.accounting, run.cache
-    # Prefix and suffix, whose last token is fed again and has no entry.
+    # Prefix and suffix, except the last token, which is fed again and has no entry.
     uncompressed = spans.length - 1 - spans.context_length
     others, widths = bytes_by_kind(packed.other_layers), WidthShare.of(packed)
     counted = kept.spent, kept.bytes, dict(kept.other_bytes), kept.widths
     held = int(kept.entries.sum()), packed.kv_bytes, others, widths
-    # Of a context that ends the prompt, not every head need have kept that token.
+    # If the context ends the prompt, not every head need have kept its last token.
     ends = spans.context_end == spans.length
     if counted != held or not (ends or torch.equal(packed.entries() - uncompressed, kept.entries)):
-        raise ShapeError("the accounting counts other entries than the cache holds")
+        raise ShapeError("the accounting does not match the entries that the cache holds")
     if bool(((prompt.ids < 0) | (prompt.ids >= vocabulary)).any()):
         raise ShapeError(f"token ids are not from 0 to {vocabulary - 1}")
 
@@ -173,7 +173,7 @@ def saved_prompt(facts: Mapping[str, Any], ids: Tensor, tokenizer: Any) -> Promp
 
     Raises `ConfigError` or another `ValueError` or `TypeError` if no result wrote them.
     """
-    # Files of 0.2 have no third.
+    # Files of 0.2 have no "messages".
     written = dict(zip(("separator", "template", "messages"), facts["format"], strict=False))
     check_values(Prompt, written)
     return Prompt(ids, _made_of(PromptSpans, facts["spans"]), None, tokenizer, **written)

@@ -1,4 +1,4 @@
-"""`PackedLayer`: the compressed entries of one layer, the backend that reads them, and who may."""
+"""`PackedLayer`: the compressed entries of one layer, and the backend that reads them."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ class PackedLayer:
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayer:
-        # `copy.deepcopy(cache)` is how users fork a conversation: only the tail need be copied.
+        # Users fork a conversation by `copy.deepcopy(cache)`; only the tail need be copied.
         return self
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raises `CacheError`: the entries belong to the result."""
-        raise CacheError("No cache is pickled: use result.save(path), gracekv.load(path, model).")
+        raise CacheError("Caches cannot be pickled; use result.save and gracekv.load(path, model).")
 
 
 def repeats(known: int, rows: int, kind: str = "prompts") -> int:
     """How often each of the `known` rows of a cache is repeated to make `rows`.
 
-    Raises `CacheError`, which calls the known rows `kind`, if `rows` is no multiple of them.
+    Raises `CacheError`, which calls the known rows `kind`, if `rows` is not a multiple of `known`.
     """
     if rows % known:
         raise CacheError(
-            f"The cache holds {known} {kind}, the model was given {rows} rows. Use as many rows, a "
-            f"multiple of them, or cache.batch_select_indices first."
+            f"The cache holds {known} {kind}, the model was given {rows} rows. Use a multiple of "
+            f"{known} rows, or call cache.batch_select_indices first."
         )
     return rows // known

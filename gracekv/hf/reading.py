@@ -49,13 +49,13 @@ from gracekv.prefill.spans import Past, Region
 from gracekv.prefill.stock_cache import StockLayers
 from gracekv.undo import hooked, undone
 
-# Layers from one return of freed memory to the next. What goes back must be got again, which takes
-# longer than the return itself.
+# Number of layers between returns of freed memory to the system. Returned memory must be allocated
+# again, which takes longer than the return itself.
 _TRIM = 4
 
 
 # Known once the last layer was read: states of the layers that are not compressed, wall
-# seconds of the forward pass ("prefill") and of each observer beside it, and the fingerprint.
+# seconds of the forward pass ("prefill") and of each observer, and the fingerprint.
 _End = tuple[tuple[LayerState, ...], Mapping[str | Observer, float], Mapping[str, str]]
 
 
@@ -65,12 +65,12 @@ class Reading:
     Args:
         model: as for `gracekv.capture`.
         prompt: the prompt to read.
-        past: the packed entries that it follows, or None.
+        past: the packed entries that precede it, or None.
         needs: what to capture.
         held: int64 [n] ascending, the positions whose queries are held.
         size: maximum tokens of a chunk.
-        progress: called with the tokens done and the total; in `by_layers` a token counts once all
-            layers have read it, and in parts before.
+        progress: called with the tokens done and the total; in `by_layers`, each layer counts as
+            an equal part of a token.
 
     Attributes:
         record: the captured keys, values and queries.
@@ -135,10 +135,10 @@ class Reading:
             driver.switch(number)
 
         runs: list[Any] = []
-        # An error ends the forwards that are paused, too.
+        # An error also ends the paused forwards.
         with self._patched(), hooked() as hooks, undone(runs.clear):
             for number, block in enumerate(blocks):
-                # Before the recorder's hooks, which belong to the chunk that goes on.
+                # Before the recorder's hooks, which belong to the chunk that resumes.
                 hook = own_thread(partial(pause, number))
                 hooks.append(block.register_forward_pre_hook(hook, prepend=True))
             runs += [greenlets.greenlet(partial(self._forward, chunk)) for chunk in self._chunks]
@@ -148,7 +148,8 @@ class Reading:
                 before = _settings()
                 with self.others.beginning(chunk.start - self.prompt.spans.past):
                     reached = self._timed(run.switch)
-                # Forwards end in the order in which they began; each would restore what it found.
+                # Forwards end in the order in which they began, and each would restore the settings
+                # that it found.
                 self._check_order(reached if len(runs) == 1 or _settings() == before else None, 0)
             for number in range(len(blocks)):
                 done = 0
@@ -245,10 +246,10 @@ def _rotation(model: Any, past: Past, places: Tensor) -> tuple[Tensor, Tensor]:
 def layer_by_layer(reading: Reading, *, each: Callable[[LayerCapture], None], trims: bool) -> _End:
     """Read a layer at a time: `each` is called with every layer once it is whole.
 
-    The tensors of a layer are lent: the next layer overwrites them. Queries cannot be computed
-    again, so all that are asked for are held. `trims` returns freed CPU memory to the system
-    meanwhile: without it the heap would grow with every layer, since kept entries lie between freed
-    blocks.
+    A layer's tensors are only valid during the call: the next layer overwrites them. Queries cannot
+    be computed again, so all that are needed are held. `trims` returns freed CPU memory to the
+    system in between; otherwise the heap would grow with every layer, since kept entries lie
+    between freed blocks.
     """
     record, count = reading.record, len(reading.layers)
     devices: list[torch.device] = []
@@ -283,7 +284,7 @@ def layer_by_layer(reading: Reading, *, each: Callable[[LayerCapture], None], tr
             trim_memory()
 
     reading.by_layers(show)
-    # After the layers: a GPU still works on them while its host looks up the weights.
+    # After the layers, so that the host reads weights while a GPU still computes.
     identity = fingerprint(reading.model, reading.prompt.tokenizer)
     checks.finish()
     seconds = {"prefill": reading.seconds} | reading.observations.seconds

@@ -1,4 +1,4 @@
-"""`CompressionResult` and `BatchResult`: compressed prompts that can be continued repeatedly."""
+"""`CompressionResult` and `BatchResult`: compressed prompts to generate from repeatedly."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ class CompressionResult(BaseResult):
         several results, use `gracekv.report.compare`.
 
         Args:
-            path: the file; its folder is made.
+            path: the file; its folder is created.
             label: the result's name on the page; default: the recipe's name and the ratio.
             answer: the model's answer, shown with the accounting.
-            cache: the cache that the answer was written on, made by
+            cache: the cache that the answer was generated on, made by
                 `new_cache(Limit(..., history=True))`; the page then shows what each cut left of it.
 
         Raises `ReportError` if the result was loaded from a file or extended and holds merged
-        entries, whose tokens are not known any more, or if the cache is none of this result's;
+        entries, whose tokens are no longer known, or if the cache is not one of this result's;
         `CacheError` if it has no history.
         """
         from gracekv.report import write
@@ -100,7 +100,7 @@ class CompressionResult(BaseResult):
 
         `kwargs` are passed to `model.generate`, `limit` to `new_cache`. Every call starts from the
         compressed prompt, so calls can be repeated. Raises `PromptError` if the prompt has no
-        tokenizer, `ConfigError` if more than one sequence comes back.
+        tokenizer, `ConfigError` if `kwargs` ask for more than one sequence.
         """
         _check_one_answer(self.model, kwargs)
         ids = self.generate_ids(max_new_tokens, limit=limit, **kwargs)
@@ -131,13 +131,13 @@ class CompressionResult(BaseResult):
             book = gracekv.compress(model, prompt, ratio=4)
             print(book.ask("Who is Dinah?"))
 
-        Only the question's own tokens are read. Every call starts after the context; use `chat` for
-        questions that build on each other.
+        Only the question's own tokens are read. Every call starts right after the context; use
+        `chat` for questions that build on each other.
 
         Args:
-            question: a text, or a list of texts of any lengths, which are answered as one batch
+            question: a string, or a list of strings of any lengths, which are answered as one batch
                 over the shared context.
-            max_new_tokens: most tokens of each answer.
+            max_new_tokens: maximum tokens of each answer.
             stream: return an iterator over the answer's text instead; for one question.
             limit: the most that each answer's cache may hold; see `new_cache`.
             kwargs: passed to `model.generate`; decoding is greedy unless they say otherwise.
@@ -148,7 +148,7 @@ class CompressionResult(BaseResult):
         Raises:
             PromptError: the prompt has a question already or no tokenizer; a question is empty, or
                 does not fit into the remaining positions.
-            ConfigError: several answers to a question, or a stream for several questions.
+            ConfigError: `kwargs` ask for several answers, or `stream` is given a list.
         """
         _check_one_answer(self.model, kwargs)
         questions = [question] if isinstance(question, str) else question
@@ -171,13 +171,13 @@ class CompressionResult(BaseResult):
 
             book = book.extend(text, ratio=4)
 
-        Only the passage is read, over the packed entries, which stay as they are, quantised or not;
+        Only the passage is read, over the packed entries, which do not change, quantised or not;
         this result remains usable. Give exactly one of the five budgets, for the passage alone.
         Meanwhile a copy of the packed entries is held in the model's dtype, each layer's heads
         padded to the longest head.
 
         Args:
-            passage: text, added as it is, so it brings its own separator; or token ids [n].
+            passage: text, appended as it is, including any separator; or token ids [n].
             capture: how the passage is read: chunks, memory, progress.
             budget: the budget of the passage, as in `gracekv.compress`.
 
@@ -187,7 +187,7 @@ class CompressionResult(BaseResult):
             BudgetError: not exactly one budget is given, or it is too small for the passage.
             CacheError: the passage ends beyond the model's sliding window or where its RoPE
                 changes; its attention logits are capped, or its queries scaled by their positions.
-            ConfigError: the pipeline runs the model a second time, which needs the whole context.
+            ConfigError: the pipeline runs the model again, which needs the whole context.
             CaptureMemoryError: memory ran out.
             NonFiniteError: as `gracekv.capture` does.
             RankError: as for `gracekv.compress`, on a model whose heads are spread over processes.
@@ -202,9 +202,9 @@ class CompressionResult(BaseResult):
     def chat(self, limit: Limit | None = None, compact: Compaction | None = None) -> Conversation:
         """Start a conversation about a context that was compressed without a question.
 
-        With `limit` the cache stays within it, however long the conversation gets; `compact` says
+        With `limit`, the cache stays within it, however long the conversation gets; `compact` says
         when older messages are compressed. Raises `PromptError` if the prompt has a question
-        already or no tokenizer, and as `new_cache` does.
+        already or no tokenizer, and what `new_cache` raises.
         """
         return Conversation(self, limit, compact)
 
@@ -213,7 +213,7 @@ class CompressionResult(BaseResult):
 class BatchResult(BaseResult):
     """The result of `compress` for a list of prompts, each with its own budget.
 
-    `batch[0]` is the result of the first prompt over the same entries, to ask or save alone.
+    `batch[0]` is the first prompt's result over the same entries, to ask or save separately.
 
     Attributes:
         model: the model that the cache belongs to.
@@ -254,19 +254,19 @@ class BatchResult(BaseResult):
     ) -> list[str]:
         """The model's answer to each prompt as text, greedy unless `kwargs` say otherwise.
 
-        `kwargs` are passed to `model.generate`, `limit` to `new_cache`. With num_return_sequences=n
-        the list holds n answers to the first prompt, then n to the second. Raises `PromptError` if
-        a prompt has no tokenizer.
+        `kwargs` are passed to `model.generate`, `limit` to `new_cache`. With
+        num_return_sequences=n, the list holds n answers to the first prompt, then n to the second.
+        Raises `PromptError` if a prompt has no tokenizer.
         """
         return decode_rows(self.tokenizer, self.generate_ids(max_new_tokens, limit=limit, **kwargs))
 
 
 def _is_no_cache(self: Any, *_: object) -> NoReturn:
     """Raises `CacheError`; transformers calls this if it is given a result as the cache."""
-    raise CacheError("A result is no cache, and stays as it is. Pass the model result.new_cache().")
+    raise CacheError("A result is immutable and not a cache. Pass the model result.new_cache().")
 
 
-# A frozen dataclass defines its own `__setattr__`, so ours comes afterwards.
+# A frozen dataclass defines `__setattr__` itself, so ours is set afterwards.
 for _kind in (CompressionResult, BatchResult):
     _kind.__setattr__ = _kind.get_seq_length = _is_no_cache  # type: ignore
 

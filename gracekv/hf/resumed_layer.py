@@ -1,4 +1,4 @@
-"""Stock cache layers that go on from their state after the prompt, beside compressed ones."""
+"""Stock cache layers, used next to compressed ones, that resume from their state after prefill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gracekv.prefill.stock_cache import WithoutCache, fill, fill_states, read_st
 
 
 class ResumedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A sliding layer that goes on from its state after the prompt, which is never changed.
+    """A sliding layer that resumes from its state after the prompt, which never changes.
 
     Args:
         state: its state, of S prompts.
@@ -39,7 +39,7 @@ class ResumedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As the stock layer, for states [B, G, q, d]; rows are repeated for samples and beams.
+        """As in the stock layer, for states [B, G, q, d]; repeats rows for samples and beams.
 
         Raises `CacheError` if the rows, their dtype or their device do not fit.
         """
@@ -55,7 +55,7 @@ class ResumedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
             super().batch_repeat_interleave(repeats)
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise `CacheError` if `crop` cannot: beyond the window only recorded tokens go."""
+        """Raise `CacheError` if `crop` would fail: of a full window, only recorded tokens go."""
         is_full = self.cumulative_length >= self.sliding_window
         # The last crop leaves what the next step reads.
         left = self.keys.shape[2] + tokens_to_remove if self.record_past else 0
@@ -64,7 +64,7 @@ class ResumedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
             raise CacheError(_cannot_go_back(self._state))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As the stock layer; removing nothing needs no recorded tokens."""
+        """As in the stock layer, but removing nothing needs no recorded tokens."""
         if tokens_to_remove or self.record_past:
             super().crop(tokens_to_remove)
 
@@ -78,7 +78,7 @@ class ResumedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
 
 
 class ResumedStates(LinearAttentionLayer):  # type: ignore[misc]
-    """A layer that goes on from copies of its states after the prompt.
+    """A layer that resumes from copies of its states after the prompt.
 
     Args:
         state: its states, of S prompts.
@@ -91,7 +91,7 @@ class ResumedStates(LinearAttentionLayer):  # type: ignore[misc]
 
     @property
     def is_croppable(self) -> bool:
-        """Whether it can go back by tokens: the last inputs of a convolution can be recorded."""
+        """Whether tokens can be removed: only the inputs of a convolution can be recorded."""
         return "recurrent" not in self._state.tensors
 
     def reset(self) -> None:
@@ -108,18 +108,18 @@ class ResumedStates(LinearAttentionLayer):  # type: ignore[misc]
         self.check_crop(tokens_to_remove)
         if self.record_past:
             super().crop(tokens_to_remove)
-            # Steps may write to copies outside of inference mode, too.
+            # Copies, which steps may also write to outside of inference mode.
             self.set_state(self.state())
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise `CacheError` if `crop` cannot."""
+        """Raise `CacheError` if `crop` would fail."""
         states, size = self.conv_states[0], self.conv_kernel_size[0]
         recorded = self.record_past and states.shape[-1] + tokens_to_remove >= size
         if tokens_to_remove and not recorded:
             raise CacheError(_cannot_go_back(self._state))
 
     def activate_past_recording(self) -> None:
-        """Recurrent states record nothing: single tokens take the model's own single steps."""
+        """Record inputs of convolutions; recurrent states cannot, and keep plain single steps."""
         self.record_past = self.is_croppable
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -140,7 +140,7 @@ class ResumedStates(LinearAttentionLayer):  # type: ignore[misc]
 
 
 class HybridLayer(ResumedStates, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
-    """States beside compressed keys and values, which `attention` holds.
+    """States together with compressed keys and values, which `attention` holds.
 
     Args:
         state: the states, of S prompts.
@@ -148,7 +148,7 @@ class HybridLayer(ResumedStates, LinearAttentionAndFullAttentionLayer):  # type:
     """
 
     is_compileable = False
-    # Those of the compressed part.
+    # Delegated to the compressed part.
     update = property(attrgetter("attention.update"))
     get_seq_length = property(attrgetter("attention.get_seq_length"))
     get_mask_sizes = property(attrgetter("attention.get_mask_sizes"))
@@ -178,7 +178,7 @@ class HybridLayer(ResumedStates, LinearAttentionAndFullAttentionLayer):  # type:
 
 
 def resumed_layer(state: LayerState, length: int, attention: GraceLayer | None) -> Any:
-    """The layer that goes on from `state` after `length` tokens; a hybrid has `attention` too."""
+    """The layer that resumes from `state` after `length` tokens; a hybrid also has `attention`."""
     if state.window is not None:
         return ResumedSlidingLayer(state, length)
     if state.kind in WITHOUT_CACHE:
@@ -187,12 +187,12 @@ def resumed_layer(state: LayerState, length: int, attention: GraceLayer | None) 
 
 
 def is_resumed(layer: Any) -> bool:
-    """Whether `layer` has a state of its own to go back to."""
+    """Whether `layer` has its own state to restore."""
     return isinstance(layer, ResumedStates | ResumedSlidingLayer)
 
 
 def _cannot_go_back(state: LayerState) -> str:
     return (
-        f"Layer {state.number} is of kind {state.kind}: it cannot go back by tokens that it did "
-        f"not record. Begin again with result.new_cache()."
+        f"Layer {state.number} is of kind {state.kind}: it cannot remove tokens that it did not "
+        f"record. Begin again with result.new_cache()."
     )

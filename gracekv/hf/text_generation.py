@@ -21,18 +21,18 @@ _COMPRESSION = (*_BUDGET, "pipeline", "backend", "capture")
 
 
 class GraceTextGeneration(Pipeline):  # type: ignore[misc]
-    """Answers to questions about a long context, over its compressed cache.
+    """Answers questions about a long context from its compressed cache.
 
         pipe = transformers.pipeline("gracekv-text-generation", model=model, tokenizer=tokenizer)
         pipe(context=text, question="Who is Dinah?", ratio=8)["answer"]
         [x["answer"] for x in pipe(context=text, question=["Who?", "Where?"], ratio=8)]
 
-    The prompt of each question is read and compressed anew, as by `gracekv.compress`: what is kept
-    depends on the question.
+    The prompt is read and compressed anew for each question, as by `gracekv.compress`, so what is
+    kept depends on the question.
 
-    With `reuse=True` the context is read and compressed once, before any question is known, and all
-    questions are asked about what is left: see `CompressionResult.ask`. That costs one prefill
-    whatever the number of questions, and more entries for the same answers.
+    With `reuse=True`, the context is read and compressed once, before any question is known, and
+    all questions are asked about what is left: see `CompressionResult.ask`. That takes one prefill
+    for any number of questions, but more entries for the same answers.
 
     Keyword arguments of the constructor are defaults for calls. A call's budget replaces the
     constructor's.
@@ -51,19 +51,19 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
 
         Args:
             context: the long text, the only part that is compressed.
-            question: a text, or a list of them.
+            question: a string, or a list of strings.
             options: `reuse`, whether one prefill and one compressed context serve all questions;
                 `instruction`, `answer_prefix`, `separator`, `template` as in `Prompt.from_chat`; a
                 budget, `pipeline`, `backend` and `capture` as in `gracekv.compress`; everything
-                else, such as `max_new_tokens`, goes to `generate`.
+                else, such as `max_new_tokens`, is passed to `generate`.
 
         Returns:
             For each question {"question", "answer", "budget", "spent", "kv_bytes", "full_bytes"}:
-            texts, context entries, bytes of keys and values. A list for a list.
+            strings, context entries, bytes of keys and values. A list for a list.
 
         Raises:
             PromptError: `question` is an empty list; with `reuse`, as `CompressionResult.ask`.
-            ConfigError: `reuse` with an `answer_prefix`, which would stand before the question; or
+            ConfigError: `reuse` with an `answer_prefix`, which would come before the question; or
                 the pipeline has no tokenizer.
         """
         expect(question, Iterable, "question takes a text or a list of texts", PromptError)
@@ -83,8 +83,8 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
             raise ConfigError(f"{TASK} needs a tokenizer: pipeline(..., tokenizer=tokenizer).")
         if reuse and options.get("answer_prefix"):
             raise ConfigError(
-                "answer_prefix stands after a question that the prompt holds; with reuse=True the "
-                "prompt holds none. Leave answer_prefix out, or reuse=True."
+                "answer_prefix comes after the prompt's question, and with reuse=True the prompt "
+                "has none. Leave out answer_prefix or reuse=True."
             )
         texts = {name: options.pop(name) for name in _PROMPT if name in options}
         compression = {name: options.pop(name) for name in _COMPRESSION if name in options}
@@ -101,14 +101,14 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
         return found
 
     def preprocess(self, inputs: Any, **_: Any) -> Any:
-        """Nothing: `_forward` renders the prompts and returns the answers."""
+        """Returns `inputs`: `_forward` renders the prompts and returns the answers."""
         return inputs
 
     postprocess = preprocess
 
 
 def register() -> None:
-    """Make the task known to `transformers.pipeline`; a second call changes nothing."""
+    """Register the task with `transformers.pipeline`; a second call has no effect."""
     if TASK not in PIPELINE_REGISTRY.supported_tasks:
         PIPELINE_REGISTRY.register_pipeline(
             TASK, pipeline_class=GraceTextGeneration, pt_model=AutoModelForCausalLM, type="text"

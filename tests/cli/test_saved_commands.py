@@ -84,7 +84,7 @@ def test_a_model_that_a_file_names_is_not_downloaded(cli, refused, loads, book):
     rename(result, path, "somebody/a-model")
     for command in (("ask", path, "Who fell?"), ("chat", path), ("generate", path)):
         err = refused(*command)
-        assert "names the model 'somebody/a-model', which is no folder here" in err
+        assert "names the model 'somebody/a-model', which is not a folder here" in err
         assert "give it with --model" in err
     assert loads.seen == []
     # Named by the user it is loaded.

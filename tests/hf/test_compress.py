@@ -63,7 +63,7 @@ def test_a_prefill_of_something_else_is_refused(model, prompt):
         gracekv.compress(tiny_llama(layers=3, heads=8), prompt, prefill=prefill, ratio=2)
     moved = gracekv.Prompt.from_ids(IDS, (4, 137), question_end=146)
     for other in (moved, gracekv.Prompt.from_ids(IDS.flip(0), (4, 138), question_end=146)):
-        with pytest.raises(CacheError, match="of another prompt"):
+        with pytest.raises(CacheError, match="belongs to another prompt"):
             gracekv.compress(model, other, prefill=prefill, ratio=2)
 
 
