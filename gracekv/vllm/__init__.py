@@ -1,8 +1,8 @@
-"""Compressed contexts in vLLM: ragged entries outside its pages, by name in a store.
+"""Compressed contexts in vLLM: ragged entries outside its pages, stored by name.
 
-`Client` lets a server compress documents and answer questions about them. `export` writes contexts
+`Client` has a server compress documents and answer questions about them. `export` writes contexts
 that were compressed elsewhere, and `request` makes questions about them. `kv_transfer_config`
-configures vLLM, and the plugin does the rest. Importing this does not import vLLM.
+configures vLLM, and the plugin does the rest. Importing this package does not import vLLM.
 """
 
 from importlib import import_module

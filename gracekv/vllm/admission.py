@@ -1,4 +1,4 @@
-"""Refuses unusable requests about contexts where vLLM takes them in, and tells the user why.
+"""Refuses unusable requests about contexts where vLLM receives them, and tells the user why.
 
 `Front` checks documents and questions there; the other functions wrap vLLM's methods.
 """
@@ -25,13 +25,13 @@ from gracekv.vllm.served_model import ServedModel
 from gracekv.vllm.serving import has_store, open_store, refusal
 
 _fronts: weakref.WeakKeyDictionary[Any, Front] = weakref.WeakKeyDictionary()
-"""By vLLM's input processor."""
+"""Fronts by vLLM's input processor."""
 
 
 def wrap(owner: type[Any], around: Callable[..., Any]) -> None:
-    """Replace the method of `owner` that `around` is named after by `around`; once only.
+    """Replace the method of `owner` with the name of `around` by `around`, once.
 
-    `around` gets the stock method before its own arguments.
+    `around` gets the stock method as its first argument.
     """
     stock = getattr(owner, around.__name__)
     if hasattr(stock, "__wrapped__"):
@@ -47,7 +47,7 @@ def wrap(owner: type[Any], around: Callable[..., Any]) -> None:
 def process_inputs(
     stock: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Of vLLM's `InputProcessor`: check contexts first.
+    """For vLLM's `InputProcessor`: check contexts first.
 
     Raises vLLM's error for bad requests with the `StoreError`'s text.
     """
@@ -62,9 +62,9 @@ def process_inputs(
 
 
 def to_beam_search_params(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of a request of the OpenAI-compatible server: refuse contexts.
+    """For requests of the OpenAI-compatible server: refuse contexts.
 
-    vLLM's beam search sends requests of its own, which do not name the context.
+    vLLM's beam search sends its own requests, which do not name the context.
     """
     if PARAMETER in (self.kv_transfer_params or {}):
         from vllm.exceptions import VLLMValidationError
@@ -77,10 +77,10 @@ def to_beam_search_params(stock: Any, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 def process_outputs(stock: Any, self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of vLLM's `OutputProcessor`: end requests that the scheduler refused with its reason.
+    """For vLLM's `OutputProcessor`: end requests that the scheduler refused, with its reason.
 
     A client of the server gets an error with status 400 or 404. `LLM.generate` returns an output
-    without tokens that finished by "error"; its `kv_transfer_params` hold the reason.
+    without tokens and with finish reason "error"; its `kv_transfer_params` hold the reason.
     """
     from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
     from vllm.v1.engine import FinishReason
@@ -91,7 +91,7 @@ def process_outputs(stock: Any, self: Any, outputs: Any, *args: Any, **kwargs: A
         if not isinstance(reply, dict):
             continue
         if "status" not in reply:
-            # Of this engine; another one in this process rarely has the same tokenizer.
+            # Fronts of this engine: another in the same process rarely shares the tokenizer.
             for front in [x for of, x in _fronts.items() if of.tokenizer is self.tokenizer]:
                 front.hear(reply)
             continue
@@ -111,7 +111,7 @@ def check(processor: Any, params: Any) -> str | Order | None:
     """The name of the context that a request asks about, or its order; None if it has neither.
 
     Raises vLLM's error for bad requests (HTTP 400) with the `StoreError`'s text. Only the scheduler
-    checks that the context exists, since it knows those that are in memory alone.
+    checks that the context exists, since it knows those that are only in memory.
     """
     transfer = transfer_of(params)
     if PARAMETER not in transfer:
@@ -142,10 +142,10 @@ def _put_ids(processor: Any, found: str | Order, made: Any, params: Any) -> None
     """Set the prompt of a question or a document; other orders do not read theirs."""
     front, ids = _fronts[processor], made.prompt_token_ids
     tokenizer = None if transfer_of(params).get(EXACT) else getattr(processor, "tokenizer", None)
-    # Their places would be those of the prompt as it came.
+    # Places of embeddings and images would still be those of the original prompt.
     no_text = ids is None or made.mm_features or getattr(made, "prompt_embeds", None) is not None
     if no_text and isinstance(found, str | Compression):
-        raise StoreError("A request about a context is text, without embeddings, images and sound.")
+        raise StoreError("A request about a context is text only: no embeddings, images or audio.")
     if isinstance(found, str):
         # Only the scheduler may know the context; then the prompt stays as it is.
         if tokenizer is not None and (follow := front.known(found)[1]):
@@ -181,10 +181,10 @@ _REMEMBERED = 2**18
 
 
 class Front:
-    """Takes in documents and questions.
+    """Receives documents and questions.
 
     Args:
-        vllm_config: vLLM's.
+        vllm_config: vLLM's config.
 
     Attributes:
         store: only its headers are read here.
@@ -210,7 +210,7 @@ class Front:
         return DEFAULT_WITHOUT_QUESTION, None
 
     def hear(self, reply: dict[str, Any]) -> None:
-        """Take in a reply of the scheduler: a document was read, or a context is deleted."""
+        """Process a reply of the scheduler: a document was read, or a context was deleted."""
         name = reply.get("name", "")
         found = self.formats.pop(name, None)
         self.store.forget(name)
@@ -225,9 +225,9 @@ class Front:
         """The prompt with which a document is read, and the order with its start and continuation.
 
         Args:
-            order: as the client sent it.
+            order: the client's order.
             ids: the request's prompt.
-            tokenizer: the front's, or None.
+            tokenizer: the front's tokenizer, or None.
 
         Raises `StoreError` if the engine cannot compress the document.
         """

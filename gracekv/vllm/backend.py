@@ -1,4 +1,4 @@
-"""vLLM's attention for CPUs, with contexts beside its pages. Imports vLLM."""
+"""vLLM's attention for CPUs, with contexts in addition to its pages. Imports vLLM."""
 
 from __future__ import annotations
 

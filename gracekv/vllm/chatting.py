@@ -1,4 +1,4 @@
-"""`ServedConversation`: turns about a context on a vLLM server, which do not grow."""
+"""`ServedConversation`: a conversation about a context on a vLLM server."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from gracekv.vllm.requests import Request
 
 
 class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]):
-    """Turns about a context on a server; make it by `Client.chat`.
+    """Turns about a context on a server; made by `Client.chat`.
 
     A turn sends the messages that are not compressed yet. When `compact` says so, the server
-    extends the context by the older ones into a context of this conversation's own, beside other
-    requests; turns go on over the old one until the new one is ready. For one thread at a time.
+    extends the context by the older messages into a new context of this conversation, while it
+    serves other requests; turns use the old one until the new one is ready. Not thread-safe.
 
     Raises `ConfigError` for a limit without `compact`, or with a strategy or a history.
 
     Attributes:
-        messages: the turns so far: {"role": "user", "content": text}, or as they were sent.
+        messages: the turns so far: {"role": "user", "content": text}, or in the form passed to
+            `send`.
         context: name of the context that the next turn reads.
     """
 
@@ -37,14 +38,14 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         expect(limit, Limit | None, "limit takes a gracekv.Limit(entries_per_head=512)")
         expect(compact, Compaction | None, "compact takes a gracekv.Compaction(after=..., ratio=4)")
         if limit is not None and compact is None:
-            raise ConfigError("A server cuts a conversation when it compresses: pass compact, too.")
+            raise ConfigError("A server cuts a conversation when it compresses: also pass compact.")
         if limit is not None and (limit.strategy or limit.history):
             raise ConfigError("A server's limit has no strategy and no history: leave them out.")
         self._client, self._limit, self._compact = client, limit, compact
         expect(count, int, "messages takes the number of messages in the context")
         self._first, self._count, self._closed = context, count, False
         self._name, self._made = f"chat-{secrets.token_hex(8)}", 0
-        # Contexts of this conversation's own that the server may hold.
+        # This conversation's own contexts that the server may hold.
         self._own: list[str] = []
         self._begin()
 
@@ -71,14 +72,14 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
 
         Args:
             question: the user's turn.
-            max_tokens: the most tokens of the answer.
+            max_tokens: maximum tokens of the answer.
             options: more fields of `POST /v1/completions`, such as temperature=0.7.
 
         Raises:
-            StoreError: the server refuses the turn; or could not compress older messages, which
+            StoreError: the server refuses the turn, or could not compress older messages, which
                 then stay uncompressed.
-            ConfigError: `options` ask for several answers, for the prompt with the answer,
-                for `stream`, or for `max_new_tokens`; or another turn was answered meanwhile.
+            ConfigError: `options` ask for several answers or for the prompt with the answer, or
+                have `stream` or `max_new_tokens`; or another turn was answered meanwhile.
             PromptError: the question is empty.
         """
         check_question(question, unread=bool(self._count and not self.messages))
@@ -96,12 +97,12 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
     ) -> str:
         """The answer to a whole history of messages, as in `gracekv.hf.conversation.Conversation`.
 
-        That the context consists of the first of them, with these tools, is not checked at the
-        first turn. Raises what `stream` raises, and what `Conversation.send` does.
+        The first turn does not check that the context consists of the first messages, with these
+        tools. Raises what `stream` and `Conversation.send` raise.
         """
         one_of("edited", edited, ("refuse", "compress"))
         before: dict[str, Any] = {}
-        # Looked at here only where it decides: a long history takes seconds to tokenise.
+        # Checked early only where it matters: a long history takes seconds to tokenise.
         if edited == "compress":
             try:
                 self._new_turns(messages, tools)
@@ -148,22 +149,22 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             # The token at which the answer stopped, if it is not the tokenizer's own.
             end = getattr(choice, "stop_reason", None)
             yield choice.text
-        if not answer or isinstance(end, str):  # its tokens go on behind the stop string
+        if not answer or isinstance(end, str):  # its tokens continue past the stop string
             answer = continued(client._tokenizer, text)
         if answer and answer[-1] in (client._tokenizer.eos_token_id, end):
             answer.pop()
         if self.messages is not known:
             raise ConfigError("Another turn was answered during this stream. Ask this one again.")
         self._tail = [*tail, ("assistant", answer)]
-        # Copies, so that edits of what the caller holds are found.
+        # Copies, so that edits by the caller are noticed.
         answered = {"role": "assistant", "content": text}
         self.messages, self._tools = [*deepcopy(messages), answered], deepcopy(tools)
         self._take_over()
 
     def _take_over(self) -> None:
-        """Use a context that is ready, and let the server make the next one if it is due.
+        """Switch to a context that is ready, and have the server make the next one if it is due.
 
-        An error waits for the next turn, since this one may have its answer.
+        An error is kept for the next turn, since this one may have its answer already.
         """
         try:
             self._go_on()
@@ -195,23 +196,23 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             name, self._made = f"{self._name}.{self._made}", self._made + 1
             self._own.append(name)
             ids = [x for _, ids in self._tail for x in ids][:tokens]
-            # As in `Conversation`: a ratio of 1 may count bytes of 16 bits.
+            # As in `Conversation`: a ratio of 1 may count bytes in 16 bits.
             size = {"entries_per_head": tokens} if ratio == 1 else {"ratio": ratio}
             options = {"into": name, **size, "limit": self._limit}
             self._client.extend(self.context, ids, wait=False, **options)
             self._pending, self._runs = (name, tokens), self._runs[1:]
 
     def _delete(self, *kept: object) -> None:
-        """Delete the contexts of this conversation's own but those to be `kept`."""
+        """Delete this conversation's own contexts except those to be `kept`."""
         for name in [name for name in self._own if name not in kept]:
             with contextlib.suppress(StoreError):
-                # A server deletes no context in the making.
+                # A server does not delete a context in the making.
                 self._client._listed(name, self._client.timeout)
                 self._client.delete(name)
             self._own.remove(name)
 
     def close(self) -> None:
-        """Delete the contexts of this conversation's own; a further turn raises `CacheError`."""
+        """Delete this conversation's own contexts; a further turn raises `CacheError`."""
         self._closed = True
         self._delete()
 

@@ -19,7 +19,7 @@ from gracekv.vllm.chatting import ServedConversation
 from gracekv.vllm.header import PARAMETER
 from gracekv.vllm.requests import Request, document, request
 
-# Seconds between two looks at a context that is being made. Source: ours.
+# Seconds between polls for a context in the making. Source: ours.
 _LOOK = 0.2
 
 
@@ -36,9 +36,9 @@ class Context:
         ratio: entries of a full cache per entry.
         seconds: time from the document's first token until the context was ready.
         recipe: the pipeline's name.
-        saved: whether it is in the store's folder too.
+        saved: whether it is also in the store's folder.
         reason: why it failed.
-        recorded_bytes: the most bytes that were held of its document.
+        recorded_bytes: peak bytes held of its document.
     """
 
     name: str
@@ -64,16 +64,16 @@ class Client:
     """A client of a vLLM server with gracekv's connector.
 
     Call `client.compress("book", text, ratio=4)`, then `client.ask("book", "Who is Dinah?")`.
-    A request that the server refuses (status 400 or 404) raises `StoreError` with its reason; other
+    A request that the server refuses (status 400 or 404) raises `StoreError` with the reason; other
     errors are those of OpenAI's client.
 
     Attributes:
         url: URL of the server's API.
         model: the model's name on the server; by default its first model.
         tokenizer: the served model's; by default loaded from the server's path or hub name.
-        api_key: if the server needs one.
-        timeout: the most seconds that a compression, or one attempt of a request, may take. A
-            question or a listing that fails is sent up to three times, anything else once.
+        api_key: the server's key, if it needs one.
+        timeout: maximum seconds of a compression, or of one attempt of a request. A question or
+            listing that fails is sent up to three times, anything else once.
     """
 
     url: str = "http://localhost:8000/v1"
@@ -89,16 +89,16 @@ class Client:
 
         Args:
             name: name of the context.
-            text: the document, which gets the chat format; or token ids, which are used as they
-                are, without the end of a chat's turn.
+            text: the document, to which the chat format is added; or token ids, which are used as
+                they are, without the end of a chat's turn.
             wait: whether to wait until the context is ready; if not, see `list`.
             options: one of `ratio` (tokens per entry kept), `entries_per_head` and `kv_bytes`; and
-                optionally `recipe` (a pipeline's name), `save=True` (write it to the store's folder
-                too) and `expires` (seconds until it is deleted).
+                optionally `recipe` (a pipeline's name), `save=True` (also write it to the store's
+                folder) and `expires` (seconds until it is deleted).
 
         Raises:
             StoreError: the server refuses the document, or compressing fails or takes too long.
-            PromptError: the text is empty or no text, or the chat template changes it.
+            PromptError: the text is empty or not a string, or the chat template changes it.
             MissingDependencyError: openai is not installed, or transformers if it is needed.
         """
         ids = document(self._tokenizer, text) if isinstance(text, str) else text
@@ -113,25 +113,25 @@ class Client:
         wait: bool = True,
         **options: Any,
     ) -> Context:
-        """Extend a context by a passage, which alone is read, over the context's entries.
+        """Extend a context by a passage; only the passage is read, over the context's entries.
 
-        The context's entries stay as they are, up to a limit. The longer context replaces it, as in
-        `compress`, unless it gets another name by `into`.
+        The context's entries do not change, unless a limit cuts them. The longer context replaces
+        it, as in `compress`, unless `into` gives it another name.
 
         Args:
             name: name of the context.
-            text: the passage, which is appended to the document as it is, separators included; or
+            text: the passage, which is appended to the document as it is, including separators; or
                 token ids.
             limit: the most that the longer context may hold, with its `every` and `window` left
-                free for turns; where it is reached, the entries with the highest scores stay.
+                free for turns; if it is reached, the entries with the highest scores stay.
             wait: whether to wait until the context is ready; if not, see `list`.
             options: those of `compress`, with the budget for the passage alone and the context's
                 own recipe by default; and `into`, the name of the longer context.
 
         Raises:
-            StoreError: the server refuses the passage, as there is no such context, it is in the
+            StoreError: the server refuses the passage: there is no such context, it is in the
                 making, its prompt has a question, or the passage does not fit the model's
-                positions; or extending fails, as entries have no scores, or takes too long.
+                positions; or extending fails (entries have no scores) or takes too long.
             PromptError: the passage is empty.
             MissingDependencyError: openai is not installed, or transformers if it is needed.
         """
@@ -156,7 +156,7 @@ class Client:
         return made
 
     def _listed(self, name: str, seconds: float = 0) -> Context:
-        """The context as listed once it is made or "gone", after at most this many seconds."""
+        """The context as listed once it is made or "gone", or after this many seconds."""
         gone = Context(name, "gone", reason="It expired or was deleted.")
         end = time.monotonic() + seconds
         while True:
@@ -170,13 +170,13 @@ class Client:
 
         Args:
             name: name of the context.
-            question: a text.
-            max_tokens: the most tokens of the answer.
+            question: a string.
+            max_tokens: maximum tokens of the answer.
             options: more fields of `POST /v1/completions`, such as temperature=0.7.
 
         Raises:
             StoreError: the server has no such context, or cannot use it.
-            ConfigError: `options` have `stream`, which is a method of its own, or `max_new_tokens`.
+            ConfigError: `options` have `stream`, which is a separate method, or `max_new_tokens`.
             PromptError: the question is empty.
             MissingDependencyError: openai is not installed, or transformers if it is needed.
         """
@@ -187,7 +187,7 @@ class Client:
     def stream(
         self, name: str, question: str, max_tokens: int = 64, **options: Any
     ) -> Iterator[str]:
-        """Iterate over an answer's text as it comes; arguments and errors are those of `ask`."""
+        """Iterate over an answer's text as it arrives; arguments and errors are those of `ask`."""
         asked = request(None, name, question, self._tokenizer)
         yield from (choice.text for choice in self._choices(asked, max_tokens, options))
 
@@ -199,18 +199,18 @@ class Client:
         *,
         messages: int = 0,
     ) -> ServedConversation:
-        """A conversation about a context, which itself is never changed.
+        """Start a conversation about a context, which itself never changes.
 
         `with client.chat("book", compact=gracekv.Compaction(after=1024, ratio=4)) as chat` deletes
         what the conversation stored when it ends; `chat.ask("Who is Dinah?")` takes a turn.
 
         Args:
             name: name of the context.
-            limit: the most that context and compressed messages may hold, as in `extend`; needs
+            limit: the most that context and compressed messages may hold, as in `extend`; requires
                 `compact`.
             compact: when the server compresses older messages; by default never.
-            messages: how many messages the context consists of, if it was compressed from the ids
-                of a `Prompt.from_messages` up to `spans.context_end`; `chat.send` then goes on.
+            messages: number of messages in the context, if it was compressed from the ids of a
+                `Prompt.from_messages` up to `spans.context_end`; `chat.send` then continues them.
 
         Raises `ConfigError` for a limit without `compact`, and for values of another type.
         """
@@ -221,7 +221,7 @@ class Client:
         return tuple(map(Context.of, self._order({"list": True})["contexts"]))
 
     def delete(self, name: str) -> None:
-        """Delete a context and its files; requests that read it go on.
+        """Delete a context and its files; requests that read it continue.
 
         Raises `StoreError` if there is no such context.
         """
@@ -236,11 +236,11 @@ class Client:
 
     def _order(self, order: Mapping[str, Any], ids: Sequence[int] = (0,)) -> dict[str, Any]:
         """The server's reply to an order."""
-        # Numbers that JSON does not know, as text: a server reads fractions, and refuses NaN.
+        # Send numbers that JSON lacks as text: a server parses fractions, and refuses NaN.
         text = json.dumps(order, default=lambda x: x.item() if hasattr(x, "item") else str(x))
         order = json.loads(text, parse_constant=str)
         body = Request("", tuple(ids), None, order, exact="extend" in order).body(self._model, 1)
-        # Only a listing may be sent again: a passage whose reply was lost would be added twice.
+        # Only a listing may be retried: a passage whose reply was lost would be added twice.
         once = {} if "list" in order else {"max_retries": 0}
         said = getattr(self._send(body, **once), "kv_transfer_params", None) or {}
         if PARAMETER not in said:
@@ -294,7 +294,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     if "max_new_tokens" in options:
         raise ConfigError("On a server the length is max_tokens; got max_new_tokens.")
     if any((options.get(x) or 1) != 1 for x in ("n", "best_of")):
-        raise ConfigError("One answer comes back: leave out n and best_of, and ask again for each.")
+        raise ConfigError("Only one answer is returned: leave out n and best_of, and ask again.")
 
 
 @contextmanager

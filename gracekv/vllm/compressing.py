@@ -37,7 +37,7 @@ from gracekv.vllm.serving import LOG, refusal
 from gracekv.vllm.store import ContextStore
 from gracekv.vllm.stored_context import StoredContext
 
-# Running requests go first: the thread gets a tenth of a core that both want. Source: ours.
+# Running requests have priority: of a contended core, the thread gets a tenth. Source: ours.
 _NICE = 10
 # Seconds that an idle engine waits for the thread in each step.
 _PAUSE = 0.03
@@ -74,15 +74,15 @@ class _Job:
 class Compressor:
     """Records one prompt at a time, step by step, then compresses it in a thread.
 
-    On CPUs, observers also run in that thread while the model goes on. Tensor-parallel ranks read
-    the same prompts in the same steps, so their threads take them in the same order. For each they
-    make one cut together, and either all ranks serve the context or none does. An error while
+    On CPUs, observers also run in that thread while the model continues. Tensor-parallel ranks read
+    the same prompts in the same steps, so their threads take them in the same order. They make one
+    cut of each together, and either all ranks serve the context or none does. An error while
     recording is raised in the thread, so that the other ranks learn of it.
 
     Args:
-        vllm_config: vLLM's.
+        vllm_config: vLLM's config.
         store: the worker's store, which gets the contexts.
-        device: the worker's.
+        device: the worker's device.
         shard: the KV heads that the worker computes. Only the thread uses its exchange.
     """
 
@@ -103,14 +103,14 @@ class Compressor:
         Args:
             chunk: tokens of a compressing request in the step, or None.
             current: id of the request whose turn it is; the recording of any other is dropped.
-            made: ids of requests whose contexts are complete on all ranks: serve them from now on,
-                in place of the contexts that had their names.
+            made: ids of requests whose contexts are complete on all ranks: serve them from now on
+                instead of earlier contexts of the same names.
         """
         job = self._job
         if job is not None and job.context is not None and job.request in made:
             try:
                 self._store.put(job.context.header, job.order.name, job.context, job.order.save)
-            # Requests for it are refused, and the engine goes on.
+            # Requests for it are refused, and the engine continues.
             except Exception as error:
                 LOG.error("Context %r cannot be held.", job.order.name, exc_info=error)
         if job is not None and job.request != current:
@@ -118,7 +118,7 @@ class Compressor:
         if chunk is None:
             return None
         if chunk.start == 0:
-            # A preempted request begins again, too.
+            # A preempted request also begins again.
             self._drop()
             # On a GPU, observers launch their kernels in the model's own stream.
             own = self._device, self._pool if self._device.type == "cpu" else None, self._shard
@@ -152,7 +152,7 @@ class Compressor:
         """The result of a request that ended since the last call; called after each step.
 
         Args:
-            idle: whether the step had no tokens, so that this may wait a little.
+            idle: whether the step had no tokens, so that this may wait briefly.
         """
         job, self._pool.is_alone = self._job, idle
         if job is None or job.context is not None:
@@ -169,7 +169,7 @@ class Compressor:
             job.context = job.future.result()
             # Free what the observers hold.
             job.recording = None
-        # The engine goes on, whatever error one context meets.
+        # The engine continues, whatever error one context meets.
         except Exception as error:
             self._job = None
             reason = str(error) if isinstance(error, GracekvError) else refusal(error)
@@ -178,7 +178,7 @@ class Compressor:
 
     @property
     def recorded(self) -> int:
-        """Bytes of the recording that has not been compressed yet."""
+        """Bytes of the recording that is not compressed yet."""
         return 0 if self._recording is None else self._recording.bytes
 
     def shutdown(self) -> None:
@@ -198,12 +198,12 @@ class Compressor:
         model, shard = self._served().model, self._shard
         run = order.pipeline.run(recording.prefill(), order.budget)
         cache, past, follow = dequantised(run.cache), recording.past, order.follow
-        # A text that keeps all its entries has no scores, and stays whole.
+        # A text of which all entries are kept has no scores, and stays whole.
         scores: Sequence[Tensor] | None = run.entry_scores() or cache.unknown_scores()
         added = None
         if past is not None:
             follow, places = past.header.continuation, recording.spans.past
-            # The entries before were turned for a question right after them.
+            # The earlier entries were rotated for a question right after them.
             added = cache.length - places
             before = RaggedCache(past.layers, past.header.length)
             parts = (before, before.scores), (cache, scores)
@@ -225,7 +225,7 @@ class Compressor:
         self._store.loaded.check(order.name, rotated.kv_bytes + rotated.metadata_bytes)
         entries, size = (shard.total(x) for x in (int(cache.entries().sum()), cache.kv_bytes))
 
-        # A context that is not saved has no file to digest: any number of its own will do.
+        # An unsaved context has no file to digest, so a random number serves as its digest.
         made = describe(model, follow, cache, order.recipe, secrets.token_hex(32))
         facts = dict(self._store.model or made.model)
         made = replace(made, entries=entries, bytes=size, model=facts)
@@ -247,10 +247,10 @@ class Compressor:
 
 
 class _Thread(ThreadPoolExecutor):
-    """One thread, which gives way to the model, by its priority where systems have them.
+    """One thread that yields to the model, by a lower priority where systems have them.
 
-    While the model runs, it has a quarter of torch's threads: more of them would mostly wait, and
-    busily, on the model's cores.
+    While the model runs, it uses a quarter of torch's threads: more would mostly busy-wait on the
+    model's cores.
 
     Attributes:
         is_alone: whether the engine has nothing to compute.
@@ -266,7 +266,7 @@ class _Thread(ThreadPoolExecutor):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run the function with the threads that are free then."""
+        """Run the function with as many threads as are free when it starts."""
         return super().submit(self._limited, function, *args, **kwargs)
 
     def _limited(self, function: Any, *args: Any, **kwargs: Any) -> Any:

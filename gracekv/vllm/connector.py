@@ -19,14 +19,14 @@ from gracekv.vllm.serving import attention_layers, check_attention, check_servin
 
 
 class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
-    """Gives requests their contexts by name, beside vLLM's pages.
+    """Gives requests their contexts by name, in addition to vLLM's pages.
 
     The scheduler reads a request's `kv_transfer_params={"gracekv": name}` and salts the hashes of
     its pages with the context, so that prefix caching never mixes contexts. Each worker loads a
     context once, before the first request about it begins. Attention layers record prompts that
     become contexts, and a thread of the worker compresses them.
 
-    A request whose context cannot be used ends with an error; all others go on.
+    A request whose context cannot be used ends with an error; all others continue.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -41,7 +41,7 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
         # In a worker: replies of contexts that the step opens, by digest.
         self._opened: dict[str, dict[str, Any] | None] = {}
         if device is not None:
-            # With a process group beside vLLM's own.
+            # With a process group separate from vLLM's.
             group = get_tp_group()
             exchange = GlooExchange(group.ranks, TIMEOUT) if group.world_size > 1 else None
             heads = HeadShard(group.rank_in_group, group.world_size, exchange)

@@ -1,4 +1,4 @@
-"""`ContextAttention`: a mixin for vLLM's attention; and the step that a worker runs now."""
+"""`ContextAttention`, a mixin for vLLM's attention, and the step that a worker is running."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Step:
         query, key, value = (x[own] for x in parts)
         try:
             recording.add(extract_layer_index(name), chunk.start, query, key, value, scale)
-        # The step's other requests go on, whatever an observer raises.
+        # The step's other requests continue, whatever an observer raises.
         except Exception as error:
             self.reading = None
             recording.fail(error)
@@ -116,7 +116,7 @@ def current_step() -> Step | None:
 class ContextAttention(abc.ABC):
     """Stock attention for all tokens, then attention over context and pages for those with one.
 
-    vLLM writes keys and values as usual, so pages hold question and answer and may be moved or
+    vLLM writes keys and values as usual, so pages hold question and answer, and may be moved or
     dropped as usual. List this class before the stock implementation.
     """
 
@@ -140,7 +140,7 @@ class ContextAttention(abc.ABC):
             kv_cache: [blocks, G, block, 2d].
             attn_metadata: vLLM's for the step, or None while vLLM measures memory.
             output: [tokens, H, d].
-            output_scale: scale of a quantised output, which never goes with contexts.
+            output_scale: scale of a quantised output, which never occurs with contexts.
             output_block_scale: likewise.
         """
         running = None if attn_metadata is None else current_step()
@@ -161,7 +161,7 @@ class ContextAttention(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, running: Step, metadata: Any, kv_cache: Tensor) -> Any:
-        """The plan of the step's work over contexts, with `covers_all`; None without any.
+        """The plan of the step's work over contexts, with `covers_all`; None if there is none.
 
         Args:
             running: the step.

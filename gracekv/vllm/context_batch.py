@@ -2,7 +2,7 @@
 
 The host knows each request's context and its number of tokens in the step. A request's row in the
 step is found on the device, by the request's last page: on a GPU the host does not know it, and
-must not wait for it. Earlier pages may be those of another request that begins alike.
+must not wait for it. Earlier pages may be shared with another request that begins the same way.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _Unit = tuple[int, int, int, int, int, int]
 
 
 class Division(NamedTuple):
-    """The size of the units of work that a kernel wants.
+    """The size of the units of work for a kernel.
 
     Attributes:
-        rows: the most query rows of a unit.
-        entries: entries of a head, or tokens of pages, that deserve a part of their own.
-        programs: number of (unit, KV head) pairs that a step aims at.
+        rows: maximum query rows of a unit.
+        entries: entries of a head, or tokens of pages, that justify a part of their own.
+        programs: target number of (unit, KV head) pairs per step.
     """
 
     rows: int
@@ -56,7 +56,7 @@ class ContextBatch:
         first_slot: int64 [n + 1], index of the first partial result of each token.
         slots: total number of slots.
         merged: number of tokens with slots, which come first.
-        longest: the most query rows of a unit.
+        longest: maximum query rows of a unit.
         covers_all: whether the step has no other tokens.
     """
 
@@ -142,7 +142,7 @@ def _divide(
     Args:
         asking: see `plan_batch`.
         group: query heads per KV head.
-        most: the most query rows of a unit.
+        most: maximum query rows of a unit.
         parts_of: number of parts of each context, by digest.
         of_pages: number of parts of pages.
     """

@@ -1,6 +1,6 @@
 """`export`: write a compressed prompt as a folder that vLLM can serve.
 
-The folder of a context is written atomically, replaced, and deleted here.
+Context folders are written (atomically), replaced and deleted here.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
 
         gracekv.vllm.export(result, "store/book")
 
-    Writing is atomic: a killed process leaves the new context or what was there before. An existing
+    Writing is atomic: a killed process leaves either the new context or the old state. An existing
     folder is replaced if it holds nothing but a context's files. A batch writes book-1, book-2, ...
 
     Args:
-        result: what `compress` or `load` returned.
+        result: the result of `compress` or `load`.
         path: the store's folder, and the context's name in it.
 
     Returns:
@@ -50,7 +50,7 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
 
     Raises:
         StoreError: the name is not a plain folder name, or its folder holds other files.
-        UnsupportedModelError: the model is sharded over processes, or vLLM would not see the
+        UnsupportedModelError: the model is sharded over processes, or vLLM would not attend to the
             entries as this model does (RoPE that depends on the length, sliding windows, ...).
         CacheError: the model's weights or adapters have changed since the compression.
     """
@@ -72,7 +72,7 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
 
 
 def _follow(prompt: Prompt, cache: RaggedCache) -> Continuation:
-    """How requests continue `prompt`, of which `cache` was made."""
+    """How requests continue `prompt`, from which `cache` was made."""
     spans, tokenizer = prompt.spans, prompt.tokenizer
     end = spans.length if prompt.has_question else spans.context_end
     text = None
@@ -98,7 +98,7 @@ def describe(
         follow: how requests continue it.
         cache: its entries.
         recipe: the pipeline's name.
-        digest: digest of the entries' file, or a number in its place.
+        digest: digest of the entries' file, or a random number instead.
     """
     return ContextHeader(
         length=cache.length,
@@ -115,11 +115,11 @@ def describe(
 
 
 def moved(model: Any, cache: RaggedCache, by: int | None = None) -> RaggedCache:
-    r"""Turn the keys so that they lie `by` positions earlier.
+    r"""Rotate the keys to `by` positions earlier.
 
-    R(p) k becomes R(p - b) k = R(-b) R(p) k, in float32; attention depends on differences of
-    positions only. By default b is T, so that the token after the entries has position 0.
-    `positions` stay those of the prompt.
+    R(p) k becomes R(p - b) k = R(-b) R(p) k, in float32; attention depends only on differences of
+    positions. By default b is T, so that the token after the entries has position 0. `positions`
+    stay those of the prompt.
 
     Source: Eq. (T1).
     """
@@ -133,9 +133,9 @@ def moved(model: Any, cache: RaggedCache, by: int | None = None) -> RaggedCache:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise `StoreError` if `folder` exists and is not a folder with files of exports only.
+    """Raise `StoreError` if `folder` exists and holds anything but files of exports.
 
-    `OutputError` if it does not exist and cannot be made.
+    Raises `OutputError` if it does not exist and cannot be made.
     """
     if not os.path.lexists(folder):
         check_output(folder / HEADER)
@@ -190,11 +190,11 @@ def write_context(
 def delete_context(folder: Path) -> bool:
     """Delete a context's files, the header first; return whether there was a context.
 
-    What an export left that was killed is deleted too. Raises `StoreError` if `folder` holds other
-    files, or if an export is writing there.
+    Also deletes what a killed export left. Raises `StoreError` if `folder` holds other files, or if
+    an export is writing there.
     """
     names = os.listdir(folder) if folder.is_dir() else []
-    # A folder that no export wrote is no context.
+    # A folder that no export wrote is not a context.
     if HEADER not in names and not (names and all(map(is_ours, names))):
         return False
     check_replaceable(folder)
@@ -228,7 +228,8 @@ def _locked(folder: Path, wait: bool) -> int | None:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
         opened.callback(os.close, handle)
-        # The lock ends with the process, however it ends, and leaves no file. Not on every system.
+        # The lock ends with the process, however that ends, and leaves no file. Not all systems
+        # have it.
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
@@ -244,7 +245,7 @@ def _locked(folder: Path, wait: bool) -> int | None:
 
 
 def _delete(folder: Path, unneeded: Callable[[str], bool]) -> None:
-    """Delete our files with unneeded names, also those of killed exports."""
+    """Delete our files with unneeded names, including those of killed exports."""
     for path in folder.iterdir():
         if is_ours(path.name) and unneeded(path.name):
             path.unlink()

@@ -1,8 +1,8 @@
-"""vLLM's attention for NVIDIA GPUs, with contexts beside its pages. Imports vLLM.
+"""vLLM's attention for NVIDIA GPUs, with contexts in addition to its pages. Imports vLLM.
 
-For both backends that vLLM chooses by default on most GPUs. The kernel reads pages by their
+For the two backends that vLLM chooses by default on most GPUs. The kernel reads pages by their
 strides, which works for both. Merging with the stock result by log-sum-exp would need internals of
-each; pages of a question and its answer are short beside a context.
+each, and the pages of a question and its answer are short compared to a context.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GPUContextAttention(ContextAttention):
         self._has_store = has_store(get_current_vllm_config_or_none())
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Whether the stock kernel may quantise its output: not if contexts' rows come later."""
+        """Whether the stock kernel may quantise its output: not if rows with contexts follow."""
         stock: Any = super()
         return not self._has_store and bool(stock.fused_output_quant_supported(quant_key))
 

@@ -1,4 +1,4 @@
-"""`ContextHeader`: what `header.json` says about a context in a store."""
+"""`ContextHeader`: the contents of `header.json`, which describes a context in a store."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gracekv.errors import StoreError
 from gracekv.registry import check_values
 
 FORMAT = 3
-"""Raise it when this version could misread contexts of an older one.
+"""Increase it when this version could misread contexts of an older one.
 
-Formats before 3 have no checksum, and name weights by a sample that misses most of them.
+Formats before 3 have no checksum, and identify weights by a sample that misses most of them.
 """
 
 HEADER = "header.json"
@@ -23,7 +23,7 @@ PARAMETER = "gracekv"
 """The key of a context's name in a request's `kv_transfer_params`."""
 
 EXACT = "gracekv_exact"
-"""The key in `kv_transfer_params` that says: read the prompt's tokens as they are."""
+"""The key in `kv_transfer_params` that has the prompt's tokens read as they are."""
 
 QUESTION = "{question}"
 """Stands for the question in `Continuation.question_text`."""
@@ -31,14 +31,14 @@ QUESTION = "{question}"
 SEPARATOR = "\n\n"
 """Between a question and a context that vLLM makes, as in `Prompt.from_chat`."""
 
-# Each head holds as many entries as the recipe chose, beside vLLM's pages; the only kind there is.
+# Each head holds as many entries as the recipe chose, outside vLLM's pages; so far the only kind.
 _KIND = "ragged"
-# The largest header in bytes; only the part of a prompt that follows the context has any length.
-# Source: ours.
+# Maximum bytes of a header, of which only the prompt's part after the context can be long. Source:
+# ours.
 _LARGEST = 2**24
 # No model has more layers or heads.
 _MOST = 2**16
-# Replies carry numbers of 64 bits.
+# Numbers in replies have 64 bits.
 _NUMBERS = 2**63
 # Some systems reserve names for devices, so these are not folder names everywhere.
 _NAME = re.compile(
@@ -135,12 +135,12 @@ class ContextHeader(Continuation):
 
     @property
     def entries_file(self) -> str:
-        """The name of the entries' file; with the digest in it, no other header can mean it."""
+        """The name of the entries' file; its digest ties it to this header."""
         return f"entries-{self.digest[:16]}.safetensors"
 
     @property
     def continuation(self) -> Continuation:
-        """How requests continue the context, without the rest."""
+        """The part of the header that says how requests continue the context."""
         return Continuation(**{x.name: getattr(self, x.name) for x in fields(Continuation)})
 
     def to_json(self) -> str:

@@ -18,9 +18,9 @@ from gracekv.vllm.serving import refusal
 from gracekv.vllm.store import ContextStore
 
 WAIT = 600.0
-"""The most seconds that a request waits for a context in the making. Source: ours."""
+"""Maximum seconds that a request waits for a context in the making. Source: ours."""
 
-# The most finished jobs that are remembered. Source: ours.
+# Maximum number of finished jobs that are remembered. Source: ours.
 _REMEMBERED = 1024
 
 
@@ -45,26 +45,26 @@ class Jobs:
     """A queue of contexts in the making, and a record of those that were made.
 
     Args:
-        store: the scheduler's, which gets the headers of unsaved contexts.
+        store: the scheduler's store, which gets the headers of unsaved contexts.
         ranks: number of workers that share a model; each makes its part of a context.
 
     Attributes:
         jobs: by request id, in order of arrival; the first one is current.
-        forgotten: names of contexts that workers have yet to delete, each with the only digest that
-            is meant, or None.
+        forgotten: names of contexts that workers have yet to delete, each with the digest to
+            delete, or None for any.
         made: ids of requests whose contexts workers have yet to serve.
     """
 
     def __init__(self, store: ContextStore, ranks: int = 1) -> None:
         self._store, self._ranks = store, ranks
-        # Of the current job, which ends when every worker has reported.
+        # Outcomes of the current job, which ends when every worker has reported.
         self._outcomes: list[Outcome] = []
         self.jobs: OrderedDict[str, Job] = OrderedDict()
         self._done: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._expiry: dict[str, tuple[float, str]] = {}
         self.forgotten: dict[str, str | None] = {}
         self.made: set[str] = set()
-        # The most bytes held of the current document.
+        # Peak bytes held of the current document.
         self._recorded = 0
 
     @property
@@ -74,7 +74,7 @@ class Jobs:
 
     @property
     def pending(self) -> bool:
-        """Whether the engine has to go on stepping without requests to finish a context."""
+        """Whether the engine has to keep stepping without requests to finish a context."""
         return bool(self.made) or any(job.read for job in self.jobs.values())
 
     def is_making(self, name: object) -> bool:
@@ -90,7 +90,7 @@ class Jobs:
     def add(
         self, request: str, order: Order, parameters: Mapping[str, Any], length: int
     ) -> dict[str, Any] | None:
-        """Take in a request's order; the reply, or None if it queues a context.
+        """Execute or queue a request's order; returns the reply, or None if it was queued.
 
         Args:
             request: the request's id.
@@ -111,7 +111,7 @@ class Jobs:
                 header = self.source(name)
                 if header.has_question or header.prompt_ids:
                     raise StoreError(
-                        f"The prompt of context {name!r} goes on after its entries, so a passage "
+                        f"The prompt of context {name!r} continues after its entries, so a passage "
                         f"cannot follow them. Compress a prompt without a question: "
                         f"Prompt.from_chat(tokenizer, context=text)."
                     )
@@ -127,7 +127,7 @@ class Jobs:
             return {"contexts": self.listing(parameters, order.name)}
         if self.is_making(order.name):
             raise StoreError(f"Context {order.name!r} is being made. Delete it afterwards.")
-        # What may be refused comes first.
+        # First, since it may be refused.
         saved = delete_context(self._store.folder(order.name))
         self.forgotten[order.name] = None
         self._expiry.pop(order.name, None)
@@ -169,11 +169,11 @@ class Jobs:
     def update(
         self, outcomes: Iterable[Outcome], dropped: Set[tuple[str, str]], recorded: int = 0
     ) -> None:
-        """Take in a report of the workers.
+        """Process a report of the workers.
 
         Args:
             outcomes: outcomes of the current job.
-            dropped: names and digests of unsaved contexts that were dropped for want of room.
+            dropped: names and digests of unsaved contexts that were dropped for lack of room.
             recorded: bytes held of the current document.
         """
         self._recorded = max(self._recorded, recorded)
@@ -208,7 +208,7 @@ class Jobs:
             self._done.popitem(last=False)
 
     def refused(self, error: Exception, name: object = None) -> dict[str, Any]:
-        """The reply to a request that an error refuses, with the reason why `name` is missing."""
+        """The reply to a request that failed, with the reason why `name` is missing."""
         reply = refused(error)
         if reply["status"] == 404 and isinstance(name, str):
             if self.is_making(name):
@@ -220,11 +220,11 @@ class Jobs:
     def listing(self, given: Mapping[str, Any], only: str | None = None) -> list[dict[str, Any]]:
         """A description of each context that a request with these `kv_transfer_params` may see.
 
-        `only` is the name of the one context that is looked for; [] if there is none.
+        `only` is the name of the only context to list; [] if it does not exist.
         """
         names = self._store.names() if only is None else [only]
         found = {name: facts for name in names if (facts := self._described(name))}
-        # While its replacement is in the making, or if it fails, the old context answers.
+        # The old context answers while its replacement is in the making, or if that fails.
         for name, known in self._done.items():
             if "reason" in known:
                 found[name] = found.get(name, {}) | known
@@ -235,7 +235,7 @@ class Jobs:
             found[name] = found.get(name, {}) | made
         listed = []
         for name in sorted(found if only is None else found.keys() & {only}):
-            # If the operator's function raises, the request may not see the context.
+            # If the operator's `allow` raises, the request may not see the context.
             with contextlib.suppress(Exception):
                 self._store.check_allowed(name, given)
                 listed.append(found[name])

@@ -2,9 +2,9 @@
 
 One call serves all requests of a step, whatever their contexts: threads take units of work (see
 `gracekv.vllm.context_batch`) from a shared counter. A unit reads its entries once, in short pieces,
-with all its queries at a time, and keeps a running maximum and sum (online softmax). The thread
-that finishes the last unit of a query row merges its partial results, in the order of their slots.
-Results are the same to the bit on any number of threads.
+for all its queries together, and keeps a running maximum and sum (online softmax). The thread that
+finishes the last unit of a query row merges its partial results, in the order of their slots.
+Results are bitwise identical for any number of threads.
 
 Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothing.
 """
@@ -46,7 +46,7 @@ class PagedArgs(ctypes.Structure):
         query, output: float32 [n, G, q, d].
         partial: float32 [S * G * q, d + 2]: output, maximum and sum.
         counters: int64 [1 + n G q] zeros: units taken so far, and finished ones of each query row.
-        longest: the most query rows of a unit.
+        longest: maximum query rows of a unit.
     """
 
     _fields_ = [
@@ -188,7 +188,7 @@ def _run_work(args: Any, like: Any) -> None:
 def work_kernel(dtype: torch.dtype) -> Any:
     """The kernel for contexts and pages of a dtype: a C callback on the address of `PagedArgs`.
 
-    The first call on a machine compiles for some seconds; later ones load the result from disk.
+    The first call on a machine compiles for a few seconds; later ones load the result from disk.
     """
     number = NUMBERS[dtype]
     sources = digest(*_SOURCES)

@@ -1,4 +1,4 @@
-"""Requests beside questions: make a context of the prompt, extend one, list or delete contexts.
+"""Requests other than questions: make or extend a context, list or delete contexts.
 
 A question gives the name of a context; such a request gives a mapping instead. See docs/vllm.md.
 """
@@ -34,7 +34,7 @@ class Listing:
     """Lists contexts.
 
     Attributes:
-        name: name of the only one that is listed, if there is such a context; None for all.
+        name: name of the only context to list, if it exists; None for all.
     """
 
     name: str | None = None
@@ -60,11 +60,11 @@ class Compression:
         recipe: the pipeline's name.
         pipeline: compresses the prompt.
         budget: size of the context, or of the passage's part of it.
-        save: whether to write it to the store's folder too.
+        save: whether to also write it to the store's folder.
         expires: seconds until it is deleted, or None.
         start: tokens before the document, which are never compressed.
         follow: how requests continue it.
-        source: the context that the prompt continues, which stays unless it has the same name;
+        source: the context that the prompt continues, which is kept unless it has the same name;
             None for a document.
         limit: the most entries of the longer context, or None.
     """
@@ -85,7 +85,7 @@ class Compression:
 
         Args:
             length: tokens of the prompt.
-            past: places of the context before it, for a passage.
+            past: places of the context that precedes a passage.
 
         Raises `StoreError` if fewer than two tokens of a document are left to compress.
         """

@@ -11,9 +11,9 @@ TESTED = ("0.32.0",)
 def register() -> None:
     """Replace vLLM's attention by attention over contexts, on CPUs and NVIDIA GPUs.
 
-    Without a context it computes what the stock one does. On other platforms vLLM keeps its
-    attention, and an engine with a store does not start. Warns about versions that are not tested,
-    and changes nothing in a version that lacks what contexts need.
+    Without a context, it computes the same as the stock one. On other platforms vLLM keeps its
+    attention, and an engine with a store does not start. Warns about untested versions, and changes
+    nothing in versions that lack what contexts need.
     """
     import vllm
 
@@ -35,7 +35,7 @@ def register() -> None:
         from gracekv.vllm.serving import replacements
 
         if not hasattr(KVConnectorBlockState, "get_block_ids"):
-            raise ImportError("its scheduler does not tell connectors the blocks of requests")
+            raise ImportError("its scheduler does not pass connectors the blocks of requests")
         admission.wrap(InputProcessor, admission.process_inputs)
         admission.wrap(OutputProcessor, admission.process_outputs)
         for request in (ChatCompletionRequest, CompletionRequest):

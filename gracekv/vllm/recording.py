@@ -52,15 +52,15 @@ class Chunk:
 class Recording:
     """Collects a prompt's keys, values and chosen queries, and shows every run to observers.
 
-    The tensors lie outside vLLM's pages, which are freed as after any request.
+    The tensors are outside vLLM's pages, which are freed as after any request.
 
     Args:
         order: the compression.
         length: T, tokens of the prompt, including the one that is read after the document.
         served: the model.
-        device: the worker's.
-        pool: runs the observers while the model goes on, at most one run of every layer behind; by
-            default they run at once.
+        device: the worker's device.
+        pool: runs the observers while the model continues, at most one run of every layer behind;
+            by default they run immediately.
         shard: the KV heads that this worker records.
         past: the context that the prompt extends, or None.
 
@@ -82,13 +82,13 @@ class Recording:
     ) -> None:
         needs = order.pipeline.needs()
         self.past = past
-        # All ranks begin in the same step, so they have no exchange here.
+        # All ranks begin in the same step, so they need no exchange here.
         places = 0 if past is None else past.places
         before = None if past is None else RaggedCache(past.layers, past.header.length)
         self.order, self.spans, self._shard = order, order.spans(length, places), shard
-        # An engine computes nothing twice, so hold whatever may be needed later from the start.
+        # An engine computes nothing twice, so hold from the start whatever may be needed later.
         once = CaptureSizes(kv=0, queries=0, again=False)
-        # Evenly spaced queries end at the plan's recent window, which may be a short one.
+        # Evenly spaced queries end at the plan's recent window, which may be short.
         recent = order.pipeline.plan_for(served.model, self.spans, order.budget).recent
         positions = held_positions(replace(needs, recent=recent), self.spans, once, None)
         layers = model_layers(served.model)
@@ -96,7 +96,7 @@ class Recording:
         self._record = Recorder(self._observations, positions, layers)
         if before is not None:
             self._record.follow(past_of(before, places=places), None)
-        # As in a capture, only differences of positions matter, and places of `past` have none.
+        # As in a capture, only differences of positions matter; places of `past` have position 0.
         self._rope, self._unrotated = served.rope(length, device, places), self._record.unrotated()
         self.failure: Exception | None = None
         sizes = CaptureSizes.of(served.model)
@@ -147,26 +147,26 @@ class Recording:
 
     @property
     def bytes(self) -> int:
-        """The most bytes of keys, values and queries held beside vLLM's pages."""
+        """Maximum bytes of keys, values and queries held in addition to vLLM's pages."""
         record = self._record
         # Lists, since the thread that compresses empties them.
         held = (list(x.values()) for x in (record.keys, record.values, record.queries))
         return sum(x.nbytes for part in held for x in part) + self._run_bytes * len(self._ends)
 
     def check_free(self, free: int, tokens: int) -> None:
-        """Raise `StoreError` if what is to be held does not fit into `free` bytes.
+        """Raise `StoreError` if the recording does not fit into `free` bytes.
 
-        A step of the engine has up to `tokens`, and allocates what they need as it runs.
+        A step of the engine has up to `tokens` and allocates their activations as it runs.
         """
         free = max(0, free - self._step_need * tokens)
         if self._need > free:
             raise StoreError(
-                f"Reading this document takes {self._need:,} bytes beside vLLM's own, and {free:,} "
-                f"are free. Send a shorter one, or start with a lower --gpu-memory-utilization."
+                f"Reading this document takes {self._need:,} bytes besides vLLM's; {free:,} are "
+                f"free. Send a shorter one, or start with a lower --gpu-memory-utilization."
             )
 
     def fail(self, error: Exception) -> None:
-        """Refuse the document, and let go of what was recorded."""
+        """Refuse the document, and free what was recorded."""
         self.failure = error
         self._clear()
 
@@ -175,12 +175,12 @@ class Recording:
             held.clear()
 
     def cancel(self) -> None:
-        """Stop showing tokens to the observers; the recording is of no use afterwards."""
+        """Stop showing tokens to the observers; the recording is unusable afterwards."""
         for each in list(self._waiting):
             each.cancel()
 
     def prefill(self) -> Prefill:
-        """The recorded prefill, once the observers have seen all of it; call this once.
+        """Return the recorded prefill, once observers have seen all of it; call this once.
 
         Raises `StoreError` if tokens are missing, and any error of an observer.
         """

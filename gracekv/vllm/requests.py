@@ -1,6 +1,6 @@
 """`request`: a question about a stored context, ready for vLLM; `document`: a text to compress.
 
-Also how the server finds the document in a request, and the question that continues a context.
+Also finds, on the server, the document in a request and the question that continues a context.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Request:
     Attributes:
         context: the context's name.
         prompt_ids: the tokens that vLLM reads: question and chat format without the context.
-        room: the most tokens of prompt and answer together within the model's positions, or None if
+        room: maximum tokens of prompt and answer together within the model's positions, or None if
             unknown.
-        order: such as {"compress": {...}}; None for a question.
+        order: an order such as {"compress": {...}}; None for a question.
         exact: whether the server reads these tokens even if they open a conversation.
     """
 
@@ -69,7 +69,7 @@ class Request:
 
         Args:
             model: the model's name on the server.
-            max_tokens: the most tokens of the answer.
+            max_tokens: maximum tokens of the answer.
             options: more fields, such as stream=True.
 
         Raises `PromptError` if prompt and answer do not fit the model's positions.
@@ -79,7 +79,7 @@ class Request:
         return {**fixed, "temperature": 0.0, **self._with(options)}
 
     def _with(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """`options`, with what names the context among their `kv_transfer_params`."""
+        """`options`, with the context's name added to their `kv_transfer_params`."""
         own, name = self.extra_args, "kv_transfer_params"
         return {**options, name: {**(options.get(name) or {}), **own[name]}}
 
@@ -106,7 +106,7 @@ def request(
         store: the folder or the store; None for a context that vLLM made from a `document`, whose
             header is not needed.
         name: name of the context.
-        question: a text; None for a context whose prompt already had its question.
+        question: a string; None for a context whose prompt already had its question.
         tokenizer: the one that made the context's ids; vocabulary and chat template are compared.
 
     Raises:
@@ -133,7 +133,7 @@ def request(
         if other := [mark for mark, value in marks.items() if own.get(mark, value) != value]:
             raise StoreError(f"Context {name!r} has another tokenizer: {', '.join(other)} differ.")
         ids = (*ids, *first_turn(tokenizer, question, header.separator, header.template))
-    # A context that is itself longer than the model's positions had its warning.
+    # A context that is itself longer than the model's positions has caused a warning already.
     room = None
     if header.positions is not None and header.length <= header.positions:
         room = header.positions - header.length
@@ -159,7 +159,7 @@ def opened(tokenizer: Any, ids: Sequence[int]) -> tuple[list[int], int | None]:
     """Find, on the server, where the document in a compressing request begins and ends.
 
     Args:
-        tokenizer: the server's.
+        tokenizer: the server's tokenizer.
         ids: the request's prompt, from `document`, from a chat whose message is the document, or
             any other.
 
@@ -189,7 +189,7 @@ def opened(tokenizer: Any, ids: Sequence[int]) -> tuple[list[int], int | None]:
 def passage(tokenizer: Any, ids: Sequence[int]) -> list[int]:
     """Find, on the server, the passage in a request that extends a context.
 
-    That is the message of a chat; other ids are used as they are, without the special tokens with
+    It is the message of a chat; other ids are used as they are, without the special tokens with
     which the server's tokenizer begins every text.
 
     Raises `StoreError` if it is a chat with a system prompt.
@@ -219,7 +219,7 @@ def continuing(tokenizer: Any, name: str, follow: Continuation, ids: Sequence[in
     separator, so that the message continues the context's turn.
 
     Args:
-        tokenizer: the server's.
+        tokenizer: the server's tokenizer.
         name: name of the context.
         follow: how requests continue it.
         ids: the request's prompt.
@@ -243,7 +243,7 @@ def continuing(tokenizer: Any, name: str, follow: Continuation, ids: Sequence[in
     if opening and start is not None:
         ids = ids[start:]
         if closing:
-            # Blanks alone may have other tokens than blanks before a word.
+            # Whitespace alone may be tokenised differently than before a word.
             word, both = continued(tokenizer, "a"), continued(tokenizer, follow.separator + "a")
             cut = len(both) - len(word)
             # One token may hold the end of the separator and the start of the word.
@@ -255,8 +255,8 @@ def continuing(tokenizer: Any, name: str, follow: Continuation, ids: Sequence[in
 def _message_start(tokenizer: Any, ids: list[int], opening: list[int]) -> int | None:
     """Where the message behind `opening` begins in `ids`, or None if they begin otherwise.
 
-    Its first blanks may be one token with the opening's end, which belongs to it as in
-    `Prompt.from_chat`: if it has no fewer characters there.
+    Its leading whitespace may share a token with the opening's end. As in `Prompt.from_chat`, the
+    token belongs to the message if at least half of its characters do.
     """
     size = len(opening)
     if ids[:size] == opening:

@@ -16,8 +16,8 @@ from gracekv.vllm.recording import Chunk
 from gracekv.vllm.serving import LOG
 from gracekv.vllm.store import ContextStore
 
-# Contexts that workers open in one step: those of requests that wait for pages stay in memory.
-# Source: ours.
+# Maximum contexts that workers open in one step, since those of requests that wait for pages stay
+# in memory. Source: ours.
 _AT_ONCE = 8
 
 
@@ -32,7 +32,7 @@ class StepContexts(base.KVConnectorMetadata):  # type: ignore[misc]
         chunk: tokens of the step that are recorded.
         current: id of the request whose prompt is compressed now.
         made: ids of requests whose contexts are complete in all workers, to be served from now on.
-        forgotten: names of deleted contexts, each with the only digest that is meant, or None.
+        forgotten: names of deleted contexts, each with the digest to delete, or None for any.
         idle: whether the step has no tokens.
     """
 
@@ -52,10 +52,10 @@ class WorkerReport(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     Attributes:
         outcomes: outcomes of compressed prompts, one from each worker.
-        dropped: names and digests of unsaved contexts that were dropped for want of room.
+        dropped: names and digests of unsaved contexts that were dropped for lack of room.
         opened: for each context that the step opened, by digest: None if it is in memory, else the
             reply to requests about it.
-        recorded: bytes held of the prompt that is compressed.
+        recorded: bytes held of the prompt that is being compressed.
     """
 
     outcomes: list[Outcome]
@@ -64,29 +64,28 @@ class WorkerReport(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
     recorded: int = 0
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
-        """The report of both workers."""
+        """The combined report of both workers."""
         opened = {x: self.opened.get(x) or other.opened.get(x) for x in self.opened | other.opened}
         outcomes, dropped = self.outcomes + other.outcomes, self.dropped | other.dropped
         return WorkerReport(outcomes, dropped, opened, self.recorded + other.recorded)
 
 
 class SchedulerSide:
-    """Knows each request's context, which requests wait for one, and which prompt becomes one.
+    """Tracks each request's context, which requests wait for one, and which prompt becomes one.
 
-    A request begins when the workers have its context in memory, where the context stays until the
-    request ends: a step computed without it could not be undone. List this class before vLLM's
-    connector.
+    A request begins when the workers have its context in memory, where it stays until the request
+    ends: a step computed without it could not be undone. List this class before vLLM's connector.
     """
 
     def begin(self, store: ContextStore, ranks: int = 1) -> None:
         """Start without requests.
 
         Args:
-            store: the scheduler's.
+            store: the scheduler's store.
             ranks: number of workers that share a model.
         """
         self._store, self._jobs = store, Jobs(store, ranks)
-        # By request id: contexts, and replies where the context was lost.
+        # By request id: contexts, and replies if the context was lost.
         self._contexts: dict[str, tuple[str, ContextHeader]] = {}
         self._lost: dict[str, dict[str, Any]] = {}
         # Names of contexts for workers to open, by digest; digests of those that are open.
@@ -98,7 +97,7 @@ class SchedulerSide:
         self._skips: dict[str, bool | None] = {}
 
     def on_new_request(self, request: Any) -> None:
-        """Take in a request; a refused one ends with an error, and others go on."""
+        """Process a new request; a refused one ends with an error, and others continue."""
         params, key = request.kv_transfer_params, request.request_id
         aborted = getattr(request, "abort_immediately", False)  # by an engine that pauses
         if aborted or not isinstance(params, dict) or PARAMETER not in params:
@@ -115,7 +114,7 @@ class SchedulerSide:
                 self._replies |= {} if reply is None else {key: reply}
             if isinstance(order, Compression) and order.source is not None:
                 self._contexts[key] = order.source, header(order.source)
-        # Any exception here would end the engine for everybody.
+        # Any exception here would end the engine for all clients.
         except Exception as error:
             self._refuse(request, self._jobs.refused(error))
         else:
@@ -124,7 +123,7 @@ class SchedulerSide:
         _hash_again(request)
 
     def _ask(self, request: Any, end: float) -> None:
-        """Take in a question, refuse it, or let it wait for its context until `end`."""
+        """Admit a question, refuse it, or let it wait for its context until `end`."""
         params, key = request.kv_transfer_params, request.request_id
         name = params[PARAMETER]
         try:
@@ -138,7 +137,7 @@ class SchedulerSide:
         else:
             self._contexts[key] = str(name), header
             salt = request.cache_salt.removeprefix(f"{PARAMETER}:{key}")
-            # One that skips cached pages finds none under a salt of its own.
+            # A request that skips cached pages gets its own salt, under which there are none.
             own = f":{key}" if self._skips.get(key) else ""
             request.cache_salt = f"{PARAMETER}:{header.digest}{salt}{own}"
 
@@ -179,7 +178,7 @@ class SchedulerSide:
             # After a preemption, all tokens are computed again.
             request.skip_reading_prefix_cache |= is_open and (is_job or bool(self._skips.get(key)))
             return is_open
-        # Its pages were looked up under another name: look them up again.
+        # Its pages were looked up with another salt: look them up again.
         _hash_again(request)
         return False
 
@@ -235,11 +234,11 @@ class SchedulerSide:
         return chunk if count > 0 else None
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine has to go on stepping, since a context is being made."""
+        """Whether the engine has to keep stepping, since a context is being made."""
         return self._jobs.pending
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take in the workers' report after a step."""
+        """Process the workers' report after a step."""
         if (report := connector_output.kv_connector_worker_meta) is None:
             return
         self._jobs.update(report.outcomes, report.dropped, report.recorded)
@@ -255,7 +254,7 @@ class SchedulerSide:
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """False, since its pages are free now, and the `kv_transfer_params` of the reply."""
+        """False, since its pages can be freed now, and the `kv_transfer_params` of the reply."""
         key = request.request_id
         for known in (self._waiting, self._contexts, self._lost, self._skips):
             known.pop(key, None)
@@ -266,6 +265,6 @@ class SchedulerSide:
 
 
 def _hash_again(request: Any) -> None:
-    """Compute the hashes of the request's pages from its new salt."""
+    """Recompute the hashes of the request's pages with its new salt."""
     request.block_hashes = []
     request.update_block_hashes()

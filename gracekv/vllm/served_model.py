@@ -1,7 +1,7 @@
 """`ServedModel`: the config, layers and rotations of the model that vLLM serves.
 
-Its facts must agree with those of the model that made a context: `gracekv.prefill.fingerprint`
-compares them. Unlike its `fingerprint` they can be read from a checkpoint, without a model.
+Its facts must match those of the model that made a context; `gracekv.prefill.fingerprint` compares
+them. Unlike that module's `fingerprint`, they can be read from a checkpoint, without a model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SIZES = {
     "kv_heads": "num_key_value_heads",
     "vocabulary": "vocab_size",
 }
-# Parts of a weight's name that only the model has, or only its checkpoint.
+# Parts of a weight's name that occur only in the model, or only in its checkpoint.
 _WRAPPERS = {"model", "language_model", "base_layer"}
 
 
@@ -65,7 +65,7 @@ def model_facts(model: Any) -> dict[str, Any]:
 
 
 def checkpoint_digests(folder: Path, dtype: torch.dtype) -> dict[str, str] | None:
-    """The weights of `model_facts` from a folder of safetensors files, or None without any."""
+    """The weights of `model_facts` from a folder of safetensors files; None if it has none."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, str] = {}
@@ -94,10 +94,10 @@ def _digests(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedModel:
-    """The transformers model of the config that vLLM serves, without weights.
+    """The transformers model for the config that vLLM serves, without weights.
 
     Attributes:
-        model: on the device "meta", except for its rotations.
+        model: the model, on the device "meta" except for its rotations.
         ranks: number of workers that share its KV heads.
     """
 
@@ -112,7 +112,7 @@ class ServedModel:
         served, parallel = vllm_config.model_config, vllm_config.parallel_config
         config = served.hf_text_config
         ranks, heads = parallel.tensor_parallel_size, config_facts(config, served.dtype)["kv_heads"]
-        # Each front knows only the contexts that it let the engine make.
+        # Each front knows only the contexts that were made through it.
         fronts = getattr(parallel, "_api_process_count", 1)
         if parallel.world_size_across_dp > ranks or heads % ranks or fronts > 1:
             raise UnsupportedModelError(
@@ -145,7 +145,7 @@ class ServedModel:
 
 
 def check_served(model: Any) -> None:
-    """Raise `UnsupportedModelError` if vLLM would not see the entries as this model does."""
+    """Raise `UnsupportedModelError` if vLLM would not attend to entries as this model does."""
     others, adapters = other_layers(model), active_adapters(model)
     rope, window = rope_parameters(model), sliding_window(model)
     changing = rope.get("rope_type") in ("dynamic", "longrope") or switch_point(model) is not None

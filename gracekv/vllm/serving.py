@@ -40,7 +40,7 @@ def kv_transfer_config(
 
     Args:
         store: the folder of contexts.
-        limit_bytes: the most bytes of one context, and of all in a process's memory but for those
+        limit_bytes: maximum bytes of one context, and of all in a process's memory except those
             that requests read; by default a quarter of the machine's memory, or a twenty-fifth of
             the GPU's.
         allow: names of the contexts that requests may use, or "module:function". The function takes
@@ -76,7 +76,7 @@ def store_options(extra: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(root, str) or not Path(root).is_dir():
         raise ConfigError(
             f"kv_connector_extra_config must name the folder of contexts: "
-            f'{{"{_STORE}": "path"}}; got {root!r}, which is no folder.'
+            f'{{"{_STORE}": "path"}}; got {root!r}, which is not a folder.'
         )
     if limit is not None and (type(limit) is not int or limit < 1):
         raise ConfigError(f"{_LIMIT!r} is a number of bytes, at least 1; got {limit!r}.")
@@ -103,11 +103,11 @@ def _allowing(given: Any) -> Allow | None:
 
 
 def refusal(error: Exception) -> str:
-    """The message to a client whose request an error refuses; unexpected errors go to the log."""
+    """The message to a client whose request failed; unexpected errors are logged."""
     if isinstance(error, StoreError):
         return str(error)
     LOG.error("A request about a context is refused.", exc_info=error)
-    return f"The context cannot be used ({type(error).__name__}). The server's log says more."
+    return f"The context cannot be used ({type(error).__name__}). See the server's log."
 
 
 CPU = {"CPU_ATTN": "gracekv.vllm.backend.GraceCPUAttentionBackend"}
@@ -119,7 +119,7 @@ GPU = {
 
 
 def replacements() -> dict[str, str]:
-    """`CPU` or `GPU`, as this platform needs; empty on GPUs that the kernels do not run on."""
+    """`CPU` or `GPU`, depending on the platform; empty on GPUs that the kernels do not support."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -146,10 +146,10 @@ def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
         f"a KV cache in {cache.cache_dtype}": cache.cache_dtype
         not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")),
         "LoRA adapters": vllm_config.lora_config is not None,
-        # Attention would not run as Python; some fusions turn them on after all.
+        # Attention would not run as Python; some fusions turn these graphs on anyway.
         "CUDA graphs of whole steps": config.cudagraph_mode.has_full_cudagraphs(),
         "layers of several kinds": len(kv_cache_config.kv_cache_groups) > 1,
-        # It would not refuse, open or continue requests as Python's does.
+        # Our refusing, opening and continuing of requests wraps Python's front end.
         "the front end in Rust": os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),
     }
     if found := [name for name, there in obstacles.items() if there]:
@@ -163,7 +163,7 @@ def check_attention(layers: list[Any], page: int) -> None:
     """Raise `ConfigError` if attention cannot read contexts, or reads pages in smaller blocks.
 
     Args:
-        layers: vLLM's.
+        layers: vLLM's attention layers.
         page: tokens per page.
     """
     if stock := {type(x.impl).__name__ for x in layers if not isinstance(x.impl, ContextAttention)}:
@@ -186,7 +186,7 @@ def open_store(
     """The store in `--kv-transfer-config`, for the served model.
 
     Args:
-        vllm_config: vLLM's.
+        vllm_config: vLLM's config.
         rank: tensor-parallel rank of a process that loads contexts; None if it only reads headers.
         device: device of the entries; by default the CPU.
 
@@ -219,6 +219,6 @@ def checkpoint_folder(model: str, revision: str | None) -> Path | None:
     try:
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        # It has what vLLM fetched, and lacks other files of the repository.
+        # The folder has the files that vLLM fetched, and lacks others of the repository.
         path = getattr(error, "snapshot_path", None)
         return None if path is None else Path(path)

@@ -19,8 +19,8 @@ from gracekv.prefill.fingerprint import differences
 from gracekv.vllm.header import HEADER, PARAMETER, ContextHeader, check_name, is_name, is_served
 from gracekv.vllm.stored_context import LoadedContexts, StoredContext
 
-# The default limit: a quarter of the machine's memory, or a twenty-fifth of a GPU's: half of what
-# vLLM leaves of it, the rest is for documents that are being read. Source: ours.
+# The default limit is a quarter of the machine's memory, or a twenty-fifth of a GPU's: half of what
+# vLLM leaves; the other half is for documents that are being read. Source: ours.
 _SHARE, _SHARE_OF_GPU = 4, 25
 
 
@@ -43,14 +43,14 @@ class ContextStore:
     """The contexts in a folder, by name, and unsaved ones that were made in this process.
 
     Files are read again when they change, even those of refused contexts. Each context's entries
-    are read once into private memory and shared. Beyond the limit the least recently used are
-    dropped, except for those that requests read; a replaced context is dropped as soon as no
+    are read once into private memory and shared. Beyond the limit, the least recently used contexts
+    are dropped, except for those that requests read; a replaced context is dropped as soon as no
     request reads it. Thread-safe.
 
     Args:
         root: the folder.
         model: facts of the served model, which contexts must match; by default any model will do.
-        limit: the most bytes of entries in memory, and of one context; by default a quarter of the
+        limit: maximum bytes of entries in memory, and of one context; by default a quarter of the
             machine's memory, or a twenty-fifth of the GPU's.
         heads: KV heads that this process serves, (first, last + 1); by default all.
         device: device of the entries; by default the CPU.
@@ -179,7 +179,7 @@ class ContextStore:
             return self.loaded.get(digest)
 
     def _look(self, name: object, entries: bool) -> ContextHeader:
-        """The header, after loading the entries if asked; refusals stand until the files change."""
+        """The header, with `entries` loaded if True; refusals stand until the files change."""
         with self._lock:
             folder = self.folder(name)
             if folder.name in self.loaded.made:
@@ -188,7 +188,7 @@ class ContextStore:
             known = self._known.pop(folder.name, None)
             if known is None or known.state != state:
                 known = _Known(state)
-            # Do not remember names without files, which anybody may send.
+            # Do not remember names without files: clients may send any number of them.
             if state:
                 self._known[folder.name] = known
             if known.refusal is not None:
@@ -222,7 +222,7 @@ class ContextStore:
 
     def _read(self, name: str, header: ContextHeader) -> StoredContext:
         path, model = self.folder(name) / header.entries_file, header.model
-        if self._heads is None:  # of some heads, the header tells no bytes
+        if self._heads is None:  # for some heads only, the bytes are not in the header
             self.loaded.check(name, header.bytes)
         try:
             cache = read_cache(path, [torch.device("cpu")] * model["layers"], header.digest)
@@ -236,7 +236,7 @@ class ContextStore:
         shapes = {(x.heads, x.dim, str(x.dtype).removeprefix("torch.")) for x in layers}
         own = model["kv_heads"], model.get("head_dim"), header.dtype
         if facts != (header.length, 1, header.entries, header.bytes) or shapes != {own}:
-            raise StoreError(f"Context {name!r} is damaged: its header is of other entries.")
+            raise StoreError(f"Context {name!r} is damaged: its header does not match its entries.")
         if self._heads is not None:
             # A copy, so that the other heads are freed.
             layers = tuple(layer.rows(*self._heads).mapped(torch.clone) for layer in layers)
@@ -252,7 +252,7 @@ def _default_limit(device: torch.device) -> int:
 def _files_state(folder: Path) -> object:
     """A value that changes when a file of the context changes; () if there are no files.
 
-    Raises `StoreError` if one is not a regular file: links lead out of the store, pipes block.
+    Raises `StoreError` if one is not a regular file: links may lead out of the store, pipes block.
     """
     try:
         with os.scandir(folder) as files:

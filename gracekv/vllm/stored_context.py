@@ -77,7 +77,7 @@ def heads_of_rank(heads: int, size: int, rank: int) -> tuple[int, int]:
     Args:
         heads: KV heads of the model.
         size: number of ranks.
-        rank: this process's.
+        rank: rank of this process.
     """
     first, after = (x * heads // size for x in (rank, rank + 1))
     return first, max(after, first + 1)
@@ -90,19 +90,19 @@ class LoadedContexts:
     replaced context is dropped as soon as no request reads it.
 
     Args:
-        limit: the most bytes of all entries, and of one context.
+        limit: maximum bytes of all entries, and of one context.
         device: device of the entries.
 
     Attributes:
         made: headers of unsaved contexts, by name.
-        dropped: names and digests of unsaved contexts that were dropped for want of room.
+        dropped: names and digests of unsaved contexts that were dropped for lack of room.
     """
 
     def __init__(self, limit: int, device: torch.device) -> None:
         self.limit, self._device = limit, device
         self.made: dict[str, ContextHeader] = {}
         self.dropped: set[tuple[str, str]] = set()
-        # Contexts by digest, each with the name that it was read under; digests by name.
+        # Contexts by digest, each with the name under which it was read; digests by name.
         self._held: OrderedDict[str, tuple[str, StoredContext]] = OrderedDict()
         self._newest: dict[str, str] = {}
         self._used: Set[str] = frozenset()
@@ -138,12 +138,12 @@ class LoadedContexts:
         self.rename(name, context.header.digest)
 
     def rename(self, name: str, digest: str) -> None:
-        """Let `name` mean the context with this digest, which replaces the one before."""
+        """Bind `name` to the context with this digest, which replaces the previous one."""
         self._newest[name] = digest
         self._drop_replaced()
 
     def forget(self, name: str) -> bool:
-        """Let `name` mean nothing; return whether it meant an unsaved context."""
+        """Unbind `name`; return whether it was bound to an unsaved context."""
         self._newest.pop(name, None)
         self._drop_replaced()
         return self.made.pop(name, None) is not None
@@ -159,7 +159,7 @@ class LoadedContexts:
                 del self._held[digest]
 
     def _make_room(self, room: int, replaced: str) -> None:
-        """Drop contexts until `room` more bytes fit, those named `replaced` then dropped."""
+        """Drop contexts until `room` more bytes fit once those named `replaced` are dropped."""
         idle = [x for x in self._held if x not in self._used]
         old = {x for x in idle if self._held[x][0] == replaced}
         room -= sum(self._held[x][1].bytes for x in old)

@@ -23,16 +23,16 @@ from gracekv.vllm.context_batch import ContextBatch, Division, plan_batch
 from gracekv.vllm.stored_context import StoredContext
 from gracekv.vllm.triton_kernel import attend_units, merge_units
 
-# Programs per processor that a launch aims at; more than run at once, since heads are uneven.
+# Target number of programs per multiprocessor; more than run at once, since heads are uneven.
 # Source: ours.
 _PROGRAMS = 4
-# The largest query tile whose registers suffice beside two loops, by padded head dimension.
+# The largest query tile that does not spill registers with two loops, by padded head dimension.
 _LARGEST = {128: 32, 256: 16}
-# Entries or tokens that deserve a program of their own. Source: ours.
+# Entries or tokens that justify a program of their own. Source: ours.
 _ENTRIES = 256
 # Numbers that the merging program holds at once; its step over slots follows from it.
 _MERGE_TILE = 2048
-# Query rows that lead to each of the kernel's tiles.
+# Numbers of query rows that select each of the kernel's tiles.
 _TILES = (1, 17, 33)
 
 
@@ -60,7 +60,7 @@ def unit_tile(dim: int, dtype: torch.dtype, capability: tuple[int, int], rows: i
         dim: d.
         dtype: dtype of queries, keys and values.
         capability: capability of the GPU, (major, minor).
-        rows: the most query rows that share a context, or the rows of the largest unit; both lead
+        rows: maximum query rows that share a context, or the rows of the largest unit; both lead
             to the same tile.
 
     Raises `BackendUnavailableError` for a dtype or dimension that the kernel does not support.
@@ -100,7 +100,7 @@ def attend(batch: ContextBatch, layer: int, call: LayerCall, scale: float) -> No
     Args:
         batch: the tokens and their contexts.
         layer: index of the model's layer.
-        call: the layer's call; pages hold keys before values; only their last stride is fixed.
+        call: the layer's call; pages hold keys before values, and only their last stride is fixed.
         scale: factor of q . k.
 
     Log multiplicities are added to the logits; sums are in float32.
@@ -111,8 +111,8 @@ def attend(batch: ContextBatch, layer: int, call: LayerCall, scale: float) -> No
     heads, block = pages.shape[1:3]
     tile = unit_tile(dim, pages.dtype, gpu.capability(pages.device), batch.longest)
     block_d = padded_dim(dim)
-    # The interpreter computes on the bits of bfloat16 as if they were integers, and truncates
-    # instead of rounding; so there the kernel writes float32, and torch rounds.
+    # The interpreter treats the bits of bfloat16 as integers, and truncates instead of rounding; so
+    # there the kernel writes float32, and torch rounds.
     upcast = gpu.interpreted() and query.dtype == torch.bfloat16
     written = output.float() if upcast else output
     part_output = query.new_empty((batch.slots, query_heads, dim), dtype=torch.float32)

@@ -1,8 +1,8 @@
 """Attention of a step's tokens over ragged contexts and vLLM's own pages, for GPUs.
 
 One launch serves all requests of a step, whatever their contexts; a second one merges the partial
-results of tokens that several programs worked on. There are no atomics, so results are the same to
-the bit in every run.
+results of tokens that several programs worked on. There are no atomics, so results are bitwise
+identical in every run.
 
 Importing this module imports triton.
 """

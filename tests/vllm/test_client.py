@@ -106,7 +106,7 @@ REFUSED = {
     "limit takes a gracekv.Limit": lambda x: x.extend("book", TEXT, limit={"ratio": 2}),
     "(entries_per_head=512); got Compaction": lambda x: x.chat("book", Compaction()),
     "compact takes a gracekv.Compaction": lambda x: x.chat("book", compact={"after": 64}),
-    "pass compact, too": lambda x: x.chat("book", Limit(ratio=2)),
+    "also pass compact": lambda x: x.chat("book", Limit(ratio=2)),
     "no strategy and no": lambda x: x.chat("book", Limit(ratio=2, history=True), Compaction()),
     "Leave stream out": lambda x: x.ask("book", QUESTION, stream=True),
     "On a server the length": lambda x: x.ask("book", QUESTION, max_new_tokens=9),

@@ -112,7 +112,7 @@ def why_not(made, name, length, options):
 @pytest.mark.parametrize(("name", "options", "length", "reason"), [
     ("missing", {}, 50, "There is no context 'missing'"),
     ("..", {}, 50, "A context's name"),
-    ("asked", {}, 50, "goes on after its entries"),
+    ("asked", {}, 50, "continues after its entries"),
     ("other", {}, 50, "another model"),
     ("kept", {"ratio": 1000}, 50, "below the smallest"),
     ("kept", {"ratio": 0.5}, 50, "at least 1"),

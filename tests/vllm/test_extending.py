@@ -273,7 +273,7 @@ def test_passages_that_cannot_follow_are_refused_by_name(model, ids, tmp_path):
     with pytest.raises(StoreError, match="There is no context 'missing'"):
         add(jobs, "missing")
     for name in ("asked", "whole"):
-        with pytest.raises(StoreError, match=f"{name}' goes on after its entries"):
+        with pytest.raises(StoreError, match=f"{name}' continues after its entries"):
             add(jobs, name)
     with pytest.raises(StoreError, match=rf"leaves {tokens - LENGTH:,} of the model's"):
         add(jobs, "talk", tokens - LENGTH + 2)

@@ -93,9 +93,9 @@ def test_sizes_are_told_while_a_thread_empties_the_recording(served, shown):
 
 def test_a_document_that_does_not_fit_or_fails_holds_nothing(served, shown):
     made = recorded(served, *shown, [])
-    with pytest.raises(StoreError, match="beside vLLM's own, and 99 are free"):
+    with pytest.raises(StoreError, match="besides vLLM's; 99 are free"):
         made.check_free(99, 0)
-    with pytest.raises(StoreError, match="beside vLLM's own, and 0 are free"):
+    with pytest.raises(StoreError, match="besides vLLM's; 0 are free"):
         made.check_free(made.bytes, 10**6)
     made.check_free(made.bytes, 0)
     made.fail(ValueError("no more"))

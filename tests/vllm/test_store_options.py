@@ -45,7 +45,7 @@ def test_an_unusable_allow_list_ends_the_start(root, allow):
 
 @pytest.mark.parametrize(("extra", "said"), [
     ({}, "must name the folder"),
-    ({"store": "/nowhere/at/all"}, "is no folder"),
+    ({"store": "/nowhere/at/all"}, "is not a folder"),
     ({"store": 3}, "must name the folder"),
     ({"store": ".", "limit": 3}, "takes 'store', 'limit_bytes' and 'allow'"),
     ({"store": ".", "limit_bytes": 0}, "at least 1"),
