@@ -19,12 +19,12 @@ from gracekv.errors import ConfigError
 
 _KEY = "gracekv.bounds"
 _LARGEST = sys.float_info.max
-_KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
+_KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string"}
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Which values a hyperparameter takes.
+    """The values that a hyperparameter may take.
 
     Attributes:
         at_least: smallest value.
@@ -45,7 +45,7 @@ class Bounds:
     hint: str = ""
 
     def allow(self, value: float) -> bool:
-        """Whether one number lies inside; NaN never does."""
+        """Whether one number is within the bounds; NaN never is."""
         finite = abs(value) <= _LARGEST or value == self.at_most
         return (
             finite
@@ -69,10 +69,10 @@ class Bounds:
 
 
 def bounded(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
-    """A dataclass field with `Bounds`; for a tuple they hold for each item, of which one must be.
+    """A dataclass field with `Bounds`; those of a tuple, which must have items, hold for each item.
 
-    `bounds` are the fields of `Bounds`. A default outside the bounds is an error when the class is
-    built the first time.
+    `bounds` are the fields of `Bounds`. A default outside the bounds raises when the class is first
+    instantiated.
     """
     return dataclasses.field(default=default, metadata={_KEY: Bounds(**bounds)})
 
@@ -83,7 +83,7 @@ def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:
 
 
 def parts_of(value: Any) -> Iterator[Any]:
-    """`value` and all in it: items of tuples, lists and mappings, fields of dataclasses."""
+    """`value` and its parts: items of tuples, lists and mappings, and fields of dataclasses."""
     yield value
     items: Iterable[Any] = ()
     if isinstance(value, Mapping):
@@ -99,8 +99,8 @@ def parts_of(value: Any) -> Iterator[Any]:
 def check_values(cls: type, values: Mapping[str, Any]) -> None:
     """Raise `ConfigError` unless values of fields of `cls`, by name, fit their types and bounds.
 
-    Checks numbers, texts, `Literal`s, instances of other classes, tuples of those, and `None` where
-    it is allowed. A whole number is taken for a float.
+    Checks numbers, strings, `Literal`s, instances of other classes, tuples of those, and `None`
+    where it is allowed. A whole number is accepted as a float.
     """
     for field, hint in typed_fields(cls):
         if field.name in values:
@@ -108,7 +108,7 @@ def check_values(cls: type, values: Mapping[str, Any]) -> None:
             check_value(values[field.name], hint, bounds_of(field), where)
 
 
-# A compression reads dozens of strategies; a class's annotations stay as they are.
+# A compression reads dozens of strategies, and the annotations of a class do not change.
 @functools.cache
 def typed_fields(cls: type) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
     """The fields of a dataclass, each with its evaluated type.
@@ -155,12 +155,12 @@ def check_value(value: Any, hint: Any, bounds: Bounds | None = None, where: str 
         if Ellipsis not in args and len(value) != len(args):
             raise ConfigError(_message(where, f"{len(args)} items", value, bounds))
         if bounds is not None and bounds.distinct and len(set(value)) < len(value):
-            raise ConfigError(_message(where, "items that differ", value, bounds))
+            raise ConfigError(_message(where, "distinct items", value, bounds))
         for item, kind in zip(value, args[:1] * len(value) if ... in args else args, strict=True):
             check_value(item, kind, bounds, where)
     elif hint in _KINDS:
         fits = isinstance(value, int | float if hint is float else hint)
-        # True is an int in Python, but no number of anything.
+        # True is an int in Python, but not a number here.
         fits = fits and (hint is bool) == isinstance(value, bool)
         # Whole numbers may exceed every float.
         fits = fits and not (hint is float and isinstance(value, int) and abs(value) > _LARGEST)

@@ -1,4 +1,4 @@
-"""Load strategies and recipes of other packages, by entry point or by module name.
+"""Load strategies and recipes from other packages, by entry point or by module name.
 
 A package declares its modules in the entry-point group `gracekv.strategies`; importing a module
 registers its strategies and recipes. They are loaded the first time a registry is read, not by
@@ -27,7 +27,7 @@ GROUP = "gracekv.strategies"
 _lock = threading.RLock()
 _loading = False
 _loaded = False
-# Entry points that were imported, by name and value: "", or why it failed.
+# Entry points that were imported, by name and value: "" or the reason for a failure.
 _tried: dict[tuple[str, str], str] = {}
 
 
@@ -35,12 +35,12 @@ def load_plugins() -> None:
     """Import the modules of all installed plugins, once, ordered by name.
 
     A plugin that cannot be imported, or that exits while it is imported, is skipped with a
-    `PluginWarning`; the others load. An interrupt by the user passes through, and the next call
-    goes on from there.
+    `PluginWarning`; the others load. A user's interrupt propagates, and the next call continues
+    from there.
     """
     global _loading, _loaded
     with _lock:
-        # The same thread comes again where a plugin reads a registry while it is imported.
+        # The same thread re-enters if a plugin reads a registry while it is imported.
         if _loaded or _loading:
             return
         _loading = True
@@ -63,7 +63,7 @@ def load_plugins() -> None:
 
 
 def _failure(action: Callable[[], object]) -> BaseException | None:
-    """The exception that `action` raised, SystemExit included; interrupts pass through."""
+    """The exception that `action` raised, including SystemExit; interrupts propagate."""
     try:
         action()
     except KeyboardInterrupt:
@@ -78,7 +78,7 @@ def _described(error: BaseException | None) -> str:
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules that register strategies or recipes; also from the current folder.
+    """Import modules that register strategies or recipes, also from the current folder.
 
     Raises `PluginError` if one cannot be imported, or exits while it is imported.
     """
@@ -89,23 +89,23 @@ def import_modules(names: Iterable[str]) -> None:
         if error := _failure(functools.partial(importlib.import_module, name)):
             raise PluginError(
                 f"The module {name!r}, which should register strategies, cannot be imported: "
-                f"{_described(error)}. Install its package, or run where "
-                f"{name.partition('.')[0]}.py lies and give its name: {name.removesuffix('.py')!r}."
+                f"{_described(error)}. Install its package, or run in the folder with "
+                f"{name.partition('.')[0]}.py and give its name: {name.removesuffix('.py')!r}."
             ) from error
 
 
 def module_list(value: object, where: str) -> tuple[str, ...]:
-    """`value`, the `imports` of a file, as module names; `ConfigError` if it is no list of them."""
+    """`value`, the `imports` of a file, as module names; `ConfigError` if it is not a list."""
     if not isinstance(value, list | tuple) or not all(isinstance(x, str) and x for x in value):
         raise ConfigError(f"imports in {where} takes a list of modules; got {value!r}.")
     return tuple(value)
 
 
 def missing_hint() -> str:
-    """The end of an error about an unknown name: how to register it, and which plugins broke."""
+    """The end of an error about an unknown name: how to register it, and broken plugins."""
     broke = [f" The plugin {name!r} is broken: {why}." for (name, _), why in _tried.items() if why]
     return (
-        f"A strategy of another package is known once the package is installed (entry-point group "
+        f"A strategy of another package is available once that is installed (entry-point group "
         f"{GROUP!r}) or its module imported (on the command line: --import MODULE).{''.join(broke)}"
     )
 
@@ -113,8 +113,7 @@ def missing_hint() -> str:
 def foreign_modules(value: Any) -> dict[str, str]:
     """Modules outside gracekv that define classes in `value`, a nested dataclass.
 
-    Returns module to the name and version of the distribution that it belongs to; "" if none is
-    known.
+    Maps each module to the name and version of its distribution, or "" if unknown.
     """
     homes = {type(x).__module__ for x in parts_of(value) if dataclasses.is_dataclass(x)}
     if modules := {home: "" for home in sorted(homes) if home.partition(".")[0] != "gracekv"}:
@@ -126,7 +125,7 @@ def foreign_modules(value: Any) -> dict[str, str]:
 
 
 def missing_modules(modules: object) -> str:
-    """A sentence that names the `modules` of `foreign_modules` not yet imported; or ""."""
+    """A sentence that names the `modules` of `foreign_modules` not imported yet, or ""."""
     named = modules if isinstance(modules, Mapping) else {}
     missing = {module: owner for module, owner in named.items() if module not in sys.modules}
     if not missing:

@@ -1,7 +1,7 @@
 """Strategies and the registries that name them.
 
-A strategy is a frozen dataclass: its fields are its hyperparameters, its defaults the paper's. It
-is therefore comparable, printable and serialisable, and a `Pipeline` of strategies is a value.
+A strategy is a frozen dataclass: its fields are its hyperparameters, its defaults those of the
+paper. It can therefore be compared, printed and saved, and a `Pipeline` of strategies is a value.
 
 Reading a registry loads the installed plugins first (`gracekv.registry.plugins`).
 """
@@ -23,15 +23,15 @@ from gracekv.registry.plugins import load_plugins, missing_hint
 
 
 class Configurable:
-    """A frozen dataclass that checks its fields and turns into plain data and back.
+    """A frozen dataclass that checks its fields and converts to plain data and back.
 
     Fields may be numbers, strings, booleans, None, tuples of those, other `Configurable`s, or
     `Strategy`s (stored as ``{"name": ..., **fields}``). Types, choices (`Literal`) and bounds
     (`gracekv.registry.hyperparameter.bounded`) are checked when an instance is built.
 
     Attributes:
-        removed_fields: names and values of fields that the class had in an earlier release. Saved
-            data that give one its only remaining value are read; another value is refused.
+        removed_fields: names of fields that the class had in an earlier release, each with the only
+            value that saved data may still give it; other values are rejected.
     """
 
     removed_fields: ClassVar[tuple[tuple[str, object], ...]] = ()
@@ -42,7 +42,7 @@ class Configurable:
         self.check()
 
     def check(self) -> None:
-        """Raise `ConfigError` if fields that are valid by themselves do not fit together."""
+        """Raise `ConfigError` if fields that are valid on their own do not fit together."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain data (lists for tuples), ready for JSON, YAML or TOML."""
@@ -53,7 +53,7 @@ class Configurable:
     def from_dict(cls, data: Mapping[str, Any]) -> typing.Self:
         """The inverse of `to_dict`; fields left out keep their defaults.
 
-        Raises `ConfigError` on an unknown or missing key or a value of the wrong type.
+        Raises `ConfigError` for an unknown or missing key or a value of the wrong type.
         """
         if not isinstance(data, Mapping):
             raise ConfigError(f"{cls.__name__} takes a mapping of its fields; got {data!r}.")
@@ -65,7 +65,7 @@ class Configurable:
                 allowed = ", ".join(hints) or "none: it takes no parameters"
                 raise ConfigError(f"{cls.__name__} has no field {key!r}.{hint} Fields: {allowed}.")
         values = {key: _converted(value, hints[key]) for key, value in data.items()}
-        # Before the class runs checks of its own, which may take types for granted.
+        # Before the class runs its own checks, which may rely on types.
         check_values(cls, values)
         # Without a default, both are MISSING.
         needed = [x.name for x, _ in typed_fields(cls) if x.default is x.default_factory]  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ class Strategy(Configurable):
 
     Attributes:
         works_sharded: whether its result is the same if each process holds some of the KV heads
-            (`Prefill.shard`); other strategies are refused there. Given to `Registry.register`.
+            (`Prefill.shard`); other strategies are rejected there. Set by `Registry.register`.
     """
 
     name: ClassVar[str]
@@ -96,7 +96,7 @@ class Strategy(Configurable):
         return (inspect.getdoc(cls) or "").partition("\n")[0]
 
 
-# Strategies of 0.2 that are gone, and what an error about them recommends.
+# Strategies of 0.2 that were removed, and their replacements.
 _REMOVED = {
     "midpoint": "{'name': 'binary', 'candidates': 0, 'reward': 0}",
     "exhaustive": "'binary_extract'",
@@ -109,7 +109,7 @@ C = TypeVar("C", bound=Strategy)
 
 
 class Registry(Generic[S]):
-    """Names to strategy classes, for one stage.
+    """A mapping from names to strategy classes, for one stage.
 
     Args:
         stage: the name of the stage.
@@ -126,12 +126,12 @@ class Registry(Generic[S]):
             interface.registry = self
 
     def register(self, name: str, *, works_sharded: bool = False) -> Callable[[type[C]], type[C]]:
-        """Class decorator: make a strategy available under `name`, a frozen final dataclass.
+        """Class decorator: register a strategy as `name`, and make it a frozen final dataclass.
 
         `works_sharded` is as in `Strategy`; a base class may have set it already. A class that is
-        defined again (a notebook's cell that runs twice) takes its own place. Raises `ConfigError`
-        if another class has the name, or if the class derives from one of gracekv, can change,
-        or has fields with names of what a strategy is given.
+        defined again (a notebook cell that runs twice) replaces itself. Raises `ConfigError` if
+        another class has the name, or if the class derives from a strategy of gracekv, is mutable,
+        or has fields that are named like attributes of every strategy.
         """
         expect(name, str, "@register takes a strategy's name, as in @register('mine')")
 
@@ -162,7 +162,7 @@ class Registry(Generic[S]):
         return add
 
     def get(self, name: str) -> type[S]:
-        """The class registered as `name`; `UnknownStrategyError` with the nearest name if none."""
+        """The class registered as `name`; `UnknownStrategyError` suggests the nearest name."""
         classes = self._known()
         if name not in classes:
             hint = suggestion(str(name), list(self))
@@ -180,10 +180,10 @@ class Registry(Generic[S]):
         return self.get(name).from_dict(params)
 
     def parse(self, spec: object) -> S:
-        """A strategy from its name, from ``{"name": ..., **fields}``, or from itself.
+        """A strategy from its name, from ``{"name": ..., **fields}``, or from an instance.
 
-        Raises `ConfigError` for anything else, an instance of a class that is not registered or was
-        defined again included; `UnknownStrategyError` for an unknown name.
+        Raises `ConfigError` for anything else, including instances of classes that are not
+        registered or were defined again; `UnknownStrategyError` for an unknown name.
         """
         if isinstance(spec, str):
             return self.build(spec)
@@ -232,9 +232,9 @@ def _full_name(cls: type) -> str:
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    """`value` as the annotated type where plain data cannot spell it: tuples, strategies, 1.0.
+    """`value` as the annotated type if plain data cannot express it: tuples, strategies, 1.0.
 
-    A value that does not fit is returned unchanged; `check_values` then refuses it.
+    A value that does not fit is returned unchanged; `check_values` then rejects it.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):

@@ -267,5 +267,5 @@ def test_a_named_module_that_ends_the_program_is_an_error(mine):
     (mine / "quits.py").write_text("raise SystemExit(3)")
     with pytest.raises(PluginError, match=r"'quits'.*SystemExit: 3"):
         plugins.import_modules(["quits"])
-    with pytest.raises(PluginError, match=r"run where mine\.py lies and give its name: 'mine'\."):
+    with pytest.raises(PluginError, match=r"folder with mine\.py and give its name: 'mine'\."):
         plugins.import_modules(["mine.py"])

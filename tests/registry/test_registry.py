@@ -109,7 +109,7 @@ WRONG = [
     ({"twists": 2.0}, r"Top\.twists takes a whole number; got 2\.0"),
     ({"twists": True}, r"Top\.twists takes a whole number"),
     ({"loud": 1}, r"Top\.loud takes True or False"),
-    ({"label": None}, r"Top\.label takes a text"),
+    ({"label": None}, r"Top\.label takes a string"),
     ({"side": "up"}, r"Top\.side takes one of 'left', 'right'; got 'up'"),
     ({"limit": "3"}, r"Top\.limit takes a whole number"),
     ({"sped": 1.0}, r"no field 'sped'\. Did you mean 'speed'\? Fields: speed, twists"),
