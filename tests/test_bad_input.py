@@ -136,7 +136,7 @@ TABLE = {
         lambda: gracekv.load("a.gracekv", None), UnsupportedModelError, "got NoneType"
     ),
     "no model to detach": (lambda: detach(3), UnsupportedModelError, "got int"),
-    "no file to load": (lambda: gracekv.load(None, tiny_llama()), ConfigError, "named by a text"),
+    "no file to load": (lambda: gracekv.load(None, tiny_llama()), ConfigError, "file name is"),
     "no file to save to": (lambda: compress(ratio=4).save(None), ConfigError, "got NoneType"),
     "no capture options": (lambda: compress(ratio=4, capture=None), ConfigError, "CaptureOptions"),
     "no options": (

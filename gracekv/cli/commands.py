@@ -39,13 +39,13 @@ _HELP = "Import a module that registers strategies or recipes; may be repeated."
 _IMPORT = Option("--import", metavar="MODULE", callback=_import, is_eager=True, help=_HELP)
 Imports = Annotated[list[str] | None, _IMPORT]
 """The callback imports the modules, so commands need not use the value."""
-Dtype = Annotated[str, Option(help="float32 (4 bytes a parameter), bfloat16 or float16.")]
+Dtype = Annotated[str, Option(help="float32 (4 bytes per parameter), bfloat16 or float16.")]
 
 
 def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the first argument of `command`, a dataclass, by one keyword per field.
 
-    Typer then makes an option of each.
+    Typer then turns each into an option.
     """
     first, *own = inspect.signature(command, eval_str=True).parameters.values()
     options = first.annotation
@@ -73,13 +73,13 @@ def _root(
         bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Compress a language model's KV cache to a budget, and ask it."""
+    """Compress a language model's KV cache to a budget, and generate from it."""
 
 
 @app.command()
 def demo(
     out: Annotated[Path, Option(help="Folder for the report.")] = Path("demo-out"),
-    max_new_tokens: Annotated[int, Option(min=1, help="Most tokens of each answer.")] = 32,
+    max_new_tokens: Annotated[int, Option(min=1, help="Maximum tokens of each answer.")] = 32,
 ) -> None:
     """Ask a 135M model about a chapter: full cache, 4x, 8x and 16x."""
     from gracekv.cli.demo import run_demo
@@ -106,7 +106,7 @@ def compress(
         int | None, Option(help="Keep this many entries per KV head and layer, on average.")
     ] = None,
     kv_bytes: Annotated[
-        str | None, Option(help="Most bytes of the context's keys and values, such as 64MiB.")
+        str | None, Option(help="Maximum bytes of the context's keys and values, such as 64MiB.")
     ] = None,
     instruction: Annotated[str, Option(help="Text before the context; never compressed.")] = "",
     pipeline: Annotated[
@@ -117,7 +117,7 @@ def compress(
             f"in bytes and for 16-bit models."
         ),
     ] = None,
-    max_new_tokens: Annotated[int, Option(min=1, help="Most tokens of the answer.")] = 64,
+    max_new_tokens: Annotated[int, Option(min=1, help="Maximum tokens of the answer.")] = 64,
     dtype: Dtype = "float32",
     save: Annotated[
         Path | None,
@@ -139,12 +139,12 @@ def compress(
         )
     places = [os.path.realpath(x) for x in (context, save, report) if x is not None]
     if len({*places}) < len(places):
-        raise ConfigError("--context, --save and --report need a file each; two are the same.")
+        raise ConfigError("--context, --save and --report must be different files.")
     if any(Path(x) in Path(y).parents for x in places[1:] for y in places[1:]):
-        raise ConfigError("Of --save and --report, one lies inside the other.")
+        raise ConfigError("One of --save and --report lies inside the other.")
     for out in filter(None, (save, report)):
         check_output(out)
-    # Imported here, since they take seconds, which a mistyped path should not cost.
+    # Imported here, since they take seconds; a mistyped path should fail before.
     from rich.console import Console
     from rich.progress import Progress
 
@@ -189,7 +189,7 @@ def compress(
     )
     if save is not None and not question:
         asked = shlex.join(["gracekv", "ask", str(save), "Your question?", "--model", model])
-        typer.echo(f"ask it with: {asked}", err=True)
+        typer.echo(f"ask about it with: {asked}", err=True)
 
 
 @app.command("list")
@@ -209,7 +209,7 @@ def list_(
     if stage is not None:
         one_of("stage", stage, shown)
     found = [(name, named.find(name)) for name in named.names()]
-    # Sources have a column of their own.
+    # Sources have their own column.
     shown["recipes"] = [(name, x.summary, x.source) for name, x in found]
     for title in [x for x in (stage, "recipes" if recipes else None) if x] or shown:
         table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)

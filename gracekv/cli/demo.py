@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 DOCUMENT = "alice_chapter_1.txt"
 INSTRUCTION = "Read the story and answer the question."
 QUESTION = "What are the words on the paper label of the little bottle? Quote them."
-# An answer with these words counts as right.
+# An answer with these words counts as correct.
 EXPECTED = "DRINK ME"
 RATIOS = (4, 8, 16)
-# Recipes and ratios that the default recipe is compared with.
+# Recipes and ratios to compare the default recipe with.
 OTHERS = (("gracekv", 8), ("snapkv", 8))
 _TIMED_TOKENS = 16
 
@@ -54,7 +54,7 @@ class Trial:
 def run_demo(out: Path, max_new_tokens: int = 32) -> None:
     """Load the embedded model, run every ratio, and print tables.
 
-    Writes `out`/report.html, which shows what became of every token.
+    Writes `out`/report.html, which shows what happened to every token.
     """
     page = out / "report.html"
     check_output(page)
@@ -75,7 +75,7 @@ def run_demo(out: Path, max_new_tokens: int = 32) -> None:
     shown = [shown_first, *others, light, hard]
     compare({t.label: t.result for t in shown}, page, answers={t.label: t.answer for t in shown})
     where = escape(str(page.resolve()))
-    console.print(f"What became of every token, method by method: [bold]{where}[/bold]")
+    console.print(f"What happened to every token, by method: [bold]{where}[/bold]")
 
 
 def _trials(console: Console, max_new_tokens: int) -> list[Trial]:
@@ -86,8 +86,8 @@ def _trials(console: Console, max_new_tokens: int) -> list[Trial]:
         texts: dict[str, Any] = {"question": QUESTION, "instruction": INSTRUCTION}
         read = (document, document[:2000])
         prompt, opening = (gracekv.Prompt.from_chat(tokenizer, context=x, **texts) for x in read)
-        # The seconds below are then those of a second use.
-        status.update("Compiling kernels (once a machine, half a minute)")
+        # The times below then exclude compilation.
+        status.update("Compiling kernels (once per machine, half a minute)")
         gracekv.compress(model, opening, ratio=2, pipeline="gracekv")
         for recipe, ratio in (("fullkv", 1), *((recipes.DEFAULT, x) for x in RATIOS), *OTHERS):
             label = recipe if ratio == 1 else f"{recipe} {ratio}x"

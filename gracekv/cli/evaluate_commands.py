@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gracekv.evaluate.measures import Measure
     from gracekv.evaluate.row_files import Row
 
-# Options that may stand beside a file; all others are fields of an experiment.
+# Options that may be combined with a file; all others are fields of an experiment.
 _BESIDE = ("out", "data", "shard", "retry_failed", "imports")
 MeasureNames = Annotated[str, Option("--metric", help="Metrics to show, such as score,kl.")]
 
@@ -39,11 +39,11 @@ class RunOptions:
     data: Annotated[Path | None, Option(help="Folder with essays/, qa/ and longbench/.")] = None
     seed: Annotated[int, Option(help="Seed of RULER's samples.")] = 42
     protocol: Annotated[str, Option(help="query_aware or query_agnostic.")] = "query_aware"
-    max_new_tokens: Annotated[int | None, Option(min=1, help="Most tokens of an answer.")] = None
+    max_new_tokens: Annotated[int | None, Option(min=1, help="Maximum answer tokens.")] = None
     generate: Annotated[bool, Option(help="Generate and score answers.")] = True
     fidelity: Annotated[bool, Option(help="Compare with FullKV on the reference answer.")] = True
     truncate: Annotated[str, Option(help="Long prompts: middle, start or error.")] = "middle"
-    max_prompt: Annotated[int | None, Option(min=1, help="Most prompt tokens.")] = None
+    max_prompt: Annotated[int | None, Option(min=1, help="Maximum prompt tokens.")] = None
     shard: Annotated[str | None, Option(help="i/n; default: RANK and WORLD_SIZE.")] = None
     retry_failed: Annotated[bool, Option("--retry-failed", help="Run failed cells again.")] = False
     imports: Imports = None
@@ -53,7 +53,7 @@ class RunOptions:
         from gracekv.evaluate.experiment import Experiment
 
         if self.model is None or self.tasks is None:
-            raise ConfigError("Give --model and --tasks; gracekv evaluate takes a --config, too.")
+            raise ConfigError("Give --model and --tasks; gracekv evaluate also takes --config.")
         given = {x: y for x, y in vars(self).items() if x not in _BESIDE}
         length = given.pop("length")
         given |= {
@@ -101,7 +101,7 @@ def evaluate(
     if config is None:
         experiment = options.experiment(split_methods(methods))
     elif names := ", ".join(_given(context, "methods")):
-        raise ConfigError(f"Give either --config or {names}, not both: the file says all of it.")
+        raise ConfigError(f"Give either --config or {names}: the file holds all these settings.")
     else:
         experiment = Experiment.load(config)
         if options.data is not None:
@@ -112,7 +112,7 @@ def evaluate(
 
 def table(
     runs: Annotated[Path, Argument(help="The --out of an evaluation; shards are merged.")],
-    format: Annotated[Literal["markdown", "csv"], Option(help="Of the output.")] = "markdown",
+    format: Annotated[Literal["markdown", "csv"], Option(help="Output format.")] = "markdown",
     metric: MeasureNames = "score",
     against: Annotated[
         str | None, Option(help="Also show each method's difference from this one.")
@@ -155,10 +155,10 @@ def ablate(
 
 
 def _given(context: typer.Context, *others: str) -> list[str]:
-    """The options on the command line that an experiment's file would say, and `others`."""
+    """The given options that an experiment's file would contain, and those of `others`."""
     names = [*(x.name for x in fields(RunOptions) if x.name not in _BESIDE), *others]
     source = context.get_parameter_source
-    # --out is always there.
+    # --out is always given.
     return [f"--{x.replace('_', '-')}" for x in names if source(x) is source("out")]
 
 
@@ -177,7 +177,7 @@ def _tables(rows: list[Row], measures: list[Measure], against: str | None, forma
     held = [name for name, x in MEASURES.items() if any(x.read(row) is not None for row in rows)]
     if held and not any(tables):
         asked, known = (", ".join(names) for names in ((x.name for x in measures), held))
-        raise ConfigError(f"No row holds {asked}. Give --metric what they hold: {known}.")
+        raise ConfigError(f"No row holds {asked}. Use --metric with one of: {known}.")
     for x, found in zip(measures, tables, strict=True):
         if not found:
             typer.echo(f"No row holds {x.name}.", err=True)

@@ -1,4 +1,4 @@
-"""The `gracekv` console command: checks its extra, then hands over to `gracekv.cli.commands`."""
+"""The `gracekv` console command: checks its extra, then runs `gracekv.cli.commands`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main() -> None:
     except GracekvError as error:
         _fail(f"{type(error).__name__}: {error}")
     except OSError as error:
-        # A file that cannot be opened has a name; a failed write to stdout has none.
+        # Errors of files name the file; a failed write to stdout has no name.
         if error.errno is None or error.filename is not None:
             raise
         # Python flushes stdout again when it exits.

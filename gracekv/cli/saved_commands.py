@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gracekv import BatchResult, CompressionResult
 
 
-Tokens = Annotated[int, Option(min=1, help="Most tokens of an answer.")]
+Tokens = Annotated[int, Option(min=1, help="Maximum tokens of an answer.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Saved:
         from gracekv.cache.serialization import read_header
         from gracekv.hf import smollm2
 
-        # Refuses a file that is not a cache before the model is loaded.
+        # Rejects a file that is not a cache before the model is loaded.
         saved = read_header(self.cache).get("model")
         facts = saved if isinstance(saved, dict) else {}
         name = self.model or smollm2.name_of(facts.get("model_name"))
@@ -99,7 +99,7 @@ def chat(saved: Saved, max_new_tokens: Tokens = 256) -> None:
                 typer.echo("\n")
             except KeyboardInterrupt:
                 typer.echo("\n(stopped; this question and its answer are forgotten)", err=True)
-            # A question that does not fit is left out, and the conversation goes on.
+            # A question that does not fit is skipped, and the conversation continues.
             except (CacheError, PromptError) as error:
                 typer.echo(f"{error}", err=True)
 

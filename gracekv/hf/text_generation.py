@@ -66,10 +66,10 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
             ConfigError: `reuse` with an `answer_prefix`, which would come before the question; or
                 the pipeline has no tokenizer.
         """
-        expect(question, Iterable, "question takes a text or a list of texts", PromptError)
+        expect(question, Iterable, "question takes a string or a list of strings", PromptError)
         questions = [question] if isinstance(question, str) else list(question)
         if not questions:
-            raise PromptError("question takes a text or a list of at least one; got an empty list.")
+            raise PromptError("question takes a string or a non-empty list; got an empty list.")
         defaults = dict(self._forward_params)
         if any(options.get(name) is not None for name in _BUDGET):
             defaults = {name: x for name, x in defaults.items() if name not in _BUDGET}

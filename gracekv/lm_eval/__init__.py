@@ -1,7 +1,7 @@
-"""The model `gracekv` of the evaluation harness lm-eval: its tasks over compressed caches.
+"""The model `gracekv` for the evaluation harness lm-eval, which runs tasks over compressed caches.
 
-`python -m gracekv.lm_eval` is lm-eval's own command line with `--model gracekv`; `register` makes
-the model known to a Python program. Nothing here imports lm-eval before it is used.
+`python -m gracekv.lm_eval` is lm-eval's own command line with `--model gracekv`; in Python,
+`register` adds the model. lm-eval is imported only when it is used.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ NAME = "gracekv"
 
 
 def register() -> None:
-    """Make `gracekv` known to lm-eval's registry of models; a second call changes nothing.
+    """Add `gracekv` to lm-eval's model registry; a second call has no effect.
 
-    lm-eval finds models by its registry alone and looks for none in installed packages. Raises
+    lm-eval finds models only in its registry, not in installed packages. Raises
     `MissingDependencyError` if lm-eval is not installed.
     """
-    # Its own models first: it adds none to a registry that holds one already.
+    # Load its own models first: it adds none to a registry that already holds one.
     required("lm_eval.models", "lm-eval", "lm-eval")
     registry = required("lm_eval.api.registry", "lm-eval", "lm-eval").model_registry
     if NAME not in registry:

@@ -1,4 +1,4 @@
-"""`python -m gracekv.lm_eval`: lm-eval's command line, which then knows `--model gracekv`."""
+"""`python -m gracekv.lm_eval`: lm-eval's command line with the added `--model gracekv`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from gracekv.lm_eval import register
 
 
 def main() -> None:
-    """Run lm-eval on the arguments of this process.
+    """Run lm-eval with the arguments of this process.
 
     Raises `MissingDependencyError` if lm-eval is not installed.
     """

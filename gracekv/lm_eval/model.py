@@ -32,12 +32,12 @@ _Request = tuple[tuple[str, str] | None, list[int], list[int]]
 
 @dataclass(frozen=True)
 class Parts(Configurable):
-    """The parts of a prompt beside the context, in tokens.
+    """The parts of a prompt other than the context, in tokens.
 
     Attributes:
-        question_tokens: how many of a prompt's last tokens are the question, which stays whole.
+        question_tokens: how many of a prompt's last tokens are the question, which is kept whole.
         question_seen: whether the recipe may read the question before it compresses the context.
-        prefix_tokens: how many of a prompt's first tokens stay whole: attention sinks.
+        prefix_tokens: how many of a prompt's first tokens are kept whole: attention sinks.
     """
 
     question_tokens: int = bounded(64, at_least=1)
@@ -46,27 +46,28 @@ class Parts(Configurable):
 
 
 class GraceLM(HFLM):  # type: ignore[misc]
-    """lm-eval's `hf` model whose answers are read from physically compressed caches.
+    """lm-eval's `hf` model, which answers from physically compressed caches.
 
-    A prompt of T tokens is `prefix_tokens`, the context, and `question_tokens`. The context alone
-    is compressed, and the budget is the context's. Continuations of one context are scored over
-    one compressed cache. All that `hf` does to prompts, stop strings and answers stays as it is.
+    A prompt of T tokens consists of `prefix_tokens`, the context, and `question_tokens`. Only the
+    context is compressed, and the budget is for the context. Continuations of one context are
+    scored over one compressed cache. `hf`'s handling of prompts, stop strings and answers is
+    unchanged.
 
     Args:
         pretrained: a name or folder of a model, or a loaded model.
         pipeline: a recipe's name or a pipeline file; default: as for `gracekv.compress`, by
             `question_seen`.
-        backend: the attention implementation of decoding; default: the pipeline's.
-        question_tokens: how many of a prompt's last tokens are the question, which stays whole.
+        backend: the attention backend for decoding; default: the pipeline's.
+        question_tokens: how many of a prompt's last tokens are the question, which is kept whole.
         question_seen: whether the recipe may read the question before it compresses the context.
-        prefix_tokens: how many of a prompt's first tokens stay whole: attention sinks.
-        options: the budget, as in `gracekv.compress`, and those of lm-eval's `hf` model that load
-            model and tokenizer.
+        prefix_tokens: how many of a prompt's first tokens are kept whole: attention sinks.
+        options: the budget, as in `gracekv.compress`, and options of lm-eval's `hf` model for
+            loading model and tokenizer.
 
     Raises:
         BudgetError: not exactly one budget is given.
         ConfigError: another argument cannot be used.
-        UnsupportedModelError: gracekv does not know the model's family.
+        UnsupportedModelError: gracekv does not support the model.
     """
 
     def __init__(
@@ -102,14 +103,14 @@ class GraceLM(HFLM):  # type: ignore[misc]
         spans = PromptSpans(start, end, length if parts.question_seen else end, length)
         tail = None
         if not parts.question_seen:
-            # What a second pass reads before the text again: no question, only a chat's next turn.
+            # A second pass reads this before the text again: no question, only a chat's next turn.
             chat = getattr(self.tokenizer, "chat_template", None)
             turn = torch.tensor(turn_change(self.tokenizer) if chat else [], dtype=torch.int64)
             tail = turn if turn.equal(ids[length - len(turn) :]) else turn[:0]
         return Prompt(ids, spans, tokenizer=self.tokenizer, tail=tail)
 
     def _precision(self) -> torch.autocast:
-        """`hf`'s mixed precision, if it was asked for."""
+        """`hf`'s mixed precision, if requested."""
         dtype = self.mixed_precision_dtype
         return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
 
@@ -127,11 +128,11 @@ class GraceLM(HFLM):  # type: ignore[misc]
         attention_mask: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Ids [B, T + new] of prompts [B, T], which are padded on the left, and their answers."""
+        """Ids [B, T + new] of left-padded prompts [B, T] and their answers."""
         mask = torch.ones_like(context) if attention_mask is None else attention_mask
         prompts = [row[seen.bool()] for row, seen in zip(context, mask, strict=True)]
         if not options.get("do_sample"):
-            # Greedy is the default, and a temperature would raise warnings.
+            # Greedy is the default, and a temperature would cause warnings.
             options = {k: x for k, x in options.items() if k not in ("do_sample", "temperature")}
         rows, length = context.shape
         options["stopping_criteria"] = stop_sequences_criteria(self.tokenizer, stop, length, rows)
@@ -142,9 +143,9 @@ class GraceLM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[_Request], disable_tqdm: bool = False, override_bs: Any = None
     ) -> list[tuple[float, bool]]:
-        """The log-probability (nats) of each continuation, and whether greedy decoding gives it.
+        """The log-probability (nats) of each continuation, and whether greedy decoding yields it.
 
-        One compression for all requests with the same context, one forward pass for each.
+        One compression for all requests with the same context, and one forward pass for each.
         """
         alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for place, (_, context, _) in enumerate(requests):
@@ -154,7 +155,7 @@ class GraceLM(HFLM):  # type: ignore[misc]
         with tqdm(total=len(requests), disable=silent, desc=title) as progress:
             for shared, places in alike.items():
                 longest = max(len(requests[place][2]) for place in places)
-                # Contexts that are too long lose their beginning, as in `hf`.
+                # Contexts that are too long are cut at the beginning, as in `hf`.
                 kept = shared[-max(1, self.max_length + 1 - longest) :]
                 with self._precision():
                     result = self._compress([torch.tensor(kept)])
@@ -174,7 +175,7 @@ class GraceLM(HFLM):  # type: ignore[misc]
         return float(chosen.sum()), bool((logs.argmax(dim=-1) == following).all())
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Raises `TaskError`: such tasks have no context before the text that they score."""
+        """Raises `TaskError`: such tasks score a text that no context precedes."""
         raise TaskError(
             "Tasks of type loglikelihood_rolling, the perplexity of whole texts, have no context "
             "that could be compressed before it is used. Run them with --model hf."

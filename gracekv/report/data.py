@@ -20,7 +20,7 @@ from gracekv.prefill import PromptSpans
 from gracekv.prefill.fingerprint import differences
 from gracekv.report.entries import KeptEntries, Result, check_result, kept_entries
 
-# The character that decoders put in place of incomplete bytes.
+# The character with which decoders replace incomplete bytes.
 _INCOMPLETE = "\ufffd"
 
 
@@ -33,7 +33,7 @@ _SAME: dict[str, Callable[[Result], object]] = {
 
 
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """What tells two models apart, in whatever dtype they are and with whatever tokenizer."""
+    """The facts in which two models differ, apart from dtype and tokenizer."""
     ignored = {"tokenizer", "chat_template", "dtype"}
     if one.get("dtype") != other.get("dtype"):
         ignored |= {"weights", "plain_weights"}
@@ -50,9 +50,9 @@ class ReportColumn:
     Attributes:
         label: the heading, such as the recipe's name.
         pipeline: the strategies, as plain data.
-        represents: `Packer.represents`, what one entry stands for.
+        represents: `Packer.represents`, the thing that one entry stands for.
         entries: the context entries and the tokens that each stands for.
-        slots: int32 [J+1] absolute slot borders; also None if every token is its own slot.
+        slots: int32 [J+1] absolute slot borders; None also if every token is its own slot.
         relevance: relevance of the context's tokens, without the recent window.
         curve: the auction curve.
         accounting: entries and bytes.
@@ -81,9 +81,9 @@ class ReportData:
         spans: prefix, context, question, tail.
         tokens: the text of each of the T tokens.
         columns: at least one column.
-        history: what the cuts left of the tokens written after the prompt; None without a limit.
+        history: what the cuts left of the tokens after the prompt; None without a limit.
         written: the texts of those tokens.
-        model_layers: the number of each compressed layer in the model; empty: they are all.
+        model_layers: the number of each compressed layer in the model; empty if all are compressed.
     """
 
     model: str
@@ -104,7 +104,7 @@ class ReportData:
         if not results:
             raise ReportError("A report needs at least one result; got none.")
         for label, result in results.items():
-            expect(label, str, "A label is a text", ReportError)
+            expect(label, str, "A label is a string", ReportError)
             check_result(result)
         answers = answers or {}
         if unknown := ", ".join(sorted(map(str, set(answers) - set(results)))):
@@ -114,17 +114,17 @@ class ReportData:
             for what, read in _SAME.items():
                 if read(main) != read(other):
                     raise ReportError(
-                        f"Results side by side must be of one prompt, context and model; {first!r} "
+                        f"Results to compare must share prompt, context and model; {first!r} "
                         f"and {label!r} have different {what}. Compress the same Prompt with both "
                         f"pipelines."
                     )
             if apart := _differ(main._run.fingerprint, other._run.fingerprint):
                 raise ReportError(
-                    f"Results side by side must be of one model; those of {first!r} and {label!r} "
+                    f"Results to compare must be of one model; those of {first!r} and {label!r} "
                     f"differ: {', '.join(apart)}. Compress with one model."
                 )
         tokenizer = next((x for r in results.values() if (x := r.prompt.tokenizer)), None)
-        # Only the name of a local folder: pages are shared, paths are private.
+        # Of a local folder, only the name: pages are shared, and paths are private.
         name = str(getattr(getattr(main.model, "config", None), "name_or_path", "")).rstrip("/\\")
         if os.path.isabs(name) or os.path.isdir(name):
             name = re.split(r"[/\\]", name)[-1]
@@ -138,7 +138,7 @@ class ReportData:
         )
 
     def with_history(self, result: Result, history: CutHistory) -> ReportData:
-        """A copy that also shows what was written on a cache of `result`.
+        """A copy that also shows what was generated on a cache of `result`.
 
         Raises `ReportError` if the cache belongs to another result.
         """
@@ -151,7 +151,7 @@ class ReportData:
                 f"The cache belongs to another result: its entries of {history.first} prompt "
                 f"tokens are not this one's of {first}. Use this result's new_cache(limit)."
             )
-        # How a token is decoded depends on the tokens before it.
+        # Decoding of a token depends on the tokens before it.
         lead = prompt.ids[max(0, first - 4) : first]
         tokenizer = None if (history.ids < 0).any() else prompt.tokenizer
         texts = token_texts(torch.cat([lead, history.ids]), tokenizer)[len(lead) :]
@@ -160,7 +160,7 @@ class ReportData:
 
 def report_column(label: str, result: Result, answer: str | None = None) -> ReportColumn:
     """Make the column of one result. Raises `ReportError` as `kept_entries` does."""
-    expect(answer, str | None, "An answer is one text", ReportError)
+    expect(answer, str | None, "An answer is a string", ReportError)
     run, record = result._run, result._run.recorded()
     return ReportColumn(
         label=label,
@@ -179,8 +179,8 @@ def report_column(label: str, result: Result, answer: str | None = None) -> Repo
 def token_texts(ids: Tensor, tokenizer: Any) -> list[str]:
     """The text of each token of `ids` int64 [T]; without a tokenizer, its id.
 
-    The texts join to the text of all tokens. Each token is decoded after the one before it, so that
-    leading blanks are not lost. If tokens share a character, one has all of it and the others "".
+    Joined, they are the text of all tokens. Each token is decoded after the previous one, so that
+    leading whitespace is kept. If tokens share a character, one gets all of it and the others "".
     """
     if tokenizer is None:
         return [f"⟨{number}⟩ " for number in ids.tolist()]
@@ -189,7 +189,7 @@ def token_texts(ids: Tensor, tokenizer: Any) -> list[str]:
     for at in range(len(ids)):
         before = tokenizer.decode(ids[first:read], skip_special_tokens=False) if read else ""
         after = tokenizer.decode(ids[first : at + 1], skip_special_tokens=False)
-        # A character has at most four bytes; bytes that wait longer are not text.
+        # A character has at most four bytes; bytes that stay incomplete for longer are not text.
         waits = after.endswith(_INCOMPLETE) and at - read < 3 and at + 1 < len(ids)
         texts.append("" if waits else after[len(before) :])
         if not waits:

@@ -15,8 +15,8 @@ from torch import Tensor
 from gracekv.pipeline.run import CodedRelevance
 from gracekv.report.data import ReportColumn, ReportData
 
-# Relevance that takes more bytes in all columns is averaged over heads. A page of 32K tokens then
-# stays below 15 MB. Source: ours.
+# If relevance takes more bytes in all columns together, it is averaged over heads. A page of 32K
+# tokens then stays below 15 MB. Source: ours.
 _RELEVANCE_BYTES = 7 * 2**20
 
 
@@ -33,7 +33,7 @@ def encode(data: ReportData) -> tuple[dict[str, Any], bytes]:
     parts, history = dict[str, bytes](), data.history
     for name, texts in (("text", data.tokens), ("written", data.written)):
         parts[name] = "".join(texts).encode("utf-8", "replace")
-        # JavaScript counts text in units of UTF-16.
+        # JavaScript measures text in UTF-16 code units.
         units = [len(text.encode("utf-16-le", "replace")) // 2 for text in texts]
         parts[f"{name}Lengths"] = _u32(torch.tensor(units, device="cpu"))
     cuts = None
@@ -63,7 +63,7 @@ def encode(data: ReportData) -> tuple[dict[str, Any], bytes]:
 def _column(parts: dict[str, bytes], number: int, data: ReportData) -> dict[str, Any]:
     column = data.columns[number]
     entries, curve = column.entries, column.curve
-    # Dropped tokens between each entry and the one before it in its head.
+    # Number of dropped tokens between each entry and the previous one in its head.
     before = entries.end.roll(1)
     before[entries.offsets[:-1][entries.offsets.diff() > 0]] = entries.region[0]
     parts[f"entryStarts.{number}"] = _u32(entries.offsets)
@@ -76,7 +76,7 @@ def _column(parts: dict[str, bytes], number: int, data: ReportData) -> dict[str,
     if entries.value_change is not None:
         parts[f"changes.{number}"] = _u8((entries.value_change * 100).round())
     share = entries.multiplicity / entries.length
-    # A file holds fitted multiplicities, and no changes; exp(log(n)) may exceed n by rounding.
+    # A file holds fitted multiplicities but no changes; exp(log(n)) may exceed n by rounding.
     if entries.value_change is not None or bool((share > 1.01).any()):
         # 16 steps double the multiplicity.
         steps = (16 * entries.multiplicity.clamp_min(1e-6).log2()).round() + 128

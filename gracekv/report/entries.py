@@ -48,18 +48,18 @@ class KeptEntries:
     Attributes:
         layers: L.
         heads: G.
-        region: absolute (start, end) of the context, as far as the cache covers it. It covers all
-            prompt tokens but the last, which decoding feeds again.
+        region: absolute (start, end) of the context, as far as the cache covers it. The cache
+            covers all prompt tokens but the last, which decoding feeds again.
         offsets: int64 [L*G+1]; head layer * G + g holds entries [offsets[h], offsets[h+1]).
         start: int64 [E] first absolute position that the entry stands for.
-        end: int64 [E] exclusive.
+        end: int64 [E] end of those positions, exclusive.
         multiplicity: float32 [E], the entry's weight in attention, in tokens; at most end - start
             unless fitted.
         depth: int16 [E] level of its node in the slot's tree, -1 outside of trees (recent window,
             FullKV); None without trees.
         floor: bool [E], whether the floor bought it, not the auction; None without a floor.
-        value_change: float32 [E], how far the fit moved the value, relative to the value's norm, in
-            steps of 0.01 up to 2.55; None if nothing was fitted or the result is from a file.
+        value_change: float32 [E], how much the fit changed the value, relative to the value's norm,
+            in steps of 0.01 up to 2.55; None if nothing was fitted or the result is from a file.
     """
 
     layers: int
@@ -75,7 +75,7 @@ class KeptEntries:
 
     @property
     def length(self) -> Tensor:
-        """int64 [E], tokens that each entry stands for."""
+        """int64 [E], number of tokens that each entry stands for."""
         return self.end - self.start
 
     def head_of_entry(self) -> Tensor:
@@ -83,7 +83,7 @@ class KeptEntries:
         return rows(self.offsets.diff())
 
     def entry_of_token(self, position: int) -> Tensor:
-        """int64 [L*G]: the entry of each head that stands for the token, -1 where it is dropped."""
+        """int64 [L*G]: the entry of each head that stands for the token, -1 if it is dropped."""
         holder = torch.full((len(self.offsets) - 1,), -1, device="cpu")
         at = ((self.start <= position) & (position < self.end)).nonzero()[:, 0]
         holder[self.head_of_entry()[at]] = at
@@ -91,10 +91,10 @@ class KeptEntries:
 
 
 def check_result(result: object) -> None:
-    """Raise `ReportError` unless `result` is what `gracekv.compress` returns for one prompt."""
+    """Raise `ReportError` unless `result` is a result of `gracekv.compress` for one prompt."""
     if not all(hasattr(result, name) for name in ("_run", "prompt", "pipeline")):
         raise ReportError(
-            f"A report takes what gracekv.compress returns for one prompt; got "
+            f"A report takes a result of gracekv.compress for one prompt; got "
             f"{type(result).__name__}. For a batch use batch.report(path)."
         )
 
@@ -115,7 +115,7 @@ def kept_entries(result: Result) -> KeptEntries:
     own = (position, position + 1, multiplicity)
     entries = KeptEntries(layers, heads, region, starts, *own, value_change=change)
     if record is None:
-        # A packer of nodes merges tokens, and a file does not say which, unless it holds them all.
+        # A packer of nodes merges tokens, and a file does not record which, unless all are kept.
         full = run.accounting.entries.numel() * spans.context_length
         if represents == "node" and run.accounting.spent < full:
             raise ReportError(

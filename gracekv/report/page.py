@@ -21,7 +21,7 @@ from gracekv.report.data import ReportData
 from gracekv.report.encoding import encode
 from gracekv.report.entries import Result, check_result
 
-# In order of dependence; they share one scope.
+# In order of their dependencies; they share one scope.
 _SCRIPTS = ("codec.js", "view.js", "charts.js", "cuts.js", "text.js", "inspector.js", "main.js")
 
 
@@ -36,12 +36,12 @@ def write(
     """Write the page of one result; `result.report` calls this.
 
     Args:
-        path: the HTML file; its folder is made.
-        result: what to show.
+        path: the HTML file; its folder is created.
+        result: the result to show.
         label: the result's name on the page; default: the recipe's name and the ratio.
         answer: the model's answer, shown with the accounting.
-        cache: the result's cache with a limit on which the answer was written; the page then shows
-            what each cut left of the answer.
+        cache: the result's cache with a limit on which the answer was generated; the page then
+            shows what each cut left of the answer.
 
     Raises `ReportError` if the result does not know which tokens its entries stand for, or if the
     cache belongs to another result; `CacheError` if the cache has no history.
@@ -64,8 +64,8 @@ def compare(
         gracekv.report.compare([plus, snap], "page.html")
 
     Args:
-        results: labelled by recipe and ratio, or by the keys of a mapping.
-        path: the HTML file; its folder is made.
+        results: a sequence, labelled by recipe and ratio, or a mapping from labels.
+        path: the HTML file; its folder is created.
         answers: the model's answers, by label.
 
     Raises `ReportError` if prompts or models differ, or if a result does not know which tokens its
@@ -79,9 +79,9 @@ def write_all(
 ) -> tuple[Path, ...]:
     """Write a page for each prompt of a batch: page-1.html, page-2.html for the path page.html.
 
-    `batch` is a `gracekv.BatchResult`; `answers` are the model's, one a prompt. Returns the pages'
-    paths. Raises `ReportError` if there are more or fewer answers, `OutputError` if `path` names no
-    file, and as `write` does.
+    `batch` is a `gracekv.BatchResult`; `answers` are the model's, one per prompt. Returns the
+    pages' paths. Raises `ReportError` if there are more or fewer answers, `OutputError` if `path`
+    cannot be a file, and what `write` raises.
     """
     if answers is not None and len(answers) != len(batch.prompts):
         raise ReportError(
@@ -99,9 +99,9 @@ def write_all(
 
 
 def default_label(result: Result) -> str:
-    """The recipe's name and the ratio, such as "snapkv 8x": what is full over what is kept.
+    """The recipe's name and the ratio of full to kept, such as "snapkv 8x".
 
-    It counts entries, or bytes where the budget does and entries are quantised.
+    The ratio counts entries, or bytes if the budget does and entries are quantised.
     """
     check_result(result)
     kept, name = result._run.accounting, recipes.label(result.pipeline)
@@ -113,7 +113,7 @@ def default_label(result: Result) -> str:
 
 
 def labelled(results: Mapping[str, Result] | Sequence[Result]) -> Mapping[str, Result]:
-    """Results keyed by label; a sequence gets default labels, numbered if they repeat."""
+    """Results by label; a sequence gets default labels, numbered if they repeat."""
     if isinstance(results, Mapping):
         return results
     expect(results, Iterable, "compare takes results in a list, or by label", ReportError)
@@ -130,7 +130,7 @@ def render(data: ReportData) -> str:
     header, block = encode(data)
     labels = ", ".join(column.label for column in data.columns)
     parts = {
-        # A label may hold half of a surrogate pair, which no file can.
+        # A label may hold half of a surrogate pair, which cannot be encoded.
         "title": html.escape(f"{labels} – gracekv report").encode("utf-8", "replace").decode(),
         "style": _asset("page.css"),
         "script": "\n".join(_asset(name) for name in _SCRIPTS),

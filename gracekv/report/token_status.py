@@ -20,15 +20,15 @@ class TokenStatus:
         layer: the layer's number in the model.
         head: KV head.
         state: "exact", "merged" or "dropped".
-        start: first absolute position of the entry that holds it; -1 where it was dropped.
-        end: exclusive.
-        multiplicity: the entry's weight in attention, in tokens; 0.0 where dropped.
+        start: first absolute position of the entry that holds it; -1 if it was dropped.
+        end: end of the entry's positions, exclusive; -1 if it was dropped.
+        multiplicity: the entry's weight in attention, in tokens; 0.0 if dropped.
         depth: level of the entry's node in its tree; -1 outside of trees, or unknown.
         floor: whether the floor bought the entry; None if unknown.
         relevance: the token's relevance in this head, to about 3 %; None outside of the trees, or
             if unknown.
-        value_change: how far the fit moved the entry's value, relative to its norm; None if nothing
-            was fitted, or if unknown.
+        value_change: how much the fit changed the entry's value, relative to its norm; None if
+            nothing was fitted, or if unknown.
     """
 
     layer: int

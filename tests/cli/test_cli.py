@@ -182,7 +182,7 @@ def test_without_a_question_the_cache_is_saved_for_later(cli, refused, calls, st
     assert (status, out) == (0, "")
     assert "gracekv-plus kept 60" in err
     asked = shlex.join(["gracekv", "ask", f"{tmp_path}/Tom's book", "Your question?"])
-    assert err.endswith(f"\nask it with: {asked} --model smollm2\n")
+    assert err.endswith(f"\nask about it with: {asked} --model smollm2\n")
     (call,) = calls
     told = [call[x] for x in ("model", "question", "budget", "pipeline")]
     # Which recipe that is, `gracekv.compress` decides.
@@ -210,7 +210,7 @@ BAD = [
     (["compress", "--ratio", "0.5"], "BudgetError: ratio says how many"),
     (["compress", "--pipeline", "gracekw"], "Did you mean 'gracekv'?"),
     (["compress", "--pipeline", "missing.toml"], "Cannot read missing.toml"),
-    (["compress", "--save", "a", "--report", "./a"], "need a file each; two are the same"),
+    (["compress", "--save", "a", "--report", "./a"], "must be different files"),
     (["compress"], "Missing option"),
 ]
 
@@ -232,7 +232,7 @@ def test_outputs_are_checked_before_the_model_is_loaded(refused, story, calls, t
         err = refused("compress", "--context", story, "--question", "Who?", option, place)
         assert err.startswith("OutputError: Cannot write to")
     inside = ["--save", tmp_path / "new", "--report", tmp_path / "new" / "page.html"]
-    assert "one lies inside the other" in refused("compress", "--context", story, *inside)
+    assert "lies inside the other" in refused("compress", "--context", story, *inside)
     assert not (tmp_path / "new").exists()
     assert not calls
 

@@ -46,7 +46,7 @@ def test_cells_are_methods_times_budgets_and_fullkv_once():
     ({"generate": False, "fidelity": False}, ConfigError, "nothing to measure"),
     ({"protocol": "query-blind"}, ConfigError, "takes one of"),
     ({"recent_share": 0}, ConfigError, "share"),
-    ({"model": None}, ConfigError, "takes a text"),
+    ({"model": None}, ConfigError, "takes a string"),
     ({"colour": 1}, ConfigError, "has no field 'colour'"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(changes, error, message):
@@ -105,7 +105,7 @@ def test_shards():
 def test_a_table_of_a_metric_or_method_that_no_row_holds_says_so(cli, refused, tmp_path):
     written(tmp_path, [row("ours", "2x", 0, 1.0)])
     shown = "table", tmp_path, "--metric", "construction"
-    assert "No row holds construction. Give --metric what they hold: score, kl" in refused(*shown)
+    assert "No row holds construction. Use --metric with one of: score, kl" in refused(*shown)
     code, _, told = cli(*shown[:-1], "score,construction")
     assert code == 0
     assert "No row holds construction." in told

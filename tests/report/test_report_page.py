@@ -123,9 +123,9 @@ WRONG = [
     (lambda make: {}, None, "at least one result; got none"),
     (lambda make: {"a": make("snapkv", 3), "b": other_spans(make)}, None, "different contexts"),
     (lambda make: {"a": make("snapkv", 3), "b": make("snapkv", 3, layers=3)}, None, "KV heads"),
-    (lambda make: {4: make("snapkv", 3)}, None, "A label is a text; got int"),
+    (lambda make: {4: make("snapkv", 3)}, None, "A label is a string; got int"),
     (lambda make: make("snapkv", 3), None, "results in a list, or by label; got SimpleN"),
-    (lambda make: {"a": make("snapkv", 3)}, {"a": ["b", "c"]}, "An answer is one text; got list"),
+    (lambda make: {"a": make("snapkv", 3)}, {"a": ["b", "c"]}, "An answer is a string; got list"),
     (lambda make: ["page.html"], None, r"what gracekv\.compress returns .*; got str"),
     (lambda make: {"a": make("snapkv", 3)}, {"z": "no"}, "keyed by label: a; got z"),
 ]
