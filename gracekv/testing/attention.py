@@ -1,4 +1,4 @@
-"""Random attention problems over ragged layers, tolerances, and the check of a backend on one."""
+"""Random attention problems over ragged layers, tolerances, and a check of a backend on one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gracekv.cache.base import RaggedEntries
 from gracekv.testing.prefills import normal
 
 TOLERANCES: Mapping[torch.dtype, float] = {
-    # Sums of a few thousand terms err by 6e-7; three times that.
+    # Sums of a few thousand terms have an error of 6e-7; three times that.
     torch.float32: 2e-6,
-    # Rounding the output alone costs 2.1e-4 and 1.7e-3; statistics stay float32.
+    # Rounding the output alone costs 2.1e-4 and 1.7e-3; statistics are float32.
     torch.float16: 5e-4,
     torch.bfloat16: 4e-3,
 }
@@ -48,7 +48,7 @@ def attention_problem(
     sinks: bool = False,
     device: str = "cpu",
 ) -> AttentionStep:
-    """A random step over a `RaggedEntries`; storage beside what may be read is NaN.
+    """A random step over a `RaggedEntries`; storage that must not be read is NaN.
 
     Args:
         seed: seed of all numbers.
@@ -69,7 +69,7 @@ def attention_problem(
     rng = torch.Generator().manual_seed(seed)
 
     def poisoned(*shape: int) -> Tensor:
-        """Random numbers in the middle of a buffer of NaN along the last axis but one."""
+        """Random numbers in the middle of a buffer of NaN along the second to last axis."""
         whole = (*shape[:-2], shape[-2] + 5, shape[-1])
         inside = torch.full(whole, math.nan, dtype=dtype, device=device).narrow(-2, 2, shape[-2])
         inside.copy_(normal(rng, *shape).to(dtype))
@@ -107,10 +107,10 @@ def attention_problem(
 def check_attention(
     backend: AttentionBackend, problem: AttentionStep, *, bound: float | None = None
 ) -> None:
-    """Assert that attention to all and to the packed part alone equals attention in float64.
+    """Assert that attention to all entries, and to the packed part alone, matches float64.
 
-    `problem.packed` holds the entries themselves; `bound` is the largest relative error of outputs,
-    by default that of their dtype in `TOLERANCES`.
+    `problem.packed` holds the entries themselves; `bound` is the maximum relative error of outputs,
+    by default their dtype's in `TOLERANCES`.
     """
     output_bound = TOLERANCES[problem.query.dtype] if bound is None else bound
     prepared = backend.prepare(problem.packed)

@@ -1,12 +1,12 @@
-"""Checks of the promises that every strategy of a stage makes, for our tests and for plugins'.
+"""Checks of the contract of each stage's strategies, for our tests and those of plugins.
 
     from gracekv.testing import contracts
-    from gracekv.value import WindowAttention  # or a strategy of your own
+    from gracekv.value import WindowAttention  # or your own strategy
 
     def test_window_attention_keeps_its_promises():
         contracts.check(WindowAttention(window=16))
 
-Every check raises `AssertionError` that names the broken promise. Source: ours.
+Every check raises `AssertionError` that names the violation. Source: ours.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from gracekv.value import Memory, Scorer, Sensitivity
 
 
 def check(strategy: Strategy, seeds: range = range(3)) -> None:
-    """Raise `AssertionError` unless `strategy` keeps what the interface of its stage promises.
+    """Raise `AssertionError` unless `strategy` fulfils the contract of its stage's interface.
 
-    `seeds` are those of the random inputs.
+    `seeds` are the seeds of random inputs.
     """
     check_value(strategy)
     for seed in seeds:
@@ -65,7 +65,7 @@ def check_value(strategy: Strategy) -> None:
     cls: Any = type(strategy)
     hold(REGISTRIES.get(cls.registry.stage) is cls.registry, f"{cls.__name__} has no stage")
     frozen = getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
-    hold(frozen, f"{cls.__name__} is no frozen dataclass")
+    hold(frozen, f"{cls.__name__} is not a frozen dataclass")
     data = strategy.to_dict()
     try:
         data = json.loads(json.dumps(data))
@@ -75,13 +75,13 @@ def check_value(strategy: Strategy) -> None:
     hold(hash(cls.registry.parse(data)) == hash(strategy), "equal strategies differ in their hash")
     line = cls.summary()
     sentence = line.endswith(".") and not line.startswith(f"{cls.__name__}(")
-    hold(sentence, f"the docstring of {cls.__name__} begins with no sentence")
+    hold(sentence, f"the docstring of {cls.__name__} does not begin with a sentence")
 
 
 def check_stage(strategy: Strategy, seed: int) -> None:
-    """Run the checks of the strategy's stage on random inputs of `seed`.
+    """Run the checks of the strategy's stage on random inputs from `seed`.
 
-    Raises `AssertionError` if a promise is broken.
+    Raises `AssertionError` if a check fails.
     """
     stage = strategy.registry.stage
     rng = torch.Generator().manual_seed(seed)
@@ -90,7 +90,7 @@ def check_stage(strategy: Strategy, seed: int) -> None:
     dtype = (torch.float32, torch.bfloat16)[seed % 2]
     prefill = synthetic_prefill(layers=3, dim=8, context=context, seed=seed, dtype=dtype)
     needs = getattr(strategy, "needs", Needs)()
-    # Ours are there already, from the prefill's own topics.
+    # Ours are included already, made from the prefill's own topics.
     own = [x for x in needs.observers if type(x).__module__.partition(".")[0] != "gracekv"]
     prefill = with_observed(prefill, own, seed)
     region = prefill.spans.region(min(int(torch.randint(0, 16, (), generator=rng)), context - 1))
@@ -113,7 +113,7 @@ def check_stage(strategy: Strategy, seed: int) -> None:
 
 
 def check_segmenter(segmenter: Segmenter, prefill: Prefill, region: Region) -> None:
-    """Slots that cover `region`, the same each time; an empty region is a `ShapeError`.
+    """Slots cover `region`, the same in each call; an empty region is a `ShapeError`.
 
     Raises `AssertionError` otherwise.
     """
@@ -128,10 +128,10 @@ def check_segmenter(segmenter: Segmenter, prefill: Prefill, region: Region) -> N
 
 
 def check_scorer(scorer: Scorer, prefill: Prefill, region: Region) -> None:
-    """Finite, non-negative float32 scores of every token and head, the same each time.
+    """Scores are finite, non-negative float32 for every token and head, the same in each call.
 
-    Unless the scorer says that it compares layers, each layer's scores must follow from that layer
-    and those below it.
+    Unless the scorer declares that it compares layers, each layer's scores must depend only on that
+    layer and those below it.
 
     Raises `AssertionError` otherwise.
     """
@@ -160,15 +160,15 @@ def _check_by_layer(scorer: Scorer, prefill: Prefill, region: Region, scores: Te
         own = scorer.layer(dataclasses.replace(capture, **lent), region, memory).clone()
         hold(
             torch.allclose(own, scores[capture.number], rtol=1e-4, atol=1e-6),
-            f"{scorer.name!r} compares layers: its scores of layer {capture.number} differ from "
-            f"those of one layer after the other. Let compares_layers return True",
+            f"{scorer.name!r} compares layers: its scores of layer {capture.number} differ if "
+            f"layers are scored one by one. Let compares_layers return True",
         )
         for tensor in lent.values():
             tensor.fill_(torch.nan)
 
 
 def check_sensitivity(sensitivity: Sensitivity, prefill: Prefill) -> None:
-    """Positive float32 weights [L, G] of mean 1, the same each time; else `AssertionError`."""
+    """Positive float32 weights [L, G] of mean 1, the same in each call; else `AssertionError`."""
     omega = sensitivity(prefill)
     shape = (prefill.layers, prefill.kv_heads)
     hold(omega.shape == shape and omega.dtype == torch.float32, f"omega must be float32 {shape}")
@@ -178,7 +178,7 @@ def check_sensitivity(sensitivity: Sensitivity, prefill: Prefill) -> None:
 
 
 def check_quota(quota: Quota, prefill: Prefill) -> None:
-    """Whole non-negative caps [L, G] or None, the same each time; else `AssertionError`."""
+    """Non-negative integer caps [L, G] or None, the same in each call; else `AssertionError`."""
     layers, heads, context = prefill.layers, prefill.kv_heads, prefill.spans.context_length
     plan = BudgetPlan(layers, heads, context, layers * heads * context // 2 + 1, recent=0)
     shape = heads, context
@@ -188,7 +188,7 @@ def check_quota(quota: Quota, prefill: Prefill) -> None:
     read = torch.rand(layers, *shape, generator=rng, dtype=torch.float32)
     caps, again = quota(read, plan), quota(read, plan)
     if caps is None or again is None:
-        hold(caps is again, "caps are there in one call and not in the other")
+        hold(caps is again, "one call returned caps, another None")
         return
     hold(caps.shape == (layers, heads), f"caps must be [L, G]; got {list(caps.shape)}")
     hold(not caps.is_floating_point() and bool((caps >= 0).all()), "caps must be whole and >= 0")
@@ -196,7 +196,7 @@ def check_quota(quota: Quota, prefill: Prefill) -> None:
 
 
 def check_floor(floor: Floor, forest: Any, plan: BudgetPlan, tokens: Tensor) -> Frontier:
-    """A frontier that stays within B_base; returns it, or raises `AssertionError`.
+    """Check that the frontier is within B_base and return it, or raise `AssertionError`.
 
     Args:
         floor: the strategy to check.
@@ -209,22 +209,22 @@ def check_floor(floor: Floor, forest: Any, plan: BudgetPlan, tokens: Tensor) -> 
         hold(not bool(candidates.isnan().any()), "candidates hold NaN")
     frontier = floor.realize(forest, candidates, plan, None)
     check_frontier(frontier)
-    hold(frontier.budget == plan.base, "the floor's frontier has another budget than B_base")
-    hold(frontier.floor_spent == frontier.spent, "floor_spent is not what the floor spent")
+    hold(frontier.budget == plan.base, "the budget of the floor's frontier is not B_base")
+    hold(frontier.floor_spent == frontier.spent, "floor_spent differs from the entries spent")
     return frontier
 
 
 def check_allocator(allocator: Allocator, start: Frontier, quota: Tensor | None) -> None:
-    """A legal frontier within budget and `quota` that keeps `start`, the same each time.
+    """A valid frontier within budget and `quota` that keeps `start`, the same in each call.
 
-    No operation is left that budget and quota could pay. `quota` is int64 [L, G] or None. Raises
+    No operation that budget and quota allow is left. `quota` is int64 [L, G] or None. Raises
     `AssertionError` otherwise.
     """
     result, again = allocator(start, quota), allocator(start, quota)
     check_frontier(result, quota)
     for name in ("added", "split"):
         before, after = getattr(start, name), getattr(result, name)
-        hold(not bool((before & ~after).any()), f"{name}: what the floor bought is gone")
+        hold(not bool((before & ~after).any()), f"{name}: purchases of the floor are missing")
         hold(torch.equal(after, getattr(again, name)), f"{name} differs between two calls")
     same = (result.budget, result.floor_spent) == (start.budget, start.floor_spent)
     hold(same, "budget or floor_spent were changed")
@@ -257,12 +257,12 @@ def check_decoder(decoder: Decoder, prefill: Prefill) -> None:
 
 
 def check_backend(backend: Backend, seed: int) -> None:
-    """Attention within the tolerances of its dtype from a float64 reference.
+    """Attention matches a float64 reference within its dtype's tolerance.
 
     With softcaps and sink logits too, several sequences, tails of different lengths, and quantised
     entries unless they are an `obstacle`.
 
-    Raises `AssertionError` otherwise, and if what a mask or a cache hides was read.
+    Raises `AssertionError` otherwise, and if entries hidden by a mask or cache were read.
     """
     precision = UniformPrecision(bits=4, group=4, sinks=0)
     for case, dtype in enumerate((torch.float32, torch.bfloat16) * 2):
@@ -285,13 +285,13 @@ def check_backend(backend: Backend, seed: int) -> None:
 
 
 def check_in_pipeline(strategy: Strategy, prefill: Prefill) -> None:
-    """Run the paper's pipeline with `strategy` in its stage, and check what every stage made.
+    """Run the paper's pipeline with `strategy` in its stage, and check every stage's result.
 
-    The run keeps to its budget and what it must, twice the same; else `AssertionError`.
+    Two runs are equal and keep to the budget and the required entries; else `AssertionError`.
     """
     fields: dict[str, Any] = {strategy.registry.stage: strategy, "prune": False}
     pipeline = dataclasses.replace(Pipeline.named("gracekv"), **fields)
-    hold(Pipeline.from_dict(pipeline.to_dict()) == pipeline, "the pipeline is no plain data")
+    hold(Pipeline.from_dict(pipeline.to_dict()) == pipeline, "the pipeline is not plain data")
     budget = Budget.ratio(2)
     run, again = pipeline.run(prefill, budget), pipeline.run(prefill, budget)
     check_run(run, prefill)
@@ -318,9 +318,9 @@ def _check_auctions(strategy: Strategy, seed: int) -> None:
 
 @contextmanager
 def _unchanged(prefill: Prefill) -> Iterator[None]:
-    """Strategies write into no tensor that they were given, and draw nothing from torch."""
+    """Check that strategies neither modify their inputs nor use torch's global generator."""
     tensors = [*prefill.keys, *prefill.values, *prefill.queries]
     before, state = [tensor._version for tensor in tensors], torch.get_rng_state()
     yield
-    hold([x._version for x in tensors] == before, "the prefill's tensors were written to")
-    hold(torch.equal(torch.get_rng_state(), state), "torch's own random numbers were drawn")
+    hold([x._version for x in tensors] == before, "the prefill's tensors were modified")
+    hold(torch.equal(torch.get_rng_state(), state), "torch's global generator was used")

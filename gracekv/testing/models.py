@@ -1,4 +1,4 @@
-"""Tiny random-weight models and a tokenizer that run in milliseconds and need no download."""
+"""Tiny models with random weights, and a tokenizer, that need milliseconds and no download."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 SLIDING = ("cohere2", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "ministral", "olmo3")
-"""Families of which every other layer slides here."""
+"""Families in which every other layer has a sliding window here."""
 
 # The layers that come before each one with full attention.
 _OTHER_LAYERS = {
@@ -67,16 +67,16 @@ def tiny_model(
         heads: H.
         kv_heads: G.
         dim: d.
-        vocabulary: number of token ids; none of them ends a sequence.
+        vocabulary: number of token ids; there is no end-of-sequence id.
         rope: "default", "linear", "dynamic", "llama3" (scaled frequencies), "yarn" (scaled, with
             an attention factor) or "longrope" (two sets of frequencies, with an attention factor).
-        partial: the share of a head's features that rotate ("phi3", "glm4", "qwen3_next",
+        partial: fraction of a head's features that are rotated ("phi3", "glm4", "qwen3_next",
             "qwen3_5_text").
         positions: `max_position_embeddings`.
-        original: tokens that the model was trained on before its RoPE was stretched ("llama3",
-            "yarn", "longrope"; 32 for "llama3").
+        original: context length before RoPE scaling ("llama3", "yarn", "longrope"; 32 for
+            "llama3").
         window: sliding window of the family's sliding layers. With None no layer slides, except in
-            the families of `SLIDING`: there every other layer has the family's own window.
+            the families of `SLIDING`, where every other layer has the family's own window.
         bias: whether the attention projections have biases ("qwen2" always has them).
         attention: transformers' attention implementation.
         dtype: dtype of the weights.
@@ -86,7 +86,7 @@ def tiny_model(
 
     kinds = (*_OTHER_LAYERS.get(family, ()), "full_attention")
     layer_kinds = "layers_block_type" if family == "nemotron_h" else "layer_types"
-    # Each family reads what it knows of these, and of its own; the others ignore it.
+    # Each family reads the options that it knows and ignores the others.
     experts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
     wide = dict.fromkeys(_EXPERT_SIZES, heads * dim)
     states = {"mamba_n_heads": heads, "mamba_d_head": 2 * dim, "mamba_d_state": dim}
@@ -104,12 +104,12 @@ def tiny_model(
     if family == "phi3":
         extra["original_max_position_embeddings"] = positions if rope == "default" else original
     elif family in ("qwen2", "qwen3"):
-        # The first layer attends to everything, the others slide.
+        # The first layer has full attention, the others slide.
         extra |= {"use_sliding_window": window is not None, "max_window_layers": 1}
     elif family in ("gemma3_text", "gemma4_text"):
         local = {"rope_type": "default", "rope_theta": 1e3}
         if family == "gemma4_text":
-            # Layers with full attention have larger heads, of which some features rotate.
+            # Layers with full attention have larger heads, of which only some features rotate.
             parameters |= {"rope_type": "proportional", "partial_rotary_factor": 0.5}
             extra["global_head_dim"] = 2 * dim
         parameters = {"sliding_attention": local, "full_attention": parameters}
@@ -121,7 +121,7 @@ def tiny_model(
         # Every other layer has no RoPE.
         extra |= {"no_rope_layers": [1 - i % 2 for i in range(layers)], "use_sliding_window": False}
     if family in ("mistral", "phi3", "mixtral", "starcoder2") or window is not None:
-        # Mistral has a window of 4096 unless told that it has none.
+        # Mistral has a window of 4096 unless it is set to None.
         extra["sliding_window"] = window
     config = transformers.AutoConfig.for_model(
         family,
@@ -145,8 +145,8 @@ def tiny_model(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config)
-        # transformers' small initial weights make attention uniform and biases zero, and would
-        # hide most mistakes; unit-scale projections make it choose.
+        # transformers' small initial weights make attention uniform and biases zero, which would
+        # hide most bugs; with projections of unit scale, attention is selective.
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight")):
@@ -158,7 +158,7 @@ def tiny_model(
                 elif name.endswith(("bias", "sinks")):
                     weight.normal_()
                 elif name.endswith("A_log"):
-                    # States that last for some tokens.
+                    # States that persist for some tokens.
                     weight.uniform_(-4.0, -1.0)
                 elif name.endswith(("q_norm.weight", "k_norm.weight")):
                     weight.uniform_(0.5, 2.0)
@@ -171,7 +171,7 @@ def tiny_llama(**options: Any) -> Any:
 
 
 def _scaling(rope: str, original: int, rotary: int) -> dict[str, Any]:
-    """`rope_parameters` of a RoPE kind, without its base."""
+    """`rope_parameters` of a RoPE type, without its base."""
     fields: dict[str, dict[str, Any]] = {
         "default": {},
         "linear": {"factor": 4.0},
@@ -197,14 +197,14 @@ _CHAT = (
 
 
 def tiny_tokenizer(texts: Sequence[str] = (), vocabulary: int = 2000) -> Any:
-    """A fast byte-level BPE tokenizer with a chat template; the same arguments give the same one.
+    """A fast byte-level BPE tokenizer with a chat template, determined by the arguments.
 
     Args:
-        texts: training texts beside the chapter that comes with gracekv.
-        vocabulary: number of token ids, special ones included. `tiny_model` takes the same number.
+        texts: training texts in addition to the chapter that comes with gracekv.
+        vocabulary: number of token ids, including special ones. `tiny_model` takes the same number.
 
     Returns:
-        A transformers `PreTrainedTokenizerFast`; any text survives encoding and decoding.
+        A transformers `PreTrainedTokenizerFast`; encoding and decoding preserve any text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from tokenizers.trainers import BpeTrainer

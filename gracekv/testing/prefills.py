@@ -1,6 +1,6 @@
-"""Synthetic prefills, and the check of the promises that every observer makes on one.
+"""Synthetic prefills, and a check that an observer keeps its contract on one.
 
-They have structure: topics, coherent slots, a few tokens of high attention.
+They have structure: topics, coherent slots, and a few tokens of high attention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gracekv.value.repeated_attention import RepeatedQueries
 
 
 def normal(rng: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal random numbers [*shape] of `rng`, whatever torch's default dtype."""
+    """Normal random numbers [*shape] from `rng`, whatever torch's default dtype."""
     return torch.randn(*shape, generator=rng, dtype=dtype)
 
 
@@ -64,7 +64,7 @@ def synthetic_prefill(
     topic = torch.randint(0, 5, (length // 12 + 1,), generator=rng).repeat_interleave(12)[:length]
     hidden = 2.0 * draw(5, hidden_dim)[topic] + 0.3 * draw(length, hidden_dim).cumsum(0)
     hidden = hidden + 0.5 * draw(length, hidden_dim)
-    # As after a model's input norm, so that logits stay in the range of real ones.
+    # As after a model's input norm, so that logits have realistic magnitudes.
     normed = hidden / hidden.square().mean(-1, keepdim=True).sqrt()
     rope = Rope.of_theta(length, dim)
     positions = torch.arange(length)
@@ -80,7 +80,7 @@ def synthetic_prefill(
     queries = tuple(project(heads, True) for _ in range(layers))
 
     observed: dict[Observer, Tensor] = {
-        # Any depth may be asked for, so every layer's input is there.
+        # Any depth may be requested, so every layer's input is included.
         BlockInput(layer / layers): (hidden + layer * draw(length, hidden_dim) * 0.1).to(dtype)
         for layer in range(layers)
     }
@@ -120,16 +120,16 @@ def check_observer(
 
     Raises `AssertionError` unless it is a hashable value, and its result has the declared shape, is
     finite, and is the same (within `rtol` and `atol`) however the tokens are split into runs,
-    whichever layer comes first, whatever lies behind a run, and although all tensors are
-    overwritten after each run. The prompt follows packed entries where `seed` is odd and nothing
-    runs after it.
+    whichever layer comes first, whatever follows a run in memory, and even though all tensors are
+    overwritten after each run. The prompt follows packed entries if `seed` is odd and the observer
+    does not run the model again.
     """
     name = repr(observer)
-    assert dataclasses.is_dataclass(observer), f"{name} is no dataclass."
+    assert dataclasses.is_dataclass(observer), f"{name} is not a dataclass."
     again = dataclasses.replace(observer)
     assert again == observer, f"{name} is not equal to a copy of itself."
-    assert hash(again) == hash(observer), f"{name} has another hash than a copy of itself."
-    assert observer.reads <= set(get_args(Source)), f"{name} reads a source that no driver gives."
+    assert hash(again) == hash(observer), f"{name} and a copy of itself have different hashes."
+    assert observer.reads <= set(get_args(Source)), f"{name} reads an unknown source."
     prefill = synthetic_prefill(context=90, prefix=6, question=9, layers=3, seed=seed)
     if seed % 2 and not isinstance(observer, PassObserver):
         spans, dim = dataclasses.replace(prefill.spans, past=4), prefill.head_dim + ADDED
@@ -154,14 +154,14 @@ def check_observer(
 
 
 def with_observed(prefill: Prefill, observers: Iterable[Observer], seed: int = 0) -> Prefill:
-    """`prefill` with the results of `observers`; inputs that only a model has are random."""
+    """`prefill` with the results of `observers`; inputs from a model are random."""
     drive, edges = _Driver(prefill, seed), [prefill.spans.past, prefill.spans.length]
     seen = {observer: drive(observer, edges) for observer in observers}
     return dataclasses.replace(prefill, observed={**prefill.observed, **seen})
 
 
 class _Driver:
-    """Shows a prompt as a model would: copies that are spoiled after each run."""
+    """Shows a prompt as a model would, in copies that are overwritten after each run."""
 
     def __init__(self, prefill: Prefill, seed: int) -> None:
         rng = torch.Generator().manual_seed(seed)
@@ -244,7 +244,7 @@ class _Passes:
 
 
 def _known(states: Tensor, end: int) -> Tensor:
-    """A copy of [G, T, d] of which nothing after `end` is known."""
+    """A copy of [G, T, d] with NaN from `end` on."""
     copy = states.clone()
     copy[:, end:] = torch.nan
     return copy

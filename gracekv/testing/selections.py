@@ -18,17 +18,17 @@ from gracekv.tree.base import Forest
 
 
 def hold(promise: bool, broken: str) -> None:
-    """Raise `AssertionError` with the sentence `broken` unless `promise`."""
+    """Raise `AssertionError` with the message `broken` unless `promise`."""
     if not promise:
         raise AssertionError(broken)
 
 
 def check_run(run: Run, prefill: Prefill, recent: int | None = None) -> None:
-    """Raise `AssertionError` unless the run kept to its budget and kept what it must.
+    """Raise `AssertionError` unless the run is within its budget and kept all required entries.
 
     Every head holds the prefix, the last `recent` context tokens (default: the run's own recent
-    window) and the suffix, prefix and suffix bit for bit with multiplicity 1; positions strictly
-    rise; what was accounted for is there.
+    window) and the suffix, with prefix and suffix bit for bit at multiplicity 1; positions strictly
+    increase; the accounting matches the entries.
     """
     spans, accounting = prefill.spans, run.accounting
     recent = accounting.recent if recent is None else recent
@@ -38,22 +38,22 @@ def check_run(run: Run, prefill: Prefill, recent: int | None = None) -> None:
     hold(spent <= budget, f"{spent} bytes of a budget of {budget}")
     covered = spans.length - 1
     fixed = [*range(spans.context_start), *range(spans.context_end, covered)]
-    # Without a suffix the last context token is the one that decoding feeds again.
+    # Without a suffix, decoding feeds the last context token again.
     window = range(spans.context_end - recent, min(spans.context_end, covered))
     fed_again = int(spans.context_end == spans.length)
     for layer, packed in enumerate(run.cache.layers):
         for head in range(packed.heads):
             where = f"layer {layer}, head {head}"
             keys, values, positions, log_m = packed.head(head)
-            hold(bool((positions.diff() > 0).all()), f"{where}: positions do not strictly rise")
+            hold(bool((positions.diff() > 0).all()), f"{where}: positions do not strictly increase")
             place = {int(position): i for i, position in enumerate(positions)}
             missing = [t for t in (*fixed, *window) if t not in place]
-            hold(not missing, f"{where}: positions {missing} are gone")
+            hold(not missing, f"{where}: positions {missing} are missing")
             rows = torch.tensor([place[t] for t in fixed], dtype=torch.int64)
             same = not bool(log_m[rows].any())
             for got, states in ((keys, prefill.keys), (values, prefill.values)):
                 given = states[layer][head, fixed]
-                # Entries of a quantised layer come in float32.
+                # Entries of a quantised layer are float32.
                 same &= torch.equal(got[rows].to(given), given)
             hold(same, f"{where}: prefix or suffix was changed")
             held, told = len(place) - len(fixed) + fed_again, int(accounting.entries[layer, head])
@@ -61,11 +61,11 @@ def check_run(run: Run, prefill: Prefill, recent: int | None = None) -> None:
 
 
 def check_partition(partition: Partition, region: Region, length: int) -> None:
-    """Check that a segmenter's `partition` of `region` keeps the contract.
+    """Check that a segmenter's `partition` of `region` fulfils the contract.
 
     `length` is T, the tokens of the whole sequence. Raises `AssertionError` with the first broken
-    rule: int64 bounds on the CPU that strictly increase from the region's start
-    to its end, and a curvature that is None or one finite float per token of the sequence.
+    rule: int64 bounds on the CPU that strictly increase from the region's start to its end, and a
+    curvature that is None or one finite float per token of the sequence.
     """
     bounds, kappa = partition.bounds, partition.curvature
     got = f"{bounds.dtype} {bounds.tolist()} on {bounds.device}"
@@ -119,7 +119,7 @@ def random_forest(
     roots = np.tile(np.stack([bounds[:-1], bounds[1:]], 1), (layers * heads, 1)).tolist()
     nodes = [(*root, -1, number, 0) for number, root in enumerate(roots)]
     first, count, entries = [], [], []
-    # Nodes are appended while the list is walked, so levels and siblings follow one another.
+    # Nodes are appended during the iteration, so levels and siblings are contiguous.
     for at, (start, end, _, tree, level) in enumerate(nodes):
         leaf = end - start == 1 or rng.random() < prune
         cuts = [] if leaf else _cuts(rng, start, end, explode)
@@ -140,7 +140,7 @@ def random_forest(
 
 
 def _cuts(rng: Generator, start: int, end: int, explode: float) -> list[int]:
-    """Borders of the children: all tokens, one token beside the rest, or two parts."""
+    """Borders of the children: all tokens, one token and the rest, or two parts."""
     if rng.random() < explode:
         return list(range(start, end + 1))
     token, cut = (int(rng.integers(low, end)) for low in (start, start + 1))
@@ -149,7 +149,7 @@ def _cuts(rng: Generator, start: int, end: int, explode: float) -> list[int]:
 
 
 def _gains(rng: Generator, kind: Gains, cost: np.ndarray) -> np.ndarray:
-    """float64 gain of operations of these costs."""
+    """float64 gains of operations with these costs."""
     size = len(cost)
     if kind == "normal":
         return rng.normal(0.5, 1.0, size)
@@ -162,11 +162,11 @@ def _gains(rng: Generator, kind: Gains, cost: np.ndarray) -> np.ndarray:
 
 
 def check_frontier(frontier: Frontier, quota: Tensor | None = None) -> None:
-    """Raise `AssertionError`, with the reason, if `frontier` breaks an invariant.
+    """Raise `AssertionError`, with the reason, if `frontier` violates an invariant.
 
-    Split nodes have children and are reached, the budget and `quota` ([L, G]) hold, the floor is
-    part of what is spent, the bound is not below the utility, and no token of a head lies in two
-    kept intervals.
+    Split nodes have children and are reachable, spending is within the budget and `quota`
+    ([L, G]) and includes the floor's, the bound is not below the utility, and no token of a head
+    is in two kept intervals.
     """
     forest, added, split, kept = frontier.forest, frontier.added, frontier.split, frontier.kept
     for name, chosen, size in (("added", added, forest.trees), ("split", split, forest.nodes)):
@@ -174,7 +174,7 @@ def check_frontier(frontier: Frontier, quota: Tensor | None = None) -> None:
         hold(fits, f"{name} must be bool [{size}]; got {chosen.shape}")
     hold(not bool((split & forest.is_leaf).any()), "a leaf is split")
     unreached = split[: forest.trees] & ~added
-    hold(not bool(unreached.any()), "a root is split that was never added")
+    hold(not bool(unreached.any()), "a root that was never added is split")
     unreached = split[forest.trees :] & ~split[forest.parent[forest.trees :]]
     hold(not bool(unreached.any()), "a node is split although its parent is not")
     spent, floor_spent = frontier.spent, frontier.floor_spent
@@ -195,24 +195,24 @@ def check_frontier(frontier: Frontier, quota: Tensor | None = None) -> None:
     covered.index_add_(0, row + forest.start[kept].cpu(), ones)
     covered.index_add_(0, row + forest.end[kept].cpu(), -ones)
     once = bool((covered.view(-1, tokens + 1).cumsum(1) <= 1).all())
-    hold(once, "a token lies in two kept intervals of its head")
+    hold(once, "a token is in two kept intervals of its head")
 
 
 def check_forest(forest: Forest) -> None:
     """Raise `AssertionError`, with the reason, unless `forest` is a forest with finite gains.
 
-    The children of a node follow one another and cover it; single tokens are leaves; a node's
-    physical entries are 1 or its tokens; gains and distortions are finite, distortions >= 0.
+    The children of a node are contiguous and cover it; single tokens are leaves; a node has 1
+    physical entry or one per token; gains and distortions are finite, distortions >= 0.
     """
     inner = (~forest.is_leaf).nonzero().flatten().cpu()
     first, count = forest.first_child.cpu()[inner], forest.child_count.cpu()[inner]
     start, end, parent = forest.start.cpu(), forest.end.cpu(), forest.parent.cpu()
     last = first + count - 1
     covers = torch.equal(start[first], start[inner]) and torch.equal(end[last], end[inner])
-    hold(covers, "children do not begin and end where their node does")
+    hold(covers, "children do not cover their node")
     below = (parent >= 0).nonzero().flatten()
     sibling = below[1:][parent[below][1:] == parent[below][:-1]]
-    hold(torch.equal(start[sibling], end[sibling - 1]), "children do not follow one another")
+    hold(torch.equal(start[sibling], end[sibling - 1]), "children are not contiguous")
     filled = bool((count >= 2).all()) and bool((forest.length > 0).all())
     hold(filled, "a node has one child, or is empty")
     known = (forest.entries == 1) | (forest.entries == forest.length)

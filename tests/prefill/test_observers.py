@@ -110,7 +110,7 @@ class Greedy(Sums):
 def test_what_is_no_value_is_found():
     with pytest.raises(TypeError, match="unhashable"):
         check_observer(Unhashable())
-    with pytest.raises(AssertionError, match="reads a source that no driver gives"):
+    with pytest.raises(AssertionError, match="reads an unknown source"):
         check_observer(Greedy())
 
 
