@@ -1,9 +1,10 @@
-"""Benchmarks, ablations and the tables made of their results.
+"""Benchmarks, ablations and tables of their results.
 
     from gracekv.evaluate import Experiment, run
     run(Experiment.load("suite.yaml"), "runs/")
 
-Names load on first use: this package's parts need transformers and the `evaluate` extra.
+Names are imported on first use, since the package's modules need transformers and the `evaluate`
+extra.
 """
 
 from __future__ import annotations

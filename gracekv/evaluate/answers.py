@@ -1,8 +1,8 @@
-"""Answers over a compressed cache: greedy ones, timed, and the reference answer fed in.
+"""Answers over a compressed cache: greedy and timed, or the reference answer fed in.
 
-Feeding the reference shows how far a compressed cache leads the model from FullKV: one forward pass
-over the answer's tokens, all at once, so it costs about as much as one token and needs no model
-that could answer. It separates methods where scores lie on the floor.
+Feeding the reference shows how far a compressed cache takes the model from FullKV. It is one
+forward pass over all tokens of the answer, so it costs about as much as one token and does not need
+a model that could answer. It distinguishes methods even where all scores are near zero.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Answer(NamedTuple):
     Attributes:
         text: the answer without prompt and special tokens.
         tokens: number of generated tokens.
-        seconds: wall time of reading what the cache lacks of the prompt, and of all tokens.
+        seconds: wall time for the uncached part of the prompt and all generated tokens.
     """
 
     text: str
@@ -39,14 +39,14 @@ class Answer(NamedTuple):
 def greedy(
     model: Any, tokenizer: Any, ids: Tensor, cache: Any, sample: Sample, max_new_tokens: int
 ) -> Answer:
-    """The model's greedy answer; ends at the model's own end tokens and at `sample.stop`.
+    """The model's greedy answer; ends at the model's end-of-sequence tokens or `sample.stop`.
 
-    `ids` is the whole prompt, int64 [T], and `cache` a fresh `GraceCache` of it, used up here.
+    `ids` is the whole prompt, int64 [T], and `cache` a fresh `GraceCache` of it, which is modified.
     """
     options: dict[str, Any] = {}
     if sample.stop is not None:
-        # As LongBench does it: the first token may not be an end, and a text that is one token
-        # ends the answer as that token.
+        # As in LongBench: the first token may not end the answer, and a stop text of one token is
+        # an end-of-sequence token.
         stop = tokenizer(sample.stop, add_special_tokens=False)["input_ids"]
         options = {"min_new_tokens": 1, "stop_strings": [sample.stop]}
         if len(stop) == 1:
@@ -72,7 +72,7 @@ class AnswerOutputs:
 
     Attributes:
         log_probs: float32 [A, vocabulary] log-probabilities; row a predicts answer token a.
-        outputs: attention block outputs [A, D] of each layer, at the positions that predict.
+        outputs: attention block outputs [A, D] of each layer, at the predicting positions.
     """
 
     log_probs: Tensor
@@ -85,13 +85,13 @@ class AnswerOutputs:
 
 @torch.no_grad()
 def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> AnswerOutputs:
-    """Feed the answer behind a compressed prompt.
+    """Feed the answer after a compressed prompt.
 
     Args:
-        model: attached, see `gracekv.hf.attach`.
-        ids: int64 [T], the whole prompt; what `cache` does not cover is fed first.
+        model: an attached model, see `gracekv.hf.attach`.
+        ids: int64 [T], the whole prompt; the part that `cache` does not cover is fed first.
         answer: int64 [A].
-        cache: a fresh `GraceCache` of the prompt; it is used up.
+        cache: a fresh `GraceCache` of the prompt, which is modified.
     """
     fed = torch.cat([ids[cache.packed_length :], answer[:-1]])
     device = input_device(model)
@@ -106,7 +106,7 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
             if layer.has_attention:
                 attention = attention_module(model.get_decoder().layers[layer.number])
                 hooks.append(attention.register_forward_hook(listen))
-        # A cache with a limit is cut between two pieces.
+        # A cache with a limit is cut between pieces.
         pieces = fed.split(len(fed) if cache.limit is None else cache.limit.every)
         options = {cache_keyword(model.forward): cache, "logits_to_keep": len(answer)}
         logits = [model(input_ids=x[None].to(device), **options).logits[0] for x in pieces]
@@ -119,10 +119,10 @@ def compare(method: AnswerOutputs, full: AnswerOutputs, answer: Tensor) -> dict[
     """Distances of a method from FullKV, over the same answer int64 [A].
 
     Returns `kl` (mean over tokens of KL(FullKV || method), nats), `nll` and `full_nll` (mean
-    negative log-likelihood of the answer, nats), `dnll` (their difference; negative where
-    compression happens to help), `top1` (share of positions with the same favourite), `aoe` (mean
-    over layers of |o - o_full| / |o_full| of the attention blocks, errors of lower layers
-    included), and `tokens`, A. All are 0, and `top1` 1, for FullKV itself.
+    negative log-likelihood of the answer, nats), `dnll` (their difference; negative if compression
+    happens to help), `top1` (share of positions with the same argmax), `aoe` (mean over layers of
+    |o - o_full| / |o_full| of the attention blocks, including errors from lower layers), and
+    `tokens`, A. For FullKV itself, all differences are 0 and `top1` is 1.
     """
     ours, theirs = method.log_probs.double(), full.log_probs.double()
     at = answer.to(ours.device)[:, None]
@@ -132,7 +132,7 @@ def compare(method: AnswerOutputs, full: AnswerOutputs, answer: Tensor) -> dict[
     pairs = ((own.double(), of_full.double()) for own, of_full in outputs)
     errors = [float((x - y).norm() / y.norm().clamp_min(1e-30)) for x, y in pairs]
     return {
-        # Rounding can leave a divergence of equal distributions below zero; NaN stays NaN.
+        # Rounding can make the divergence of equal distributions negative; NaN stays NaN.
         "kl": max(float((theirs.exp() * (theirs - ours)).sum(-1).mean()), 0.0),
         "nll": float(nll),
         "full_nll": float(full_nll),

@@ -1,4 +1,4 @@
-"""`Experiment`: the full description of a run, as plain data, and methods by name."""
+"""`Experiment`: the full description of a run as plain data, with methods by name."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Cell:
     """One method at one budget: a cell of a table.
 
     Attributes:
-        method: its name in tables: the text that named it.
+        method: the text that named it, which is its name in tables.
         pipeline: the parsed method.
-        budget: for the context, or None if the method keeps everything.
+        budget: the context's budget, or None if the method keeps everything.
     """
 
     method: str
@@ -48,29 +48,30 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Panel(Configurable):
-    """Tasks, and the methods that are compared on them.
+    """Tasks, and the methods to compare on them.
 
     Attributes:
         tasks: names of tasks and suites.
-        methods: see `parse_method`.
+        methods: methods as `parse_method` reads them.
         ratios: budgets as ratios; 8 keeps an eighth of the context's entries.
         entries: budgets as entries per head.
         lengths: total tokens of RULER's samples.
         samples: number of samples of each task and length.
-        first: number of the first sample, to run on other given texts; others change by `seed`.
+        first: number of the first sample, to run on other given texts; generated texts depend on
+            `seed`.
         seed: seed of the generated samples.
         protocol: "query_aware" prefills the whole prompt before compressing, as the paper does;
             "query_agnostic" compresses before the question is seen, except for the one token
             after the context, so that several questions can be asked of one cache. They rank
             methods differently and never share a table.
-        recent_share: largest share of the budget for the recent window, in every method, or None
+        recent_share: maximum share of the budget for the recent window, in every method, or None
             for each method's own.
         generate: whether answers are generated and scored.
         max_new_tokens: a lower cap than the tasks' own, or None. The cap is part of set recall,
-            which has no other brake.
+            since nothing else penalises long answers.
         fidelity: whether the reference answer is fed over every cache, to compare with FullKV.
-        answer_words: most words of the reference answer that are fed.
-        max_prompt: most prompt tokens, or None for the model's positions.
+        answer_words: maximum words of the reference answer to feed.
+        max_prompt: maximum prompt tokens, or None for the model's positions.
         truncate: how longer prompts are handled: "middle", "start" or "error".
 
     Raises:
@@ -115,7 +116,7 @@ class Panel(Configurable):
             raise ConfigError(f"A method or budget is named twice: {', '.join(self.methods)}.")
 
     def cells(self) -> list[Cell]:
-        """Every method at every budget; a method that keeps everything once."""
+        """Every method at every budget; methods that keep everything appear once."""
         budgets = [Budget.ratio(ratio) for ratio in self.ratios]
         budgets += [Budget.entries_per_head(entries) for entries in self.entries]
         cells = []
@@ -138,7 +139,7 @@ class PendingSample:
 
     Attributes:
         panel: the settings.
-        task: where the sample comes from.
+        task: the sample's task.
         index: its number.
         cells: the cells without a row, in the panel's order.
         prompt_hash: the prompt hash in earlier rows of this sample, or None.
@@ -160,7 +161,7 @@ class Experiment(Configurable):
         panels: tasks and methods to run.
         dtype: dtype of the weights: "float32", "bfloat16" or "float16".
         data: folder of essays, questions and LongBench files; see `Sources`.
-        imports: modules to import first, which register strategies or recipes.
+        imports: modules to import first because they register strategies or recipes.
 
     Raises:
         ConfigError: there is no panel.
@@ -178,9 +179,9 @@ class Experiment(Configurable):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`. Without `panels`, a panel's fields stand beside the model's.
+        """The inverse of `to_dict`; instead of `panels`, takes one panel's fields at the top level.
 
-        Raises `ConfigError` for an unknown field or a value of the wrong type, and without a model;
+        Raises `ConfigError` for an unknown field, a value of the wrong type, or a missing model;
         `PluginError` for a module in `imports` that cannot be imported.
         """
         if not isinstance(data, Mapping):
@@ -252,7 +253,7 @@ def split_methods(text: str) -> list[str]:
 def sweep(base: str, settings: Sequence[str]) -> list[str]:
     """One method for each value of each ``stage.field=v1,v2``: one change at a time.
 
-    Raises `ConfigError` for what cannot be read.
+    Raises `ConfigError` for a setting or base that cannot be parsed.
     """
     match = _SPEC.fullmatch(base)
     found = []
@@ -269,9 +270,9 @@ def sweep(base: str, settings: Sequence[str]) -> list[str]:
 
 
 def variants(base: str, settings: Sequence[str], ablations: bool) -> list[str]:
-    """The base method, its ablation recipes (`BASE-no-...`), and one method a swept value.
+    """The base method, its ablation recipes (`BASE-no-...`), and one method per swept value.
 
-    Raises `ConfigError` if nothing is left to compare with the base.
+    Raises `ConfigError` if there is nothing to compare with the base.
     """
     methods = [base]
     if ablations:

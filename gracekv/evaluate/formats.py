@@ -22,7 +22,7 @@ _MARKS = ("{}", "**{}**", "<u>{}</u>")
 
 
 def markdown(found: Sequence[Table], measure: Measure) -> str:
-    """One table after the other; best bold, second underlined, 95 % intervals in brackets."""
+    """One table after another; best bold, second underlined, 95 % intervals in brackets."""
     parts = []
     for table in found:
         header = ["method", *(table.columns or (FULL,))]
@@ -34,7 +34,7 @@ def markdown(found: Sequence[Table], measure: Measure) -> str:
 
 
 def as_csv(found: Sequence[Table], measure: Measure) -> str:
-    """One line a cell, with every digit of its mean and interval; then one a difference."""
+    """One line per cell, with all digits of its mean and interval, then one per difference."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(_CSV)
@@ -56,7 +56,7 @@ def footer(rows: Sequence[Row]) -> str:
     sources = sorted({row["source"] for row in chosen if row.get("source")})
     lines = [f"{len(chosen):,} cells; versions: {'; '.join(made)}; data: {'; '.join(sources)}."]
     if len(made) > 1:
-        lines.append("The rows were made with different versions: look before comparing them.")
+        lines.append("The rows were made with different versions: compare them with care.")
     failures = [row for row in chosen if row.get("error") is not None]
     failed = Counter((x["task"], x["method"], x["column"], x["error"]["type"]) for x in failures)
     for (task, method, column, error), count in failed.items():
@@ -65,7 +65,7 @@ def footer(rows: Sequence[Row]) -> str:
 
 
 def _shown(table: Table, measure: Measure, method: str) -> list[str]:
-    """The method's name and its cells, marked by rank; FullKV has one, whatever the budget."""
+    """The method's name and its cells, marked by rank; FullKV has one cell for all budgets."""
     cells, width = [method], len(table.columns or (FULL,))
     for column in (FULL,) if (method, FULL) in table.cells else table.columns:
         cell = table.cells.get((method, column))

@@ -1,6 +1,6 @@
 """Tasks whose answers are long traces: four of LongProc.
 
-The reference trace is fed behind the prompt, an interval at a time, over a cache that a limit cuts.
+The reference trace is fed after the prompt, an interval at a time, over a cache with a limit.
 
 Source: LongProc (Ye et al. 2025, arXiv:2501.05414), its prompts and records at 0.5K.
 """
@@ -17,10 +17,10 @@ from gracekv.evaluate.sources import Sources
 from gracekv.pipeline import Pipeline
 
 EVERY = 64
-"""Tokens between two cuts: these answers have about 500 tokens."""
+"""Tokens between cuts; these answers have about 500 tokens."""
 
 
-# Where the question begins in LongProc's prompt.
+# The text with which the question begins in LongProc's prompt.
 TASKS = {
     "path_traversal": "\n\nNow find the route",
     "countdown": "\n\n[Problem]",
@@ -63,10 +63,10 @@ def _fields(
 
 
 def within(budget: Budget, rendered: Rendered, pipeline: Pipeline) -> tuple[Budget, Limit]:
-    """The context's budget and the limit of prompt and answer, where `budget` counts both.
+    """The context's budget and the limit of prompt and answer, if `budget` is for both.
 
-    The rest of the prompt and the last tokens come first; context and answer share the remaining
-    limit equally, whatever the strategy (ours).
+    The rest of the prompt and the last tokens are kept first; context and answer share the
+    remaining limit equally, whatever the strategy (ours).
     """
     prompt, context = len(rendered.prompt.ids), rendered.prompt.spans.context_length
     window, exact = 16, budget.kind == "entries_per_head"

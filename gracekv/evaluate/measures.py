@@ -11,8 +11,8 @@ from typing import Any
 from gracekv.errors import one_of
 from gracekv.evaluate.row_files import Row
 
-# A method that equals FullKV has KL 0; its logarithm is cut here (ours; float32 rounding alone
-# makes about 1e-6).
+# A method that equals FullKV has KL 0; the logarithm is clamped here (ours; float32 rounding alone
+# causes about 1e-6).
 _LEAST_KL = 1e-4
 # A larger number is not a measurement, and its square would be infinite.
 _LARGEST = 1e100
@@ -23,11 +23,11 @@ class Measure:
     """One number of a row.
 
     Attributes:
-        name: on the command line.
+        name: its name on the command line.
         title: its title in tables.
-        read: the number, or None if the row has none.
-        higher: whether more is better.
-        digits: after the point, in tables.
+        read: returns the number of a row, or None if it has none.
+        higher: whether higher is better.
+        digits: decimal places in tables.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Measure:
 
 
 def _number(*path: str, scale: float = 1.0) -> Callable[[Row], float | None]:
-    """Reads the number at `path` of a row, times `scale`; None if there is none."""
+    """A reader of the number at `path` of a row, times `scale`; None if there is none."""
 
     def read(row: Row) -> float | None:
         value: Any = row
         for name in path:
             value = value.get(name) if isinstance(value, Mapping) else None
-        # Rows spell NaN and infinity as text: an average must not swallow them.
+        # Rows store NaN and infinity as strings, so that no average includes them.
         known = isinstance(value, int | float) and not isinstance(value, bool)
         return scale * float(value) if known and abs(value) <= _LARGEST else None
 
@@ -63,7 +63,7 @@ def _share(part: str, of: str, whole: str) -> Callable[[Row], float | None]:
 
 
 def _log_kl(row: Row) -> float | None:
-    # Of several questions over one cache the mean of their logarithms.
+    # For several questions over one cache, the mean of their logarithms.
     each = [_number("fidelity", "kl")(part) for part in row.get("questions") or [row]]
     known = [kl for kl in each if kl is not None]
     if not known or len(known) < len(each):

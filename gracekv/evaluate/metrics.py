@@ -1,9 +1,9 @@
 """The benchmarks' official metrics, each from 0 to 1.
 
 Sources: RULER's `string_match_all` and `string_match_part`, LongBench's `metrics.py`. `rouge_l` is
-the paper's word-level Rouge-L: F1 of the longest common subsequence of blank-separated words, exact
-and case-sensitive, over the whole text, by the package rouge-score with a tokenizer that only
-splits at blanks, without stemming. LongBench's own, on sets of words, lies on another scale.
+the paper's word-level Rouge-L: F1 of the longest common subsequence of whitespace-separated words,
+exact and case-sensitive, over the whole text, by the package rouge-score with a tokenizer that only
+splits at whitespace, without stemming. LongBench's own, on sets of words, has another scale.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def score(sample: Sample, prediction: str) -> float:
 
 
 def clean(prediction: str) -> str:
-    """RULER's post-processing: control characters become line ends."""
+    """RULER's post-processing: control characters become newlines."""
     return _CONTROL.sub("\n", prediction.strip()).strip()
 
 
@@ -51,15 +51,15 @@ def qa_f1(prediction: str, answer: str) -> float:
 
 
 def rouge_l(prediction: str, answer: str) -> float:
-    """F1 of the longest common subsequence of blank-separated words."""
+    """F1 of the longest common subsequence of whitespace-separated words."""
     return float(_lcs_scorer().score(answer, prediction)["rougeL"].fmeasure)
 
 
 def class_accuracy(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """1 over the number of class names that the prediction holds, if the right one is among them.
+    """1 over the number of class names in the prediction, if the correct one is among them.
 
-    Names inside the right one do not count. The official loop deletes from the list it walks over,
-    which can spare a name; that is part of the metric.
+    Names contained in the correct one do not count. The official loop deletes from the list that it
+    iterates over, which can skip a name; that is part of the metric.
     """
     named = [name for name in classes if name in prediction]
     for name in named:

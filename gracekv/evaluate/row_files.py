@@ -1,8 +1,8 @@
-"""Rows on disk: one JSON line each, whole or absent, in files that several processes may share.
+"""Rows on disk: one JSON line each, complete or absent, in files that several processes may share.
 
-A row is written by one system call and flushed to the disk, so a killed process leaves at most one
-line without its end; readers ignore it and the next writer cuts it off, unless all but the line
-break is there.
+A row is written by one system call and flushed to disk, so a killed process leaves at most one
+incomplete line; readers ignore it and the next writer cuts it off, unless only the line break is
+missing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gracekv.errors import ConfigError, OutputError
 
 Row = dict[str, Any]
 
-# The fields of a row that are read again, and their types.
+# The fields of a row that are read back, and their types.
 _FIELDS: dict[str, Any] = {
     "key": str, "sample": str, "model": str, "dtype": str, "task": str, "group": str,
     "method": str, "column": str, "length": int | None, "seed": int, "index": int,
@@ -33,7 +33,7 @@ _COLUMN = re.compile(r"full|\d+(\.\d+)?(e[+-]\d\d\d?)?(x| entries)")
 
 
 class RowFile(AbstractContextManager["RowFile"]):
-    """Appends rows to `folder`/rows-NAME.jsonl; a second writer of the same file is refused.
+    """Appends rows to `folder`/rows-NAME.jsonl; rejects a second writer of the same file.
 
     A context manager. Raises `OutputError` if the file cannot be written, and `ConfigError` if
     another process has it open for writing.
@@ -43,12 +43,12 @@ class RowFile(AbstractContextManager["RowFile"]):
         self.path = folder / f"rows-{name}.jsonl"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # An interrupt may keep `__exit__` from it: then it is closed as it is freed.
+            # If an interrupt prevents `__exit__`, the file is closed when it is freed.
             self._file = io.FileIO(self.path, "a")
         except OSError as error:
             raise OutputError(
                 f"Rows cannot be written to {self.path}: {error}. Give --out a folder that can be "
-                f"written."
+                f"written to."
             ) from error
         try:
             self._lock()
@@ -72,14 +72,14 @@ class RowFile(AbstractContextManager["RowFile"]):
         line = text.encode("utf-8", "replace")
         try:
             if (written := os.write(self._file.fileno(), line)) != len(line):
-                # A full disk: take the half line back, so that the next one is not glued to it.
+                # The disk is full: remove the partial line, so that the next is not appended to it.
                 self._file.truncate(os.fstat(self._file.fileno()).st_size - written)
                 raise OSError(f"only {written} of {len(line)} bytes fit")
             os.fsync(self._file.fileno())
         except OSError as error:
             raise OutputError(
-                f"A row could not be written to {self.path}: {error}. The rows before it are "
-                f"whole: make room, and run the same again to go on."
+                f"A row could not be written to {self.path}: {error}. Earlier rows are complete: "
+                f"free some space, and run the same again to continue."
             ) from error
 
     def __exit__(self, *_: object) -> None:
@@ -87,12 +87,12 @@ class RowFile(AbstractContextManager["RowFile"]):
         self._file.close()
 
     def _lock(self) -> None:
-        # No Unix, or a file system without locks: two writers are then the user's to avoid.
+        # Without Unix or file locks, users must avoid two writers themselves.
         with suppress(ImportError, OSError):
             import fcntl
 
             try:
-                # Ends with the process, however it ends.
+                # The lock ends with the process, however that ends.
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ConfigError(
@@ -102,10 +102,10 @@ class RowFile(AbstractContextManager["RowFile"]):
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """All complete rows under `folder`, links followed, file by file in order of their names.
+    """All complete rows under `folder`, following links, file by file in order of their names.
 
     Raises `ConfigError` for a folder that does not exist or cannot be read, and for a complete line
-    that is no row: a field is missing, of another type, NaN or infinite.
+    that is not a row: a field is missing, has the wrong type, or is NaN or infinite.
     """
     if not os.path.isdir(folder):
         raise ConfigError(f"There is no folder {folder}. Give the --out of an evaluation.")
@@ -116,7 +116,7 @@ def read_rows(folder: Path) -> list[Row]:
     found: dict[str, list[Path]] = {}
     for place, inner, names in os.walk(folder, onerror=fail, followlinks=True):
         own = [Path(place, x) for x in names if x.startswith("rows-") and x.endswith(".jsonl")]
-        # Links may lead to a folder that was read, or round in a circle.
+        # Links may lead to a folder that was read already, or form a cycle.
         if found.setdefault(os.path.realpath(place), own) is not own:
             inner.clear()
     rows: list[Row] = []
@@ -138,7 +138,7 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def _is_whole(line: bytes) -> bool:
-    """Whether a file's last line, which no line break ends, is a row; a crash leaves half of it."""
+    """Whether a file's last line, without a line break, is a row; a crash may leave part of one."""
     try:
         return bool(_row(line))
     except (ValueError, RecursionError):
@@ -148,8 +148,8 @@ def _is_whole(line: bytes) -> bool:
 def note_marks(row: Mapping[str, Any], known: dict[tuple[str, str], Any]) -> None:
     """Record in `known` the weights and tokenizer behind the model's name in a row.
 
-    Raises `ConfigError` if an earlier row had others: a table would average both. Rows without
-    `marks`, of samples that could not be made, fit any.
+    Raises `ConfigError` if an earlier row had others, since a table would average both. Rows
+    without `marks`, of samples that could not be made, match any.
     """
     marks = row.get("marks") or {}
     other = known.setdefault((row["model"], row["dtype"]), marks) if marks else {}
@@ -157,17 +157,17 @@ def note_marks(row: Mapping[str, Any], known: dict[tuple[str, str], Any]) -> Non
         names = sorted(n for n in {*marks, *other} if marks.get(n) != other.get(n))
         raise ConfigError(
             f"The folder holds rows of another model or tokenizer that was also called "
-            f"{row['model']!r} (other {', '.join(names)}). Keep the rows of each apart."
+            f"{row['model']!r} (other {', '.join(names)}). Keep their rows in separate folders."
         )
 
 
 def _row(line: bytes) -> Row:
-    """The row that a line holds; `ValueError` says what is wrong with it."""
+    """The row in a line; raises `ValueError` that says what is wrong with it."""
     row = json.loads(line)
-    # Refuses NaN, infinity, and text that no file can hold.
+    # Rejects NaN, infinity, and text that cannot be encoded.
     json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
     if not isinstance(row, dict):
-        raise ValueError("it is no mapping")
+        raise ValueError("it is not a mapping")
     row.setdefault("length", None)
     row.setdefault("error", None)
     for name, kind in _FIELDS.items():
@@ -177,16 +177,16 @@ def _row(line: bytes) -> Row:
     texts = [row["settings"].get("protocol"), *row["versions"].values()]
     texts += [row.get("metric")] if error is None else [error.get("type"), error.get("message")]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError("its protocol, versions, metric or error is no text")
+        raise ValueError("its protocol, versions, metric or error is not a string")
     if not all(isinstance(part, dict) for part in row.get("questions") or ()):
-        raise ValueError("its 'questions' are no mappings")
+        raise ValueError("its 'questions' are not mappings")
     if not _COLUMN.fullmatch(row["column"]):
         raise ValueError(f"its 'column' is {row['column']!r:.100}")
     return row
 
 
 def latest(rows: list[Row]) -> dict[str, Row]:
-    """One row for each key: a result before a failure, and else the last written."""
+    """One row for each key: results take precedence over failures, then later rows."""
     found: dict[str, Row] = {}
     for row in rows:
         before = found.get(row["key"])
@@ -196,7 +196,7 @@ def latest(rows: list[Row]) -> dict[str, Row]:
 
 
 def _finite(value: Any) -> Any:
-    """NaN and infinity, which JSON lacks, become texts, so that no average includes them."""
+    """Turn NaN and infinity, which JSON lacks, into strings, so that no average includes them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

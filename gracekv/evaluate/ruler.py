@@ -1,8 +1,8 @@
 """RULER's 13 tasks, generated locally from their published procedure, for any tokenizer.
 
-Counting (cwe, fwe), questions about documents (qa), and hidden sentences: those with a key and a
-value (niah_*) are hidden in essays, in noise, or among their like; variables (vt), each assigned
-the one before, among noise.
+The tasks are counting (cwe, fwe), questions about documents (qa), and hidden sentences: with keys
+and values (niah_*), in essays, in noise or among similar sentences; or with variables (vt), each
+assigned the previous one, in noise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ZETA_2 = math.pi**2 / 6
 # RULER draws depths from 40 evenly spaced percentages of the text.
 _DEPTHS = tuple(i / 39 for i in range(40))
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
-# Lines of vt's demonstration: what RULER's search finds for at most 500 tokens, one step of lines.
+# Lines of vt's demonstration, as RULER's search for at most 500 tokens finds them.
 _DEMONSTRATION = {"long": 10, "short": 5}
 
 
@@ -44,7 +44,7 @@ def family(name: str, length: int, index: int, sources: Sources) -> Family:
 def common_words(task: Mapping[str, Any], length: int) -> Family:
     """cwe: the most common words of a numbered list; sizes count distinct words.
 
-    Ten words occur `often` times, all others `seldom`; a solved, smaller instance stands before
+    Ten words occur `often` times, all others `seldom` times; a smaller, solved instance precedes
     the instruction and is never compressed (ours). Shorter lengths repeat less, as in RULER.
     """
     args = task["args"]
@@ -70,7 +70,7 @@ def common_words(task: Mapping[str, Any], length: int) -> Family:
 
 
 def coded_words(task: Mapping[str, Any], length: int) -> Family:
-    """fwe: sizes count the words of a Zipf text, of which rank 1 is printed as dots.
+    """fwe: sizes count the words of a Zipf text, in which rank 1 is printed as dots.
 
     The answers are ranks 2 to 4.
     """
@@ -84,14 +84,14 @@ def coded_words(task: Mapping[str, Any], length: int) -> Family:
         rng.shuffle(text)
         return _asked(task, " ".join(text), tuple(ranked[1:4]))
 
-    # From here on ranks 2 to 5 occur differently often.
+    # From this size on, ranks 2 to 5 have different counts.
     return Family(draw, least=80)
 
 
 def documents(task: Mapping[str, Any], question: Question, corpus: Sequence[str]) -> Family:
     """qa_1 and qa_2: a question about one or two documents; sizes count characters of distractors.
 
-    Distractors are taken in RULER's order (near ones, then random ones), leaving out those that no
+    Distractors are added in RULER's order (near ones, then random ones), skipping those that no
     longer fit, so that whole documents fill the length (ours; RULER adds ten at a time).
     """
     most = sum(len(text) for text in {*question.near, *corpus} - set(question.gold))
@@ -113,7 +113,7 @@ def documents(task: Mapping[str, Any], question: Question, corpus: Sequence[str]
 
 
 def numbered_documents(texts: Sequence[str]) -> str:
-    """RULER's form of several documents."""
+    """Several documents in RULER's format."""
     form = ruler_forms()["document"]
     return "\n\n".join(form.format(i=i, document=text) for i, text in enumerate(texts, 1))
 
@@ -132,9 +132,9 @@ def _numbered(words: Sequence[str]) -> str:
 def needles(task: Mapping[str, Any], essay: Sequence[str]) -> Family:
     """A niah task; sizes count words of essay, sentences of noise, or distractor needles.
 
-    `essay` is the haystack as words; it is repeated where it ends. Sentences are cut at blanks
-    after '.', '!' or '?' (RULER: nltk's punkt, whose data would have to be downloaded; only the
-    places of the needles differ).
+    `essay` is the haystack as words, repeated as needed. Sentences are split at whitespace after
+    '.', '!' or '?' (RULER: nltk's punkt, whose data would have to be downloaded; only the places of
+    the needles differ).
     """
     args = task["args"]
     kind = args["type_haystack"]
@@ -176,8 +176,8 @@ def needles(task: Mapping[str, Any], essay: Sequence[str]) -> Family:
 def chains(task: Mapping[str, Any], length: int) -> Family:
     """vt, the variable tracing task; sizes count sentences of noise.
 
-    The demonstration, a solved instance with shorter names, stands before the instruction and is
-    never compressed (ours; RULER knows no compression).
+    The demonstration, a solved instance with shorter names, precedes the instruction and is never
+    compressed (ours; RULER has no compression).
     """
     lines = _DEMONSTRATION["long" if length >= 4096 else "short"]
     names = task["args"]["num_hops"] + 1
@@ -199,7 +199,7 @@ def chains(task: Mapping[str, Any], length: int) -> Family:
         return Texts(task["prefix"], "\n".join(text), (asked,))
 
     def draw(size: int, rng: Random) -> Texts:
-        # Its own stream: the demonstration must not change with the size of the real instance.
+        # A separate stream, so that the demonstration does not change with the instance's size.
         shown = instance(5 * lines, 3, Random(rng.getrandbits(64)))
         solved = shown.solved() + " ".join(shown.asked[0].answers)
         real = instance(size, 5, rng)
@@ -221,12 +221,12 @@ def _needle(args: Mapping[str, Any], key: str, value: str) -> str:
 
 
 def _singular(text: str) -> str:
-    """RULER's rewriting where one value is asked for, of the task's text only."""
+    """RULER's rewriting of the task's text if one value is asked for."""
     return text.replace("Some", "A").replace("are all", "is").replace("are", "is")
 
 
 def _among(lines: list[str], hidden: Sequence[str], rng: Random) -> list[str]:
-    # Short texts have fewer lines than needles; then several stand at one place.
+    # Short texts may have fewer lines than needles; then several share a place.
     places = [rng.randint(0, len(lines)) for _ in hidden]
     if len(lines) >= len(hidden):
         places = rng.sample(range(len(lines) + 1), len(hidden))
@@ -235,7 +235,7 @@ def _among(lines: list[str], hidden: Sequence[str], rng: Random) -> list[str]:
 
 def _insert(pieces: list[str], places: Sequence[int], hidden: Sequence[str]) -> list[str]:
     result = list(pieces)
-    # From the back, so that the places in front stay valid.
+    # From the back, so that earlier places stay valid.
     for place, text in sorted(zip(places, hidden, strict=True), key=lambda x: x[0], reverse=True):
         result.insert(place, text)
     return result

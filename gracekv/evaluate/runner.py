@@ -1,4 +1,4 @@
-"""`run`: all rows of an experiment, resumable, and the schedule of samples that have none yet."""
+"""`run`: all rows of an experiment, resumable, and the schedule of samples without rows."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ def run(
 ) -> Summary:
     """Run the cells that have no row yet; each row is written to disk as soon as it exists.
 
-    A run that was killed resumes where it stopped. It never adds to rows of other weights or of
-    another tokenizer under the same names: the model is loaded, even if nothing is left to run,
-    and compared with the rows. Several processes may write to one folder, each its own shard.
-    A failed cell is recorded and does not end the run.
+    A killed run resumes where it stopped. It never adds to rows of other weights or another
+    tokenizer under the same names: even if nothing is left to run, the model is loaded and compared
+    with the rows. Several processes may write to one folder, each its own shard. A failed cell is
+    recorded and does not end the run.
 
     Args:
         experiment: what to run.
-        out: the folder of rows, made if it is not there.
+        out: the folder of rows; created if missing.
         shard: the part of this process; default: all.
         retry_failed: run failed cells again.
         progress: show a progress bar.
         model: a loaded model, instead of loading `experiment.model`; with its `tokenizer`.
         tokenizer: see `model`.
 
-    Raises `ConfigError`, `OutputError` or `TaskError` before anything is run if the experiment, its
-    data or the folder cannot be used, or if the folder holds rows of another model that had the
-    same name.
+    Raises `ConfigError`, `OutputError` or `TaskError` before anything runs if the experiment, its
+    data or the folder cannot be used, or if the folder holds rows of another model with the same
+    name.
     """
     from rich import progress as rich
     from rich.console import Console
@@ -97,7 +97,7 @@ def run(
             rich.TextColumn("left"), rich.TimeRemainingColumn(),
         )  # fmt: skip
         new = chain.from_iterable(ready.rows(sample) for sample in schedule.samples)
-        # Cells come in bursts, a prefill before each: a short window would make the estimate jump.
+        # Cells come in bursts after each prefill, so with a short window the estimate would jump.
         at, off = Console(stderr=True), not progress
         with rich.Progress(*columns, console=at, speed_estimate_period=600, disable=off) as bar:
             for row in bar.track(new, sum(len(sample.cells) for sample in schedule.samples)):
@@ -125,11 +125,11 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Names the shard's file of rows."""
+        """The name of the shard's file of rows."""
         return "main" if self.count == 1 else f"{self.index}of{self.count}"
 
     def owns(self, number: int) -> bool:
-        """Whether unit `number` of the plan is this shard's."""
+        """Whether unit `number` of the plan belongs to this shard."""
         return number % self.count == self.index
 
 
@@ -155,12 +155,12 @@ def make_schedule(
     owns: Callable[[int], bool] = lambda number: True,
     retry_failed: bool = False,
 ) -> Schedule:
-    """Schedule every cell of the experiment that `rows` lack.
+    """Schedule every cell of the experiment that is missing from `rows`.
 
     Args:
         experiment: the panels to run.
         rows: existing rows, of all shards.
-        sources: where texts come from.
+        sources: the sources of texts.
         owns: whether the n-th sample belongs to this process.
         retry_failed: whether failed cells are run again.
 
@@ -194,15 +194,15 @@ def make_schedule(
                     old = pending[sample][1].cells if sample in pending else ()
                     entry = PendingSample(panel, task, index, (*old, *missing), hashes.get(sample))
                     pending[sample] = (rank, entry)
-    # Every task's first sample before any task's second: a run that is cut short is balanced.
+    # Every task's first sample before any task's second, so that an interrupted run is balanced.
     ordered = sorted(pending.values(), key=lambda pair: pair[0])
     return Schedule(tuple(entry for _, entry in ordered), done, failed)
 
 
 def parse_shard(text: str | None, environment: Mapping[str, str] = os.environ) -> Shard:
-    """``i/n`` with i from 0; without it torchrun's RANK and WORLD_SIZE; without those everything.
+    """Parse ``i/n`` with i from 0; default: torchrun's RANK and WORLD_SIZE, else everything.
 
-    Raises `ConfigError` if it cannot be read or i is not below n.
+    Raises `ConfigError` if it cannot be parsed or i is not below n.
     """
     if text is None:
         rank, size = environment.get("RANK"), environment.get("WORLD_SIZE")

@@ -1,4 +1,4 @@
-"""`Sample`: questions about one long text, and the token ids of them that every method sees."""
+"""`Sample`: questions about one long text, and their token ids, the same for all methods."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class FurtherQuestion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One record of a benchmark, before any tokenizer has seen it.
+    """One record of a benchmark, before tokenisation.
 
-    The user's message is instruction, context and question without anything between them; the
-    model's turn opens with `answer_prefix`. Only the context may be compressed.
+    The user's message is instruction, context and question with nothing in between; the model's
+    turn opens with `answer_prefix`. Only the context may be compressed.
 
     Attributes:
-        task: such as "ruler:niah_multikey_1".
+        task: name of the task, such as "ruler:niah_multikey_1".
         index: number of the sample inside its task.
         instruction: the text before the context.
         context: the long text.
@@ -48,13 +48,13 @@ class Sample:
         answers: the references, at least one and none empty.
         metric: the name of the primary metric, see `gracekv.evaluate.metrics`.
         chat: whether the tokenizer's chat format is used.
-        first_line: score the first line that is not empty only.
+        first_line: score only the first line that is not empty.
         stop: the answer ends at this text.
         classes: all class names, for classification.
         further: more questions about the same text, answered over the same compressed cache.
-        in_turns: whether they are turns of one conversation, each after the reference answers of
-            those before (as in SCBench, arXiv:2412.10319); else each is asked by itself.
-        whole: whether the reference is fed whole, however many words it has.
+        in_turns: whether they are turns of one conversation, each after the reference answers to
+            earlier ones (as in SCBench, arXiv:2412.10319); else each is asked independently.
+        whole: whether the reference is fed in full, however many words it has.
 
     Raises:
         ConfigError: there is no reference answer, or an empty one.
@@ -81,18 +81,19 @@ class Sample:
         if not self.answers or not all(answer.strip() for answer in self.answers):
             raise ConfigError(
                 f"Sample {self.index} of {self.task} has no usable reference answer: "
-                f"{list(self.answers)!r}. Every answer must hold some text; repair the record."
+                f"{list(self.answers)!r}. Every answer must contain some text; fix the record."
             )
 
     def questions(self) -> tuple[Sample, ...]:
-        """One sample for each question, this one's first, without further questions."""
+        """One sample for each question, starting with this one's, without further questions."""
         first = replace(self, further=(), in_turns=False)
         return (first, *(replace(first, **one._asdict()) for one in self.further))
 
     def reference(self, words: int) -> str:
         """The text that teacher forcing feeds: all answers of a set, else the first; ours.
 
-        At most `words` blank-separated words, so that a long summary costs no more than others.
+        At most `words` whitespace-separated words, so that a long summary costs no more than
+        others.
         """
         text = ", ".join(self.answers) if self.metric == "set_recall" else self.answers[0]
         parts = text.split()
@@ -107,7 +108,7 @@ class Rendered:
         sample: the question.
         prompt: ids and spans; the same for all methods.
         answer_ids: int64 [A], the reference as it would follow the prompt.
-        removed: context tokens that truncation took away.
+        removed: number of context tokens removed by truncation.
     """
 
     sample: Sample
@@ -142,11 +143,11 @@ def render(
     Args:
         sample: the question and its texts.
         tokenizer: a Hugging Face tokenizer.
-        limit: most tokens of the prompt.
-        truncate: how a longer one is handled. "middle" keeps the context's first and last halves
-            of the room, "start" its first tokens, in token space; instruction and question stay
-            whole. "error" refuses, as the paper's protocol does.
-        answer_words: most words of the reference.
+        limit: maximum tokens of the prompt.
+        truncate: how a longer one is handled. "middle" removes tokens from the middle of the
+            context, "start" keeps its first tokens; instruction and question stay whole. "error"
+            raises, as in the paper's protocol.
+        answer_words: maximum words of the reference.
 
     Raises `TaskError` if the prompt is too long and may not be cut, or cannot be cut enough.
     """
@@ -173,8 +174,8 @@ def render_questions(
 ) -> tuple[Rendered, ...]:
     """`render` for every question of a sample; all prompts are equal up to the first question.
 
-    A turn of a conversation follows the prompt and the reference answer of the turn before. Texts
-    with several questions are never cut.
+    A turn of a conversation follows the prompt and reference answer of the previous turn. Texts
+    with several questions are never truncated.
 
     Raises `TaskError` as `render` does, and if the tokenizer merges the context's end with
     different questions.
@@ -201,7 +202,7 @@ def render_questions(
     if any(not torch.equal(one.prompt.ids[: end + 1], ids[: end + 1]) for one in renderings):
         raise TaskError(
             f"The questions of sample {sample.index} of {sample.task} do not share a context: the "
-            f"tokenizer joins its end with what follows. Begin all questions alike."
+            f"tokenizer merges its end with what follows. Begin all questions the same way."
         )
     return tuple(renderings)
 
@@ -214,7 +215,7 @@ def joint_digest(rendered: tuple[Rendered, ...]) -> str:
 
 
 def _answer_ids(prompt: Prompt, sample: Sample, tokenizer: Any, words: int) -> Tensor:
-    """The reference's ids behind the prompt, as if both were one text where that is possible."""
+    """The reference's ids after the prompt, tokenised as one text if possible."""
     assert prompt.parts is not None  # from_chat always keeps them
     text = "".join(prompt.parts)
     answer = sample.reference(words)

@@ -1,7 +1,7 @@
 """One context and many questions: passages of SQuAD, and lookups of keys in several turns.
 
-The manner of SCBench (Li et al. 2024, arXiv:2412.10319): a cache is compressed once, before any
-question is known, and all questions are answered over it.
+As in SCBench (Li et al. 2024, arXiv:2412.10319), a cache is compressed once, before any question is
+known, and all questions are answered over it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ TASKS: dict[str, dict[str, Any]] = {
         "part": None,
     },
 }  # fmt: skip
-"""The fixed facts of each task; `in_turns`: its questions are turns of one conversation."""
+"""The fixed facts of each task; with `in_turns`, questions are turns of one conversation."""
 
 _QUESTIONS = {"squad": 6, "kv": 5}
 _LEAST = 5
 
 
 def families(name: str, length: int, seed: int, index: int, sources: Sources) -> Iterator[Family]:
-    """The families to try for sample `index` of a task, in order; for "squad" an article each.
+    """The families to try for sample `index` of a task, in order.
 
     Args:
         name: one of `TASKS`.
-        length: tokens of the longest prompt, all turns included, plus the generation cap.
-        seed: seed of the whole data set.
+        length: tokens of the longest prompt, including all turns, plus the generation cap.
+        seed: seed of the whole dataset.
         index: number of the sample.
         sources: SQuAD's articles.
     """
@@ -51,7 +51,7 @@ def families(name: str, length: int, seed: int, index: int, sources: Sources) ->
 
 
 def _passages(article: Sequence[Passage], rng: Random) -> Iterator[Family]:
-    """Paragraphs of an article in a row from one of its first half on, in a random order of those.
+    """Consecutive paragraphs of an article, starting anywhere in its first half, in random order.
 
     Sizes count paragraphs.
     """

@@ -1,4 +1,4 @@
-"""Where benchmark texts come from: a local folder or the package.
+"""Sources of benchmark texts: a local folder or the package.
 
 Questions about documents are read from SQuAD's and HotpotQA's files, prompt strings from the
 package's own data.
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from gracekv.errors import TaskError
 
 BUILT_IN = "alice_chapter_1.txt"
-# The files of a part in the folder; "longbench:NAME" is found by its first word.
+# Files of each part in the folder; the part "longbench:NAME" is looked up by its first word.
 _FILES = {
     "essay": "essays/PaulGrahamEssays.json",
     "squad": "qa/squad*.json",
@@ -46,8 +46,8 @@ class Question:
     Attributes:
         text: the question.
         answers: all annotators' answers.
-        gold: documents that hold the answer; always shown.
-        near: distractors that are shown before any other: the same article's, or the question's.
+        gold: documents that contain the answer; always shown.
+        near: distractors shown before all others: from the same article, or the question's own.
     """
 
     text: str
@@ -61,7 +61,7 @@ class Passage(NamedTuple):
 
     Attributes:
         text: the paragraph.
-        questions: those that it answers, each with all annotators' answers.
+        questions: the questions that it answers, each with all annotators' answers.
     """
 
     text: str
@@ -69,11 +69,11 @@ class Passage(NamedTuple):
 
 
 class Sources:
-    """Benchmark data under one folder, read when they are first asked for.
+    """Benchmark data under one folder, read on first use.
 
     Looks for `essays/PaulGrahamEssays.json`, `qa/squad*.json`, `qa/hotpot*.json`,
     `longbench/NAME.*jsonl`, `longproc/NAME_0.5k*.json` and `longproc/NAME.prompts.yaml`. Without
-    essays the haystack is the public-domain chapter that comes with gracekv, repeated.
+    essays, the haystack is the public-domain chapter that comes with gracekv, repeated.
 
     Parts are "essay", "squad", "hotpotqa", "longbench:NAME" and "longproc:NAME".
 
@@ -131,13 +131,13 @@ class Sources:
         return self._digests[part]
 
     def _once(self, part: str, parse: Callable[[bytes], Any]) -> Any:
-        """The part's file, parsed at the first call; `TaskError` if it holds something else."""
+        """The part's file, parsed on the first call; `TaskError` if it has another format."""
         if part not in self._parsed:
             label, raw = self._read(part)
             try:
                 self._parsed[part] = parse(raw)
             except (ValueError, TypeError, LookupError) as error:
-                raise TaskError(f"{label} is no file of {part}: {error!r}. Get it anew.") from error
+                raise TaskError(f"{label} is no {part} file: {error!r}. Get it again.") from error
         return self._parsed[part]
 
     def _read(self, part: str) -> tuple[str, bytes]:
@@ -151,7 +151,7 @@ class Sources:
             label, raw = BUILT_IN, (files("gracekv") / "data" / BUILT_IN).read_bytes()
         else:
             raise TaskError(
-                f"Tasks of {part} need {pattern} and find none under "
+                f"Tasks of {part} need {pattern}, and there is none under "
                 f"{self.folder or 'the data folder, which is not set'}. Put {_WHERE_FROM[kind]} "
                 f"there and give the folder as --data."
             )
@@ -165,12 +165,12 @@ def ruler_forms() -> Any:
 
 
 def longbench_forms() -> Any:
-    """LongBench's prompt strings, one entry per data set."""
+    """LongBench's prompt strings, one entry per dataset."""
     return _packaged("longbench.json")["datasets"]
 
 
 def _json_lines(raw: bytes) -> list[dict[str, Any]]:
-    # Not splitlines(): it would also cut at separators that JSON leaves inside strings.
+    # Not splitlines(), which would also split at separators that JSON allows inside strings.
     return [json.loads(line) for line in raw.decode("utf-8").split("\n") if line.strip()]
 
 
@@ -211,8 +211,8 @@ def squad(raw: bytes) -> tuple[list[Question], list[str]]:
 def hotpot(raw: bytes) -> tuple[list[Question], list[str]]:
     """Questions of a HotpotQA distractor file in file order, and all its documents.
 
-    The documents with supporting facts are the gold ones; at short lengths the question's other
-    documents are left out first (RULER shows all ten, which fit from about 2,000 tokens on).
+    The documents with supporting facts are gold; at short lengths, the question's other documents
+    are left out first (RULER shows all ten, which fit from about 2,000 tokens on).
     """
     questions, corpus = list[Question](), list[str]()
     for record in json.loads(raw):

@@ -1,4 +1,4 @@
-"""From rows to tables: methods x budgets for each group, on paired samples only."""
+"""Tables from rows: methods x budgets for each group, on paired samples only."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gracekv.evaluate.measures import Measure
 from gracekv.evaluate.row_files import Row, latest, note_marks
 
 Values = NDArray[np.float64]
-# By task, seed and index.
+# Values by task, seed and index.
 Samples = dict[tuple[str, int, int], float]
 
 FULL = "full"
 RESAMPLES = 9_999
-# The fields that tell samples of one protocol apart.
+# The fields that identify a sample of one protocol.
 _PLACE = ("model", "dtype", "task", "length", "seed", "index")
 
 
@@ -31,7 +31,7 @@ class Interval:
 
     Attributes:
         mean: mean of the tasks' means.
-        low: the interval's lower end; NaN where a task has fewer than two samples.
+        low: the interval's lower end; NaN if a task has fewer than two samples.
         high: its upper end; NaN likewise.
         samples: number of samples.
     """
@@ -45,9 +45,9 @@ class Interval:
 def interval(tasks: Sequence[Values]) -> Interval:
     """The unweighted mean of the tasks' means, with a percentile bootstrap of its samples.
 
-    Every task is resampled by itself, so that none gains weight. Since resamples of n samples have
-    (n - 1) / n of their variance, they are spread by the root of n / (n - 1) (Rao and Wu, 1988):
-    without it, two samples a task give intervals that hold the truth four times in five. A paired
+    Each task is resampled separately, so that none gains weight. Since resamples of n samples have
+    (n - 1) / n of their variance, they are scaled by the root of n / (n - 1) (Rao and Wu, 1988):
+    otherwise intervals from two samples per task cover the truth only four times in five. A paired
     comparison is the interval of the differences. The random stream is fixed: the same rows give
     the same interval.
     """
@@ -65,7 +65,7 @@ def interval(tasks: Sequence[Values]) -> Interval:
 
 @dataclass(frozen=True, slots=True)
 class Title:
-    """The fields that all rows of a table share; scores on different scales never meet.
+    """The fields that all rows of a table share; scores on different scales are never mixed.
 
     Attributes:
         model: name, and dtype unless it is float32.
@@ -95,12 +95,12 @@ class Table:
         title: the fields that its rows share.
         tasks: names of the tasks, which are averaged without weights.
         methods: names of the methods, in order of their first row.
-        columns: budgets, generous ones first.
-        cells: (method, column) to mean and interval; nothing where a method has no values.
+        columns: budgets, largest first.
+        cells: (method, column) to mean and interval; no entry if a method has no values.
         against: (method, column) to its mean difference from the reference method, by sample.
-        reference: the method compared with, or None.
-        unpaired: values left out because another method lacks that sample.
-        without: the tasks that a column lacks, since a method has no values there.
+        reference: the method to compare with, or None.
+        unpaired: number of values left out because another method lacks that sample.
+        without: the tasks that a column lacks because a method has no values there.
     """
 
     title: Title
@@ -114,9 +114,9 @@ class Table:
     without: dict[str, list[str]] = field(default_factory=dict)
 
     def ranks(self, column: str, higher: bool) -> dict[str, int]:
-        """1 for the best compressed methods of a column, 2 for the second; ties share.
+        """1 for the best compressed methods of a column, 2 for the second best; ties share a rank.
 
-        Empty where all are equal.
+        Empty if all are equal.
         """
         means = {m: self.cells[m, column].mean for m in self.methods if (m, column) in self.cells}
         if len(set(means.values())) < 2:
@@ -126,10 +126,10 @@ class Table:
 
 
 def make_tables(rows: Sequence[Row], measure: Measure, against: str | None = None) -> list[Table]:
-    """All tables that `rows` hold values for.
+    """All tables for which `rows` hold values.
 
     Raises `ConfigError` if rows of one sample and method were made under different settings, if
-    rows of one model's name come from different weights, or if `against` names no method.
+    rows of one model's name come from different weights, or if `against` is not a method.
     """
     found: dict[Title, dict[tuple[str, str], Samples]] = {}
     for row in _trusted(rows):
@@ -158,8 +158,8 @@ def _trusted(rows: Sequence[Row]) -> list[Row]:
     for row in chosen:
         note_marks(row, marks)
         place = (*(row[name] for name in _PLACE), row["settings"]["protocol"])
-        # All samples of a cell are made alike, whatever their seeds; so are a method's budgets, but
-        # for fields that another version has, and answers of all methods may be equally long.
+        # All samples of a cell have the same settings, whatever their seeds; so have a method's
+        # budgets, except for fields that another version has. All methods have one answer cap.
         cell = (*place[:4], place[-1], row["method"], row["column"])
         other = seen.setdefault(cell, row)
         budget = seen.setdefault((*cell[:-1], *(row.get("versions") or {}).items()), row)
@@ -173,7 +173,7 @@ def _trusted(rows: Sequence[Row]) -> list[Row]:
         if changed or piped or other["settings"] != row["settings"]:
             raise ConfigError(
                 f"The folder holds rows of {row['method']} on {row['task']} made under different "
-                f"settings ({', '.join(changed) or 'pipeline'}). Keep each in a folder of its own."
+                f"settings ({', '.join(changed) or 'pipeline'}). Keep each in its own folder."
             )
         found = row.get("prompt_hash")
         if found is not None and hashes.setdefault(place, found) != found:
@@ -195,7 +195,7 @@ def _table(title: Title, values: dict[tuple[str, str], Samples], against: str | 
     # FullKV's column comes last, over the samples of all others.
     for column in [*columns, *{c for _, c in values if c == FULL}]:
         present = [m for m in methods if (m, column) in values]
-        # A method that keeps everything stands beside every budget.
+        # A method that keeps everything is compared at every budget.
         own = {m: found for (m, c), found in values.items() if c == FULL}
         own |= {m: values[m, column] for m in present}
         common = used if column == FULL and used else set.intersection(*map(set, own.values()))

@@ -1,4 +1,4 @@
-"""Task names, the paper's six groups as suites, and `Task`: where samples come from."""
+"""Task names, the paper's six groups as suites, and `Task`, which makes samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMS: dict[str, Mapping[str, Any]] = {
     **{f"shared_context:{name}": form for name, form in shared_context.TASKS.items()},
     **{f"long_output:{name}": form for name, form in long_outputs.forms().items()},
 }
-"""The fixed facts of each task: among them `group` (the row of the tables), `max_new_tokens`, and
+"""The fixed facts of each task, including `group` (the row of the tables), `max_new_tokens`, and
 the `part` of the sources that it uses, or None; LongBench's parts have their tasks' names.
 """
 
@@ -45,9 +45,9 @@ SUITES: dict[str, tuple[str, ...]] = {
 
 
 def expand(names: Sequence[str]) -> list[str]:
-    """Task names, suites replaced by their tasks, each once, in order.
+    """Task names in order, each once, with suites replaced by their tasks.
 
-    Raises `TaskError` for an unknown one.
+    Raises `TaskError` for an unknown name.
     """
     found: dict[str, None] = {}
     for name in names:
@@ -65,7 +65,7 @@ class Task:
     """One task at one length.
 
     Attributes:
-        name: such as "ruler:cwe", "longbench:qasper" or "shared_context:kv".
+        name: the task's name, such as "ruler:cwe", "longbench:qasper" or "shared_context:kv".
         length: total tokens that a sample fills; None for LongBench, whose texts are given.
         seed: seed of the generated samples.
     """
@@ -76,7 +76,7 @@ class Task:
 
     @property
     def group(self) -> str:
-        """The row of the paper's tables that the task counts into."""
+        """The row of the paper's tables to which the task belongs."""
         return str(FORMS[self.name]["group"])
 
     @property
@@ -95,8 +95,8 @@ class Task:
     def sample(self, index: int, sources: Sources, tokenizer: Any) -> Sample:
         """Sample `index`: a given one, or the longest whose prompt and answer fit `length`.
 
-        Each sample that is made has a random stream of its own, so that the same arguments give the
-        same text and places in the text differ between samples (RULER shuffles all alike).
+        Each generated sample has its own random stream, so that the same arguments give the same
+        text, and places in the text differ between samples (RULER shuffles all the same way).
 
         Raises `TaskError` if there is no such sample, or if the smallest one does not fit.
         """
@@ -130,7 +130,7 @@ class Task:
             size = largest(partial(fits, family), family.least, family.most)
             if size is not None and size == family.most and not shared:
                 raise TaskError(
-                    f"There are not enough data for {self.name} at length {length}. Use a "
+                    f"There is not enough data for {self.name} at length {length}. Use a "
                     f"shorter length (cwe ends at about 100,000 tokens), or a larger file."
                 )
             if size is not None:
@@ -141,12 +141,12 @@ class Task:
         )
 
     def available(self, samples: int, sources: Sources, first: int = 0) -> range:
-        """Numbers of `samples` samples from `first` on, or of as many as the data hold."""
+        """Numbers of `samples` samples from `first` on, or of as many as there are."""
         end, there = first + samples, self._given(sources) if self.length is None else None
         return range(first, end if there is None else min(end, there))
 
     def _given(self, sources: Sources) -> int | None:
-        """How many samples the data hold, or None if any number can be made."""
+        """The number of samples in the data, or None if any number can be generated."""
         part = self._part
         if part is None or part == "essay":
             return None
@@ -158,10 +158,10 @@ class Task:
 
 
 def record_sample(name: str, index: int, sources: Sources) -> Sample:
-    """Record `index` of LongBench v1's data set `name`, in file order, as LongBench asks it.
+    """Record `index` of LongBench v1's dataset `name`, in file order, in LongBench's format.
 
-    The query, with the instruction that LongBench repeats after the text, is the question and is
-    never compressed.
+    The question, which is never compressed, is the query with the instruction that LongBench
+    repeats after the text.
     """
     form, record = longbench_forms()[name], sources.records(f"longbench:{name}")[index]
     return Sample(

@@ -37,7 +37,7 @@ class Texts(NamedTuple):
         return "".join((self.instruction, self.context, *self.asked[0][:2]))
 
     def sample(self, **about: Any) -> Sample:
-        """The sample of these texts; `about` are the fields that the task decides."""
+        """The sample of these texts; `about` are the task's fields."""
         first, *further = self.asked
         texts: dict[str, Any] = {"instruction": self.instruction, "context": self.context}
         return Sample(**texts, **first._asdict(), further=tuple(further), **about)
@@ -49,8 +49,8 @@ class Family:
 
     Attributes:
         draw: texts of a size, from a random stream; the same stream gives the same texts.
-        least: the smallest size that makes sense.
-        most: the largest that the data allow, or None.
+        least: the smallest sensible size.
+        most: the largest size that the data allow, or None.
     """
 
     draw: Callable[[int, Random], Texts]
@@ -59,7 +59,7 @@ class Family:
 
 
 def random_stream(name: str, length: int, seed: int, index: int) -> Random:
-    """The random numbers of one sample: the same arguments give the same ones."""
+    """The random stream of one sample; the same arguments give the same numbers."""
     text = f"{name}|{length}|{seed}|{index}"
     return Random(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]))
 
@@ -67,9 +67,9 @@ def random_stream(name: str, length: int, seed: int, index: int) -> Random:
 def largest(fits: Callable[[int], bool], least: int, most: int | None = None) -> int | None:
     """The largest size in [least, most] with `fits`, by doubling and bisection; None if none fits.
 
-    RULER searches in coarse steps and never below the first; steps of one fill the length and work
-    at any (ours). A text of one more unit may be a token shorter, so `fits` need not be monotone:
-    the result always fits, and is the largest around where bisection ends.
+    RULER searches in coarse steps and never below the first; steps of one fill any length (ours). A
+    text of one more unit may be a token shorter, so `fits` need not be monotone: the result always
+    fits, and is the largest near the end of the bisection.
     """
     if not fits(least):
         return None
@@ -99,10 +99,10 @@ def words(*categories: str) -> tuple[str, ...]:
 
 
 def distinct(kind: str, count: int, rng: Random, taken: set[str]) -> list[str]:
-    """`count` draws that differ from each other and from `taken`, to which they are added.
+    """`count` draws, distinct from each other and from `taken`, to which they are added.
 
     Kinds are "words" (adjective-noun), "numbers" (7 digits) and "uuids" (version 4). RULER draws
-    with replacement; a repeated key would make its question ambiguous.
+    with replacement, but a repeated key would make its question ambiguous.
     """
 
     def draw() -> str:

@@ -1,4 +1,4 @@
-"""`Worker`: runs one sample through all its cells, on one prefill, and the fields of their rows."""
+"""`Worker`: runs one sample through all its cells, on one prefill, and makes their rows."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from gracekv.prefill.supported import trained_length
 class _Prepared(NamedTuple):
     """The data that all cells of one sample share.
 
-    `full` holds FullKV's outputs for the reference answers, if they are compared; `about` the
-    fields of the sample's rows; `compressed` is the prefilled prompt: the whole one, or the part
-    before the question.
+    `full` holds FullKV's outputs for the reference answers, if they are compared, `about` the
+    fields of the sample's rows, and `compressed` the prefilled prompt: the whole prompt, or the
+    part before the question.
     """
 
     questions: tuple[Rendered, ...]
@@ -61,31 +61,31 @@ class Worker:
         name: the experiment's name for the model.
         dtype: the experiment's name for its dtype.
         model: a transformers causal language model of a tested family, in evaluation mode.
-        tokenizer: the model's.
-        sources: where texts come from.
+        tokenizer: the model's tokenizer.
+        sources: the sources of texts.
     """
 
     def __init__(self, name: str, dtype: str, model: Any, tokenizer: Any, sources: Sources) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.sources = sources
-        # Rows that go on must have the same marks; those of earlier versions lack the last two.
+        # Rows of a continued run must have the same marks; earlier versions lack the last two.
         beside = ("model_name", "config_fields", "plain_weights")
         marks = {k: v for k, v in fingerprint(model, tokenizer).items() if k not in beside}
         # The fields of every row about the model.
         self.named: dict[str, Any] = {"model": name, "dtype": dtype, "marks": marks}
 
     def longest_prompt(self, panel: Panel, task: Task) -> int:
-        """Most prompt tokens of a sample: the panel's, or the model's positions less the answer."""
+        """Maximum prompt tokens: the panel's, or the model's positions minus the answer."""
         if panel.max_prompt is not None:
             return panel.max_prompt
         return (trained_length(self.model) or 1 << 30) - _cap(panel, task)
 
     def rows(self, pending: PendingSample) -> Iterator[Row]:
-        """One row for each cell, as soon as it is there; a failure is a row with an `error`.
+        """One row for each cell, as soon as it is measured; a failure is a row with an `error`.
 
         If earlier rows of this sample have another prompt hash, the data have changed and the
-        sample fails, because its rows could not be compared. If the shared prefill fails, each
-        cell is tried by itself, since the strategy of one may be at fault.
+        sample fails, because its rows could not be compared. If the shared prefill fails, each cell
+        is tried separately, since the strategy of one may be at fault.
         """
         panel, task, index, cells = pending.panel, pending.task, pending.index, pending.cells
         sample = identity(self.named["model"], self.named["dtype"], panel, task, index)
@@ -110,7 +110,7 @@ class Worker:
             if len(cells) == 1:
                 yield {**known[0], "error": _told(error)}
                 return
-        if prepared is None:  # out of the handler, which holds what the failure left
+        if prepared is None:  # outside the handler, whose error keeps tensors alive
             for cell in cells:
                 yield from self.rows(replace(pending, cells=(cell,)))
             return
@@ -128,18 +128,18 @@ class Worker:
         digest = joint_digest(rendered)
         if pending.prompt_hash not in (None, digest):
             raise TaskError(
-                f"Sample {index} of {task.name} is not the one that earlier rows in this folder "
-                f"are about: data or tokenizer have changed. Use a new folder."
+                f"Sample {index} of {task.name} differs from the one in earlier rows of this "
+                f"folder: data or tokenizer have changed. Use a new folder."
             )
         compressed = rendered[0].prompt
         if panel.protocol == "query_agnostic":
             start, end = compressed.spans.context_start, compressed.spans.context_end
-            # One token after the context stays: the last token of a prompt is fed again and
-            # carries no entry, so the context is compressed to its very end.
+            # One token after the context stays: the last token of a prompt is fed again and has no
+            # entry, so the context is compressed to its very end.
             read = compressed.ids[: end + 1]
             compressed = Prompt.from_ids(read, (start, end), end, self.tokenizer)
             if sample.chat and has_chat_template(self.tokenizer):
-                # A second pass answers; it must not see the question's own start of an answer.
+                # A second pass generates; it must not see this question's answer prefix.
                 compressed = replace(compressed, tail=torch.tensor(turn_change(self.tokenizer)))
         needs = reduce(or_, (cell.pipeline.needs() for cell in pending.cells), Needs())
         prefill = capture(self.model, compressed, needs)
@@ -212,21 +212,21 @@ _SETTINGS = (
 
 
 def identity(model: str, dtype: str, panel: Panel, task: Task, index: int) -> dict[str, Any]:
-    """The fields that tell one sample under a panel's settings from all others."""
+    """The fields that identify one sample under a panel's settings."""
     made = {"task": task.name, "length": task.length, "seed": task.seed, "index": index}
     settings = {name: getattr(panel, name) for name in _SETTINGS}
     return {"model": model, "dtype": dtype, **made, "settings": settings}
 
 
 def sample_key(sample: Mapping[str, Any]) -> str:
-    """Identifies the sample of that `identity`, without loading the model."""
+    """A key for the sample of that `identity`, known without loading the model."""
     return hashlib.sha256(json.dumps(sample, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def cell_fields(sample: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
-    """The method and the budget of one cell of a sample, and `key`.
+    """The method and the budget of one cell of a sample, and its `key`.
 
-    Rows of the same key measure the same thing.
+    Rows with the same key measure the same thing.
     """
     fields = {"method": cell.method, "pipeline": cell.pipeline.to_dict(), "column": cell.column}
     return {"key": sample_key({**sample, **fields}), **fields}
@@ -249,7 +249,7 @@ def cost_fields(result: CompressionResult) -> dict[str, Any]:
 
 
 def over_questions(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over the questions to one cache, with what each measured under "questions"."""
+    """Means over the questions to one cache, and the values of each under "questions"."""
 
     def mean(values: Sequence[Any]) -> Any:
         if isinstance(values[0], Mapping):

@@ -87,7 +87,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("line", "why"), [
     ("not json", "Expecting value"),
-    ("[1]", "no mapping"),
+    ("[1]", "not a mapping"),
     ('{"no": "key"}', "'key' is None"),
     ("[" * 100_000, "recursion"),
     ('{"key": "\\ud800"}', "surrogates"),
@@ -95,11 +95,11 @@ def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
     (json.dumps(keyed("a", length="1024")), "'length' is '1024'"),
     (json.dumps(keyed("a", column="fast")), "'column' is 'fast'"),
     (json.dumps(keyed("a", column="1e999x")), "'column'"),
-    (json.dumps(keyed("a", settings={})), "error is no text"),
-    (json.dumps(keyed("a", versions={"torch": 2})), "error is no text"),
-    (json.dumps(keyed("a", error={"type": "X"})), "error is no text"),
-    (json.dumps(keyed("a", metric=None)), "error is no text"),
-    (json.dumps(keyed("a", questions=[3])), "no mappings"),
+    (json.dumps(keyed("a", settings={})), "error is not a string"),
+    (json.dumps(keyed("a", versions={"torch": 2})), "error is not a string"),
+    (json.dumps(keyed("a", error={"type": "X"})), "error is not a string"),
+    (json.dumps(keyed("a", metric=None)), "error is not a string"),
+    (json.dumps(keyed("a", questions=[3])), "not mappings"),
     (json.dumps(keyed("a", score=float("nan"))), "not JSON compliant"),
 ])  # fmt: skip
 def test_a_complete_line_that_is_no_row_is_an_error(tmp_path, line, why):

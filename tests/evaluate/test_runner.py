@@ -132,7 +132,7 @@ def test_missing_data_are_found_before_anything_runs(experiment, tiny, tmp_path)
         run(replace(experiment, panels=(panel,), data=None), tmp_path, **tiny)
     (tmp_path / "longbench").mkdir()
     (tmp_path / "longbench" / "qasper.jsonl").write_text("<html>404</html>")
-    with pytest.raises(TaskError, match=r"qasper\.jsonl is no file of longbench:qasper"):
+    with pytest.raises(TaskError, match=r"qasper\.jsonl is no longbench:qasper file"):
         run(replace(experiment, data=str(tmp_path)), tmp_path, **tiny)
     (tmp_path / "longbench" / "trec.jsonl").write_text(
         '{"context": "It was late.", "input": "When?", "answers": "late"}'
