@@ -101,7 +101,7 @@ def evaluate(
     if config is None:
         experiment = options.experiment(split_methods(methods))
     elif names := ", ".join(_given(context, "methods")):
-        raise ConfigError(f"Give either --config or {names}: the file holds all these settings.")
+        raise ConfigError(f"Give either --config or {names}, not both: the file sets these.")
     else:
         experiment = Experiment.load(config)
         if options.data is not None:

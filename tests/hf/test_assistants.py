@@ -94,7 +94,7 @@ def test_what_cannot_go_back_stays_whole(family):
     attach(model)
     with torch.no_grad():
         model(IDS[None, -1:], past_key_values=cache)
-        with pytest.raises(CacheError, match=r"Layer 0 .* cannot go back"):
+        with pytest.raises(CacheError, match=r"Layer 0 .* cannot remove"):
             cache.crop(-1)
         cache.crop(0)
         cache.activate_past_recording()
@@ -105,7 +105,7 @@ def test_what_cannot_go_back_stays_whole(family):
         want = model(torch.tensor([[7]]), past_key_values=copy.deepcopy(cache)).logits
         model(torch.tensor([[8, 9]]), past_key_values=cache)
         cache.crop(-2)
-        with pytest.raises(CacheError, match=r"Layer 0 .* cannot go back"):
+        with pytest.raises(CacheError, match=r"Layer 0 .* cannot remove"):
             cache.crop(-1)  # No more than the next step reads is left.
         got = model(torch.tensor([[7]]), past_key_values=cache).logits
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)

@@ -145,7 +145,7 @@ def test_each_continuation_has_its_own_states(family):
         with pytest.raises(CacheError, match="2 prompts, the model was given 3 rows"):
             model(token.repeat(3, 1), past_key_values=two)
     assert all(map(torch.equal, before, (x for state in states for x in state.tensors.values())))
-    with pytest.raises(CacheError, match=r"Layer 0 .* cannot go back"):
+    with pytest.raises(CacheError, match=r"Layer 0 .* cannot remove"):
         two.crop(-1)
 
 

@@ -95,11 +95,11 @@ def test_reused_questions_are_asked_about_one_compressed_context(model, tokenize
 @pytest.mark.parametrize(("options", "error", "message"), [
     ({"question": ["w1", " "], "ratio": 2, "reuse": True}, PromptError, "not empty; got ' '"),
     ({"question": "w1", "ratio": 2, "reuse": True, "answer_prefix": "w2"}, ConfigError,
-     "Leave answer_prefix out, or reuse=True"),
+     "Leave out answer_prefix or reuse=True"),
     ({"question": "w1"}, BudgetError, "exactly one budget"),
-    ({"question": [], "ratio": 2}, PromptError, "at least one; got an empty list"),
+    ({"question": [], "ratio": 2}, PromptError, "non-empty list; got an empty list"),
     ({"question": "w1", "ratio": 2, "kv_bytes": 9}, BudgetError, "got ratio and kv_bytes"),
-    ({"question": 3, "ratio": 2}, PromptError, "a text or a list of texts; got int"),
+    ({"question": 3, "ratio": 2}, PromptError, "a string or a list of strings; got int"),
     ({"question": [3], "ratio": 2}, PromptError, "question must be text; got int"),
     ({"context": " ", "question": "w1", "ratio": 2}, PromptError, "context is empty"),
 ])  # fmt: skip

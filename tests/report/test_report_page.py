@@ -126,7 +126,7 @@ WRONG = [
     (lambda make: {4: make("snapkv", 3)}, None, "A label is a string; got int"),
     (lambda make: make("snapkv", 3), None, "results in a list, or by label; got SimpleN"),
     (lambda make: {"a": make("snapkv", 3)}, {"a": ["b", "c"]}, "An answer is a string; got list"),
-    (lambda make: ["page.html"], None, r"what gracekv\.compress returns .*; got str"),
+    (lambda make: ["page.html"], None, r"a result of gracekv\.compress .*; got str"),
     (lambda make: {"a": make("snapkv", 3)}, {"z": "no"}, "keyed by label: a; got z"),
 ]
 

@@ -98,7 +98,7 @@ def test_tokens_that_are_exact_are_read_as_they_are(ask):
 @pytest.mark.parametrize("said", ["c2", {"compress": {"name": "c2", "ratio": 2}}])
 def test_a_request_about_a_context_is_one_whole_text(ask, processor, said):
     for more, refused in (
-        ({"mm_features": ["an image"]}, "without embeddings, images"),
+        ({"mm_features": ["an image"]}, "no embeddings, images"),
         ({"resumable": True}, "whole prompt at once"),
     ):
         with pytest.raises(Refused, match=refused):
