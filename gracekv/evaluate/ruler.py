@@ -26,7 +26,7 @@ _ZETA_2 = math.pi**2 / 6
 # RULER draws depths from 40 evenly spaced percentages of the text.
 _DEPTHS = tuple(i / 39 for i in range(40))
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
-# Lines of vt's demonstration, as RULER's search for at most 500 tokens finds them.
+# Lines of vt's demonstration, as RULER's search for at most 500 tokens finds them: one step.
 _DEMONSTRATION = {"long": 10, "short": 5}
 
 

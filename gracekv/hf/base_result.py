@@ -69,7 +69,8 @@ class BaseResult(ABC):
             prompts: one per run.
             runs: the pipeline's run of each prompt.
             pipeline: the pipeline; its backend reads the cache.
-            packed: the joined caches of `runs`, or this process's heads of them; None: joined here.
+            packed: the joined caches of `runs`, or this process's heads of them; default: joined
+                here.
             keep_run: keep the results of the stages for `details`.
         """
         if packed is None:

@@ -270,8 +270,8 @@ def generate(
         question_tokens: how many of the last tokens stay uncompressed and determine what matters:
             the question and the end of the chat format; 0 if the prompt has no question.
         limit: the most that the cache may hold while decoding.
-        text_streamer: receives the prompt and each new token; transformers passes its own
-            `streamer`, assistant models and stop strings' tokenizer to no such function.
+        text_streamer: receives the prompt and each new token; transformers does not pass its own
+            `streamer`, assistant models or stop strings' tokenizer to such a function.
         model_kwargs: transformers' own.
 
     Raises what `gracekv.compress` and `result.generate_ids` raise, `PromptError` for several rows

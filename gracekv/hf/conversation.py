@@ -48,7 +48,7 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     All conversations share the packed context, which never changes. Turns stay uncompressed until
     `compress` is called or the limit is reached. A turn that fails, or whose stream is closed
-    early, is undone. Not thread-safe.
+    early, is undone. Use it from one thread at a time.
 
     Attributes:
         messages: the turns so far as dicts for chat templates, {"role": "user", "content": text},

@@ -64,7 +64,7 @@ def extended_run(
         raise CacheError(
             f"With the passage the prompt has {length} tokens and passes a length of {bound[0]}, "
             f"where {type(model).__name__} no longer fits its cache: {bound[1]}. Extend by "
-            f"{max(0, bound[0] - held)} tokens at most, or compress the whole text anew."
+            f"{max(0, bound[0] - held)} tokens at most, or compress the whole text again."
         )
     first = oldest_position(old)
     check_prompt_length(model, length - first, beyond_positions=capture.beyond_positions)
@@ -98,7 +98,7 @@ def check_extends(model: Any) -> None:
     if not caps:
         why = "scales its queries by positions, which a passage over packed entries does not have"
     if caps or scales:
-        raise CacheError(f"{type(model).__name__} {why}. Compress the whole text anew.")
+        raise CacheError(f"{type(model).__name__} {why}. Compress the whole text again.")
 
 
 def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:

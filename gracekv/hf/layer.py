@@ -83,7 +83,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     supports_early_init = False
 
-    # None: the tail grows, and its length is known on the host.
+    # None if the tail grows: its length is then known on the host.
     length: Tensor | None = None
 
     def __init__(self, packed: PackedLayer) -> None:

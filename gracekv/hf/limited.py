@@ -182,7 +182,7 @@ class LimitedCache(GraceCache):
                 f"The limit leaves {left} entries per head, but {least} must stay: {why}, and so "
                 f"do the last {self.limit.window} tokens. Use entries_per_head of at least "
                 f"{least}, or kv_bytes of at least {size}; {most} works. Or compress the "
-                f"prompt more, by a recipe that scores its tokens."
+                f"prompt more, with a recipe that scores its tokens."
             )
 
     def make_room(self, tokens: Tensor, mask: Any) -> None:

@@ -55,7 +55,7 @@ class ResumedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
             super().batch_repeat_interleave(repeats)
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise `CacheError` if `crop` would fail: of a full window, only recorded tokens go."""
+        """Raise `CacheError` if `crop` would fail: a full window can drop recorded tokens only."""
         is_full = self.cumulative_length >= self.sliding_window
         # The last crop leaves what the next step reads.
         left = self.keys.shape[2] + tokens_to_remove if self.record_past else 0

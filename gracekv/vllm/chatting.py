@@ -22,7 +22,8 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
 
     A turn sends the messages that are not compressed yet. When `compact` says so, the server
     extends the context by the older messages into a new context of this conversation, while it
-    serves other requests; turns use the old one until the new one is ready. Not thread-safe.
+    serves other requests; turns use the old one until the new one is ready. Use it from one thread
+    at a time.
 
     Raises `ConfigError` for a limit without `compact`, or with a strategy or a history.
 

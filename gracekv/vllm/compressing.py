@@ -214,7 +214,7 @@ class Compressor:
             if scores is None:
                 raise StoreError(
                     f"Entries of {order.source!r} have no scores, so no limit can cut them. "
-                    f"Compress the context anew, by a recipe that scores tokens."
+                    f"Compress the context again, with a recipe that scores tokens."
                 )
             known = closable_length(model) if order.limit.positions == "closed" else None
             if (masks := entries_within(order.limit, cache, scores, shard, known)) is not None:

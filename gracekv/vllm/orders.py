@@ -154,14 +154,14 @@ def _compression(given: Mapping[str, Any], recipe_of: Callable[[str], str] | Non
         name, source = check_name(given.get("into", name)), name
         recipe = given["recipe"] if "recipe" in given else recipe_of(source)
     if recipe == "custom":
-        raise StoreError(f"Context {source!r} was made by no recipe. Name one: recipe=...")
+        raise StoreError(f"Context {source!r} was not made by a recipe. Name one: recipe=...")
     if not isinstance(recipe, str):
         raise StoreError(f"A recipe is a name; got {str(recipe)[:200]!r}.")
     pipeline = Pipeline.named(recipe)
     if any(observer.reads for observer in pipeline.needs().observers):
         raise StoreError(
-            f"An engine cannot compress by recipe {recipe!r}, which reads more of the model than "
-            f"queries, keys and values. Take one that reads only those, such as {_ABLE}, or "
+            f"An engine cannot compress with recipe {recipe!r}, which reads more of the model than "
+            f"queries, keys and values. Use one that reads only those, such as {_ABLE}, or "
             f"compress with transformers and export."
         )
     options = {x: given[x] for x in ("save", "expires") if x in given}

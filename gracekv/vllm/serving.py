@@ -149,7 +149,7 @@ def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
         # Attention would not run as Python; some fusions turn these graphs on anyway.
         "CUDA graphs of whole steps": config.cudagraph_mode.has_full_cudagraphs(),
         "layers of several kinds": len(kv_cache_config.kv_cache_groups) > 1,
-        # Our refusing, opening and continuing of requests wraps Python's front end.
+        # Requests are refused, opened and continued by wrappers of Python's front end.
         "the front end in Rust": os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),
     }
     if found := [name for name, there in obstacles.items() if there]:

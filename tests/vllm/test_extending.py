@@ -312,6 +312,6 @@ def test_a_passage_is_compressed_by_the_context_s_recipe():
             order_of({"extend": {"name": "talk", "ratio": 2, "limit": limit}})
     with pytest.raises(StoreError, match="got limit"):
         order_of({"compress": {"name": "talk", "ratio": 2, "limit": {"ratio": 2}}})
-    with pytest.raises(StoreError, match="made by no recipe"):
+    with pytest.raises(StoreError, match="not made by a recipe"):
         order_of({"extend": {"name": "talk", "ratio": 2}}, recipe_of=lambda name: "custom")
     assert order.spans(10, past=7).past == 7
