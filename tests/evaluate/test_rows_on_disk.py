@@ -78,7 +78,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
     with RowFile(tmp_path) as file:
         file.append(keyed("a"))
         monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:5]))
-        with pytest.raises(OutputError, match=r"only 5 of .* whole"):
+        with pytest.raises(OutputError, match=r"only 5 of .* complete"):
             file.append(keyed("b"))
         monkeypatch.setattr(os, "write", real)
         file.append(keyed("c"))

@@ -73,7 +73,7 @@ function group(name, report, rows, cell) {
   return el("tbody", {}, el("tr", { class: "group" }, head), ...rows.map((row) => line(row, report.columns, (x) => cell(x, row))));
 }
 
-/** One grid of buttons an column; choose(layer, head) is called for a chosen cell. */
+/** One grid of buttons per column; choose(layer, head) is called for a chosen cell. */
 function drawMaps(report, choose) {
   const all = report.columns.flatMap((x) => x.accounting.entries.flat());
   const low = Math.log(Math.max(1, Math.min(...all)));
@@ -135,7 +135,7 @@ function markMaps(report) {
     const head = Number(cell.dataset.head);
     const on = view.mode !== "all" && chosen.has(layer * report.heads + head);
     cell.setAttribute("aria-selected", String(on));
-    // One stop of the tab key a map: the head that the sliders name.
+    // One tab stop per map: the head that the sliders select.
     cell.tabIndex = layer === view.layer && head === view.head ? 0 : -1;
   }
 }
@@ -265,7 +265,7 @@ function picture(column, wide) {
         if (part) for (let token = first; token < first + tokens; token++) share[pixel(token)] += part;
       });
       for (let at = 0; at < wide; at++) {
-        // The square root lifts the coarse, which most of a compressed cache is.
+        // The square root brightens coarse entries, which are most of a compressed cache.
         image.data.set([...viridis(Math.sqrt(share[at] / size[at])), 255], 4 * (unit * wide + at));
       }
     }
@@ -273,7 +273,7 @@ function picture(column, wide) {
   });
 }
 
-/** Frame what the window shows of the text, and the chosen heads. */
+/** Frame the part of the text in the window, and the chosen heads. */
 function markOverview(report, from, until) {
   for (const here of document.querySelectorAll("#overview .here")) {
     here.style.left = percent(Math.max(0, (from - report.first) / report.width), 2);

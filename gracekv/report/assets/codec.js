@@ -47,7 +47,7 @@ class Report {
     return new Uint32Array(this.bytes.buffer, this.bytes.byteOffset + offset, size / 4);
   }
 
-  /** Where each of so many tokens begins in its text, and where the last ends. */
+  /** The start of each of so many tokens in their text, and the end of the last. */
   borders(name, tokens) {
     const begins = new Uint32Array(tokens + 1);
     this.numbers(name).forEach((length, token) => (begins[token + 1] = begins[token] + length));
@@ -94,12 +94,12 @@ class Column {
     this.report = report;
     this.number = number;
     this.entryStarts = report.numbers(`entryStarts.${number}`);
-    // Of each entry: dropped tokens before it, and how many tokens it stands for.
+    // For each entry: dropped tokens before it, and the number of tokens that it stands for.
     this.gaps = report.numbers(`gaps.${number}`);
     this.sizes = report.numbers(`sizes.${number}`);
     this.origins = report.has(`origins.${number}`) ? report.part(`origins.${number}`) : null;
-    // Only of fitted entries: how far values moved, in hundredths, and multiplicities in sixteenths of an octave.
-    // Of others: multiplicity by tokens, in parts of 255.
+    // For fitted entries only: how much values changed, in hundredths, and multiplicities in sixteenths of an octave.
+    // For others: multiplicity over tokens, in parts of 255.
     this.weights = report.has(`weights.${number}`) ? report.part(`weights.${number}`) : null;
     this.changes = report.has(`changes.${number}`) ? report.part(`changes.${number}`) : null;
     this.masses = report.has(`masses.${number}`) ? report.part(`masses.${number}`) : null;
@@ -121,7 +121,7 @@ class Column {
     if (token < this.report.last) visit(DROPPED, token, this.report.last - token, -1);
   }
 
-  /** The last few answers of `make`, by name. */
+  /** The last few results of `make`, by name. */
   cached(name, make) {
     if (!this.memory.has(name)) {
       if (this.memory.size > 24) this.memory.delete(this.memory.keys().next().value);
@@ -130,7 +130,7 @@ class Column {
     return this.memory.get(name);
   }
 
-  /** Of one head: tokens of each token's entry (0: dropped), and where that entry begins. */
+  /** For one head: tokens of each token's entry (0 if dropped), and the start of that entry. */
   lengths(unit) {
     return this.cached(`head ${unit}`, () => {
       const length = new Uint32Array(this.report.width);
@@ -146,7 +146,7 @@ class Column {
     });
   }
 
-  /** Of several heads: entries per token on average, and in how many heads it is exact, merged. */
+  /** For several heads: mean entries per token, and the numbers of heads where it is exact and merged. */
   means(units) {
     return this.cached(`heads ${units[0]} ${units.length}`, () => {
       const width = this.report.width;
@@ -184,7 +184,7 @@ class Column {
     });
   }
 
-  /** A token's relevance in a head, in multiples of the head's mean; null where it has none. */
+  /** A token's relevance in a head, in multiples of the head's mean; null if it has none. */
   relevanceAt(unit, position) {
     const at = position - this.report.first;
     if (!this.codes || at < 0 || at >= this.relevance.length) return null;
@@ -195,7 +195,7 @@ class Column {
     return code ? Math.exp(low + ((high - low) / 254) * (code - 1)) : 0;
   }
 
-  /** How many tokens an entry weighs as in attention. */
+  /** An entry's weight in attention, in tokens. */
   weight(entry) {
     return this.masses ? 2 ** ((this.masses[entry] - 128) / 16) : (this.weights[entry] / 255) * this.sizes[entry];
   }
@@ -262,7 +262,7 @@ class Cuts {
     return at < 0 ? this.report.token(position) : this.text.slice(this.begins[at], this.begins[at + 1]);
   }
 
-  /** In how many heads a token is held after a cut; null where it was not written yet. */
+  /** The number of heads that hold a token after a cut; null if it was not written yet. */
   heads(cut, position) {
     return position < this.lengths[cut] ? this.held[this.starts[cut] + position] : null;
   }

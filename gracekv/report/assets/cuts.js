@@ -80,7 +80,7 @@ function cutsImage(cuts, wide, token) {
       let sum = 0;
       for (let position = from; position < until; position++) sum += cuts.heads(cut, position) ?? 0;
       const share = sum / (until - from) / cuts.report.units;
-      // The square root lifts the few heads that hold what is old.
+      // The square root brightens old tokens, which few heads hold.
       if (from < length) image.data.set([...viridis(Math.sqrt(share)), 255], 4 * (cut * wide + at));
     });
   }

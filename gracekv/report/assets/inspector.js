@@ -102,7 +102,7 @@ function drawInspector(report, choose) {
     );
   });
   panel.replaceChildren(close, lead, ...parts);
-  // Read aloud from a place of its own, which stays in the document as screen readers want it.
+  // Announced from a separate element that stays in the document, as screen readers need it.
   const said = parts.map((part) => `${part.dataset.label}: ${part.querySelector("p").textContent}`);
   byId("announce").textContent = `${visible(report.token(position))}, token ${position}. ${said.join(". ")}`;
 }

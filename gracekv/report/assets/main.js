@@ -12,7 +12,7 @@ async function start() {
   drawCuts(report);
   const several = report.columns.length > 1;
   view.right = several ? 1 : -1;
-  // Open on the head with the most entries of the first column: there is most to see.
+  // Start with the head that has the most entries in the first column: it shows the most.
   const entries = report.columns[0].accounting.entries.flat();
   const best = entries.indexOf(Math.max(...entries));
   [view.layer, view.head] = [Math.floor(best / report.heads), best % report.heads];
@@ -93,7 +93,7 @@ async function start() {
     const open = byId("controls").classList.toggle("open");
     byId("extra").setAttribute("aria-expanded", String(open));
   });
-  // What sticks below the controls must know how high they are.
+  // Elements that stick below the controls need their height.
   new ResizeObserver(([{ borderBoxSize: [box] }]) => {
     document.documentElement.style.setProperty("--bar", `${box.blockSize}px`);
   }).observe(byId("controls"));
@@ -180,7 +180,7 @@ function followSearch(report, repaint, chooseToken) {
     }
     if (!query) return;
     lower ??= report.text.toLowerCase();
-    // A few letters change their length with their case, and then places would not agree.
+    // A few letters change length with case; positions would then not match.
     const same = lower.length === report.text.length;
     const plain = same ? lower : report.text;
     const words = same ? query.toLowerCase() : query;

@@ -1,5 +1,5 @@
 // The prompt's text, token by token. Only the blocks near the window are in the document; others
-// are empty boxes of the height that they had, or will have about.
+// are empty boxes of their last or estimated height.
 
 const NEAR = 900; // pixels above and below the window that are drawn
 const SHORT = 220; // tokens after which a block ends at the next line break
@@ -81,7 +81,7 @@ class Words {
     this.rows.forEach((row) => this.watch.observe(row));
   }
 
-  /** About how high a block will be. */
+  /** The estimated height of a block. */
   guess(begin, end) {
     const panes = this.box.classList.contains("two") && matchMedia("(min-width: 760px)").matches ? 2 : 1;
     const letters = Math.max(12, this.width / panes / 7.6);
@@ -111,7 +111,7 @@ class Words {
         const pane = el("div", { class: "pane", "data-label": column.label });
         for (let token = begin; token < end; token++) {
           const text = this.report.token(token);
-          // A line break shows a sign, so that there is something to point at.
+          // Line breaks are shown as a sign, so that they can be pointed at.
           const sign = text === "" ? "bytes" : /^[\n\r]/.test(text) ? "break" : null;
           const word = el("span", { "data-t": token, "data-sign": sign }, text);
           pane.append(word);
@@ -123,7 +123,7 @@ class Words {
     this.paint(number);
   }
 
-  /** The shades of one block, of the view as it is now. */
+  /** The shades of one block in the current view. */
   paint(number) {
     const shown = view.shown(this.report);
     this.rows[number].querySelectorAll(".pane").forEach((pane, at) => {
@@ -204,7 +204,7 @@ class Words {
   }
 }
 
-/** What the shades mean, in the view as it is now. */
+/** The meaning of the shades in the current view. */
 function drawLegend(report) {
   const sample = (name, text) => el("span", { class: `t ${name}` }, text);
   const parts =
@@ -220,7 +220,7 @@ function drawLegend(report) {
   byId("legend").replaceChildren(...parts.map(([samples, said]) => el("span", {}, ...samples, ` ${said}`)));
 }
 
-/** A function from token to class names, for one column in the view as it is now. */
+/** A function from token to class names, for one column in the current view. */
 function shader(report, column) {
   const units = view.units(report);
   const borders = view.slots && column.slots ? new Set(column.slots) : null;
