@@ -184,7 +184,7 @@ def _warn_of_old(name: str, new: str) -> None:
 
 
 class LengthWarning(UserWarning):
-    """The prompt is longer than the model supports, or close to where its cache ends."""
+    """The prompt is longer than the model was trained for, or close to where its cache ends."""
 
 
 class TaskError(GracekvError, ValueError):
