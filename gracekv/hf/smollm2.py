@@ -89,13 +89,8 @@ def _convert(gguf: Path, folder: Path) -> None:
 def _write_model(gguf: Path, folder: Path) -> None:
     for package in ("gguf", "accelerate"):
         required(package, "cli")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     with _without_progress_bars():
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-        )
+        model, tokenizer = _pretrained(gguf.parent, torch.float32, gguf_file=gguf.name)
         # The weights are plain float32 by now; a config that still says "gguf" would make
         # transformers look for a quantizer when the folder is loaded.
         del model.config.quantization_config
@@ -107,14 +102,20 @@ def _write_model(gguf: Path, folder: Path) -> None:
 
 
 def _read_model(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     with _without_progress_bars():
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     # Not the folder: a saved cache would name it, and it may not exist where the cache is loaded.
     model.config.name_or_path = MODEL_NAME
     return model.eval(), tokenizer
+
+
+def _pretrained(name: str | Path, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+    """The model and the tokenizer of this name or folder, as transformers reads them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options), tokenizer
 
 
 @contextmanager
@@ -155,12 +156,10 @@ def load_model(name: str, dtype: str = "float32", device: str | None = None) -> 
     if EMBEDDED.startswith(name.lower()) and not Path(name).is_dir():
         # Asking the hub takes half a minute where there is no network.
         raise ConfigError(f"No model is named {name!r}; the embedded one is {EMBEDDED!r}.")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=weights).to(device)
+        model, tokenizer = _pretrained(name, weights)
+        model = model.to(device)
     except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(
             f"Cannot load the model {name!r}: {error} For the embedded one use --model smollm2."
