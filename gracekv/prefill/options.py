@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -137,14 +136,6 @@ def trim_memory() -> None:
     the compressed cache. Takes milliseconds. GPU memory belongs to torch's allocator and is not
     touched.
     """
-    if (trim := _malloc_trim()) is not None:
-        trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Any:
-    try:
-        return ctypes.CDLL(None).malloc_trim
     # Another C library lacks it, and Windows does not open None.
-    except (OSError, AttributeError, TypeError):
-        return None
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -113,7 +113,7 @@ def test_passages_and_turns_are_compressed_as_they_are_read():
 
 def test_freed_memory_is_returned_if_trim_says_so(monkeypatch):
     trims, counts = [], []
-    monkeypatch.setattr("gracekv.prefill.options._malloc_trim", lambda: trims.append)
+    monkeypatch.setattr("ctypes.CDLL.malloc_trim", lambda _, pad: trims.append(pad), raising=False)
     prompt = Prompt.from_ids(IDS, context=(4, 150))
     for options in (CaptureOptions(), CaptureOptions(trim=False)):
         book = gracekv.compress(tiny_llama(), prompt, ratio=3, capture=options)
