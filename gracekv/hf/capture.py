@@ -31,14 +31,7 @@ from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.base import Prefill
 from gracekv.prefill.fingerprint import fingerprint
-from gracekv.prefill.model_layers import (
-    cache_dtype,
-    embeddings,
-    has_rope,
-    head_sizes,
-    model_layers,
-    rotating,
-)
+from gracekv.prefill.model_layers import cache_dtype, embeddings, head_sizes, runs_in_parts
 from gracekv.prefill.needs import CaptureSizes, Needs, held_positions
 from gracekv.prefill.observations import seconds_by_stage
 from gracekv.prefill.options import (
@@ -215,6 +208,7 @@ def _read(
         free = -int(shard.maximum(torch.tensor(-free)))
     # Layers are spread over the GPUs; a chunk runs on one at a time.
     room = None if free is None else chunk_room(length, len(held), sizes, free) // len(gpus)
+    splits = runs_in_parts(model)
     size = chunk_size(options, length, splits=splits, by_layers=stays is not None, room=room)
     if free is not None:
         check_memory(length, size, len(held), sizes, free)

@@ -199,6 +199,11 @@ def has_rope(model: Any) -> bool:
     return rotary_module(model.get_decoder()) is not None
 
 
+def runs_in_parts(model: Any) -> bool:
+    """Whether a prompt can be run in parts: with RoPE, or where the decoder rotates nothing."""
+    return has_rope(model) or rotating(model_layers(model)) == "none"
+
+
 def rotation_table(model: Any, like: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [1, T, n] of places [1, T], of the dtype and on the device of `like`."""
     at, kind = rotary_positions(model, places), rotation_kind(model)
