@@ -146,21 +146,14 @@ class Recorder:
     def _run(self, module: Any, layer: int, queries: Tensor, outputs: Tensor) -> TokenRun:
         """The chunk as observers see it, from `queries` [H, C, d] and `outputs` [1, C, H, d]."""
         reads = self._observations.reads
-        return TokenRun(
-            start=self._chunk.start,
-            queries=queries,
-            keys=self.keys[layer],
-            values=self.values[layer],
-            rope=self.rope_of(layer),
-            scale=self.scale,
-            softcap=self.softcap,
-            sinks=self.sinks.get(layer),
-            hidden=self._hidden.pop(layer, None),
-            outputs=outputs[0].transpose(0, 1) if reads("outputs", layer) else None,
-            projection=Projection(output_projection(module), outputs.shape[2] * outputs.shape[3])
-            if reads("projection", layer)
-            else None,
-        )
+        states = queries, self.keys[layer], self.values[layer], self.rope_of(layer)
+        how = self.scale, self.softcap, self.sinks.get(layer)
+        hidden = self._hidden.pop(layer, None)
+        shown = outputs[0].transpose(0, 1) if reads("outputs", layer) else None
+        projection = None
+        if reads("projection", layer):
+            projection = Projection(output_projection(module), outputs.shape[2] * outputs.shape[3])
+        return TokenRun(self._chunk.start, *states, *how, hidden, shown, projection)
 
     @contextmanager
     def hooks(self, model: Any) -> Iterator[None]:
@@ -183,7 +176,7 @@ class Recorder:
         with hooked() as hooks:
             for layer in (n for n in range(len(self._layers)) if reads("hidden", n)):
 
-                def block_input(module: Any, args: Any, kwargs: Any, layer: int = layer) -> None:
+                def before(module: Any, args: Any, kwargs: Any, layer: int = layer) -> None:
                     stream = (args[0] if args else kwargs["hidden_states"])[0]
                     if stream.ndim != 2:
                         raise UnsupportedModelError(
@@ -193,8 +186,7 @@ class Recorder:
                     self._hidden[layer] = stream
 
                 block = decoder.layers[self._layers[layer].number]
-                hook = own_thread(block_input)
-                hooks.append(block.register_forward_pre_hook(hook, with_kwargs=True))
+                hooks.append(block.register_forward_pre_hook(own_thread(before), with_kwargs=True))
             first = attention_module(decoder.layers[self._layers[0].number])
             hooks.append(first.register_forward_pre_hook(own_thread(rotation), with_kwargs=True))
             if reads("final"):
