@@ -167,15 +167,16 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         packed = self.packed.entries
         times = repeats(self.batch if used else batch, batch, "continuations")
-        buffers = []
-        for old in (self._keys, self._values):
-            shape = (batch, packed.heads, capacity, packed.dim)
+        shape = (batch, packed.heads, capacity, packed.dim)
+
+        def copied(old: Any) -> Tensor:
             buffer = torch.zeros(shape, dtype=packed.dtype, device=packed.device)
             if old is not None and used:
                 # `generate` repeats its own rows for beams and returned sequences, not the cache's.
                 buffer[:, :, :used] = old[:, :, :used].repeat_interleave(times, dim=0)
-            buffers.append(buffer)
-        return buffers[0], buffers[1]
+            return buffer
+
+        return copied(self._keys), copied(self._values)
 
     def rows_of(self, batch: int) -> Tensor | None:
         """`rows` int64 [B] for `batch` rows, each continuation repeated.

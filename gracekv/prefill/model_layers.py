@@ -179,14 +179,12 @@ def rotation_kind(model: Any) -> tuple[str, ...]:
 
 def attention_module(layer: Any) -> Any:
     """The attention module of a decoder layer, by the names of most families, or None."""
-    attention = getattr(layer, "self_attn", None)
-    return getattr(layer, "mixer", None) if attention is None else attention
+    return getattr(layer, "self_attn", None) or getattr(layer, "mixer", None)
 
 
 def output_projection(attention: Any) -> Any:
     """The linear layer after an attention module's heads, or None if it is not found."""
-    projection = getattr(attention, "o_proj", None)
-    return getattr(attention, "out_proj", None) if projection is None else projection
+    return getattr(attention, "o_proj", None) or getattr(attention, "out_proj", None)
 
 
 def rotary_module(decoder: Any) -> Any:

@@ -97,13 +97,12 @@ class ReadHybrid(PassedOn, ReadStates, LinearAttentionAndFullAttentionLayer):  #
 
 def fill(layer: Any, state: LayerState, seen: int) -> None:
     """Set a stock layer to `state`, which it holds of `seen` tokens; `state` is never changed."""
-    if state.window is None:
-        if state.tensors:
-            fill_states(layer, state.tensors)
-        return
-    keys, values = state.tensors["keys"], state.tensors["values"]
-    layer.lazy_initialization(keys, values)
-    layer.keys, layer.values, layer.cumulative_length = keys, values, seen
+    if state.window is not None:
+        keys, values = state.tensors["keys"], state.tensors["values"]
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values, layer.cumulative_length = keys, values, seen
+    elif state.tensors:
+        fill_states(layer, state.tensors)
 
 
 @torch.inference_mode(False)
@@ -199,9 +198,8 @@ class StockLayers:
             layer.crop(-1 if left == 0 and not self._last_alone else 0)
         if left != self._last_alone:
             return
-        own = [x for x in self._layers if number in (None, x.number)]
         states = [x for x in self.states if number not in (None, x.number)]
-        for layer in own:
+        for layer in (x for x in self._layers if number in (None, x.number)):
             held, tensors = layers[layer.number], dict[str, Tensor]()
             if layer.window is not None:
                 # Copies: a view would hold all that was read.
