@@ -62,7 +62,7 @@ class RunOptions:
             "methods": list(methods),
             "ratios": _numbers(self.ratios, "--ratios", float),
             "entries": _numbers(self.entries, "--entries", int),
-            "lengths": _numbers(length, "--length", int),
+            "lengths": _numbers(self.length, "--length", int),
         }
         return Experiment.from_dict(given)
 

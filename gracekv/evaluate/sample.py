@@ -121,11 +121,8 @@ class Rendered:
         """Identifies ids, spans and reference answer."""
         spans = self.prompt.spans
         borders = torch.tensor([spans.context_start, spans.context_end, spans.question_end])
-        mark = hashlib.sha256()
-        for tensor in (self.prompt.ids, borders, self.answer_ids):
-            mark.update(tensor.numpy().tobytes())
-            mark.update(b"|")
-        return mark.hexdigest()[:16]
+        parts = (x.numpy().tobytes() + b"|" for x in (self.prompt.ids, borders, self.answer_ids))
+        return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def chat_prompt(sample: Sample, tokenizer: Any) -> Prompt:
@@ -180,8 +177,7 @@ def render_questions(
     Raises `TaskError` as `render` does, and if the tokenizer merges the context's end with
     different questions.
     """
-    asked = sample.questions()
-    if len(asked) > 1:
+    if len(asked := sample.questions()) > 1:
         truncate = "error"
     renderings = [render(one, tokenizer, limit, truncate, answer_words) for one in asked]
     spans, ids = renderings[0].prompt.spans, renderings[0].prompt.ids

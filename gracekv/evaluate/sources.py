@@ -175,9 +175,10 @@ def _json_lines(raw: bytes) -> list[dict[str, Any]]:
 
 
 def _asked(raw: bytes) -> list[dict[str, Any]]:
-    kinds = {"context": str, "input": str, "answers": list}
-    for number, record in enumerate(records := _json_lines(raw)):
-        for field, kind in kinds.items():
+    # Not splitlines(): it would also cut at separators that JSON leaves inside strings.
+    records = [json.loads(line) for line in raw.decode("utf-8").split("\n") if line.strip()]
+    for number, record in enumerate(records):
+        for field, kind in {"context": str, "input": str, "answers": list}.items():
             if not isinstance(record[field], kind):
                 raise TypeError(f"{field} of record {number} must be a {kind.__name__}")
     return records
@@ -203,8 +204,7 @@ def squad(raw: bytes) -> tuple[list[Question], list[str]]:
         corpus += texts
         for passage in article:
             others = tuple(text for text in texts if text != passage.text)
-            gold = (passage.text,)
-            questions += [Question(*asked, gold, others) for asked in passage.questions]
+            questions += [Question(*asked, (passage.text,), others) for asked in passage.questions]
     return questions, list(dict.fromkeys(corpus))
 
 

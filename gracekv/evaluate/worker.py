@@ -146,9 +146,8 @@ class Worker:
         full: list[AnswerOutputs] = []
         if panel.fidelity:
             kept = compress(self.model, compressed, prefill=prefill, ratio=1, pipeline="fullkv")
-            for one in rendered:
-                cache = kept.new_cache()
-                full.append(teacher_force(self.model, one.prompt.ids, one.answer_ids, cache))
+            for x in rendered:
+                full.append(teacher_force(self.model, x.prompt.ids, x.answer_ids, kept.new_cache()))
         answers = [list(question.sample.answers) for question in rendered]
         about = {
             "prompt_hash": digest,

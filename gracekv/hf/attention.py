@@ -76,8 +76,7 @@ def detach(model: Any) -> None:
         for module, key in _hooks(model):
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
-        others = [x for x in map(own_decoder, _attached) if x is not own]
-        shared = any(x.config is own.config for x in others)
+        shared = any(x.config is own.config for x in map(own_decoder, _attached) if x is not own)
         if own.config._attn_implementation in ATTACHED and not shared:
             own.config._attn_implementation = base_attention(model)
         # Last, so that an interrupted call can be repeated.

@@ -205,8 +205,7 @@ class Conversation(AbstractContextManager["Conversation"]):
 
         After `close`, those of the context.
         """
-        held: Occupancy = self._cache.accounting
-        return held
+        return self._cache.accounting
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write the context's report; with `Limit(history=True)` it also shows the turns' entries.

@@ -66,17 +66,16 @@ class StaticGraceLayer(GraceLayer):
         tail is full. On a GPU the mask function raises that, except in compiled steps.
         """
         key_states = key_states.to(value_states.dtype)
+        rows, _, new, _ = key_states.shape
         if not torch.compiler.is_compiling():
             self._check(key_states)
-            rows, _, count, _ = key_states.shape
             if rows != self.batch:
                 raise CacheError(
                     f"The static cache was made for {self.batch} rows, the model was given {rows}. "
                     f"Use cache.with_static_tail(capacity, rows={rows})."
                 )
-            if self.length.is_cpu and self.tail_length + count > self.capacity:
-                raise CacheError(tail_is_full(self.tail_length + count, self.capacity))
-        new = key_states.shape[2]
+            if self.length.is_cpu and self.tail_length + new > self.capacity:
+                raise CacheError(tail_is_full(self.tail_length + new, self.capacity))
         place = self.length[:1]
         if new > 1:
             place = place + torch.arange(new, device=place.device)

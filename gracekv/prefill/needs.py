@@ -66,8 +66,7 @@ class Needs:
     def __or__(self, other: Needs) -> Needs:
         """The union of both; of two numbers the larger."""
         pairs = ((getattr(self, x.name), getattr(other, x.name)) for x in fields(self))
-        joined = (a | b if isinstance(a, frozenset) else max(a, b) for a, b in pairs)
-        return Needs(*joined)
+        return Needs(*(a | b if isinstance(a, frozenset) else max(a, b) for a, b in pairs))
 
     def window_positions(self, spans: PromptSpans) -> Tensor:
         """int64 [n] ascending: direct probes and observation windows, kept by every capture."""

@@ -141,10 +141,8 @@ def queries_again(
     Costs the matrix products of P tokens up to the last of `layers`.
     """
     wanted, compressed = set(layers), compressed_layers(model)
-    made: list[Tensor] = [held[:, :0] for held in prefill.queries]
-    for layer in wanted:
-        heads, _, dim = made[layer].shape
-        made[layer] = made[layer].new_empty(heads, len(positions), dim)
+    sizes = [len(positions) if layer in wanted else 0 for layer in range(prefill.layers)]
+    made = [x.new_empty(len(x), n, x.shape[2]) for x, n in zip(prefill.queries, sizes, strict=True)]
     base, decoder, device = base_attention(model), model.get_decoder(), input_device(model)
     assert prefill.token_ids is not None  # `capture`, which hands out this source, keeps them
 

@@ -33,8 +33,7 @@ class Projection:
 
         It is hidden where the module can only be called (quantised, offloaded, with adapters).
         """
-        own = own_columns(self.module)
-        if own is None:
+        if (own := own_columns(self.module)) is None:
             return plain_weight(self.module)
         return own if type(self.module) is torch.nn.Linear and own.dtype in _DTYPES else None
 
@@ -57,8 +56,7 @@ class Projection:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[.., D] of rows [.., H d]."""
-        columns = self.columns
-        if columns is not None:
+        if (columns := self.columns) is not None:
             # Under autocast they may differ.
             rows = rows.to(columns.dtype)
         if own_columns(self.module) is None:

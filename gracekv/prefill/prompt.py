@@ -142,8 +142,7 @@ class Prompt:
         before, after = render(tokenizer, instruction, question, separator, chat)
         question_chars = _question_end(after, question)
         parts = (before, context, after[:question_chars], after[question_chars:] + answer_prefix)
-        ids, borders = encode(tokenizer, parts, special=not chat)
-        start, end, last = borders
+        ids, (start, end, last) = encode(tokenizer, parts, special=not chat)
         spans = PromptSpans(start, end, last, len(ids))
         return cls(checked_ids(ids), spans, parts, tokenizer, separator, template)
 
@@ -199,8 +198,7 @@ class Prompt:
         if isinstance(passage, str):
             check_text("passage", passage)
             passage = continued(self.tokenizer, passage)
-        new = checked_ids(passage)
-        if not len(new):
+        if not len(new := checked_ids(passage)):
             raise PromptError("The passage is empty: there is nothing to read.")
         spans, end = self.spans, self.spans.context_end
         moved = (x + len(new) for x in (end, spans.question_end, spans.length))

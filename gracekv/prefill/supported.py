@@ -197,9 +197,8 @@ def switch_point(model: Any) -> int | None:
     "longrope" has two sets of frequencies; the Phi-3 classes of transformers drop any cache
     when `generate` passes that point, whatever their RoPE is.
     """
-    config = model.config
-    if config.model_type == "phi3":
-        return int(config.original_max_position_embeddings)
+    if model.config.model_type == "phi3":
+        return int(model.config.original_max_position_embeddings)
     rope = rope_parameters(model)
     if rope.get("rope_type") == "longrope":
         return int(rope["original_max_position_embeddings"])

@@ -113,8 +113,7 @@ def check(processor: Any, params: Any) -> str | Order | None:
     Raises vLLM's error for bad requests (HTTP 400) with the `StoreError`'s text. Only the scheduler
     checks that the context exists, since it knows those that are only in memory.
     """
-    transfer = transfer_of(params)
-    if PARAMETER not in transfer:
+    if PARAMETER not in (transfer := transfer_of(params)):
         return None
     with _as_bad_request():
         if not has_store(processor.vllm_config):

@@ -144,8 +144,7 @@ class Client:
         return self._make({"extend": {"name": name, **options}}, text, wait)
 
     def _make(self, order: Mapping[str, Any], ids: Sequence[int], wait: bool) -> Context:
-        ids = checked_ids(ids).tolist()
-        if not ids:
+        if not (ids := checked_ids(ids).tolist()):
             raise PromptError("The document or passage is empty: there is nothing to read.")
         made = Context.of(self._order(order, ids))
         if wait:

@@ -188,8 +188,7 @@ class Compressor:
     @torch.inference_mode()
     def _made(self, job: _Job, stream: Any) -> StoredContext:
         with torch.cuda.stream(stream), together(self._shard) as shard:
-            recording = job.recording
-            if not isinstance(recording, Recording):
+            if not isinstance(recording := job.recording, Recording):
                 raise recording or AssertionError("A document is compressed once.")
             shard.agree(request=job.request.encode())
             return self._compressed(job.order, recording)
