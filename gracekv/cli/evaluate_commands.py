@@ -54,8 +54,7 @@ class RunOptions:
 
         if self.model is None or self.tasks is None:
             raise ConfigError("Give --model and --tasks; gracekv evaluate also takes --config.")
-        given = {x: y for x, y in vars(self).items() if x not in _BESIDE}
-        length = given.pop("length")
+        given = {x: y for x, y in vars(self).items() if x not in (*_BESIDE, "length")}
         given |= {
             "data": None if self.data is None else str(self.data),
             "tasks": _list(self.tasks),

@@ -194,8 +194,6 @@ def _read(
             "Use a prompt of text only."
         )
     length = prompt.spans.length
-    # Without RoPE, a decoder that rotates nothing can run in parts, too.
-    splits = has_rope(model) or rotating(model_layers(model)) == "none"
     sizes = CaptureSizes.of(model, stays)
     held = held_positions(needs, prompt.spans, sizes, options.memory_limit)
     # This process has its own heads only.

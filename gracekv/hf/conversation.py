@@ -205,7 +205,8 @@ class Conversation(AbstractContextManager["Conversation"]):
 
         After `close`, those of the context.
         """
-        return self._cache.accounting
+        held: Occupancy = self._cache.accounting
+        return held
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write the context's report; with `Limit(history=True)` it also shows the turns' entries.

@@ -103,8 +103,7 @@ def _write_model(gguf: Path, folder: Path) -> None:
 
 def _read_model(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     with _without_progress_bars():
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        model, tokenizer = _pretrained(folder, dtype, local_files_only=True)
     # Not the folder: a saved cache would name it, and it may not exist where the cache is loaded.
     model.config.name_or_path = MODEL_NAME
     return model.eval(), tokenizer

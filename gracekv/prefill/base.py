@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -145,9 +145,12 @@ class Prefill:
     @property
     def info(self) -> CaptureInfo:
         """Facts that all layers share."""
-        names = [x.name for x in fields(CaptureInfo) if x.name not in ("dtype", "device")]
-        own = {name: getattr(self, name) for name in names}
-        return CaptureInfo(dtype=self.keys[0].dtype, device=self.keys[0].device, **own)
+        return CaptureInfo(
+            spans=self.spans, layers=self.layers, kv_heads=self.kv_heads,
+            query_heads=self.query_heads, head_dim=self.head_dim, dtype=self.keys[0].dtype,
+            device=self.keys[0].device, query_positions=self.query_positions, scale=self.scale,
+            softcap=self.softcap, token_ids=self.token_ids, shard=self.shard,
+        )  # fmt: skip
 
     def layer(self, number: int) -> LayerCapture:
         """One layer, 0-based; its tensors are shared."""
