@@ -91,11 +91,14 @@ def _comparisons(table: Table, measure: Measure) -> str:
 
 
 def _about(table: Table) -> str:
-    counts = sorted({cell.samples for cell in table.cells.values()}) or [0]
-    several = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    counts = {column: cell.samples for (_, column), cell in table.cells.items()}
+    several = f"{max(counts.values(), default=0)} samples in all"
+    if len(set(counts.values())) > 1:
+        named = {column: "fullkv" if column == FULL else column for column in counts}
+        several = f"samples: {', '.join(f'{n} of {named[x]}' for x, n in counts.items())}"
     text = (
         f"{table.title.model}, {table.title.protocol.replace('_', '-')}; mean of "
-        f"{', '.join(table.tasks)}; {several} samples in all."
+        f"{', '.join(table.tasks)}; {several}."
     )
     if table.unpaired:
         text += f" {table.unpaired} values left out: another method lacks their sample."

@@ -91,6 +91,8 @@ def run(
             loaded = load_model(experiment.model, experiment.dtype, device)
         ready = Worker(experiment.model, experiment.dtype, *loaded, sources)
         note_marks(ready.named, marks)
+        for sample in schedule.changed:
+            ready.check(sample)
         written = failed = 0
         columns = (
             rich.TextColumn("{task.percentage:.0f} %"), rich.BarColumn(), rich.MofNCompleteColumn(),
@@ -141,11 +143,13 @@ class Schedule:
         samples: samples to run, in order.
         done: number of cells that have a row already.
         failed: number of those cells that failed.
+        changed: samples with a row, whose data are in another file now; without cells.
     """
 
     samples: tuple[PendingSample, ...]
     done: int
     failed: int
+    changed: tuple[PendingSample, ...] = ()
 
 
 def make_schedule(
@@ -173,12 +177,13 @@ def make_schedule(
     # Panels with the same sample under the same settings share its prefill.
     numbers: dict[str, int] = {}
     pending: dict[str, tuple[int, PendingSample]] = {}
+    changed: list[PendingSample] = []
     seen: set[str] = set()
     done = failed = 0
     for panel in experiment.panels:
         cells = panel.cells()
         for task in panel.all_tasks():
-            task.source(sources)
+            source = task.source(sources)
             for rank, index in enumerate(task.available(panel.samples, sources, panel.first)):
                 about = identity(experiment.model, experiment.dtype, panel, task, index)
                 sample = sample_key(about)
@@ -190,13 +195,15 @@ def make_schedule(
                 before = [known[key] for key in new if key in known]
                 done += len(before)
                 failed += sum(row.get("error") is not None for row in before)
+                if any(row.get("source", source) != source for row in before):
+                    changed.append(PendingSample(panel, task, index, (), hashes.get(sample)))
                 if missing := [cell for key, cell in new.items() if key not in known]:
                     old = pending[sample][1].cells if sample in pending else ()
                     entry = PendingSample(panel, task, index, (*old, *missing), hashes.get(sample))
                     pending[sample] = (rank, entry)
     # Every task's first sample before any task's second, so that an interrupted run is balanced.
     ordered = sorted(pending.values(), key=lambda pair: pair[0])
-    return Schedule(tuple(entry for _, entry in ordered), done, failed)
+    return Schedule(tuple(entry for _, entry in ordered), done, failed, tuple(changed))
 
 
 def parse_shard(text: str | None, environment: Mapping[str, str] = os.environ) -> Shard:

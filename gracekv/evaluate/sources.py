@@ -169,14 +169,9 @@ def longbench_forms() -> Any:
     return _packaged("longbench.json")["datasets"]
 
 
-def _json_lines(raw: bytes) -> list[dict[str, Any]]:
-    # Not splitlines(), which would also split at separators that JSON allows inside strings.
-    return [json.loads(line) for line in raw.decode("utf-8").split("\n") if line.strip()]
-
-
 def _asked(raw: bytes) -> list[dict[str, Any]]:
-    # Not splitlines(): it would also cut at separators that JSON leaves inside strings.
-    records = [json.loads(line) for line in raw.decode("utf-8").split("\n") if line.strip()]
+    # Not splitlines(), which would also split at separators that JSON allows inside strings.
+    records = [json.loads(line) for line in raw.decode("utf-8-sig").split("\n") if line.strip()]
     for number, record in enumerate(records):
         for field, kind in {"context": str, "input": str, "answers": list}.items():
             if not isinstance(record[field], kind):

@@ -26,7 +26,7 @@ from gracekv.evaluate.experiment import Cell, Panel, PendingSample
 from gracekv.evaluate.long_outputs import within
 from gracekv.evaluate.metrics import score
 from gracekv.evaluate.row_files import Row
-from gracekv.evaluate.sample import Rendered, joint_digest, render_questions
+from gracekv.evaluate.sample import Rendered, Sample, joint_digest, render_questions
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.tasks import LONG, Task
 from gracekv.files import VERSION
@@ -120,7 +120,11 @@ class Worker:
             except Exception as error:
                 yield {**row, **prepared.about, "error": _told(error)}
 
-    def _prepare(self, pending: PendingSample) -> _Prepared:
+    def check(self, pending: PendingSample) -> tuple[Sample, tuple[Rendered, ...], str]:
+        """A sample, its rendered questions and their hash.
+
+        Raises `TaskError` if the hash is not that of earlier rows.
+        """
         panel, task, index = pending.panel, pending.task, pending.index
         sample = task.sample(index, self.sources, self.tokenizer)
         longest, words = self.longest_prompt(panel, task), panel.answer_words
@@ -131,6 +135,11 @@ class Worker:
                 f"Sample {index} of {task.name} differs from the one in earlier rows of this "
                 f"folder: data or tokenizer have changed. Use a new folder."
             )
+        return sample, rendered, digest
+
+    def _prepare(self, pending: PendingSample) -> _Prepared:
+        panel, task = pending.panel, pending.task
+        sample, rendered, digest = self.check(pending)
         compressed = rendered[0].prompt
         if panel.protocol == "query_agnostic":
             start, end = compressed.spans.context_start, compressed.spans.context_end

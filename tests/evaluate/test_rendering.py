@@ -82,7 +82,7 @@ def test_suites_hold_known_tasks_only():
 
 
 def test_data_that_is_not_here_is_named(small_data, tmp_path):
-    with pytest.raises(TaskError, match=r"longbench/trec\.\*jsonl .* data\.zip"):
+    with pytest.raises(TaskError, match=r"longbench/trec\.\*jsonl, .* data\.zip"):
         Sources(small_data).records("longbench:trec")
     with pytest.raises(TaskError, match="does not exist"):
         Sources(tmp_path / "none")

@@ -204,6 +204,23 @@ def test_other_data_under_the_same_names_are_noticed(experiment, tiny, finished,
     assert "have changed" in read_rows(finished)[-1]["error"]["message"]
 
 
+@pytest.mark.parametrize("answer", ["Keeper0", "Somebody"])
+def test_another_file_under_the_same_name_has_the_samples_of_the_rows(
+    experiment, tiny, finished, small_data, tmp_path, answer
+):
+    data = shutil.copytree(small_data, tmp_path / "data")
+    file = data / "longbench" / "qasper.small.jsonl"
+    # As a Windows editor saves it.
+    file.write_text(file.read_text().replace("Keeper0", answer), encoding="utf-8-sig")
+    before, again = read_rows(finished), replace(experiment, data=str(data))
+    if answer == "Keeper0":
+        assert run(again, finished, **tiny).written == 0
+    else:
+        with pytest.raises(TaskError, match=r"Sample 0 of longbench:qasper differs.* new folder"):
+            run(again, finished, **tiny)
+    assert read_rows(finished) == before
+
+
 @pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize("change", ["config", "weights"])
 def test_another_model_under_the_same_name_is_refused(experiment, tiny, tmp_path, finished, change):
