@@ -1,4 +1,4 @@
-"""The method as a value: `Pipeline`, what one run of it made, and pipelines as files."""
+"""The method as a value: `Pipeline`, the results of one run, and pipeline files."""
 
 from gracekv.pipeline.compression import Pipeline
 

@@ -32,7 +32,7 @@ class Compared:
         relevance: token scores and head sensitivity of all layers.
         partition: the slots of the region.
         quota: int64 [L, G] most entries of each head of all processes, or None.
-        received: column sums [L, G, N] that quotas go by instead of the scores, or None.
+        received: column sums [L, G, N] that quotas use instead of the scores, or None.
         forest: the trees, or None where slots are single tokens that stay or go.
         candidates: [L, G, N] float64 as `Floor.candidates` returns them, or None.
     """
@@ -63,7 +63,7 @@ def compare(
         prefill: all layers, with the observations that `pipe` needs.
         stage: times a stage of that name.
 
-    Returns the prefill without the hidden states, which only this reads.
+    Returns the prefill without its hidden states, which are needed only here.
     """
     region = prefill.spans.region(plan.recent)
     with stage("segment"):
@@ -85,7 +85,7 @@ def compare(
         curvature = partition.curvature
         if curvature is None and pipe.refine.uses_curvature:
             curvature = Curvature()(prefill)
-        # Freed unless the caller holds the prefill, too.
+        # Freed unless the caller also holds the prefill.
         prefill = prefill.without(BlockInput)
         candidates = pipe.floor.candidates(relevance.scores, plan, prefill.shard)
         own = (relevance.scores, relevance.seed_scores, relevance.sensitivity)
@@ -109,9 +109,9 @@ class AuctionResult:
         plan: the budget in entries that was spent.
         selection: the entries that stay.
         utility: summed gains.
-        floor: the nodes that the floor bought; None without trees, and where bits are allocated.
+        floor: the nodes that the floor bought; None without trees or if bits are allocated.
         frontier: the nodes that both bought; None likewise.
-        widths: uint8 [E], bits of a number of each entry, where bits are allocated; else None.
+        widths: uint8 [E], bits per number of each entry if bits are allocated, else None.
     """
 
     plan: BudgetPlan
@@ -130,9 +130,9 @@ class Auction:
         allocate: the allocator.
         floor: the floor.
         quota: how many entries each head may hold.
-        info: facts of the sequence.
+        info: metadata of the sequence.
         compared: scores, and the trees unless every token is a slot that stays or goes.
-        certify: also bound from above what any allocation could reach.
+        certify: also compute an upper bound on the utility of any allocation.
     """
 
     allocate: Allocator
@@ -143,13 +143,13 @@ class Auction:
     certify: bool = False
 
     def spend(self, plan: BudgetPlan, costs: EntryBytes | None) -> AuctionResult:
-        """Spend the budget; with `costs`, the most entries that take at most `plan.bytes`."""
+        """Spend the budget; with `costs`, buy as many entries as fit in `plan.bytes`."""
         if costs is None or plan.bytes is None:
             return self.choose(plan)
         return within_bytes(plan, costs, self.choose, self.info.shard)
 
     def choose(self, plan: BudgetPlan) -> AuctionResult:
-        """Spend `plan.base` entries, which are those of the heads of all processes."""
+        """Spend `plan.base` entries, counted over the heads of all processes."""
         shard, compared = self.info.shard, self.compared
         if (quota := compared.quota_of(self.quota, plan)) is not None:
             quota = shard.own_heads(quota, 1)
@@ -174,26 +174,26 @@ def within_bytes(
     choose: Callable[[BudgetPlan], AuctionResult],
     shard: HeadShard = WHOLE,
 ) -> AuctionResult:
-    """The selection of the most entries that take at most `plan.bytes`.
+    """The selection with the most entries that fit in `plan.bytes`.
 
-    What a selection takes depends on how its entries lie: the last block of each head is as dear
-    as a full one. So the number is searched for, between the recent window alone and `plan.total`,
-    by secants and halves in turn; one entry more would not fit. Where a larger budget keeps all
-    that a smaller one keeps, as a top-k does, no number beyond it fits either.
+    The size of a selection depends on its entries' distribution: the last block of each head costs
+    as much as a full one. So the number of entries is found by alternating secant and bisection
+    steps between the recent window alone and `plan.total`; one more entry would not fit. If
+    selections are nested, as those of a top-k are, no larger number fits either.
 
     Source: ours.
 
     Args:
         plan: the budget, in bytes; its `total` is an upper bound.
         costs: bytes of the entries.
-        choose: the selection for a plan of fewer entries.
-        shard: the heads of the selections; by default all.
+        choose: makes the selection for a plan of fewer entries.
+        shard: the heads of the selections; all by default.
     """
     limit = plan.bytes
-    assert limit is not None  # a plan of entries is spent as it is
+    assert limit is not None  # plans in entries are not searched
 
     def attempt(total: int) -> tuple[int, AuctionResult]:
-        """Bytes that a selection of this many entries leaves, and the selection."""
+        """Bytes left by a selection of `total` entries, and the selection."""
         result = choose(replace(plan, total=total))
         return limit - selection_bytes(result.selection, plan, costs, shard), result
 
@@ -220,9 +220,9 @@ def within_bytes(
 def selection_bytes(
     selection: Selection, plan: BudgetPlan, costs: EntryBytes, shard: HeadShard
 ) -> int:
-    """Bytes of the context's entries: those of `selection`, and the recent window of `plan`.
+    """Bytes of the context's entries: those of `selection` and of the recent window of `plan`.
 
-    Of the selections of all processes of `shard`.
+    Summed over all processes of `shard`.
     """
     counts, exact = selection.offsets.diff(), 0
     if costs.sinks:

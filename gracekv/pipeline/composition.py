@@ -1,4 +1,4 @@
-"""`Composition`: one strategy a stage, what follows from them alone, and what is registered."""
+"""`Composition`: one strategy per stage and what follows from them; `strategies` lists them all."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from gracekv.value.column_sums import ReceivedAttention
 
 @dataclass(frozen=True, kw_only=True)
 class Composition(Configurable):
-    """One strategy a stage: the fields of a `Pipeline`.
+    """One strategy per stage: the fields of a `Pipeline`.
 
     Attributes:
         segment: where the context is cut into slots.
@@ -50,18 +50,19 @@ class Composition(Configurable):
         quota: how many entries each head may hold.
         allocate: which operations the budget buys.
         pack: how a chosen node becomes an entry.
-        fit: how kept entries make up for dropped ones (ours; the paper's is `none`).
-        precision: how many bits their numbers take (ours; the paper's is `full`).
-        decode: what stays while generating under a `gracekv.Limit` that names no strategy (ours;
-            the paper's is `none`).
+        fit: how kept entries compensate for dropped ones (ours; the paper's is `none`).
+        precision: how many bits per number entries take (ours; the paper's is `full`).
+        decode: which entries stay during generation under a `gracekv.Limit` that names no strategy
+            (ours; the paper's is `none`).
         window: the recent window.
-        backend: the attention implementation that decoding reads the cache with.
+        backend: the attention implementation for decoding.
         keep_all: keep everything (FullKV). The budget only has to hold the recent window.
-        certify: also bound from above what any allocation over the same trees could reach, floor
-            or not: `accounting.bound` and `accounting.certified_ratio` (ours). There is no such
-            bound where bits are allocated.
-        prune: do not grow what the greedy auction cannot reach (ours, exact: same entries, smaller
-            forest). Only where it holds: a greedy allocator without quota or certificate.
+        certify: also bound the utility of any allocation over the same trees, with or without a
+            floor: `accounting.bound` and `accounting.certified_ratio` (ours). There is no such
+            bound if bits are allocated.
+        prune: do not grow nodes that the greedy auction cannot reach (ours, exact: same entries,
+            smaller forest). Used only where this is exact: a greedy allocator without quota or
+            certificate.
     """
 
     segment: Segmenter
@@ -85,9 +86,9 @@ class Composition(Configurable):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], base: str = "gracekv") -> Self:
-        """A pipeline from plain data; fields left out are those of the recipe `base`, the paper's.
+        """A pipeline from plain data; missing fields are those of the recipe `base`.
 
-        Raises `ConfigError` on an unknown field or a value of the wrong type,
+        Raises `ConfigError` for an unknown field or a value of the wrong type,
         `UnknownStrategyError` for an unknown recipe or strategy.
         """
         if isinstance(data, Mapping):
@@ -138,7 +139,7 @@ class Composition(Configurable):
         return self._plan(info.layers, heads, info.entry_dim, size, info.spans, budget)
 
     def plan_for(self, model: Any, spans: PromptSpans, budget: Budget) -> BudgetPlan:
-        """As `plan`, from the model's config and the spans."""
+        """Like `plan`, from the model's config and the spans."""
         _, heads, dim = head_sizes(model)
         layers = len(compressed_layers(model))
         return self._plan(layers, heads, dim, cache_dtype(model).itemsize, spans, budget)
@@ -146,7 +147,7 @@ class Composition(Configurable):
     def _plan(
         self, layers: int, heads: int, dim: int, size: int, spans: PromptSpans, budget: Budget
     ) -> BudgetPlan:
-        """The entries of heads of dimension `dim`, whose numbers take `size` bytes."""
+        """The plan for heads of dimension `dim` whose numbers take `size` bytes."""
         return budget.plan(
             layers=layers,
             heads=heads,
@@ -157,7 +158,7 @@ class Composition(Configurable):
         )
 
     def keeps_everything(self, plan: BudgetPlan, entry_bytes: int) -> bool:
-        """Whether every token stays; arguments are those of `holds_all`."""
+        """Whether every token stays; arguments as in `holds_all`."""
         return self.keep_all or self.precision.keeps_all(plan, entry_bytes)
 
     def holds_all(self, plan: BudgetPlan, entry_bytes: int) -> str | None:
@@ -178,19 +179,19 @@ class Composition(Configurable):
             "it keeps everything": self.keeps_everything(plan, entry_bytes),
             "it does more than choose among single tokens": not tokens or not self.pack.by_entry,
             f"{' and '.join(compared)} compare layers": compared,
-            "its quotas depend on how many entries the bytes buy, which is known last": by_bytes,
+            "quotas depend on how many entries the bytes buy, known only at the end": by_bytes,
             "the model runs once more over all keys and values": "passes" in read,
             "it reads the decoder's output, which comes last": "final" in read,
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
     def selects_tokens(self, partition: Partition) -> bool:
-        """Whether slots are single tokens that stay or go, each at a gain of omega R."""
+        """Whether slots are single tokens that are kept or dropped, each with a gain of omega R."""
         return partition.slots == partition.region.length and self.keeps_or_drops
 
     @property
     def keeps_or_drops(self) -> bool:
-        """Whether a slot of one token stays or goes at a gain of omega R, in one auction."""
+        """Whether a one-token slot is kept or dropped, with a gain of omega R, in one auction."""
         return (
             isinstance(self.distortion, Unit)
             and isinstance(self.floor, NoFloor)

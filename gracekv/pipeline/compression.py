@@ -1,6 +1,6 @@
-"""`Pipeline`, and `Compression`: one run of it, over the layers of a sequence as they come.
+"""`Pipeline`, and `Compression`: one run of it, layer by layer.
 
-The loop scores each layer, notes what later stages need of it, and keeps its best entries. Stages
+The loop scores each layer, records what later stages need of it, and keeps its best entries. Stages
 that compare layers (hops, quotas over all scores, trees with one auction) run before the loop, over
 a prefill that holds all layers.
 """
@@ -90,13 +90,13 @@ class Compression:
         for capture in prefill:
             self.layer(capture)
         known = prefill.other_layers, seconds_by_stage(prefill.seconds, needs), prefill.fingerprint
-        # A pool has what stays: from here on, nobody needs the other keys and values.
+        # A pool holds the kept entries, so the other keys and values are no longer needed.
         held = prefill if self._pool is None else None
         del capture, prefill
         return self.finish(*known, held)
 
     def layer(self, capture: LayerCapture) -> None:
-        """Score a layer, note what later stages need of it, and keep its best entries."""
+        """Score a layer, record what later stages need of it, and keep its best entries."""
         pipe, info, device = self._pipeline, capture.info, capture.keys.device
         self._info, region = info, self._region(info)
         if pipe.keeps_everything(self._plan, info.entry_bytes):
@@ -139,12 +139,12 @@ class Compression:
         Args:
             others: states of the layers that are not compressed.
             seconds: seconds of the capture, by stage of `Timings`.
-            fingerprint: identifies model and tokenizer.
-            prefill: all layers, if they are held.
+            fingerprint: identifies the model and the tokenizer.
+            prefill: all layers, if they are in memory.
         """
         pipe, info, plan = self._pipeline, self._info, self._plan
         costs = pipe.precision.entry_bytes(info.entry_dim, info.dtype.itemsize, info.spans)
-        # Without a budget in bytes nothing allocates bits, and entries stay exact.
+        # Bits are allocated only under a budget in bytes; otherwise entries stay exact.
         exact_only = isinstance(pipe.precision, AllocatingPrecision) and plan.bytes is None
         coded = None if exact_only else costs
         if self._whole:
@@ -169,7 +169,7 @@ class Compression:
             widths = self._widths(starts, chosen, bought)
             read = pipe.precision.keys_as_read(cache, widths, info.entry_dim)
         with self._stage("fit", info.device):
-            # Values make up for what decoding will read, rounded keys included.
+            # Values are fitted to the keys that decoding will read, which may be rounded.
             if pipe.fit.by_score:
                 pairs = zip(self._references, relevance.scores, strict=True)
                 self._references = [replace(x, scores=own) for x, own in pairs]
@@ -203,7 +203,7 @@ class Compression:
 
     @property
     def _pools(self) -> bool:
-        """Whether a pool of entries serves: a top-k of single tokens, none of which merge."""
+        """Whether a pool of entries suffices: a top-k of single tokens without merging."""
         pipe, compared = self._pipeline, self._compared
         by_bytes = self._plan.bytes is not None and not pipe.quota.monotone
         tokens = compared is None or pipe.selects_tokens(compared.partition)
@@ -211,7 +211,7 @@ class Compression:
 
     @contextmanager
     def _stage(self, name: str, device: torch.device) -> Iterator[None]:
-        """Run a stage with full float32 products, and count its seconds."""
+        """Time a stage and run it with matrix products in full float32."""
         with self._clock.time(name, device), full_float32():
             yield
 
@@ -254,13 +254,13 @@ class Compression:
     def _packed(
         self, bought: AuctionResult, relevance: Relevance, prefill: Prefill | None
     ) -> Iterator[tuple[RaggedEntries, Tensor, Tensor]]:
-        """Yield for each layer its packed entries, the first position [E] of each, and its index
-        [E] in the selection, which is -1 outside the region.
+        """Yield for each layer its packed entries, the first position [E] of each, and the index
+        [E] of each in the selection, -1 outside the region.
         """
         if self._pool is not None:
             yield from ((x, x.positions, at) for x, at in self._pool.pop(bought.selection))
             return
-        assert prefill is not None  # only a pool does without
+        assert prefill is not None  # only a pool needs none
         rule, spans = self._pipeline.prototype, prefill.spans
         layouts = bought.selection.layouts(spans.length, prefill.keys, spans.past)
         for capture, layout in zip(prefill, layouts, strict=True):
@@ -274,7 +274,7 @@ class Compression:
         if bought.widths is None:
             region, precision = self._region(self._info), self._pipeline.precision
             return [precision.widths(start, region) for start in starts]
-        # The last one stands for entries outside the region, whose index is -1.
+        # The padding is the width of entries outside the region, whose index is -1.
         every = torch.nn.functional.pad(bought.widths.cpu(), (0, 1), value=EXACT)
         index = torch.cat([own.to(chosen[0].device) for own in chosen]).cpu()
         return list(every[index].split([len(own) for own in chosen]))
@@ -294,10 +294,10 @@ class Compression:
 class Pipeline(Composition):
     """Compression as a composition of strategies.
 
-    `Pipeline.named("gracekv")` is the paper's method, `Pipeline.default` what `compress` uses.
-    Change one stage with `dataclasses.replace(pipeline, floor=FLOORS.build("none"))`, or in plain
-    data with `Pipeline.from_dict({"floor": "none"})`, whose other fields are the paper's. The
-    constructor takes the paper's stages and the window by name, without defaults.
+    `Pipeline.named("gracekv")` is the paper's method, `Pipeline.default` the default of `compress`.
+    Change one stage with `dataclasses.replace(pipeline, floor=FLOORS.build("none"))`, or from plain
+    data with `Pipeline.from_dict({"floor": "none"})`, whose other fields are the paper's. In the
+    constructor, the paper's stages and the window have no defaults.
 
     Attributes: see `Composition`.
     """

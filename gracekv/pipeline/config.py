@@ -18,11 +18,11 @@ FORMATS = (".yaml", ".yml", ".toml", ".json")
 def load_pipeline(spec: str | Path) -> Pipeline:
     """A recipe by name, or a `Pipeline` from the fields in a .yaml, .toml or .json file.
 
-    Fields that the file leaves out are those of the recipe that it names under `base`, or of the
-    paper's method. Modules that it lists under `imports` are imported first: they register
-    strategies of other packages. Raises `UnknownStrategyError` for an unknown recipe or strategy,
-    `PluginError` for a module that cannot be imported, `ConfigError` for a file that cannot be
-    read, is not valid, or holds unknown fields.
+    Fields missing from the file come from the recipe under its key `base`, or else from the paper's
+    method. Modules listed under `imports` are imported first, to register strategies of other
+    packages. Raises `UnknownStrategyError` for an unknown recipe or strategy, `PluginError` for a
+    module that cannot be imported, `ConfigError` for a file that cannot be read, is not valid, or
+    has unknown fields.
     """
     path = path_of(spec)
     if path.suffix not in FORMATS:
@@ -44,7 +44,7 @@ def save_pipeline(pipeline: Pipeline, path: str | Path) -> None:
     Raises `ConfigError` for another suffix.
     """
     path = path_of(path)
-    # Numbers may be NumPy's, which YAML does not know.
+    # YAML cannot represent NumPy numbers, which fields may hold.
     data = json.loads(json.dumps(pipeline.to_dict()))
     if modules := [name for name in foreign_modules(pipeline) if name != "__main__"]:
         data = {"imports": modules, **data}
@@ -82,7 +82,7 @@ def parsed(path: Path) -> Any:
 
 
 def _without_none(data: Any) -> Any:
-    """TOML has no null, and a field that may be None is so by default: leaving it out says it."""
+    """Leave out None: TOML has no null, and optional fields are None by default."""
     if isinstance(data, dict):
         return {key: _without_none(value) for key, value in data.items() if value is not None}
     return [_without_none(item) for item in data] if isinstance(data, list) else data

@@ -1,4 +1,4 @@
-"""`Run`: the results of all stages for one sequence, and `RunRecord`: what stays of them."""
+"""`Run`: the results of all stages for one sequence, and `RunRecord`: a compact record of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CodedRelevance:
 
     @classmethod
     def of(cls, relevance: Tensor) -> CodedRelevance:
-        """Encode relevance [L, G, N], which is not negative. Waits for a GPU twice.
+        """Encode non-negative relevance [L, G, N]. Synchronises with a GPU twice.
 
         Logarithms are off by at most (high - low) / 508, so values by about 3 %.
         """
@@ -66,7 +66,7 @@ class CodedRelevance:
         return cls(codes.cpu(), low, high, mean.float().cpu())
 
     def decoded(self, at: Any = ...) -> Tensor:
-        """float32 [L, G, N], or what `at` picks of it, in multiples of the head's mean."""
+        """float32 [L, G, N], indexed by `at`, in multiples of the head's mean."""
         codes, step = self.codes[at], (self.high - self.low) / 254
         return torch.where(codes > 0, (self.low + step * (codes.float() - 1)).exp(), 0.0)
 
@@ -77,18 +77,18 @@ class CodedRelevance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunRecord:
-    """The scores and the selection of one run, compactly; tensors on the CPU.
+    """A compact record of one run's scores and selection; tensors on the CPU.
 
     A limit's first cut ranks the packed entries by these scores, and `gracekv.report` shows them.
 
     Attributes:
-        region: first compressible position, and the one after the last.
-        selection: the entries that stay; None if they are single tokens of no tree, whose positions
-            are the cache's own.
+        region: first compressible position and one past the last.
+        selection: the entries that stay; None for single tokens without trees, whose positions are
+            in the cache.
         slots: int32 [J + 1] absolute slot borders; None if every token is a slot.
         relevance: relevance of the compressible tokens.
-        curve: utility over entries spent.
-        merges: whether an entry stands for all tokens of its node, not for its own alone.
+        curve: utility against entries spent.
+        merges: whether an entry stands for all tokens of its node, not only for one.
     """
 
     region: tuple[int, int]
@@ -99,9 +99,9 @@ class RunRecord:
     merges: bool = True
 
     def entry_scores(self, cache: CompressedCache) -> tuple[Tensor, ...]:
-        """L tensors float32 [E]: the relevance of each entry of the run's `cache`.
+        """Relevance of each entry of the run's `cache`: L tensors, float32 [E].
 
-        A merged node's is the sum over its tokens, Eq. (V6). inf for entries outside `region`.
+        A merged node has the sum over its tokens, Eq. (V6); entries outside `region` have inf.
         """
         first, last = self.region
         scores, sums = self.relevance.decoded() * self.relevance.mean[..., None], None
@@ -125,27 +125,27 @@ class Run:
     """The results of all stages of one pipeline run.
 
     Results of skipped stages are None: FullKV only packs, and selections of single tokens need no
-    trees. So are floor and frontier where bits are allocated, since not all of their nodes stay.
+    trees. So are floor and frontier if bits are allocated, since not all of their nodes stay.
 
     Attributes:
         plan: the budget in entries.
         cache: the physical entries.
         accounting: entries and bytes.
         timings: seconds per stage.
-        fingerprint: identifies model and tokenizer, as they were at the prefill.
+        fingerprint: identifies the model and the tokenizer at the time of the prefill.
         partition: slots.
         relevance: token scores and head sensitivity.
         forest: all candidate nodes.
-        floor: what the floor had bought when the auction began.
+        floor: the nodes that the floor bought before the auction.
         frontier: which nodes stay.
         selection: which entries stay.
-        value_change: uint8 [E] of all packed entries, layer after layer: by how many hundredths of
-            its length the fit moved an entry's value; None if nothing was fitted.
-        record: what stays of the stages' results where they are released; else None.
-        scores: L tensors float32 [E] after an extension; inf where a part has no record, as
+        value_change: uint8 [E] over all packed entries, layer after layer: how far the fit moved
+            each entry's value, in percent of its norm; None if nothing was fitted.
+        record: a compact record of the stages' results if these were released, else None.
+        scores: L tensors float32 [E] after an extension; inf for parts without a record, such as
             messages that keep all entries.
         past: L tensors float32 [G, P], the scores that a passage's queries give the entries before
-            it; None if there are none, or the scorer does not say.
+            it; None if there are none or the scorer does not score them.
         merges: as in `RunRecord`.
     """
 
@@ -183,12 +183,12 @@ class Run:
         )
 
     def entry_scores(self) -> tuple[Tensor, ...] | None:
-        """L tensors [E] as `RunRecord.entry_scores` gives them; None without a record."""
+        """L tensors [E] as from `RunRecord.entry_scores`; None without a record."""
         record = self.recorded()
         return self.scores if record is None else record.entry_scores(self.cache)
 
     def released(self) -> Run:
-        """The run with its record in place of what the stages made."""
+        """The run with its record in place of the stages' results."""
         facts = self.plan, self.cache, self.accounting, self.timings, self.fingerprint
         return Run(*facts, value_change=self.value_change, record=self.recorded())
 
@@ -200,9 +200,9 @@ def accounted(
     bought: AuctionResult | None,
     costs: EntryBytes | None,
 ) -> Accounting:
-    """Entries and bytes of `cache`, whose context entries were `bought`, or are all there if None.
+    """Entries and bytes of `cache`; `bought` is None if all context entries stay.
 
-    Where heads are spread over processes, those of all of them are counted.
+    If heads are sharded over processes, counts cover all of them.
     """
     spans, units = info.spans, info.layers * info.kv_heads * info.shard.ranks
     sizes = physical_sizes(cache, info.shard)
@@ -237,10 +237,10 @@ def accounted(
 
 
 def physical_sizes(cache: CompressedCache, shard: HeadShard) -> dict[str, Any]:
-    """Fields of `Accounting` that count the tensors of `cache`, of all heads."""
+    """Fields of `Accounting` that measure the tensors of `cache`, over all heads."""
     others = bytes_by_kind(cache.other_layers)
     for kind in {layer.kind for layer in cache.other_layers if layer.window is not None}:
-        # Of the states of linear layers every process holds all.
+        # Every process holds all states of linear layers.
         others[kind] *= shard.ranks
     return {
         "bytes": shard.total(cache.kv_bytes),
