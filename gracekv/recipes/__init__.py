@@ -1,7 +1,7 @@
-"""Named pipelines as plain data, each by its differences from the paper's method.
+"""Named pipelines as plain data, each given by its differences from the paper's method.
 
-A recipe is a name, a line, a source and the fields in which its pipeline differs from `PAPER`. No
-recipe has code of its own. Plugins add theirs with `register`.
+A recipe is a name, a summary, a source and the fields in which its pipeline differs from `PAPER`.
+No recipe has code of its own. Plugins add theirs with `register`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ DEFAULT = "gracekv-plus"
 entries; see `default` for the others. "gracekv" is the paper's method."""
 
 DEFAULT_WITHOUT_QUESTION = "gracekv-agnostic"
-"""The same for a prompt without a question, whose cache is asked later."""
+"""The same for a prompt without a question, where questions come later."""
 
-# Names in kvpress whose nearest name here is another method's; SnapKVPress is our snapkv.
+# kvpress names whose nearest match here would be another method; SnapKVPress is our snapkv.
 _PRESSES = {"adakv": "ada-snapkv", "kvzip": "kvzip-two-pass", "observedattention": "h2o"}
 
 RECIPES: dict[str, Recipe] = {**OWN, **RIVALS}
@@ -36,7 +36,7 @@ RECIPES: dict[str, Recipe] = {**OWN, **RIVALS}
 def default(*, question: bool = True, per_byte: bool = False) -> str:
     """The recipe that `compress` uses by default, for a prompt with or without a question.
 
-    With `per_byte` entries take 4, 8 or 16 bits a number, by what each byte brings.
+    With `per_byte`, entries take 4, 8 or 16 bits per number, chosen by utility per byte.
     """
     name = DEFAULT if question else DEFAULT_WITHOUT_QUESTION
     return f"{name}-allocated" if per_byte else name
@@ -49,14 +49,14 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Recipe:
-    """The recipe of that name; `UnknownStrategyError` with the nearest name if there is none."""
+    """The recipe of that name, else `UnknownStrategyError` with the nearest name."""
     load_plugins()
     if name in RECIPES:
         return RECIPES[name]
     known, asked = {x: x for x in names()} | _PRESSES, str(name).removesuffix("Press")
     raise UnknownStrategyError(
         f"Unknown recipe {name!r}.{suggestion(asked, known)} Recipes: {', '.join(names())}. "
-        f"For one of your own use Pipeline.from_dict or recipes.register. {missing_hint()}"
+        f"For your own, use Pipeline.from_dict or recipes.register. {missing_hint()}"
     )
 
 
@@ -74,7 +74,7 @@ def register(name: str, recipe: Recipe) -> None:
 
 
 def describe(name: str) -> str:
-    """One line: what the recipe is and where it comes from; else `UnknownStrategyError`."""
+    """A recipe's summary and source in one line; raises `UnknownStrategyError` for other names."""
     recipe = find(name)
     return f"{recipe.summary} ({recipe.source})"
 
@@ -86,7 +86,7 @@ def label(pipeline: Configurable) -> str:
     """
     ignored = {key: pipeline.to_dict()[key] for key in ("backend", "certify", "prune")}
     for name in names():
-        with suppress(ConfigError):  # another one that is broken
+        with suppress(ConfigError):  # a recipe that is broken
             if type(pipeline).from_dict({**RECIPES[name].pipeline, **ignored}) == pipeline:
                 return name
     return "custom"

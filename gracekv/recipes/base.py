@@ -28,7 +28,7 @@ TOKENS: Mapping[str, Any] = {
     "floor": "none",
     "pack": "evict",
 }
-"""The fields that all selections of single tokens share: each token is a slot."""
+"""The fields shared by all selections of single tokens: each token is a slot."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ def _both(*scorers: object) -> dict[str, Any]:
 
 
 def _fit_of(queries: int, **more: object) -> dict[str, Any]:
-    """Without a question: fitted to context queries, all alike; entries are held by their scores.
+    """A fit without a question: all context queries count alike; entries are held by their scores.
 
     `more`: further fields of the `ReferenceQueries`.
     """
@@ -23,8 +23,8 @@ def _fit_of(queries: int, **more: object) -> dict[str, Any]:
     return {"name": "values_and_mass", "queries": {"replay": replay, "tail": 0, **more}, **held}
 
 
-# Three guesses of what the answer will attend to; docs/quality.md measures each.
-# 1. The queries of the context, and of the prompt's last tokens, asked again at the prompt's end.
+# Three estimates of what the answer will attend to; docs/quality.md measures each.
+# 1. The queries of the context and of the prompt's last tokens, replayed at the prompt's end.
 _REPLAYED: Mapping[str, Any] = {
     "name": "mixture",
     "rule": "rms",
@@ -34,8 +34,8 @@ _REPLAYED: Mapping[str, Any] = {
         {"name": "read_ahead", "question_probes": 0, "lookahead": 1, "power": 2.0},
     ],
 }
-# 2. The question's own attention, and the tokens after those that it points at. Of its queries the
-# mean counts fifty times as much as the maximum.
+# 2. The question's own attention, spread to the tokens that follow. The mean over its queries
+# counts fifty times as much as the maximum.
 _AHEAD: Mapping[str, Any] = {"name": "read_ahead", "max_weight": 1 / 51}
 # 3. The attention of the whole prompt, half as much as the second.
 _POINTED: Mapping[str, Any] = {
@@ -44,10 +44,10 @@ _POINTED: Mapping[str, Any] = {
     "weights": [2.0, 1.0],
     "scorers": [_AHEAD, "mean_attention"],
 }
-# A token needs both: the first guess, and the other two.
+# A token needs both: the first estimate, and the other two.
 _READING: Mapping[str, Any] = _both(_REPLAYED, _POINTED)
 _FORESEEN: Mapping[str, Any] = {"name": "value_norm", "relative": 0.5, "scorer": _READING}
-# One top-k over all heads by those scores; only the last four tokens are kept whatever they score.
+# One top-k over all heads by those scores; only the last four tokens are kept in any case.
 _CHOSEN: Mapping[str, Any] = {
     **TOKENS,
     "value": _FORESEEN,
@@ -55,20 +55,20 @@ _CHOSEN: Mapping[str, Any] = {
     "window": {"size": 4, "minimum": 4},
 }
 _PLUS: Mapping[str, Any] = {**_CHOSEN, "fit": "values_and_mass"}
-# Exact tokens are dear where others take 4 bits, so the window is half as long.
+# Exact tokens are expensive where others take 4 bits, so the window is half as long.
 _ALLOCATED: Mapping[str, Any] = {"window": {"size": 2, "minimum": 2}, "precision": "allocated"}
-# Without a question every query of the context may come again, so all of them count alike; heads
-# that copy would read every token.
+# Without a question, any query of the context may come again, so all of them count alike; induction
+# heads would read every token.
 _COPIED: Mapping[str, Any] = {"name": "block_replay", "induction": 0.05}
 _AGNOSTIC: Mapping[str, Any] = {
     **_CHOSEN,
     "value": {"name": "value_norm", "relative": 0.5, "power": 0.8, "scorer": _COPIED},
     "fit": _fit_of(64),
 }
-# The attention of a second reading, beside that which the first foresees and which counts thrice. A
-# token needs both, or heads that repeat every token alike would take the whole budget; after those
-# come the tokens that only the second reading looks at, such as identifiers. Norms count less than
-# in one pass, since texts lose by them.
+# The attention of a second pass, combined with the estimate of the first, whose weight is three
+# times as large. A token needs both, or heads that repeat every token alike would take the whole
+# budget; next come the tokens that only the second pass attends to, such as identifiers. Norms
+# count less than in one pass, since they hurt prose.
 _SECOND: Mapping[str, Any] = {"name": "kvzip_two_pass", "mean_power": 3.0}
 _TWO_PASS: Mapping[str, Any] = {
     **_AGNOSTIC,
@@ -82,16 +82,16 @@ _TWO_PASS: Mapping[str, Any] = {
             "scorers": [{**_both("block_replay", _SECOND), "weights": [3.0, 1.0]}, _SECOND],
         },
     },
-    # It asks what the context's queries would read again and what the second reading's do read.
+    # Fitted to the queries that the context would ask again and to those of the second pass.
     "fit": _fit_of(192, repeat=192, repeat_share=0.5, repeat_chunk=2048),
 }
-# Where every head has as many entries, a static shape holds keys and values and nothing beside
-# them: no multiplicities, so the values alone are fitted.
+# If every head has equally many entries, tensors of a static shape hold keys and values and nothing
+# else: no multiplicities, so only the values are fitted.
 _EQUAL_FIT: Mapping[str, Any] = {**_AGNOSTIC["fit"], "name": "values"}
 
 
 def _by(scorer: object) -> dict[str, Any]:
-    """gracekv-plus with another score under its value norms."""
+    """gracekv-plus with another score weighted by its value norms."""
     return {**_PLUS, "value": {**_FORESEEN, "scorer": scorer}}
 
 
@@ -105,52 +105,52 @@ def _without(summary: str, label: str, pipeline: Mapping[str, Any]) -> Recipe:
 
 def _allocated(name: str, pipeline: Mapping[str, Any], by: str) -> dict[str, Recipe]:
     """The recipe `name` with entries of several widths."""
-    summary = f"{name} whose entries take 4, 8 or all bits a number, by {by}"
+    summary = f"{name} with 4, 8 or all bits per number in each entry, by {by}"
     source = "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750"
     return {f"{name}-allocated": Recipe(summary, source, {**pipeline, **_ALLOCATED})}
 
 
 OWN: Mapping[str, Recipe] = {
-    "gracekv": Recipe("The paper's method, to the letter", "paper, Method"),
+    "gracekv": Recipe("The paper's method exactly as published", "paper, Method"),
     "gracekv-plus": Recipe(
-        "One top-k over all heads by what the answer is foreseen to read; values fitted",
+        "One top-k over all heads by what the answer is expected to attend to; fitted values",
         "ours: replayed context queries, read-ahead and mean attention, times value norms",
         _PLUS,
     ),
     "gracekv-agnostic": Recipe(
-        "One top-k over all heads by what the context's queries would read again; values fitted",
-        "ours: replayed context queries, all alike, times value norms; the question is not read",
+        "One top-k over all heads by what replayed context queries attend to; fitted values",
+        "ours: replayed context queries, equal weights, times value norms; question not read",
         _AGNOSTIC,
     ),
     "gracekv-plus-equal": Recipe(
-        "gracekv-plus with as many entries in every head, for tensors of one static shape",
+        "gracekv-plus with equally many entries in every head, for tensors of one static shape",
         "ours: equal shares, no multiplicities",
         {**_PLUS, "quota": "per_head", "fit": "values"},
     ),
     "gracekv-agnostic-equal": Recipe(
-        "gracekv-agnostic with as many entries in every head, for tensors of one static shape",
+        "gracekv-agnostic with equally many entries in every head, for tensors of one static shape",
         "ours: equal shares, no multiplicities",
         {**_AGNOSTIC, "quota": "per_head", "fit": _EQUAL_FIT},
     ),
-    **_allocated("gracekv-plus", _PLUS, "what each byte brings"),
-    **_allocated("gracekv-agnostic", _AGNOSTIC, "what each byte brings"),
+    **_allocated("gracekv-plus", _PLUS, "utility per byte"),
+    **_allocated("gracekv-agnostic", _AGNOSTIC, "utility per byte"),
     "gracekv-agnostic-two-pass": Recipe(
         "gracekv-agnostic that also reads the context a second time, for lookups in it",
         "ours; second pass: Kim et al. 2025, KVzip, arXiv:2505.23416; the question is not read",
         _TWO_PASS,
     ),
-    **_allocated("gracekv-agnostic-two-pass", _TWO_PASS, "their bytes"),
+    **_allocated("gracekv-agnostic-two-pass", _TWO_PASS, "utility per byte"),
     "gracekv-draft": Recipe(
-        "gracekv-plus after a look at what 16 drafted answer tokens read",
+        "gracekv-plus that also uses the attention of 16 drafted answer tokens",
         "ours: 16 decoding steps on the full cache come before compression",
         _by({"name": "mixture", "scorers": ["draft_attention", _READING]}),
     ),
     "gracekv-foresight": Recipe(
-        "One top-k over all heads by what 64 tokens of FullKV's own answer read: a limit",
+        "One top-k over all heads by the attention of 64 tokens of FullKV's own answer: a limit",
         "ours: not a method, since it generates the answer first; what selection could reach",
         {**_by({"name": "draft_attention", "max_tokens": 64}), "fit": "none"},
     ),
-    "gracekv-plus-no-fit": _ablated("gracekv-plus whose kept entries stay as they were", _CHOSEN),
+    "gracekv-plus-no-fit": _ablated("gracekv-plus without the fit of kept entries", _CHOSEN),
     "gracekv-plus-no-replay": _ablated(
         "gracekv-plus by read-ahead and mean attention alone", _by(_POINTED)
     ),
@@ -162,10 +162,10 @@ OWN: Mapping[str, Recipe] = {
         _by(_both(_REPLAYED, "mean_attention")),
     ),
     "gracekv-plus-no-mean-attention": _ablated(
-        "gracekv-plus without what the prompt looked at all along", _by(_both(_REPLAYED, _AHEAD))
+        "gracekv-plus without the mean attention of the prompt", _by(_both(_REPLAYED, _AHEAD))
     ),
     "gracekv-plus-no-norms": _ablated(
-        "gracekv-plus by attention alone, whatever it brings", {**_PLUS, "value": _READING}
+        "gracekv-plus without value norms", {**_PLUS, "value": _READING}
     ),
     "gracekv-plus-trees": Recipe(
         "The scores of gracekv-plus under the paper's slots, trees, floor and auction",
@@ -175,7 +175,7 @@ OWN: Mapping[str, Recipe] = {
     "fullkv": Recipe("Nothing removed, whatever the budget", "paper, FullKV", {"keep_all": True}),
     **{
         f"fullkv-{bits}bit": Recipe(
-            f"Nothing removed; all but prefix, window, question and sinks at {bits} bits a number",
+            f"Nothing removed; {bits} bits per number except in prefix, window, question and sinks",
             "Liu et al. 2024, KIVI, arXiv:2402.02750, its groups; the window is ours",
             {"keep_all": True, "precision": {"name": "uniform", "bits": bits}},
         )
@@ -195,7 +195,7 @@ OWN: Mapping[str, Recipe] = {
         {"segment": "uniform", "refine": {"name": "binary_extract", "candidates": 0, "reward": 0}},
     ),
     "gracekv-no-multiresolution": _without(
-        "One prototype a slot or all its tokens, nothing between",
+        "One prototype per slot or all its tokens, nothing in between",
         "w/o MR; its trees: ours",
         {"refine": "two_level"},
     ),
@@ -203,8 +203,8 @@ OWN: Mapping[str, Recipe] = {
         "Every head gets the same share of the budget", "w/o GA", {"quota": "per_head"}
     ),
     "global-eviction": Recipe(
-        "GraceKV's scores and sensitivity, one top-k of tokens over all heads, nothing merged",
-        "ours: what trees add is the difference to it",
+        "GraceKV's scores and sensitivity; one top-k of tokens over all heads, nothing merged",
+        "ours: shows what trees add",
         TOKENS,
     ),
 }

@@ -8,17 +8,17 @@ from typing import Any
 
 from gracekv.recipes.base import TOKENS, Recipe
 
-# A published rival: nothing weighs its heads, and all shares together are the budget exactly.
+# A published method: heads are not weighted, and shares add up to the budget exactly.
 _PER_HEAD = {"name": "per_head", "remainder": True}
 _RIVAL: Mapping[str, Any] = {**TOKENS, "sensitivity": "none", "quota": _PER_HEAD}
-# Without a recent window: the last token alone stays by itself.
+# Without a recent window: only the last token is always kept.
 _LAST: Mapping[str, Any] = {**_RIVAL, "window": {"size": 1, "minimum": 1}}
 _GUARDED = {**_RIVAL, "quota": {"name": "adaptive_heads", "rule": "safeguard"}}
 _MEAN_POOLED = {"name": "window_attention", "pooling": "avg", "kernel": 5}
 _WITHOUT_NORMS = {"name": "expected_attention", "value_norm": False}
 RIVALS: Mapping[str, Recipe] = {
-    # StreamingLLM's own rule for recent tokens takes the place of the shared window, of which one
-    # token stays: the last one, which the rule always keeps.
+    # StreamingLLM has its own rule for recent tokens, so the shared window shrinks to one token:
+    # the last, which the rule always keeps.
     "streaming-llm": Recipe(
         "The prompt's first 4 tokens and the most recent ones",
         "Xiao et al. 2023, arXiv:2309.17453",
@@ -30,7 +30,7 @@ RIVALS: Mapping[str, Recipe] = {
         {**_RIVAL, "value": "column_sums"},
     ),
     "h2o-half": Recipe(
-        "H2O with half of every head's share for recent tokens",
+        "H2O with half of each head's share for recent tokens",
         "Zhang et al. 2023, arXiv:2306.14048; the published split",
         {**_RIVAL, "value": "column_sums", "window": {"rule": "half"}},
     ),
@@ -40,7 +40,7 @@ RIVALS: Mapping[str, Recipe] = {
         {**_RIVAL, "value": "window_attention"},
     ),
     "snapkv-4bit": Recipe(
-        "SnapKV whose entries take 4 bits a number",
+        "SnapKV with 4 bits per number",
         "Li et al. 2024, arXiv:2404.14469; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
         {**_RIVAL, "value": "window_attention", "precision": {"name": "uniform", "bits": 4}},
     ),
@@ -56,7 +56,7 @@ RIVALS: Mapping[str, Recipe] = {
     ),
     "chunkkv": Recipe(
         "Whole chunks of 10 tokens by attention from the prompt's last 32, a layer's heads alike",
-        "Liu et al. 2025, arXiv:2502.00299; the budget spent to the last entry",
+        "Liu et al. 2025, arXiv:2502.00299; the budget is spent to the last entry",
         {**_RIVAL, "value": "chunk_order"},
     ),
     "cam": Recipe(
@@ -120,7 +120,7 @@ RIVALS: Mapping[str, Recipe] = {
         {**_RIVAL, "value": "key_difference"},
     ),
     "lagkv": Recipe(
-        "Of each 128 tokens those least like each other, on the scale of the next 128",
+        "The least alike tokens of each chunk of 128, scaled by the next chunk",
         "Liang et al. 2025, arXiv:2504.04704; once after prefill, the question is not read",
         {**_RIVAL, "value": "lag_relative"},
     ),
