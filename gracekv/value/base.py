@@ -1,4 +1,4 @@
-"""`Relevance`, the interfaces that fill it, and the attention sums that most scorers start from."""
+"""`Relevance`, the interfaces that compute it, and the attention sums used by most scorers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TokenScores:
         seed_scores: S-hat [N] float32, one score per token for all heads; picks hop seeds and the
             evidence probes of the distortion.
 
-    Raises `ShapeError` if scores and seed_scores have shapes that do not fit one another.
+    Raises `ShapeError` if the shapes of scores and seed_scores do not match.
     """
 
     scores: Tensor
@@ -47,10 +47,10 @@ class TokenScores:
 def mean_seed_scores(scores: Tensor, epsilon: float = 1e-12, shard: HeadShard = WHOLE) -> Tensor:
     """S-hat [N]: scores [L, G, N] averaged over all heads and normalised to sum 1.
 
-    `epsilon` keeps the denominator from 0; a score that is 0 everywhere stays 0. The heads of
-    all processes of `shard` count.
+    `epsilon` keeps the denominator from 0; scores that are 0 everywhere stay 0. The mean includes
+    the heads of all processes of `shard`.
 
-    Source: Eq. (V3), whose scores are the direct relevance; the same rule for other scores is ours.
+    Source: Eq. (V3), which averages direct relevance; using it for other scores is ours.
     """
     mean = shard.mean(scores.mean(dim=(0, 1)))
     return mean / (mean.sum() + epsilon)
@@ -63,14 +63,14 @@ def attention_sums(
 ) -> Tensor:  # fmt: skip
     """sum_u w_u pi_{u,t}^power: weighted attention that each token receives, float32 [H, N].
 
-    The softmax runs over all tokens up to the probe; the slice to the region comes after it.
+    The softmax runs over all tokens up to the probe; its result is then sliced to the region.
 
     Args:
         capture: a layer of H query heads.
         probes: P absolute positions.
         region: the N tokens that are scored.
         weights: w [P], or None for equal weights of 1.
-        power: exponent, at least 1.
+        power: exponent of attention, at least 1.
         maximum: maximum over probes instead of the sum.
         over: reduces the query heads of each KV head, to [G, N].
 
@@ -86,7 +86,7 @@ def attention_sums(
 
 
 def rank_scores(order: Tensor) -> Tensor:
-    """An order of tokens as scores: N, N - 1, ..., 1 over their sum; float32, shaped as `order`.
+    """Scores of ranked tokens: N, N - 1, ..., 1 over their sum; float32, same shape as `order`.
 
     Args:
         order: int64 [..., N], token indices from first to last.
@@ -100,7 +100,7 @@ def rank_scores(order: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Relevance:
-    """Token scores and head sensitivity, which the allocation multiplies.
+    """Token scores and head sensitivity; the allocation multiplies them.
 
     Attributes:
         scores: R^tok [L, G, N] float32, Eq. (V6).
@@ -120,26 +120,27 @@ Memory: TypeAlias = dict[Any, Any]
 class Scorer(PrefillReader, Strategy, abc.ABC):
     """Scores every compressible token of every (layer, KV head), a layer at a time.
 
-    Deterministic, without side effects; float32 or better whatever the model's dtype; scores are
-    finite and non-negative.
+    Must be deterministic, without side effects, and compute in float32 or better in any model
+    dtype; scores are finite and non-negative.
 
-    `layer` scores a layer by itself and what `memory` holds of those below it, so compression
-    can drop entries while the prompt is still being read. A scorer whose scores of a layer depend
-    on the layers above it sets `compares_layers` and overrides `__call__`, which is given all
-    layers; then the full cache is held until it has run.
+    `layer` scores a layer from that layer and the notes in `memory` on those below it, so
+    compression can drop entries while the prompt is still being read. A scorer whose scores of a
+    layer depend on layers above it sets `compares_layers` and overrides `__call__`, which gets all
+    layers; the full cache is then held until it has run.
 
     Attributes:
-        reads_past: whether `layer` also scores the entries before a passage, in the same unit, if
-            the region begins with them; and so do its parts.
+        reads_past: whether `layer` (and that of its parts) also scores the entries before a
+            passage, in the same unit, if the region begins with them.
     """
 
     reads_past: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Raise `PluginError` for a scorer that was written for gracekv 0.2."""
+        """Raise `PluginError` for a scorer written for gracekv 0.2."""
         super().__init_subclass__(**options)
         own: Any = vars(cls).get("layer")
-        # Its signature would evaluate annotations, which may name what only type checkers import.
+        # inspect.signature would evaluate annotations, whose names may only be imported for type
+        # checking.
         count = getattr(getattr(inspect.unwrap(own), "__code__", None), "co_argcount", 4)
         before = "__call__" in vars(cls) and cls.layer is Scorer.layer
         if before or (own is not None and count != 4):
@@ -161,7 +162,7 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
 
     @property
     def compares_layers(self) -> bool:
-        """Whether the scores of a layer depend on layers above it; by default if a part's do."""
+        """Whether the scores of a layer depend on layers above it; by default, if a part's do."""
         return any(part.compares_layers for part in self.parts)
 
     def needs(self) -> Needs:
@@ -200,7 +201,7 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
     def with_past(self, capture: LayerCapture, region: Region, memory: Memory) -> list[Tensor]:
         """The scores of `layer`, then those [G, P] of entries before a passage.
 
-        The latter are left out without a passage, and where `layer` cannot score them.
+        The latter are missing if there is no passage or `layer` cannot score them.
         """
         places = capture.spans.past if all(x.reads_past for x in (self, *self.parts)) else 0
         if not places:
@@ -211,7 +212,7 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """The scores of all layers, float32 [L, G, N], and their mean over heads [N].
 
-        They lie on the device of layer 0. Raises `MissingCaptureError` as `layer` does.
+        On the device of layer 0. Raises `MissingCaptureError` like `layer`.
         """
         memory: Memory = {}
         prefill = prefill.with_observations(self.needs().observers)
@@ -225,7 +226,7 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
 
 
 def part_scores(part: Scorer, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
-    """The scores [G, N] of a scorer, itself or as a part of another, for one layer.
+    """The scores [G, N] of a scorer, or of a part of one, for one layer.
 
     Raises `ShapeError` unless its `layer` returns floating-point numbers of that shape.
     """
@@ -244,7 +245,7 @@ def part_scores(part: Scorer, capture: LayerCapture, region: Region, memory: Mem
 
 
 def noted(memory: Memory, key: Any, capture: LayerCapture, compute: Callable[[], Tensor]) -> Tensor:
-    """The tensor [...] that `compute` makes for a layer; `memory` holds it until the next layer."""
+    """The tensor [...] from `compute` for a layer, cached in `memory` until the next layer."""
     held: tuple[int, Tensor] | None = memory.get(key)
     if held is None or held[0] != capture.number:
         held = memory[key] = capture.number, compute()
@@ -252,7 +253,7 @@ def noted(memory: Memory, key: Any, capture: LayerCapture, compute: Callable[[],
 
 
 class TokenColumns:
-    """An `Accumulator` of numbers [n, T], which subclasses write into as runs come.
+    """An `Accumulator` of numbers [n, T], which subclasses fill run by run.
 
     Args:
         spans: spans of the prompt, T tokens.
@@ -262,7 +263,7 @@ class TokenColumns:
         self.spans, self._columns = spans, torch.empty(0, dtype=torch.float32)
 
     def columns(self, rows: Tensor) -> Tensor:
-        """The numbers so far, float32 [n, T]; at first zeros, for n `rows`, on their device."""
+        """The numbers so far, float32 [n, T]; initially zeros, for n `rows`, on their device."""
         if not self._columns.numel():
             shape = (len(rows), self.spans.length)
             self._columns = torch.zeros(shape, dtype=torch.float32, device=rows.device)
@@ -287,7 +288,7 @@ class Sensitivity(PrefillReader, Strategy, abc.ABC):
         """omega [L, G] float32, positive, of mean 1."""
 
     def layer(self, capture: LayerCapture) -> Tensor:
-        """omega [G] of one layer, for those that do not compare layers."""
+        """omega [G] of one layer, for strategies that do not compare layers."""
         raise AssertionError(f"{self.name!r} compares layers")
 
 

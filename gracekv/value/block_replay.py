@@ -1,23 +1,23 @@
-"""Estimates, block by block during the first reading, what a second reading would attend to.
+"""Estimates a second pass's attention, block by block during the first pass.
 
-When a model repeats a text, its heads make nearly the queries of the first reading, and attend
-mostly to what followed. So the queries of each block of context tokens are moved to the block's
-end, from which they see the whole block. A second reading also sees what it has just read: the
-token itself and those before it, once more. They stay at their old distance and take their share of
-attention, so that heads that look at near tokens only ask for nothing of the block.
+When a model repeats a text, its heads produce nearly the same queries as in the first pass, and
+attend mostly to what followed. So the queries of each block of context tokens are moved to the
+block's end, from which they see the whole block. A second pass also sees what it has just read: a
+copy of the token itself and of those before it. These stay at their old distance and take their
+share of attention, so heads that only look at near tokens need nothing of the block.
 
-One thing a first reading does not foresee: in a copy, induction heads (Olsson et al. 2022,
-arXiv:2209.11895) read the token after the one that they copy, however often it occurs, and need
-all tokens for it. Those heads are known by the first reading: their moved queries attend to the
-token after their own. So each token may get, beside its sums, what one more query of that head
-would pay on average, by those of the first block.
+The first pass misses one thing: in a copy, induction heads (Olsson et al. 2022, arXiv:2209.11895)
+read the token after the one that they copy, however often it occurs, and need all tokens for it.
+The first pass does show which heads these are: their moved queries attend to the token after their
+own. So each token may get, in addition to its sums, the attention that one more query of that head
+would pay on average, estimated from the first block.
 
-A passage that follows packed entries is short, and what comes after it is asked from farther away:
-its queries are moved beyond its end by its own length, at most 256 tokens, or its last tokens would
-be kept for being near. Its queries also score the entries before it, in the same unit.
+A passage that follows packed entries is short, and later queries come from farther away. So its
+queries are moved beyond its end by its own length, at most 256 tokens; otherwise its last tokens
+would be kept just for being near. Its queries also score the entries before it, in the same unit.
 
-Keys and queries of a block are there while the prefill runs, so nothing of it is held longer, and
-the cost grows with the prompt, not with its square.
+A block's keys and queries are available while the prefill runs, so nothing is held longer, and the
+cost is linear in the prompt's length.
 
 Source: ours; the idea that repeating the context shows what an answer will attend to is from Kim et
 al. (2025), KVzip, arXiv:2505.23416, which runs the model a second time.
@@ -44,13 +44,13 @@ from gracekv.prefill.spans import ADDED, first_entries
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, TokenColumns
 
-# First tokens of the prompt, which many heads attend to when they look for nothing.
+# First tokens of the prompt, which many heads use as attention sinks.
 SINKS = 4
-# The fewest queries that share a window of near tokens.
+# Minimum number of queries that share a window of near tokens.
 _ROWS = 32
-# How far beyond a passage its queries are moved at most. Source: ours.
+# Maximum distance by which a passage's queries are moved beyond its end. Source: ours.
 _BEYOND = 256
-# Queries that tell how much a head reads the token after its own. Source: ours.
+# Number of queries that measure how much a head reads the token after its own. Source: ours.
 _SAMPLES = 64
 
 
@@ -61,9 +61,9 @@ class BlockReplaySums(LayerObserver):
     Attributes:
         block: context tokens whose queries are moved together.
         power: exponent of attention, at least 1.
-        near: how many tokens of the second reading, the last one its own, a query sees beside the
+        near: how many tokens of the second pass, its own included, a query sees in addition to the
             block, or 0.
-        induction: how many further queries read each token as induction heads do.
+        induction: how many more queries read each token as induction heads do.
     """
 
     block: int
@@ -81,7 +81,7 @@ class BlockReplaySums(LayerObserver):
         return _BlockSums(self, spans)
 
     def blocks(self, spans: PromptSpans) -> Iterator[Region]:
-        """The blocks of a context, one after the other; the last may be shorter."""
+        """The blocks of a context in order; the last may be shorter."""
         for first in range(self.seen(spans).start, spans.context_end, self.block):
             yield Region(first, min(first + self.block, spans.context_end))
 
@@ -91,17 +91,17 @@ class BlockReplaySums(LayerObserver):
     ) -> None:  # fmt: skip
         """Add sum_u p_{u,t}^power of a block's queries to `total`; mean over a KV head's queries.
 
-        The softmax runs over the prompt's first 4 tokens and the `block` keys up to the block's
-        end, which only a short last block shares with the one before, and the near tokens, which
-        are no columns. Queries of a passage are then moved on beyond its end.
+        The softmax runs over the prompt's first 4 tokens, the `block` keys up to the block's end (a
+        short last block includes keys of the one before), and the near tokens, which get no
+        columns. Queries of a passage are moved on beyond its end.
 
         Args:
             total: float32 [G, T], changed in place; on the keys' device.
             queries: [H, n, d] post-RoPE, of the block's n tokens.
             block: its place in the context.
             run: its keys reach at least to the block's end.
-            past: places before a passage, all of which its queries see, and which get their share.
-            copied: tokens that induction heads would read, by what this block's queries do.
+            past: number of places before a passage; its queries see and score all of them.
+            copied: tokens that induction heads would read, as measured on this block's queries.
         """
         keys, rope, softcap, sinks = run.keys, run.rope, run.softcap, run.sinks
         first, before = block.end - self.block, max(SINKS, past)
@@ -124,7 +124,7 @@ class BlockReplaySums(LayerObserver):
             moved = rope.moved(one, to).rotate(moved, None)
         starts = first_entries(keys, past)
         # Heads with padding are summed one by one, each over its own entries and without the
-        # coordinates that a GPU wants.
+        # coordinates that only GPU kernels need.
         at_once, width = (1, 1 - ADDED) if any(starts) else (len(keys), None)
         group = len(moved) // len(keys)
         for head, start in list(enumerate(starts))[::at_once]:
@@ -149,7 +149,7 @@ class BlockReplaySums(LayerObserver):
 
 
 class _BlockSums(TokenColumns):
-    """The sums of one layer. Queries wait until their block is complete: at most one is held."""
+    """The sums of one layer. Queries are held until their block is complete: one block at most."""
 
     def __init__(self, replay: BlockReplaySums, spans: PromptSpans) -> None:
         super().__init__(spans)
@@ -176,11 +176,11 @@ class _BlockSums(TokenColumns):
 
 @SCORERS.register("block_replay", works_sharded=True)
 class BlockReplay(Scorer):
-    """Power mean of the attention that all context queries pay, moved to the end of their block.
+    """Power mean of attention from all context queries, moved to the end of their block.
 
-    The question is not read. `replay` asks chosen queries over the whole prompt; this asks all of
-    them over their block and the prompt's first tokens, which is what a token needs that only one
-    query looks for, such as a digit of an identifier: the query of the token before it.
+    The question is not read. `replay` replays chosen queries over the whole prompt; this replays
+    all of them over their block and the prompt's first tokens. That matters for tokens that only
+    one query looks for: a digit of an identifier is read by the query of the token before it.
 
     Source: ours; the idea that repeating the context shows what an answer will attend to, and that
     blocks of some 2,000 tokens do, is from Kim et al. (2025), KVzip, arXiv:2505.23416, which runs
@@ -191,12 +191,12 @@ class BlockReplay(Scorer):
 
     Attributes:
         block: tokens that are replayed together.
-        mean_power: exponent of the mean over queries: 2 is the root mean square, larger ones come
-            nearer to the maximum, for texts in which each token has one query of its own.
-        near: how many tokens of the second reading itself take part in the softmax, the query's own
-            and those before it: heads that look at near tokens only are served by them. May be 0.
-        induction: how many further queries read each token with the mean attention that its head's
-            queries in the first block pay to the token after their own. May be 0.
+        mean_power: exponent of the mean over queries: 2 is the root mean square; larger ones come
+            closer to the maximum, for texts in which each token is read by one query.
+        near: how many tokens of the second pass itself take part in the softmax, the query's own
+            and those before it: they satisfy heads that only look at near tokens. May be 0.
+        induction: how many more queries read each token, each with the mean attention that its
+            head's queries in the first block pay to the token after their own. May be 0.
     """
 
     reads_past = True
@@ -204,10 +204,10 @@ class BlockReplay(Scorer):
     block: int = bounded(2048, at_least=1)
     mean_power: float = bounded(3.0, at_least=1)
     near: int = bounded(64, at_least=0, hint="0: the block alone.")
-    induction: float = bounded(0.0, at_least=0, hint="0.05 keeps what is copied, 1 costs texts.")
+    induction: float = bounded(0.0, at_least=0, hint="0.05 keeps what is copied; 1 hurts prose.")
 
     def needs(self) -> Needs:
-        """The sums, which the capture makes."""
+        """The sums, computed during the capture."""
         return Needs.observed(self._sums)
 
     @property
@@ -227,20 +227,20 @@ def next_attention(
 ) -> Tensor:  # fmt: skip
     """Mean attention that `count` tokens' moved queries pay to the token after their own: [H].
 
-    Of at most 64 of them, evenly spaced; arguments and softmax are those of `softmax_columns`.
+    Uses at most 64 of them, evenly spaced; arguments and softmax as in `softmax_columns`.
 
     Args:
         queries: float32 [H, count, d].
-        keys: [G, T, d], the last `count` of which are the tokens' own.
-        count: number of the tokens, at least 2.
+        keys: [G, T, d]; the last `count` are the tokens' own.
+        count: number of tokens, at least 2.
         scale: scale of the logits.
         softcap: logit softcap, or None.
-        sinks: logits that take their share of attention, [H] or [H, count], or None.
+        sinks: logits of attention sinks, [H] or [H, count], or None.
     """
     row = region_samples(Region(0, count - 1), _SAMPLES)
     at, after = (on_device(x, queries.device) for x in (row, row + (keys.shape[1] - count + 1)))
     asked = rearrange(queries[:, at] * scale, "(g n) q d -> g (n q) d", g=len(keys))
-    # Torch's own product: oneDNN compiles for each size, and heads of a passage all differ in size.
+    # torch's own product: oneDNN compiles for each size, and heads of a passage all differ in size.
     logits = capped(asked @ keys.float().mT, softcap).view(len(queries), len(at), -1)
     if sinks is not None:
         own = sinks[:, at] if sinks.ndim > 1 else sinks[:, None].expand(-1, len(at))
@@ -250,7 +250,7 @@ def next_attention(
 
 
 def _reads(queries: Tensor, keys: Tensor) -> bool:
-    """Whether a GPU's kernel reads these."""
+    """Whether a GPU kernel handles these."""
     plain = type(queries) is type(keys) is Tensor and queries.dtype == keys.dtype != torch.float64
     return plain and keys.device.type != "cpu" and obstacle(keys.device, "torch") is None
 
@@ -261,7 +261,7 @@ def near_logits(queries: Tensor, keys: Tensor, near: int, softcap: float | None 
     Args:
         queries: float32 [H, n, d], times the scale; of n tokens in a row.
         keys: [G, n, d], of the same tokens, rotated alike.
-        near: tokens; at the start there are fewer.
+        near: number of tokens; fewer at the start.
         softcap: logit softcap, or None.
     """
     count, rows, back = queries.shape[1], max(near // 2, _ROWS), near - 1
@@ -271,8 +271,8 @@ def near_logits(queries: Tensor, keys: Tensor, near: int, softcap: float | None 
     seen_at = asked_at[:, :, :1] - back + torch.arange(rows + back, device=keys.device)
     hidden = (seen_at < 0) | (seen_at > asked_at) | (seen_at < asked_at - back)
     totals = []
-    # Every block of `rows` queries sees one window of keys; nothing stands before the first key.
-    # One KV head at a time, whose logits a CPU's cache holds.
+    # Each block of `rows` queries sees one window of keys; there is nothing before the first key.
+    # One KV head at a time, so that its logits fit in a CPU's cache.
     for own, asked in zip(keys.float(), queries.unflatten(0, (len(keys), -1)), strict=True):
         windows = functional.pad(own, (0, 0, back, more)).unfold(0, rows + back, rows)
         some = functional.pad(asked, (0, 0, 0, more)).unflatten(1, (blocks, rows)).transpose(0, 1)

@@ -18,8 +18,8 @@ from gracekv.value.window_attention import WindowAttention
 class ChunkOrder(Scorer):
     """Tokens by the mean score of their chunk of 10, inside it by their own (ChunkKV).
 
-    All heads of a layer rank alike, by the sum of their scores. The b best tokens are whole chunks,
-    then the best tokens of the next chunk, so that any b is met exactly. Ties go to the earlier
+    All heads of a layer share one ranking, by the sum of their scores. The b best tokens are whole
+    chunks, then the best tokens of the next chunk, so any b is met exactly. Ties go to the earlier
     chunk and the earlier token. Scores are ranks; a head's scores sum to 1.
 
     Source: Liu et al. (2025), arXiv:2502.00299, in the form of its code in kvpress (token scores
@@ -29,7 +29,7 @@ class ChunkOrder(Scorer):
     Cost: that of `scorer`, and two sorts of its scores.
 
     Attributes:
-        scorer: the token scores (SnapKV's window attention, unpooled, since chunks smooth already).
+        scorer: the token scores (SnapKV's window attention, unpooled, since chunks already smooth).
         chunk_size: tokens per chunk, counted from the start of the region (ChunkKV's 10).
     """
 
@@ -43,7 +43,7 @@ class ChunkOrder(Scorer):
         return rank_scores(self._order(scores)).expand(capture.kv_heads, -1)
 
     def _order(self, scores: Tensor) -> Tensor:
-        """int64 as `scores` [..., N]: tokens from first to last."""
+        """int64, same shape as `scores` [..., N]: tokens from best to worst."""
         length = scores.shape[-1]
         chunks = -(-length // self.chunk_size)
         padded = functional.pad(scores, (0, chunks * self.chunk_size - length))

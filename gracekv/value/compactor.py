@@ -2,7 +2,7 @@ r"""Compactor's score: leverage of keys, and attention of each chunk to itself w
 
 The leverage of token t is the share that its key, before rotation and centred, has in the Gram
 matrix of all keys, k_t^T (sum_s k_s k_s^T + ridge I)^-1 k_t: large where a key points where few
-others do. Both scores are z-scores over a layer's heads and tokens, and leverage counts half.
+others do. Both scores are z-scores over a layer's heads and tokens; leverage has weight 0.5.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Compactor(Scorer):
     sketched by random projections, the last chunk has no padding, and the blend is the same at all
     ratios (kvpress takes the share removed).
 
-    Cost: attention rows of a chunk for each token, O(L H N 256 d), and one Gram matrix a head, O(L
-    G N d²); the queries of every position are needed.
+    Cost: attention rows of a chunk for each token, O(L H N 256 d), and one Gram matrix per head,
+    O(L G N d²); the queries of every position are needed.
 
     Attributes:
-        blending: weight of the leverage, attention having 1 (compactor-vllm's 0.5).
+        blending: weight of the leverage relative to attention (compactor-vllm's 0.5).
         chunk_size: tokens that attend to each other (kvpress's 256).
-        sinks: first prompt tokens, which score higher than all others (kvpress's 8).
-        ridge: bound from below of the Gram matrix's eigenvalues, added to its diagonal (0.01).
+        sinks: number of first prompt tokens, which score higher than all others (kvpress's 8).
+        ridge: lower bound of the Gram matrix's eigenvalues, added to its diagonal (0.01).
     """
 
     blending: float = bounded(0.5, at_least=0, hint="The published weight is 0.5.")
@@ -62,7 +62,7 @@ class Compactor(Scorer):
         return whole[:, region.start : region.end]
 
     def _probes(self, spans: PromptSpans, region: Region) -> range:
-        """All of the context but its sinks; one that consists of sinks alone still has scores."""
+        """The context without its sinks, or all of it if it consists of sinks only."""
         return range(min(max(self.sinks, spans.past), spans.context_end - 1), spans.context_end)
 
     def _attention(self, capture: LayerCapture, seen: range) -> Tensor:

@@ -1,4 +1,4 @@
-"""CriticalKV's order of tokens: half by a score, half by what their values write."""
+"""CriticalKV's token order: half by a score, half by projected value norms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, TokenColumns, part_scores, rank_scores
 from gracekv.value.window_attention import WindowAttention
 
-# Rows that go through a head's projection at once.
+# Rows per matrix product with a head's projection.
 _ROWS = 1024
 
 
@@ -46,21 +46,21 @@ class _Norms(TokenColumns):
 
 @SCORERS.register("critical")
 class Critical(Scorer):
-    """Half of a head's tokens by a score, the rest by (score + epsilon) |W_O v|_1 (CriticalKV).
+    """Half of a head's tokens by score, the rest by (score + epsilon) |W_O v|_1 (CriticalKV).
 
-    The norm is the mean over a KV head's query heads. The choice of a budget holds that of every
-    smaller one, so that one order of the tokens has them all as its first tokens. Scores are ranks
-    under that order; a head's scores sum to 1.
+    The norm is the mean over a KV head's query heads. The choice for a budget contains that for
+    every smaller one, so the choices for all budgets are prefixes of one token order. Scores are
+    ranks in that order; a head's scores sum to 1.
 
     Source: Feng et al. (2025), CriticalKV, arXiv:2502.03805, with the numbers of its code in
     kvpress. Ours: the order.
 
     Cost: that of `scorer`, one product of all values with the output projection, O(L H T d D), and
-    one merge of two orders a head in Python.
+    one merge of two orders per head in Python.
 
     Attributes:
-        scorer: the score, not negative (SnapKV's window attention).
-        first_stage: share of a head's budget that goes by the score alone (the published 0.5).
+        scorer: the score, non-negative (SnapKV's window attention).
+        first_stage: share of a head's budget chosen by the score alone (the published 0.5).
         epsilon: added to the score in the second stage (the published 1e-4).
     """
 
@@ -85,17 +85,17 @@ class Critical(Scorer):
 
 
 def merged_order(first: list[int], second: list[int], share: float) -> list[int]:
-    """The order of one head's tokens whose first b are its two-stage choice of b, for every b.
+    """The order of one head's tokens whose first b are the two-stage choice of b, for every b.
 
-    The choice: the floor(share b) first tokens of `first`, at least one of them if `share` is not
-    0, and of the others the first ones of `second`.
+    The choice is the first floor(share b) tokens of `first`, at least one if `share` is not 0, then
+    the first of the others in `second`.
 
     Args:
         first: tokens from first to last.
         second: the same tokens in another order.
         share: between 0 and 1.
     """
-    chosen: dict[int, None] = {}  # keeps its order
+    chosen: dict[int, None] = {}  # in insertion order
     rest, used = iter(second), 0
     for budget in range(1, len(first) + 1):
         if share > 0 and used < max(1, math.floor(share * budget)):
@@ -111,7 +111,7 @@ def written_norms(projection: Projection, values: Tensor, heads: int) -> Tensor:
 
     Args:
         projection: the output projection of the layer.
-        values: [G, T, d], of one KV head each; coordinates beyond the projection's are zeros.
+        values: [G, T, d]; coordinates beyond the projection's are zeros.
         heads: H.
 
     Source: Feng et al. (2025), CriticalKV, arXiv:2502.03805.

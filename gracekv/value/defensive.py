@@ -1,4 +1,4 @@
-"""DefensiveKV's score: the most that any query paid, and at least the mean of that."""
+"""DefensiveKV's score: the largest attention from any query, at least its mean."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from gracekv.value.scissorhands import attention_probabilities
 
 @SCORERS.register("defensive")
 class Defensive(Scorer):
-    """The largest attention from a window's queries and a group's heads, at least its mean.
+    """The largest attention from the window's queries and a group's heads, at least its mean.
 
-    Attention is pooled along the compressible tokens first, and keeps its sum. The score is
-    multiplied by the token's |W_O v|_1, as a share of that of all KV heads of its layer. Tokens
-    that hold the first 0.9 of the mean attention, less what lies on the last `window` tokens,
+    Attention is first pooled along the compressible tokens, which keeps its sum. The score is
+    multiplied by the token's |W_O v|_1, as a share of the sum over all KV heads of its layer.
+    Tokens that hold the first 0.9 of the mean attention, less that on the last `window` tokens,
     come before all others of their layer.
 
     Source: Feng et al. (2025), DefensiveKV, arXiv:2510.13334, with the numbers of its code. Ours:
-    those first tokens rank by mean attention, since the code gives them one score and bounds their
+    those first tokens rank by mean attention, since the code gives them one score and limits their
     number by the budget, which a scorer does not know.
 
     Cost: attention rows of the window in every layer, and one product of all values with the
@@ -42,7 +42,7 @@ class Defensive(Scorer):
     mass: float = bounded(0.9, above=0, at_most=1)
 
     def needs(self) -> Needs:
-        """The queries of the window, and the norms."""
+        """The window's queries and the norms."""
         return Needs(last_queries=self.window) | Needs.observed(WrittenNorms())
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
@@ -60,6 +60,6 @@ class Defensive(Scorer):
         held = running_sums(order.values) / mean.sum(dim=-1, keepdim=True).clamp_min(1e-30)
         near = shares[..., -self.window :].sum(dim=-1).mean()
         ranks = torch.arange(region.length, 0, -1, device=best.device, dtype=torch.float32)
-        # Above all scores, and alike in all layers: heads take turns.
+        # Above all scores, and the same in all layers: heads take turns.
         first = torch.where(held < self.mass - near, 2.0 + ranks, 0.0)
         return torch.maximum(scores, torch.zeros_like(scores).scatter_(-1, order.indices, first))

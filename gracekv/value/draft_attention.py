@@ -1,10 +1,10 @@
 """The attention of an answer's first tokens, drafted over the full cache.
 
-A compressed cache must hold what the answer's queries attend to, which its first tokens show best.
-They are generated greedily from the captured keys and values: the full cache stays in memory
-meanwhile, and compression waits for as many decoding steps.
+A compressed cache must hold the tokens that the answer's queries attend to, and the answer's first
+tokens show these best. They are generated greedily from the captured keys and values: the full
+cache stays in memory until then, and compression waits for these decoding steps.
 
-Source: ours; the paper and the rivals that it names compress without having seen any answer.
+Source: ours; the paper and the methods that it compares with compress before any answer token.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from gracekv.value.base import SCORERS, Memory, Scorer
 class Draft(PassObserver):
     """Attention of greedy answer tokens to the context, float32 [L, G, S, N_ctx].
 
-    The mean over a KV head's query heads; the softmax runs over all that a token sees. S is smaller
-    than `tokens` where the answer ends before; an end-of-sequence token counts only if it comes
-    first.
+    The mean over a KV head's query heads; the softmax runs over all tokens seen. S is smaller than
+    `tokens` if the answer ends earlier; an end-of-sequence token counts only if it comes first.
 
     Attributes:
-        tokens: most tokens, at least 1.
+        tokens: maximum number of tokens, at least 1.
     """
 
     part = "draft"
@@ -70,15 +69,15 @@ class Draft(PassObserver):
 class DraftAttention(Scorer):
     """Mean attention of the first 16 answer tokens, drafted greedily over the full cache.
 
-    Not a single pass: the capture decodes `max_tokens` steps more and holds the full cache until
-    they are done.
+    Not a single pass: the capture decodes `max_tokens` more steps and holds the full cache until
+    then.
 
     Source: ours.
 
     Cost: `max_tokens` decoding steps over the full cache.
 
     Attributes:
-        max_tokens: drafted tokens; fewer if the answer ends before.
+        max_tokens: number of drafted tokens; fewer if the answer ends earlier.
     """
 
     max_tokens: int = bounded(16, at_least=1)
@@ -92,7 +91,7 @@ class DraftAttention(Scorer):
 
         Raises `MissingCaptureError` if no answer was drafted.
         """
-        # A longer draft begins with the shorter one.
+        # A longer draft begins with a shorter one.
         fits = [x for x in capture.observed if isinstance(x, Draft) and x.tokens >= self.max_tokens]
         draft = capture.observation(fits[0] if fits else Draft(self.max_tokens))
         first = region.start - capture.spans.context_start

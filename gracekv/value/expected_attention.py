@@ -35,7 +35,7 @@ class QueryMoments(LayerObserver):
     float32 [L, H, 1 + d, d]: of each query head the mean, then the rows of the covariance.
 
     Attributes:
-        start: first position that counts; of a context that ends before it, the last one does.
+        start: first position that counts; if the context ends before it, only its last one counts.
     """
 
     start: int
@@ -53,8 +53,8 @@ class QueryMoments(LayerObserver):
 class _QuerySums:
     """Running sums of one layer's queries before rotation.
 
-    Sums run in float64 over blocks of positions, around the first block's mean, so that a large
-    mean costs no digits.
+    Sums run in float64 over blocks of positions, centred on the first block's mean so that a large
+    mean costs no precision.
     """
 
     def __init__(self, counted: Region) -> None:
@@ -81,7 +81,7 @@ class _QuerySums:
             self._count += some.shape[1]
 
     def result(self) -> Tensor:
-        """[H, 1 + d, d] of at least one query."""
+        """[H, 1 + d, d]; needs at least one query."""
         away = self._total / self._count
         covariance = self._square / self._count - away.transpose(1, 2) @ away
         return torch.cat([(self._pivot + away).float(), covariance.float()], dim=1)
@@ -96,17 +96,17 @@ class ExpectedAttention(Scorer):
 
     Source: Devoto et al. (2025), Expected Attention, arXiv:2510.00636, as in kvpress's
     ExpectedAttentionPress. Ours: rotations of future positions are continued from the captured
-    table, and sinks inside the region score higher than all other tokens (elsewhere they are not
+    table, and sinks inside the region score higher than all other tokens (others are never
     compressed).
 
     Cost: one covariance of all queries per query head and its product with every key: O(L H N d²),
-    some 5 % of a prefill at 4,096 tokens on a CPU.
+    about 5 % of a prefill at 4,096 tokens on a CPU.
 
     Attributes:
         future_positions: number of next positions that a query may have (512).
-        sinks: first prompt tokens that are left out of the statistics and always kept (4).
+        sinks: number of first prompt tokens, excluded from the statistics and always kept (4).
         value_norm: multiply by |v|.
-        epsilon: added to the expected attention before that (kvpress has 0 unless told).
+        epsilon: added to the expected attention before that (kvpress's default is 0).
     """
 
     removed_fields = (("covariance", True),)
@@ -116,7 +116,7 @@ class ExpectedAttention(Scorer):
     epsilon: float = bounded(0.0, at_least=0, hint="Its authors add 0.01.")
 
     def needs(self) -> Needs:
-        """Statistics of the queries of prefix and context."""
+        """Statistics of the queries of the prefix and context."""
         return Needs.observed(QueryMoments(self.sinks))
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
@@ -189,5 +189,5 @@ def mean_rotation(rope: Rope, dim: int, start: int, count: int) -> Tensor:
 
 
 def _block_rows(heads: int, dim: int) -> int:
-    """Positions whose float32 numbers [heads, n, dim] are a block."""
+    """Number of positions n for which float32 [heads, n, dim] fills a block."""
     return max(64, _BLOCK // (4 * heads * dim))

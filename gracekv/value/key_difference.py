@@ -11,12 +11,12 @@ from gracekv.value.base import SCORERS, Memory, Scorer
 
 @SCORERS.register("key_difference", works_sharded=True)
 class KeyDifference(Scorer):
-    """1 - cos(k, mean of the normalised keys): what is unlike the rest stays (KeyDiff).
+    """1 - cos(k, mean of the normalised keys): keeps tokens unlike the rest (KeyDiff).
 
-    The mean is over prefix and context; nothing after the context is read, and no query.
+    The mean is over prefix and context; no query and nothing after the context is read.
 
     Source: Park et al. (2025), KeyDiff, arXiv:2504.15364. Ours: one eviction after prefill instead
-    of one a block.
+    of one per block.
 
     Cost: two passes over the keys.
     """

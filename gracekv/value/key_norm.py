@@ -10,12 +10,12 @@ from gracekv.value.base import SCORERS, Memory, Scorer
 
 @SCORERS.register("key_norm", works_sharded=True)
 class KeyNorm(Scorer):
-    """1 / |k|: keys of small norm attract attention, whatever the query (Knorm).
+    """1 / |k|: keys of small norm attract attention from any query (Knorm).
 
-    No query is read, so neither is the question.
+    No query is read, including the question's.
 
-    Source: Devoto et al. (2024), arXiv:2406.11430. Ours: the inverse, since scores are not
-    negative; the order is that of -|k|.
+    Source: Devoto et al. (2024), arXiv:2406.11430. Ours: the inverse, since scores must be
+    non-negative; the order is that of -|k|.
 
     Cost: one pass over the keys.
     """

@@ -1,14 +1,15 @@
-"""A second pass in which the model repeats its context, and the attention that it pays meanwhile.
+"""A second pass in which the model repeats its context, and the attention that it pays.
 
-Chunk after chunk, the model reads a request to repeat, the prompt's tail (the template's change of
-turn, and the answer prefix if there is one), and then the chunk itself, with the keys and values of
-prefix and context before it. A context token's score is the most attention from any query of this
-pass, in any query head of its KV head's group. The softmax runs over the prompt's first
-tokens, the chunk, and what was read so far: over the whole context it would need L H T^2 logits.
+For each chunk, the model reads a request to repeat, the prompt's tail (the template's change of
+turn, and the answer prefix if there is one), and then the chunk itself, after the keys and values
+of prefix and context. A context token's score is the largest attention from any query of this pass,
+in any query head of its KV head's group. The softmax runs over the prompt's first tokens, the
+chunk, and the tokens that this pass has read so far: over the whole context it would need L H T^2
+logits.
 
 Source: Kim et al. (2025), KVzip, arXiv:2505.23416, with the texts and sizes of its code in kvpress.
-The prompt's own tail in place of an empty chat's is ours; so is a pass without a request where the
-prompt has no tokenizer.
+Ours: the prompt's own tail in place of an empty chat's, and a pass without a request if the prompt
+has no tokenizer.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from gracekv.value.base import SCORERS, Memory, Scorer
 
 _WHOLE = "\n\nRepeat the previous context exactly."
 _PART = "\n\nRepeat the part of the previous context exactly, starting with"
-# How many tokens of the chunk before lead into a later one, and the first prompt tokens that the
-# softmax always holds.
+# Number of tokens of the previous chunk quoted in a request, and of first prompt tokens that the
+# softmax always includes.
 _LEAD, _SINKS = 8, 4
 
 
 class Repetition(PassObserver):
-    """Sees the layers of the second pass. Observers of one `chunk` see the same pass.
+    """Observes the layers of the second pass. Observers with equal `chunk` share a pass.
 
     Attributes:
         chunk: context tokens that are repeated at once.
@@ -54,11 +55,11 @@ class Repetition(PassObserver):
 
     @abc.abstractmethod
     def seen(self, run: TokenRun, spans: PromptSpans, part: Region) -> Tensor:
-        """Return what is kept of one layer, [...], while it reads `part` a second time."""
+        """Return the observation [...] of one layer that reads `part` a second time."""
 
     @abc.abstractmethod
     def joined(self, parts: list[Tensor]) -> Tensor:
-        """Join what is kept of all layers [L, ...] for each chunk to the observation [L, ...]."""
+        """Join each chunk's observations of all layers [L, ...] into one [L, ...]."""
 
     def observe(self, passes: Passes) -> Tensor:
         return self.observe_all(passes, [self])[0]
@@ -80,13 +81,13 @@ class Repetition(PassObserver):
 
 @dataclass(frozen=True)
 class Reconstruction(Repetition):
-    """The attention that each context token gets in the second pass, float32 [L, G, N_ctx].
+    """The attention that each context token receives in the second pass, float32 [L, G, N_ctx].
 
-    The most of any query, or a power mean over queries.
+    The maximum or a power mean over queries.
 
-    Beside the result it holds, of one layer at a time, the keys and values of prefix and context
-    once more, the mask [chunk, T] and a block of logits. Costs about as much as a prefill of twice
-    the context in chunks.
+    In addition to the result it holds, one layer at a time, a copy of the keys and values of prefix
+    and context, the mask [chunk, T] and a block of logits. Costs about as much as a chunked prefill
+    of twice the context.
 
     Attributes:
         chunk: context tokens that one pass repeats.
@@ -114,7 +115,7 @@ class KVzipTwoPass(Scorer):
     """Maximum attention received while the model repeats the context in a second pass (KVzip).
 
     With `mean_power`, a power mean over the queries and query heads of that pass (ours): a token
-    that many of them read gets more than one that a single query reads as much.
+    read by many queries scores higher than one read as strongly by a single query.
 
     The question is not read. The capture runs the model over the context again, which takes longer
     than the prefill itself.
@@ -124,7 +125,7 @@ class KVzipTwoPass(Scorer):
     Cost: the second pass, one to three times the prefill on a CPU.
 
     Attributes:
-        sinks: first prompt tokens, which score higher than all others (KVzip's 4).
+        sinks: number of first prompt tokens, which score higher than all others (KVzip's 4).
         mean_power: exponent of the mean over queries; 0 for the maximum (KVzip's).
     """
 
@@ -140,7 +141,7 @@ class KVzipTwoPass(Scorer):
         return Reconstruction(power=self.mean_power)
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
-        """The captured attention [G, N]; sinks have 2, which no attention reaches."""
+        """The captured attention [G, N]; sinks score 2, above any attention."""
         first = region.start - capture.spans.context_start
         seen = capture.observation(self._pass)[:, first : first + region.length]
         tokens = seen.to(capture.keys.device, torch.float32, copy=True)
@@ -149,7 +150,7 @@ class KVzipTwoPass(Scorer):
 
 
 def repetitions(passes: Passes, chunk: int) -> Iterator[tuple[Region, Tensor]]:
-    """The context's chunks as absolute positions, and the ids [n] whose pass repeats each."""
+    """Yield each context chunk as absolute positions, and the ids [n] that repeat it."""
     spans, ids = passes.spans, passes.ids
     for first in range(spans.context_start, spans.context_end, chunk):
         part = Region(first, min(first + chunk, spans.context_end))
@@ -165,7 +166,7 @@ def received_attention(
 ) -> Tensor:  # fmt: skip
     """The largest attention to each token of `part`, or a sum of its powers: float32 [G, n].
 
-    The sum is over queries, a mean over the query heads of a KV head.
+    Summed over queries, averaged over the query heads of a KV head.
 
     Args:
         queries: [H, Q, d] of the tokens of this pass.
@@ -174,7 +175,7 @@ def received_attention(
         part: absolute positions of the n tokens.
         scale: scale of the logits.
         power: exponent of the summed attention; 0 for the maximum.
-        logits: `softcap` and `sinks`, as of a `TokenRun`.
+        logits: `softcap` and `sinks`, as in `TokenRun`.
     """
     sinks, over = min(_SINKS, part.start), "mean" if power else "max"
     keys = torch.cat([seen[:, :sinks], seen[:, part.start : part.end], own], dim=1)

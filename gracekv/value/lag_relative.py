@@ -1,4 +1,4 @@
-"""LagKV's score: how unlike a token is to its neighbours, on the scale of what follows."""
+"""LagKV's score: how much a token differs from its neighbours, on the scale of the next ones."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from gracekv.value.base import SCORERS, Memory, Scorer
 class LagRelative(Scorer):
     """Spread of a token's channels, on the scale of the next 128 tokens' channels (LagKV).
 
-    After the sinks, tokens lie in partitions. Keys and values of a partition are put on the range
-    of the next one, channel by channel; the standard deviation over channels, as a softmax over the
-    partition, is averaged over keys and values. Each partition keeps the same share: scores are
-    ranks in it. The last partition, which has no next one, and what follows it are kept before all
-    others. Nothing after the context is read, and no query.
+    The tokens after the sinks are cut into partitions. Keys and values of a partition are scaled to
+    the range of the next one, channel by channel; the standard deviation over channels, after a
+    softmax over the partition, is averaged over keys and values. Each partition keeps the same
+    share: scores are ranks in it. The last partition, which has no next one, and the tokens after
+    it are kept before all others. No query and nothing after the context is read.
 
     Source: Liang et al. (2025), LagKV, arXiv:2504.04704. Ours: one eviction after prefill to any
-    budget, and where that is smaller than the kept end, the end's latest tokens.
+    budget; if that is smaller than the kept end, the end's latest tokens stay.
 
-    Cost: some passes over keys and values.
+    Cost: a few passes over keys and values.
 
     Attributes:
-        sinks: first prompt tokens, which score higher than all others (LagKV's 4).
-        lag: tokens of a partition (LagKV's 128). A context of less than two keeps its latest.
+        sinks: number of first prompt tokens, which score higher than all others (LagKV's 4).
+        lag: tokens per partition (LagKV's 128). A context of less than two partitions keeps its
+            latest tokens.
     """
 
     sinks: int = bounded(4, at_least=0, hint="LagKV's is 4.")
@@ -56,7 +57,7 @@ class LagRelative(Scorer):
 
 
 def _spread(states: Tensor, lag: int) -> Tensor:
-    """[G, P - 1, lag] of states [G, P * lag, d]: each partition on the range of the next one."""
+    """[G, P - 1, lag] of states [G, P * lag, d]: each partition scaled to the range of the next."""
     parts = states.unflatten(1, (-1, lag))
     following = parts[:, 1:]
     low, high = following.amin(dim=2, keepdim=True), following.amax(dim=2, keepdim=True)

@@ -10,12 +10,12 @@ from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums
 
 @SCORERS.register("last_query")
 class LastQuery(Scorer):
-    """Attention of the prompt's last position, the mean over all heads of a layer (TOVA).
+    """Attention of the prompt's last position, averaged over all heads of a layer (TOVA).
 
     All KV heads of a layer have the same scores.
 
     Source: Oren et al. (2024), TOVA, arXiv:2401.06104. Ours: one eviction after prefill instead of
-    one a step.
+    one per step.
 
     Cost: one attention row in every layer, O(L H T d).
     """

@@ -1,4 +1,4 @@
-"""Tokens one by one, each the one that explains most of the attention mass still missing."""
+"""Picks tokens one by one, each time the one that best explains the residual attention mass."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ class MatchingPursuit(Scorer):
     """Orthogonal matching pursuit of a repetition's attention mass, head by head.
 
     A query's unnormalised attention to the compressible tokens sums to its mass. Each step takes
-    the token whose column has the largest product with what the tokens taken so far leave of all
-    queries' masses, under their least-squares multiplicities, clipped to be positive. A score is
-    the rank in this order, so that any budget takes the first; after `most` tokens the root mean
+    the token whose column has the largest product with the residual of all queries' masses, given
+    the least-squares multiplicities, clipped to be positive, of the tokens taken so far. Scores are
+    ranks in this order, so any budget takes the first tokens; after `most` tokens, the root mean
     square of attention decides. The question is not read.
 
     Source: Zweiger et al. (2026), Attention Matching, arXiv:2602.16284, "OMP" of its code. Ours:
-    tokens of hardly any multiplicity are not exchanged at the end.
+    tokens of negligible multiplicity are not replaced at the end.
 
-    Cost: a second pass over the context, and `most` steps one after the other in each layer, of
-    O(H Q T) each.
+    Cost: a second pass over the context, and `most` sequential steps of O(H Q T) in each layer.
 
     Attributes:
-        count: queries of the repetition, evenly spaced.
-        most: tokens that a head takes in this order.
-        largest: multiplicity at most (e^7).
+        count: number of queries of the repetition, evenly spaced.
+        most: maximum number of tokens that a head takes in this order.
+        largest: maximum multiplicity (e^7).
     """
 
     count: int = bounded(512, at_least=1)
@@ -54,7 +53,7 @@ class MatchingPursuit(Scorer):
         mass.sub_(mass.amax(dim=-1, keepdim=True)).exp_()
         scores = (mass / mass.sum(dim=-1, keepdim=True)).square_().mean(dim=1).sqrt_()
         taken = pursued(mass, self.most, self.largest)
-        # No root mean square is above 1.
+        # A root mean square of attention never exceeds 1.
         ranks = torch.arange(taken.shape[1], 0, -1, device=keys.device).float() + 1.0
         return scores.scatter_(1, taken, ranks.expand(taken.shape))
 
@@ -62,8 +61,9 @@ class MatchingPursuit(Scorer):
 def pursued(mass: Tensor, most: int, largest: float) -> Tensor:
     """Columns of mass [G, M, N] in the order of the pursuit: int64 [G, min(most, M, N)].
 
-    The least-squares problem of each step is that of the last and a column more, whose part that is
-    new joins an orthonormal basis. A column without such a part gets no multiplicity.
+    Each step adds one column to the least-squares problem of the previous step: its component
+    orthogonal to the basis extends that basis. A column without such a component gets no
+    multiplicity.
     """
     groups, rows, length = mass.shape
     count, target = min(most, rows, length), mass.sum(dim=-1)
@@ -80,7 +80,7 @@ def pursued(mass: Tensor, most: int, largest: float) -> Tensor:
         gone.scatter_(1, best, True)
         column = mass.gather(2, best[:, None].expand(-1, rows, 1))
         columns[..., i:end], rest, known = column, column, basis[..., :i]
-        # Twice, since one pass leaves rounding errors that add up.
+        # Orthogonalise twice, since the rounding errors of one pass add up.
         for _ in range(2):
             parts = known.mT @ rest
             rest = rest - known @ parts

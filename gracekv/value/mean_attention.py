@@ -16,8 +16,8 @@ from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums
 class MeanAttention(Scorer):
     """Mean causal attention from the prompt's queries, at most 1,024 of them, evenly spaced.
 
-    H2O's column sums divided by the number of queries, so that the scale does not grow with the
-    prompt and combines with other attention shares; of long prompts, from a sample of the queries.
+    H2O's column sums divided by the number of queries, so the scale does not grow with the prompt
+    and can be combined with other attention shares. Long prompts use a sample of the queries.
 
     Source: ours, after Zhang et al. (2023), H2O, arXiv:2306.14048.
 
@@ -34,7 +34,7 @@ class MeanAttention(Scorer):
         return Needs(prompt_samples=self.max_queries)
 
     def _probes(self, spans: PromptSpans, region: Region) -> Tensor:
-        """Evenly spaced positions, int64 [P]; those before the region do not see it."""
+        """Evenly spaced positions, int64 [P], except those before the region."""
         probes = prompt_samples(spans.length, self.max_queries)
         return probes[probes >= region.start]
 

@@ -24,7 +24,7 @@ Rule = Literal["sum", "rms", "geometric"]
 class Mixture(Scorer):
     """Sum, root of summed squares or geometric mean of other scores.
 
-    Scores are not normalised: they should be on one scale (attention shares are), except under
+    Scores are not normalised: they should have one scale, as attention shares do, except with
     "geometric", where scale does not matter.
 
     Source: ours.
@@ -42,16 +42,16 @@ class Mixture(Scorer):
     rule: Rule = "sum"
 
     def check(self) -> None:
-        """Raise `ConfigError` if the weights do not fit the scorers."""
+        """Raise `ConfigError` if weights and scorers do not match."""
         if not self.scorers or len(self.weights) not in (0, len(self.scorers)):
             raise ConfigError(
-                f"Mixture takes at least one scorer, and a weight for each or none at all; got "
+                f"Mixture takes at least one scorer, and one weight for each or none; got "
                 f"{len(self.scorers)} scorers and weights {list(self.weights)!r}."
             )
         if not all(0 < weight < float("inf") for weight in self.weights):
             raise ConfigError(
-                f"Mixture.weights takes positive numbers; got {list(self.weights)!r}. Leave out "
-                f"the scorer that should not count."
+                f"Mixture.weights takes positive numbers; got {list(self.weights)!r}. Remove "
+                f"scorers that should not count."
             )
 
     @property
@@ -71,7 +71,7 @@ def combine_scores(scores: list[Tensor], weights: tuple[float, ...], rule: Rule)
     part = np.sqrt(part) if rule == "rms" else part
     share = on_device(torch.from_numpy(part), stacked.device).view(-1, *[1] * scores[0].ndim)
     if rule == "geometric":
-        # A token whose score is 0 in one of them still ranks by the others.
+        # The lower bound: a token with a score of 0 still ranks by its other scores.
         parts = stacked.maximum(filled(1, 1e-30, torch.float64, stacked.device)).pow_(share)
     else:
         parts = stacked * share
@@ -79,7 +79,7 @@ def combine_scores(scores: list[Tensor], weights: tuple[float, ...], rule: Rule)
     *first, last = parts.unbind()
     if not first:
         return (last.abs() if rule == "rms" else last).float()
-    # The last of them rounds, too.
+    # The last operation also rounds.
     rounded = torch.empty_like(last, dtype=torch.float32)
     joined(functools.reduce(joined, first), last, out=rounded)
     return rounded

@@ -25,13 +25,13 @@ class MultiHop(Scorer):
     """Attention from the question, plus two hops along the attention of the tokens it attends to.
 
     R = (1 - lambda) s-hat + lambda d-hat (Eq. (V6)). A head's R sums to 1, up to epsilon over its
-    attention to the region. If no hop finds a new token, R is s-hat alone (ours: the formula would
-    only scale every score by 1 - lambda).
+    attention to the region. If no hop finds a new token, R is s-hat (ours: the formula would only
+    scale every score by 1 - lambda).
 
     Source: Eqs. (V2) to (V6); departures 3. Ours: seeds of later hops, and R if no hop finds a new
     token.
 
-    Cost: attention rows of at most 48 probes in every layer and of 64 seeds a hop in two layers:
+    Cost: attention rows of at most 48 probes in every layer and of 64 seeds per hop in two layers:
     O(L H T d) with small constants, about 1 % of a prefill.
 
     Attributes:
@@ -41,10 +41,10 @@ class MultiHop(Scorer):
         decay: rho, weight of a hop relative to the one before, Eq. (V5).
         lambda_graph: share of the hops in R, Eq. (V6).
         depths: relative depths of the layers whose attention hops use, "Preliminaries".
-        seed_mass: eta_seed, share of the score that a hop's seeds hold together,
-            "Direct relevance"; the same for later hops is ours.
-        max_seeds: M_seed, largest number of seeds of a hop, "Direct relevance"; for later hops
-            ours.
+        seed_mass: eta_seed, share of the total score that a hop's seeds hold, "Direct relevance";
+            using it for later hops is ours.
+        max_seeds: M_seed, maximum number of seeds per hop, "Direct relevance"; using it for later
+            hops is ours.
         epsilon: keeps denominators from 0; the value is ours, small enough that R of a head sums to
             1 even if the context receives a millionth of its attention.
     """
@@ -62,14 +62,14 @@ class MultiHop(Scorer):
     epsilon: float = bounded(1e-12, above=0, at_most=1e-3, hint="It keeps denominators from 0.")
 
     def check(self) -> None:
-        """Raise `ConfigError` without any probe."""
+        """Raise `ConfigError` if there is no probe."""
         if self.question_probes + self.tail_probes < 1:
             raise ConfigError(
-                "MultiHop takes at least one probe in all; got question_probes=0 and tail_probes=0."
+                "MultiHop takes at least one probe; got question_probes=0 and tail_probes=0."
             )
 
     def needs(self) -> Needs:
-        """Queries of the probes, and of the hops' seeds, which are known later."""
+        """Queries of the probes and of the hops' seeds, which are chosen later."""
         return Needs(
             question_queries=self.question_probes,
             last_queries=self.tail_probes,
@@ -78,7 +78,7 @@ class MultiHop(Scorer):
 
     @property
     def compares_layers(self) -> bool:
-        """Hops start from scores that are summed over all layers."""
+        """True with hops, which start from scores averaged over all layers."""
         return self._propagates
 
     def _probes(self, spans: PromptSpans, region: Region) -> Sequence[int]:
@@ -117,7 +117,7 @@ class MultiHop(Scorer):
             seeds = select_seeds(score, self.seed_mass, self.max_seeds)
             if not len(seeds):
                 break
-            # Processes run these tokens together, so the positions must not differ.
+            # All processes need the same positions.
             seeds = prefill.shard.from_first(seeds)
             reached[seeds] = True
             weights = score[seeds] / score[seeds].sum()
@@ -139,7 +139,7 @@ def select_seeds(score: Tensor, mass: float, limit: int) -> Tensor:
     Args:
         score: [N] non-negative.
         mass: share of the total, in (0, 1].
-        limit: largest number of seeds.
+        limit: maximum number of seeds.
 
     Source: the paper, "Direct relevance".
     """

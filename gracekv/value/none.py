@@ -14,7 +14,7 @@ from gracekv.value.base import SENSITIVITIES, Sensitivity
 class NoSensitivity(Sensitivity):
     """Every head counts the same (omega = 1).
 
-    Source: the published rivals, none of which weighs heads.
+    Source: published methods, none of which weights heads.
 
     Cost: none.
     """

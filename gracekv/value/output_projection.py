@@ -1,4 +1,4 @@
-"""The paper's sensitivity: how much a head can and does write to the residual stream."""
+"""The paper's sensitivity: how much a head can write and does write to the residual stream."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ class _Dynamic:
 
 @SENSITIVITIES.register("output_projection", works_sharded=True)
 class OutputProjection(Sensitivity):
-    """Size of a head's output projection times size of its output at the question.
+    """Norm of a head's output projection times norm of its output at the question.
 
     The geometric mean of both (Eq. (V7)), divided by its mean over all heads (Eq. (V8)).
 
     Source: Eqs. (V7) and (V8); departures 3. Ours: the value of `epsilon`.
 
-    Cost: none of its own; the capture multiplies the question's head outputs by the output
-    projections, below 1 % of a prefill.
+    Cost: only the capture's product of the question's head outputs with the output projections,
+    less than 1 % of a prefill.
 
     Attributes:
         epsilon: keeps the denominator from 0; the value is ours.
@@ -119,7 +119,7 @@ def projected_norms(projection: Projection, outputs: Tensor, groups: int) -> Ten
     """
     heads = outputs.shape[0]
     flat = rearrange(outputs, "h p d -> p h d")
-    # Row g keeps the query heads of KV head g and holds zeros elsewhere.
+    # Row g keeps the query heads of KV head g and is zero elsewhere.
     owner = torch.arange(heads, device=outputs.device) // (heads // groups)
     mine = owner == torch.arange(groups, device=outputs.device)[:, None]
     masked = torch.where(mine[:, None, :, None], flat, 0.0)
@@ -134,7 +134,7 @@ def projection_norms(projection: Projection, heads: int, like: Tensor) -> Tensor
     Args:
         projection: the output projection of the layer.
         heads: H.
-        like: a tensor of the dtype and on the device of the model's states.
+        like: a tensor with the dtype and device of the model's states.
 
     Source: Eq. (V7) (static strength, before its sum).
     """

@@ -16,7 +16,7 @@ from gracekv.prefill import LayerCapture, Needs, PromptSpans, Region
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums, noted
 
-# Tokens of a block that one product sums.
+# Tokens per block, summed by one matrix product.
 _BLOCK = 256
 
 
@@ -24,10 +24,10 @@ _BLOCK = 256
 class ReadAhead(Scorer):
     """Attention from the prompt's end, spread to the tokens that follow the attended ones.
 
-    The question's last tokens attend to where an answer begins. Its later tokens are attended to
-    only when the ones before them have been generated, which no query of the prompt shows. So the
-    score of a token is a weighted sum of what it and the tokens before it receive; near ones weigh
-    more.
+    The question's last tokens attend to where an answer begins. The answer's later tokens are
+    attended to only after the ones before them have been generated, so no query of the prompt shows
+    it. Hence a token's score is a weighted sum of the attention that it and the tokens before it
+    receive; near ones weigh more.
 
     Source: ours; the attention is the paper's direct relevance (Eq. (V2)).
 
@@ -36,10 +36,10 @@ class ReadAhead(Scorer):
     Attributes:
         question_probes: last question positions whose attention counts (the paper's 32).
         tail_probes: last prompt positions whose attention counts (the paper's 16).
-        lookahead: mean number of tokens that attention is spread over, at least 1. Ours: fewer lose
+        lookahead: mean number of tokens that attention is spread over, at least 1. Ours: fewer miss
             the ends of long answers, more blur the score.
         power: exponent of the power mean over probes and query heads: 1 is the mean, 2 the root
-            mean square, in which a single probe with much attention weighs more.
+            mean square, which favours single probes with much attention.
         max_weight: weight of the maximum over probes and query heads; the mean has the rest. With
             the maximum, one probe that attends to a token is enough.
     """
@@ -66,7 +66,7 @@ class ReadAhead(Scorer):
         return spans.direct_probes(self.question_probes, self.tail_probes)
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
-        """Attention shares [G, N], not normalised; what goes to the prefix is not spread.
+        """Attention shares [G, N], not normalised; attention to the prefix is not spread.
 
         Raises `PromptError` if the prompt has no such probe.
         """
@@ -83,7 +83,7 @@ class ReadAhead(Scorer):
     def _attention(
         self, capture: LayerCapture, region: Region, memory: Memory, over: Literal["mean", "max"]
     ) -> Tensor:
-        """Mean or maximum [G, N] over probes and query heads, once for all scorers."""
+        """Mean or maximum [G, N] over probes and query heads, computed once for all scorers."""
 
         def reduced() -> Tensor:
             probes, maximum = self._probes(capture.spans, region), over == "max"
@@ -110,7 +110,7 @@ def spread_ahead(score: Tensor, length: int) -> Tensor:
     if length == 1:
         return score
     width = score.shape[-1]
-    # Blocks of tokens are summed by a product, then what each hands on to the next ones.
+    # Sum within blocks by a matrix product, then carry each block's sum to the next ones.
     blocks = -(-width // _BLOCK)
     inside, onwards, across = _decays(blocks, length, score.device, stream_of(score.device))
     padded = functional.pad(score, (0, blocks * _BLOCK - width)).double()
@@ -122,9 +122,9 @@ def spread_ahead(score: Tensor, length: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _decays(blocks: int, length: int, device: torch.device, stream: int) -> list[Tensor]:
-    """Weights between the tokens of a block, of what a block gets, and between blocks; float64.
+    """Weights between a block's tokens, of a block's carry, and between blocks; float64.
 
-    Made on the CPU and uploaded at once, since a dozen small operations would take a GPU longer.
+    Made on the CPU and uploaded together, since a dozen small operations would be slower on a GPU.
     """
     step = 1.0 - 1.0 / length
     parts = [
@@ -136,7 +136,7 @@ def _decays(blocks: int, length: int, device: torch.device, stream: int) -> list
 
 
 def _decay(size: int, step: float, factor: float, *, first: int = 0) -> Tensor:
-    """float64 [size, size]: factor step^(j - i - first) where j - i is at least `first`, else 0."""
+    """float64 [size, size]: factor step^(j - i - first) for j - i >= first, else 0."""
     place = torch.arange(size, dtype=torch.float64)
     exponent = place - place[:, None] - first
     return torch.where(exponent < 0, 0.0, factor * step ** exponent.clamp(min=0))

@@ -12,7 +12,7 @@ from gracekv.value.base import SCORERS, Memory, Scorer
 
 @SCORERS.register("recency", works_sharded=True)
 class Recency(Scorer):
-    """The first 4 prompt tokens as sinks, then the later the better (StreamingLLM).
+    """The first 4 prompt tokens as sinks, then the latest tokens (StreamingLLM).
 
     Top-k keeps the sinks that lie outside the prompt's prefix (the prefix is always kept) and the
     most recent tokens. All heads have the same scores, which sum to 1.
@@ -22,10 +22,10 @@ class Recency(Scorer):
     Cost: none; no tensor is read.
 
     Attributes:
-        sinks: first tokens of the prompt, which score higher than all others (StreamingLLM's 4).
+        sinks: number of first prompt tokens, which score higher than all others (StreamingLLM's 4).
     """
 
-    sinks: int = bounded(4, at_least=0, hint="StreamingLLM's is 4; 0 keeps recent tokens alone.")
+    sinks: int = bounded(4, at_least=0, hint="StreamingLLM's is 4; 0 keeps only recent tokens.")
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Ranks as scores [G, N]."""

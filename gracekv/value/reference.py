@@ -1,6 +1,6 @@
-"""The stage in float64 and plain loops, as the equations are written; slow on purpose.
+"""The stage in float64 and plain loops, following the equations; slow on purpose.
 
-A function that is named after a strategy takes it as its first argument, for its hyperparameters.
+A function named after a strategy takes it as its first argument, for its hyperparameters.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def attention_sums(
 
 
 def group_sums(prefill: Prefill, weights: dict[int, float], region: Region) -> Tensor:
-    """[L, G, N] float64: `attention_sums` added up over the query heads of each KV head."""
+    """[L, G, N] float64: `attention_sums` summed over the query heads of each KV head."""
     sums = torch.zeros(prefill.layers, prefill.kv_heads, region.length, dtype=torch.float64)
     for layer, head in product(range(prefill.layers), range(prefill.query_heads)):
         row = attention_sums(prefill, layer, head, weights, region)
@@ -161,9 +161,9 @@ def chunk_order(scorer: ChunkOrder, scores: Tensor) -> list[list[list[int]]]:
 
 
 def expected_attention(scorer: ExpectedAttention, prefill: Prefill, region: Region) -> Tensor:
-    """[L, G, N]: the closed form per key, with rotations averaged position by position; float64.
+    """[L, G, N] float64: the closed form per key, with rotations averaged position by position.
 
-    Needs a prompt as long as the future reaches: the table holds only what the model used.
+    Needs a prompt that covers the future positions, since the table only holds positions used.
     """
     end, heads, dim = prefill.spans.context_end, prefill.query_heads, prefill.head_dim
     first, group = min(scorer.sinks, end - 1), prefill.group
@@ -210,7 +210,7 @@ def output_projection(sensitivity: OutputProjection, prefill: Prefill) -> Tensor
 
 
 def read_ahead(scorer: ReadAhead, prefill: Prefill, region: Region) -> Tensor:
-    """[L, G, N] float64, the weighted sum of each token computed by itself."""
+    """[L, G, N] float64, with each token's weighted sum computed separately."""
     probes = prefill.spans.direct_probes(scorer.question_probes, scorer.tail_probes)
     mean = torch.zeros(prefill.layers, prefill.kv_heads, region.length, dtype=torch.float64)
     maximum = torch.zeros_like(mean)
@@ -230,7 +230,7 @@ def read_ahead(scorer: ReadAhead, prefill: Prefill, region: Region) -> Tensor:
 
 
 def block_replay(scorer: BlockReplay, prefill: Prefill, region: Region) -> Tensor:
-    """[L, G, N] float64: power means of attention of queries moved to their block's end."""
+    """[L, G, N] float64: power means of attention from queries moved to their block's end."""
     block, power, spans = scorer.block, scorer.mean_power, prefill.spans
     total = torch.zeros(prefill.layers, prefill.kv_heads, spans.length, dtype=torch.float64)
     for layer in range(prefill.layers):
@@ -278,7 +278,7 @@ def replay(
 
 
 def pursued(mass: Tensor, most: int, largest: float) -> list[int]:
-    """Tokens of one head in the order of `MatchingPursuit`, of attention mass [M, N] in float64.
+    """Tokens of one head in the order of `MatchingPursuit`, for attention mass [M, N] in float64.
 
     Source: Zweiger et al. (2026), Attention Matching, arXiv:2602.16284.
     """

@@ -1,7 +1,7 @@
-"""Attention that a second reading of the context pays to the first, as Attention Matching has it.
+"""Attention that a second pass over the context pays to the first, as in Attention Matching.
 
-The model reads a request to repeat, the prompt's tail, and the context once more, and the queries
-of evenly spaced tokens of that pass are kept. `gracekv.fit` asks them, too.
+The model reads a request to repeat, the prompt's tail, and the context again; queries of evenly
+spaced tokens of that pass are kept. `gracekv.fit` also uses them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from gracekv.value.kvzip_two_pass import Repetition
 class RepeatedQueries(Repetition):
     """Queries of the second pass at evenly spaced context tokens, [L, H, Q, d].
 
-    They are rotated to the places that they have in that pass: after prefix and context come the
-    request, the tail and the repeated tokens. Request and texts are KVzip's, see `Reconstruction`.
+    They are rotated to their positions in that pass: after prefix and context come the request, the
+    tail and the repeated tokens. The request is KVzip's, see `Reconstruction`.
 
     Attributes:
-        count: Q, or all tokens of a shorter context.
+        count: Q; a shorter context uses all its tokens.
         chunk: context tokens that one pass repeats; a longer context takes several.
     """
 
@@ -53,10 +53,10 @@ class RepeatedQueries(Repetition):
 
 @SCORERS.register("repeated_attention", works_sharded=True)
 class RepeatedAttention(Scorer):
-    """Root mean square of the attention that a real repetition of the context pays.
+    """Root mean square of the attention paid while the model repeats the context.
 
-    Over queries and over the query heads of a KV head; the softmax runs over the compressible
-    tokens alone. The question is not read.
+    The mean is over queries and a KV head's query heads; the softmax runs over the compressible
+    tokens only. The question is not read.
 
     Source: Zweiger et al. (2026), Attention Matching, arXiv:2602.16284, "highest attention keys"
     of its code.
@@ -64,7 +64,8 @@ class RepeatedAttention(Scorer):
     Cost: a second pass over the context, and attention rows of its queries, O(L H Q T d).
 
     Attributes:
-        count: queries, evenly spaced; all of a shorter context (ours; the public code takes all).
+        count: number of evenly spaced queries; all of a shorter context (ours; the public code
+            takes all).
     """
 
     count: int = bounded(4096, at_least=1)

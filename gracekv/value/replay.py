@@ -1,9 +1,9 @@
 """Attention of the context's queries when they are moved to the end of the prompt.
 
-An answer repeats words of its context. When the model repeats a word, its heads make nearly the
+An answer repeats words of its context. When the model repeats a word, its heads produce nearly the
 same queries as when they first read it, and attend mostly to what followed. So the captured queries
 of the context are rotated to the prompt's last position, from which they see the whole context,
-including the tokens after their own. This approximates the second pass of KVzip without running it.
+including the tokens after their own. This approximates KVzip's second pass without running it.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ class Replay(Scorer):
     """Attention of the context's queries, moved to the prompt's end; likely answers weigh more.
 
     Root mean square over queries, or another power mean: dropping a token that one query needs
-    changes one output much, and squared errors add up. Half of the weight goes to queries of tokens
-    that `query_scorer` finds likely to appear in the answer, half is uniform. A token is likely if
-    in most of `likely_layers` layers some probe of some head attends to it: the values of a list
-    each have heads of their own, which a mean over probes and heads would hide.
+    changes one output a lot, and squared errors add up. Half of the weight goes to queries of
+    tokens that `query_scorer` finds likely to appear in the answer, half is uniform. A token is
+    likely if some probe of some head attends to it in most of `likely_layers` layers: each value of
+    a list may be read by heads of its own, which a mean over probes and heads would hide.
 
     Source: ours; the idea that repeating the context shows what an answer will attend to is from
     Kim et al. (2025), KVzip, arXiv:2505.23416, which runs the model a second time.
 
-    Cost: attention rows of at most `max_queries` context queries in every layer, or of twice as
-    many (`context_share`), O(L H Q T d), and the queries of every position must be captured.
+    Cost: attention rows of at most `max_queries` context queries in every layer, or twice as many
+    with `context_share`, O(L H Q T d); the queries of every position must be captured.
 
     Attributes:
         query_scorer: scores how likely a token is to appear in the answer: maximum over the heads
             of a layer, mean over layers.
-        power: exponent of that likelihood: the larger, the fewer queries hold its half of the
-            weight.
-        mean_power: exponent of the mean over queries: 2 is the root mean square, larger ones come
-            nearer to the maximum, for texts in which each token has one query of its own.
-        uniform_weight: share of the weight that is equal for all queries; 1 ignores the question,
-            and all queries are evenly spaced.
-        max_queries: number of queries; of a longer context, half are evenly spaced and the rest
-            are those of the likeliest tokens.
-        likely_layers: how many layers tell a layer its likely tokens: itself and the next ones
-            below, so that it can be scored as soon as it is read; or 0 for all layers.
-        context_share: share of a longer context whose queries are asked, at most twice
-            `max_queries` of them. The uniform weight then goes to all queries, not
-            only to the evenly spaced ones. 0: `max_queries` whatever the length.
+        power: exponent of that likelihood; the larger it is, the fewer queries share the weight
+            that is not uniform.
+        mean_power: exponent of the mean over queries: 2 is the root mean square; larger ones come
+            closer to the maximum, for texts in which each token is read by one query.
+        uniform_weight: share of the weight that is spread equally over the queries; with 1, the
+            question is ignored and all queries are evenly spaced.
+        max_queries: number of queries; in a longer context, half are evenly spaced and the rest are
+            those of the likeliest tokens.
+        likely_layers: how many layers determine a layer's likely tokens: itself and the next ones
+            below, so it can be scored as soon as it is read; or 0 for all layers.
+        context_share: share of a longer context whose queries are replayed, at most twice
+            `max_queries`. The uniform weight then goes to all queries, not only to the evenly
+            spaced ones. 0 means `max_queries` at any length.
     """
 
     query_scorer: ReadAhead = field(default_factory=lambda: ReadAhead(lookahead=12, max_weight=1.0))
@@ -66,7 +66,7 @@ class Replay(Scorer):
     context_share: float = bounded(0.0, at_least=0, at_most=1)
 
     def needs(self) -> Needs:
-        """Evenly spaced queries of the context, and those of likely words, known later."""
+        """Evenly spaced queries of the context, and those of likely words, chosen later."""
         if self.uniform_weight == 1:
             return Needs(context_samples=frozenset({self.max_queries}))
         own = Needs(later_queries=True, context_samples=frozenset({self.max_queries // 2}))
@@ -74,7 +74,7 @@ class Replay(Scorer):
 
     @property
     def compares_layers(self) -> bool:
-        """Whether layers above tell a layer its likely tokens."""
+        """Whether a layer's likely tokens depend on layers above."""
         return self.uniform_weight < 1 and not self.likely_layers
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
@@ -106,10 +106,10 @@ class Replay(Scorer):
     def select_queries(
         self, capture: LayerCapture, region: Region, memory: Memory, total: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Positions int64 [Q] of a layer's context queries, and weights float32 [Q], sum `total`.
+        """Positions int64 [Q] of a layer's context queries, and weights float32 [Q] of sum `total`.
 
         The evenly spaced ones come first, then the likeliest, unless all are taken. Both are on the
-        device of the layers' likelihoods; where these are not asked for, positions are on the CPU.
+        device of the layers' likelihoods; if these are not needed, positions are on the CPU.
         """
         if self.uniform_weight == 1:
             at = region_samples(region, self.max_queries)
@@ -127,11 +127,11 @@ class Replay(Scorer):
         if (key := ("share", self, total, region)) not in memory:
             share = memory[key] = likely.new_zeros(count)
             share[:alike] = total * self.uniform_weight / max(1, alike)
-        # Too little to count, except where nothing is likely.
+        # Negligible unless no token is likely.
         chance = likely.pow(self.power).add_(1e-30)
         rest = total * (1 - self.uniform_weight)
         weights = torch.addcdiv(memory[key], chance, chance.sum(), value=rest)
-        # Processes run these tokens together, so the positions must not differ.
+        # All processes need the same positions.
         return capture.shard.from_first(at), capture.shard.from_first(weights)
 
     def _ranks(
@@ -139,7 +139,7 @@ class Replay(Scorer):
     ) -> Tensor:
         """int64 [N]: the evenly spaced tokens, then all others by their likelihood [N].
 
-        Replays of one likelihood that differ in `max_queries` share a sort.
+        Replays with the same likelihood but different `max_queries` share a sort.
         """
         alike = ("ranks", self.query_scorer, self.likely_layers, region)
         asked: list[int] = memory.setdefault(alike, [])
@@ -153,7 +153,7 @@ class Replay(Scorer):
             memory[(*key, "spaced")] = upload(spaced, likely.device)
 
         def ranks() -> Tensor:
-            # A stable sort puts the earlier of two equal ones first, as everywhere.
+            # A stable sort: ties go to the earlier token, as everywhere.
             first = likely.masked_fill(memory[(*key, "spaced")], torch.inf)
             return first.argsort(dim=1, descending=True, stable=True)
 
@@ -162,7 +162,7 @@ class Replay(Scorer):
     def _note_likely(
         self, capture: LayerCapture, region: Region, memory: Memory
     ) -> dict[int, Tensor]:
-        """Add this layer's likelihood of each token, float32 [N], to those of other layers."""
+        """Add this layer's token likelihoods, float32 [N], to those of other layers."""
         rows: dict[int, Tensor] = memory.setdefault(("likely", self.query_scorer, region), {})
         if capture.number not in rows:
             best = part_scores(self.query_scorer, capture, region, memory).amax(dim=0)
@@ -170,7 +170,7 @@ class Replay(Scorer):
         return rows
 
     def _likely(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
-        """float32 [N]: how likely each token is to appear in the answer, as this layer sees it."""
+        """float32 [N]: this layer's likelihood that each token appears in the answer."""
 
         def mean() -> Tensor:
             rows, last = self._note_likely(capture, region, memory), capture.number

@@ -1,4 +1,4 @@
-"""Scissorhands' score: how often recent queries find a token important."""
+"""Scissorhands' score: how many recent queries find a token important."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Scissorhands(Scorer):
 
     Query i finds token t important if its attention is 1 / (i + 1) or more. Counts are averaged
     over a KV head's group; ties go to the larger column sum, then to the earlier token. Scores are
-    ranks under that order; a head's scores sum to 1.
+    ranks in that order; a head's scores sum to 1.
 
     Source: Liu et al. (2023), Scissorhands, arXiv:2305.17118 (persistence of importance; no
-    official code). Ours: one eviction after prefill, counts of important rather than unimportant
-    tokens, ties by column sums, and equal shares for all layers.
+    official code). Ours: one eviction after prefill, counting how often a token is important rather
+    than unimportant, ties by column sums, and equal shares for all layers.
 
     Cost: attention rows of the last `history` queries, and of all queries for the ties, as in
     `column_sums`: O(L H T² d).
@@ -69,7 +69,7 @@ def attention_probabilities(capture: LayerCapture, probes: Sequence[int] | Tenso
         probes: P >= 1 absolute positions.
 
     S = max(probes) + 1, since no probe sees a later key. Columns after a probe's own position are
-    exactly 0; each row sums to 1, less the share of a sink. Keys and queries are converted to
+    exactly 0; each row sums to 1 minus the share of sinks. Keys and queries are converted to
     float32 before the product.
 
     Raises `MissingCaptureError` if a probe's query was not captured.
@@ -78,7 +78,7 @@ def attention_probabilities(capture: LayerCapture, probes: Sequence[int] | Tenso
     keys, heads = capture.keys, capture.kv_heads
     after, stop = int(at.min()) + 1, int(at.max()) + 1
     queries = capture.queries_at(at).float() * capture.scale
-    # One product per KV head for all query heads that share it: K is never repeated.
+    # One product per KV head for all query heads that share it, so K is never repeated.
     shared = rearrange(queries, "(g n) p d -> g (n p) d", g=heads)
     logits = shared @ keys[:, :stop].float().transpose(1, 2)
     logits = rearrange(logits, "g (n p) s -> (g n) p s", p=len(at))

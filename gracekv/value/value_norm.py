@@ -15,7 +15,7 @@ from gracekv.value.read_ahead import ReadAhead
 
 @SCORERS.register("value_norm", works_sharded=True)
 class ValueNorm(Scorer):
-    """Another score times ||v||: how much dropping a token changes the head's output.
+    """Another score times ||v||: how much the head's output changes if a token is dropped.
 
     Norms of values grow with depth, and so does the residual stream. Absolute norms drop the
     entries of the first layers first; norms relative to the layer's mean keep too many of them at
@@ -29,8 +29,8 @@ class ValueNorm(Scorer):
     Attributes:
         scorer: the score that is multiplied.
         power: exponent of the norms.
-        relative: exponent of the layer's mean norm, by which norms are divided: 0 absolute norms, 1
-            relative ones, 0.5 their geometric mean.
+        relative: exponent of the layer's mean norm, by which norms are divided: 0 for absolute
+            norms, 1 for relative ones, 0.5 for their geometric mean.
     """
 
     reads_past = True
@@ -45,7 +45,7 @@ class ValueNorm(Scorer):
         """Weighted scores [G, N], not normalised."""
         scores = part_scores(self.scorer, capture, region, memory)
         inside = capture.values[:, region.start : region.end]
-        # float64 stays as it is.
+        # float64 stays float64.
         dtype = torch.promote_types(inside.dtype, torch.float32)
         norms = torch.linalg.vector_norm(inside, dim=-1, dtype=dtype).float()
         own = norms[:, max(0, capture.spans.context_start - region.start) :]
