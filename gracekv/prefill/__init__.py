@@ -1,4 +1,4 @@
-"""One standard prefill and what compression reads from it."""
+"""One standard prefill and the data that compression reads from it."""
 
 from gracekv.prefill.base import Prefill as Prefill
 from gracekv.prefill.layer_capture import CaptureInfo as CaptureInfo

@@ -23,10 +23,10 @@ BASE_ATTENTION = ("sdpa", "eager")
 """Attention implementations of transformers that a patched one can replace."""
 
 ATTACHED = {"gracekv": "sdpa", "gracekv_eager": "eager"}
-"""Names of the attention of attached models (`gracekv.hf.attach`), and what it stands on."""
+"""Attention names of attached models (`gracekv.hf.attach`), and the implementation under each."""
 
 _numbers = itertools.count()
-# The thread that has it may take it again, as in `gracekv.undo`.
+# Re-entrant, as in `gracekv.undo`.
 _new_entry = threading.RLock()
 
 
@@ -39,9 +39,9 @@ class AttentionCall:
         module: the attention module that calls it.
         query: [1, H, C, d].
         key: [1, G, S, d].
-        value: [1, G, S, d], all three of one dtype.
-        mask: as the stock function takes it.
-        options: what else it takes, by name.
+        value: [1, G, S, d]; all three have the same dtype.
+        mask: the stock function's mask.
+        options: its other keyword arguments.
     """
 
     stock: Callable[..., Any]
@@ -76,15 +76,15 @@ class AttentionCall:
 
 
 class _Entry:
-    """A model's place in transformers' table of attention functions, for while it is read.
+    """A model's entry in transformers' table of attention functions, used while it is read.
 
-    It stays there as long as the model, so that threads that run the model as well never miss it.
+    It lives as long as the model, so other threads that run the model always find it.
 
     Attributes:
         name: its name in the table.
         lock: held by the thread that reads the model, or switches its attention.
-        reading: the thread that reads, and its attention function and mask function.
-        others: the functions that other threads go on with.
+        reading: the thread that reads, its attention function and its mask function.
+        others: the functions that other threads keep using.
     """
 
     def __init__(self, decoder: Any) -> None:
@@ -93,7 +93,7 @@ class _Entry:
         self.name, self.lock = f"gracekv_capture_{next(_numbers)}", threading.RLock()
         self.reading: tuple[int, Any, Any] = (0, None, None)
         self.others: tuple[Any, Any] = (None, None)
-        # An attention name without a mask of the same name would silently get no mask at all.
+        # Without a mask function of the same name, the attention would silently get no mask.
         for table, place in ((AttentionInterface, 0), (AttentionMaskInterface, 1)):
             table.register(self.name, partial(self._call, place))
             finalize(decoder, table._global_mapping.pop, self.name, None)
@@ -108,7 +108,7 @@ _entries: WeakKeyDictionary[Any, _Entry] = WeakKeyDictionary()
 
 
 def own_decoder(model: Any) -> Any:
-    """The decoder inside all wrappers: its attention is replaced, not that of what sees images."""
+    """The decoder inside all wrappers; its attention is replaced, not that of image encoders."""
     decoder = model.get_decoder()
     return getattr(decoder, "_orig_mod", decoder)
 
@@ -129,7 +129,7 @@ def model_lock(model: Any) -> threading.RLock:
 def own_thread(
     function: Callable[..., Any], others: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """`function` where this thread calls it; other threads get `others`, or nothing is done."""
+    """Call `function` in this thread only; other threads call `others`, or do nothing."""
     thread = threading.get_native_id()
 
     @wraps(function)
@@ -143,13 +143,13 @@ def own_thread(
 
 @contextmanager
 def patched_attention(model: Any, attend: Callable[[AttentionCall], Any]) -> Iterator[None]:
-    """Let this thread's calls of the model's attention function go to `attend`.
+    """Route this thread's calls of the model's attention function to `attend`.
 
-    That lasts for the `with` block. Other threads that run the model compute what they would
-    without; those that read it, or attach it, wait. The model runs uncompiled meanwhile, and
-    `attend` without autocast, under which queries and keys get the dtype of the values.
+    Lasts for the `with` block. Other threads that run the model are not affected; those that read
+    or attach it wait. In the block the model runs uncompiled, and `attend` runs without autocast:
+    queries and keys are converted to the dtype of the values.
 
-    Raises `UnsupportedModelError` as `base_attention` does.
+    Raises `UnsupportedModelError` like `base_attention`.
     """
     from transformers import AttentionMaskInterface
 
@@ -175,7 +175,7 @@ def patched_attention(model: Any, attend: Callable[[AttentionCall], Any]) -> Ite
         with uncompiled(), undone(undo):
             entry.others = attention_function(model, before), masks[before]
             entry.reading = threading.get_native_id(), attention, masks[base]
-            # Its `set_attn_implementation` reads source files, which packed programs lack.
+            # `set_attn_implementation` reads source files, which packaged programs lack.
             decoder.config._attn_implementation = entry.name
             yield
 
@@ -183,7 +183,7 @@ def patched_attention(model: Any, attend: Callable[[AttentionCall], Any]) -> Ite
 def base_attention(model: Any) -> str:
     """The stock attention implementation under the model's current one, "sdpa" or "eager".
 
-    Raises `UnsupportedModelError` if it is another one.
+    Raises `UnsupportedModelError` for any other.
     """
     with model_lock(model):
         name = str(own_decoder(model).config._attn_implementation)
@@ -196,8 +196,8 @@ def base_attention(model: Any) -> str:
         )
     if name == "sdpa" and getattr(own_decoder(model).config, "attn_logit_softcapping", None):
         raise UnsupportedModelError(
-            "torch's attention, which transformers before 5.21 chooses, leaves out the cap of this "
-            "model's logits. Call model.set_attn_implementation('eager') first."
+            "torch's attention, chosen by transformers before 5.21, ignores this model's softcap. "
+            "Call model.set_attn_implementation('eager') first."
         )
     return name
 
@@ -206,7 +206,7 @@ def attention_function(model: Any, base: str) -> Any:
     """The function that the model's attention modules call for `base`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # "eager" is not in transformers' table: each modeling file has its own.
+    # "eager" is not in transformers' table, since each modeling file has its own.
     modules = map(attention_module, model.get_decoder().layers)
     eager = own_eager(next(x for x in modules if x is not None))
     return ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)
@@ -221,7 +221,7 @@ def own_eager(module: Any) -> Any:
 
 def input_device(model: Any) -> torch.device:
     """The device on which the model expects its token ids."""
-    # The weight of quantised embeddings may be made anew whenever it is read.
+    # Quantised embeddings may recreate their weight on every access.
     device = next(embeddings(model).parameters()).device
-    # Weights that accelerate offloads lie on "meta" between calls; its hooks move the ids.
+    # Weights offloaded by accelerate are on "meta" between calls; its hooks move the ids.
     return torch.device("cpu") if device.type == "meta" else device

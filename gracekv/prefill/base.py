@@ -25,7 +25,7 @@ from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.observer import LayerObserver, Observer
 from gracekv.prefill.spans import PromptSpans, Region
 
-_PART = 1024  # Positions whose queries are computed again at once.
+_PART = 1024  # Number of positions whose queries are recomputed at once.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,30 +36,30 @@ class Prefill:
         spans: prefix, context, question and tail.
         keys: L tensors [G, T, d], post-RoPE, in the model's dtype; may lie on different devices.
         values: L tensors [G, T, d].
-        queries: L tensors [H, n, d], post-RoPE, of the positions `query_positions`.
-        query_positions: int64 [n] ascending, on the CPU; the same for all layers.
-            A view by `with_queries` for some layers has n = 0 in the others.
-        rope: the rotations that made `keys`, for positions 0..T-1; of a layer: `rope_of`.
+        queries: L tensors [H, n, d], post-RoPE, at `query_positions`.
+        query_positions: int64 [n] ascending, on the CPU; the same for all layers. If `with_queries`
+            was asked for some layers, the others have n = 0.
+        rope: the rotations that made `keys`, for positions 0..T-1; see `rope_of` for one layer.
         unrotated: layers without RoPE.
         softcap: c of the logits c tanh(s q.k / c), or None for s q.k.
-        sink_logits: L tensors [H], a logit of each query head that joins the softmax without a
-            value; empty if there are none.
-        other_layers: states of the layers that are not compressed after all tokens but the last.
+        sink_logits: L tensors [H], one logit per query head that joins the softmax without a value;
+            empty if there are none.
+        other_layers: states of the uncompressed layers after all tokens but the last.
         scale: factor of q . k before the softmax (1/sqrt(d) in most models).
-        observed: the result of each observer, [...]; read it by `observation`.
-        query_source: computes queries that were not captured, by running their tokens once more:
-            from this prefill, P ascending positions, and layers, L tensors [H, P, d], of other
-            layers [H, 0, d]. None for a prefill built from tensors.
+        observed: the result of each observer, [...]; read it with `observation`.
+        query_source: computes queries that were not captured, by running their tokens again. Takes
+            this prefill, P ascending positions, and layers; returns L tensors [H, P, d], [H, 0, d]
+            for other layers. None for a prefill built from tensors.
         logits: [vocab] of the last position, or None for a prefill built from tensors.
         token_ids: int64 [T], or None for a prefill built from tensors.
-        fingerprint: identifies model and tokenizer (names, config hash), for saved caches.
-        shard: which of all processes' KV heads these are, which G and H count; by default all.
-        seconds: wall seconds of the forward pass ("prefill"), and of each observer beside it.
+        fingerprint: identifies the model and the tokenizer (names, config hash), for saved caches.
+        shard: this process's KV heads, which G and H count; by default all.
+        seconds: wall-clock seconds of the forward pass ("prefill") and of each observer.
 
-    Needs no model: build one from plain tensors to test an algorithm.
+    Needs no model: you can build one from plain tensors to test an algorithm.
 
     Raises:
-        ShapeError: the tensors do not fit one another.
+        ShapeError: the tensors' shapes do not match.
         NonFiniteError: a tensor holds NaN or infinity.
     """
 
@@ -87,7 +87,7 @@ class Prefill:
     def __post_init__(self) -> None:
         if not len(self.keys) == len(self.values) == len(self.queries) > 0:
             raise ShapeError(
-                f"Prefill takes keys, values and queries of the same L > 0 layers; got "
+                f"Prefill takes keys, values and queries of the same number of layers L > 0; got "
                 f"{len(self.keys)}, {len(self.values)} and {len(self.queries)}."
             )
         if self.rope.cos.shape[0] < self.spans.length:
@@ -134,17 +134,17 @@ class Prefill:
 
     @property
     def entry_dim(self) -> int:
-        """Dimension of a key as the cache stores it, see `CaptureInfo.entry_dim`."""
+        """Dimension of a key in the cache, see `CaptureInfo.entry_dim`."""
         return self.info.entry_dim
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one K/V pair as it is stored."""
+        """Bytes of one stored K/V pair."""
         return self.info.entry_bytes
 
     @property
     def info(self) -> CaptureInfo:
-        """Facts that all layers share."""
+        """Metadata shared by all layers."""
         return CaptureInfo(
             spans=self.spans, layers=self.layers, kv_heads=self.kv_heads,
             query_heads=self.query_heads, head_dim=self.head_dim, dtype=self.keys[0].dtype,
@@ -177,31 +177,31 @@ class Prefill:
         return map(self.layer, range(self.layers))
 
     def observation(self, observer: Observer) -> Tensor:
-        """The result of `observer`, [...]; raises `MissingCaptureError` if it was not there."""
+        """The result of `observer`, [...]; raises `MissingCaptureError` if there is none."""
         return observation_of(observer, self.observed)
 
     def queries_at(self, layer: int, positions: Sequence[int] | Tensor) -> Tensor:
-        """[H, P, d] queries of `layer` at absolute `positions`; not to be written to.
+        """[H, P, d] queries of `layer` at absolute `positions`; read-only.
 
-        Positions on a GPU are copied to the host, unless all queries are held. Raises
-        `MissingCaptureError` if one of them was not captured.
+        Positions on a GPU are copied to the host unless all queries are held. Raises
+        `MissingCaptureError` if a query was not captured.
         """
         return self.layer(layer).queries_at(positions)
 
     def with_queries(
         self, positions: Sequence[int] | Tensor, layers: Sequence[int] | None = None
     ) -> Self:
-        """A view that holds the queries at `positions`; ask once for all positions and layers.
+        """A view that holds the queries at `positions`; ask for all positions and layers at once.
 
-        What was not captured is computed again: the tokens of the missing positions run through the
-        model once more, each attending to the captured keys and values up to its own position.
+        Missing queries are recomputed: the tokens at these positions run through the model again,
+        each attending to the captured keys and values up to its own position.
 
         Args:
-            positions: P absolute ones, in any order: numbers, or int64 [P].
-            layers: the layers whose queries are read, by default all.
+            positions: P absolute positions in any order, numbers or int64 [P].
+            layers: the layers whose queries are read; by default all.
 
         Returns:
-            `self` if it holds them all, else a prefill that shares everything else with it.
+            `self` if it holds all of them, else a prefill that shares everything else with it.
 
         Raises `MissingCaptureError` if a position was not captured and there is no
         `query_source`.
@@ -214,9 +214,9 @@ class Prefill:
             return self
         if bool((wanted < self.spans.past).any()):
             raise MissingCaptureError(
-                f"{int((wanted < self.spans.past).sum())} of the queries asked for are of tokens "
-                f"that were compressed before this passage. Extend by a longer passage, or use a "
-                f"recipe that looks less far back."
+                f"{int((wanted < self.spans.past).sum())} of the requested queries are of tokens "
+                f"that were compressed before this passage. Extend with a longer passage, or use a "
+                f"recipe that looks back less far."
             )
         if self.query_source is None:
             raise MissingCaptureError(
@@ -224,7 +224,7 @@ class Prefill:
             )
         found = self.query_source(self, wanted[~held], chosen)
         if bool(held.any()):
-            # Layer by layer into `found`, so that no second copy of all of them is made.
+            # Layer by layer into `found`, to avoid a second copy of all of them.
             for layer in chosen:
                 own = self.queries[layer]
                 place = held.to(own.device)
@@ -235,7 +235,8 @@ class Prefill:
         return self._replaced(queries=tuple(found), query_positions=wanted)
 
     def with_observations(self, observers: Iterable[Observer]) -> Self:
-        """A view with the observations of those that read queries, keys and values alone.
+        """A view with the observations of those `observers` that only read queries, keys and
+        values.
 
         Raises `MissingCaptureError` if a query was not captured and cannot be computed again.
         """
@@ -244,7 +245,7 @@ class Prefill:
         return self._replaced(observed={**self.observed, **found}) if found else self
 
     def observe(self, observer: LayerObserver) -> Tensor:
-        """The observation [...] of an observer of queries, keys and values, now if not before.
+        """The observation [...] of an observer of queries, keys and values, computed on first use.
 
         Raises `MissingCaptureError` if a query was not captured and cannot be computed again.
         """
@@ -268,7 +269,7 @@ class Prefill:
         return self._replaced(observed=left)
 
     def _replaced(self, **fields: object) -> Self:
-        """As `dataclasses.replace`, without checking all tensors once more."""
+        """Like `dataclasses.replace`, without checking all tensors again."""
         view = copy.copy(self)
         for name, value in fields.items():
             object.__setattr__(view, name, value)

@@ -1,4 +1,4 @@
-"""The keyword by which models take a cache: `cache`, before transformers 5.24 `past_key_values`."""
+"""The keyword for a model's cache: `cache`, or `past_key_values` before transformers 5.24."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ NAMES = ("cache", "past_key_values")
 
 
 def given_cache(options: Mapping[str, Any]) -> Any:
-    """The cache among the options of a forward, or None."""
+    """The cache among the keyword arguments of a forward, or None."""
     return next((options[name] for name in NAMES if options.get(name) is not None), None)
 
 
 def cache_keyword(forward: Callable[..., Any]) -> str:
-    """The keyword that `forward` takes a cache by."""
+    """The keyword argument of `forward` for a cache."""
     return NAMES[NAMES[0] not in inspect.signature(forward).parameters]

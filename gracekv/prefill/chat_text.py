@@ -1,4 +1,4 @@
-"""Renders a prompt in the tokenizer's chat format, and encodes it as token ids."""
+"""Renders a prompt in the tokenizer's chat format and encodes it as token ids."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 
 from gracekv.errors import PromptError
 
-# The leads that `continued` encodes before a text, in order. A word merges with a letter before
-# it, rarely with a line end or a full stop; the rest serve texts that start with one of those.
+# The leads that `continued` tries before a text, in order. A word may merge with a letter before
+# it, rarely with a line end or a full stop; the rest are for texts that start with one of those.
 _LEADS = ("a", "\n", ".", "0", "|", "\u4e2d")
 Message = Mapping[str, Any]
 _Parts = tuple[str, str, str, str]  # as `Prompt.parts`
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Of messages, as OpenAI's clients send them."""
+"""Roles of messages in OpenAI's format."""
 _ONE = "Pass one prompt at a time; for token ids use Prompt.from_ids."
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    """Whether the tokenizer has a chat format.
+    """Whether the tokenizer has a chat template.
 
-    Raises `PromptError` for a processor, and for mistral-common's, which shows no text of it.
+    Raises `PromptError` for a processor, and for mistral-common's tokenizers, which have none.
     """
     if hasattr(tokenizer, "image_processor"):
-        raise PromptError("Prompts are text alone: pass the processor's tokenizer.")
-    kind = type(tokenizer).__name__.removeprefix("Cached")  # vLLM's classes begin so
+        raise PromptError("Prompts are text only: pass the processor's tokenizer.")
+    kind = type(tokenizer).__name__.removeprefix("Cached")  # vLLM's prefix
     if kind in ("MistralCommonBackend", "MistralTokenizer"):
         raise PromptError(
-            "mistral-common's tokenizer has no chat template. Load the one of transformers by "
-            "AutoTokenizer.from_pretrained(..., mistral_format=False), in a server by "
+            "mistral-common's tokenizer has no chat template. Load transformers' with "
+            "AutoTokenizer.from_pretrained(..., mistral_format=False), in a server with "
             "--tokenizer-mode hf, or pass token ids."
         )
     return bool(getattr(tokenizer, "chat_template", None))
@@ -42,9 +42,9 @@ def render(
 ) -> tuple[str, str]:
     """The rendered text before and after the context.
 
-    The template runs once, with a placeholder for the context, so that headers, default system
-    prompts and stripped blanks are the template's own. Raises `PromptError` if the template fails,
-    or the placeholder does not appear exactly once and unchanged.
+    The template runs once, with a placeholder for the context, so headers, default system prompts
+    and stripped blanks are the template's own. Raises `PromptError` if the template fails or does
+    not show the placeholder exactly once and unchanged.
     """
     mark = placeholder("context", instruction + question)
     content = separator.join(text for text in (instruction, mark, question) if text)
@@ -60,18 +60,18 @@ def render(
 
 
 def placeholder(kind: str, text: str) -> str:
-    """A placeholder that does not stand in `text`."""
+    """A placeholder that does not occur in `text`."""
     return next(mark for n in count() if (mark := f"[[{kind} {n}]]") not in text)
 
 
 def shown(tokenizer: Any, messages: Sequence[Message], answers: bool, tools: Any = None) -> str:
-    """The chat template's text of `messages`, with `answers` up to the start of the next answer.
+    """The chat template's text of `messages`; with `answers`, up to the start of the next answer.
 
     Raises `PromptError` if the template fails.
     """
     options = {"tools": tools, "tokenize": False, "add_generation_prompt": answers}
     try:
-        with suppress(Exception):  # some templates take arguments as text alone
+        with suppress(Exception):  # some templates only take arguments as text
             return str(tokenizer.apply_chat_template([*map(_with_mappings, messages)], **options))
         return str(tokenizer.apply_chat_template(messages, **options))
     except Exception as error:  # a template may raise anything
@@ -83,12 +83,12 @@ def shown(tokenizer: Any, messages: Sequence[Message], answers: bool, tools: Any
 
 
 def _with_mappings(message: Message) -> Message:
-    """A message whose calls' arguments are mappings; OpenAI's clients send them as JSON."""
+    """A message with the arguments of its tool calls as mappings; OpenAI's clients send JSON."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         arguments: Any = function.get("arguments")
-        with suppress(TypeError, ValueError):  # no text, or no JSON
+        with suppress(TypeError, ValueError):  # not text or not JSON
             if isinstance(read := json.loads(arguments), dict):
                 call = {**call, "function": {**function, "arguments": read}}
         calls.append(call)
@@ -96,18 +96,18 @@ def _with_mappings(message: Message) -> Message:
 
 
 def turn_change(tokenizer: Any) -> list[int]:
-    """Ids of what the chat template puts between a user's message and the answer."""
+    """Ids of the chat template's text between a user's message and the answer."""
     return continued(tokenizer, render(tokenizer, "", "", "", True)[1])
 
 
 def check_text(name: str, text: object, advice: str = _ONE) -> None:
-    """Raise `PromptError` unless `text`, called `name`, is text that a tokenizer can read."""
+    """Raise `PromptError` unless `text`, called `name`, is a string that a tokenizer can read."""
     if not isinstance(text, str):
         raise PromptError(f"{name} must be text; got {type(text).__name__}. {advice}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        # Python decodes bytes that are not UTF-8, such as arguments, to lone surrogates.
+        # Python decodes bytes that are not UTF-8, in arguments for example, to lone surrogates.
         raise PromptError(
             f"{name} must be valid Unicode; got a lone surrogate, {text[error.start]!r}, at "
             f"position {error.start}. Decode it as UTF-8, or with errors='replace' if it is not."
@@ -115,28 +115,29 @@ def check_text(name: str, text: object, advice: str = _ONE) -> None:
 
 
 def check_question(question: object, *, unread: bool = False) -> None:
-    """Raise `PromptError` unless `question` is readable text that is not blank.
+    """Raise `PromptError` unless `question` is readable, non-blank text.
 
-    It cannot be asked either where the context's own messages are `unread`.
+    Also raised if the context's own messages are `unread`.
     """
     if not isinstance(question, str) or not question.strip():
-        raise PromptError(f"A question is a text that is not empty; got {question!r}.")
+        raise PromptError(f"A question must be non-empty text; got {question!r}.")
     check_text("question", question)
     if unread:
         raise PromptError("This context consists of messages: begin with chat.send(messages).")
 
 
 def encode(tokenizer: Any, parts: _Parts, *, special: bool) -> tuple[list[int], list[int]]:
-    """Ids of the four parts of a prompt, and the tokens where context, suffix and tail start.
+    """Ids of the four parts of a prompt, and the token positions where context, suffix and tail
+    start.
 
-    `special`: add the tokenizer's special tokens.
+    With `special`, add the tokenizer's special tokens.
     """
     if not getattr(tokenizer, "is_fast", False):
         return _encode_parts(tokenizer, parts, special)
     options = {"add_special_tokens": special, "return_offsets_mapping": True, "truncation": False}
     encoded = tokenizer("".join(parts), **options)
     ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
-    # The text's own end of a turn has a place in it.
+    # An end-of-turn token of the text itself has a nonempty offset.
     ids = _without_eos(tokenizer, ids, special and offsets[-1:] == [(0, 0)])
     offsets = offsets[: len(ids)]
     prefix, context, question, _ = (len(part) for part in parts)
@@ -144,7 +145,7 @@ def encode(tokenizer: Any, parts: _Parts, *, special: bool) -> tuple[list[int], 
 
     # A token across a border belongs to the side with most of its characters; on a tie, to the
     # context rather than the template, and to the question rather than the tail. The template's own
-    # tokens stay with it, whatever blanks of the context they take in.
+    # tokens stay with it, even if they absorb blanks of the context.
     starts, first = list[int](), 0
     own = {*getattr(tokenizer, "get_added_vocab", dict)().values()}
     for border, least in zip(borders, (1, 0, 0), strict=True):
@@ -160,7 +161,7 @@ def encode(tokenizer: Any, parts: _Parts, *, special: bool) -> tuple[list[int], 
 
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text alone, whole and without special tokens."""
+    """Ids of a text by itself, without special tokens."""
     return list(tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"])
 
 
@@ -168,8 +169,8 @@ def continued(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text that continues another text.
 
     Some tokenizers put a blank before the first word of a text, so it is encoded after a short lead
-    whose ids are then removed. A lead works only if its own ids come first: otherwise a token spans
-    both. If none works, the text is encoded alone, which loses nothing but may add that blank.
+    whose ids are then removed. A lead works only if its own ids come first; otherwise a token spans
+    both. If none works, the text is encoded by itself, which is lossless but may add that blank.
     """
     for lead in _LEADS if text else ():
         first, ids = plain_ids(tokenizer, lead), plain_ids(tokenizer, lead + text)
@@ -179,7 +180,7 @@ def continued(tokenizer: Any, text: str) -> list[int]:
 
 
 def _encode_parts(tokenizer: Any, parts: _Parts, special: bool) -> tuple[list[int], list[int]]:
-    """Ids of the four parts one after the other, and the tokens where the last three start."""
+    """Ids of the four parts, encoded one by one, and the positions where the last three start."""
     before, context, question, tail = parts
     # A trailing blank in the prefix would split off the leading blank of the next word's token.
     kept = before.rstrip(" \t")

@@ -1,6 +1,6 @@
-"""Fingerprints of the model and tokenizer that a prefill came from.
+"""Fingerprints of the model and tokenizer of a prefill.
 
-A few elements of each weight are read, on whatever device it lies.
+A few elements of each weight are read, on its own device.
 """
 
 from __future__ import annotations
@@ -23,28 +23,27 @@ from gracekv.errors import CacheError
 from gracekv.kernels.device import obstacle
 from gracekv.kernels.uploads import upload
 
-# Where the model came from may differ between machines; its computation may not.
+# The model's path may differ between machines; its computation may not.
 _INFORMATIVE = ("model_name",)
-# Fields of a config that do not change what a model computes: those that saving adds, and those
-# that are set while a model is used.
+# Config fields that do not affect a model's computation: those added by saving, and those set at
+# runtime.
 _SAVING = {"transformers_version", "architectures", "dtype", "name_or_path"}
 _RUNTIME = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_status"}
-# What quantised layers are computed by: a choice of the machine or of `from_pretrained`.
+# How quantised layers are computed: chosen by the machine or by `from_pretrained`.
 _RUNTIME |= {"backend", "max_input_length", "tune_metadata"}
-# Marks that replace others where both sides have them.
+# Marks that replace others if both sides have them.
 _BETTER = {"config": "config_fields", "weights": "plain_weights"}
 
 
 def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, Any]:
     """The marks that identify a model and its tokenizer.
 
-    Class, name, dtype, active adapters, a hash of each field of the config that changes what a
-    model computes (files of earlier versions have one of the whole config), and one of names,
-    shapes and a few elements of all weights, of a quantised model also one without those of
-    quantised layers, which is compared instead; of a tokenizer `tokenizer_marks`. Adapters that are
-    not active do not count, nor do elements of weights of a quantising class, which cannot be read.
-    Weights of which some are offloaded or spread over processes have no hash, so they are not
-    compared.
+    Class, name, dtype, active adapters, a hash of each config field that affects the computation
+    (files of earlier versions have one of the whole config), and a hash of names, shapes and a few
+    elements of all weights. A quantised model also has one without its quantised layers, which is
+    compared instead. Tokenizers add `tokenizer_marks`. Inactive adapters do not count, nor do
+    elements of weights of a quantising class, which cannot be read. If some weights are offloaded
+    or sharded over processes, there is no hash of weights, so they are not compared.
     """
     marks: dict[str, Any] = quick_marks(model)
     config = model.config.to_dict().items()
@@ -64,9 +63,9 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, Any]:
 
 
 def quick_marks(model: Any) -> dict[str, str]:
-    """The marks of a model that are read at once: class, name, dtype, active adapters, scales."""
+    """The marks of a model that are fast to read: class, name, dtype, active adapters, scales."""
     adapted = _adapted(model)
-    # Methods that scale call it "scaling"; peft may change it while a model is in use.
+    # Adapters with a scale call it "scaling"; peft may change it while a model is in use.
     scales = {
         name: {x: float(layer.scaling[x]) for x in _active(layer) if x in layer.scaling}
         for name, layer in adapted.items()
@@ -82,11 +81,11 @@ def quick_marks(model: Any) -> dict[str, str]:
 
 
 def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The marks that differ between two models or tokenizers, in the words of an error message.
+    """The marks that differ between two models or tokenizers, worded for an error message.
 
-    A mark that either side lacks, or has as None, is not compared, nor the whole config where both
-    have the hash of its fields. Marks that are mappings, such as the digests of weights by name,
-    are compared item by item; of a config, versions of transformers know other fields.
+    A mark that is missing or None on either side is not compared, nor is the whole config if both
+    have hashes of its fields. Mappings, such as the digests of weights by name, are compared over
+    their common items, since config fields differ between versions of transformers.
     """
     found = []
     names = made.keys() & now.keys() - set(_INFORMATIVE)
@@ -98,7 +97,7 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if name in ("adapters", "dtype"):
             said = f"{name} ({mine or 'none'} then, {other or 'none'} now)"
         elif isinstance(mine, Mapping) and isinstance(other, Mapping):
-            # Checkpoints may hold experts under other names, and tied weights twice.
+            # Checkpoints may hold experts under different names, and tied weights twice.
             shared = [x for x in sorted(mine.keys() & other.keys()) if other[x] is not None]
             changed = [x for x in shared if mine[x] != other[x]]
             if shared and not changed:
@@ -112,9 +111,9 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def check_same_model(
     made: Mapping[str, Any], model: Any, what: str, fix: str, marks: Any = fingerprint
 ) -> None:
-    """Raise `CacheError` if `model` is not the one that `what` was `made` by; `fix` ends it.
+    """Raise `CacheError` if `model` did not make `what`, whose marks are `made`.
 
-    `marks` of the model makes what is compared.
+    `fix` ends the message, and `marks` computes the marks of a model.
     """
     if other := differences(made, marks(model)):
         raise CacheError(f"{what} is from another model: {', '.join(other)} differ. {fix}")
@@ -126,19 +125,19 @@ def tokenizer_marks(tokenizer: Any) -> dict[str, str]:
     if hasattr(tokenizer, "get_vocab"):
         try:
             marks["tokenizer"] = _vocabulary(weakref.ref(tokenizer), len(tokenizer))
-        except TypeError:  # it has no length, no hash or no weak references
+        except TypeError:  # without length, hash or weak references
             marks["tokenizer"] = _vocabulary.__wrapped__(lambda: tokenizer, 0)
     return marks
 
 
 @functools.lru_cache(maxsize=16)
 def _vocabulary(tokenizer: Callable[[], Any], size: int) -> str:
-    """Hash of a vocabulary, which takes 0.1 to 0.5 s; tokens that are added change its `size`."""
+    """Hash of a vocabulary, which takes 0.1 to 0.5 s; added tokens change its `size`."""
     return _digest(repr(sorted(tokenizer().get_vocab().items())))
 
 
 def _without(config: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """The public fields of a config, and of the configs in it, but for those of these `names`."""
+    """The public fields of a config and its nested configs, except `names`."""
     kept = {k: x for k, x in config.items() if not str(k).startswith("_") and k not in names}
     return {k: _without(x, names) if isinstance(x, dict) else x for k, x in kept.items()}
 
@@ -151,12 +150,12 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# Elements that are read of a weight; all of them would be the whole model. Source: ours.
+# Number of elements read of each weight, since all would be the whole model. Source: ours.
 _READS = 16
 
 
 def active_adapters(model: Any) -> list[str]:
-    """Names of the adapters (of peft) that take part in what the model computes, sorted."""
+    """Sorted names of the peft adapters that are active in the model's computation."""
     return _active_names(_adapted(model))
 
 
@@ -166,10 +165,10 @@ def _active_names(adapted: Mapping[str, Any]) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def sample_places(name: str, shape: tuple[int, ...]) -> Tensor:
-    """int64 [n]: which elements are read of a weight, as flat indices; needs no weight.
+    """int64 [n]: flat indices of the elements that are read of a weight, from its name and shape.
 
-    The weight is cut into n equal parts, and a hash of its name and shape chooses one element in
-    each, so that they are spread over rows and columns.
+    The weight is cut into n equal parts, and a hash of name and shape chooses one element in each,
+    so they are spread over rows and columns.
     """
     size = math.prod(shape)
     count = min(_READS, size)
@@ -188,10 +187,11 @@ def sampled_digest(
     `sample_places`.
 
     Args:
-        weights: [...] by name, none on the device "meta"; their order counts.
-        dtype: convert elements to this dtype first; by default they keep the weight's own.
-        parameters: convert those of float32 parameters to this dtype first. Versions of
-            transformers keep other ones in float32, such as the routers of a model in 16 bits.
+        weights: [...] by name, none on the device "meta"; their order matters.
+        dtype: convert elements to this dtype first; by default they keep the weight's dtype.
+        parameters: convert elements of float32 parameters to this dtype first, since versions of
+            transformers differ in which parameters of a 16-bit model, such as routers, stay
+            float32.
     """
     marks, kinds = dict[str, bytes](), dict[str, torch.dtype]()
     own: dict[torch.device, dict[str, tuple[Tensor, Tensor]]] = defaultdict(dict)
@@ -200,7 +200,7 @@ def sampled_digest(
         single = isinstance(weight, torch.nn.Parameter) and weight.dtype == torch.float32
         kinds[name] = dtype or (parameters if parameters and single else weight.dtype)
         marks[name] = f"{name} {list(weight.shape)} {kinds[name]} ".encode()
-        # Quantised tensors of their own class cannot be relied on to be sliced.
+        # Quantised tensors of their own class may not support slicing.
         if len(at) and type(data) is Tensor:
             own[data.device][name] = data, at
     for device, held in own.items():
@@ -214,7 +214,7 @@ def sampled_digest(
 def _elements(device: torch.device, held: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """The elements of each weight on `device` at flat indices, as uint8 on the CPU.
 
-    A GPU reads all of them in one launch where it can, and its host waits for every copy.
+    On a GPU, one launch reads all of them if possible, since the host waits for every copy.
     """
     flat, places = [data.reshape(-1) for data, _ in held], torch.cat([at for _, at in held])
     counts = [len(at) for _, at in held]
@@ -222,7 +222,7 @@ def _elements(device: torch.device, held: list[tuple[Tensor, Tensor]]) -> list[T
         # Imported here, so that gracekv can be imported without triton.
         from gracekv.kernels.bytes_triton import bytes_at
 
-        # By NumPy: torch would wake all its threads for so few numbers.
+        # With NumPy, since torch would wake all its threads for so few numbers.
         start, width = np.array([(x.data_ptr(), x.itemsize) for x in flat]).repeat(counts, axis=0).T
         first = (start + places.numpy() * width - (width.cumsum() - width)).repeat(width)
         first = torch.from_numpy(first + np.arange(len(first)))
@@ -234,7 +234,7 @@ def _elements(device: torch.device, held: list[tuple[Tensor, Tensor]]) -> list[T
 
 
 def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and saved buffers by name, as without the adapters that are not active."""
+    """Parameters and saved buffers by name, as if inactive adapters had not been added."""
     idle = [
         f"{prefix}.{part}.{name}."
         for prefix, layer in _adapted(model).items()
@@ -245,7 +245,7 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         (f"{prefix}.{name}", buffer)
         for prefix, module in model.named_modules()
         for name, buffer in module._buffers.items()
-        # Others hold what a model computes on the way, such as the frequencies of RoPE.
+        # Non-persistent buffers hold computed values, such as the frequencies of RoPE.
         if buffer is not None and name not in module._non_persistent_buffers_set
     )
     for name, weight in (*model.named_parameters(), *buffers):
@@ -254,7 +254,7 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _packs(module: torch.nn.Module) -> bool:
-    """Whether a layer is quantised, so that it may pack its weights otherwise once it runs."""
+    """Whether a layer is quantised and so may repack its weights when it first runs."""
     own = *module.parameters(False), *module.buffers(False)
     return hasattr(module, "quantization_scheme") or not all(map(_is_plain, own))
 
@@ -264,7 +264,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _adapted(model: Any) -> dict[str, Any]:
-    """The layers that adapters were added to, by name; they are known by what peft gives them."""
+    """The layers with adapters, by name; recognised by the attributes that peft adds."""
     return {name: x for name, x in model.named_modules() if hasattr(x, "adapter_layer_names")}
 
 

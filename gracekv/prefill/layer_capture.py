@@ -21,16 +21,16 @@ ADVICE = "gracekv.capture(model, prompt, pipeline.needs()) keeps what strategies
 
 
 class FiniteChecks:
-    """Checks for NaN and infinity, which a GPU's host looks at once, in `finish`."""
+    """Checks for NaN and infinity; those on GPUs are read together, in `finish`."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor, Tensor]]] = {}
 
     def add(self, tensor: Tensor, message: str) -> None:
-        """Raise `NonFiniteError(message)` if `tensor` [...] is not finite; on GPUs in `finish`."""
+        """Raise `NonFiniteError(message)` if `tensor` [...] is not finite; for GPUs in `finish`."""
         if not tensor.numel():
             return
-        # Both are NaN if one element is.
+        # Both are NaN if any element is.
         low, high = tensor.aminmax()
         if tensor.device.type != "cpu":
             self._held.setdefault((tensor.device, tensor.dtype), []).append((message, low, high))
@@ -38,7 +38,7 @@ class FiniteChecks:
             raise NonFiniteError(message)
 
     def finish(self) -> None:
-        """Raise `NonFiniteError` for the first tensor that is not finite. Waits for GPUs."""
+        """Raise `NonFiniteError` for the first non-finite tensor. Synchronises with GPUs."""
         for held in self._held.values():
             messages, low, high = zip(*held, strict=True)
             finite = torch.stack([*low, *high]).isfinite().view(2, -1).all(dim=0).tolist()
@@ -50,21 +50,21 @@ class FiniteChecks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CaptureInfo:
-    """Facts that all layers of a captured sequence share.
+    """Metadata shared by all layers of a captured sequence.
 
     Attributes:
         spans: prefix, context, question and tail.
-        layers: L, compressed layers.
-        kv_heads: G, this process's.
-        query_heads: H, this process's.
+        layers: L, number of compressed layers.
+        kv_heads: G of this process.
+        query_heads: H of this process.
         head_dim: d of the captured keys.
         dtype: dtype of keys and values.
-        device: the device of the first layer, where layers are compared.
-        query_positions: int64 [n] ascending, on the CPU: whose queries were captured.
+        device: the device of the first layer, on which layers are compared.
+        query_positions: int64 [n] ascending, on the CPU: positions of the captured queries.
         scale: factor of q . k before the softmax (1/sqrt(d) in most models).
         softcap: c of the logits c tanh(s q.k / c), or None.
         token_ids: int64 [T], or None for a prefill built from tensors.
-        shard: which of all processes' KV heads these are; by default all.
+        shard: this process's KV heads; by default all.
     """
 
     spans: PromptSpans
@@ -82,22 +82,23 @@ class CaptureInfo:
 
     @property
     def entry_dim(self) -> int:
-        """Dimension of a key as the cache stores it: the model's d.
+        """Dimension of a key in the cache: the model's d.
 
-        Keys of a passage that follows packed entries carry 8 more numbers in the capture, which
-        tell how many tokens an entry stands for (see `gracekv.prefill.spans`).
+        In the capture of a passage that follows packed entries, keys have 8 more coordinates, which
+        hold how many tokens an entry stands for (see `gracekv.prefill.spans`).
         """
         return self.head_dim - (ADDED if self.spans.past else 0)
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one K/V pair as it is stored."""
+        """Bytes of one stored K/V pair."""
         return 2 * self.entry_dim * self.dtype.itemsize
 
     def query_rows(self, wanted: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Index of each of `wanted` (int64 [P], CPU) in `query_positions`, and whether it is there.
+        """Index of each of `wanted` (int64 [P], CPU) in `query_positions`, and whether it is in it.
 
-        Returns int64 [P] and bool [P], by NumPy: torch wakes its threads for 200 numbers.
+        Returns int64 [P] and bool [P] as NumPy arrays, since torch wakes its threads for 200
+        numbers.
         """
         held, asked = self.query_positions.numpy(), wanted.numpy()
         at = np.searchsorted(held, asked).clip(max=max(0, len(held) - 1))
@@ -109,17 +110,17 @@ class LayerCapture:
     """One layer of a captured sequence: G KV heads, H query heads, T tokens, n captured queries.
 
     After packed entries (`spans.past` > 0) keys, values and queries have 8 more coordinates than d:
-    `[..., : info.entry_dim]` leaves them out.
+    `[..., : info.entry_dim]` removes them.
 
     Attributes:
-        info: facts of the whole sequence.
+        info: metadata of the whole sequence.
         number: 0-based, among the compressed layers.
         keys: [G, T, d], post-RoPE, in the model's dtype.
         values: [G, T, d].
         queries: [H, n, d], post-RoPE, at `info.query_positions`.
         rope: the rotations that made `keys`.
         sinks: [H] float32 sink logits, which join the softmax without a value, or None.
-        observed: the result of each observer for this layer, [...]; read it by `observation`.
+        observed: the result of each observer for this layer, [...]; read it with `observation`.
     """
 
     info: CaptureInfo
@@ -138,7 +139,7 @@ class LayerCapture:
 
     @property
     def shard(self) -> HeadShard:
-        """Which of all processes' KV heads these are."""
+        """This process's KV heads."""
         return self.info.shard
 
     @property
@@ -179,7 +180,7 @@ class LayerCapture:
     def observation(self, observer: Observer) -> Tensor:
         """The result of `observer` for this layer, [...].
 
-        Raises `MissingCaptureError` if it was not there.
+        Raises `MissingCaptureError` if there is none.
         """
         return observation_of(observer, self.observed)
 
@@ -191,7 +192,7 @@ class LayerCapture:
         known = self.info.query_positions
         if isinstance(positions, Tensor) and positions.device.type != "cpu" and len(known):
             first, last = known.numpy()[[0, -1]].tolist()
-            # Where all positions of a range were captured, the host need not look.
+            # If all positions of a range were captured, no synchronisation is needed.
             if last - first + 1 == len(known) == self.queries.shape[1]:
                 positions = positions.to(self.queries.device)
                 return self.queries[:, positions - first if first else positions]
@@ -207,7 +208,7 @@ class LayerCapture:
         return self.queries[:, on_device(torch.from_numpy(at), self.queries.device)]
 
     def run_of(self, region: Region) -> TokenRun:
-        """The queries of `region` and the keys that they attend to, as observers see tokens.
+        """The queries of `region` and the keys that they attend to, as a run for observers.
 
         Raises `MissingCaptureError` if a query was not captured.
         """
@@ -217,9 +218,9 @@ class LayerCapture:
         )
 
     def check(self, checks: FiniteChecks) -> None:
-        """Raise `ShapeError` unless the tensors fit; `checks` is given what must be finite.
+        """Raise `ShapeError` unless shapes match; add the tensors to `checks` of finite numbers.
 
-        The caller finishes it.
+        The caller finishes `checks`.
         """
         info, number = self.info, self.number
         keys, values, queries = self.keys, self.values, self.queries
@@ -245,7 +246,7 @@ class LayerCapture:
 
 
 def observation_of(observer: Observer, observed: Mapping[Observer, Tensor]) -> Tensor:
-    """What `observer` observed, [...]; raises `MissingCaptureError` if it was not captured."""
+    """The observation of `observer`, [...]; raises `MissingCaptureError` if it was not captured."""
     if (found := observed.get(observer)) is not None:
         return found
     known = ", ".join(sorted(map(repr, observed))) or "none"
@@ -255,7 +256,7 @@ def observation_of(observer: Observer, observed: Mapping[Observer, Tensor]) -> T
 def check_observation(
     observer: Observer, wanted: Sequence[int | None], seen: Tensor, checks: FiniteChecks
 ) -> None:
-    """Raise `ShapeError` unless `seen` [...] has the shape `wanted`; None is any length."""
+    """Raise `ShapeError` unless `seen` [...] has the shape `wanted`; None allows any length."""
     got = list(seen.shape)
     pairs = zip(wanted, got, strict=True)
     if len(wanted) != len(got) or any(size not in (None, other) for size, other in pairs):

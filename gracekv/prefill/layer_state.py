@@ -1,4 +1,4 @@
-"""`LayerState`: the state of a layer that is not compressed, as a stock cache has it."""
+"""`LayerState`: the state of an uncompressed layer, as in a stock cache."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from torch.nn import functional
 from gracekv.errors import ShapeError
 
 WITH_STATES = frozenset({"linear_attention", "conv", "hybrid"})
-"""Kinds of layers, by transformers' names, that hold states of fixed size."""
+"""Kinds of layers with states of fixed size, by transformers' names."""
 
 WITHOUT_CACHE = frozenset({"mlp", "moe"})
-"""Kinds of layers that hold nothing."""
+"""Kinds of layers without a cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerState:
-    """The state of one decoder layer after some tokens, of S sequences.
+    """The state of one decoder layer after some tokens of S sequences.
 
     Attributes:
         number: 0-based number of the layer in the model.
         kind: transformers' name of its kind, such as "sliding_attention".
         window: size of a sliding window, in tokens; None for other layers.
         tensors: "keys" and "values" [S, G, n, d] of the last n <= window - 1 tokens for a sliding
-            layer; "conv" [S, C, k], the last inputs of its convolution, or "recurrent"
-            [S, heads, d_k, d_v], [S, C, d_v] or [S, C], or both, for a layer with states; empty
-            for a layer without cache.
+            layer; "conv" [S, C, k], the last inputs of its convolution, "recurrent" [S, heads, d_k,
+            d_v], [S, C, d_v] or [S, C], or both for a layer with states; empty for a layer without
+            cache.
 
     Raises:
-        ShapeError: the tensors do not fit one another.
+        ShapeError: the tensors' shapes do not match.
     """
 
     number: int
@@ -42,7 +42,7 @@ class LayerState:
     tensors: Mapping[str, Tensor]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """Itself, tensors included: nobody writes to a state, so forks of a cache share it."""
+        """Itself, tensors included: states are never written to, so forks of a cache share them."""
         memo.update({id(x): x for x in self.tensors.values()})
         return self
 
@@ -59,7 +59,7 @@ class LayerState:
             fits = fits and all(len(shape) in axes[name] for name, shape in shapes.items())
         if not fits or len({len(x) for x in self.tensors.values()}) > 1:
             raise ShapeError(
-                f"LayerState takes tensors of equally many sequences: keys and values [S, G, n, d] "
+                f"LayerState takes tensors of the same S sequences: keys and values [S, G, n, d] "
                 f"for a sliding layer, conv [S, C, k] or recurrent [S, heads, d_k, d_v], [S, C, "
                 f"d_v] or [S, C] for others; layer {self.number}, {self.kind}, has {shapes}."
             )
@@ -82,7 +82,7 @@ class LayerState:
         """Views of sequence s, which covers `length` tokens."""
         own = {name: x[s : s + 1] for name, x in self.tensors.items()}
         if self.window is not None:
-            # Shorter sequences are padded on their left.
+            # Shorter sequences are padded on the left.
             most = min(length, self.window - 1)
             own = {name: x[:, :, max(0, x.shape[2] - most) :] for name, x in own.items()}
         return replace(self, tensors=own)

@@ -1,4 +1,4 @@
-"""Encodes the messages of a conversation; of a history, those that were not read yet."""
+"""Encodes the messages of a conversation, or those of a history that were not read yet."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from gracekv.prefill.chat_text import (
 _PLAIN = ({"role": "user", "content": "."}, {"role": "assistant", "content": "."})
 ENDING = 16
 """How many of an answer's last tokens are compared with the template's end of a turn."""
-# Other fields, which clients add, are not rendered.
+# Templates do not render other fields, which clients add.
 _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 _CHANGED = (
-    "The chat template does not show a message and the one after it once and unchanged. Render the "
+    "The chat template does not show each message exactly once and unchanged. Render the "
     "conversation yourself and use model.generate with result.new_cache()."
 )
 
@@ -35,27 +35,28 @@ _CHANGED = (
 def encoded_messages(
     tokenizer: Any, messages: Sequence[Message], tools: Any = None
 ) -> tuple[int, list[int]]:
-    """Ids of messages and the start of an answer, and how many stay if more messages follow.
+    """Ids of messages and the start of an answer, and how many of them stay if messages follow.
 
-    A template may end messages that are not answered with more, such as the end of the text. The
-    start of an answer keeps a token, so that a turn has one. A call of tools waits for no answer.
+    A template may put more at the end of unanswered messages, such as an end-of-text token. The
+    start of an answer keeps a token, so that a turn has one. A tool call waits for no answer.
 
-    Raises `PromptError` if the template shows nothing of them yet.
+    Raises `PromptError` if the template does not show any of them yet.
     """
     renderings = [plain_ids(tokenizer, text) for text in _renderings(tokenizer, messages, tools)]
     whole = renderings[0]
     most = len(whole) - (not messages[-1].get("tool_calls"))
     if not (shared := min(len(commonprefix(renderings)), most)):  # noqa: RUF071
         raise PromptError(
-            "The chat template shows these messages only with a user's. Add the first of those."
+            "The chat template shows these messages only with a user's message. Add the first one."
         )
     return shared, whole
 
 
 def _renderings(tokenizer: Any, messages: Sequence[Message], tools: Any) -> list[str]:
-    """Texts of messages: up to an answer if it is due, at their end, and with one more behind.
+    """Texts of messages: up to the next answer if it is due, to their end, and with one more
+    message.
 
-    The last one is missing where the template refuses it.
+    The last is missing if the template refuses it.
     """
     *_, last = messages
     following: Message = _PLAIN[last["role"] in ("user", "tool")]
@@ -95,13 +96,13 @@ def turn_ids(
 
     Args:
         tokenizer: renders and encodes them.
-        messages: as chat templates take them; none stands for the start of the answer alone.
-        separator: between the context and the first message, if that goes on with its turn.
+        messages: in the format of chat templates; none means only the start of the answer.
+        separator: between the context and the first message, if that continues the context's turn.
         template: whether the chat format is used, if the tokenizer has one.
-        after: whether they go on with the context's own message, or follow an answer whose turn
-            they end; or the messages that they follow.
+        after: "context" if they continue the context's own message, "answer" if they end the turn
+            of an answer, or the messages that they follow.
         tools: for the template.
-        answer_prefix: given start of the next answer.
+        answer_prefix: start of the next answer.
 
     Raises `PromptError` if the chat template changes the texts.
     """
@@ -131,7 +132,8 @@ def turn_ids(
     if not isinstance(after, str):
         start, known = encoded_messages(tokenizer, after, tools)
         if ids[:start] != known[:start]:
-            # Such as a thought that is removed from older answers: as after a plain answer.
+            # For example, a thought that is removed from older answers: encode as after a plain
+            # answer.
             mark = placeholder("answer", str(messages))
             texts = _renderings(tokenizer, [_PLAIN[0], {**_PLAIN[1], "content": mark}], tools)
             end = [continued(tokenizer, text.partition(mark)[2]) for text in texts]
@@ -141,14 +143,14 @@ def turn_ids(
         place = len(commonprefix(_renderings(tokenizer, after, tools)))  # noqa: RUF071
     borders = [place]
     for n, message in enumerate(messages[:-1], 1):
-        # A template may show a message otherwise when another follows it: it ends with its content.
+        # A template may show a message differently when another follows: it ends with its content.
         said = str(message.get("content") or "").strip()
         same = len(commonprefix([rendered(n), whole]))  # noqa: RUF071
         found = whole.find(said, borders[-1])
         borders.append(max(same, found + len(said) if found >= 0 else 0))
     pieces = [whole[a:b] for a, b in pairwise([*borders, len(whole)])]
     turns = [continued(tokenizer, piece) for piece in pieces]
-    if list(chain.from_iterable(turns)) == ids[start:]:  # as where a special token starts each turn
+    if list(chain.from_iterable(turns)) == ids[start:]:  # special tokens start turns
         return turns
     ends = [len(commonprefix([encoded(whole[:x]), ids])) for x in borders[1:]]  # noqa: RUF071
     return [ids[a:b] for a, b in pairwise([start, *ends, len(ids)])]
@@ -165,23 +167,23 @@ def new_turns(
     separator: str = "\n\n",
     template: bool = True,
 ) -> list[tuple[str, list[int]]]:
-    """Role and token ids of each message of `given` that was not read yet.
+    """Role and token ids of each message of `given` that has not been read yet.
 
     The last one's ids go up to the start of the answer.
 
     Args:
         tokenizer: renders and encodes messages.
         known: the messages that were read, the last one an answer; none before the first turn.
-        given: the whole history as OpenAI's clients send it.
+        given: the whole history in OpenAI's format.
         context: how many messages the compressed context consists of; 0 if it is a document, whose
-            turn the first message goes on with.
-        read: the last `ENDING` ids that were read, the answer's if there are `known` messages.
-        tools: the definitions of tools, which belong to the context.
+            turn the first message continues.
+        read: the last `ENDING` ids that were read; the answer's if there are `known` messages.
+        tools: the definitions of the context's tools.
         separator: between a document and the first message.
         template: whether the chat format is used.
 
     Raises:
-        EditedHistoryError: a message differs from the one that was read in its place.
+        EditedHistoryError: a message differs from the one read at its place.
         PromptError: a message is malformed, there is no new one, or the template cannot show it
             after the context.
     """
@@ -189,14 +191,14 @@ def new_turns(
     for number, old in enumerate(known):
         if number >= len(given) or not is_same(old, given[number]):
             raise EditedHistoryError(
-                f"Message {number}, of role {old['role']!r}, is not the one that was read. Send "
-                f'the history unchanged, or compress it anew with edited="compress".'
+                f"Message {number} (role {old['role']!r}) differs from the one that was read. Send "
+                f'the history unchanged, or compress it again with edited="compress".'
             )
     new = given[max(len(known), context) :]
     if not known and not context and (tools or (new and new[0]["role"] != "user")):
         raise PromptError(
-            "A system prompt and tools stand before the context, which is a document here: after "
-            "it, the first message is a user's. Compress Prompt.from_messages(tokenizer, messages, "
+            "A system prompt and tools come before the context, which is a document here: after "
+            "it comes a user's message. Compress Prompt.from_messages(tokenizer, messages, "
             "tools=tools) instead."
         )
     if not new and (known or len(given) < max(context, 1)):
@@ -206,14 +208,14 @@ def new_turns(
     called = [_PLAIN[0], given[len(known) - 1]] if known else []
     begin, count, call = 0, 0, list[int]()
     if template and called and called[1].get("tool_calls") and has_chat_template(tokenizer):
-        # Results are shown behind a call alone, and a call may end otherwise than an answer.
+        # Results are only shown after a call, and a call may end differently from an answer.
         begin = len(encoded_messages(tokenizer, called[:1], tools)[1])
         count, call = encoded_messages(tokenizer, called, tools)
         after = after if added.isdisjoint(call[begin:]) else called
     first, *rest = turn_ids(tokenizer, new, separator, template, after=after, tools=tools)
     if after is called:
         first = _after_call(read, call, begin, count, first, added)
-    # The answer's end, where the model wrote a part of it, such as the tag that closes a call.
+    # The answer's end, part of which the model may have written, such as the closing tag of a call.
     ends = (n for n in range(min(len(read), len(first)), 0, -1) if [*read[-n:]] == first[:n])
     if (written := next(ends, 0)) and not added.isdisjoint(first[:written]):
         first = first[written:]
@@ -224,33 +226,33 @@ def new_turns(
 def _after_call(
     read: Sequence[int], call: list[int], begin: int, count: int, first: list[int], added: set[int]
 ) -> list[int]:
-    """Ids that follow the part of a call that the model wrote, up to the end of the first result.
+    """Ids from the end of the model's part of a call to the end of the first result.
 
     Args:
         read: the last ids that the model wrote.
-        call: ids of a call that nothing follows, and of the message before it.
+        call: ids of a call at the end of a history, and of the message before it.
         begin: where the call begins in `call`.
-        count: how many ids of `call` stay if a result follows.
-        first: what then follows those.
-        added: ids of the format's tokens.
+        count: how many ids of `call` remain if a result follows.
+        first: the ids that then follow.
+        added: ids of the chat format's tokens.
     """
     if places := [n for n in range(begin, count) if call[n] in added]:
         end = _written(read, call[begin:count], added)
         return call[begin + end if end else places[-1] : count] + first
-    # Such as an empty thought that only the last message is shown with.
+    # For example, an empty thought that is shown only in the last message.
     place = max(n for n in range(begin, len(call)) if call[n] in added)
     shown = call[begin:count] + first
     where = partial(_written, call=shown[: len(call) - begin], added=added)
     end = where(read) or where(call[begin:place])
-    if not end and first[0] not in added:  # nor has the call a token of the format
+    if not end and first[0] not in added:  # the call has no token of the format either
         end = where(call[begin:place], added={*call})
     return shown[end:] if end else call[place:] + first
 
 
 def _written(read: Sequence[int], call: Sequence[int], added: set[int]) -> int:
-    """How many ids of a call as the template shows it the model wrote, whose last are `read`.
+    """How many ids of the template's form of a call the model wrote; its last ones are `read`.
 
-    The longest end that both have decides, if it has a token of the format; 0 if none has.
+    The longest common ending decides, if it has a token of the format; 0 if none has.
     """
     last, found = [*reversed(read)], [(0, 0)]
     for n in range(len(call), 0, -1):
@@ -261,19 +263,19 @@ def _written(read: Sequence[int], call: Sequence[int], added: set[int]) -> int:
 
 
 def plain_messages(given: Any) -> list[Message]:
-    """The messages with their content as text, which may come in parts of type "text".
+    """The messages with their content as text, which may be given in parts of type "text".
 
-    Raises `PromptError` unless `given` is a list of messages with roles, and for one that looks
-    mistyped. The content may be missing where an assistant calls tools.
+    Raises `PromptError` unless `given` is a list of messages with roles, and for a role that looks
+    mistyped. The content may be missing if an assistant calls tools.
     """
-    expect(given, list | tuple, "Messages are a list (for a text there is chat.ask)", PromptError)
+    expect(given, list | tuple, "Messages must be a list (for a text, use chat.ask)", PromptError)
     return [_plain(number, message) for number, message in enumerate(given)]
 
 
 def _plain(number: int, message: Any) -> Message:
     role = message.get("role") if isinstance(message, Mapping) else None
     near = "" if role in ROLES else suggestion(str(role), ROLES)
-    if not isinstance(role, str) or near:  # templates may know others, such as "ipython"
+    if not isinstance(role, str) or near:  # templates may have others, such as "ipython"
         raise PromptError(
             f"Message {number} must be a mapping with a role of {', '.join(ROLES)}; got "
             f"{role or message!r}.{near}"
@@ -288,14 +290,14 @@ def _plain(number: int, message: Any) -> Message:
         part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
         for part in (parts if isinstance(parts, list) else [parts])
     ]
-    advice = 'Only texts are read, whole or in parts: [{"type": "text", "text": ...}].'
+    advice = 'Content must be text, whole or in parts: [{"type": "text", "text": ...}].'
     for text in texts:
         check_text(f"The content of message {number}", text, advice)
     return {**message, "content": "\n".join(texts)}
 
 
 def is_same(old: Message, given: Message) -> bool:
-    """Whether `given` is `old`; an answer may come back as the tool calls that it was read as."""
+    """Whether `given` is `old`; an answer may come back as the tool calls parsed from it."""
     if old["role"] == given["role"] == "assistant" and given.get("tool_calls"):
         return old.get("tool_calls") in (None, given["tool_calls"])
     return all((old.get(name) or "") == (given.get(name) or "") for name in _COMPARED)

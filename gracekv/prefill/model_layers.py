@@ -15,12 +15,12 @@ from gracekv.kernels.rope import Rope
 from gracekv.prefill.layer_state import WITH_STATES
 
 Rotation = Literal["halves", "one_half", "interleaved", "interleaved_table", "none"]
-"""How cos and sin, as a model passes them to its attention, rotate features.
+"""How the cos and sin that a model passes to its attention rotate features.
 
-- "halves": features i and i + d_rot/2, from a table whose halves are alike (most models).
+- "halves": features i and i + d_rot/2, from a table whose halves are equal (most models).
 - "one_half": the same, from one half of that table (GPT-OSS).
-- "interleaved": features 2i and 2i + 1, from a table whose halves are alike (GLM-4).
-- "interleaved_table": the same, from a table whose neighbours are alike (Cohere).
+- "interleaved": features 2i and 2i + 1, from a table whose halves are equal (GLM-4).
+- "interleaved_table": the same, from a table whose neighbours are equal (Cohere).
 - "none": the layer has no RoPE (some of SmolLM3, all of Nemotron-H).
 """
 
@@ -28,15 +28,15 @@ ROTATIONS: tuple[Rotation, ...] = get_args(Rotation)
 
 COMPRESSED = ("full_attention", "hybrid")
 """Kinds of layers, as transformers names them, whose keys and values are compressed. A hybrid layer
-has states beside them."""
+also has states."""
 
 _INTERLEAVED, _ONE_HALF = frozenset({"glm4"}), frozenset({"gpt_oss"})
-# Families whose layers with full attention have no RoPE, while those that slide do.
+# Families in which only sliding layers have RoPE, not those with full attention.
 _ONLY_SLIDING_ROTATES = frozenset({"cohere2"})
-# Families that multiply by `logits_scaling`, where others divide.
+# Families that multiply by `logits_scaling`; others divide.
 _MULTIPLIES = frozenset({"hyperclovax"})
 
-# Rotations that the self-check found in families that are not listed.
+# Rotations that the self-check found in unlisted families.
 _found: WeakKeyDictionary[Any, Mapping[int, Rotation]] = WeakKeyDictionary()
 
 
@@ -58,7 +58,7 @@ class ModelLayer:
 
     @property
     def has_states(self) -> bool:
-        """Whether it holds states of fixed size, in place of keys and values or beside them."""
+        """Whether it holds states of fixed size, with or without keys and values."""
         return self.kind in WITH_STATES
 
     @property
@@ -82,14 +82,14 @@ def model_layers(model: Any) -> tuple[ModelLayer, ...]:
 def compressed_layers(model: Any) -> tuple[ModelLayer, ...]:
     """The layers that are compressed: those with full attention.
 
-    Where all slide, all of them: up to their window they are as layers with full attention.
+    If all layers slide, all of them: up to their window they act like full attention.
     """
     layers = model_layers(model)
     return tuple(layer for layer in layers if layer.kind in COMPRESSED) or layers
 
 
 def other_layers(model: Any) -> tuple[ModelLayer, ...]:
-    """The layers that are not compressed, and hybrid ones, whose states stay as they are."""
+    """The layers that are not compressed, and hybrid ones, whose states are not."""
     layers, compressed = model_layers(model), compressed_layers(model)
     return tuple(layer for layer in layers if layer.has_states or layer not in compressed)
 
@@ -100,7 +100,7 @@ def text_config(model: Any) -> Any:
 
 
 def embeddings(model: Any) -> Any:
-    """The model's embeddings, below adapters of peft, which do not tell their sizes."""
+    """The model's embeddings, below peft adapters, which do not expose their sizes."""
     module = model.get_input_embeddings()
     for name in ("original_module", "base_layer"):
         module = getattr(module, name, module)
@@ -108,7 +108,7 @@ def embeddings(model: Any) -> Any:
 
 
 def final_logits(model: Any) -> tuple[float, float | None]:
-    """The factor of the head's products and the softcap after it, or None."""
+    """The factor of the logits and the softcap after it, or None."""
     config = text_config(model)
     scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
     factor, divisor = float(scale or 1.0), float(getattr(config, "logits_scaling", None) or 1.0)
@@ -133,27 +133,27 @@ def head_sizes(model: Any) -> tuple[int, int, int]:
     if (other := next((i for i, size in enumerate(sizes) if size != sizes[0]), None)) is not None:
         raise UnsupportedModelError(
             f"Layers {layers[0].number} and {layers[other].number} of {type(model).__name__} have "
-            f"{sizes[0]} and {sizes[other]} query heads, KV heads and features a head; gracekv "
+            f"{sizes[0]} and {sizes[other]} query heads, KV heads and features per head; gracekv "
             f"compresses layers of one size only."
         )
     return sizes[0]
 
 
 def cache_dtype(model: Any) -> torch.dtype:
-    """The dtype of keys and values: the model's, or the one that autocast computes in here.
+    """The dtype of keys and values: the model's, or the active one of autocast.
 
-    Of a model with quantised embeddings, what these give; its first number may be a scale.
+    A model with quantised embeddings has their output dtype; its first parameter may be a scale.
     """
     dtype: torch.dtype = getattr(embeddings(model), "output_dtype", None) or model.dtype
-    # Offloaded weights lie on "meta" between calls.
+    # Offloaded weights are on "meta" between calls.
     device = "cpu" if model.device.type == "meta" else model.device.type
-    # Autocast leaves float64 as it is.
+    # Autocast does not change float64.
     casts = dtype != torch.float64 and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if casts else dtype
 
 
 def rope_parameters(model: Any) -> Mapping[str, Any]:
-    """The config's RoPE parameters; where kinds of layers have their own, those of full ones.
+    """The config's RoPE parameters; if layer kinds have their own, those of full attention.
 
     Empty if it has none.
     """
@@ -172,7 +172,7 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 def rotation_kind(model: Any) -> tuple[str, ...]:
-    """The last argument of the rotary module where kinds of layers have a RoPE of their own."""
+    """The last argument of the rotary module if layer kinds have their own RoPE."""
     parameters = getattr(text_config(model), "rope_parameters", None) or {}
     return tuple(kind for kind in COMPRESSED if isinstance(parameters.get(kind), dict))[:1]
 
@@ -188,12 +188,12 @@ def output_projection(attention: Any) -> Any:
 
 
 def rotary_module(decoder: Any) -> Any:
-    """The module that makes rotations for the decoder's layers, or None."""
+    """The module that computes rotations for the decoder's layers, or None."""
     return getattr(decoder, "rotary_emb", getattr(decoder, "pos_emb", None))
 
 
 def has_rope(model: Any) -> bool:
-    """Whether the decoder makes rotations for its layers."""
+    """Whether the decoder computes rotations for its layers."""
     return rotary_module(model.get_decoder()) is not None
 
 
@@ -203,22 +203,23 @@ def runs_in_parts(model: Any) -> bool:
 
 
 def rotation_table(model: Any, like: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [1, T, n] of places [1, T], of the dtype and on the device of `like`."""
+    """cos and sin [1, T, n] of places [1, T], with the dtype and device of `like`."""
     at, kind = rotary_positions(model, places), rotation_kind(model)
     made: tuple[Tensor, Tensor] = rotary_module(model.get_decoder())(like, at, *kind)
     return made
 
 
 def rotary_positions(model: Any, places: Tensor) -> Tensor:
-    """Positions [1, T] as the model's rotary module takes them.
+    """Positions [1, T] in the form that the model's rotary module takes.
 
-    Models that also read images number rows and columns, too, [3, 1, T]; in text all agree.
+    Models that also read images take [3, 1, T], with rows and columns; for text all three are
+    equal.
     """
     return places.expand(3, 1, -1) if "mrope_section" in rope_parameters(model) else places
 
 
 def rotations_up_to(model: Any, last: int) -> list[Rope]:
-    """The rotations of positions 0..last, of each compressed layer.
+    """The rotations of positions 0..last for each compressed layer.
 
     The model's weights may be on the device "meta".
     """
@@ -233,7 +234,7 @@ def rotations_up_to(model: Any, last: int) -> list[Rope]:
 
 
 def remember_rotations(model: Any, rotations: Mapping[int, Rotation]) -> None:
-    """Use these rotations, by layer, for `model` from now on."""
+    """Use these rotations, by layer number, for `model` from now on."""
     _found[model] = dict(rotations)
 
 
@@ -248,7 +249,7 @@ def _rotation(family: str, rope: bool, layer: Any) -> Rotation:
 
 
 def rope_of_table(cos: Tensor, sin: Tensor, rotation: Rotation) -> Rope:
-    """The `Rope` of cos and sin [T, n] as the model passes them to a layer of this rotation."""
+    """The `Rope` from the cos and sin [T, n] that the model passes to a layer of this rotation."""
     if rotation == "none":
         return Rope.none(len(cos), cos.device)
     if rotation == "one_half":
@@ -259,7 +260,7 @@ def rope_of_table(cos: Tensor, sin: Tensor, rotation: Rotation) -> Rope:
 
 
 def table_of_rope(rope: Rope, rotation: Rotation) -> tuple[Tensor, Tensor]:
-    """The inverse of `rope_of_table`: cos and sin [T, n] as the model expects them."""
+    """The inverse of `rope_of_table`: the cos and sin [T, n] that the model expects."""
     half = rope.cos.shape[1] // 2
     cos, sin = rope.cos, rope.sin
     if rotation == "one_half":

@@ -1,4 +1,4 @@
-"""`Needs`: data that strategies read from a prefill beyond keys and values."""
+"""`Needs`: data that strategies read from a prefill in addition to keys and values."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from gracekv.prefill.model_layers import (
 from gracekv.prefill.observer import Observer
 from gracekv.prefill.spans import PromptSpans, Region
 
-# Queries that every capture keeps of the ends of prompt and context: observation windows.
+# Size of the observation windows at the ends of prompt and context, kept by every capture.
 _WINDOW = 32
 
 QUERY_BYTES = 256 * 2**20
-"""Bytes of queries that a capture may always hold, or a quarter of keys and values if that is more.
+"""Default limit for the bytes of held queries, or a quarter of keys and values if that is more.
 Source: ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Data that a strategy reads beside keys and values; `Pipeline.needs` is the union.
+    """Data that a strategy reads in addition to keys and values; `Pipeline.needs` is the union.
 
     Attributes:
-        question_queries: number of last question positions whose queries are read, at every layer.
+        question_queries: number of last question positions whose queries are read, in every layer.
         last_queries: number of last positions of the prompt, and of the context, whose queries are
             read (observation windows); at least 32 are kept.
         prompt_samples: number of evenly spaced prompt positions whose queries are read, see
@@ -45,9 +45,9 @@ class Needs:
             window, whose queries are read, see `region_samples`.
         recent: size of that window, in tokens.
         later_queries: whether queries are read whose positions are known only after the pass
-            (multi-hop seeds, evidence probes, likely words). They are held if that is cheap, and
-            otherwise computed again on request, see `gracekv.capture`.
-        observers: whatever else is captured.
+            (multi-hop seeds, evidence probes, likely words). They are held if that is cheap, else
+            recomputed on request, see `gracekv.capture`.
+        observers: capture anything else.
     """
 
     question_queries: int = 32
@@ -60,11 +60,11 @@ class Needs:
 
     @classmethod
     def observed(cls, *observers: Observer) -> Needs:
-        """The observations of `observers`, and no queries but those that every capture keeps."""
+        """The observations of `observers`, and only the queries that every capture keeps."""
         return cls(observers=frozenset(observers))
 
     def __or__(self, other: Needs) -> Needs:
-        """The union of both; of two numbers the larger."""
+        """The union of both, with the larger of two numbers."""
         pairs = ((getattr(self, x.name), getattr(other, x.name)) for x in fields(self))
         return Needs(*(a | b if isinstance(a, frozenset) else max(a, b) for a, b in pairs))
 
@@ -86,17 +86,17 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class CaptureSizes:
-    """Bytes of one token in all layers, from a model's config.
+    """Bytes per token over all layers, from a model's config.
 
     Attributes:
         kv: bytes of keys and values.
-        queries: bytes of queries; of one layer, if layers are read one by one.
-        again: whether queries can be computed again later.
+        queries: bytes of queries; those of one layer if layers are read one by one.
+        again: whether queries can be recomputed later.
         at_once: share of keys and values that is held while the prompt is read: 1, or that of one
-            layer and of the kept entries, if layers are read one by one.
-        stream: bytes of residual stream and embeddings, if those of all tokens are held.
-        activations: one layer's activations of a token that runs: three rows of the MLP and three
-            of the residual stream.
+            layer and the kept entries if layers are read one by one.
+        stream: bytes of residual stream and embeddings if they are held for all tokens.
+        activations: one layer's activations for a running token: three rows of the MLP and three of
+            the residual stream.
     """
 
     kv: int
@@ -107,7 +107,7 @@ class CaptureSizes:
     activations: int = 0
 
     def held(self, length: int, queries: int) -> int:
-        """Bytes that are held of a prompt of `length` tokens and the queries of some positions."""
+        """Bytes held for a prompt of `length` tokens with the queries of that many positions."""
         return int(length * (self.kv * self.at_once + self.stream)) + queries * self.queries
 
     @classmethod
@@ -127,7 +127,7 @@ class CaptureSizes:
         whole = cls(
             kv=2 * groups * unit,
             queries=heads * unit,
-            # Layers that are not compressed would need their states of all tokens for it.
+            # Recomputing would need the states of uncompressed layers at all tokens.
             again=not other_layers(model),
             activations=3 * size * (inner + hidden),
         )
@@ -144,8 +144,9 @@ def held_positions(
     """Positions whose queries the capture holds: int64 [n] ascending.
 
     All positions if some are known only later, otherwise those known before the pass, provided that
-    their queries take at most `memory_limit` bytes; failing both, direct probes and observation
-    windows, and the rest is computed again on request. If that is impossible, all that are needed.
+    their queries take at most `memory_limit` bytes. Failing that, only direct probes and
+    observation windows; the rest is recomputed on request. If that is impossible, all that are
+    needed.
     """
     everything, known = torch.arange(spans.past, spans.length), needs.known_positions(spans)
     if not sizes.again:
@@ -160,7 +161,7 @@ class PrefillReader:
     """A strategy that reads a prefill and declares what the capture must keep for it."""
 
     def needs(self) -> Needs:
-        """The data read beyond keys, values and the queries of direct probes; by default none."""
+        """The data read besides keys, values and the queries of direct probes; by default none."""
         return Needs()
 
 
@@ -174,13 +175,12 @@ def depth_layers(depths: Sequence[float], layers: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=16)
 def prompt_samples(length: int, count: int) -> Tensor:
-    """The last position of each of `count` equal stretches of a prompt: int64 [min(count, T)].
+    """The last position of each of `count` equal parts of a prompt: int64 [min(count, T)].
 
-    Shared, as that of `region_samples`: never write to it.
+    Cached, like that of `region_samples`: never write to it.
 
     Args:
-        length: T, tokens.
-        count: most positions, at least 0.
+        length: T, tokens. count: maximum number of positions, at least 0.
     """
     count = min(count, length)
     return (torch.arange(1, count + 1, device="cpu") * length) // max(1, count) - 1
@@ -191,8 +191,7 @@ def region_samples(region: Region, count: int) -> Tensor:
     """Evenly spaced positions of `region`, its ends included: int64 [n] ascending, absolute.
 
     Args:
-        region: N tokens.
-        count: most positions, at least 0.
+        region: N tokens. count: maximum number of positions, at least 0.
     """
     count = min(count, region.length)
     spaced = torch.linspace(0, max(0, region.length - 1), count, dtype=torch.float32, device="cpu")

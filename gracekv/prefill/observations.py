@@ -1,4 +1,4 @@
-"""The observers of one prefill, as its driver feeds them; and `Clock`, which times them."""
+"""`Observations`: the observers of one prefill, fed by a driver; and `Clock`, which times them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from gracekv.undo import full_float32
 def check_observers(
     observers: Iterable[Observer], gives: frozenset[Source], driver: str, advice: str
 ) -> None:
-    """Raise `ObserverError` if an observer reads what a driver cannot give.
+    """Raise `ObserverError` if an observer reads data that the driver cannot provide.
 
     Args:
-        observers: those that were asked for.
-        gives: the data that the driver gives beyond queries, keys and values.
-        driver: its name, as the subject of a sentence.
-        advice: a sentence that says how to go on.
+        observers: the requested observers.
+        gives: the data that the driver provides in addition to queries, keys and values.
+        driver: its name, used as the subject of a sentence.
+        advice: a sentence that says how to fix it.
     """
     for observer in sorted(observers, key=repr):
         if missing := sorted(observer.reads - gives):
             raise ObserverError(
-                f"{observer!r} reads {', '.join(missing)}, and {driver} gives "
+                f"{observer!r} reads {', '.join(missing)}, but {driver} provides "
                 f"{', '.join(sorted(gives)) or 'none of it'} "
                 f"(see gracekv.prefill.observer.Source). {advice}"
             )
@@ -60,7 +60,7 @@ class Observations:
     """
 
     def __init__(self, observers: Iterable[Observer], layers: int, spans: PromptSpans) -> None:
-        # Where heads are spread over processes, all must go through them in one order.
+        # If heads are sharded, all processes must use the same order.
         self._observers, self.spans = sorted(observers, key=repr), spans
         self._by_layer: list[dict[LayerObserver, Accumulator]] = [{} for _ in range(layers)]
         for observer in self._observers:
@@ -73,12 +73,12 @@ class Observations:
         self._time = Clock[Observer]()
 
     def reads(self, what: Source, layer: int | None = None) -> bool:
-        """Whether some observer reads it; of `layer`, if that is given."""
+        """Whether some observer reads `what`, or does in `layer`, if that is given."""
         asked: Sequence[Observer] = self._observers if layer is None else [*self._by_layer[layer]]
         return any(what in observer.reads for observer in asked)
 
     def add(self, layer: int, run: Callable[[], TokenRun]) -> None:
-        """Show a run of `layer`, 0-based, which `run` makes if an observer looks at the layer."""
+        """Show a run of `layer` (0-based), made by `run` only if an observer looks at the layer."""
         if not self._by_layer[layer]:
             return
         made = run()
@@ -94,16 +94,16 @@ class Observations:
 
     @property
     def seconds(self) -> dict[Observer, float]:
-        """The seconds of each observer so far. Waits for a GPU to reach this point."""
+        """The seconds of each observer so far. Synchronises with a GPU."""
         return dict.fromkeys((x.timed_as for x in self._observers), 0.0) | self._time.seconds()
 
     @property
     def running_seconds(self) -> float:
-        """The seconds of the layers' observers so far, a part of the model's forward time."""
+        """The seconds of layer observers so far, which are part of the model's forward time."""
         return sum(took for x, took in self.seconds.items() if isinstance(x, LayerObserver))
 
     def layer_results(self, layer: int, device: torch.device) -> dict[Observer, Tensor]:
-        """The result of each observer for `layer`, [...]; called once a layer."""
+        """The result of each observer for `layer`, [...]; called once per layer."""
         held, self._by_layer[layer] = self._by_layer[layer], {}
         results: dict[Observer, Tensor] = {}
         for observer, accumulator in held.items():
@@ -112,11 +112,11 @@ class Observations:
         return results
 
     def results(self, device: torch.device, passes: Passes | None) -> dict[Observer, Tensor]:
-        """The result of each observer, [...]; `Prefill` checks shapes and numbers.
+        """The result of each observer, [...]; `Prefill` checks shapes and values.
 
         Args:
             device: the device to wait for.
-            passes: runs further tokens; None where no observer asks for it.
+            passes: runs further tokens; None if no observer needs it.
         """
         found: dict[Observer, Tensor] = {}
         for observer in self._observers:
@@ -137,16 +137,16 @@ class Observations:
     @contextmanager
     def _stage(self, observer: Observer, device: torch.device) -> Iterator[None]:
         """Time the block, and compute in full float32."""
-        # Further passes of the model need its autocast.
+        # Further passes of the model need autocast.
         full = nullcontext() if isinstance(observer, PassObserver) else full_float32()
         with self._time.time(observer.timed_as, device), full:
             yield
 
 
 def seconds_by_stage(seconds: Mapping[str | Observer, float], needs: Needs) -> dict[str, float]:
-    """Seconds of the forward pass and of what was captured for `needs`, by stage of `Timings`.
+    """Seconds of the forward pass and of the observers in `needs`, by stage of `Timings`.
 
-    A capture that serves several pipelines holds more; each counts only its own observers.
+    A capture for several pipelines has more observers; each pipeline counts only its own.
     """
     found = {"prefill": seconds["prefill"]} if "prefill" in seconds else {}
     for observer in {x.timed_as for x in needs.observers}:
@@ -186,7 +186,7 @@ class Clock(Generic[Name]):
             self._add(name, time.perf_counter() - started)
 
     def seconds(self) -> dict[Name, float]:
-        """The seconds of each name so far. Waits once for each GPU on which blocks were timed."""
+        """The seconds of each name so far. Synchronises once with each GPU of timed blocks."""
         for device in {device for _, device, _, _ in self._events}:
             torch.cuda.synchronize(device)
         for name, _, first, last in self._events:

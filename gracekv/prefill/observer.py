@@ -1,13 +1,14 @@
-"""`Observer`: captures more of a prefill than keys, values and chosen queries.
+"""`Observer`: captures more from a prefill than keys, values and chosen queries.
 
 An observer is a frozen dataclass whose fields are hyperparameters; it is a key of
 `Prefill.observed`. A driver (`gracekv.capture`, or anything else that runs a model over a prompt)
 shows it the tokens run by run and gets a tensor at the end. There are three kinds: `LayerObserver`
 sees the attention of each layer, `FinalObserver` sees the decoder's output, and `PassObserver` runs
-further tokens over the captured keys and values once the prompt is read.
+further tokens over the captured keys and values after the prompt is read.
 
 Observers do not depend on the library that runs the model. `TokenRun`, `FinalRun` and `Passes`
-state what they may assume; `gracekv.testing.check_observer` checks an observer against that.
+document what they may assume; `gracekv.testing.check_observer` checks that an observer assumes no
+more.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from gracekv.prefill.projection import Projection as Projection
 from gracekv.prefill.spans import PromptSpans, Region
 
 Source = Literal["hidden", "outputs", "projection", "final", "passes"]
-"""Data that a driver may give beyond queries, keys and values of each run.
+"""Data that a driver may provide in addition to queries, keys and values of each run.
 
 - "hidden": the block's input, one row per token.
 - "outputs": attention outputs before the output projection.
 - "projection": the layer's output projection.
-- "final": the decoder's output, and the head that makes logits of it.
+- "final": the decoder's output, and the head that computes logits from it.
 - "passes": further tokens run over the captured keys and values after the prefill.
 """
 
@@ -41,28 +42,28 @@ Part = Literal["prefill", "surprisal", "projections", "query_sums", "reconstruct
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRun:
-    """The attention of one layer for a run of C tokens, as a driver shows it.
+    """The attention of one layer for a run of C tokens, provided by a driver.
 
     The runs of a layer ascend without gaps and together cover every token of [past, T) once. The
     driver chooses their lengths and the order of layers: each run may go through all layers before
-    the next run, or one layer may finish before the next layer begins. Where the tokens follow
-    packed entries (`spans.past` > 0, in `extend` and chats), queries, keys and values have 8 more
-    coordinates than d, by which queries count the tokens of an entry. Keys and values cover all
-    tokens up to the end of the run; the other tensors cover the run. Tensors are lent: copy what
-    you keep, since they may be overwritten when `add` returns.
+    the next run, or one layer may finish before the next layer begins. If the tokens follow packed
+    entries (`spans.past` > 0, in `extend` and chats), queries, keys and values have 8 more
+    coordinates than d, which add an entry's log multiplicity to its logits. Keys and values cover
+    all tokens up to the end of the run; the other tensors cover the run. Tensors are borrowed: copy
+    what you keep, since they may be overwritten after `add` returns.
 
     Attributes:
         start: absolute position of the first token.
         queries: [H, C, d], post-RoPE, in the model's dtype.
         keys: [G, at least start + C, d], post-RoPE; rows after the run are undefined.
-        values: [G, at least start + C, d], as `keys`.
+        values: [G, at least start + C, d], like `keys`.
         rope: the layer's rotations of positions 0 to at least start + C - 1.
         scale: factor of q . k before the softmax.
         softcap: c of the logits c tanh(s q.k / c), or None.
         sinks: [H], sink logits, which join the softmax without a value, or None.
-        hidden: [C, D], the block's input, or None unless it is read.
-        outputs: [H, C, d], attention outputs before the projection, or None unless they are read.
-        projection: the layer's output projection, or None unless it is read.
+        hidden: [C, D], the block's input; None unless it is read.
+        outputs: [H, C, d], attention outputs before the projection; None unless they are read.
+        projection: the layer's output projection; None unless it is read.
     """
 
     start: int
@@ -92,8 +93,8 @@ class TokenRun:
 class FinalRun:
     """The decoder's output for a run of n tokens, each of which has a next token.
 
-    The runs ascend without gaps and cover every token of [past, T - 1) once. Tensors are lent, as
-    in `TokenRun`.
+    The runs ascend without gaps and cover every token of [past, T - 1) once. Tensors are borrowed,
+    as in `TokenRun`.
 
     Attributes:
         start: absolute position of the first token.
@@ -139,10 +140,10 @@ class FinalAccumulator(Protocol):
 
 
 class Continuation(Protocol):
-    """A sequence of tokens that continues from the first keys and values of a prefill."""
+    """A sequence of tokens that continues a prefix of a prefill's keys and values."""
 
     def run(self, ids: Tensor, observe: Callable[[int, TokenRun], None]) -> Tensor:
-        """The decoder's output [D] for the last of `ids`, int64 [n], which follow those before.
+        """The decoder's output [D] for the last of `ids`, int64 [n], which follow earlier runs.
 
         `observe` is called once for each layer, with its 0-based number and a run of the n tokens.
         Its keys are those of the prefill, then those of the continuation; its rotations are those
@@ -156,7 +157,7 @@ class Passes(Protocol):
     Attributes:
         spans: spans of the prompt, T tokens.
         ids: int64 [T].
-        tail: int64 [n], the template's change of turn: what follows question and context.
+        tail: int64 [n], the template's change of turn, which follows context and question.
         first: the most likely token after the prompt.
         stops: token ids that end an answer.
     """
@@ -177,7 +178,7 @@ class Passes(Protocol):
         """The most likely token after a decoder's output [D]."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text in the middle of others; none without a tokenizer."""
+        """Ids of a text inside other text; empty without a tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,8 @@ class Observer(abc.ABC):
     """Base class of observers. Subclasses are frozen dataclasses.
 
     Attributes:
-        reads: data that it needs from the driver beyond queries, keys and values. A driver that
-            cannot give them refuses the observer before the model runs.
+        reads: data that it needs from the driver in addition to queries, keys and values. A driver
+            that cannot provide them rejects the observer before the model runs.
         part: the field of `Timings` that its seconds are added to.
     """
 
@@ -195,12 +196,12 @@ class Observer(abc.ABC):
 
     @property
     def timed_as(self) -> Observer:
-        """The observer that its seconds count for: itself, or one of all that share a pass."""
+        """The observer that its seconds count for: itself, or one that stands for a shared pass."""
         return self
 
     @abc.abstractmethod
     def shape(self, prefill: Any) -> tuple[int | None, ...]:
-        """The shape of the result; None where any length is valid.
+        """The shape of the result; None for dimensions of any length.
 
         Args:
             prefill: the `Prefill` or `CaptureInfo` that gives the sizes.
@@ -215,7 +216,7 @@ class LayerObserver(Observer):
         """A new accumulator for `layer` of `layers` compressed ones, or None to skip the layer."""
 
     def seen(self, spans: PromptSpans) -> Region:
-        """The tokens whose queries count, by default all."""
+        """The tokens whose queries count; by default all."""
         return Region(0, spans.length)
 
     def combine(self, by_layer: Mapping[int, Tensor]) -> Tensor:
@@ -238,20 +239,20 @@ class FinalObserver(Observer):
 
 
 class PassObserver(Observer):
-    """Runs further tokens over the captured keys and values once the prompt is read."""
+    """Runs further tokens over the captured keys and values after the prompt is read."""
 
     reads: ClassVar[frozenset[Source]] = frozenset({"passes"})
 
     def reach(self, spans: PromptSpans) -> int:
-        """The least number of positions that its passes take, by default the prompt's length."""
+        """Lower bound on the positions of its passes; by default the prompt's length."""
         return spans.length
 
     @abc.abstractmethod
     def observe(self, passes: Passes) -> Tensor:
-        """The observation, [...]. All captured keys and values are held meanwhile."""
+        """The observation, [...]. All captured keys and values are held until it returns."""
 
     def observe_all(self, passes: Passes, alike: Sequence[Any]) -> list[Tensor]:
-        """The observations, [...] each, of all observers that are `timed_as` this one."""
+        """The observations, [...] each, of all observers that share its pass (`timed_as`)."""
         return [observer.observe(passes) for observer in alike]
 
 

@@ -1,4 +1,4 @@
-"""`CaptureOptions`: how a prefill runs; and whether it fits into memory."""
+"""`CaptureOptions`: how a prefill runs; and checks that it fits into memory."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from gracekv.registry import Configurable, bounded
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions(Configurable):
-    """How a prefill runs. The options change what is captured only by rounding.
+    """How a prefill runs. Options change the results only by rounding.
 
     Attributes:
-        chunk: tokens that run at once; by default 512, and on a GPU 512 to 16,384, as its free
-            memory allows. Where everything is read first, a prompt of at most 2,048 tokens runs in
-            one pass.
-        memory_limit: most bytes of held queries; by default 256 MiB, or a quarter of keys and
+        chunk: tokens that run at once; by default 512, on a GPU 512 to 16,384 as free memory
+            allows. If everything is read first, a prompt of at most 2,048 tokens runs in one pass.
+        memory_limit: maximum bytes of held queries; by default 256 MiB, or a quarter of keys and
             values if that is more. 0 holds only probes and windows, and recomputes all others when
-            they are read. A model with layers that are not compressed cannot recompute queries, so
-            it holds all that are needed.
-        progress: called after each chunk with the number of tokens done and in total.
+            they are read. With uncompressed layers in the model, queries cannot be recomputed, so
+            all that are needed are held.
+        progress: called after each chunk with the number of tokens done and the total.
         beyond_positions: accept prompts longer than the model was trained or extended for, with a
-            `LengthWarning`; they are refused otherwise.
-        stream: read and compress layer by layer, so that the full cache is never held; the same
-            entries are kept. None: if recipe and model allow it. True: required. False: read
-            everything first. `capture` itself returns the full cache, so it does not stream.
-        trim: on a CPU, return freed memory to the system every few layers and at the end, which
-            takes milliseconds and works on Linux with glibc; otherwise the process keeps its peak
+            `LengthWarning`; by default they are rejected.
+        stream: read and compress layer by layer, so the full cache is never held; the same entries
+            are kept. None: if recipe and model allow it. True: required. False: read everything
+            first. `capture` itself returns the full cache, so it does not stream.
+        trim: on a CPU, return freed memory to the system every few layers and at the end; takes
+            milliseconds and works on Linux with glibc. Otherwise the process keeps its peak memory
             for later allocations. `capture` itself frees nothing.
 
     Raises:
@@ -80,16 +79,17 @@ def free_bytes(device: torch.device) -> int:
 
 
 def chunk_room(length: int, held: int, sizes: CaptureSizes, free: int) -> int:
-    """The number of tokens whose activations fit into `free` bytes; arguments as below.
+    """The number of tokens whose activations fit into `free` bytes; arguments as in
+    `memory_advice`.
 
-    Uses at most half of the bytes that held tensors leave: allocators keep blocks, and scores need
-    memory too.
+    Uses at most half of the bytes left by held tensors, since allocators keep blocks and scores
+    need memory, too.
     """
     return max(0, free - sizes.held(length, held)) // (2 * max(1, sizes.activations))
 
 
 def check_memory(length: int, chunk: int, held: int, sizes: CaptureSizes, free: int) -> None:
-    """Raise `CaptureMemoryError` if a capture cannot fit into `free` bytes; arguments as below."""
+    """Raise `CaptureMemoryError` if a capture exceeds `free` bytes; see `memory_advice`."""
     if sizes.held(length, held) + min(chunk, length) * sizes.activations > free:
         opening = f"Capturing {length} tokens needs more memory than is free"
         raise CaptureMemoryError(memory_advice(opening, length, chunk, held, sizes, free))
@@ -98,15 +98,15 @@ def check_memory(length: int, chunk: int, held: int, sizes: CaptureSizes, free: 
 def memory_advice(
     opening: str, length: int, chunk: int, held: int, sizes: CaptureSizes, free: int
 ) -> str:
-    """The message of an error: what did not fit, and what would.
+    """An error message that says what did not fit and what would.
 
     Args:
         opening: what happened.
         length: T, tokens.
-        chunk: tokens of one pass.
-        held: positions whose queries are held.
-        sizes: sizes of one token.
-        free: free bytes, without a capture that failed.
+        chunk: tokens per pass.
+        held: number of positions whose queries are held.
+        sizes: bytes per token.
+        free: free bytes, after a failed capture was released.
     """
     mib, by_layer = 2**20, sizes.stream > 0
     kv = sizes.kv * sizes.at_once
@@ -114,7 +114,7 @@ def memory_advice(
         f"{opening}: keys and values "
         f"{'of one layer and of all kept entries ' if by_layer else ''}take "
         f"{length * kv / mib:,.0f} MiB, held queries {held * sizes.queries / mib:,.0f} MiB, and "
-        f"{min(chunk, length)} tokens run at once. The model is as it was before."
+        f"{min(chunk, length)} tokens run at once. The model is unchanged."
     )
     options = []
     if min(chunk, length) > _LEAST_CHUNK:
@@ -123,7 +123,7 @@ def memory_advice(
         options.append("memory_limit=0")
     if options:
         text += f" Try {' and '.join(options)}."
-    # A fifth is left for one chunk's activations and the allocator, which are not counted.
+    # A fifth is left for one chunk's activations and the allocator.
     fits = int(0.8 * free / (kv + sizes.stream))
     enough = f"a prompt of about {fits:,} tokens" if fits < length else "this prompt"
     return f"{text} {free / mib:,.0f} MiB are free, which is enough for {enough}."

@@ -1,7 +1,7 @@
-"""Attention of some of the prompt's tokens over captured keys and values, and their rotations.
+"""Attention of some of a prompt's tokens to captured keys and values, and their rotations.
 
 The chunked prefill, passes over further tokens and the second pass for missing queries all run some
-tokens through the model while the keys and values of all tokens lie in one place.
+tokens through the model while the keys and values of all tokens are stored together.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from gracekv.prefill.model_layers import rotary_module
 from gracekv.prefill.spans import first_entries
 from gracekv.undo import undone
 
-# Elements of the mask of a second pass, which every layer reads, and its least and most tokens.
+# Elements of the mask of a second pass, read by every layer, and its fewest and most tokens.
 _MASK, _LEAST, _MOST = 2**25, 128, 1024
-# Most rows that attend at once on a CPU, and elements of their mask, which is small beside keys.
+# Maximum rows that attend at once on a CPU, and elements of their mask, small compared with keys.
 _ROWS, _ROW_MASK = 256, 2**22
 # The largest head dimension of torch's FlashAttention, and the fewest tokens for which cuDNN is
-# asked: it plans each new length, which may take longer than fewer tokens gain (ours).
+# used: it plans each new length, which may cost more than it gains for fewer tokens (ours).
 _FLASH_DIM, _LEAST_SPLIT = 256, 4096
 
 
 def chunk_length(length: int) -> int:
-    """Tokens that run at once against `length` keys: their mask has at most 2^25 elements."""
+    """Number of tokens that run at once against `length` keys: a mask of at most 2^25 elements."""
     return max(_LEAST, min(_MOST, _MASK // max(1, length)))
 
 
 class CausalMasks:
-    """Additive masks of tokens that follow one another: views of one tensor.
+    """Additive masks of consecutive tokens, as views of one tensor.
 
     Args:
         base: the model's stock attention implementation, "sdpa" or "eager".
@@ -52,7 +52,7 @@ class CausalMasks:
         self._made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def __call__(self, query: Tensor, first: int) -> Tensor:
-        """[1, 1, n, first + n] in the dtype of query [1, H, n, d], of positions from `first` on."""
+        """[1, 1, n, first + n] in the dtype of query [1, H, n, d], for positions `first` and up."""
         key, rows = (query.device, query.dtype), query.shape[2]
         if key not in self._made or len(self._made[key]) < rows:
             place = torch.arange(rows + self._length, device=query.device) - self._length
@@ -64,7 +64,7 @@ class CausalMasks:
 
 def additive(hidden: Tensor, query: Tensor, base: str) -> Tensor:
     """A mask [Q, S] in the dtype of `query`: 0, or the lowest number where `hidden` is set."""
-    # Eager attention adds the mask before a softmax that must not see -inf alone.
+    # Eager attention adds the mask before a softmax, whose rows must not be all -inf.
     lowest = torch.finfo(query.dtype).min if base == "eager" else -torch.inf
     return torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, lowest)
 
@@ -72,14 +72,14 @@ def additive(hidden: Tensor, query: Tensor, base: str) -> Tensor:
 class PartialAttention:
     """Attention of tokens at some positions, each to the keys up to its own position.
 
-    On a GPU, tokens that follow one another attend in one call without a mask: FlashAttention in 16
-    bits, else the memory-efficient kernel. Everything else attends in blocks of rows under a mask.
+    On a GPU, consecutive tokens attend in one call without a mask: FlashAttention in 16 bits, else
+    the memory-efficient kernel. Everything else attends in blocks of rows with a mask.
 
     Args:
         base: the model's stock attention implementation, "sdpa" or "eager".
         positions: int64 [C] ascending, absolute, on the CPU.
-        masks: makes the masks if the positions follow one another, else None.
-        past: places of a `Past` that come before; on CPUs each head reads its own entries only.
+        masks: makes the masks if the positions are consecutive, else None.
+        past: number of places of a preceding `Past`; on CPUs each head reads only its own entries.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class PartialAttention:
             if output is not None:
                 return output, None
         starts = first_entries(keys, self._past)
-        # Eager attention is given all heads at once: it may have a sink for each.
+        # Eager attention takes all heads at once, since it may have one sink per head.
         if self._base == "eager" or not any(starts):
             return self._masked(call, query, keys, values), None
         heads = zip(
@@ -138,7 +138,7 @@ class PartialAttention:
         return output.reshape(1, *query.shape[1:3], -1).transpose(1, 2)
 
     def _mask(self, rows: Tensor, first: int, stop: int) -> Tensor | None:
-        """Additive mask [1, 1, n, stop] of the rows [1, H, n, d] from the one at `first` on.
+        """Additive mask [1, 1, n, stop] of the rows [1, H, n, d] from `first` on.
 
         None for a single row, which sees every key up to `stop`.
         """
@@ -155,10 +155,10 @@ class PartialAttention:
 
 
 def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor | None:
-    """Attention of the last C of S tokens, [1, C, H, d], by a kernel that takes no mask.
+    """Attention of the last C of S tokens, [1, C, H, d], by a kernel without a mask.
 
-    None if torch has no such kernel for these tensors; warns (`SlowAttentionWarning`) once where
-    FlashAttention takes none of them.
+    None if torch has no such kernel for these tensors; warns (`SlowAttentionWarning`) once if
+    FlashAttention does not support them.
 
     Args:
         query: [1, H, C, d].
@@ -168,10 +168,10 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
     """
     if (output := _split_attention(query, keys, values, scale)) is not None:
         return output
-    # Under a dispatch mode, such as torch's FlopCounterMode, a tensor subclass cannot be made.
+    # Tensor subclasses cannot be created under a dispatch mode such as torch's FlopCounterMode.
     with _disable_current_modes():
         bias = causal_lower_right(1, 1)
-    # Only now: a tensor of 2 x C x S numbers would come with them.
+    # Set later, since the constructor would make a tensor of 2 x C x S numbers.
     bias.seq_len_q, bias.seq_len_kv = query.shape[2], keys.shape[1]
     if _takes_flash(query, values):
         output = scaled_dot_product_attention(
@@ -188,10 +188,10 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
 
 
 def _split_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor | None:
-    """As `causal_attention`, by cuDNN, which is faster for long chunks on Hopper; else None.
+    """Like `causal_attention`, by cuDNN, which is faster for long chunks on Hopper; else None.
 
-    cuDNN only aligns a causal mask with the first key. So the tokens before the chunk attend
-    without one, those of the chunk with one, and the two are merged in float32 by their
+    cuDNN only aligns a causal mask with the first key. So the chunk attends to the tokens before it
+    without a mask and to itself with one, and the two results are merged in float32 by their
     log-sum-exp. Source: ours.
     """
     before = keys.shape[1] - query.shape[2]
@@ -208,15 +208,15 @@ def _split_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
         for part, causal in ((slice(before), False), (slice(before, None), True))
     )  # fmt: skip
     weight = torch.sigmoid(near - far).reshape(*query.shape[:3], 1)
-    # Float32 by the weights, and one tensor of it.
+    # Float32 because the weights are, in a single tensor.
     merged: Tensor = (old * (1 - weight)).addcmul_(own, weight)
     return merged.to(query.dtype).transpose(1, 2)
 
 
 def _by_group(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[G, H/G, n, d] of each: KV heads as the batch, and their keys as views for each query head.
+    """Each as [G, H/G, n, d]: KV heads as the batch, with views of their keys for each query head.
 
-    Stock sdpa would copy keys and values once for each query head.
+    Stock sdpa would copy keys and values for each query head.
     """
     shared = query[0].unflatten(0, (len(keys), -1))
     size = (*shared.shape[:2], keys.shape[1], -1)
@@ -224,7 +224,7 @@ def _by_group(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tens
 
 
 def _takes_flash(query: Tensor, values: Tensor) -> bool:
-    """Whether torch's FlashAttention takes these heads."""
+    """Whether torch's FlashAttention supports these heads."""
     return (
         query.dtype in (torch.float16, torch.bfloat16)
         and query.shape[-1] == values.shape[-1] <= _FLASH_DIM
@@ -235,8 +235,8 @@ def _takes_flash(query: Tensor, values: Tensor) -> bool:
 @functools.cache
 def _warn_once() -> None:
     warnings.warn(
-        f"Chunks of the prompt attend without FlashAttention, which takes longer. It takes float16 "
-        f"and bfloat16, equal head dimensions up to {_FLASH_DIM} for keys and values, and GPUs of "
+        f"Chunks of the prompt attend without FlashAttention, which is slower. It needs float16 or "
+        f"bfloat16, equal head dimensions up to {_FLASH_DIM} for keys and values, and a GPU of "
         f"compute capability 8.0 or newer.",
         SlowAttentionWarning,
         stacklevel=2,
@@ -245,9 +245,9 @@ def _warn_once() -> None:
 
 @contextmanager
 def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> Iterator[None]:
-    """Inside, the model rotates position t by row t of one table of cosines and sines [1, T, d].
+    """In the block, the model rotates position t by row t of one table of cos and sin [1, T, d].
 
-    Some rotations depend on the longest position of a pass ("dynamic", "longrope"), so a pass over
+    Some rotations depend on the last position of a pass ("dynamic", "longrope"), so a pass over
     some tokens must use the table of the whole prompt.
 
     Args:
@@ -255,27 +255,27 @@ def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> 
         table: called with the model's own function and the hidden states at the first use;
             returns (cos, sin).
 
-    Raises `UnsupportedModelError` if the decoder has no module for rotations.
+    Raises `UnsupportedModelError` if the decoder has no rotary module.
     """
     if (rotary := rotary_module(decoder)) is None:
         raise UnsupportedModelError(
-            f"{type(decoder).__name__} has no module rotary_emb, so its tokens cannot be run in "
-            f"parts. Use a chunk that is at least the prompt's length."
+            f"{type(decoder).__name__} has no module rotary_emb, so its prompts cannot be read in "
+            f"chunks. Use a chunk at least as long as the prompt."
         )
     before = vars(rotary).get("forward")
     own = rotary.forward
     made: dict[Any, Any] = {}
 
     def forward(x: Tensor, position_ids: Tensor, layer_type: Any = None) -> tuple[Tensor, ...]:
-        # Where kinds of layers rotate differently, each has its own table.
+        # Layer kinds that rotate differently have their own tables.
         if layer_type not in made:
             kinds = () if layer_type is None else (layer_type,)
             made[layer_type] = table(lambda *args: own(*args, *kinds), x)
         # The first of several axes, see `rotary_positions`.
         places = position_ids.reshape(-1, position_ids.shape[-1])[0]
-        # A GPU would be waited for to look at its positions.
+        # Looking at positions on a GPU would synchronise.
         if places.device.type == "cpu" and int(places[-1] - places[0]) + 1 == len(places):
-            # A view: layer by layer, those of all chunks are held.
+            # A view, since reading layer by layer holds the rotations of all chunks.
             first, last = int(places[0]), int(places[-1])
             return tuple(part[:, first : last + 1] for part in made[layer_type])
         return tuple(part[:, places.to(part.device)] for part in made[layer_type])
@@ -287,6 +287,6 @@ def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> 
             del rotary.forward
 
     with undone(undo):
-        # Other threads that run the model rotate their own tokens.
+        # Other threads that run the model use their own rotations.
         rotary.forward = own_thread(forward, own)
         yield

@@ -1,9 +1,9 @@
-"""Tokens that run over the keys and values of a prefill: further ones, or its own once more.
+"""Runs tokens over the keys and values of a prefill: further ones, or its own again.
 
 `ModelPasses` runs further tokens. `queries_again` computes queries that a capture did not keep. Its
-tokens attend to the captured keys and values, each up to its own position, so they pass through the
-same states as in the prefill and the rest of the prompt need not run; the queries equal those of
-the prefill up to the rounding of matrix products of other shapes.
+tokens attend to the captured keys and values, each up to its own position, so they go through the
+same states as in the prefill without running the rest of the prompt; the queries equal those of the
+prefill up to the rounding of matrix products of other shapes.
 
 Source: ours.
 """
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 
 class ModelPasses:
-    """A `Passes` that runs a model all of whose layers are compressed.
+    """A `Passes` for a model whose layers are all compressed.
 
     Args:
         model: as for `capture`.
         prompt: the prefilled prompt, T tokens.
-        record: has the keys, values and rotations of the prompt.
+        record: the keys, values and rotations of the prompt.
         logits: [vocabulary] of the last position.
     """
 
@@ -59,15 +59,15 @@ class ModelPasses:
     def after(self, end: int, count: int) -> _ModelContinuation:
         """A continuation of up to `count` tokens over the keys and values before `end`.
 
-        Raises `UnsupportedModelError` if they and the prompt lie on two sides of a bound of the
-        model (a sliding window, a switch of its RoPE).
+        Raises `UnsupportedModelError` if a length limit of the model (a sliding window, a switch of
+        its RoPE) lies between them and the prompt.
         """
         bound, last, length = longest_sequence(self.model, end), end + count, self.spans.length
         if bound is not None and (last > bound[0]) != (length > bound[0]):
             raise UnsupportedModelError(
                 f"The prompt has {length} tokens, and {count} more after {end} take {last} "
-                f"positions. {type(self.model).__name__} has a length of {bound[0]} between them: "
-                f"beyond, {bound[1]}. Use a prompt of another length, or a scorer that needs no "
+                f"positions. {type(self.model).__name__} has a limit of {bound[0]} in between: "
+                f"beyond it, {bound[1]}. Use a prompt of another length, or a scorer that needs no "
                 f"second pass and no draft."
             )
         return _ModelContinuation(self, end, end + count)
@@ -91,9 +91,9 @@ class _ModelContinuation:
         self._values: list[list[Tensor]] = [[x[:, :start]] for x in held["values"]]
 
     def run(self, ids: Tensor, observe: Callable[[int, TokenRun], None]) -> Tensor:
-        """As `Continuation.run`. Holds one layer's keys and values once more.
+        """As `Continuation.run`. Holds a copy of one layer's keys and values.
 
-        Keeps those of its own tokens too, except in the last run.
+        Also keeps those of its own tokens, except in the last run.
         """
         model, start = self._passes.model, self._reached
         device, base = input_device(model), base_attention(model)
@@ -106,7 +106,7 @@ class _ModelContinuation:
             new = (self._keys[layer], call.key[0]), (self._values[layer], call.value[0])
             keys, values = (torch.cat([*known, x], dim=1) for known, x in new)
             for known, x in new if goes_on else ():
-                # A view may hold a whole projection.
+                # A view could keep a whole projection alive.
                 known.append(x.clone())
             rope = self._passes.record.rope_of(layer)
             run = TokenRun(start, query[0], keys, values, rope, call.scale, **call.logits)
@@ -130,13 +130,13 @@ class _LastLayer(Exception):
 def queries_again(
     model: Any, prefill: Prefill, positions: Tensor, layers: Sequence[int]
 ) -> list[Tensor]:
-    """A `Prefill.query_source` that runs a model: L tensors [H, P, d], of other layers [H, 0, d].
+    """A `Prefill.query_source` that runs a model: L tensors [H, P, d], [H, 0, d] for other layers.
 
     Args:
         model: as for `capture`.
-        prefill: has the keys, values, rotations and ids of the prompt.
+        prefill: the keys, values, rotations and ids of the prompt.
         positions: int64 [P] ascending, on the CPU.
-        layers: whose queries are wanted, ascending.
+        layers: the layers whose queries are wanted, ascending.
 
     Costs the matrix products of P tokens up to the last of `layers`.
     """
@@ -144,7 +144,7 @@ def queries_again(
     sizes = [len(positions) if layer in wanted else 0 for layer in range(prefill.layers)]
     made = [x.new_empty(len(x), n, x.shape[2]) for x, n in zip(prefill.queries, sizes, strict=True)]
     base, decoder, device = base_attention(model), model.get_decoder(), input_device(model)
-    assert prefill.token_ids is not None  # `capture`, which hands out this source, keeps them
+    assert prefill.token_ids is not None  # `capture`, which sets this source, keeps them
 
     def table(own: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = table_of_rope(prefill.rope, rotating(compressed))

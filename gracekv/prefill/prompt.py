@@ -1,4 +1,4 @@
-"""`Prompt`: token ids, and the places of prefix, context, question and tail."""
+"""`Prompt`: token ids, and the positions of prefix, context, question and tail."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Prompt:
     Attributes:
         ids: int64 [T] on the CPU.
         spans: prefix, context, question and tail, in tokens.
-        parts: the texts of prefix, context, question and tail, which join to the rendered prompt;
-            None if the prompt was made from ids.
+        parts: the texts of prefix, context, question and tail, which concatenate to the rendered
+            prompt; None if the prompt was made from ids.
         tokenizer: the tokenizer that made the ids, for decoding; or None.
-        separator: text between the context and a question that is asked later.
+        separator: text between the context and a later question.
         template: whether the tokenizer's chat format is used, if it has one.
-        messages: how many whole messages the context consists of; 0 if it lies inside one.
-        tail: int64 [n], what follows the question, if `ids` end before it; None if they do not.
+        messages: how many whole messages the context consists of; 0 if it is part of one.
+        tail: int64 [n], the ids after the question if `ids` end before them, else None.
 
     Raises:
         PromptError: the ids are not one sequence of `spans.length` tokens.
@@ -69,13 +69,13 @@ class Prompt:
         """Make a prompt from token ids.
 
         Args:
-            ids: [T] whole numbers, or [1, T] as transformers' tokenizers return them; one sequence
+            ids: [T] integers, or [1, T] as transformers' tokenizers return them; one sequence
                 without padding.
             context: (start, end) of the compressible context, absolute, end exclusive.
-            question_end: end of the question, where the template's tail starts; default T.
+            question_end: end of the question, where the template's tail starts; by default T.
             tokenizer: for decoding.
 
-        Raises `PromptError` if ids or spans cannot be used.
+        Raises `PromptError` if ids or spans are invalid.
         """
         checked = checked_ids(ids)
         if (
@@ -109,17 +109,17 @@ class Prompt:
 
         The user's message is instruction, context and question, joined by `separator`; the
         assistant's turn starts with `answer_prefix`. Without a chat template the same text is used
-        as it is. A fast tokenizer encodes the whole text at once, so the ids do not depend on the
+        unchanged. A fast tokenizer encodes the whole text at once, so the ids do not depend on the
         split; a slow one, which returns no offsets, encodes the four parts one by one (ours).
 
         Args:
             tokenizer: a Hugging Face tokenizer.
             context: the long text, the only part that is compressed.
-            question: "" if there is none; a blank one is refused.
+            question: "" if there is none; blank text is rejected.
             instruction: text before the context; never compressed.
-            answer_prefix: given start of the model's answer.
-            separator: inserted between texts that are not empty; "" if they bring their own.
-            template: False leaves out the chat format, as benchmarks of base models require.
+            answer_prefix: start of the model's answer.
+            separator: inserted between non-empty texts; "" if they have their own.
+            template: False disables the chat format, as benchmarks of base models require.
 
         Raises `PromptError` if the context is empty, the question blank, a text not valid Unicode,
         or if the chat template changes the texts.
@@ -150,7 +150,7 @@ class Prompt:
     def from_messages(
         cls, tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
     ) -> Prompt:
-        """Make a prompt whose context are the first messages of a conversation.
+        """Make a prompt whose context is the first messages of a conversation.
 
             prompt = gracekv.Prompt.from_messages(tokenizer, messages, tools=tools)
             chat = gracekv.compress(model, prompt, ratio=1).chat()
@@ -158,11 +158,11 @@ class Prompt:
 
         Args:
             tokenizer: a Hugging Face tokenizer with a chat template.
-            messages: as OpenAI's clients send them: a system prompt, say, and the first question.
-            tools: definitions of tools, which the template puts where the model expects them.
+            messages: in OpenAI's format, for example a system prompt and the first question.
+            tools: tool definitions, which the template puts where the model expects them.
 
-        Raises `PromptError` if there is no message or no chat template, and for a message without
-        text or with a mistyped role.
+        Raises `PromptError` if there is no message or no chat template, or if a message has no text
+        or a mistyped role.
         """
         if not messages or not has_chat_template(tokenizer):
             raise PromptError("Give at least one message, and a tokenizer with a chat template.")
@@ -172,14 +172,14 @@ class Prompt:
 
     @property
     def has_question(self) -> bool:
-        """Whether the context is followed by more than the chat template's tail."""
+        """Whether anything but the chat template's tail follows the context."""
         return self.spans.question_end > self.spans.context_end
 
     def extended(self, passage: str | Tensor | Sequence[int]) -> Prompt:
         """Insert `passage` at the end of the context.
 
         Args:
-            passage: text, which is encoded as a continuation and added as it is; or token ids, [n]
+            passage: text, which is encoded as a continuation and added unchanged; or token ids, [n]
                 or [1, n].
 
         Raises `PromptError` if the passage is empty or cannot be encoded, or if the prompt has a
@@ -188,11 +188,11 @@ class Prompt:
         if self.has_question:
             raise PromptError(
                 "This prompt has a question of its own, so its context cannot be extended. "
-                "Compress a prompt without one: Prompt.from_chat(tokenizer, context=text)."
+                "Compress a prompt without a question: Prompt.from_chat(tokenizer, context=text)."
             )
         if isinstance(passage, str) and self.tokenizer is None:
             raise PromptError(
-                "A passage of text needs a tokenizer, and this prompt has none. Pass token ids, or "
+                "A passage of text needs a tokenizer, but this prompt has none. Pass token ids, or "
                 "pass a tokenizer to Prompt.from_ids or gracekv.load."
             )
         if isinstance(passage, str):
@@ -208,9 +208,9 @@ class Prompt:
     def without_tail(self) -> Prompt:
         """The part that a prefill reads: without a question, up to one token after the context.
 
-        A later question takes the place of the template's tail. One token after the context stays,
-        since the last token of a prompt has no entry. With a question, or if the prompt ends with
-        the context, this is the prompt itself.
+        A later question replaces the template's tail. One token after the context stays, since the
+        last token of a prompt has no entry. With a question, or if the prompt ends with the
+        context, this is the prompt itself.
         """
         end = self.spans.context_end + 1
         if end <= self.spans.question_end or end >= self.spans.length:
@@ -246,7 +246,7 @@ def checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
 
 
 def _question_end(after: str, question: str) -> int:
-    """The offset in `after` at which the question ends; `PromptError` if it is not there."""
+    """The offset in `after` at which the question ends; raises `PromptError` if it is not found."""
     if not (wanted := question.strip()):
         return 0
     if (at := after.find(wanted)) < 0:

@@ -30,14 +30,14 @@ from gracekv.undo import hooked
 
 
 class Recorder:
-    """Keys, values and queries, each written once into its final place; observers see every run.
+    """Keys, values and queries, each written once to its final place; observers see every run.
 
     Args:
         observations: the observers of the prompt.
-        query_positions: int64 [n] ascending: whose queries are held.
-        layers: the L that are compressed.
+        query_positions: int64 [n] ascending: the positions whose queries are held.
+        layers: the L compressed layers.
 
-    Numbers of layers below count these, not the model's.
+    Layer numbers below count these layers, not the model's.
 
     Attributes:
         query_positions: as given.
@@ -72,9 +72,9 @@ class Recorder:
         self._index = {layer.number: i for i, layer in enumerate(layers)}
 
     def follow(self, past: Past, rotation: tuple[Tensor, Tensor] | None) -> None:
-        """The sequence begins with `past`; `rotation` is cos and sin [1, P, d] of its places.
+        """Start the sequence with `past`; `rotation` is cos and sin [1, P, d] of its places.
 
-        None where the rotations are known otherwise.
+        `rotation` is None if the rotations are known otherwise.
         """
         self._past = past
         if rotation is not None:
@@ -83,32 +83,32 @@ class Recorder:
     def layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys [G, T, d], values [G, T, d] and queries [H, n, d] of a layer.
 
-        Raises `UnsupportedModelError` if the layer has not attended by the function it was given.
+        Raises `UnsupportedModelError` if the layer did not use the attention function it was given.
         """
         if layer not in self.keys:
             raise UnsupportedModelError(
                 f"Layer {self._layers[layer].number} of this model does not call transformers' "
-                f"attention function, so gracekv cannot read its keys and queries. Undo what "
-                f"replaced the forward of its attention."
+                f"attention function, so gracekv cannot read its keys and queries. Remove any "
+                f"replacement of its attention's forward."
             )
         return self.keys[layer], self.values[layer], self.queries[layer]
 
     def fields(self) -> dict[str, Any]:
-        """What was recorded of all layers, by the fields of a `Prefill`."""
+        """The recorded tensors of all layers, as fields of a `Prefill`."""
         keys, values, queries = zip(*map(self.layer, range(len(self._layers))), strict=True)
         held = {"query_positions": self.query_positions, "spans": self._spans, "scale": self.scale}
         return {**held, "keys": keys, "values": values, "queries": queries}
 
     def drop(self, layer: int) -> None:
-        """Forget keys, values and queries of a layer; the next one's are written in their place."""
+        """Forget keys, values and queries of a layer; the next layer reuses their memory."""
         self._spare = [place.pop(layer) for place in (self.keys, self.values, self.queries)]
 
     def begin(self, chunk: Region, partial: PartialAttention | None) -> None:
-        """Expect the tokens of `chunk`; without `partial` the model's own attention runs."""
+        """Expect the tokens of `chunk`; if `partial` is None, the model's own attention runs."""
         self._chunk, self._partial = chunk, partial
 
     def attend(self, call: AttentionCall) -> Any:
-        """The attention of the capture."""
+        """Record the tensors of a call and attend."""
         if call.layer not in self._index:
             return call.output(call.query, call.key, call.value, call.mask)
         layer, dim = self._index[call.layer], call.query.shape[-1]
@@ -129,7 +129,7 @@ class Recorder:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Write the chunk's queries [1, H, C, d], keys and values [1, G, C, d] of a layer.
 
-        Returns them as they are read after a `Past`.
+        Returns them, widened if they follow a `Past`.
         """
         past, self.scale = self._past, scale
         if past is not None:
@@ -144,7 +144,7 @@ class Recorder:
         return query, key, value
 
     def _run(self, module: Any, layer: int, queries: Tensor, outputs: Tensor) -> TokenRun:
-        """The chunk as observers see it, from `queries` [H, C, d] and `outputs` [1, C, H, d]."""
+        """The chunk as a run for observers, from `queries` [H, C, d] and `outputs` [1, C, H, d]."""
         reads = self._observations.reads
         states = queries, self.keys[layer], self.values[layer], self.rope_of(layer)
         how = self.scale, self.softcap, self.sinks.get(layer)
@@ -157,9 +157,9 @@ class Recorder:
 
     @contextmanager
     def hooks(self, model: Any) -> Iterator[None]:
-        """Hook the model to record what its attention function does not see.
+        """Hook the model to record tensors that its attention function does not see.
 
-        Inside, a layer with several residual streams raises `UnsupportedModelError`.
+        In the block, a layer with several residual streams raises `UnsupportedModelError`.
         """
         decoder, reads = model.get_decoder(), self._observations.reads
 
@@ -180,7 +180,7 @@ class Recorder:
                     stream = (args[0] if args else kwargs["hidden_states"])[0]
                     if stream.ndim != 2:
                         raise UnsupportedModelError(
-                            f"A {type(module).__name__} is given several residual streams; gracekv "
+                            f"A {type(module).__name__} gets several residual streams; gracekv "
                             f"reads one [T, D]."
                         )
                     self._hidden[layer] = stream
@@ -194,7 +194,7 @@ class Recorder:
             yield
 
     def rope(self) -> Rope:
-        """The rotations of all positions so far, as the model gave them to its first attention."""
+        """The rotations of all positions so far, as passed to the model's first attention."""
         if self._rope is None or len(self._rope.cos) < sum(len(x) for x, _ in self._rotations):
             cos, sin = (torch.cat(parts) for parts in zip(*self._rotations, strict=True))
             self._rotations = [(cos, sin)]
@@ -232,7 +232,7 @@ class Recorder:
 
 
 def no_rotation(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [1, T, 2] that leave keys as they are."""
+    """cos and sin [1, T, 2] that leave keys unchanged."""
     rope = Rope.none(length, device)
     return rope.cos[None], rope.sin[None]
 

@@ -1,9 +1,9 @@
-"""Tries a model of an untested family on a short random prompt.
+"""Checks a model of an untested family on a short random prompt.
 
-Compression takes attention for what most models compute: softmax(s q.k + mask) v, capped or with
-sinks where the model says so, over the keys that the cache holds, which RoPE rotates in one of a
-few ways, or not at all. Both are computed here from what a model's attention modules hand to
-transformers' attention function, and compared with what the model itself gives. Source: ours.
+Compression assumes the attention of most models: softmax(s q.k + mask) v, with a softcap or sinks
+if the model has them, over cached keys that are rotated by RoPE in one of a few ways, or not at
+all. Both are computed here from the arguments that a model's attention modules pass to
+transformers' attention function, and compared with the model's own results. Source: ours.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from gracekv.prefill.model_layers import (
 from gracekv.undo import hooked
 
 _TOKENS = 24
-# The largest difference, relative to what the model gives: rounding, by the bytes of a number.
+# The largest relative difference that is rounding, by bytes per number.
 _TOLERANCE = {8: 1e-6, 4: 1e-3, 2: 0.1}
 
 _passed: WeakSet[Any] = WeakSet()
@@ -54,10 +54,10 @@ class _Enough(Exception):
 
 @torch.no_grad()
 def self_check(model: Any) -> None:
-    """Try `model`, once: its rotations, and a step over cached keys, values and states.
+    """Check `model` once: its rotations, and a step over cached keys, values and states.
 
     Warns (`UntestedModelWarning`) if all are as expected. Raises `UnsupportedModelError` with the
-    first layer that differs, or what else does.
+    first layer, or other part, that differs.
     """
     if model in _passed:
         return
@@ -100,7 +100,7 @@ def self_check(model: Any) -> None:
             missing[0],
         )
     if uneven := [x.layer for x in calls.values() if x.key.shape[-1] != x.value.shape[-1]]:
-        raise _refusal(model, "has values of another dimension than its keys", uneven[0])
+        raise _refusal(model, "has values and keys of different dimensions", uneven[0])
     rotations = {number: _rotation(model, calls[number], *inputs[number]) for number in inputs}
     own = [layer.number for layer in compressed_layers(model)]
     if len({(calls[n].query.shape, calls[n].key.shape) for n in own}) > 1:
@@ -110,19 +110,19 @@ def self_check(model: Any) -> None:
         table = rotation_table(model, pairs[turned[0]][0], torch.arange(_TOKENS)[None].to(ids))
         for number, pair in pairs.items():
             if any(_difference(x.to(y), y) > 1e-6 for x, y in zip(pair, table, strict=True)):
-                raise _refusal(model, "rotates by other angles than other layers", number)
+                raise _refusal(model, "does not rotate by the same angles as other layers", number)
     if (difference := _difference(_by_steps(model, ids, calls), stock)) > _tolerance(model):
         raise _refusal(
             model,
-            f"differs by {difference:.1g} from the whole prompt at once in steps over cached "
-            f"keys, values and states, so its attention is no softmax over its keys, it keeps more "
-            f"than them between steps, or its states begin anew with several tokens",
+            f"differs by {difference:.1g} from a single pass when run in steps over cached "
+            f"keys, values and states: its attention is not a softmax over its keys, it keeps more "
+            f"than them between steps, or its states start anew with several tokens",
         )
     remember_rotations(model, rotations)
     _passed.add(model)
     warnings.warn(
         f"{type(model).__name__} of family {family!r} is not tested with gracekv. A short random "
-        f"prompt gave what the model itself gives, so it is used; compare some answers at ratio=1.",
+        f"prompt gave the model's own results, so it is used; compare some answers at ratio=1.",
         UntestedModelWarning,
         stacklevel=5,
     )
@@ -135,12 +135,12 @@ def _refusal(model: Any, problem: str, layer: int | None = None) -> UnsupportedM
 
 
 def _rotation(model: Any, call: AttentionCall, args: Any, kwargs: Any) -> Rotation:
-    """The one that turns the plain keys of a layer into the rotated ones of its `call`."""
+    """The rotation that turns the unrotated keys of a layer into those of its `call`."""
     pair, plain = kwargs.get("position_embeddings"), list[Tensor]()
     if pair is None and not has_rope(model):
         return "none"
     if not isinstance(pair, tuple) or len(pair) != 2:
-        problem = "is not given cos and sin as `position_embeddings`, so its rotation is unknown"
+        problem = "gets no cos and sin as `position_embeddings`, so its rotation is unknown"
         raise _refusal(model, problem, call.layer)
 
     def catch(own: AttentionCall) -> Any:
@@ -164,14 +164,14 @@ def _rotation(model: Any, call: AttentionCall, args: Any, kwargs: Any) -> Rotati
 
 
 def _by_steps(model: Any, ids: Tensor, calls: Mapping[int, AttentionCall]) -> Tensor:
-    """Logits [vocabulary] of the last token over what is cached of those before it.
+    """Logits [vocabulary] of the last token over the cache of the tokens before it.
 
-    Where layers have states, the tokens before it are read in two steps.
+    If layers have states, the tokens before it are read in two steps.
     """
     from gracekv.prefill.stock_cache import StockLayers
 
     count, with_states = ids.shape[1], any(layer.has_states for layer in model_layers(model))
-    # Sliding layers beside states have their window from the stock cache.
+    # In models with states, the stock cache handles the window of sliding layers.
     by_hand = {x.number for x in (compressed_layers if with_states else model_layers)(model)}
     others, done = StockLayers(model, (), 0), 0
     options: dict[str, Any] = others.options() if with_states else {"use_cache": False}
@@ -194,7 +194,7 @@ def _by_steps(model: Any, ids: Tensor, calls: Mapping[int, AttentionCall]) -> Te
             except (AttributeError, TypeError, ValueError) as error:
                 raise _refusal(
                     model,
-                    f"does not run over the cache layers that transformers has for its kinds of "
+                    f"does not run with transformers' cache layers for its kinds of "
                     f"layers: {error}",
                 ) from error
             others.read(count - end)

@@ -1,14 +1,14 @@
-"""`PromptSpans`: the places of prefix, context, question and tail; and `Past`, what came before.
+"""`PromptSpans`: positions of prefix, context, question and tail; `Past`: the entries before them.
 
 A passage may follow compressed entries. Heads keep different numbers of entries, and merged entries
-have multiplicities, but a prefill holds one tensor [G, T, d] a layer. So heads are padded to the
-longest, and keys and queries get one more coordinate: the query's is 1/s, s the scale of the
-logits, the key's is log m, or far below all logits where there is no entry,
+have multiplicities, but a prefill holds one tensor [G, T, d] per layer. So heads are padded to the
+longest, and keys and queries get one more coordinate: 1/s in queries, where s is the scale of the
+logits, and log m in keys, or far below all logits if there is no entry:
 
     s q'.k' = s q.k + log m .
 
-Whatever reads attention from the prefill reads that of packed entries right. The coordinate does
-not rotate, and is 0 in keys of the passage. Source: ours.
+So attention to packed entries is correct for all readers of the prefill. The coordinate is not
+rotated, and is 0 in keys of the passage. Source: ours.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class PromptSpans:
         context_end: c_e, absolute token position, exclusive.
         question_end: q_e; [q_e, T) holds the chat template's tail and the answer prefix.
         length: T, in tokens.
-        past: leading places of the prefix that were compressed before this sequence was read; they
-            have keys and values, but no queries.
+        past: number of leading places of the prefix that were compressed before this sequence was
+            read; they have keys and values but no queries.
 
     Raises `PromptError` if the spans are empty, out of order or out of range.
     """
@@ -102,12 +102,12 @@ class PromptSpans:
         return probes
 
     def question_probes(self) -> list[int]:
-        """U_q: the members of U inside the question, or all of U if there is no question."""
+        """U_q: the positions of U inside the question, or all of U if there is no question."""
         probes = self.direct_probes()
         return [u for u in probes if self.context_end <= u < self.question_end] or probes
 
 
-# Coordinates added to a head; GPUs want a multiple of 8.
+# Coordinates added to a head; GPU kernels need a multiple of 8.
 ADDED = 8
 # The logit of a place without an entry.
 NOWHERE = -1e4
@@ -115,12 +115,13 @@ NOWHERE = -1e4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Past:
-    """The compressed entries that a passage follows, in P places of each head.
+    """The compressed entries before a passage, in P places of each head.
 
     Attributes:
         layers: the heads of each layer, as keys [E_g, d], values [E_g, d] and log m [E_g].
-        places: P, at least the longest head's entries.
-        length: logical tokens that it stands for; the passage's first token is at this position.
+        places: P, at least the number of entries of the longest head.
+        length: number of logical tokens that it stands for, and position of the passage's first
+            token.
         other_layers: states of the layers that are not compressed.
     """
 
@@ -159,7 +160,7 @@ class Past:
 def first_entries(keys: Tensor, past: int) -> list[int]:
     """The place of the first entry in each head of `keys` [G, T, d + 8] after a `Past`.
 
-    0 for all of them where there is no past, and on a GPU, which would be waited for.
+    0 for all heads if there is no past, and on a GPU, to avoid synchronising.
     """
     if not past or keys.device.type != "cpu":
         return [0] * len(keys)
@@ -182,8 +183,8 @@ def widened(states: Tensor, dim: int, first: float = 0.0) -> Tensor:
 def reflected(signal: Tensor, places: int) -> Tensor:
     """Fill the first `places` rows of a signal [T, ...], which are unknown, by reflection.
 
-    Segmenters compare a passage with the whole prompt; what was read before is taken to be like the
-    passage. The known rows are left; written in place.
+    Segmenters compare a passage with the whole prompt; earlier tokens are assumed to be similar to
+    the passage. Known rows are not changed; written in place.
     """
     known = len(signal) - places
     if places and known:

@@ -1,8 +1,8 @@
-"""Stock cache layers of transformers for the layers that are not compressed.
+"""Stock transformers cache layers for the layers that are not compressed.
 
-While the prompt is read they run as in any cache; where one token less is wanted afterwards, since
-decoding feeds the last one again, sliding ones go back by it. States cannot: with them the last
-token is read alone.
+They run as in any cache while the prompt is read. Decoding feeds the last token again, so sliding
+layers are then cropped by one token. States cannot be cropped, so with them the last token is read
+by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gracekv.prefill.cache_keyword import cache_keyword
 from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.model_layers import model_layers, other_layers
 
-# How stock cache layers call the number of tokens that they have read.
+# The attribute of stock cache layers for the number of tokens read.
 _COUNT = "cumulative_length"
 
 
@@ -40,7 +40,7 @@ class PassedOn(CacheLayerMixin):  # type: ignore[misc]
         self.cumulative_length = seen
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is held of the states [1, G, q, d]."""
+        """Do nothing: the states [1, G, q, d] are not held."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -62,36 +62,36 @@ class PassedOn(CacheLayerMixin):  # type: ignore[misc]
 
 
 class ReadStates(LinearAttentionLayer):  # type: ignore[misc]
-    """A layer with states while the prompt is read; it keeps no past to go back to."""
+    """A layer with states while the prompt is read; it keeps no earlier states."""
 
     def activate_past_recording(self) -> None:
-        """Nothing is recorded."""
+        """Do nothing."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Nothing is held that the next token does not need."""
+        """Do nothing: it holds only what the next token needs."""
 
 
 class WithoutCache(ReadStates):
-    """A layer that holds nothing; to transformers, before 5.23 too, one of states."""
+    """A layer that holds nothing; to transformers (also before 5.23), a layer with states."""
 
     is_croppable = True
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """There is nothing to repeat."""
+        """Do nothing."""
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """There is nothing to select for `indices`, int64 [B]."""
+        """Do nothing for `indices`, int64 [B]."""
 
 
 class ReadHybrid(PassedOn, ReadStates, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
-    """A layer with states beside compressed keys and values, while the prompt is read."""
+    """A layer with states and compressed keys and values, while the prompt is read."""
 
     def __init__(self, seen: int) -> None:
         LinearAttentionAndFullAttentionLayer.__init__(self)
         self.cumulative_length = seen
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """The states are made as in any cache."""
+        """Initialise the states as in any cache."""
         LinearAttentionAndFullAttentionLayer.lazy_initialization(self, *args, **kwargs)
 
 
@@ -107,8 +107,8 @@ def fill(layer: Any, state: LayerState, seen: int) -> None:
 
 @torch.inference_mode(False)
 def fill_states(layer: Any, states: Mapping[str, Tensor]) -> None:
-    """Set a stock layer to copies of its states [S, ...], as `LayerState` names them."""
-    # The layer's own steps write into its tensors, inside of inference mode and outside.
+    """Set a stock layer to copies of `states` [S, ...], named as in `LayerState`."""
+    # The layer's own steps write to its tensors, both inside and outside inference mode.
     conv, recurrent = (states[x].clone() if x in states else None for x in ("conv", "recurrent"))
     layer.conv_states[0], layer.is_conv_states_initialized[0] = conv, conv is not None
     layer.recurrent_states[0] = recurrent
@@ -120,21 +120,21 @@ def fill_states(layer: Any, states: Mapping[str, Tensor]) -> None:
 
 
 def read_states(layer: Any) -> dict[str, Tensor]:
-    """Copies of a stock layer's states [S, ...], which further tokens change in place."""
+    """Copies of a stock layer's states [S, ...], since further tokens change them in place."""
     states = {"conv": layer.conv_states[0], "recurrent": layer.recurrent_states[0]}
     return {name: x.clone() for name, x in states.items() if x is not None}
 
 
 class StockLayers:
-    """The uncompressed layers of a model, which run over a stock cache as without a capture.
+    """The uncompressed layers of a model, which run over a stock cache as usual.
 
     Args:
         model: as for `capture`.
-        before: their states before; empty at the start of a sequence.
-        seen: tokens before.
+        before: their earlier states; empty at the start of a sequence.
+        seen: number of earlier tokens.
 
     Attributes:
-        states: their states after all tokens but the last, once everything is read; empty where
+        states: their states after all tokens but the last, set when everything is read; empty if
             all layers are compressed.
     """
 
@@ -142,7 +142,7 @@ class StockLayers:
         self._layers, self._seen = other_layers(model), seen
         self._keyword = cache_keyword(model.forward)
         self._cache: Any = None
-        # States cannot go back by a token.
+        # States cannot be cropped by a token.
         self._last_alone = any(layer.has_states for layer in self._layers)
         self.states: tuple[LayerState, ...] = tuple(before) if self._last_alone else ()
         if not self._layers:
@@ -168,9 +168,9 @@ class StockLayers:
 
     @contextmanager
     def beginning(self, tokens: int) -> Iterator[None]:
-        """Inside, each layer reports that it has read `tokens` of this prompt.
+        """In the block, each layer reports that it has read `tokens` of this prompt.
 
-        A model makes its masks by that before the first layer runs.
+        A model makes its masks from this before the first layer runs.
         """
         counting = [x for x in getattr(self._cache, "layers", ()) if hasattr(x, _COUNT)]
         counts = [getattr(x, _COUNT) for x in counting]
@@ -181,14 +181,14 @@ class StockLayers:
             setattr(layer, _COUNT, count)
 
     def edges(self, start: int, stop: int, size: int) -> list[int]:
-        """Edges of chunks of at most `size` tokens from `start` to `stop`."""
+        """Borders of chunks of at most `size` tokens from `start` to `stop`."""
         end = stop - 1 if self._last_alone else stop
         return [*range(start, end, size), *([end] if self._last_alone else []), stop]
 
     def read(self, left: int, number: int | None = None) -> None:
-        """Note that all layers, or layer `number` alone, read a chunk; `left` tokens follow.
+        """Record that all layers, or only layer `number`, read a chunk; `left` tokens follow.
 
-        At the end `states` are set.
+        Sets `states` at the end.
         """
         if self._cache is None:
             return
@@ -202,7 +202,7 @@ class StockLayers:
         for layer in (x for x in self._layers if number in (None, x.number)):
             held, tensors = layers[layer.number], dict[str, Tensor]()
             if layer.window is not None:
-                # Copies: a view would hold all that was read.
+                # Copies, since views would keep everything that was read.
                 tensors = {"keys": held.keys.clone(), "values": held.values.clone()}
                 held.keys, held.values = tensors.values()
             elif layer.has_states:

@@ -1,4 +1,4 @@
-"""Checks that a model, and lengths of prompt and continuation, are supported."""
+"""Checks that a model and the lengths of prompt and continuation are supported."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ TESTED_MODEL_TYPES = frozenset((
 TESTED_ROPE_TYPES = frozenset(
     {"default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn"}
 )
-"""Rotations that rotate_half of one table of cosines and sines describes. "dynamic" and "longrope"
-also depend on the sequence's length: see `check_prompt_length`."""
+"""RoPE types that rotate_half with one table of cosines and sines describes. "dynamic" and
+"longrope" also depend on the sequence's length: see `check_prompt_length`."""
 
-# A prompt that leaves less than this to a bounded sequence is warned about. Source: ours.
+# Warn if a prompt leaves less room than this in a bounded sequence. Source: ours.
 _ROOM = 1024
 _TESTED = f"Tested families: {', '.join(sorted(TESTED_MODEL_TYPES))}."
 
@@ -53,7 +53,7 @@ KINDS = frozenset(COMPRESSED) | {"sliding_attention"} | WITH_STATES | WITHOUT_CA
 def check_decoder(model: Any) -> None:
     """Raise `UnsupportedModelError` unless `model` is a causal language model of transformers."""
     known = getattr(model, "config", None) is not None and hasattr(model, "get_decoder")
-    # Llama 4, which is refused later, is its own decoder.
+    # Llama 4, which is rejected later, is its own decoder.
     if not known or (model.get_decoder() is model and model.get_output_embeddings() is None):
         raise UnsupportedModelError(
             f"gracekv takes a causal language model of transformers, as AutoModelForCausalLM loads "
@@ -62,11 +62,11 @@ def check_decoder(model: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raise `UnsupportedModelError` if compressing this model's cache would break an assumption.
+    """Raise `UnsupportedModelError` if this model breaks an assumption of compression.
 
-    Looks for weights sharded otherwise than by heads, encoders, layers of other kinds, missing or
-    unknown RoPE and training mode. `self_check` tries a family that is not tested, and attention
-    modules that are not transformers' own.
+    Checks for weights sharded other than by heads, encoders, other kinds of layers, missing or
+    unknown RoPE and training mode. `self_check` covers untested families and attention modules that
+    are not transformers' own.
     """
     check_decoder(model)
     check_sharding(model)
@@ -75,8 +75,8 @@ def check_model(model: Any) -> None:
     head_sizes(model)
     if model.device.type == "mps":
         raise UnsupportedModelError(
-            "The model is on Apple's GPU (mps), which lacks the float64 that scores are computed "
-            "in. Move it to the CPU: model.to('cpu')."
+            "The model is on Apple's GPU (mps), which lacks the float64 needed to compute scores. "
+            "Move it to the CPU: model.to('cpu')."
         )
     drops = (x for x in model.modules() if isinstance(x, torch.nn.Dropout) and x.p)
     if model.training or any(x.training for x in drops):
@@ -92,15 +92,15 @@ def check_model(model: Any) -> None:
 
 
 def _problem(model: Any) -> str | None:
-    """Why the layers of `model` cannot be compressed, or None if they can."""
+    """The reason why the layers of `model` cannot be compressed, or None if they can."""
     config, kinds = model.config, layer_kinds(text_config(model))
     name = f"{type(model).__name__} ({getattr(config, 'model_type', 'unknown')})"
     if any(getattr(config, x, False) for x in ("is_encoder_decoder", "add_cross_attention")):
         return (
-            f"{name} attends to an encoder's output as well, whose keys and values no prompt "
-            f"makes; gracekv takes decoder-only models. {_TESTED}"
+            f"{name} also attends to an encoder's output, whose keys and values do not come from a "
+            f"prompt; gracekv takes decoder-only models. {_TESTED}"
         )
-    # The other methods of peft change weights; these the sequence, or how it is read.
+    # Other peft methods change weights; these change the sequence or how it is read.
     peft = getattr(model, "active_peft_config", None)
     # transformers itself loads adapters without a PeftModel.
     adapters = [peft] if peft else list(getattr(model, "peft_config", {}).values())
@@ -110,8 +110,8 @@ def _problem(model: Any) -> str | None:
     if any(refused):
         return (
             f"{name} puts learned tokens before a prompt (prompt or prefix tuning), reads it twice "
-            f"(Shadow, X-LoRA), or by what each call holds (activated LoRA, Lily), which gracekv "
-            f"does not count. It takes adapters that change weights, such as LoRA."
+            f"(Shadow, X-LoRA), or differently in each call (activated LoRA, Lily), which gracekv "
+            f"does not support. It supports adapters that change weights, such as LoRA."
         )
     for number, kind in enumerate(kinds):
         if kind not in KINDS:
@@ -120,73 +120,73 @@ def _problem(model: Any) -> str | None:
                 f"of kinds {', '.join(COMPRESSED)}, leaves those of "
                 f"{', '.join(sorted(KINDS - set(COMPRESSED)))}, and knows no others. {_TESTED}"
             )
-        # Of linear layers `check_sharding` sees that every process holds all states.
+        # `check_sharding` ensures that every process holds all states of linear layers.
         if kind in WITH_STATES - {"linear_attention"} and is_sharded(model):
             return (
                 f"Layer {number} of {name} is of kind {kind}, whose states are not divided among "
                 f"processes. Load the model without tp_plan."
             )
-    if config.model_type == "jamba":  # in 16 bits, rounding hides it from the self-check
+    if config.model_type == "jamba":  # in 16 bits, rounding hides the problem from the self-check
         return (
-            f"The states of {name} begin anew with several tokens in transformers, so a question "
-            f"or a passage would forget what came before. {_TESTED}"
+            f"The states of {name} start anew with several tokens in transformers, so a question "
+            f"or a passage would forget the text before it. {_TESTED}"
         )
     has_states = bool(WITH_STATES & set(kinds))
     if has_states and not set(COMPRESSED) & set(kinds):
         return (
-            f"{name} has no layer of kind full_attention, so nothing of its cache grows with the "
-            f"prompt and there is nothing to compress."
+            f"{name} has no layer of kind full_attention, so its cache does not grow with the "
+            f"prompt, and there is nothing to compress."
         )
     rope = rope_parameters(model).get("rope_type")
     if not (rope in TESTED_ROPE_TYPES if has_rope(model) else has_states):
         return (
             f"The RoPE variant {rope!r} of {name} is not supported; supported: "
             f"{', '.join(sorted(TESTED_ROPE_TYPES))}, by a rotary module of the decoder. Merging "
-            f"keys relies on one, or on layers with states that tell positions."
+            f"keys relies on one, or on layers with states that encode positions."
         )
     count = len(getattr(model.get_decoder(), "layers", ()))
     if len(kinds) != count:
         return (
             f"The config of {name} describes {len(kinds)} layers, its decoder has {count} in a "
-            f"list named layers; gracekv takes one attention a layer. {_TESTED}"
+            f"list named layers; gracekv takes one attention per layer. {_TESTED}"
         )
     if shared := getattr(text_config(model), "num_kv_shared_layers", None) or 0:
         return (
             f"Layer {len(kinds) - shared} of {name} attends to the keys and values of an earlier "
-            f"layer; what several layers read is not compressed yet."
+            f"layer; caches shared by several layers cannot be compressed yet."
         )
     return None
 
 
 def check_needs(model: Any, needs: Needs, *, passage: bool = False) -> None:
-    """Raise `ObserverError` if the model, or a passage, cannot give what an observer reads."""
+    """Raise `ObserverError` if the model, or a passage, cannot provide what an observer reads."""
     others, driver = other_layers(model), "gracekv.capture"
     if passage:
-        driver = "a passage, whose context is mostly gone,"
+        driver = "a passage, whose context is mostly dropped,"
     elif others:
         layer = f"layer {others[0].number} ({others[0].kind})"
         driver = f"{type(model).__name__}, whose {layer} does not hold every token,"
     gives: frozenset[Source] = frozenset(get_args(Source))
     gives -= {"passes"} if passage or others else set()
-    advice = "Use a recipe that reads once, such as 'gracekv-plus' or 'gracekv-agnostic'."
+    advice = "Use a single-pass recipe, such as 'gracekv-plus' or 'gracekv-agnostic'."
     check_observers(needs.observers, gives, driver, advice)
 
 
 def check_passes(model: Any, needs: Needs, spans: PromptSpans) -> None:
-    """Raise `UnsupportedModelError` if a second pass takes positions that the model was not for."""
+    """Raise `UnsupportedModelError` if a second pass exceeds the model's trained length."""
     trained = trained_length(model)
     for observer in needs.observers:
         reach = observer.reach(spans) if isinstance(observer, PassObserver) else 0
         if trained is not None and reach > max(trained, spans.length):
             raise UnsupportedModelError(
                 f"{observer!r} runs a second pass that takes {reach} positions or more, "
-                f"{type(model).__name__} was made for {trained}. Use a shorter context, a recipe "
-                f"that reads once, or CaptureOptions(beyond_positions=True)."
+                f"but {type(model).__name__} was trained for {trained}. Use a shorter context, a "
+                f"single-pass recipe, or CaptureOptions(beyond_positions=True)."
             )
 
 
 def sliding_window(model: Any) -> int | None:
-    """Tokens that the compressed layers see where all layers slide; None if they see all."""
+    """Number of tokens that compressed layers see if all layers slide; None if they see all."""
     window = compressed_layers(model)[0].window
     return int(window) if window else None
 
@@ -206,35 +206,35 @@ def switch_point(model: Any) -> int | None:
 
 
 def trained_length(model: Any) -> int | None:
-    """Positions that the model was trained or stretched for, or None if its config does not say."""
+    """Number of positions that the model was trained or extended for, or None if unknown."""
     known = getattr(text_config(model), "max_position_embeddings", None)
     rope = rope_parameters(model)
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
     if not known:
         return None
-    # Configs that turn these on often leave max_position_embeddings at what it was before.
+    # Configs with these often leave max_position_embeddings at its old value.
     if rope.get("rope_type") in ("linear", "yarn") and factor:
         return max(int(known), int((original or known) * factor))
     return int(known)
 
 
 def closable_length(model: Any) -> int | None:
-    """The distance at which keys that are rotated on may lie from a query, or None if unknown.
+    """The largest distance between a re-rotated key and a query, or None if unknown.
 
-    Raises `CacheError` where rotations depend on the length, or a cache has to end somewhere.
+    Raises `CacheError` if rotations depend on the length, or the cache has a maximum length.
     """
     bound = longest_sequence(model, 1)
     if rope_parameters(model).get("rope_type") == "dynamic":
         bound = 0, "its dynamic RoPE depends on the length"
     if bound is not None:
-        raise CacheError(f"{type(model).__name__} takes no closed positions: {bound[1]}.")
+        raise CacheError(f"{type(model).__name__} does not support closed positions: {bound[1]}.")
     return trained_length(model)
 
 
 def longest_sequence(model: Any, prompt_length: int) -> tuple[int, str] | None:
-    """The length up to which a cache of this prompt fits the model, and what happens beyond it.
+    """The length up to which a cache of this prompt fits the model, and what limits it.
 
-    None if there is no such length. Prompt and continuation count, but for the last new token,
+    None if there is no such length. Prompt and continuation count, except for the last new token,
     which is never fed.
     """
     bounds = []
@@ -246,19 +246,19 @@ def longest_sequence(model: Any, prompt_length: int) -> tuple[int, str] | None:
 
 
 def check_prompt_length(model: Any, length: int, *, beyond_positions: bool = False) -> None:
-    """Refuse or warn about a prompt of `length` tokens that the model cannot treat as usual.
+    """Reject or warn about a prompt whose `length` in tokens the model cannot handle as usual.
 
     Raises `UnsupportedModelError` if a sliding window does not cover it, and `PromptError` beyond
-    the trained length (or that times dynamic RoPE's factor), unless `beyond_positions` makes it a
-    warning, and where transformers drops a Phi-3's cache at the first step. Warns
-    (`LengthWarning`) where little room is left before a length at which the cache ends.
+    the trained length (times the factor of dynamic RoPE), unless `beyond_positions` makes it a
+    warning, or if transformers would drop a Phi-3's cache at the first step. Warns
+    (`LengthWarning`) if little room is left before a length at which the cache ends.
     """
     name = type(model).__name__
     window, switch, trained = sliding_window(model), switch_point(model), trained_length(model)
     if window is not None and length > window:
         raise UnsupportedModelError(
-            f"{name} has layers with a sliding window of {window} tokens, the prompt has {length}: "
-            f"their caches are bounded already. Use a prompt that the window covers, or a model "
+            f"{name} has a sliding window of {window} tokens, and the prompt has {length}: "
+            f"its cache is already bounded. Use a prompt that fits in the window, or a model "
             f"with full attention in every layer."
         )
     if switch is not None and length == switch + 1:
@@ -275,11 +275,11 @@ def check_prompt_length(model: Any, length: int, *, beyond_positions: bool = Fal
                 "Its dynamic RoPE then rotates by the longest sequence seen so far, so answers "
                 "depend on what the model was run on before."
             )
-        said = f"The prompt has {length} tokens, {name} was made for {trained}. {what}"
+        said = f"The prompt has {length} tokens, but {name} was trained for {trained}. {what}"
         if length > reach and not beyond_positions:
             raise PromptError(
-                f"{said} Use a shorter prompt or a model made for longer ones; to read it "
-                f"nevertheless, give CaptureOptions(beyond_positions=True), on the command line "
+                f"{said} Use a shorter prompt or a model trained for longer ones; to read it "
+                f"anyway, pass CaptureOptions(beyond_positions=True), or on the command line "
                 f"--beyond-positions."
             )
         _warn(said)
@@ -293,24 +293,24 @@ def check_prompt_length(model: Any, length: int, *, beyond_positions: bool = Fal
 def check_continuation(model: Any, lengths: Sequence[int], new_tokens: int) -> None:
     """Check that `new_tokens` may follow the cached prompts of these `lengths`, as one batch.
 
-    Raises `CacheError` if they pass `longest_sequence`, or if the prompts lie on both sides of the
-    `switch_point`: a batch rotates by its longest row, and counts padding.
+    Raises `CacheError` if they exceed `longest_sequence`, or if the prompts lie on both sides of
+    the `switch_point`: a batch rotates by its longest row, padding included.
     """
     name, longest, switch = type(model).__name__, max(lengths), switch_point(model)
     if switch is not None and min(lengths) <= switch < longest:
         raise CacheError(
             f"{name} changes its RoPE after {switch} tokens; prompts of {sorted(lengths)} lie on "
-            f"both sides. Generate for the shorter and the longer ones in batches of their own."
+            f"both sides. Generate for the shorter and the longer ones in separate batches."
         )
     bound = longest_sequence(model, longest)
     if bound is not None and longest + new_tokens - 1 > bound[0]:
         raise CacheError(
-            f"{new_tokens} new tokens after a prompt of {longest} pass a length of {bound[0]}, "
+            f"{new_tokens} new tokens after a prompt of {longest} exceed a length of {bound[0]}, "
             f"where {name} no longer fits its cache: {bound[1]}. Generate at most "
             f"{max(0, bound[0] - longest + 1)} tokens, or use a longer or shorter prompt."
         )
 
 
 def _warn(message: str) -> None:
-    # check_prompt_length, capture and its decorator lie between here and the caller.
+    # check_prompt_length, capture and its decorator are between here and the caller.
     warnings.warn(message, LengthWarning, stacklevel=5)

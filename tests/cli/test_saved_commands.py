@@ -67,7 +67,7 @@ def test_a_saved_context_is_asked(cli, refused, loads, book):
     _, out, _ = cli("ask", path, "Who fell?", "Why?", "--model", "m", "--max-new-tokens", 5)
     first, second = result.ask(["Who fell?", "Why?"], 5)
     assert out == f"> Who fell?\n{first}\n\n> Why?\n{second}\n\n"
-    assert "A question is a text that is not empty" in refused("ask", path, " ", "--model", "m")
+    assert "A question must be non-empty text" in refused("ask", path, " ", "--model", "m")
     told = refused("generate", path, "--model", "m")
     assert "was saved without a question: use gracekv ask." in told
 

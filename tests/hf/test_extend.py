@@ -279,7 +279,7 @@ def test_queries_of_what_was_read_before_are_gone(model):
     again = without_queries(again).with_queries(prefill.query_positions)
     torch.testing.assert_close(prefill.queries, again.queries, atol=1e-4, rtol=1e-4)
     assert prefill.query_positions.tolist() == list(range(past.places, past.places + 10))
-    with pytest.raises(MissingCaptureError, match=r"2 of the queries .* Extend by a longer"):
+    with pytest.raises(MissingCaptureError, match=r"2 of the requested .* Extend with a longer"):
         prefill.with_queries([3, past.places - 1, past.places])
 
 
@@ -306,10 +306,10 @@ def test_results_that_cannot_go_on_are_refused(model):
     with pytest.raises(ObserverError, match=r"Reconstruction.* reads passes"):
         twice.extend(PASSAGE, ratio=2)
     small = tiny_llama(vocabulary=97, positions=128)
-    with pytest.raises(PromptError, match="was made for 128"):
+    with pytest.raises(PromptError, match="was trained for 128"):
         compressed(small, 2).extend(PASSAGE, ratio=2)
     options = gracekv.CaptureOptions(beyond_positions=True)
-    with pytest.warns(LengthWarning, match="was made for 128"):
+    with pytest.warns(LengthWarning, match="was trained for 128"):
         compressed(small, 2).extend(PASSAGE, ratio=2, capture=options)
     bounded = tiny_model("phi3", positions=100)
     with pytest.raises(CacheError, match="Extend by 9 tokens at most"):

@@ -83,7 +83,7 @@ def test_only_new_messages_are_read_and_answers_may_come_back_as_calls(tokenizer
         assert isinstance(chat.ask("Why?", 3), str)
         assert [x["role"] for x in chat.messages[-2:]] == ["user", "assistant"]
         other = {**CALLED, "tool_calls": [{**CALL, "id": "2"}]}
-        with pytest.raises(EditedHistoryError, match="Message 2, of role 'assistant'"):
+        with pytest.raises(EditedHistoryError, match=r"Message 2 \(role 'assistant'\)"):
             chat.send([*BEGUN, other, *chat.messages[3:], BEGUN[1]], tools=TOOLS)
 
 
@@ -98,7 +98,7 @@ def test_an_edited_history_is_refused_or_compressed_anew(agent):
         held, more = chat.accounting.entries, {"role": "user", "content": "Why?"}
         answer = {"role": "assistant", "content": told}
         for changed in (mine, edited, [BEGUN[0], *LATER[2:]], LATER[:4]):
-            with pytest.raises(EditedHistoryError, match=r"Message [013456], of role"):
+            with pytest.raises(EditedHistoryError, match=r"Message [013456] \(role"):
                 chat.send([*changed, answer, more] if changed[4:] else changed, tools=TOOLS)
         with pytest.raises(EditedHistoryError, match="tools are not"):
             chat.send([*LATER, answer, more])
@@ -151,7 +151,7 @@ def test_malformed_messages_are_refused(model, tokenizer, agent, made_of):
     user, parts = {"role": "user"}, [*PARTS[0]["content"], {"type": "image_url", "image_url": {}}]
     unread = [user, *({**user, "content": x} for x in (parts, None, 5)), {"role": "assistant"}]
     for wanted, given in {
-        r"a list \(for a text there is chat\.ask\); got (str|dict)": ["Who?", BEGUN[1]],
+        r"a list \(for a text, use chat\.ask\); got (str|dict)": ["Who?", BEGUN[1]],
         r"of message 0 must be text; got \w+\. Only .*parts": [[x] for x in unread],
         "with a role of system, .* got": [["Who?"], [{"content": "Who?"}]],
         "got 'usr'. Did you mean 'user'": [[{"role": "usr"}]],

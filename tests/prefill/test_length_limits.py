@@ -81,17 +81,17 @@ def test_a_batch_on_both_sides_of_the_switch_is_refused(name):
 
 
 @pytest.mark.parametrize(("name", "length", "message"), [
-    ("llama", 4097, "has 4097 tokens, LlamaForCausalLM was made for 4096. Answers may be poor"),
+    ("llama", 4097, "4097 tokens, but LlamaForCausalLM was trained for 4096. Answers may be"),
     ("llama dynamic", 4097, "what the model was run on before"),
     ("mistral", 2500, "continue this prompt for 501 tokens.*sliding window"),
     ("phi3 longrope", 2000, "continue this prompt for 49 tokens.*drops the cache"),
-    ("phi3 longrope", 32769, "was made for 32768"),
+    ("phi3 longrope", 32769, "was trained for 32768"),
 ])  # fmt: skip
 def test_lengths_that_are_warned_about(name, length, message):
     with pytest.warns(LengthWarning, match=message):
         supported.check_prompt_length(MODELS[name], length, beyond_positions=True)
-    if "was made for" in message:
-        with pytest.raises(PromptError, match=r"made for.*beyond_positions=True.*--beyond-pos"):
+    if "was trained for" in message:
+        with pytest.raises(PromptError, match=r"trained for.*beyond_positions=True.*--beyond-pos"):
             supported.check_prompt_length(MODELS[name], length)
 
 
@@ -106,7 +106,7 @@ def test_usual_lengths_pass_silently(name, length):
 
 
 def test_a_window_that_does_not_cover_the_prompt_is_refused():
-    with pytest.raises(UnsupportedModelError, match="window of 3000 tokens, the prompt has 3001"):
+    with pytest.raises(UnsupportedModelError, match="3000 tokens, and the prompt has 3001"):
         supported.check_prompt_length(MODELS["mistral"], 3001)
 
 
@@ -119,7 +119,7 @@ def test_the_prompt_length_at_which_the_first_step_loses_the_cache_is_refused(na
 def test_dynamic_rope_is_warned_about_up_to_its_factor():
     with pytest.warns(LengthWarning, match="what the model was run on before"):
         supported.check_prompt_length(MODELS["llama dynamic"], 8192)
-    with pytest.raises(PromptError, match="was made for 4096"):
+    with pytest.raises(PromptError, match="was trained for 4096"):
         supported.check_prompt_length(MODELS["llama dynamic"], 4096 * 64)
 
 
@@ -129,5 +129,5 @@ def test_capture_refuses_long_prompts_before_the_model_runs():
     with pytest.warns(LengthWarning, match="made for 50"):
         capture(model, prompt, options=CaptureOptions(beyond_positions=True))
     model.model.forward = None
-    with pytest.raises(PromptError, match="has 60 tokens, LlamaForCausalLM was made for 50"):
+    with pytest.raises(PromptError, match="has 60 tokens, but LlamaForCausalLM was trained for 50"):
         capture(model, prompt)

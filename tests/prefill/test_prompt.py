@@ -202,7 +202,7 @@ def template(text):
     (lambda: FAST[True], {"context": " \n"}, "context is empty"),
     (lambda: FAST[True], {"context": ["a", "b"]}, "context must be text; got list"),
     (lambda: FAST[True], {"question": None}, "question must be text; got NoneType"),
-    (lambda: FAST[True], {"question": " \n"}, r"A question is a text that is not empty; got '"),
+    (lambda: FAST[True], {"question": " \n"}, r"A question must be non-empty text; got '"),
     (lambda: Mock(image_processor=1), {}, "pass the processor's tokenizer"),
     (lambda: FAST[True], {"template": MESSAGE}, "template is True or False; got str"),
     (lambda: template("fixed"), {}, "shows the user's message 0 times"),

@@ -204,5 +204,5 @@ def test_a_format_that_hides_the_message_is_no_format():
 
 @pytest.mark.parametrize("question", ["", " ", None, 3])
 def test_a_question_is_a_text(question):
-    with pytest.raises(PromptError, match="A question is a text"):
+    with pytest.raises(PromptError, match="A question must be non-empty text"):
         request(None, "book", question, TOKENIZERS["chat"])
