@@ -17,15 +17,15 @@ from gracekv.registry import bounded
 
 @QUOTAS.register("adaptive_heads")
 class AdaptiveHeads(Quota):
-    """Split a layer's budget by the heads' wins in its top-k, mixed with equal parts (Ada-KV).
+    """Split a layer's budget by each head's share of its top-k, mixed with equal parts (Ada-KV).
 
     M is a layer's equal share without the recent windows, f_g the number of head g's tokens among
     the layer's M best (ties: the lower head, then the earlier token).
 
-    Source: Feng et al. (2024), arXiv:2407.11550, in the form of its code, whose floor weighs the
-    equal part. Ours: largest-remainder rounding to exactly M, ties to the lower head.
+    Source: Feng et al. (2024), arXiv:2407.11550, in the form of its code, whose floor is the weight
+    of the equal part. Ours: largest-remainder rounding to exactly M, ties to the lower head.
 
-    Cost: one sort of the scores of each layer.
+    Cost: one sort of each layer's scores.
 
     Attributes:
         floor: weight of the equal part (0.2, the setting recommended for grouped queries).
@@ -47,7 +47,7 @@ class AdaptiveHeads(Quota):
         pool, share = int(equal_shares(plan)[layer].sum()), Fraction(str(self.floor))
         if self.rule == "safeguard":
             guaranteed = math.floor(share * (pool // plan.heads + plan.recent))
-            # The recent window is held anyway, and counts as part of what is guaranteed.
+            # The recent window is held anyway and counts towards the guaranteed entries.
             guaranteed = max(guaranteed, int(self.floor > 0)) - plan.recent
             if guaranteed > 0:
                 # The guaranteed tokens are raised above all others.
@@ -60,7 +60,7 @@ class AdaptiveHeads(Quota):
 
 
 def winners(scores: Tensor, count: int) -> Tensor:
-    """int64 [G]: how many of the `count` largest of all `scores` [G, N] lie in each row.
+    """int64 [G]: how many of the `count` largest of all `scores` [G, N] are in each row.
 
     Ties go to the earlier row, then to the earlier column. `count` is at most G N.
     """

@@ -1,4 +1,4 @@
-"""`Frontier`, the tree nodes that stay, and the interfaces that choose them."""
+"""`Frontier`, the tree nodes that stay, and the interfaces of strategies that choose them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gracekv.tree.base import Forest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frontier:
-    """The operations that were bought, and thus the nodes that stay.
+    """The operations that were bought, which determine the nodes that stay.
 
     Attributes:
         forest: the forest that the masks index.
@@ -25,7 +25,7 @@ class Frontier:
         split: bool [V], whether Split(v) was executed.
         budget: entries that the auction and the floor could spend together (B_base).
         floor_spent: B_floor, entries bought by the floor stage.
-        bound: certified upper bound of the attainable utility, if the allocator computed one.
+        bound: certified upper bound on the attainable utility, if the allocator computed one.
 
     Invariants (checked by `gracekv.testing.check_frontier`): a split node is on an executed path,
     `spent <= budget`, and every token lies in at most one kept interval.
@@ -40,14 +40,14 @@ class Frontier:
 
     @classmethod
     def empty(cls, forest: Forest, budget: int) -> Frontier:
-        """A frontier on which nothing is bought yet."""
+        """A frontier on which nothing has been bought yet."""
         none = forest.start.new_zeros
         added, split = (none(size, dtype=torch.bool) for size in (forest.trees, forest.nodes))
         return cls(forest, added, split, budget)
 
     @property
     def reached(self) -> Tensor:
-        """bool [V]: nodes that an executed operation put into the cache, split later or not."""
+        """bool [V]: nodes that an executed operation put into the cache, even if split later."""
         return torch.cat([self.added, self.split[self.forest.parent[self.forest.trees :]]])
 
     @property
@@ -62,7 +62,7 @@ class Frontier:
 
     @property
     def utility(self) -> float:
-        """Gains of all executed operations, each clipped at 0, summed (the auction's measure)."""
+        """Sum of the gains of all executed operations, each clipped at 0 (the auction's aim)."""
         forest = self.forest
         bought = (forest.add_gain[self.added], forest.split_gain[self.split])
         return float(sum(gain.clamp(min=0).sum() for gain in bought))
@@ -78,15 +78,15 @@ class Frontier:
 class Floor(Strategy, abc.ABC):
     """Choose exact singletons that are protected before the auction.
 
-    This takes two steps, because the trees extract the candidates early, and the candidates are
-    bought in the trees.
+    This takes two steps: the trees extract the candidates early, and the candidates are then bought
+    in the trees.
     """
 
     @abc.abstractmethod
     def candidates(
         self, scores: Tensor, plan: BudgetPlan, shard: HeadShard = WHOLE
     ) -> Tensor | None:
-        """Floor scores f float64 [L, G, N], -inf for tokens that are no candidates.
+        """Floor scores f float64 [L, G, N], -inf for tokens that are not candidates.
 
         None if there is no floor. `scores` is R^tok [L, G, N] of the heads of `shard`.
         """
@@ -98,7 +98,7 @@ class Floor(Strategy, abc.ABC):
         """Buy the candidates' paths, within B_base and `quota`; the auction starts from there.
 
         Args:
-            forest: the trees, whose leaves the candidates become.
+            forest: the trees, in which the candidates become leaves.
             candidates: [L, G, N] float64 as returned by `candidates`, or None.
             plan: the budget in entries.
             quota: int64 [L, G] caps, or None.
@@ -114,7 +114,7 @@ class Quota(Strategy, abc.ABC):
             first, whatever `compares_layers` says.
         compares_layers: whether a layer's caps depend on the scores of other layers; if not,
             `layer` computes them.
-        monotone: whether no cap falls as the budget grows.
+        monotone: whether caps never decrease as the budget grows.
     """
 
     uses_column_sums: ClassVar[bool] = False
@@ -126,31 +126,31 @@ class Quota(Strategy, abc.ABC):
         """Caps int64 [L, G], or None if only the budget limits.
 
         Args:
-            scores: R^tok [L, G, N], or what `uses_column_sums` says.
+            scores: R^tok [L, G, N], or column sums, see `uses_column_sums`.
             plan: the budget in entries.
         """
 
     def layer(self, scores: Tensor, layer: int, plan: BudgetPlan) -> Tensor | None:
-        """Caps int64 [G] of one layer by its scores [G, N], or None if only the budget limits."""
+        """Caps int64 [G] of one layer from its scores [G, N], or None if only the budget limits."""
         caps = self(scores.expand(plan.layers, -1, -1), plan)
         return None if caps is None else caps[layer]
 
 
 class Allocator(Strategy, abc.ABC):
-    """Spend what the floor left over on Add and Split operations.
+    """Spend the budget that the floor left on Add and Split operations.
 
-    Pure and deterministic. Never spends more than `start.budget` in all, never holds more than
+    Pure and deterministic. Never spends more than `start.budget` in total, never holds more than
     `quota[l, g]` entries in a head, executes an operation only after its ancestors, and keeps
     everything that `start` already bought.
 
     Non-elastic (default): gains are clipped at 0 and zero-gain operations are still bought while
-    budget is left. Elastic: stops before operations of gain <= 0. Either way no operation is left
-    that could still be bought alone.
+    budget is left. Elastic: stops before operations of gain <= 0. Either way, no remaining
+    operation could still be bought by itself.
 
     Attributes:
-        prunable: whether it buys exactly what the greedy auction buys, so that nodes beyond the
+        prunable: whether it buys exactly what the greedy auction buys, so nodes beyond the
             auction's reach need not be grown.
-        elastic: whether it leaves budget unspent rather than buy what gains nothing.
+        elastic: whether it leaves budget unspent rather than buy operations without gain.
     """
 
     prunable: ClassVar[bool] = False
@@ -162,7 +162,7 @@ class Allocator(Strategy, abc.ABC):
 
         Args:
             start: what the floor bought.
-            quota: int64 [L, G] most entries of each head, floor included, or None.
+            quota: int64 [L, G] maximum entries of each head, including the floor, or None.
         """
 
 

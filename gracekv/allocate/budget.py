@@ -1,4 +1,4 @@
-"""`Budget`: how much to keep; `EntryBytes`: what entries take; `RecentWindow`: always kept."""
+"""`Budget`: how much to keep; `EntryBytes`: sizes of entries; `RecentWindow`: always kept."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class EntryBytes:
-    """How many bytes the keys and values of one head's entries take.
+    """Sizes in bytes of the keys and values of one head's entries.
 
     Source: ours.
 
     Attributes:
         exact: bytes of an unquantised entry, in the model's dtype.
-        coded: bytes of a quantised entry, with its own scales and zero points.
-        block: bytes of the scales and zero points that a block of quantised entries shares.
+        coded: bytes of a quantised entry, including its own scales and zero points.
+        block: bytes of the scales and zero points shared by a block of quantised entries.
         per_block: entries in a block; the last block of a head may have fewer.
-        full: bytes of an entry of 16-bit numbers, in which ratios count whatever the model's dtype.
+        full: bytes of an entry in 16-bit numbers, the reference of ratios in any model dtype.
         sinks: how many of the context's first tokens are never quantised.
     """
 
@@ -47,12 +47,12 @@ class EntryBytes:
     sinks: int = 0
 
     def heads(self, exact: int, coded: Tensor) -> int:
-        """Bytes of heads of `coded` quantised entries each, int64 [heads], and `exact` others."""
+        """Bytes of heads with `coded` quantised entries each, int64 [heads], and `exact` others."""
         blocks = int(ragged.blocks(coded, self.per_block).sum())
         return exact * self.exact + int(coded.sum()) * self.coded + blocks * self.block
 
     def most(self, size: int) -> int:
-        """The most entries that fit into `size` bytes, all quantised and in full blocks."""
+        """The maximum number of entries in `size` bytes, all quantised and in full blocks."""
         return size * self.per_block // (self.coded * self.per_block + self.block)
 
 
@@ -62,17 +62,17 @@ Number: TypeAlias = int | float | str | Fraction
 
 
 class BudgetOptions(TypedDict, total=False):
-    """The keywords by which a call names its budget; exactly one is given.
+    """The keywords for a budget; a call takes exactly one of them.
 
     Attributes:
-        budget: a `Budget`, as `Pipeline.run` takes it.
-        ratio: how many times fewer entries the context keeps, at least 1; where the pipeline
-            quantises them, how many times fewer bytes than a full cache of 16-bit numbers.
+        budget: a `Budget`, as for `Pipeline.run`.
+        ratio: how many times fewer entries the context keeps, at least 1; if the pipeline quantises
+            them, how many times fewer bytes than a full cache of 16-bit numbers.
         entries_per_head: entries per KV head and layer on average.
-        kv_bytes: bytes of the context's keys and values, scales and zero points included, or text
+        kv_bytes: bytes of the context's keys and values, including scales and zero points, or text
             such as "64MiB".
-        compression_ratio: the fraction of entries removed, at least 0 and below 1, as kvpress
-            counts: 0.875 is ratio=8.
+        compression_ratio: the fraction of entries removed, at least 0 and below 1, as in kvpress:
+            0.875 is ratio=8.
     """
 
     budget: Budget | None
@@ -84,15 +84,15 @@ class BudgetOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class RecentWindow(Configurable):
-    """The last context tokens, kept exactly in every head and paid for.
+    """The last context tokens, kept exactly in every head and counted in the budget.
 
     Attributes:
         size: r in tokens, the paper's 32.
         minimum: r never shrinks below this many tokens, the paper's 4.
         share: r takes at most this share of the budget (ours; 1.0 is the paper).
-        rule: "fixed" is the above. "half": r is half of a head's equal share, at least 1, whatever
-            the other fields say (H2O's published split); a budget has to hold `minimum` tokens of
-            each head all the same.
+        rule: "fixed" is the above. "half": r is half of a head's equal share, at least 1,
+            regardless of the other fields (H2O's published split); a budget must still hold
+            `minimum` tokens of each head.
     """
 
     size: int = bounded(32, at_least=0)
@@ -103,11 +103,11 @@ class RecentWindow(Configurable):
     def check(self) -> None:
         if self.minimum > self.size:
             raise ConfigError(
-                f"RecentWindow.minimum is at most its size; got {self.minimum} and {self.size}."
+                f"RecentWindow.minimum must not exceed size; got {self.minimum} and {self.size}."
             )
 
     def tokens(self, size: int, heads: int, each: int = 1) -> int:
-        """The window r of each of `heads` heads, for a budget of `size`; an entry takes `each`."""
+        """The window r of each of `heads` heads for a budget of `size`; an entry takes `each`."""
         if self.rule == "half":
             return max(1, size // heads // 2 // each)
         share = math.floor(Fraction(str(self.share)) * size / heads / each)
@@ -118,12 +118,12 @@ class RecentWindow(Configurable):
 class Budget:
     """How much of the context's cache may stay: by ratio, entries per head, or bytes of K/V.
 
-    Build it by `Budget.ratio`, `Budget.compression_ratio`, `Budget.entries_per_head` or
+    Build it with `Budget.ratio`, `Budget.compression_ratio`, `Budget.entries_per_head` or
     `Budget.kv_bytes`.
 
     Attributes:
         kind: "ratio", "entries_per_head" or "kv_bytes".
-        amount: the ratio, the entries of each head, or the bytes; exact.
+        amount: the ratio, the entries per head, or the bytes; exact.
     """
 
     kind: str
@@ -136,14 +136,14 @@ class Budget:
         takes: Iterable[str] = tuple(BudgetOptions.__annotations__),
         others: Mapping[str, str] | None = None,
     ) -> Budget:
-        """The one budget that is not None among `options`, which a call was given.
+        """The one budget that is not None among the `options` of a call.
 
         Args:
             options: values by keyword.
-            takes: the keywords of `BudgetOptions` that the call takes.
-            others: words that may be meant by a mistyped keyword, and what to write for each.
+            takes: the keywords of `BudgetOptions` that the call accepts.
+            others: further keywords that a mistyped one may mean, and what to write for each.
 
-        Raises `BudgetError` if there is none or several, and for another keyword.
+        Raises `BudgetError` if there is none or several, and for unknown keywords.
         """
         known = ", ".join(takes)
         for name in set(options).difference(takes):
@@ -165,7 +165,7 @@ class Budget:
     def ratio(cls, ratio: Number) -> Budget:
         """x >= 1: the context keeps floor(L G N_ctx / x) entries (paper, Eq. (A1)).
 
-        Raises `BudgetError` for a smaller ratio, and for anything but a number.
+        Raises `BudgetError` for a smaller ratio or anything but a number.
         """
         if (amount := _rational(ratio, "ratio")) < 1:
             hint = ""
@@ -175,22 +175,22 @@ class Budget:
                     f"is the share to remove, use compression_ratio={ratio}."
                 )
             raise BudgetError(
-                f"ratio says how many times fewer entries to keep, so it is at least 1 (1 keeps "
+                f"ratio says how many times fewer entries to keep and must be at least 1 (1 keeps "
                 f"all, 8 keeps an eighth); got {ratio!r}.{hint}"
             )
         return cls("ratio", amount)
 
     @classmethod
     def compression_ratio(cls, removed: Number) -> Budget:
-        """The share of the context's entries to remove, from 0 up to 1: kvpress's measure.
+        """The share of the context's entries to remove, from 0 to below 1, as in kvpress.
 
-        0.875 removes seven of eight entries, so it equals `Budget.ratio(8)`. Raises `BudgetError`
-        for a share outside [0, 1), and for anything but a number.
+        0.875 removes seven of eight entries, like `Budget.ratio(8)`. Raises `BudgetError` for a
+        share outside [0, 1) or anything but a number.
         """
         amount = _rational(removed, "compression_ratio")
         if not 0 <= amount < 1:
             raise BudgetError(
-                f"compression_ratio is the share of entries to remove, from 0 to below 1 (0.875 "
+                f"compression_ratio is the share of entries to remove, >= 0 and < 1 (0.875 "
                 f"keeps an eighth); got {removed!r}. To say how many times fewer entries to keep, "
                 f"use ratio."
             )
@@ -198,9 +198,9 @@ class Budget:
 
     @classmethod
     def entries_per_head(cls, entries: int | Integral) -> Budget:
-        """L G `entries` entries for the context in all, shared out by the allocator.
+        """L G `entries` entries for the context in total, distributed by the allocator.
 
-        Raises `BudgetError` unless it is a positive whole number.
+        Raises `BudgetError` unless it is a positive integer.
         """
         if isinstance(entries, bool) or not isinstance(entries, Integral) or entries < 1:
             raise BudgetError(f"entries_per_head is a positive whole number; got {entries!r}.")
@@ -208,7 +208,7 @@ class Budget:
 
     @classmethod
     def kv_bytes(cls, size: int | str) -> Budget:
-        """Bytes of context K and V together, a number or text such as "64MiB" (ours).
+        """Bytes of the context's keys and values, a number or text such as "64MiB" (ours).
 
         Raises `BudgetError` for an unknown unit or a size that is not positive.
         """
@@ -236,7 +236,7 @@ class Budget:
         window: RecentWindow | None = None,
         costs: EntryBytes | None = None,
     ) -> BudgetPlan:
-        """Convert the budget to entries; takes the model's shape, but no prefill.
+        """Convert the budget to entries; needs the model's shape but no prefill.
 
         Args:
             layers: L.
@@ -244,11 +244,11 @@ class Budget:
             context: N_ctx, tokens.
             entry_bytes: bytes of one K/V pair.
             window: the recent window's rule.
-            costs: bytes of entries where some are quantised; ratios then compare bytes with a full
-                cache of 16-bit numbers. None: no entry is quantised.
+            costs: bytes of entries if some are quantised; ratios then compare bytes with a full
+                cache of 16-bit numbers. None if no entry is quantised.
 
-        Raises `BudgetError` if not even the shortest recent window fits; it names the largest
-        ratio that works.
+        Raises `BudgetError` if not even the shortest recent window fits; the message names the
+        largest ratio that works.
         """
         window, units = window or RecentWindow(), layers * heads
         full, in_bytes = units * context, costs is not None and self.kind != "entries_per_head"
@@ -261,7 +261,7 @@ class Budget:
         else:
             size = math.floor(self.amount if in_bytes else self.amount / entry_bytes)
         size = size if in_bytes else min(size, full)
-        # A context that is all recent window needs no more than itself.
+        # A context shorter than the recent window needs only its own length.
         minimum = min(max(window.minimum, window.rule == "half"), context)
         least = units * (minimum * costs.exact or costs.coded + costs.block)
         if size < least:
@@ -279,7 +279,7 @@ class Budget:
         recent = min(window.tokens(size, units, costs.exact), context)
         left, rest = size - units * recent * costs.exact, context - recent
         stay, total = min(costs.sinks, rest), full
-        # A block of few entries takes more bytes coded than exact.
+        # A block of few entries takes more bytes quantised than exact.
         coded = costs.heads(stay, torch.tensor([rest - stay]))
         if units * min(coded, rest * costs.exact) > left:
             total = min(units * recent + costs.most(left), full - 1)
@@ -287,7 +287,7 @@ class Budget:
 
 
 def _rational(value: object, name: str) -> Fraction:
-    """Exact value as written: 0.1 is 1/10, not the nearest double."""
+    """The exact value as written: 0.1 is 1/10, not the nearest double."""
     if isinstance(value, bool) or not isinstance(value, Real | str):
         raise BudgetError(
             f"{name} must be a number such as 8 or 8.5; got {value!r} ({type(value).__name__})."

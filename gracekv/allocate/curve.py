@@ -1,4 +1,4 @@
-"""`AuctionCurve`: utility over entries spent."""
+"""`AuctionCurve`: utility against entries spent."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _POINTS = 240
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AuctionCurve:
-    """Utility over entries, floor first, then the auction's operations, best utility first.
+    """Utility against entries: first the floor, then the auction's operations, best utility first.
 
     Attributes:
         entries: int64 [P] ascending from 0, entries spent so far (recent window not counted).
         utility: float64 [P], sum of gains so far; the last is `accounting.utility`.
         floor_entries: entries that the floor spent.
-        bound: the certificate, which no allocation of the budget over the same trees exceeds; None
-            without one.
+        bound: the certified upper bound for any allocation of the budget over the same trees, or
+            None.
     """
 
     entries: Tensor
@@ -45,8 +45,8 @@ def auction_curve(
 
     `scores` [L, G, N] and `sensitivity` [L, G] are those of the run's `Relevance`.
 
-    Operations are put in the order of the greedy auction (least unit utility on the path, falling),
-    whichever allocator chose them. Floats are summed up on the CPU, see `running_sums`.
+    Operations are in the order of the greedy auction (least unit utility on the path, descending),
+    whichever allocator chose them. Floats are summed on the CPU, see `running_sums`.
     """
     floor_entries = 0
     if frontier is None:
@@ -63,7 +63,7 @@ def auction_curve(
         spent = ops.cost[order].cumsum(0).cpu()
         gained = ops.gain[order].cpu().cumsum(0)
         floor_entries = int(torch.where(before, ops.cost, 0).sum())
-    # About `_POINTS` evenly spaced points, the floor's end and the last too.
+    # About `_POINTS` evenly spaced points, plus the floor's end and the last one.
     at = torch.arange(len(spent), device="cpu")
     if len(spent) > _POINTS:
         marks = torch.linspace(0, int(spent[-1]), _POINTS, dtype=torch.float32, device="cpu").long()

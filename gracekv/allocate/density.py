@@ -15,19 +15,19 @@ from gracekv.registry import bounded
 
 @QUOTAS.register("density")
 class Density(Quota):
-    """Layers whose heads spread attention evenly get more, by a softmax over layers (D2O).
+    """A softmax over layers gives more to those whose heads spread attention evenly (D2O).
 
     With v_h the variance of head h's column sums over all prompt positions, min-max normalised over
     the heads of its layer, F_l their mean and w = softmax(-F) over layers, layer l's share of the
     whole budget is B w_l. Heads of a layer share equally.
 
     Source: Wan et al. (2024), D2O, arXiv:2406.13035, in the form of its code (without the
-    normalisation over heads the softmax hands most of the budget to one layer). Ours: a layer gets
-    at least one entry a head on top of its recent windows (where the budget is that large) and at
-    most all of its context, the difference is redistributed in proportion, rounding is by
-    largest remainder to exactly B, and no layer is exempt.
+    normalisation over heads, the softmax gives most of the budget to one layer). Ours: a layer gets
+    at least one entry per head on top of its recent windows (if the budget is that large) and at
+    most all of its context, the difference is redistributed in proportion, rounding is by largest
+    remainder to exactly B, and no layer is exempt.
 
-    Cost: the attention that each position received in all: another attention pass, a third of a
+    Cost: the total attention received by each position: another attention pass, a third of a
     prefill at 4,096 tokens on a CPU, unless the scorer has computed it.
 
     Attributes:
@@ -55,9 +55,9 @@ class Density(Quota):
 
 
 def proportional(weights: Sequence[Fraction], total: int, least: int, most: int) -> list[Fraction]:
-    """Real shares clamp(x w_i, least, most) with the one x for which they add up to `total`.
+    """Real shares clamp(x w_i, least, most), with the x for which they add up to `total`.
 
-    `weights` are positive, and `total` lies between what all `least` and all `most` come to.
+    `weights` are positive, and `total` is between n `least` and n `most` for n weights.
     """
     shares: dict[int, Fraction] = {}
     while len(shares) < len(weights):

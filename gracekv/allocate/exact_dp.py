@@ -20,10 +20,10 @@ from gracekv.registry import bounded
 class ExactDP(Allocator):
     """Find the optimum by a tree knapsack over all budgets (for small forests, as a check).
 
-    With the operations in pre-order, the best value of the operations from i on within b entries
-    is the better of skipping i with its whole subtree and of taking it. Under quotas each head
-    has such a table of its own, and a second table divides the budget among the heads. The
-    greedy auction spends what is left, on operations without gain.
+    With the operations in pre-order, the best value of the operations from i on within b entries is
+    the better of skipping i with its whole subtree and taking it. Under quotas each head has its
+    own table, and a second table divides the budget among the heads. The greedy auction spends the
+    rest on operations without gain.
 
     Source: Eq. (A8). Ours: the algorithm.
 
@@ -31,7 +31,7 @@ class ExactDP(Allocator):
 
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0 (ours).
-        max_cells: largest table, operations times budget (ours; 8 bytes each).
+        max_cells: maximum size of the table, operations times budget (ours; 8 bytes each).
 
     Raises:
         ConfigError: the table would exceed the limit.
@@ -49,7 +49,7 @@ class ExactDP(Allocator):
             raise ConfigError(
                 f"ExactDP needs a table of {cells} cells for this budget; max_cells is "
                 f"{self.max_cells}. Raise it if there is enough memory, or use 'greedy' or "
-                f"'lagrangian', whose bound tells how far from optimal they are."
+                f"'lagrangian', whose bound shows how far from optimal it is."
             )
         bought = executed.clone()
         taken = torch.from_numpy(_solve(problem, budget, left.per_head))
@@ -64,7 +64,7 @@ class _Problem:
 
     Attributes:
         index: int64 [n], their indices among all operations.
-        parent: int64 [n], place of the parent among them; -1 if it is executed or there is none.
+        parent: int64 [n], index of the parent among them; -1 if it is executed or there is none.
         gain: float64 [n], clipped at 0.
         cost: int64 [n].
         head: int64 [n].
@@ -83,7 +83,7 @@ class _Problem:
         index = index[torch.argsort(ops.tie_order(index))] if len(index) else index
         place = torch.full((len(ops) + 1,), -1, device=index.device)
         place[index] = torch.arange(len(index), device=index.device)
-        # Parent -1 (none) reads the extra last place.
+        # Parent -1 (none) reads the extra last element.
         columns = place[ops.parent[index]], ops.gain[index], ops.cost[index], ops.head(index)
         return cls(index, *(column.cpu().numpy() for column in columns))
 
@@ -98,7 +98,7 @@ def _solve(problem: _Problem, budget: int, caps: Tensor | None) -> np.ndarray:
     parts = [(slice(*ends), cap) for ends, cap in zip(pairwise(edges), most, strict=True)]
     tables = [_table(problem, part, cap) for part, cap in parts]
 
-    # best[i][b]: value of parts i, i+1, ... within b entries; share[i][b]: what part i gets of b.
+    # best[i][b]: value of parts i, i+1, ... within b entries; share[i][b]: part i's share of b.
     best = np.zeros(budget + 1)
     shares = []
     for table in reversed(tables):
@@ -120,7 +120,7 @@ def _solve(problem: _Problem, budget: int, caps: Tensor | None) -> np.ndarray:
 
 
 def _subtree_ends(problem: _Problem, part: slice) -> list[int]:
-    """Where the subtree of each operation of `part` ends, counted from the first of the part."""
+    """Where the subtree of each operation of `part` ends, relative to the start of the part."""
     count = part.stop - part.start
     ends = list(range(1, count + 1))
     for i in range(count - 1, -1, -1):

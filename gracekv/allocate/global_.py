@@ -1,4 +1,4 @@
-"""`global`: all heads share one budget. (Files are named after strategies, keywords with a "_".)"""
+"""`global`: all heads share one budget. (The file has a "_" since `global` is a keyword.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`greedy`: the paper's auction by sorting, in place of a priority queue."""
+"""`greedy`: the paper's auction, by sorting instead of a priority queue."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ from gracekv.allocate.ranking import buy_in_turn, dense_rank, descending, first_
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.kernels.ragged import offsets
 
-# A budget that refuses nothing.
+# A budget that allows everything.
 _UNLIMITED = torch.iinfo(torch.int64).max
 
 
 @ALLOCATORS.register("greedy", works_sharded=True)
 class Greedy(Allocator):
-    """Buy the highest utility per entry first: the paper's auction, in a few sorts.
+    """Buy the highest utility per entry first: the paper's auction in a few sorts.
 
     Buys exactly what the paper's priority queue buys (`gracekv.allocate.reference.greedy_heap`):
-    of the available operations the one of highest unit utility; one that does not fit is discarded
-    with its descendants; ties go to the earlier layer, head, slot and start.
+    always the available operation of highest unit utility; one that does not fit is discarded with
+    its descendants; ties go to the earlier layer, head, slot and start.
 
     Let key(a) be the least unit utility among a and its unexecuted ancestors. Without limits the
-    queue executes operations by descending key and, inside one key, tree by tree. (Once all larger
+    queue executes operations by descending key and, within one key, tree by tree. (Once all larger
     keys are done, every available operation has unit utility <= k. The queue takes the first tree
-    with one at k; whatever that makes available lies in the same tree and has a higher utility, or
-    the same and the earlier tree, so all operations of the tree with this key come before those of
+    with one at k; the operations that this makes available are in the same tree, so those of
+    utility k or more come next, and all operations of the tree with this key come before those of
     the next tree.)
 
     So one sort and one running sum find the (key, tree) at which the budget would first be
-    exceeded. All before it is bought at once. What is left then is less than that tree's operations
-    of this key cost, and a queue, which skips what does not fit, finishes on a shortlist.
+    exceeded. Everything before it is bought at once. The remaining budget is less than the cost of
+    that tree's operations of this key; a queue, which skips operations that do not fit, finishes on
+    a shortlist.
 
-    Quotas: the same cut per head gives what the quotas alone would allow. If that fits the budget
-    it is the answer, because the budget then refuses nothing. If not, the first operation that the
-    budget refuses is one of those, so the cut at the budget runs over them, and the queue finishes
+    Quotas: the same cut per head gives what the quotas alone would allow. If that fits the budget,
+    it is the answer, because the budget rejects nothing. If not, the first operation that the
+    budget rejects is one of those, so the cut at the budget runs over them, and the queue finishes
     under both limits.
 
     Source: Eqs. (A5) to (A8); departures 6. Ours: the parallel form (departures 8), the tie
     order and the clipping of gains.
 
-    Cost: one sort of the V operations and running minima down the levels: O(V log V), well below
-    1 % of a prefill.
+    Cost: one sort of the V operations and running minima over the levels: O(V log V), well below 1
+    % of a prefill.
 
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0 (ours).
@@ -63,16 +64,16 @@ class Greedy(Allocator):
 def auction(ops: Operations, executed: Tensor, left: RemainingBudget, *, elastic: bool) -> Tensor:
     """bool [M]: `executed` and everything that the greedy auction adds to it within `left`.
 
-    Where heads are spread over processes, the cut is found over the operations of all of them, and
-    their queues go on as one.
+    If heads are sharded over processes, the cut is found over the operations of all of them, and
+    their queues act as one.
     """
     if left.total == 0:
         return executed
     key, shard = ops.path_minimum(executed), ops.forest.shard
-    # Elastic: at key 0 the path holds an operation without gain, which is never bought.
+    # Elastic: at key 0 the path has an operation without gain, which is never bought.
     wanted = (key > 0) & ~executed if elastic else ~executed
     if left.per_head is not None:
-        # The most that quotas alone would allow: each process finishes by itself.
+        # All that quotas alone would allow: each process finishes by itself.
         bought = _cut(ops, wanted, key, left.per_head)
         unlimited = RemainingBudget(_UNLIMITED, left.per_head).after(ops, bought)
         by_quota = _finish(ops, executed | bought, unlimited, elastic, WHOLE)
@@ -101,7 +102,7 @@ def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor
 
     `limits` is int64 [S]: the trees fall into S groups of equal size (all, or one per head).
     """
-    # Other operations sort last (utilities are >= 0) and cost nothing.
+    # Other operations are sorted last (utilities are >= 0) and cost nothing.
     key, cost = torch.where(wanted, key, -1.0), torch.where(wanted, ops.cost, 0)
     tree, groups = ops.tree, len(limits)
     group = None if groups == 1 else tree // (ops.forest.trees // groups)
@@ -110,7 +111,7 @@ def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor
         order = order[torch.sort(group.index_select(0, order), stable=True).indices]
     running = offsets(cost.index_select(0, order))
 
-    # Per group: where it begins in the order, and the first place beyond its limit.
+    # Per group: its start in the order, and the first place beyond its limit.
     begins = torch.zeros_like(limits)
     ends = torch.full_like(limits, len(order))
     if group is not None:
@@ -122,7 +123,7 @@ def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor
     own = threshold if group is None else threshold.index_select(0, group)
     above = key > own
     tied = (key == own) & wanted
-    # Among operations of the key at the cut, trees come one after the other.
+    # Among operations of the key at the cut, trees are processed one after the other.
     tied_cost = torch.zeros(ops.forest.trees, dtype=torch.int64, device=key.device)
     tied_cost.index_add_(0, tree, torch.where(tied, cost, 0))
     paid = torch.where(above, cost, 0)
@@ -147,7 +148,7 @@ def _finish(
 class PurchaseQueue:
     """A priority queue over a shortlist: the highest unit utility first, then the tie order.
 
-    An operation that was discarded before may be offered again; it fits even less now.
+    A discarded operation may be offered again; it still does not fit.
 
     Args:
         ops: all operations.
@@ -166,7 +167,7 @@ class PurchaseQueue:
         shard: HeadShard,
     ) -> None:
         index = _shortlist(ops, executed, left, elastic)
-        # Only these trees can still change, so only they go to the host.
+        # Only these trees can still change, so only they are copied to the host.
         touched = torch.zeros(ops.forest.trees, dtype=torch.bool, device=index.device)
         touched[ops.tree[index]] = True
         self._local = local = where_true(touched.index_select(0, ops.tree))
@@ -194,7 +195,7 @@ class PurchaseQueue:
         heapq.heappush(self._queue, (-self._unit[i], self._tree[i], self._first_token[i], i))
 
     def first(self, total: int) -> tuple[float, int, int] | None:
-        """Unit utility, tree and cost of the first operation that `total` entries can pay for.
+        """Unit utility, tree and cost of the first operation that fits in `total` entries.
 
         Operations that cost more are discarded with their descendants. None if nothing is left.
         """
@@ -219,7 +220,7 @@ class PurchaseQueue:
             self._push(child)
 
     def executed(self) -> Tensor:
-        """bool [M]: all operations bought, before and from this queue."""
+        """bool [M]: all operations bought, before and by this queue."""
         result = self._executed.clone()
         chosen = torch.tensor(self._chosen, dtype=torch.int64, device=self._local.device)
         result[self._local[chosen]] = True
@@ -229,8 +230,8 @@ class PurchaseQueue:
 def _shortlist(ops: Operations, executed: Tensor, left: RemainingBudget, elastic: bool) -> Tensor:
     """int64, ascending: the available operations that the queue could still buy.
 
-    Among available operations of one cost c (and head, under quotas) at most floor(left / c) can
-    be bought, and those are the first ones: an earlier one that did not fit leaves less for them.
+    Among available operations of one cost c (and head, under quotas), at most floor(left / c) can
+    be bought, and these are the first ones: if an earlier one does not fit, nor do later ones.
     """
     fits = ops.available(executed) & (ops.cost <= left.total)
     if elastic:
@@ -247,7 +248,7 @@ def _shortlist(ops: Operations, executed: Tensor, left: RemainingBudget, elastic
         head = ops.head(index)
         group = head * (int(cost.max()) + 1) + cost
         limit = left.per_head[head].clamp(max=left.total)
-    # One integer that sorts by group, then falling utility, then the tie order.
+    # One integer that sorts by group, then descending utility, then the tie order.
     count = len(index)
     group = dense_rank(group)
     utility = dense_rank(ops.unit.index_select(0, index), falling=True)

@@ -14,7 +14,7 @@ from gracekv.allocate.greedy import auction
 from gracekv.allocate.operations import Operations, RemainingBudget, auction_start
 from gracekv.allocate.ranking import where_true
 
-# Most evaluations of the dual function per bracket; fewer once it is tight. Source: ours.
+# Maximum evaluations of the dual function per bracket; it stops when tight. Source: ours.
 _ITERATIONS = 60
 
 
@@ -22,18 +22,17 @@ _ITERATIONS = 60
 class Lagrangian(Allocator):
     """Buy the best subtrees at one price per entry, fill up greedily, and certify the result.
 
-    At the price lam, a tree's best subtree (operations with all their ancestors) under
-    gain - lam cost is a bottom-up sum of positive parts. The dual function
-    g(lam) = lam B + the sum of those values bounds every allocation from above and is convex; its
-    minimum is bracketed by bisection. The subtrees at the upper end of the bracket fit the budget;
-    those at its lower end are added tree by tree while they fit, and the greedy auction spends the
-    rest. This reaches valuable leaves behind poor steps, where the auction alone does not. If the
-    auction from `start` does better, its result is returned. Quotas become one more price per head,
-    so the bound accounts for them.
+    At the price lam, a tree's best subtree (operations with all their ancestors) under gain - lam
+    cost is a bottom-up sum of positive parts. The dual function g(lam) = lam B + the sum of those
+    values bounds every allocation from above and is convex; its minimum is bracketed by bisection.
+    The subtrees at the upper end of the bracket fit the budget; those at its lower end are added
+    tree by tree while they fit, and the greedy auction spends the rest. Unlike the auction alone,
+    this reaches valuable leaves behind poor steps. If the auction from `start` does better, its
+    result is returned. Quotas become one more price per head, so the bound accounts for them.
 
-    `Frontier.bound` is the bound on the clipped-gain utility of everything that can be reached
-    from `start`, what `start` holds included. Elastic allocations never pass an operation without
-    gain, and their bound is over such allocations.
+    `Frontier.bound` bounds the clipped-gain utility of everything that can be reached from `start`,
+    including what `start` holds. Elastic allocations never pass an operation without gain, and
+    their bound is over such allocations.
 
     Source: ours (the problem is Eq. (A8)); departures 9.
 
@@ -51,28 +50,28 @@ class Lagrangian(Allocator):
         ops, executed, left = auction_start(start, quota)
         dual = _Dual(ops, executed, left, elastic=self.elastic)
         bound, low, high = dual.minimum()
-        # They fit, but for rounding: then the last ones are left out.
+        # They fit except for rounding, in which case the last ones are dropped.
         bought = executed | _first_trees(ops, dual.best_subtrees(high) & ~executed, left)
-        # Trees whose best subtree changes inside the bracket gain about its price per entry.
+        # Trees whose best subtree changes within the bracket gain about its price per entry.
         more = (executed | dual.best_subtrees(low)) & ~bought
         bought |= _first_trees(ops, more, left.after(ops, bought & ~executed))
         filled = auction(ops, bought, left.after(ops, bought & ~executed), elastic=self.elastic)
         plain = auction(ops, executed, left, elastic=self.elastic)
-        # Compare what the two do not share, so that equal choices are exactly equal.
+        # Compare only the differences, so that equal choices are exactly equal.
         ahead = ops.gain[plain & ~filled].sum() - ops.gain[filled & ~plain].sum()
         result = ops.frontier(start, plain if float(ahead) > 0 else filled)
-        # The sums of bound and utility round differently; a bound must not fall below by that.
+        # The sums of bound and utility round differently, which must not put the bound below.
         return dataclasses.replace(result, bound=max(bound, result.utility))
 
 
 def upper_bound(start: Frontier, quota: Tensor | None = None, *, elastic: bool = False) -> float:
-    """An upper bound of the utility (`Frontier.utility`) of any allocation from `start`.
+    """An upper bound on the utility (`Frontier.utility`) of any allocation from `start`.
 
-    The Lagrangian dual, exact up to rounding of the sums (relative 1e-12); what `start` holds is
-    included. Any allocator's result can be divided by it. Source: ours; departures 9.
+    The Lagrangian dual, exact up to rounding of the sums (relative 1e-12), including what `start`
+    holds. Divide any allocator's utility by it for a guarantee. Source: ours; departures 9.
 
     Args:
-        start: the operations bought already (the floor); its `budget` is the limit.
+        start: the operations already bought (the floor); its `budget` is the limit.
         quota: int64 [L, G] entries per head, or None.
         elastic: bound only the allocations that buy no operation of gain <= 0.
     """
@@ -95,14 +94,14 @@ class _Dual:
         number = live.cumsum(0) - 1
         before = ops.parent[self.index]
         linked = (before >= 0) & live[before.clamp(min=0)]
-        # The extra operation behind the last one collects what the topmost operations pass up.
+        # The extra operation after the last one collects what the topmost operations pass up.
         self.parent = torch.where(linked, number[before.clamp(min=0)], len(self.index))
         self.top = (~linked).nonzero().flatten()
         bounds = torch.tensor(ops.bounds, device=number.device)
         self.levels = list(pairwise(torch.searchsorted(self.index, bounds).tolist()))
 
     def _net(self, price: Tensor) -> Tensor:
-        """float64 [n]: value of the best subtree below and with each operation."""
+        """float64 [n]: value of the best subtree rooted at each operation."""
         net = torch.cat([self.gain - self.cost * price[self.head], self.cost.new_zeros(1)])
         for begin, end in reversed(self.levels[1:]):
             net.index_add_(0, self.parent[begin:end], net[begin:end].clamp(min=0))
@@ -116,7 +115,7 @@ class _Dual:
         return inside[:-1]
 
     def evaluate(self, price: Tensor) -> tuple[Tensor, Tensor]:
-        """Value [L * G] of the best subtrees, net of their price, and entries that they cost."""
+        """Value [L * G] of the best subtrees, net of their price, and their cost in entries."""
         net = self._net(price)
         zeros = self.cost.new_zeros(self.heads)
         value = zeros.index_add(0, self.head[self.top], net[self.top].clamp(min=0))
@@ -129,14 +128,14 @@ class _Dual:
         return result
 
     def minimum(self) -> tuple[float, Tensor, Tensor]:
-        """The bound, and the lower and higher prices of the bracket, [L * G].
+        """The bound, and the lower and higher prices [L * G] of the bracket.
 
         Subtrees at the higher price fit budget and quotas; at the lower they may not.
         """
         own = own_low = own_high = caps = self.cost.new_zeros(self.heads)
         if not len(self.index):
             return self.held, own_low, own_high
-        # A little above, so that rounding leaves no operation a gain at this price.
+        # Slightly above, so that no operation gains at this price despite rounding.
         highest = self.ops.unit[self.index].amax().view(1) * (1 + 2**-40)
         budget = float(self.left.total)
         if self.left.per_head is not None:
@@ -146,7 +145,7 @@ class _Dual:
                 value, spent = self.evaluate(price)
                 return price * caps + value, caps - spent
 
-            # Where its quota binds, a head has a price of its own, above the common one.
+            # If its quota binds, a head has its own price above the common one.
             _, own, own_low, own_high = _bracket(head_duals, highest.expand(self.heads))
 
         def dual(price: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +160,7 @@ class _Dual:
 
 
 def _first_trees(ops: Operations, wanted: Tensor, left: RemainingBudget) -> Tensor:
-    """bool [M]: the part of `wanted` in the first trees that fit, in each head, then in all."""
+    """bool [M]: the part of `wanted` in the first trees that fit, per head and then in total."""
     cost = torch.zeros(ops.forest.trees, dtype=torch.int64, device=wanted.device)
     cost.index_add_(0, ops.tree, torch.where(wanted, ops.cost, 0))
     if left.per_head is not None:
@@ -175,11 +174,11 @@ def _first_trees(ops: Operations, wanted: Tensor, left: RemainingBudget) -> Tens
 def _bracket(
     function: Callable[[Tensor], tuple[Tensor, Tensor]], highest: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Minimise convex functions side by side on [0, highest].
+    """Minimise several convex functions on [0, highest] at once.
 
-    `function` gives values and slopes [S] at points [S], with slope >= 0 at `highest`. Returns
-    the smallest values seen, the points where, and the last bracket: low points (slope < 0, or 0)
-    and high ones (slope >= 0), which are as good as the best.
+    `function` gives values and slopes [S] at points [S], with slope >= 0 at `highest`. Returns the
+    smallest values seen, their points, and the last bracket: low points (slope < 0, or point 0) and
+    high ones (slope >= 0), which are as good as the best.
     """
     # Point, value and slope at both ends of the bracket.
     low = torch.zeros_like(highest)
@@ -190,7 +189,7 @@ def _bracket(
     right[0] = torch.where(settled, low, highest)
     for iteration in range(_ITERATIONS):
         (low, low_value, low_slope), (high, high_value, high_slope) = left, right
-        # The tangents at both ends meet at the least value that is still possible.
+        # The tangents at both ends meet at a lower bound of the minimum.
         run = (high_slope - low_slope).clamp(min=torch.finfo(torch.float64).tiny)
         meet = (low_value - low_slope * low - high_value + high_slope * high) / run
         meet = meet.clamp(low, high)

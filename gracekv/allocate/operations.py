@@ -1,4 +1,4 @@
-"""`Operations`: the Add and Split operations of a forest as one forest of their own."""
+"""`Operations`: the Add and Split operations of a forest, as a forest themselves."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from gracekv.tree.base import Forest
 class Operations:
     """M operations: the Adds of the R roots, then the Splits of the inner nodes.
 
-    Splits keep the nodes' order. So levels are contiguous (Adds are level 0, Splits of the nodes
-    of level k are level k+1), `parent` never decreases, and the children of an operation are a
-    range.
+    Splits keep the nodes' order, so levels are contiguous (Adds are level 0, Splits of the nodes of
+    level k are level k+1), `parent` never decreases, and the children of an operation form a range.
 
     Attributes:
         forest: the trees.
@@ -46,8 +45,8 @@ class Operations:
     def of(cls, forest: Forest) -> Operations:
         """All operations of `forest`.
 
-        Raises `NonFiniteError` if a gain is NaN or infinite and `ShapeError` if an operation
-        adds no entry: the order by utility per entry has no meaning then.
+        Raises `NonFiniteError` if a gain is NaN or infinite and `ShapeError` if an operation adds
+        no entry, since utility per entry would be undefined.
         """
         roots = forest.trees
         has_children = forest.child_count > 0
@@ -55,7 +54,7 @@ class Operations:
         adds = torch.arange(roots, device=inner.device)
         # Index of each node's Split among the operations (meaningless for leaves).
         split_of = has_children.cumsum(0) + (roots - 1)
-        # Split(root) follows the root's Add, which has the root's index.
+        # Split(root) comes after the root's Add, which has the root's index.
         above = forest.parent.index_select(0, inner)
         above = torch.where(above < 0, inner, split_of.index_select(0, above.clamp(min=0)))
         # Children are contiguous, so differences of one running sum give their entries.
@@ -66,7 +65,7 @@ class Operations:
         cost = torch.cat([forest.entries[:roots], below - forest.entries.index_select(0, inner)])
         gain = torch.cat([forest.add_gain, forest.split_gain.index_select(0, inner)])
         levels = forest.level.index_select(0, inner)
-        # One look at the device for all that the host must know.
+        # One synchronisation for everything that the host must know.
         asked = torch.stack([gain.isfinite().all().long(), cost.min(), forest.level[-1]])
         finite, cheapest, deepest = asked.tolist()
         if not finite:
@@ -79,7 +78,7 @@ class Operations:
                 f"Every Add and Split must add at least one entry; the cheapest here costs "
                 f"{cheapest}. Give each node fewer entries than its children together."
             )
-        # `+ 0.0` turns -0.0 into 0.0, so that sorts do not tell them apart.
+        # `+ 0.0` turns -0.0 into 0.0, so that sorts treat them as equal.
         gain = gain.double().clamp(min=0) + 0.0
         ends = torch.searchsorted(levels, torch.arange(deepest + 1, device=levels.device))
         return cls(
@@ -109,18 +108,18 @@ class Operations:
         return replace(start, added=executed[:roots].clone(), split=split)
 
     def available(self, executed: Tensor) -> Tensor:
-        """bool [M]: not executed yet, and the parent is executed or there is none."""
+        """bool [M]: not yet executed, and the parent is executed or there is none."""
         roots = self.forest.trees
         open_ = torch.ones_like(executed)
         open_[roots:] = executed.index_select(0, self.parent[roots:])
         return open_ & ~executed
 
     def offered(self, executed: Tensor, *, elastic: bool) -> Tensor:
-        """bool [M]: not executed yet; `elastic`: without paths that hold one without gain."""
+        """bool [M]: not yet executed; if `elastic`, only on paths whose operations all gain."""
         return ~executed & (self.path_minimum(executed) > 0) if elastic else ~executed
 
     def path_minimum(self, executed: Tensor) -> Tensor:
-        """float64 [M]: least unit utility among the operation and its unexecuted ancestors.
+        """float64 [M]: least unit utility of each operation and its unexecuted ancestors.
 
         +inf for executed operations.
         """
@@ -148,10 +147,10 @@ class Operations:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemainingBudget:
-    """The budget that is left.
+    """The remaining budget.
 
     Attributes:
-        total: entries left in all heads together, those of other processes included.
+        total: entries left in all heads together, including those of other processes.
         per_head: int64 [L * G] entries left in each head; None without quotas.
     """
 
@@ -159,7 +158,7 @@ class RemainingBudget:
     per_head: Tensor | None
 
     def after(self, ops: Operations, bought: Tensor) -> RemainingBudget:
-        """The budget left after the operations `bought` (bool [M]) of each process."""
+        """The budget that remains after the operations `bought` (bool [M]) of each process."""
         paid = torch.where(bought, ops.cost, 0)
         total = self.total - ops.forest.shard.total(int(paid.sum()))
         if self.per_head is None:
@@ -170,17 +169,17 @@ class RemainingBudget:
 def check_quota(quota: Tensor | None, layers: int, heads: int) -> Tensor | None:
     """Return `quota`; raises `ShapeError` unless it is None or [L, G]."""
     if quota is not None and tuple(quota.shape) != (layers, heads):
-        raise ShapeError(f"A quota is [L, G] = [{layers}, {heads}]; got {list(quota.shape)}.")
+        raise ShapeError(f"A quota must be [L, G] = [{layers}, {heads}]; got {list(quota.shape)}.")
     return quota
 
 
 def auction_start(
     start: Frontier, quota: Tensor | None
 ) -> tuple[Operations, Tensor, RemainingBudget]:
-    """The forest's operations, which of them `start` has executed, bool [n], and what is left.
+    """The forest's operations, bool [n] which `start` has executed, and the remaining budget.
 
     That is the budget and the `quota` ([L, G]) less what `start` holds. Raises `BudgetError` if
-    `start` already holds more than it may, `ShapeError` if the quota is not [L, G].
+    `start` already holds more than allowed, `ShapeError` if the quota is not [L, G].
     """
     ops = Operations.of(start.forest)
     executed = ops.executed(start)

@@ -1,4 +1,4 @@
-"""The floor's purchases: paths bought whole or not at all, one after the other."""
+"""The floor's purchases: paths bought one after the other, completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gracekv.distributed.sharding import HeadShard
 def buy_paths(
     last: Any, parent: Any, cost: Any, head: Any, budget: int, caps: Any, done: Any, prices: Any
 ) -> None:
-    """Mark the operations of all paths that fit; takes lists, or arrays when compiled.
+    """Mark the operations of all paths that fit; takes lists, or arrays if compiled.
 
     Args:
         last: int [n], the lowest operation of each path, in order of purchase.
         parent: int [m], -1 for the topmost.
         cost: int [m].
         head: int [m].
-        budget: most entries in all.
-        caps: int [L * G], most entries of each head; reduced in place.
-        done: bool [m]; the operations that are bought are set to True.
+        budget: maximum number of entries in total.
+        caps: int [L * G], maximum entries of each head; reduced in place.
+        done: bool [m]; set to True for operations that are bought.
         prices: int [n] zeros; set to the price of each path that is bought.
     """
     for path in range(len(last)):
@@ -46,21 +46,21 @@ def buy_together(
     last: list[int], parent: list[int], cost: list[int], head: list[int], *, score: Tensor,
     ties: Tensor, budget: int, caps: list[int], shard: HeadShard
 ) -> list[bool]:  # fmt: skip
-    """Which operations are bought where the paths of all processes compete for one budget.
+    """Which operations are bought if the paths of all processes compete for one budget.
 
-    Buys as `buy_paths` does, in one order over all processes; the arguments are those of this one.
-    A single process walks once. Several first decide alone; one cut finds where the budget ends,
-    and from there they go on together, one purchase a round.
+    Buys like `buy_paths`, in one order over all processes; the arguments are those of this one. A
+    single process walks once. Several first decide separately; one cut finds where the budget ends,
+    and from there they continue together, one purchase per round.
 
     Args:
         last: the lowest operation of each of n paths.
         parent: the parent of each operation, -1 for the topmost.
         cost: entries that each operation adds.
         head: the head of each operation.
-        score: float64 [n], at least 0; paths are bought by falling score.
-        ties: int64 [n], their order among equal scores, in all processes.
-        budget: most entries in all processes.
-        caps: most entries of each head of this process.
+        score: float64 [n], at least 0; paths are bought by descending score.
+        ties: int64 [n], their order among equal scores over all processes.
+        budget: maximum number of entries over all processes.
+        caps: maximum entries of each head of this process.
         shard: reaches the other processes.
     """
     limit = budget if shard.ranks == 1 else sum(cost)
@@ -73,7 +73,7 @@ def buy_together(
     done, prices = bought(last, list(caps))
     if shard.total(sum(prices)) <= budget:
         return done
-    # A process without candidates has prices all the same, of the same dtype.
+    # A process without candidates still needs prices of this dtype.
     paid = tensor(prices, dtype=int64)
     at = int(first_fitting(score.cpu(), ties.cpu(), paid, budget, shard).sum())
     left = list(caps)

@@ -1,4 +1,4 @@
-"""`buy_paths` of arrays, compiled."""
+"""`buy_paths` for arrays, compiled."""
 
 from __future__ import annotations
 

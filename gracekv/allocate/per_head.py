@@ -13,13 +13,13 @@ from gracekv.allocate.plan import BudgetPlan, equal_shares
 class PerHead(Quota):
     """Each (layer, KV head) holds at most its equal share, B_base // (L G), floor included.
 
-    Source: the paper's ablation without global allocation. Ours: dropping the remainder there.
+    Source: the paper's ablation without global allocation. Ours: the remainder is dropped.
 
     Cost: none.
 
     Attributes:
-        remainder: give the remainder of the division to the first heads, an entry each, so that
-            the shares add up to B_base (ours: the published rivals then spend the same budget).
+        remainder: give the remainder of the division to the first heads, one entry each, so that
+            the shares add up to B_base (ours: published methods then spend the same budget).
     """
 
     compares_layers = False

@@ -1,4 +1,4 @@
-"""`BudgetPlan`, a budget in entries, and shares in whole entries."""
+"""`BudgetPlan`, a budget in entries, and its division into whole entries."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class BudgetPlan:
         context: N_ctx, tokens.
         total: B_total, entries that the context may hold in all heads together.
         recent: r, tokens of the recent window (their L*G*r entries are part of `total`).
-        bytes: bytes that the context's keys and values may take, if some are quantised and the
-            budget is not a number of entries; `total` is then the most that could fit. Else None.
+        bytes: maximum bytes of the context's keys and values, if some are quantised and the budget
+            is not a number of entries; `total` is then the most that could fit. Else None.
     """
 
     layers: int
@@ -45,11 +45,11 @@ class BudgetPlan:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing need be removed, so that the result is FullKV."""
+        """Whether nothing needs to be removed, so the result is FullKV."""
         return self.compressible <= 0 or self.total >= self.layers * self.heads * self.context
 
     def holds(self, entry_bytes: int) -> bool:
-        """Whether every entry fits at `entry_bytes`, if bytes count at all."""
+        """Whether all entries of `entry_bytes` fit, if the budget is in bytes."""
         full = self.layers * self.heads * self.context * entry_bytes
         return self.bytes is None or full <= self.bytes
 
@@ -57,32 +57,32 @@ class BudgetPlan:
 def equal_shares(plan: BudgetPlan) -> Tensor:
     """int64 [L, G]: B_base in equal parts; the remainder goes to the first heads, one entry each.
 
-    Heads count layer by layer. No share exceeds N_c, since a budget that large keeps everything.
+    Heads are counted layer by layer. No share exceeds N_c: such a budget keeps everything.
     """
     return equal_parts([plan.base], plan.layers * plan.heads).view(plan.layers, plan.heads)
 
 
 def equal_parts(totals: Sequence[int], parts: int) -> Tensor:
-    """int64 [n, parts]: each of n totals in equal parts; remainders go to the first, one each."""
+    """int64 [n, parts]: n totals in equal parts; remainders go to the first parts, one each."""
     whole = torch.tensor(totals)[:, None]
     return whole // parts + (torch.arange(parts) < whole % parts)
 
 
 def largest_remainder(wanted: Sequence[Fraction], total: int, cap: int) -> list[int]:
-    """Whole numbers near `wanted`, none above `cap`, that add up to `total` exactly.
+    """Integers near `wanted`, none above `cap`, that add up to `total` exactly.
 
-    Each share is the whole part, at most `cap`; the remainder is added one by one in the order of
-    the fractional parts, largest first, ties to the earlier, again and again among those below
+    Each share is the integer part, at most `cap`; the remainder is added one by one in the order of
+    the fractional parts, largest first, ties to the earlier, in repeated rounds over those below
     `cap`.
 
-    Raises `BudgetError` if the whole parts exceed `total` or `total` exceeds what the caps allow.
+    Raises `BudgetError` if the integer parts exceed `total` or `total` exceeds the sum of the caps.
     """
     shares = [min(int(share), cap) for share in wanted]
     left = total - sum(shares)
     if left < 0 or total > cap * len(shares) or any(share < 0 for share in wanted):
         raise BudgetError(
-            f"{total} entries cannot be shared out: {len(shares)} shares of at most {cap} whose "
-            f"whole parts add up to {sum(shares)}. Scale the shares (none may be negative) to "
+            f"{total} entries cannot be divided: {len(shares)} shares of at most {cap} whose "
+            f"integer parts add up to {sum(shares)}. Scale the shares (none may be negative) to "
             f"add up to the total."
         )
     order = sorted(range(len(shares)), key=lambda i: (int(wanted[i]) - wanted[i], i))

@@ -1,13 +1,12 @@
 """Rank values and buy in order until a limit, in one process or over several.
 
-Sorts and searches run at the speed of the device; numpy is faster than torch on CPUs.
+Sorts and searches use the fastest library of the device: numpy is faster than torch on CPUs.
 
-Over several processes a cut is found without moving the candidates. Each process adds up the
-weights of its own by 4 bits of their keys, the sums of all processes are added, and the 16 bins say
-which value of these bits the cut has; then the next 4 bits, among the candidates that share those.
-So the cut is exact after at most 16 rounds of 128 bytes, however many candidates there are. If
-some candidates free budget that others need, cuts follow one another, each with what the last one
-left.
+Over several processes a cut is found without moving the candidates. Each process sums the weights
+of its candidates by 4 bits of their keys, the sums are all-reduced, and the 16 bins show which
+value of these bits the cut has; then the next 4 bits, among the candidates that share those. So the
+cut is exact after at most 16 rounds of 128 bytes for any number of candidates. If some candidates
+free budget that others need, several cuts follow, each with the budget left by the last.
 
 Source: ours (radix selection, all-reduced).
 """
@@ -34,14 +33,14 @@ def descending(values: Tensor) -> Tensor:
 
 
 def where_true(mask: Tensor) -> Tensor:
-    """int64: indices at which the bool [n] `mask` is true, ascending."""
+    """int64: ascending indices at which the bool [n] `mask` is true."""
     if mask.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.nonzero().flatten()
 
 
 def dense_rank(values: Tensor, *, falling: bool = False) -> Tensor:
-    """int64 [n]: how many distinct values lie below each (above it, if `falling`)."""
+    """int64 [n]: number of distinct values below each (above each, if `falling`)."""
     order = descending(values if falling else -values)
     ordered = values.index_select(0, order)
     steps = torch.zeros_like(order)
@@ -52,9 +51,9 @@ def dense_rank(values: Tensor, *, falling: bool = False) -> Tensor:
 def weighted_cut(
     keys: Tensor, weights: Tensor, limit: int, shard: HeadShard
 ) -> tuple[int, int] | None:
-    """The largest key t for which all candidates of key >= t weigh more than `limit`.
+    """The largest key t such that the candidates of key >= t together weigh more than `limit`.
 
-    The candidates above t are those that fit if they are taken by falling key.
+    The candidates above t are those that fit if taken by descending key.
 
     Args:
         keys: int64 [n] of this process's candidates, at least 0.
@@ -63,8 +62,8 @@ def weighted_cut(
         shard: reaches the other processes.
 
     Returns:
-        t, and the weight of all candidates of larger keys in all processes; None if everything
-        together weighs at most `limit`.
+        t, and the weight of all candidates of larger keys in all processes; None if the total
+        weight is at most `limit`.
     """
     length = int(shard.maximum(keys.max() if len(keys) else keys.new_zeros(()))).bit_length()
     prefix, above = 0, 0
@@ -72,7 +71,7 @@ def weighted_cut(
         digit = (keys >> shift) & (2**_BITS - 1)
         bins = torch.zeros(2**_BITS, dtype=torch.int64, device=keys.device)
         bins = shard.sum(bins.index_add_(0, digit, weights)).cpu()
-        # Sums at each digit and above it, and all above the prefix.
+        # Sums at and above each digit, plus all above the prefix.
         reached = bins.flip(0).cumsum(0).flip(0) + above
         beyond = (reached > limit).nonzero()
         if not len(beyond):
@@ -90,7 +89,7 @@ def first_fitting(
 ) -> Tensor:
     """bool [n]: the candidates before the first that exceeds `limit`, over all processes.
 
-    Candidates of one key and tie stand or fall together.
+    Candidates with equal key and tie are taken together or not at all.
 
     Args:
         keys: float64 [n] of this process's candidates, at least 0; the larger come first.
@@ -99,7 +98,7 @@ def first_fitting(
         limit: at least 0.
         shard: reaches the other processes.
     """
-    # Numbers that are at least 0 have the order of their bits, which are nearly their logs.
+    # Non-negative floats have the order of their bits, which are nearly their logs.
     bits = keys.contiguous().view(torch.int64)
     if (cut := weighted_cut(bits, weights, limit, shard)) is None:
         return torch.ones_like(bits, dtype=torch.bool)
@@ -115,20 +114,20 @@ def first_fitting(
 def affordable(
     keys: Tensor, ties: Tensor, costs: Tensor, limit: int, shard: HeadShard
 ) -> tuple[int, int]:
-    """How many of this process's candidates come before the first whose sum exceeds `limit`.
+    """How many of this process's candidates come before the first at which the sum exceeds `limit`.
 
-    Candidates of all processes are in one order, each process's own in that order already. No two
-    have one key and tie.
+    All processes' candidates have one order, and each process's are already sorted. No two have the
+    same key and tie.
 
     Args:
         keys: float64 [n], at least 0; the larger come first.
         ties: int64 [n], at least 0; of equal keys the smaller tie comes first.
-        costs: int64 [n] of this process's candidates; those below 0 free something.
+        costs: int64 [n] of this process's candidates; negative costs free budget.
         limit: at least 0.
         shard: reaches the other processes.
 
     Returns:
-        The number, and the part of `limit` that the candidates before that one leave over.
+        The number, and the part of `limit` left by the candidates before that one.
     """
     if shard.ranks == 1:
         fits = (costs.cumsum(0) > limit).cumsum(0) == 0
@@ -136,7 +135,7 @@ def affordable(
         return count, limit - spent
     begin = 0
     while True:
-        # Sums without what is freed exceed the limit no later than sums with it.
+        # Sums without negative costs exceed the limit no later than sums with them.
         rest = costs[begin:]
         fits = first_fitting(keys[begin:], ties[begin:], rest.clamp(min=0), limit, shard)
         count = int(fits.sum())
@@ -147,18 +146,18 @@ def affordable(
 
 
 Offer: TypeAlias = tuple[float, int, int]
-"""Key, tie and price of a purchase: the larger key comes first, of equal keys the smaller tie."""
+"""Key, tie and price of a purchase: larger keys come first, then smaller ties."""
 
 
 def buy_in_turn(
     first: Callable[[int], Offer | None], buy: Callable[[], None], left: int, shard: HeadShard
 ) -> None:
-    """Buy the first offer of all processes that fits into `left`, until no process has one.
+    """Buy the first offer of all processes that fits in `left` until no process has one.
 
     Args:
-        first: the first purchase of this process that fits into a number, or None.
+        first: returns this process's first purchase within the given budget, or None.
         buy: makes the purchase that `first` returned.
-        left: what all may spend.
+        left: budget of all processes.
         shard: reaches the other processes.
     """
     while (chosen := first_offer(first(left), shard)) is not None:
@@ -168,10 +167,10 @@ def buy_in_turn(
 
 
 def first_offer(offer: Offer | None, shard: HeadShard) -> tuple[int, int] | None:
-    """The process whose offer comes first, and its price; None if no process has one.
+    """The rank of the process with the first offer, and its price; None if no process has one.
 
     Args:
-        offer: key, tie and price, of this process, or None.
+        offer: this process's key, tie and price, or None.
         shard: reaches the other processes.
     """
     if shard.ranks == 1:

@@ -1,7 +1,8 @@
-"""Floor, quotas and allocators straight from the equations: loops, float64, exact fractions.
+"""Floor, quotas and allocators directly from the equations: loops, float64, exact fractions.
 
-`greedy_heap` is the reference of `greedy`; `integer_program` is that of `exact_dp`, by another
-algorithm. Both are for tests and benchmarks: they return the same as the strategies, more slowly.
+`greedy_heap` is the reference of `greedy`; `integer_program` is that of `exact_dp`, with another
+algorithm. Both are for tests and benchmarks: they return the same results as the strategies, more
+slowly.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def greedy_heap(start: Frontier, quota: Tensor | None, *, elastic: bool = False)
 
     Pops the available operation of the highest unit utility; ties go to the earlier layer, head,
     slot and start. One that does not fit the budget or its head's quota is discarded with its
-    descendants; the search goes on with the rest. `quota` is int64 [L, G], or None.
+    descendants; the search continues with the rest. `quota` is int64 [L, G], or None.
 
     Source: Eqs. (A5), (A6) and (A7) and the appendix on the greedy allocator; departures 6.
     """
@@ -46,7 +47,7 @@ def greedy_heap(start: Frontier, quota: Tensor | None, *, elastic: bool = False)
         if before >= 0:
             children[before].append(op)
 
-    # Available nodes of one tree do not overlap, so tree and start decide every tie.
+    # Available nodes of one tree do not overlap, so tree and start break every tie.
     queue = [
         (-unit[op], tree[op], first_token[op], op)
         for op in range(len(ops))
@@ -69,7 +70,7 @@ def greedy_heap(start: Frontier, quota: Tensor | None, *, elastic: bool = False)
 
 
 def integer_program(start: Frontier, quota: Tensor | None, *, elastic: bool = False) -> Frontier:
-    """An optimum of Eq. (A8) by scipy's integer solver: one 0/1 variable an operation.
+    """An optimum of Eq. (A8) from scipy's integer solver, with one 0/1 variable per operation.
 
     The constraints are x_a <= x_parent(a), the budget, and the quotas (int64 [L, G], or None).
     Exponential at worst. Needs scipy (gracekv[cli]). Raises `GracekvError` if the solver gives up.
@@ -93,7 +94,7 @@ def integer_program(start: Frontier, quota: Tensor | None, *, elastic: bool = Fa
             rows[-1][[op, before]] = 1.0, -1.0
             limits.append(0.0)
     solution = milp(
-        # Gains may be tiny against the solver's absolute tolerances.
+        # Gains may be tiny compared with the solver's absolute tolerances.
         -gain / largest,
         integrality=np.ones(count),
         bounds=Bounds(executed.numpy().astype(float), (executed | wanted).numpy().astype(float)),
@@ -178,7 +179,7 @@ def realize_floor(
 
 
 def _exact_node(forest: Forest, layer: int, head: int, position: int) -> int | None:
-    """The node that holds this token as an original pair, if the forest has one."""
+    """The node that holds this token as an original K/V pair, if the forest has one."""
     for node in range(forest.nodes):
         same_head = int(forest.tree[node]) // forest.slots == layer * forest.heads + head
         inside = int(forest.start[node]) <= position < int(forest.end[node])

@@ -22,9 +22,9 @@ class LayerLayout:
         head: int64 [E], KV head of each entry.
         start: int64 [E], the first absolute position of its interval.
         end: int64 [E], exclusive; end - start > 1 only for merged nodes.
-        selected: int64 [E], index among the selection's entries; -1 outside the region.
-        merged: int64 [M], the entries of several tokens, ascending.
-        merged_tokens: how many tokens they hold in all.
+        selected: int64 [E], index in the selection; -1 outside the region.
+        merged: int64 [M], ascending indices of the entries with several tokens.
+        merged_tokens: how many tokens these have in total.
         offsets: int64 [G+1] on the CPU.
         origin: first compressible position, where R^tok starts.
     """
@@ -48,7 +48,7 @@ class Selection:
     Attributes:
         layers: L.
         heads: G.
-        region: first compressible position, and the one after the last.
+        region: first compressible position and one past the last.
         offsets: int64 [L*G + 1] on the CPU; head layer * G + g holds entries
             [offsets[h], offsets[h + 1]).
         start: int32 [E] absolute positions.
@@ -68,18 +68,18 @@ class Selection:
 
     @classmethod
     def of_tokens(cls, kept: Tensor, origin: int) -> Selection:
-        """The tokens where `kept` (bool [L, G, N]) holds; `origin` is the position of the first."""
+        """The tokens where bool `kept` [L, G, N] is True; `origin` is the position of the first."""
         layers, heads, tokens = kept.shape
-        # Layer by layer: torch's indices and sums take 8 to 16 bytes a token.
+        # Layer by layer, since torch's indices and sums take 8 to 16 bytes per token.
         start = [torch.nonzero(layer)[:, 1].to(torch.int32) + origin for layer in kept]
         counts = torch.cat([layer.sum(dim=1) for layer in kept]).cpu()
         return cls(layers, heads, (origin, origin + tokens), offsets(counts), torch.cat(start))
 
     @classmethod
     def of_frontier(cls, frontier: Frontier, floor: Frontier | None = None) -> Selection:
-        """The kept nodes of `frontier`; those that stay as original tokens are an entry a token.
+        """The kept nodes of `frontier`; nodes kept as original tokens have one entry per token.
 
-        `floor` holds what the floor had bought.
+        `floor` is the frontier that the floor bought.
         """
         forest = frontier.forest
         node = torch.nonzero(frontier.kept).flatten()
@@ -113,23 +113,23 @@ class Selection:
         return self.offsets.diff().view(self.layers, self.heads)
 
     def layouts(self, length: int, keys: Sequence[Tensor], past: int = 0) -> Iterator[LayerLayout]:
-        """The packed entries of each layer: those that stay, and every token outside the region.
+        """The packed entries of each layer: the selected ones, and every token outside the region.
 
-        The places of entries before a passage are left out, and the last prompt token: decoding
-        feeds it again. A GPU's host waits a fixed number of times for all layers.
+        Without the places of entries before a passage, and without the last prompt token, which
+        decoding feeds again. Synchronises with a GPU a fixed number of times for all layers.
 
         Args:
             length: T, tokens of the prompt.
-            keys: [G, T, d] of each layer; each layout lies on their device.
-            past: P, places before the first token.
+            keys: [G, T, d] of each layer; each layout is on their device.
+            past: P, number of places before the first token.
         """
         (origin, stop), covered, device = self.region, length - 1, self.start.device
         counts = self.offsets.diff()
         if stop > covered and self.entries:
-            # Without suffix and recent window the region reaches to the last token.
+            # Without suffix and recent window, the region extends to the last token.
             final = self.start[(self.offsets[1:] - 1).clamp(min=0).to(device)].cpu()
             counts -= ((final == covered) & (counts > 0)).long()
-        # Where each packed entry comes from: the selection, and behind it all positions outside the
+        # The source of each packed entry: the selection, followed by all positions outside the
         # region, which are the same in every head.
         every = torch.arange(max(stop, covered), device=device)
         fixed = torch.cat([every[past:origin], every[stop:]])
@@ -156,9 +156,10 @@ class Selection:
             yield LayerLayout(heads, begins, ends, chosen, merged, tokens, edges - edges[0], origin)
 
     def _merged(self, unit: Tensor, length: Tensor) -> tuple[Tensor, list[list[int]]]:
-        """The packed entries of several tokens, int64 [M], and their number and tokens by layer.
+        """The packed entries with several tokens, int64 [M], and their number and tokens per layer.
 
-        `unit` int64 [E] is layer * G + head of each packed entry, `length` int64 [E] its tokens.
+        `unit` int64 [E] is layer * G + head of each packed entry, `length` int64 [E] its number of
+        tokens.
         """
         if self.end is None:
             return unit[:0], [[0, 0]] * self.layers
@@ -168,7 +169,7 @@ class Selection:
         return merged, counts.index_add_(0, unit[merged] // self.heads, own).tolist()
 
     def where(self, mask: Tensor) -> Selection:
-        """The entries where `mask` (bool [E]) holds."""
+        """The entries where `mask` (bool [E]) is True."""
         mask, device = mask.cpu(), self.start.device
         inside, at = offsets(mask.long()), upload(mask.nonzero()[:, 0], device)
         return replace(self, offsets=inside[self.offsets], **self._each(lambda x: x[at]))

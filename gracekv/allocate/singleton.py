@@ -23,27 +23,27 @@ from gracekv.kernels.ragged import rows_and_steps
 from gracekv.registry import bounded
 from gracekv.tree.base import Forest
 
-# Operations from which the compiled walk is used: below, Python takes less than 20 ms, and loading
-# the kernel takes longer.
+# Number of operations from which the compiled walk is used: below, Python takes less than 20 ms,
+# and loading the kernel takes longer.
 _COMPILED = 20_000
 
 
 @FLOORS.register("singleton", works_sharded=True)
 class Singleton(Floor):
-    """Protect the tokens of the highest relevance, with max pooling and consensus among heads.
+    """Protect the most relevant tokens, with max pooling and consensus among heads.
 
     Source: Eqs. (A2), (A3) and (A4) and the appendix on floor construction. Ours: `head_cap`, the
     tie order (layer, head, token), that a head whose best token passes the threshold keeps that
     candidate even if its relevance alone exceeds `eta`, and that both thresholds are relative to
-    the scores, so that their unit does not matter.
+    the scores, so their scale does not matter.
 
-    Cost: one max pooling and one sort of R [L, G, N], then a walk from each candidate to its
-    root, on the host: compiled where numba is installed.
+    Cost: one max pooling and one sort of R [L, G, N], then a walk from each candidate to its root
+    on the host, compiled if numba is installed.
 
     Attributes:
         alpha: the floor spends at most this share of B_base (paper 0.6).
         gamma: a candidate's score is at least gamma times the mean of R over all tokens and heads,
-            which is 1 / N_c where each head's R sums to 1, as the paper's does (paper 1.2).
+            which is 1 / N_c if each head's R sums to 1, as in the paper (paper 1.2).
         eta: a head's candidates stop before their summed relevance exceeds this share of the head's
             (paper 0.95).
         consensus: c, weight of the mean over all heads in the score (paper 0.5).
@@ -60,7 +60,7 @@ class Singleton(Floor):
     head_cap: float = bounded(2.0, above=0)
 
     def limit(self, plan: BudgetPlan) -> int:
-        """Entries that the floor may cost in all, floor(alpha B_base), exactly."""
+        """Entries that the floor may cost in total, floor(alpha B_base), exactly."""
         return math.floor(Fraction(str(self.alpha)) * plan.base)
 
     def head_limit(self, plan: BudgetPlan) -> int:
@@ -79,7 +79,7 @@ class Singleton(Floor):
         mixed = (1 - self.consensus) * relevance + self.consensus * mean
         score = torch.nn.functional.max_pool1d(mixed, self.pool, stride=1, padding=self.pool // 2)
         order = score.sort(dim=-1, descending=True, stable=True)
-        # A score of 0 makes no candidate.
+        # Tokens with a score of 0 are not candidates.
         passes = order.values >= (self.gamma * mean.mean()).clamp(min=1e-300)
         sums = running_sums(relevance.gather(-1, order.indices))
         before = sums <= self.eta * sums[..., -1:]
@@ -94,9 +94,9 @@ class Singleton(Floor):
     def realize(
         self, forest: Forest, candidates: Tensor | None, plan: BudgetPlan, quota: Tensor | None
     ) -> Frontier:
-        """Buy the paths to the candidates by falling score; ties by layer, head, token.
+        """Buy the paths to the candidates by descending score; ties by layer, head, token.
 
-        A candidate that the forest cannot make exact (its leaf was pruned) is left out. Raises
+        A candidate that the forest cannot make exact (its leaf was pruned) is skipped. Raises
         `ShapeError` unless `candidates` is [L, G, N] of this forest.
         """
         start = Frontier.empty(forest, plan.base)
@@ -116,9 +116,10 @@ class Singleton(Floor):
 
 
 def _last_operation(ops: Operations, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """In order of purchase, the operation that makes each candidate's token exact, and its place.
+    """In order of purchase, the operation that makes each candidate exact, and the candidate's
+    index.
 
-    Both int64 [n]; places are those in `candidates` [L, G, N], flat.
+    Both int64 [n]; indices are flat, into `candidates` [L, G, N].
     """
     forest = ops.forest
     first, end = forest.region
@@ -126,11 +127,11 @@ def _last_operation(ops: Operations, candidates: Tensor) -> tuple[Tensor, Tensor
     expected = (forest.layers, forest.heads, tokens)
     if tuple(candidates.shape) != expected:
         raise ShapeError(
-            f"Floor candidates are [L, G, N] = {list(expected)} for this forest; got "
+            f"Floor candidates must be [L, G, N] = {list(expected)} for this forest; got "
             f"{list(candidates.shape)}. Take candidates and forest from one plan."
         )
     flat = candidates.flatten().to(ops.cost.device)
-    # Exact nodes hold as many entries as tokens: singletons, and nodes kept as they are.
+    # Exact nodes have as many entries as tokens: singletons, and nodes kept unmerged.
     exact = where_true(forest.entries == forest.length)
     row, within = rows_and_steps(forest.length[exact])
     holder = exact[row]
@@ -141,7 +142,7 @@ def _last_operation(ops: Operations, candidates: Tensor) -> tuple[Tensor, Tensor
     wanted = wanted[torch.sort(flat[wanted], descending=True, stable=True).indices]
     node = node_of[wanted]
 
-    # A root appears by its own Add, any other node by its parent's Split.
+    # A root is created by its own Add, any other node by its parent's Split.
     split_of = torch.full((forest.nodes,), -1, device=node.device)
     split_of[ops.node[forest.trees :]] = torch.arange(forest.trees, len(ops), device=node.device)
     return torch.where(node < forest.trees, node, split_of[forest.parent[node]]), wanted
@@ -150,15 +151,15 @@ def _last_operation(ops: Operations, candidates: Tensor) -> tuple[Tensor, Tensor
 def _buy_paths(
     ops: Operations, last: Tensor, score: Tensor, place: Tensor, budget: int, caps: list[int]
 ) -> Tensor:
-    """int64: operations executed when each path up from `last` is bought whole or not at all.
+    """int64: operations executed if each path up from `last` is bought completely or not at all.
 
-    One path after the other, in the order of `last` [n], whose candidates have `score` [n] and lie
-    at `place` [n]; `caps` are entries left in each head.
+    One path after the other, in the order of `last` [n], whose candidates have `score` [n] and
+    index `place` [n]; `caps` are entries left in each head.
     """
-    # Only the paths' operations are numbered and go to the host.
+    # Only the paths' operations are numbered and copied to the host.
     marked = torch.zeros(len(ops) + 1, dtype=torch.bool, device=last.device)
     marked.index_fill_(0, last, True)
-    # The topmost are followed by an extra place behind the last operation.
+    # The parent of the topmost is an extra element after the last operation.
     above = torch.where(ops.parent < 0, len(ops), ops.parent)
     above, at = torch.cat([above, above.new_full((1,), len(ops))]), last
     for _ in ops.bounds[2:]:

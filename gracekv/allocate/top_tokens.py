@@ -1,9 +1,9 @@
 """The auction over single tokens: a top-k, without trees.
 
-Where every slot is one token that stays or goes (distortion `unit`, no floor), each operation is an
-Add of cost 1 and gain omega R. The greedy auction is then the top-k of the gains, and within quotas
-that of each head. `top_tokens` selects the same tokens as the auction over the forest, to the last
-tie. Source: ours.
+If every slot is one token that is kept or dropped (distortion `unit`, no floor), each operation is
+an Add of cost 1 and gain omega R. The greedy auction is then the top-k of the gains, or of each
+head's gains under quotas. `top_tokens` selects the same tokens as the auction over the forest,
+including ties. Source: ours.
 """
 
 from __future__ import annotations
@@ -35,17 +35,16 @@ def top_tokens(
 ) -> Tensor:
     """bool [L, G, N]: the tokens that the greedy auction keeps.
 
-    Ties go to the earlier layer, head and token. Holds about 11 bytes a token of every head, and 24
-    bytes a token of the heads of one layer; over processes also about 60 bytes for each token that
-    is among the `budget` best of this one.
+    Ties go to the earlier layer, head and token. Holds about 11 bytes per token of every head, and
+    24 bytes per token of one layer's heads; with several processes also about 60 bytes for each
+    token among this one's `budget` best.
 
     Args:
         scores: R^tok [L, G, N].
         sensitivity: omega [L, G].
-        budget: most entries in all heads, those of other processes included.
-        quota: int64 [L, G] most entries of each head, or None.
-        elastic: leave out tokens of gain <= 0.
-        shard: which heads these are; by default all.
+        budget: maximum entries in all heads, including those of other processes.
+        quota: int64 [L, G] maximum entries of each head, or None.
+        elastic: drop tokens of gain <= 0. shard: this process's heads; by default all.
 
     Raises:
         NonFiniteError: a gain is NaN or infinite.
@@ -56,7 +55,7 @@ def top_tokens(
     omega = sensitivity.to(scores.device).double()
     quota = check_quota(quota, layers, heads)
     kept = torch.empty_like(scores, dtype=torch.bool)
-    # Rounding to float32 keeps the order; ties that it makes are resolved in float64 below.
+    # Rounding to float32 keeps the order; new ties are resolved in float64 below.
     rough = torch.empty_like(scores, dtype=torch.float32)
     for layer in range(layers):
         caps = None if quota is None else quota[layer]
@@ -68,8 +67,8 @@ def top_tokens(
     if budget == 0:
         return torch.zeros_like(kept)
     if wanted > budget:
-        # A token below the best here is below the best of all processes, too. Gains are at least
-        # 0, so what is out already comes last.
+        # A token that is not among the best here is not among those of all processes. Gains are at
+        # least 0, so dropped tokens come last.
         flat = rough.masked_fill_(~kept, -1.0).flatten()
         cut = kth_largest(flat, budget)
         kept = (flat > cut).view_as(scores)
@@ -89,12 +88,12 @@ def top_tokens(
 
 
 def candidates(scores: Tensor, sensitivity: Tensor, caps: Tensor | None, elastic: bool) -> Tensor:
-    """The gains float64 [G, N] of one layer's tokens; `NEVER` for those that may not be kept.
+    """The gains, float64 [G, N], of one layer's tokens; `NEVER` for those that may not be kept.
 
     Args:
         scores: R^tok [G, N].
         sensitivity: omega [G].
-        caps: int64 [G] most entries of each head, or None.
+        caps: int64 [G] maximum entries of each head, or None.
         elastic: leave out tokens of gain <= 0.
     """
     gain = _gains(scores, sensitivity.to(scores.device).double()[:, None])
@@ -111,7 +110,7 @@ def candidates(scores: Tensor, sensitivity: Tensor, caps: Tensor | None, elastic
 
 
 def entry_gains(scores: Tensor, sensitivity: Tensor, selection: Selection) -> Tensor:
-    """float64 [E]: the gains of all tokens that each entry of `selection` stands for, summed."""
+    """float64 [E]: the summed gains of all tokens that each entry of `selection` stands for."""
     device, omega = scores.device, sensitivity.to(scores.device).double()
     head = upload(selection.head_of_entry(), device)
     start = selection.start.to(device).long() - selection.region[0]
@@ -121,7 +120,7 @@ def entry_gains(scores: Tensor, sensitivity: Tensor, selection: Selection) -> Te
     end = selection.end.to(device).long() - selection.region[0]
     sums = torch.nn.functional.pad(running_sums(_gains(scores, omega[..., None])), (1, 0))
     merged = sums.flatten(0, 1)[head, end] - sums.flatten(0, 1)[head, start]
-    # The gain of a single token is exactly its own.
+    # A single token has exactly its own gain.
     return torch.where(end - start > 1, merged, gains)
 
 
@@ -132,12 +131,12 @@ def _gains(scores: Tensor, omega: Tensor) -> Tensor:
 
 
 def check_finite(scores: Tensor, sensitivity: Tensor, *, signed: bool = True) -> None:
-    """Raise `NonFiniteError` if R^tok or omega [any shapes] hold NaN or infinity.
+    """Raise `NonFiniteError` if R^tok or omega (any shape) hold NaN or infinity.
 
-    Unless R^tok may be `signed`, raise `ConfigError` if it holds negative numbers. Waits once for a
-    GPU.
+    Unless R^tok may be `signed`, raise `ConfigError` if it has negative numbers. Synchronises once
+    with a GPU.
     """
-    # x - x is 0, and NaN where x is not finite, as is the root of a negative number.
+    # x - x is 0, or NaN if x is not finite or is the root of a negative number.
     known = scores if signed else scores.sqrt()
     bad, worse = ((x - x).any() for x in (known, sensitivity.to(scores.device)))
     if bool(bad | worse):
@@ -153,9 +152,9 @@ def check_finite(scores: Tensor, sensitivity: Tensor, *, signed: bool = True) ->
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """bool [...], as `values` [...]: the `count` largest of all; ties go to the earlier.
+    """bool, same shape as `values` [...]: the `count` largest of all; ties go to the earlier.
 
-    `count` is from 0 to the number of values. A GPU sorts them, which takes few and short kernels.
+    `count` is from 0 to the number of values. A GPU sorts them, which takes few short kernels.
     """
     flat = values.flatten()
     if count in (0, len(flat)):
@@ -169,7 +168,7 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 def kth_largest(values: Tensor, k: int) -> Tensor:
-    """The k-th largest of `values` [n], k from 1 to n, as a tensor without dimensions."""
+    """The k-th largest of `values` [n], k from 1 to n, as a 0-dimensional tensor."""
     if values.device.type == "cpu":
         place = len(values) - k
         return torch.from_numpy(np.partition(values.numpy(), place)[place : place + 1])[0]

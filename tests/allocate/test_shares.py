@@ -49,7 +49,7 @@ def test_by_hand(wanted, total, cap, expected):
     [([Fraction(3)], 2, 9), ([Fraction(3)], 3, 2), ([Fraction(-1), Fraction(4)], 3, 9)],
 )
 def test_refuses_what_cannot_add_up(wanted, total, cap):
-    with pytest.raises(BudgetError, match="cannot be shared out"):
+    with pytest.raises(BudgetError, match="cannot be divided"):
         largest_remainder(wanted, total, cap)
 
 
