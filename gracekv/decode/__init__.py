@@ -1,4 +1,4 @@
-"""Stage `decode`: which entries stay when the cache reaches its limit while generating."""
+"""Stage `decode`: which entries stay when the cache reaches its limit during generation."""
 
 from gracekv.decode.attention import Attention as Attention
 from gracekv.decode.base import DECODERS as DECODERS

@@ -13,7 +13,7 @@ class Attention(Decoder):
     """Keep the entries with the most attention from the last interval's queries, on average.
 
     Source: the score of SnapKV, arXiv:2404.14469, with a decoder's own queries. Ours: queries are
-    rotated to the current position, and one auction goes over all layers and heads.
+    rotated to the current position, and all layers and heads share one auction.
 
     Cost: attention of the recorded queries over all entries, at each cut.
 

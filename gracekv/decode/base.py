@@ -1,4 +1,4 @@
-"""`HeldLayer`, the entries of a layer at a cut, and `Decoder`, which chooses those that stay."""
+"""`HeldLayer`, the entries of a layer at a cut, and `Decoder`, which chooses the ones that stay."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class HeldLayer:
         values: [G, N, d].
         log_multiplicity: float32 [G, N]; -inf where there is no entry.
         positions: int64 [G, N].
-        asked: float32 [G, n, Q, d], the last Q queries of each query head, scaled.
+        asked: float32 [G, n, Q, d], the last Q queries of each query head, times the scale.
         moved: float32 [G, n, Q, d], the same queries rotated to position `now`.
         carried: float32 [G, N], the score of an entry at an earlier cut or at the prompt's
-            compression; 0 where there was none.
+            compression; 0 if there was none.
         prompt: positions below it belong to the prompt.
         now: position of the next token.
         softcap: as in `AttentionStep`.
         sink_logits: [H], as in `AttentionStep`.
-        places: int64 [G, N], the positions that keys are rotated to; None where gaps are never
-            closed, and these are `positions`.
+        places: int64 [G, N], the positions that keys are rotated to; None if gaps are never closed,
+            so that they equal `positions`.
     """
 
     number: int
@@ -54,11 +54,11 @@ class HeldLayer:
 
     @property
     def used(self) -> Tensor:
-        """bool [G, N]: where there is an entry."""
+        """bool [G, N]: True for entries, False for padding."""
         return self.log_multiplicity > -torch.inf
 
     def logits(self) -> Tensor:
-        """float32 [G, n*Q, N]: logits of the moved queries, log m included; -inf in padding."""
+        """float32 [G, n*Q, N]: logits of the moved queries, including log m; -inf in padding."""
         products = batched_linear(self.moved.flatten(1, 2), self.keys.float())
         return capped(products, self.softcap).add_(self.log_multiplicity[:, None])
 
@@ -75,9 +75,9 @@ class HeldLayer:
 
 
 class Decoder(Strategy, abc.ABC):
-    """Chooses the entries that stay when a cache is cut to its limit while generating.
+    """Chooses the entries that stay when a cache is cut to its limit during generation.
 
-    Deterministic: the same entries give the same cut, and `random` depends on its seed alone. Does
+    Deterministic: the same entries give the same cut, and `random` depends only on its seed. Does
     not modify its arguments.
 
     Attributes:
@@ -96,14 +96,14 @@ class Decoder(Strategy, abc.ABC):
         """float [G, N]: entries with higher scores stay. Scores are finite, in padding too."""
 
     def guarded(self, held: HeldLayer, most: int) -> Tensor:
-        """bool [G, N]: entries that stay whatever their score, at most `most` in all heads.
+        """bool [G, N]: entries that stay regardless of their score, at most `most` in all heads.
 
-        Entries of a prompt that is kept do not count towards `most`.
+        Entries of a kept prompt do not count towards `most`.
         """
         return held.used & (held.positions < held.prompt) & self.keep_prompt
 
     def fit(self, held: HeldLayer, kept: Tensor, packed: RaggedEntries) -> RaggedEntries:
-        """Return `packed`, the entries `kept` bool [G, N] of `held`, with new values or masses."""
+        """Return `packed` (the entries `kept` bool [G, N] of `held`) with new values or masses."""
         return packed
 
 

@@ -23,10 +23,11 @@ class Compaction(Configurable):
 
     Attributes:
         after: compress when the uncompressed messages have more tokens than this.
-        ratio: tokens per entry kept in compressed messages; at least 8 stay per head, on average.
+        ratio: tokens per kept entry in compressed messages; at least 8 entries stay per head, on
+            average.
         recent: number of the last messages that stay uncompressed.
         keep: messages that keep all their entries, by role ("system", "developer", "user",
-            "assistant" or "tool") or by index in the conversation's `messages`, from 0.
+            "assistant" or "tool") or by 0-based index in the conversation's `messages`.
     """
 
     after: int = bounded(1024, at_least=_SHORT)
@@ -43,7 +44,7 @@ class Compaction(Configurable):
                 )
 
     def runs(self, tail: Sequence[tuple[str, int]], first: int) -> list[tuple[int, float]]:
-        """The oldest messages to compress now, as runs of (tokens, ratio); [] if none are due.
+        """The oldest messages to compress now, as runs of (tokens, ratio); empty if none are due.
 
         Args:
             tail: role and number of tokens of each uncompressed message.
@@ -57,9 +58,9 @@ class Compaction(Configurable):
             if tokens
         )
         if runs and runs[-1][1] != 1 and runs[-1][0] < _SHORT:
-            # It waits for what follows.
+            # It waits for later messages.
             runs.pop()
-        # At least 8 entries a head: recent windows need 4, which may be twice as wide.
+        # At least 8 entries per head: recent windows need 4, which may be twice as wide.
         return _joined((n, 1.0 if n < _SHORT else min(ratio, n / 8)) for n, ratio in runs)
 
 

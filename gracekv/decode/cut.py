@@ -1,7 +1,7 @@
-"""A cut: one auction over all layers and heads of a sequence, and the entries that stay, packed.
+"""A cut: one auction over all layers and heads of a sequence, and packing of the kept entries.
 
-`gracekv.hf.limited` calls this module when the next step would exceed the limit: it passes one
-layer after the other as `HeldLayer`, and replaces its layers with the packed entries.
+`gracekv.hf.limited` calls this module when the next step would exceed the limit: it passes its
+layers one by one as `HeldLayer` and replaces them with the packed entries.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ def kept_entries(
     """The entries that stay, bool [G, N] by layer, and all scores [G, N]; N differs by layer.
 
     Strategies that read queries use the carried scores until there is a query. The last `window`
-    positions and a prompt that is kept always stay, and other entries that the strategy guards
-    where there is room. Ties go to the earlier layer, head and entry.
+    positions and a kept prompt always stay, and other entries that the strategy guards if there is
+    room. Ties go to the earlier layer, head and entry.
 
     Args:
         layers: L.
         held: makes the `HeldLayer` of a layer; called once per layer, in order.
         strategy: scores the entries.
-        budget: most entries in all layers and heads.
-        window: how many of the last tokens stay.
+        budget: maximum entries in all layers and heads. window: how many of the last tokens stay.
 
     Raises `NonFiniteError` if the strategy's scores hold NaN or -inf.
     """
@@ -54,18 +53,18 @@ def kept_entries(
         gains.append(gain.masked_fill(stays, -torch.inf).masked_fill(~layer.used, torch.nan))
     width = max(x.shape[1] for x in gains)
     padded = [functional.pad(x, (0, width - x.shape[1]), value=torch.nan) for x in gains]
-    # Layers may lie on several GPUs; the auction takes place on the first one's.
+    # Layers may be on several GPUs; the auction runs on that of the first.
     every = torch.stack([x.to(gains[0].device) for x in padded])
     finite = every[every.isfinite()]
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
-    # Scores map to 1 to 2, guarded entries to 3, those that must stay to 4; 0 is out.
+    # Scores map to [1, 2], guarded entries to 3, those that must stay to 4, dropped ones to 0.
     scaled = 1 + (every - low) / max(float(high - low), 1e-300)
     scaled = scaled.nan_to_num_(nan=0.0, posinf=3.0, neginf=4.0)
     quota = None
     if strategy.per_head:
         shares = equal_shares(BudgetPlan(layers, every.shape[1], width, budget, 0))
         quota = shares.maximum(every.isneginf().sum(dim=2).to(shares.device))
-    # The auction refuses a weight of NaN; only here may a GPU be waited for.
+    # The auction rejects NaN; this is the only synchronisation with a GPU.
     sound = torch.stack([(x > -torch.inf).all(dim=1).to(every.device) for x in scores])
     weights = sound.float().masked_fill_(~sound, torch.nan)
     try:
@@ -85,18 +84,18 @@ def entries_within(
     shard: HeadShard = WHOLE,
     known: int | None = None,
 ) -> list[Tensor] | None:
-    """The entries of one sequence that a limit leaves, bool [E] by layer; None if all fit.
+    """The entries of one sequence that fit a limit, bool [E] by layer; None if all fit.
 
-    They are those of highest scores, and all whose score is inf. Ties go to the earlier layer, head
-    and entry. The limit's window is left free.
+    They are those with the highest scores, and all with a score of inf. Ties go to the earlier
+    layer, head and entry. The limit's window is left free.
 
     Args:
-        limit: limit over all heads, those of other processes included.
+        limit: limit over all heads, including those of other processes.
         cache: the entries.
         scores: [E] by layer.
         shard: the KV heads of this process.
-        known: positions that the model knows, if gaps are to be closed: a head then holds at most
-            half as many entries, beside those whose score is inf. None for any number.
+        known: number of positions that the model knows, if gaps are to be closed: a head then holds
+            at most half as many entries, plus those with a score of inf. None for any number.
 
     Raises `BudgetError` if the limit is too small for the entries that must stay.
     """
@@ -108,13 +107,13 @@ def entries_within(
         return None
     used = torch.arange(longest, device="cpu") < lengths[..., None]
     gains = torch.zeros_like(used, dtype=torch.float32)
-    # Of the elastic auction, an entry needs a gain above that of padding.
+    # In the elastic auction, an entry needs a larger gain than padding.
     gains[used] = torch.cat(list(scores)).float().cpu().clamp(min=torch.finfo(torch.float32).tiny)
     stays = gains.isinf()
     if (left := most - shard.total(int(stays.sum()))) < 0:
         raise BudgetError(
-            f"The limit leaves {most // units} entries per head beside its window, but "
-            f"{-(-(most - left) // units)} must stay: what was never compressed. Raise the limit."
+            f"The limit leaves {most // units} entries per head in addition to its window, but "
+            f"{-(-(most - left) // units)} uncompressed entries must stay. Raise the limit."
         )
     ones = torch.ones_like(lengths, dtype=torch.float32)
     quota = None if known is None else torch.full_like(lengths, known // 2)

@@ -1,4 +1,4 @@
-"""`fitted`: one auction over all heads, then values and masses fitted to the interval's queries."""
+"""`fitted`: one auction over all heads; values and masses are fitted to the interval's queries."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from gracekv.registry import bounded
 
 @DECODERS.register("fitted")
 class Fitted(Decoder):
-    """Keep the entries that the last queries read, and fit them to make up for the others.
+    """Keep the entries that the last queries read, and fit them to compensate for the others.
 
-    An entry's score is the attention that it got times the norm of its value, or its score at an
-    earlier cut times `memory`, whichever is higher. Values and multiplicities of the entries that
-    stay are then fitted as in `gracekv.fit`, with the recorded queries as reference, so that these
-    queries read from them what they read from all entries.
+    An entry's score is the attention that it received times the norm of its value, or its score at
+    an earlier cut times `memory`, whichever is higher. Values and multiplicities of the entries
+    that stay are then fitted as in `gracekv.fit`, with the recorded queries as references, so that
+    their attention outputs stay close to those over all entries.
 
     Source: ours.
 
     Cost: at each cut, attention of the recorded queries over all entries, that of the references
-    once more, and one linear system per head with as many unknowns as references.
+    again, and one linear system per head with as many unknowns as references.
 
     Attributes:
         queries: how many of the last queries score the entries.
-        references: how many of them, evenly spread, the fit uses.
+        references: how many of them, evenly spaced, the fit uses.
         memory: factor of an older score at the next cut.
         norm: exponent of the value's norm in the score.
         trust: prior of the values of all entries, as in `gracekv.fit.Values`.
         mass_trust: the same for multiplicities.
-        trust_read: prior of an entry for being read by the references, for both.
+        trust_read: prior of an entry that the references read, for both.
         keep_prompt: whether the prompt's entries stay.
     """
 
@@ -52,13 +52,13 @@ class Fitted(Decoder):
 
     def scores(self, held: HeldLayer) -> Tensor:
         read = held.attention().mean(dim=1) * held.values.float().norm(dim=-1) ** self.norm
-        # Older scores are rescaled to the level that their entries have now.
+        # Rescale older scores to the current level of their entries.
         before = held.carried * (held.carried > 0)
         level = (read * (before > 0)).sum(1) / before.sum(1).clamp_min(1e-30)
         return torch.maximum(read, self.memory * level[:, None] * before)
 
     def fit(self, held: HeldLayer, kept: Tensor, packed: RaggedEntries) -> RaggedEntries:
-        """Refit `packed`, so that the references read the same from it as from all of `held`.
+        """Refit `packed` so that the references' outputs stay close to those over all of `held`.
 
         `kept` is bool [G, N], the entries in `packed`.
         """
@@ -72,7 +72,7 @@ class Fitted(Decoder):
         sink = (sink - top).exp()
         total = chance.sum(dim=-1) + sink
         weights = total.new_full((total.shape[1],), 1 / total.shape[1])
-        # All columns, with no mass in dropped ones: few are dropped, and this copies nothing.
+        # All columns, with zero mass in dropped ones: few are dropped, and this avoids a copy.
         attention = KeptMass(kept, chance * kept[:, None], total, sink, weights, None)
         factor = multiplicities(attention, self.mass_trust, self.trust_read)
         shares = attention.shares(factor)

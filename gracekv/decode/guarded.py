@@ -15,7 +15,7 @@ from gracekv.registry import bounded
 
 @DECODERS.register("guarded")
 class Guarded(Decoder):
-    """Wrap another strategy, and never drop the entries with the values of largest norm.
+    """Wrap another strategy and never drop the entries whose values have the largest norms.
 
     Source: the guard of VaSE, arXiv:2606.03928. Ours: the choice of the guarded entries.
 
@@ -23,13 +23,13 @@ class Guarded(Decoder):
 
     Attributes:
         strategy: scores and fits the entries.
-        share: share of a layer's budget for the values of largest norm in its heads.
+        share: share of a layer's budget for the entries with the largest value norms.
     """
 
     strategy: Decoder = field(default_factory=Attention)
     share: float = bounded(0.05, above=0, at_most=0.5)
 
-    # Those of the strategy.
+    # Delegated to the strategy.
     scores = property(attrgetter("strategy.scores"))
     fit = property(attrgetter("strategy.fit"))
     per_head = property(attrgetter("strategy.per_head"))

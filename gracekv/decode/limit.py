@@ -1,4 +1,4 @@
-"""`Limit`: the most that a cache may hold while generating; `CutHistory`: what cuts left."""
+"""`Limit`: how much a cache may hold during generation; `CutHistory`: which tokens cuts kept."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from gracekv.registry import Configurable, bounded
 
 @dataclass(frozen=True, kw_only=True)
 class Limit(Configurable):
-    """The most that a cache may hold while generating; give exactly one of three sizes.
+    """How much a cache may hold during generation; give exactly one of three sizes.
 
         result.generate(max_new_tokens=4096, limit=gracekv.Limit(entries_per_head=512))
 
-    The limit holds for each row of a batch by itself.
+    The limit applies to each row of a batch separately.
 
     Attributes:
         entries_per_head: entries that a cut leaves per KV head and layer, on average; up to `every`
             more are added before the next cut.
-        ratio: a cut leaves this many times fewer entries than tokens were read and written.
-        kv_bytes: most bytes of keys and values at any time; a number or text such as "64MiB".
+        ratio: a cut leaves this many times fewer entries than tokens read and written so far.
+        kv_bytes: maximum bytes of keys and values at any time; a number or text such as "64MiB".
         every: tokens between two cuts.
         window: how many of the last tokens every head keeps.
-        strategy: chooses the entries that stay, a strategy of the stage `decode` or its name; None:
-            the pipeline's, or "fitted" if that is "none".
-        positions: "counted" ones are those of all tokens that were read; where they would pass what
-            the model was made for, "closed" rotates older keys on, over the gaps that dropped
-            tokens have left, so that nothing lies farther away than the model knows.
-        history: whether the cache records the tokens and what each cut left of them, for
+        strategy: chooses the entries that stay: a strategy of the stage `decode`, its name, or None
+            for the pipeline's ("fitted" if that is "none").
+        positions: "counted" keeps the positions of all tokens that were read. "closed" re-rotates
+            older keys to close the gaps of dropped tokens when positions would exceed the model's
+            trained length, so that no distance does.
+        history: whether the cache records the tokens and which of them each cut kept, for
             `result.report(cache=cache)`; 4 bytes per token and cut, for a single row.
     """
 
@@ -56,7 +56,7 @@ class Limit(Configurable):
 
     @property
     def budget(self) -> Budget:
-        """The size as a `Budget`; raises `BudgetError` unless exactly one is given."""
+        """The size as a `Budget`; raises `BudgetError` unless exactly one size is given."""
         names = ("entries_per_head", "ratio", "kv_bytes")
         sizes = {name: size for name in names if (size := getattr(self, name)) is not None}
         if len(sizes) != 1:
@@ -89,16 +89,16 @@ class Limit(Configurable):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutHistory:
-    """The tokens that a cache with a limit read after its packed prompt, and those its cuts left.
+    """The tokens that a limited cache read after its packed prompt, and which its cuts kept.
 
     All tensors but `keys` are on the CPU.
 
     Attributes:
         first: position of the first token of `ids`, which is the prompt's last one, fed again.
-        ids: int64 [n] tokens that were read since; -1 for those given as embeddings.
-        held: for each cut int32 [tokens so far], in how many heads of all layers a token has an
-            entry of its own.
-        keys: [E, d] of the last layer's entries at the start. They depend on the whole prompt, and
+        ids: int64 [n] tokens read since; -1 for those given as embeddings.
+        held: for each cut int32 [tokens so far], in how many heads of all layers each token has its
+            own entry.
+        keys: [E, d] of the last layer's entries at the start, which depend on the whole prompt and
             so identify the result; None if unknown.
     """
 

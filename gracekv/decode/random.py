@@ -10,15 +10,15 @@ from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 
 @DECODERS.register("random")
 class Random(Decoder):
-    """Keep the prompt's entries, and a random sample of the others.
+    """Keep the prompt's entries and a random sample of the others.
 
-    Source: Random Attention, arXiv:2609.03430. Ours: each cut draws again, independently for
-    every entry of every head.
+    Source: Random Attention, arXiv:2609.03430. Ours: each cut draws anew, independently for every
+    entry of every head.
 
     Cost: none.
 
     Attributes:
-        seed: the draws depend only on it, the layer and the position.
+        seed: draws depend only on the seed, the layer and the position.
         keep_prompt: whether the prompt's entries stay.
     """
 

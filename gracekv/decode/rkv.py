@@ -17,18 +17,18 @@ class RKV(Decoder):
     Source: R-KV, arXiv:2505.24133, and its public code (Zefan-Cai/R-KV, rkv/compression/r1_kv.py):
     the logits' maximum over the query heads of a KV head, a softmax over all but the window, the
     mean over queries, max-pooling; a key's redundancy is a softmax of its mean similarity to all
-    keys of the head, the window's included, which leaves out the last of the keys that are alike.
-    Ours: everything is computed in float32, whatever the model's dtype; multiplicities, logit
-    softcaps and sinks are ignored, since the authors' models have none. A cut keeps the last
-    `window` tokens of its limit, theirs the last `queries`: they run Limit(every=128, window=8).
+    keys of the head, including the window's, except the last of several similar keys. Ours:
+    everything is computed in float32 in any model dtype; multiplicities, logit softcaps and sinks
+    are ignored, since the authors' models have none. A cut keeps the last `window` tokens of its
+    limit, theirs the last `queries`: they run Limit(every=128, window=8).
 
     Cost: the similarity of all pairs of keys of a head, at each cut.
 
     Attributes:
-        queries: the last queries, whose tokens are the window.
+        queries: number of last queries, whose tokens are the window.
         share: weight of attention in the score; the rest is redundancy.
         kernel: size of the max-pooling over neighbours.
-        threshold: cosine similarity above which two keys count as alike.
+        threshold: cosine similarity above which two keys count as similar.
         keep_prompt: whether the prompt's entries stay; the authors let them compete.
     """
 
