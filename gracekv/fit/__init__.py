@@ -1,4 +1,4 @@
-"""Stage after packing: fit values and multiplicities of kept entries to foreseen queries."""
+"""Stage after packing: fit values and multiplicities of kept entries to expected queries."""
 
 from gracekv.fit.base import FITTERS as FITTERS
 from gracekv.fit.base import Fitter as Fitter

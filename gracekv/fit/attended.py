@@ -1,7 +1,7 @@
-"""Attention of reference queries over all tokens of a layer, and over the entries that were kept.
+"""Attention of reference queries over all tokens of a layer, and over its kept entries.
 
-The first is recorded while the layer is whole, a few numbers for each query; the second needs no
-dropped token.
+The first is recorded while the layer is complete, as a few numbers per query; the second does not
+need the dropped tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gracekv.kernels.uploads import filled, on_device, upload
 from gracekv.prefill import LayerCapture, Region
 from gracekv.prefill.spans import first_entries
 
-# Bytes of logits that are held at once.
+# Maximum bytes of logits held at once.
 _CPU_BLOCK, _GPU_BLOCK = 8 * 2**20, 512 * 2**20
-# Columns come in multiples of this: oneDNN compiles and keeps a product for each of its shapes.
+# Numbers of columns are multiples of this, since oneDNN compiles and caches a product per shape.
 _COLUMNS = 128
 
 
@@ -34,17 +34,18 @@ class Reference:
     There are G KV heads and M = n*Q rows: query heads of a KV head times reference queries.
 
     Attributes:
-        asked: float32 [G, M, d], the queries at the positions they are asked from, times the
-            attention scale.
-        sees: int64 [B], the last position that each of the last B queries of a query head sees;
+        asked: float32 [G, M, d], the queries, rotated to the positions they are asked from, times
+            the attention scale.
+        sees: int64 [B], the last position visible to each of the last B queries of a query head;
             the others see all tokens.
-        top: float32 [G, M], the largest logit, the sink's included.
-        total: float32 [G, M], the sum of exp(logit - top) over all visible tokens, and the sink.
-        sink: float32 [G, M], exp(sink logit - top), 0 where the model has none; plus the mass of
-            the entries that came before the sequence.
-        before: float32 [G, M, d], attention output over these and the sink; any number without.
+        top: float32 [G, M], the largest logit, including the sink's.
+        total: float32 [G, M], the sum of exp(logit - top) over all visible tokens and the sink.
+        sink: float32 [G, M], exp(sink logit - top), 0 if the model has none, plus the mass of the
+            entries before the sequence.
+        before: float32 [G, M, d], attention output over these and the sink; undefined if there are
+            none.
         output: float32 [G, M, d], attention output.
-        weights: float32 [G, M] of the rows, with sum 1 in each head.
+        weights: float32 [G, M], weights of the rows, of sum 1 in each head.
         last: [G, 2, d], key and value of the last prompt token, which decoding feeds again.
         length: T, prompt tokens.
         group: n.
@@ -68,7 +69,7 @@ class Reference:
 
     @classmethod
     def of(cls, capture: LayerCapture, queries: QuerySet) -> Self:
-        """The attention of `queries` over the keys of a layer that count for them.
+        """The attention of `queries` over the keys of a layer (those of `queries.within`).
 
         Raises `MissingCaptureError` if a query was not captured.
         """
@@ -79,7 +80,7 @@ class Reference:
         top, total = torch.empty_like(asked[..., 0]), torch.empty_like(asked[..., 0])
         sink, sinks = filled(1, 0.0, torch.float32, device).expand(total.shape), None
         if capture.sinks is not None and queries.within is None:
-            # One for each query head, and rows are those of a KV head's query heads in turn.
+            # One sink per query head; rows are grouped by query head.
             own_sinks = capture.sinks.to(device).view(heads, -1)
             sinks = own_sinks.repeat_interleave(rows // capture.group, dim=1)
         inside = queries.within or Region(0, length)
@@ -93,7 +94,7 @@ class Reference:
         if past or sinks is not None:
             sink, before = torch.zeros_like(total), torch.zeros_like(asked)
         plain = device.type != "cpu" and length >= 2048 and before is output and not queries.within
-        # Head by head on the CPU, since products want a copy of the values the other way round.
+        # Head by head on the CPU, since products need a transposed copy of the values.
         limit, at_once = (_CPU_BLOCK, 1) if device.type == "cpu" else (_GPU_BLOCK, heads)
         block = max(1, limit // (4 * length * at_once))
         for head in range(0, heads, at_once):
@@ -115,7 +116,7 @@ class Reference:
                     logits[..., -len(place) :].masked_fill_(unseen[part[1]], -torch.inf)
                 torch.amax(logits, dim=-1, out=top[part])
                 if queries.within is not None:
-                    # A query before the first of these keys sees none: no mass, no output.
+                    # A query before the first of these keys sees none: zero mass and output.
                     top[part] = top[part].clamp_min(torch.finfo(torch.float32).min)
                 if sinks is not None:
                     top[part] = torch.maximum(top[part], sinks[part])
@@ -131,7 +132,7 @@ class Reference:
                     read = batched_linear(known, across[..., :held], past > 0)
                     torch.div(read, sink[part][..., None].clamp_min(1e-30), out=before[part])
                     product += read
-                # Where a key is seen, the largest alone adds 1.
+                # If a key is seen, the largest logit contributes 1.
                 torch.div(product, total[part][..., None].clamp_min(1e-30), out=output[part])
         weights = (queries.weights.expand(capture.group, -1) / capture.group).flatten()
         weights = on_device(weights, device).expand(heads, -1)
@@ -142,7 +143,7 @@ class Reference:
 
     @classmethod
     def stack(cls, layers: Sequence[Self]) -> Self:
-        """Layers whose queries see the same positions as one, with the heads of all of them."""
+        """One reference with the heads of several layers whose queries see the same positions."""
         if len(layers) == 1:
             return layers[0]
         names = layers[0]._by_head()
@@ -150,13 +151,13 @@ class Reference:
         return replace(layers[0], **joined)
 
     def heads(self) -> list[Self]:
-        """The reference of each head alone; tensors are views."""
+        """One reference per head; tensors are views."""
         parts = {name: x.split(1) for name, x in self._by_head().items()}
         each = zip(*parts.values(), strict=True)
         return [replace(self, **dict(zip(parts, own, strict=True))) for own in each]
 
     def _by_head(self) -> dict[str, Any]:
-        """The tensors that have a row for each head."""
+        """The tensors with one row per head."""
         names = (field.name for field in fields(self) if field.name != "sees")
         return {x: own for x in names if isinstance(own := getattr(self, x), Tensor)}
 
@@ -166,13 +167,14 @@ def in_parts(
 ) -> None:
     """Write top and total [G, M] and output [G, M, d] of a `Reference` without sinks, on a GPU.
 
-    Few rows use few of its processors, so the keys are cut into parts, each with its own softmax.
-    `asked` [G, M, d] is as there; `unseen` bool [G, M, C]: which of the last C keys are not seen.
+    Few rows use few multiprocessors, so the keys are cut into parts, each with its own softmax.
+    `asked` is [G, M, d] as in `Reference`; `unseen` is bool [G, M, C]: which of the last C keys are
+    not seen.
     """
     (heads, length, dim), states = capture.keys.shape, [capture.keys, capture.values]
     parts = max(1, min(16, length // max(1024, unseen.shape[2] + 1)))
     if more := -length % (8 * parts):
-        # Keys that no query sees make the parts equal, and begin rows where vectors may.
+        # Keys that no query sees pad the parts to equal, aligned lengths.
         states = [torch.cat([x[:, :more], x], dim=1) for x in states]
     keys, values = (x.float().reshape(heads * parts, -1, dim) for x in states)
     again = asked[:, None].expand(-1, parts, -1, -1).flatten(0, 1)
@@ -182,7 +184,7 @@ def in_parts(
     blind.masked_fill_(unseen, -torch.inf)
     own = shares.amax(dim=-1)
     torch.softmax(shares, dim=-1, out=shares)
-    # The largest share is exp(0) over the part's sum.
+    # The largest share is exp(0) divided by the part's sum.
     found = own, shares.amax(dim=-1), batched_linear(shares, transposed(values))
     own, largest, read = (x.unflatten(0, (heads, parts)) for x in found)
     mass = own.sub(torch.amax(own, dim=1, out=top)[:, None]).exp_().div_(largest)
@@ -194,16 +196,16 @@ def in_parts(
 class KeptMass:
     """Unnormalised attention of reference queries over the kept entries of one layer.
 
-    A head has W columns; those that hold no entry have no mass.
+    A head has W columns; those without an entry have zero mass.
 
     Attributes:
         free: bool [G, W], entries that may be changed.
-        mass: float32 [G, M, W], exp(logit - top); multiplicities included, 0 in columns without an
-            entry and where the query does not see it.
+        mass: float32 [G, M, W], exp(logit - top) times multiplicities; 0 in columns without an
+            entry and for entries that the query does not see.
         total: float32 [G, M], as in `Reference`.
-        sink: float32 [G, M], as there: mass that stays as it is.
-        weights: float32 [M] or [G, M], as there.
-        scores: float32 [G, W], each free entry's part of its head's squared scores; or None.
+        sink: float32 [G, M], as in `Reference`: mass that does not change. weights: float32 [M] or
+        [G, M], as in `Reference`. scores: float32 [G, W], each free entry's share of its head's
+        squared scores, or None.
     """
 
     free: Tensor
@@ -214,22 +216,24 @@ class KeptMass:
     scores: Tensor | None
 
     def shares(self, multiplicity: Tensor | None = None) -> Tensor:
-        """float32 [G, M, W]: attention over the kept entries; `multiplicity` [G, W] multiplies."""
+        """float32 [G, M, W]: attention over the kept entries, times `multiplicity` [G, W]."""
         mass = self.mass.clone() if multiplicity is None else self.mass * multiplicity[:, None]
         return mass.div_((mass.sum(dim=-1, keepdim=True) + self.sink[..., None]).clamp_min(1e-30))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerAttention(KeptMass):
-    """The same over packed entries, with their values and the output over all tokens.
+    """`KeptMass` over packed entries, with their values and the output over all tokens.
 
-    The columns of a head are its packed entries and the last prompt token; heads with fewer are
-    padded to W columns. The entries of the compressible region are free. Entries that came before
-    the sequence have no columns: they count by `sink` and `before`.
+    The columns of a head are its packed entries and the last prompt token; shorter heads are padded
+    to W columns. The entries of the compressible region are free. Entries before the sequence have
+    no columns: they count through `sink` and `before`.
 
     Attributes:
-        place: int64 [E], head * W + column of each packed entry; the last token's if it has none.
-        columns: int64 [G, W], the packed entry of each column; any for the last token and padding.
+        place: int64 [E], head * W + column of each packed entry; that of the last token if it has
+            none.
+        columns: int64 [G, W], the packed entry of each column; arbitrary for the last token and
+            padding.
         values: float32 [G, W, d] of the entries and the last token.
         before: float32 [G, M, d], as in `Reference`.
         output: float32 [G, M, d], as there.
@@ -242,7 +246,7 @@ class LayerAttention(KeptMass):
     output: Tensor
 
     def found(self, shares: Tensor, values: Tensor) -> Tensor:
-        """float32 [G, M, d]: the output where the entries' `shares` and `values` are these."""
+        """float32 [G, M, d]: the output for these `shares` and `values` of the entries."""
         read = batched_linear(shares, transposed(values))
         return read.addcmul_(self.before, 1.0 - shares.sum(dim=-1, keepdim=True))
 
@@ -260,7 +264,7 @@ def attended(reference: Reference, packed: RaggedEntries, region: Region) -> Lay
     is_entry = step < counts[:, None]
     columns = (first[:, None] + step).clamp_(max=max(0, packed.entries - 1))
     keys, values = packed.keys[columns].float(), packed.values[columns].float()
-    # The last prompt token is no packed entry.
+    # The last prompt token is not a packed entry.
     keys[row, counts], values[row, counts] = reference.last.float().unbind(1)
     positions = packed.positions[columns]
     positions[row, counts] = reference.length - 1
@@ -272,7 +276,7 @@ def attended(reference: Reference, packed: RaggedEntries, region: Region) -> Lay
     if blind := len(reference.sees):
         unseen = positions[:, None, None] > reference.sees[:, None]
         mass.unflatten(1, (reference.group, -1))[:, :, -blind:].masked_fill_(unseen, -torch.inf)
-    # A merged key can exceed every token's logit; beyond e^20 its mass says nothing more.
+    # A merged key can exceed every token's logit; clamp its mass to e^20.
     mass.clamp_(max=20.0).exp_().mul_(entry_mass[:, None])
     free = is_entry & (positions >= region.start) & (positions < region.end)
     if (scores := reference.scores) is not None:

@@ -1,4 +1,4 @@
-"""`Fitter` changes kept entries, never which ones are kept; `ReferenceQueries`: what it asks."""
+"""`Fitter` changes kept entries but not which are kept; `ReferenceQueries`: what it fits to."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from gracekv.value.repeated_attention import RepeatedQueries
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuerySet:
-    """Q reference queries: those of the context, then of a second reading, then the tail.
+    """Q reference queries: those of the context, then of a second pass, then the tail.
 
     Attributes:
-        positions: int64 [n], the prompt positions whose queries are asked again from its end.
-        tail: the prompt's last positions, whose queries are asked at their own places.
-        asked_at: int64 [Q] on the CPU, the position that each is asked from: it sees the keys up
-            to there.
-        weights: float32 [Q], with sum 1.
-        repeated: [H, R, d], queries of a second reading at their own places, or None.
-        within: the keys that count, without the sink, or None for all keys.
+        positions: int64 [n], the prompt positions whose queries are replayed at its end.
+        tail: the prompt's last positions, whose queries stay at their own positions.
+        asked_at: int64 [Q] on the CPU, the position of each query: it sees the keys up to there.
+        weights: float32 [Q], of sum 1.
+        repeated: [H, R, d], queries of a second pass at their own positions, or None.
+        within: the region of keys that count, without the sink, or None for all keys.
     """
 
     positions: Tensor
@@ -61,20 +60,20 @@ class QuerySet:
 
 @dataclass(frozen=True)
 class ReferenceQueries(Configurable):
-    """Replayed context queries, asked from the prompt's end, and the prompt's last queries.
+    """Context queries, replayed at the prompt's end, and the prompt's last queries.
 
-    With `repeat`, the queries of a real second reading take the place of the replayed ones, or
-    stand beside them. They see prefix and context, as they did in that pass.
+    With `repeat`, the queries of a real second pass replace or supplement the replayed ones. They
+    see prefix and context, as in that pass.
 
     Attributes:
-        replay: which context queries are asked again, and how much each counts.
-        tail: how many of the prompt's last queries are asked at their own places.
-        tail_share: share of the total weight that the tail has, spread evenly.
+        replay: which context queries are replayed, and their weights.
+        tail: how many of the prompt's last queries are used at their own positions.
+        tail_share: the tail's share of the total weight, spread evenly.
         repeat: how many queries of a second pass over the context are used, evenly spaced; 0 for
             no second pass.
-        repeat_share: share of all but the tail's weight that these have. 1 replays nothing.
-        repeat_chunk: context tokens that are repeated at once; scorers of a second pass that have
-            the same share it.
+        repeat_share: their share of the weight without the tail's. 1 replays nothing.
+        repeat_chunk: context tokens that are repeated at once; scorers with the same chunk share
+            the second pass.
     """
 
     replay: Replay = field(default_factory=lambda: Replay(max_queries=64))
@@ -102,7 +101,7 @@ class ReferenceQueries(Configurable):
         return torch.cat([*own, tail])
 
     def __call__(self, capture: LayerCapture, region: Region, memory: Memory) -> QuerySet:
-        """The queries of one layer; `MissingCaptureError` if there was no second pass to ask."""
+        """The queries of one layer; raises `MissingCaptureError` without a needed second pass."""
         spans, repeated, count, again = capture.spans, None, 0, 0.0
         tail = Region(spans.last(self.tail).start, spans.length)
         share = self.tail_share if tail.length else 0.0
@@ -122,19 +121,18 @@ class ReferenceQueries(Configurable):
         return QuerySet(positions, tail, asked, weights, repeated)
 
 
-# Bytes of values, as float32, that are compared at once on a GPU.
+# Bytes of float32 values that are compared at once on a GPU.
 _BATCH = 64 * 2**20
 
 
 class Fitter(PrefillReader, Strategy, abc.ABC):
     """Fit the kept entries so that attention over them matches attention over all tokens.
 
-    There are two steps: `reference` records the outputs of a layer while all of it is there, and
-    `layer` fits the entries that stayed when the rest is gone. Positions and the number of entries
-    stay. Keys stay too, unless a strategy says that it moves them.
-    Entries outside the compressible region (prefix, recent window, question) stay bit for bit.
-    Deterministic; computed in float32 or better; values return to the cache's dtype. Finite values
-    stay finite.
+    There are two steps: `reference` records the outputs of a layer while it is complete, and
+    `layer` fits the kept entries after the rest is dropped. Positions and the number of entries do
+    not change, nor do keys unless a strategy documents it. Entries outside the compressible region
+    (prefix, recent window, question) stay bitwise equal. Deterministic; computed in float32 or
+    better; values are converted back to the cache's dtype. Finite values stay finite.
 
     Attributes:
         by_score: whether each reference, which must be a dataclass, gets the scores that chose as
@@ -170,7 +168,7 @@ class Fitter(PrefillReader, Strategy, abc.ABC):
         return replace(cache, layers=tuple(fitted))
 
 
-FITTERS = Registry("fit", "how kept entries make up for dropped ones", Fitter)
+FITTERS = Registry("fit", "how kept entries compensate for dropped ones", Fitter)
 
 
 def check_dtype(strategy: Strategy, given: RaggedEntries, fitted: RaggedEntries) -> None:
@@ -183,7 +181,7 @@ def check_dtype(strategy: Strategy, given: RaggedEntries, fitted: RaggedEntries)
 
 
 def value_change(packed: RaggedCache, fitted: RaggedCache) -> Tensor:
-    """|v' - v| / |v| of every entry in hundredths: uint8 [E] on the CPU, layer after layer.
+    """|v' - v| / |v| of every entry in percent: uint8 [E] on the CPU, layer after layer.
 
     255 stands for 2.55 and more. Raises `NonFiniteError` if a value became NaN or infinite.
     """

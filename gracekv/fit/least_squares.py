@@ -1,4 +1,4 @@
-"""`least_squares`: bounded masses and plain least squares for values, as Attention Matching."""
+"""`least_squares`: bounded masses, then plain least squares for values (Attention Matching)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from gracekv.value import Memory
 
 @FITTERS.register("least_squares")
 class LeastSquares(QueryFitter):
-    r"""Fits multiplicities by bounded, values by plain least squares (Attention Matching).
+    r"""Fits multiplicities by bounded and values by plain least squares (Attention Matching).
 
-    Only compressible tokens count, among the original ones and among the kept ones. Let e_t be the
+    Only compressible tokens count, both original and kept ones. Let e_t be the
     unnormalised attention of a reference query to kept entry t, Z the sum of its attention over all
     those tokens, and o its output over them. The multiplicities m minimise the sum over queries of
     |sum_t m_t e_t - Z|^2 between `least` and `most`: the least-squares solution is clipped, then
     `steps` projected gradient steps follow. With p the attention over the kept entries under these
-    multiplicities, the values X minimise the sum of |p X - o|^2. Nothing ties X to the original
-    values; only where entries depend on each other, a ridge of 1e-6 does, as in the public code.
+    multiplicities, the values X minimise the sum of |p X - o|^2. X is not regularised towards the
+    original values, except by a ridge of 1e-6 if entries are linearly dependent, as in the public
+    code.
 
     Source: Zweiger et al. (2026), Attention Matching, arXiv:2602.16284, with the numbers of its
-    code. Ours: power iteration starts from equal numbers, not from random ones, and all reference
+    code. Ours: power iteration starts from a constant vector, not a random one, and all reference
     queries have the same weight.
 
     Cost: the attention of the reference queries over all keys, O(L H Q T d), and two least-squares
     problems for each head, with Q H/G rows and as many unknowns as the head has entries.
 
     Attributes:
-        queries: reference queries, by default those of a repetition of the context.
+        queries: reference queries; by default those of a repetition of the context.
         least: smallest multiplicity (e^-3).
         most: largest multiplicity (e^3).
         steps: projected gradient steps (2).
@@ -77,7 +78,7 @@ class LeastSquares(QueryFitter):
 
 
 def bounded_masses(mass: Tensor, total: Tensor, least: float, most: float, steps: int) -> Tensor:
-    """m, float32 [W] within bounds, for which mass [M, W] m is close to total [M]."""
+    """float32 [W]: m within bounds for which mass [M, W] m is close to total [M]."""
     found = solved(mass, total[:, None])[:, 0].clamp_(least, most)
     if steps:
         # The square of the largest singular value, by power iteration.
@@ -92,7 +93,7 @@ def bounded_masses(mass: Tensor, total: Tensor, least: float, most: float, steps
 
 
 def solved(rows: Tensor, target: Tensor) -> Tensor:
-    """x, float32 [W, d], for which rows [M, W] x is closest to target [M, d]; the shortest such x.
+    """float32 [W, d]: the minimum-norm x for which rows [M, W] x is closest to target [M, d].
 
     It is found by QR, or with a ridge of 1e-6 where a pivot is exactly 0. As in the published code,
     columns that are alike up to rounding get long solutions, whose parts cancel.

@@ -1,4 +1,4 @@
-"""`none`: entries stay as they were packed."""
+"""`none`: entries are not changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gracekv.prefill import Region
 
 @FITTERS.register("none", works_sharded=True)
 class NoFit(Fitter):
-    """Entries stay as they were packed, bit for bit.
+    """Entries stay as packed, bit for bit.
 
     Source: the paper.
 

@@ -44,7 +44,7 @@ def fitted_head(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Seen:
-    """Attention of M rows of queries of a head, in shares of their attention over all tokens.
+    """Attention of M query rows of a head, as shares of their attention over all tokens.
 
     Attributes:
         kept: float64 [M, E + 1], attention to the kept entries and the last prompt token.
@@ -57,7 +57,7 @@ class _Seen:
     targets: Tensor
 
     def shares(self, factor: Tensor) -> Tensor:
-        """float64 [M, E + 1]: attention over kept entries whose multiplicities change [E]."""
+        """float64 [M, E + 1]: attention over kept entries, multiplicities times `factor` [E]."""
         rows = self.kept * torch.cat([factor, factor.new_ones(1)])
         return rows / (rows.sum(dim=1, keepdim=True) + self.sink)
 
@@ -85,7 +85,7 @@ def _attended(capture: LayerCapture, head: int, packed: RaggedEntries, queries: 
 
 
 def _query(capture: LayerCapture, head: int, q: int, queries: QuerySet) -> Tensor:
-    """Reference query `q` of a query head, [d], rotated to where it is asked from."""
+    """Reference query `q` of a query head, [d], rotated to the position it is asked from."""
     again = q - len(queries.positions)
     if queries.repeated is not None and 0 <= again < queries.repeated.shape[1]:
         return queries.repeated[head, again].double()
@@ -134,7 +134,7 @@ def matched_head(
 def _least_squares(
     a: Tensor, b: Tensor, weight: Tensor, trust: float, trust_read: float, scores: Tensor | None
 ) -> Tensor:
-    """The ridge problem as ordinary least squares with a row for each unknown."""
+    """The ridge problem as ordinary least squares with one more row per unknown."""
     read = (weight[:, None] * a.square()).sum(dim=0)
     mean = read.mean()
     if scores is not None:

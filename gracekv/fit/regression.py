@@ -1,4 +1,4 @@
-"""`regression`: values, then keys, by ridge regression with a bound on how far they move (GRKV)."""
+"""`regression`: values, then keys, by ridge regression with bounded changes (GRKV)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gracekv.prefill import LayerCapture, Region
 from gracekv.registry import bounded
 from gracekv.value import Memory, Replay
 
-# Weight of all queries of a query head together; steps of conjugate gradients, and the share of the
-# first residual's norm at which they end.
+# Total weight of a query head's queries; maximum conjugate gradient steps, and the relative
+# residual norm at which they stop.
 _WEIGHT, _STEPS, _TOLERANCE = 6.0, 16, 1e-6
 
 
@@ -28,23 +28,23 @@ class Regression(QueryFitter):
     tokens. The change X of the values minimises the weighted sum of |p (V + X) - o|^2 plus
     penalty |X|^2; the dual system is solved. The keys follow, linearised at the new values, by 16
     steps of conjugate gradients over the layer. Each head's change is scaled down to a fixed share
-    of the norm of what it changes, and further where rounding would exceed that. The layer then
+    of the norm of its values or keys, and further if rounding would exceed that. The layer then
     keeps the best of three candidates: no change, new values, or new values and keys. The best has
     the least error of its actual (nonlinear) output plus the penalty of its changes.
 
     Source: Peng et al. (2026), GRKV, arXiv:2605.31105, with the numbers of its code. Ours: queries
-    are evenly spaced and include both ends, and the entries that may not change are those that the
-    reference queries read most, not those with the highest scores.
+    are evenly spaced and include both ends, and the fixed entries are those that the reference
+    queries read most, not those with the highest scores.
 
     Cost: the attention of the reference queries over all keys, O(L H Q T d), a system of Q H/G
     unknowns for each head, and 32 products of the queries with the entries.
 
     Attributes:
-        queries: reference queries, by default 32 of the context, moved to the prompt's end.
+        queries: reference queries; by default 32 of the context, moved to the prompt's end.
         penalty: weight of squared changes (0.01).
         value_cap: largest change of a head's values, as a share of their norm (0.1).
         key_cap: largest change of a head's keys, as a share of their norm (0.025).
-        guard: share of a head's entries that stay as they are (0.1).
+        guard: share of a head's entries that are not changed (0.1).
     """
 
     # The three candidates are compared for a whole layer.
@@ -69,7 +69,7 @@ class Regression(QueryFitter):
         change = ridge(shares, error, attention.weights, free / self.penalty)
         values = bounded_move(packed.values, change, attention, free, self.value_cap)
         fitted = replace(packed, values=values)
-        # Coordinates that a passage adds to its keys are 0, and none of the model's.
+        # Mask the coordinates that a passage adds to its keys: they are 0 in packed keys.
         own = replace(reference, asked=reference.asked * packed.keys.any(dim=0))
         change = key_change(attended(reference, fitted, region), own, free, self.penalty)
         keys = bounded_move(packed.keys, change, attention, free, self.key_cap)
@@ -127,7 +127,7 @@ def bounded_move(
     old, mask = numbers.float()[attention.columns], free[..., None]
     change, limit = mask * change, cap * (mask * old).norm(dim=(1, 2), keepdim=True)
     scale = (limit / change.norm(dim=(1, 2), keepdim=True).clamp_min(1e-30)).clamp(max=1.0)
-    # Rounding to the cache's dtype may exceed the limit; a head that still does is not changed.
+    # Rounding to the cache's dtype may exceed the limit; if a head still does, it is not changed.
     for shrink in (0.9, 0.9, 0.9, 0.9, 0.0):
         new = (old + scale * change).to(numbers.dtype).float()
         over = (mask * (new - old)).norm(dim=(1, 2), keepdim=True) > limit

@@ -25,11 +25,11 @@ _ROWS = 256
 
 @dataclass(frozen=True)
 class QueryFitter(Fitter):
-    """Fits to the attention of reference queries over all tokens of a layer.
+    """Fits to the attention outputs of reference queries over all tokens of a layer.
 
     Attributes:
         queries: reference queries and their weights.
-        by_head: whether heads are fitted one by one, so that several layers may be fitted together.
+        by_head: whether heads are fitted independently, so that layers may be fitted together.
     """
 
     works_sharded: ClassVar[bool] = True
@@ -61,7 +61,8 @@ class QueryFitter(Fitter):
             packed = RaggedEntries.stack(layers)
             parts = [(packed, reference)]
             if packed.device.type == "cpu" and reference.asked.shape[1] > _ROWS:
-                # Head by head, each as wide as it is: products of few rows cost too little.
+                # Head by head without padding; with few rows, products are too small for this to
+                # pay.
                 rows = [packed.rows(g, g + 1) for g in range(packed.heads)]
                 parts = list(zip(rows, reference.heads(), strict=True))
             done = [self.layer(own, asked, region) if own.entries else own for own, asked in parts]
@@ -80,19 +81,19 @@ class RidgeFitter(QueryFitter):
     """Fits by ridge regression towards the original values.
 
     Attributes:
-        trust: prior of all entries alike; a larger one keeps values nearer to the originals.
-        trust_read: prior of an entry in proportion to how much the reference queries read it.
-        by_score: whether `trust_read` follows the square of the score that chose the entry, in
-            place of what the reference queries read: an entry that few queries look up may be
-            none that they ask for.
+        trust: prior common to all entries; a larger one keeps values closer to the originals.
+        trust_read: prior of an entry, proportional to how much the reference queries read it.
+        by_score: whether `trust_read` is proportional to the entry's squared score instead of the
+            attention of reference queries, which may not include the few queries that look up an
+            entry.
     """
 
-    trust: float = bounded(0.1, above=0, hint="0.1 changes values a little, 0.01 much.")
+    trust: float = bounded(0.1, above=0, hint="0.1 changes values slightly, 0.01 a lot.")
     trust_read: float = bounded(0.3, at_least=0)
     by_score: bool = field(default=False, kw_only=True)  # type: ignore[misc]
 
     def _fitted(self, attention: LayerAttention, shares: Tensor) -> Tensor:
-        """The values float32 [G, W, d] that, read by `shares` [G, M, W], give the output."""
+        """The values float32 [G, W, d] that give the output under `shares` [G, M, W]."""
         error = attention.output - attention.found(shares, attention.values)
         change = ridge_change(attention, shares, error, self.trust, self.trust_read)
         return attention.values + change
@@ -100,20 +101,20 @@ class RidgeFitter(QueryFitter):
 
 @FITTERS.register("values")
 class Values(RidgeFitter):
-    r"""Values near the original ones that give the full attention's output for foreseen queries.
+    r"""Values close to the originals that reproduce full attention's output for expected queries.
 
     With p the attention of a reference query over the kept entries and o its output over all
     tokens, the change X of the values minimises the weighted sum of |p (V + X) - o|^2 plus
     sum_t lambda_t |x_t|^2, per layer and KV head. With a_t the weighted mean square of p_t over the
-    reference queries and a their mean over entries, lambda_t = trust * a + trust_read * a_t: an
-    entry that they read keeps its own value, which the answer may quote; the others may change.
-    With `by_score`, a_t is a s_t^2 over the mean of s^2, s_t being the score of the entry.
+    reference queries and a the mean of a_t over entries, lambda_t = trust * a + trust_read * a_t:
+    an entry that they read keeps its own value, which the answer may quote; the others may change.
+    With `by_score`, a_t is a s_t^2 over the mean of s^2, where s_t is the score of the entry.
 
     Source: ours. The problem is that of Attention Matching (arXiv:2602.16284) and GRKV
     (arXiv:2605.31105); reference queries, weights and prior are our own.
 
-    Cost: attention of the reference queries over all keys, O(L H Q T d), and for each head a
-    system of as many unknowns as it has entries or rows of queries, whichever are fewer.
+    Cost: attention of the reference queries over all keys, O(L H Q T d), and for each head a system
+    with as many unknowns as entries or query rows, whichever is smaller.
 
     Attributes: see `RidgeFitter`.
     """
@@ -127,14 +128,14 @@ class Values(RidgeFitter):
 def ridge_change(
     attention: KeptMass, shares: Tensor, error: Tensor, trust: float, trust_read: float
 ) -> Tensor:
-    """float32 [G, W, d]: what is added to the values so that outputs change by `error`.
+    """float32 [G, W, d]: the change of values for which outputs change by `error`.
 
     Args:
         attention: the reference queries' attention in this layer.
         shares: p float32 [G, M, W], attention over the kept entries.
-        error: float32 [G, M, d], what the queries' outputs lack with the values as they are.
+        error: float32 [G, M, d], the error of the queries' outputs with the current values.
         trust: prior of all entries, as in `Values`.
-        trust_read: prior of an entry in proportion to how much it is read.
+        trust_read: prior of an entry, proportional to how much it is read.
     """
     inverse = inverse_penalty(shares, attention, trust, trust_read)
     return ridge(shares, error, attention.weights, inverse).nan_to_num_(0.0, 0.0, 0.0)
@@ -145,17 +146,18 @@ def inverse_penalty(shares: Tensor, attention: KeptMass, trust: float, trust_rea
 
     Args:
         shares: p float32 [G, M, W].
-        attention: holds the weights and says which entries are free.
-        trust: times the mean diagonal of the head's normal matrix, over free entries.
-        trust_read: times the entry's own diagonal, or its part of their sum by squared scores.
+        attention: has the weights and the mask of free entries.
+        trust: factor of the mean diagonal of the head's normal matrix over free entries.
+        trust_read: factor of the entry's own diagonal, or of its share of their sum by squared
+            scores.
     """
-    # sum_r w_r p_rt^2, as a product: on a CPU a sum over rows takes several times as long.
+    # sum_r w_r p_rt^2 as a matrix product, several times faster on a CPU than a sum over rows.
     own = (attention.weights.expand(*shares.shape[:2])[:, None] @ shares.square())[:, 0]
     total = own.masked_fill_(~attention.free, 0.0).sum(dim=1, keepdim=True)
     mean = total / attention.free.sum(dim=1, keepdim=True).clamp_min(1)
     if attention.scores is not None:
         own = attention.scores * total
-    # Without any attention there is nothing to fit, and any penalty leaves the values.
+    # Without any attention there is nothing to fit, and values do not change under any penalty.
     penalty = torch.where(mean > 0, trust * mean + trust_read * own, 1.0)
     return penalty.reciprocal_().masked_fill_(~attention.free, 0.0)
 
@@ -165,10 +167,10 @@ def ridge(shares: Tensor, target: Tensor, weights: Tensor, inverse_penalty: Tens
 
         minimise  sum_r w_r |(A x)_r - b_r|^2 + sum_c lambda_c |x_c|^2
 
-    by normal equations in W unknowns, or in M where there are fewer rows than columns.
-    Products are made in float32, the systems are solved in float64. A column of zeros, or of an
-    infinite penalty, gets 0. With S = Lambda^-1/2, x = S (S A^T W A S + I)^-1 S A^T W b, or
-    x = S^2 A^T W^1/2 (W^1/2 A S^2 A^T W^1/2 + I)^-1 W^1/2 b.
+    by normal equations in W unknowns, or in M if there are fewer rows than columns. Products are
+    computed in float32, the systems are solved in float64. A column of zeros, or with an infinite
+    penalty, gets 0. With S = Lambda^-1/2, x = S (S A^T W A S + I)^-1 S A^T W b, or x = S^2 A^T
+    W^1/2 (W^1/2 A S^2 A^T W^1/2 + I)^-1 W^1/2 b.
 
     Source: ours (Tikhonov regularisation; the dual form is the push-through identity).
 
@@ -184,7 +186,7 @@ def ridge(shares: Tensor, target: Tensor, weights: Tensor, inverse_penalty: Tens
         scale = inverse_penalty.sqrt()
         own = scaled * scale[:, None]
         return scale[..., None] * _solved(own.mT @ own, own.mT @ rows)
-    # The penalty enters one factor alone: a product of two different matrices is as fast.
+    # Only one factor has the penalty: a product of two different matrices is as fast.
     left = scaled * inverse_penalty[:, None]
     return batched_linear(transposed(_solved(batched_linear(left, scaled), rows)), left.mT).mT
 
@@ -192,11 +194,12 @@ def ridge(shares: Tensor, target: Tensor, weights: Tensor, inverse_penalty: Tens
 def _solved(gram: Tensor, right: Tensor) -> Tensor:
     """(gram + I)^-1 right in float64, for positive semidefinite gram [G, n, n]; as `right`.
 
-    0 for a head whose matrix is not finite, so that it changes nothing.
+    0 for a head whose matrix is not finite, so that it is not changed.
     """
     matrix = gram.double()
     matrix.diagonal(dim1=1, dim2=2).add_(1.0)
-    # Unchecked, since a check waits for the GPU, as `cholesky_solve` of many does in MAGMA.
+    # Unchecked, since a check would synchronise with the GPU, as batched `cholesky_solve` in MAGMA
+    # does.
     factor, failed = torch.linalg.cholesky_ex(matrix)
     half = torch.linalg.solve_triangular(factor, right.double(), upper=False)
     solution: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True).to(right.dtype)

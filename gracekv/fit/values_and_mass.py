@@ -1,4 +1,4 @@
-"""`values_and_mass`: multiplicities first, so that kept entries get their share; then values."""
+"""`values_and_mass`: multiplicities, which restore attention mass, then values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ValuesAndMass(RidgeFitter):
 
     With e_t the unnormalised attention of a reference query to kept entry t and Z its sum over all
     tokens, the multiplicities m near 1 minimise the weighted sum of |sum_t m_t e_t / Z - 1|^2: the
-    question, the answer so far and the context keep the shares that they have in the full cache.
+    question, the answer so far and the context keep their shares of attention in the full cache.
     Values are then fitted as in `values`, with these multiplicities.
 
     Source: ours; see `values`.
@@ -31,8 +31,8 @@ class ValuesAndMass(RidgeFitter):
     Cost: that of `values`, and one more system per head. Decoding reads multiplicities anyway.
 
     Attributes:
-        mass_trust: prior of the multiplicities of all entries alike, a factor like `trust`. The
-            others: see `RidgeFitter`; `trust_read` counts in both problems.
+        mass_trust: prior of multiplicities common to all entries, a factor like `trust`. For the
+            others see `RidgeFitter`; `trust_read` counts in both problems.
     """
 
     mass_trust: float = bounded(0.1, above=0)
@@ -42,7 +42,7 @@ class ValuesAndMass(RidgeFitter):
         factor = multiplicities(attention, self.mass_trust, self.trust_read)
         fitted = self._fitted(attention, attention.shares(factor))
         values = scattered(packed.values, attention, fitted)
-        # The factor of entries that are not free is 1.
+        # Entries that are not free have a factor of 1.
         log_m = packed.log_multiplicity + factor.flatten()[attention.place].log_()
         return dataclasses.replace(packed, values=values, log_multiplicity=log_m)
 

@@ -1,4 +1,4 @@
-"""Stage after fitting: the bits of each number in a kept entry."""
+"""Stage after fitting: the number of bits per number of a kept entry."""
 
 from gracekv.precision.allocated import AllocatedPrecision as AllocatedPrecision
 from gracekv.precision.base import PRECISIONS as PRECISIONS

@@ -23,26 +23,25 @@ from gracekv.registry import bounded
 
 @PRECISIONS.register("allocated", works_sharded=True)
 class AllocatedPrecision(AllocatingPrecision):
-    """Each entry is dropped or kept at 4, 8 or all bits, by marginal gain per byte.
+    """Each entry is dropped or kept at 4, 8 or all bits by marginal gain per byte.
 
     Candidates are the entries that the budget would hold at 4 bits. Each may be bought at 4 bits,
-    then widened to 8 and to the model's dtype. The operation with the largest gain per byte comes
-    first, over all layers and heads, until the bytes are spent. Dropping an entry costs an error of
+    then widened to 8 and to the model's dtype. The operation with the largest gain per byte over
+    all layers and heads comes first, until the bytes are spent. Dropping an entry costs an error of
     its token scores times its head's sensitivity; rounding costs a share of that, measured for each
-    head and width. The gain of an operation is what it takes off the sum of squared errors, since
+    head and width. The gain of an operation is its reduction of the sum of squared errors, since
     rounding errors are independent and the divergence grows with the square of an error. With a
-    budget in entries, all entries stay as they are.
+    budget in entries, all entries stay unquantised.
 
     Source: ours; rounding as in `uniform`.
 
     Cost: rounding a sample of tokens, and a sort of three operations for each candidate.
 
     Attributes:
-        group: numbers that share a scale and a zero point.
-        keys: always "channel", as in `uniform`; a block holds entries of one width.
-        values: always "token".
-        sinks: the prompt's first tokens are dropped or stay as they are, as in `uniform`.
-        rounding: weight of a measured rounding error beside that of dropping an entry.
+        group: how many numbers share a scale and a zero point. keys: always "channel", as in
+        `uniform`; a block holds entries of one width. values: always "token". sinks: number of
+        first prompt tokens that are dropped or stay unquantised, as in `uniform`. rounding: weight
+        of a measured rounding error relative to that of dropping an entry.
     """
 
     group: int = bounded(32, at_least=1)
@@ -61,7 +60,7 @@ class AllocatedPrecision(AllocatingPrecision):
     def measured(self, capture: LayerCapture, region: Region) -> tuple[Tensor, ...]:
         """The losses of 4 and 8 bits float64 [G, 2], see `rounding_loss`.
 
-        On a GPU its arguments, because it rounds those of all layers at once.
+        On a GPU, its arguments instead, because all layers are rounded at once.
         """
         sampled = samples(capture, region, self.group)
         if capture.info.device.type == "cuda":
@@ -96,7 +95,7 @@ class AllocatedPrecision(AllocatingPrecision):
 
 
 def _places(head: Tensor, info: CaptureInfo) -> Tensor | None:
-    """int64 [E]: the order of entries of `head` int64 [E] among those of all processes.
+    """int64 [E]: ranks of the entries of `head` int64 [E] among those of all processes.
 
     None without other processes.
     """
@@ -108,7 +107,7 @@ def _places(head: Tensor, info: CaptureInfo) -> Tensor | None:
     return info.shard.among_all(head, info.kv_heads) * most + step
 
 
-# Evenly spaced tokens that are rounded, and last prompt positions whose queries meet them. Ours.
+# Number of evenly spaced tokens to round, and of last prompt queries that attend to them. Ours.
 _TOKENS, _QUERIES = 256, 16
 
 
@@ -118,7 +117,7 @@ def samples(capture: LayerCapture, region: Region, group: int) -> tuple[Tensor, 
     Keys [G, B, d], values [G, n, d] and queries float32 [G, Q, d].
     """
     count, dim = min(_TOKENS, region.length), capture.info.entry_dim
-    # Blocks of keys are filled up with the last token, as in the cache.
+    # Blocks of keys are padded with the last token, as in the cache.
     filled = torch.arange(-(-count // group) * group).clamp_(max=count - 1)
     at = on_device(region.start + filled * region.length // max(count, 1), capture.keys.device)
     queries = capture.queries_at(list(capture.spans.last(_QUERIES)))[..., :dim].float()
@@ -129,11 +128,11 @@ def samples(capture: LayerCapture, region: Region, group: int) -> tuple[Tensor, 
 def rounding_loss(
     keys: Tensor, values: Tensor, queries: Tensor, codings: Sequence[Coding]
 ) -> Tensor:
-    r"""float64 [G, C]: the output error of rounding an entry over that of dropping it.
+    r"""float64 [G, C]: the output error of rounding an entry relative to dropping it.
 
     Rounding adds d_v + (q . d_k) (v - mean) to an entry's share of the output, where q is a query
-    times the attention scale; dropping the entry takes v - mean. The loss is sqrt(|d_v|^2 /
-    |v - mean|^2 + (q . d_k)^2), each square its mean over tokens and queries.
+    times the attention scale; dropping the entry removes v - mean. The loss is sqrt(|d_v|^2 / |v -
+    mean|^2 + (q . d_k)^2), with the mean of each square over tokens and queries.
 
     Source: ours.
 
@@ -157,7 +156,7 @@ def rounding_loss(
     values = values.unflatten(2, (-1, min(group, dim)))
     codes, scale, zero = quantised(values, -1, *levels)
     of_values = (zero + scale * codes - values).square().sum(dim=(2, 3, 4))
-    # Tokens may all have one value: a loss above 1 counts as 1, but must stay finite.
+    # All tokens may have equal values: a loss above 1 counts as 1 but must stay finite.
     of_values = of_values.double() / spread.clamp_min(torch.finfo(torch.float32).tiny)
     loss: Tensor = (of_keys + of_values).sqrt()
     return loss.T.double()

@@ -1,4 +1,4 @@
-"""The interface of precisions, which choose the bits of kept entries and store them."""
+"""The interface of precisions, which choose the bit width of kept entries and store them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gracekv.prefill import CaptureInfo, LayerCapture, PromptSpans, Region
 from gracekv.registry import Registry, Strategy
 
 EXACT = 16
-"""Stands for the width of entries that stay in the model's dtype, whatever that is."""
+"""The width that stands for the model's dtype."""
 
 
 # Bytes of keys that are quantised at once on a GPU.
@@ -34,14 +34,14 @@ _BATCH = 256 * 2**20
 class Precision(Strategy, abc.ABC):
     """Store the kept entries of the compressible region with fewer bits.
 
-    Positions and multiplicities stay. Entries outside the region (prefix, recent window, question)
-    stay bit for bit unless a strategy's fields say otherwise. Deterministic. All entries that fit
-    are kept, except by an `AllocatingPrecision`.
+    Positions and multiplicities do not change. Entries outside the region (prefix, recent window,
+    question) stay bitwise equal unless a strategy's fields say otherwise. Deterministic. All
+    entries that fit are kept, except by an `AllocatingPrecision`.
     """
 
     @property
     def codings(self) -> tuple[Coding, ...]:
-        """How entries of fewer bits are stored, one coding for each width; () if none ever is."""
+        """How quantised entries are stored, one coding per width; () if none ever is."""
         return ()
 
     def entry_bytes(self, dim: int, itemsize: int, spans: PromptSpans) -> EntryBytes | None:
@@ -62,26 +62,27 @@ class Precision(Strategy, abc.ABC):
 
     @abc.abstractmethod
     def widths(self, start: Tensor, region: Region) -> Tensor:
-        """uint8 [E]: bits of a number of each entry; `EXACT` stands for the model's dtype.
+        """uint8 [E]: bits per number of each entry; `EXACT` stands for the model's dtype.
 
         Args:
             start: int64 [E], the first position that each entry stands for.
-            region: the compressible positions; an empty one leaves everything as it is.
+            region: the compressible positions; if empty, nothing is quantised.
         """
 
     def keeps_all(self, plan: BudgetPlan, entry_bytes: int) -> bool:
-        """Whether everything fits as it is, at `entry_bytes` an entry."""
+        """Whether everything fits unquantised, at `entry_bytes` per entry."""
         return plan.keeps_all
 
     def keys_as_read(
         self, cache: RaggedCache, widths: Sequence[Tensor], dim: int | None = None
     ) -> RaggedCache:
-        """`cache` with float32 keys [E, d] as decoding will read them; values are fitted to these.
+        """`cache` with float32 keys [E, d] as decoding will read them, for fitting values.
 
         Args:
             cache: the packed cache of one sequence.
             widths: for each layer uint8 [E], of `widths`.
-            dim: how many coordinates of a key are stored, the others stay; default: all.
+            dim: how many coordinates of a key are quantised; the others do not change. By default
+                all.
 
         Raises `NonFiniteError` if keys cannot be quantised.
         """
@@ -123,7 +124,7 @@ class Precision(Strategy, abc.ABC):
     def _batches(
         self, cache: RaggedCache, widths: Sequence[Tensor]
     ) -> Iterator[tuple[RaggedEntries, int, list[_Part]]]:
-        """Batches of layers: stacked, their number, and their parts, the exact one first."""
+        """Batches of stacked layers, their number, and their parts, the exact one first."""
         for some in batches(cache.layers, lambda layer: layer.keys.nbytes, _BATCH):
             batch = RaggedEntries.stack(cache.layers[some])
             own, parts = torch.cat(list(widths[some])).cpu(), []
@@ -143,9 +144,9 @@ class Precision(Strategy, abc.ABC):
 
 
 class AllocatingPrecision(Precision):
-    """Chooses the width of each entry, or drops it, if the budget counts bytes.
+    """Chooses the width of each entry, or drops it, under a budget in bytes.
 
-    With a budget in entries, all entries stay as they are.
+    With a budget in entries, all entries stay unquantised.
     """
 
     @property
@@ -158,7 +159,7 @@ class AllocatingPrecision(Precision):
         return tuple(coding for width in self.stored[::-1] for coding in width.codings)
 
     def entry_bytes(self, dim: int, itemsize: int, spans: PromptSpans) -> EntryBytes | None:
-        """The least bytes of entries, at the narrowest width."""
+        """The bytes of entries at the narrowest width."""
         return self.stored[0].entry_bytes(dim, itemsize, spans)
 
     def widths(self, start: Tensor, region: Region) -> Tensor:
@@ -176,10 +177,10 @@ class AllocatingPrecision(Precision):
         self, info: CaptureInfo, measured: Sequence[Any], candidates: Selection,
         worth: Tensor, budget: int
     ) -> Tensor:  # fmt: skip
-        """uint8 [E]: bits of a number of each candidate, or 0 if it is dropped.
+        """uint8 [E]: bits per number of each candidate, or 0 if it is dropped.
 
         Args:
-            info: facts of the sequence.
+            info: metadata of the sequence.
             measured: the results of `measured`, layer by layer.
             candidates: the entries that would fit at the narrowest width.
             worth: float64 [E], the loss if a candidate is dropped.
@@ -191,9 +192,9 @@ class _Part(NamedTuple):
     """The entries of one width in a batch of layers.
 
     Attributes:
-        entry: int64 [n], which entries of the batch they are.
+        entry: int64 [n], their indices in the batch.
         blocks: int64 [N, size], see `blocks_of`.
-        offsets: int64 [rows + 1] on the CPU, where each head's begin.
+        offsets: int64 [rows + 1] on the CPU, the start of each head's entries.
     """
 
     entry: Tensor

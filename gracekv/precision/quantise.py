@@ -1,4 +1,4 @@
-"""Numbers to codes, scales and zero points."""
+"""Quantises numbers to codes, scales and zero points."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ METADATA_BYTES = 2
 def quantised(groups: Tensor, dim: int, *levels: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of groups of numbers that share a scale and a zero point, at each of C widths.
 
-    `groups` are floating-point numbers, a group along `dim` (counted from the end, so below 0);
-    a code of each width is at most its one of `levels`. The zero point is the largest 16-bit
-    number that is not above a group, the scale the smallest by which `levels` steps reach its
-    largest number. A group of equal numbers has the nearest number to them as its zero point, and
-    as its scale what that misses: nothing for 16-bit numbers, nearly nothing for float32.
+    `groups` are floating-point numbers with a group along the negative `dim`; codes of each width
+    are at most its number in `levels`. The zero point is the largest 16-bit number that is not
+    above a group, the scale the smallest with which `levels` steps reach its largest number. A
+    group of equal numbers has the nearest 16-bit number as its zero point and the remaining
+    difference as its scale: zero for 16-bit numbers, nearly zero for float32.
 
     Returns:
         Codes as float32 [C, ...], scales [C, ...] and zero points [...], both of length 1 along
-        `dim`. They have the dtype of `groups`, or float16 for wider numbers. Scales are not finite
-        where numbers are not, or where 16 bits cannot represent them: see `check_finite`.
+        `dim`. These have the dtype of `groups`, or float16 for wider numbers. Scales are not finite
+        if numbers are not, or if 16 bits cannot represent them: see `check_finite`.
     """
     kind = torch.float16 if groups.dtype.itemsize > 2 else groups.dtype
     x = groups.float()
@@ -44,16 +44,16 @@ def quantised(groups: Tensor, dim: int, *levels: int) -> tuple[Tensor, Tensor, T
     scale = _next(near, near < scale, up=True)
     if groups.dtype.itemsize > 2:
         scale = torch.where(low == high, (low - zero).to(kind), scale)
-    # Between 0 and `levels`, by how zero points and scales are rounded. Only groups of equal
+    # Between 0 and `levels`, given how zero points and scales are rounded. Only groups of equal
     # numbers divide by 0; their code is 1.
     return ((x - zero) / scale).round_().nan_to_num_(1.0, 1.0, 1.0), scale, zero
 
 
 def _next(numbers: Tensor, where: Tensor, *, up: bool) -> Tensor:
-    """16-bit `numbers`, and `where` it is true the next one above (`up`) or below."""
+    """16-bit `numbers`, or the next ones above (`up`) or below them `where` it is true."""
     bits = numbers.view(torch.int16)
     if up:
-        # Scales are at least 0: one more bit pattern away from it.
+        # Scales are at least 0, so the next bit pattern is the next larger number.
         return (bits + where).view(numbers.dtype)
     beyond = torch.where(numbers == 0, -(2**15) + 1, torch.where(numbers > 0, bits - 1, bits + 1))
     return torch.where(where, beyond, bits).to(torch.int16).view(numbers.dtype)
@@ -62,9 +62,9 @@ def _next(numbers: Tensor, where: Tensor, *, up: bool) -> Tensor:
 def check_finite(numbers: Sequence[Tensor], dtype: torch.dtype) -> None:
     """Raise `NonFiniteError` unless all scales [...], or results computed from them, are finite.
 
-    `dtype` is that of the entries. On GPUs this waits for the device, once for all `numbers`.
+    `dtype` is that of the entries. Synchronises with GPUs once for all `numbers`.
     """
-    # Only numbers that are not finite differ from themselves. Layers may lie on several GPUs.
+    # x - x is 0 only for finite x. Layers may be on several GPUs.
     bad = [(x - x).any().to(numbers[0].device) for x in numbers]
     if bad and bool(torch.stack(bad).any()):
         kind = torch.float16 if dtype.itemsize > 2 else dtype
@@ -89,12 +89,12 @@ def blocks_of(lengths: Tensor, size: int) -> Tensor:
 def coded(part: RaggedEntries, blocks: Tensor, coding: Coding) -> CodedEntries:
     """The entries of `part` as codes; `blocks` int64 [N, size] are those of its keys.
 
-    See `blocks_of`. The caller checks the scales by `check_finite`.
+    See `blocks_of`. The caller must check the scales with `check_finite`.
     """
     most, dim = coding.most, part.dim
     codes, scale, zero = quantised(part.keys[blocks], -2, most)
     flat = torch.empty(part.keys.shape, dtype=torch.uint8, device=part.device)
-    # Rows that a short block repeats have the same codes.
+    # Rows repeated in a short block have the same codes.
     flat.index_copy_(0, blocks.flatten(), codes.to(torch.uint8).view(-1, dim))
     keys = Codes(_packed(flat, coding.bits), scale[0, :, 0], zero[:, 0])
     codes, scale, zero = quantised(part.values.unflatten(1, (-1, min(coding.group, dim))), -1, most)

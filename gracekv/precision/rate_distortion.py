@@ -1,4 +1,4 @@
-"""`rate_distortion`: bits by rate and distortion, the same bytes in every head (RDKV)."""
+"""`rate_distortion`: bits by rate and distortion, with the same bytes in every head (RDKV)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from gracekv.registry import bounded
 
 @PRECISIONS.register("rate_distortion", works_sharded=True)
 class RateDistortion(AllocatingPrecision):
-    """Each entry is dropped or kept at 2, 4, 8 or all bits, by one price of a bit a head (RDKV).
+    """Each entry is dropped or kept at 2, 4, 8 or all bits, at one price per bit and head (RDKV).
 
     An entry of score s takes the b bits that minimise s epsilon(b) + lambda b. Every KV head has
-    the same bytes, and the lowest lambda at which its entries fit into them; if several entries
-    change at one lambda, the earlier comes first. Scores are token scores times their head's
-    sensitivity. With a budget in entries, all entries stay as they are.
+    the same bytes, and the lowest lambda at which its entries fit; if several entries change at one
+    lambda, the earlier comes first. Scores are token scores times their head's sensitivity. With a
+    budget in entries, all entries stay unquantised.
 
     Source: Zhang et al. (2026), RDKV, arXiv:2605.08317, and its public code. Ours: keys take the
-    bits of their token's value, where the code shares out bits among the channels of keys; lambda
-    from above until the exact bytes are spent, scales and zero points included, where the code
+    bits of their token's value, whereas the code distributes bits over the channels of keys; lambda
+    decreases until the exact bytes are spent, including scales and zero points, whereas the code
     stops within 1 % of the mean bits.
 
     Cost: a sort of four times the candidates.
@@ -35,8 +35,8 @@ class RateDistortion(AllocatingPrecision):
     Attributes:
         distortion: epsilon of 2, 4 and 8 bits, the share of a score that rounding loses; it is 1 at
             0 bits, 0 at 16 (the public code's table, means over keys and values of Llama-3.1-8B).
-        group: numbers that share a scale and a zero point: consecutive entries of one width of a
-            head for keys, channels for values (ours, as in `uniform`; the code has one group for
+        group: how many numbers share a scale and a zero point: consecutive entries of one width in
+            a head for keys, channels for values (ours, as in `uniform`; the code has one group for
             all entries, or channels, which rounds keys to 2 bits too coarsely).
     """
 

@@ -1,4 +1,4 @@
-"""How quantised numbers are read, and which widths a budget buys, in loops and float64."""
+"""Dequantised numbers, and the widths that a budget buys, in loops and float64."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Side = Literal["keys", "values"]
 
 
 def rounded(numbers: Tensor, lengths: Tensor, coding: Coding, side: Side) -> tuple[Tensor, Tensor]:
-    """How quantised `numbers` [E, d] are read, and the steps between their codes; float64 [E, d].
+    """Dequantised `numbers` [E, d], and the steps between their codes; float64 [E, d].
 
     Rows hold `lengths` (int64 [rows]) entries. In a group of numbers x with distinct values, the
-    zero point is the largest 16-bit number that is not above the least x, the step the smallest
-    one by which 2^bits - 1 steps reach the largest x, and x is read as the nearest step's number.
-    A group of equal numbers is read as they are, its step is 0. Source: `UniformPrecision`.
+    zero point is the largest 16-bit number that is not above the least x, the step is the smallest
+    with which 2^bits - 1 steps reach the largest x, and x becomes the nearest step's number. A
+    group of equal numbers does not change; its step is 0. Source: `UniformPrecision`.
     """
     every = _every(torch.float16 if numbers.dtype == torch.float32 else numbers.dtype)
     x = numbers.double()
@@ -41,8 +41,8 @@ def rounded(numbers: Tensor, lengths: Tensor, coding: Coding, side: Side) -> tup
 def allocated_widths(entries: Entries, costs: WidthCosts, budget: int) -> list[int]:
     """0 for an entry that is dropped, else 1 + the index of its width.
 
-    Again and again the first operation is bought, of those that gain most per byte first, that
-    fits. Source: `gracekv.precision.width_auction.allocated_widths`.
+    Repeatedly buys the operation of largest gain per byte among those that fit. Source:
+    `gracekv.precision.width_auction.allocated_widths`.
     """
     widths = len(costs.bits)
     offers = []
@@ -69,8 +69,8 @@ def allocated_widths(entries: Entries, costs: WidthCosts, budget: int) -> list[i
 def widths_at_a_price(entries: Entries, costs: WidthCosts, budget: int) -> list[int]:
     """0 for an entry that is dropped, else 1 + the index of its width, each head within `budget`.
 
-    The price of a bit falls; an entry goes to its next width where the loss saved per bit is the
-    price, the earlier first, until one does not fit. Source:
+    The price of a bit falls; an entry goes to its next width when the loss saved per bit equals the
+    price, the earlier entry first, until one does not fit. Source:
     `gracekv.precision.width_auction.widths_by_head`.
     """
     in_bits = WidthCosts(costs.bits, costs.bits, (0,) * len(costs.bits), 1)

@@ -17,13 +17,12 @@ from gracekv.registry import bounded
 
 @PRECISIONS.register("uniform", works_sharded=True)
 class UniformPrecision(Precision):
-    """All entries of the region at 8, 4 or 2 bits a number; groups share a scale and a zero point.
+    """All entries of the region at 8, 4 or 2 bits per number; groups share scale and zero point.
 
     A number x of a group becomes the code round((x - zero) / scale), with the zero point at the
-    group's least number and the scale its range over 2^bits - 1, both stored in 16 bits and
-    rounded outwards: x is at most half a scale from what is read. Groups of equal numbers are
-    exact. Ratios and bytes count codes, scales and zero points, against a full cache of 16-bit
-    numbers.
+    group's least number and the scale its range over 2^bits - 1, both stored in 16 bits and rounded
+    outwards: the error is at most half a scale. Groups of equal numbers are exact. Ratios and bytes
+    count codes, scales and zero points, relative to a full cache of 16-bit numbers.
 
     Source: asymmetric rounding to nearest, keys by channel and values by token, is KIVI's
     (arXiv:2402.02750). Ours: blocks inside ragged heads, the budget in bytes.
@@ -31,13 +30,12 @@ class UniformPrecision(Precision):
     Cost: two passes over the kept entries.
 
     Attributes:
-        bits: width of a code.
-        group: numbers that share a scale and a zero point.
-        keys: always "channel": a block of `group` consecutive entries of a head, channel by
-            channel. The field stays for one release, for pipelines saved by version 0.2.
-        values: always "token": `group` consecutive channels of an entry.
-        sinks: how many of the prompt's first tokens stay as they are (ours); their keys are unlike
-            all others and would widen the range of their block.
+        bits: width of a code. group: how many numbers share a scale and a zero point. keys: always
+        "channel": a block of `group` consecutive entries of a head, channel by channel. The field
+        remains for one release, for pipelines saved by version 0.2. values: always "token": `group`
+        consecutive channels of an entry. sinks: how many of the prompt's first tokens stay
+        unquantised (ours); their keys are unlike all others and would widen the range of their
+        block.
     """
 
     bits: Literal[8, 4, 2] = 8

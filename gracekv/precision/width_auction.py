@@ -21,13 +21,13 @@ _NEVER = -1.0
 
 @dataclass(frozen=True, slots=True)
 class WidthCosts:
-    """Bytes of entries at each of W widths, by rising width.
+    """Bytes of entries at each of W widths, in ascending order.
 
     Attributes:
         bits: W widths, without the 0 of dropped entries.
         entry: W numbers, bytes of an entry at that width.
-        block: W numbers, bytes that a block of entries of that width shares.
-        per_block: entries of a block; the last one of a head may have fewer.
+        block: W numbers, bytes shared by a block of entries of that width. per_block: entries in a
+        block; the last one of a head may have fewer.
     """
 
     bits: tuple[int, ...]
@@ -37,7 +37,7 @@ class WidthCosts:
 
     @classmethod
     def of(cls, stored: Sequence[UniformPrecision], info: CaptureInfo) -> WidthCosts:
-        """Costs of the widths of `stored`, which rise and have one group size, and of `EXACT`."""
+        """Costs of the widths of `stored`, ascending and with one group size, and of `EXACT`."""
         shape = (info.entry_dim, info.dtype.itemsize, info.spans)
         own = [width.entry_bytes(*shape) for width in stored]
         return cls(
@@ -53,21 +53,21 @@ class WidthCosts:
         return torch.tensor(self.entry, dtype=torch.float64) + shared
 
     def blocks(self, counts: Tensor) -> Tensor:
-        """int64 [any shape], blocks of `counts` (int64 [any shape]) entries of a head and width."""
+        """int64: number of blocks for `counts` (int64, any shape) entries of a head and width."""
         return ragged.blocks(counts, self.per_block)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """E entries that compete for bytes, head after head; on one device but for `loss`.
+    """E entries that compete for bytes, head after head; on one device except `loss`.
 
     Attributes:
         worth: float64 [E], the loss if an entry is dropped; at least 0.
-        head: int64 [E], rising.
-        loss: float64 [H, W] on the CPU, the share of an entry's worth that each width loses, by
+        head: int64 [E], ascending.
+        loss: float64 [H, W] on the CPU, the share of an entry's worth that each width loses, per
             head.
-        fixed: bool [E], entries that are dropped or get the last width.
-        place: int64 [E], rising: their order among those of all processes, or None if these are
+        fixed: bool [E], entries that may only be dropped or get the last width.
+        place: int64 [E], ascending: their order among those of all processes, or None if these are
             all.
     """
 
@@ -81,18 +81,17 @@ class Entries:
 def allocated_widths(
     entries: Entries, costs: WidthCosts, budget: int, shard: HeadShard = WHOLE
 ) -> Tensor:
-    """int64 [E] on the CPU: 0 for what is dropped, else 1 + the index of its width in `costs.bits`.
+    """int64 [E] on the CPU: 0 for dropped entries, else 1 + the index of the width in `costs.bits`.
 
-    An operation gives an entry its first or its next width. Operations are bought by falling gain
-    per byte until one does not fit; then, again and again, the first in this order that still fits.
-    So `budget` is never exceeded, and no operation fits into the rest. A gain is worth times the
-    loss that is saved, and bytes count a share of a full block. Operations that gain more per byte
-    together than the first of them alone are ranked by their joint gain. Ties go to the earlier
-    entry. The real cost of an operation depends on the blocks of its head: it may open one, or
-    empty another.
+    An operation gives an entry its first or its next width. Operations are bought by descending
+    gain per byte until one does not fit; then, repeatedly, the first in this order that still fits.
+    So `budget` is never exceeded, and no operation fits in the rest. A gain is worth times the
+    saved loss, and bytes include a share of a full block. Operations that together gain more per
+    byte than the first one alone are ranked by their joint gain. Ties go to the earlier entry. The
+    real cost of an operation depends on the blocks of its head: it may start one or empty another.
 
-    If heads are spread over processes, all of them share `budget`. They find its end by cuts, then
-    buy one operation a round.
+    If heads are sharded over processes, all of them share `budget`. They find its end by cuts, then
+    buy one operation per round.
 
     Source: ours; see `gracekv.precision.reference.allocated_widths`.
     """
@@ -101,11 +100,11 @@ def allocated_widths(
     bought, left = affordable(operation.rate, operation.tie, change, max(0, budget), shard)
     level = torch.zeros_like(entries.head)
     level.scatter_reduce_(0, operation.entry[:bought], operation.target[:bought], "amax")
-    # The rest is bought one by one, and so on the CPU; a number holds head and level of an
-    # entry, or an operation, since a GPU copies slowly.
+    # The rest is bought one by one, so on the CPU; head and level of an entry, or an operation, are
+    # packed into one number, since copies from a GPU are slow.
     rest = (operation.entry << 16 | operation.source << 8 | operation.target)[bought:]
     own, rest = torch.cat([entries.head << 8 | level, rest]).cpu().split([len(level), len(rest)])
-    # Only other processes ask for the order.
+    # The order is only needed with several processes.
     order = [x[bought:] for x in (operation.rate, operation.tie)] if shard.ranks > 1 else [rest] * 2
     waiting = _Waiting(own, rest, order, costs)
     buy_in_turn(waiting.first, waiting.buy, left, shard)
@@ -113,11 +112,11 @@ def allocated_widths(
 
 
 def widths_by_head(entries: Entries, costs: WidthCosts, budget: int) -> Tensor:
-    """int64 [E] as `allocated_widths`, where each head has a `budget` of its own.
+    """int64 [E] like `allocated_widths`, where each head has its own `budget`.
 
-    In each head, operations are bought by falling gain per bit of a number, whatever they cost in
-    bytes, until one does not fit. These are the widths that minimise worth times loss plus price
-    times bits, at the lowest price of a bit at which they fit. Ties go to the earlier entry.
+    In each head, operations are bought by descending gain per bit of a number, regardless of their
+    bytes, until one does not fit. These widths minimise worth times loss plus price times bits, at
+    the lowest price per bit at which they fit. Ties go to the earlier entry.
 
     Source: Zhang et al. (2026), RDKV, arXiv:2605.08317; see
     `gracekv.precision.reference.widths_at_a_price`.
@@ -132,15 +131,15 @@ def widths_by_head(entries: Entries, costs: WidthCosts, budget: int) -> Tensor:
 
 
 def _by_head(head: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Operations of `head` int64 [M] in order of their heads, and the place of each one's first."""
+    """Sort operations by `head` int64 [M]; returns the order and where each one's head starts."""
     ordered = head.sort(stable=True)
-    # Not bincount, which waits for the GPU.
+    # Not bincount, which synchronises with the GPU.
     counts = head.new_zeros(heads).index_add_(0, head, torch.ones_like(head))
     return ordered.indices, ragged.offsets(counts)[ordered.values]
 
 
 def _running(x: Tensor, first: Tensor) -> Tensor:
-    """int64 [M]: the sum of `x` int64 [M] from the place `first` on up to each one."""
+    """int64 [M]: the sums of `x` int64 [M] from `first` up to each element."""
     sums = ragged.offsets(x)
     return sums[1:] - sums[first]
 
@@ -153,7 +152,7 @@ class _Operations:
         entry: int64 [M].
         source: int64 [M], the level before; 0 for a dropped entry.
         target: int64 [M], the level after.
-        rate: float64 [M], falling: loss saved per byte.
+        rate: float64 [M], descending: loss saved per byte.
         tie: int64 [M], their order among equal rates.
     """
 
@@ -196,15 +195,15 @@ class _Operations:
 def rates(loss: Tensor, costs: WidthCosts) -> Tensor:
     """float64 [H, W]: loss saved per byte by each step to the next width, for a worth of 1.
 
-    The slopes of the smallest concave function above the saved loss: they never rise, so that a
-    step comes after those before it. A wider step that takes no more bytes, as with tiny groups,
-    counts as one byte. `loss` is float64 [H, W].
+    The slopes of the smallest concave function above the saved loss: they never increase, so steps
+    stay in order. A wider step that takes no more bytes, as with tiny groups, counts as one byte.
+    `loss` is float64 [H, W].
     """
     bytes_ = torch.nn.functional.pad(costs.mean(), (1, 0))
     lost = torch.nn.functional.pad(loss.clamp(0, 1), (1, 0), value=1.0)
     slopes = []
     for step in range(len(costs.bits)):
-        # Over all chords across the step: from each start the steepest, of these the flattest.
+        # Of all chords across the step: the steepest from each start, and the flattest of these.
         steepest = []
         for start in range(step + 1):
             fall = lost[:, start, None] - lost[:, step + 1 :]
@@ -218,10 +217,10 @@ class _Waiting:
     """The operations that may still fit; `first` and `buy` are for `ranking.buy_in_turn`.
 
     Args:
-        entries: int64 [E], 256 times the head of each entry, and its level.
-        ops: int64 [M], those that are not bought yet: 65,536 times the entry, 256 times the level
-            before, and the level after.
-        order: what `ranking.first_offer` compares: rate and tie [M].
+        entries: int64 [E], 256 times the head of each entry, plus its level.
+        ops: int64 [M], those not yet bought: 65,536 times the entry, plus 256 times the level
+            before, plus the level after.
+        order: rate and tie [M], which `ranking.first_offer` compares.
         costs: bytes of the widths.
 
     Attributes:
