@@ -1,7 +1,7 @@
-"""Models whose attention heads are spread over processes (tensor parallelism).
+"""Models whose attention heads are sharded over processes (tensor parallelism).
 
-Every process calls `gracekv.compress` with the same arguments, holds its own KV heads, and keeps of
-them what one process holding all heads would keep.
+Every process calls `gracekv.compress` with the same arguments, holds its own KV heads, and keeps
+the same entries of them as a single process with all heads would.
 """
 
 from gracekv.distributed.sharding import HeadShard as HeadShard

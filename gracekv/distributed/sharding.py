@@ -1,4 +1,4 @@
-"""`HeadShard`: which KV heads a process holds; and whether and how a model is sharded so."""
+"""`HeadShard`: which KV heads a process holds; and whether and how a model is sharded."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from gracekv.registry import Configurable, Strategy
 from gracekv.registry.hyperparameter import parts_of
 
 TIMEOUT = 300.0
-"""Seconds. Processes of one model do the same work, so they are seldom far apart."""
+"""In seconds. Processes of one model do the same work, so they are rarely far apart."""
 
-# Ways in which transformers leaves the norms of queries and keys whole.
+# transformers' sharding styles that replicate the norms of queries and keys.
 _WHOLE_STYLES = ("replicate", "replicated_with_grad_allreduce")
 
-# Ways in which parts of a model may be sharded.
+# Supported sharding styles of a model's parts.
 _STYLES = {
-    # Others gather what they computed, so every process attends with all heads.
+    # Other styles gather outputs, so every process attends with all heads.
     ".self_attn.": ("colwise", "rowwise", *_WHOLE_STYLES),
-    # Linear layers hold states of all their heads in every process, which get all of an output.
+    # Linear layers hold the states of all heads in every process, which get complete outputs.
     ".linear_attn.": ("colwise_gather_output", "colwise_rep", *_WHOLE_STYLES),
 }
 
@@ -34,9 +34,9 @@ class Exchange(Protocol):
     """How the processes of one model exchange small tensors."""
 
     def __call__(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors [...] that all processes gave, in rank order; of one shape and dtype.
+        """The tensors [...] of all processes, in rank order, all of one shape and dtype.
 
-        `tensor` is on the CPU. Raises `RankError` if a process fails, leaves, is too late, or gives
+        `tensor` is on the CPU. Raises `RankError` if a process fails, exits, times out, or passes
         another shape.
         """
 
@@ -48,13 +48,13 @@ class Exchange(Protocol):
 class HeadShard:
     """The part of a model's KV heads that this process holds.
 
-    Process r of R holds the KV heads r G .. (r + 1) G - 1 of every layer. What is asked of the
-    others is gathered and then combined in rank order, so every process gets the same bits.
+    Process r of R holds the KV heads r G .. (r + 1) G - 1 of every layer. Tensors of all processes
+    are gathered and then combined in rank order, so every process gets the same bits.
 
     Attributes:
         rank: r, from 0.
         ranks: R.
-        exchange: reaches the other processes, or None if there are none (the default).
+        exchange: communicates with the other processes; None (the default) if there are none.
     """
 
     rank: int = 0
@@ -68,30 +68,30 @@ class HeadShard:
         return torch.stack(self.exchange(tensor.detach().cpu().contiguous())).to(tensor.device)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over processes, as `tensor` [...]."""
+        """The sum over processes, same shape as `tensor` [...]."""
         return self.gather(tensor).sum(dim=0)
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """The mean over processes, as `tensor` [...]."""
+        """The mean over processes, same shape as `tensor` [...]."""
         return tensor if self.exchange is None else self.sum(tensor) / self.ranks
 
     def total(self, count: int) -> int:
-        """The sum of a whole number over processes."""
+        """The sum of an integer over processes."""
         return int(self.sum(torch.tensor(count)))
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """The largest of all processes, as `tensor` [...]."""
+        """The maximum over processes, same shape as `tensor` [...]."""
         return tensor if self.exchange is None else self.gather(tensor).amax(dim=0)
 
     def from_first(self, tensor: Tensor) -> Tensor:
-        """The tensor [...] of process 0, of any shape; others give the same dtype and rank."""
+        """The tensor [...] of process 0, of any shape; others pass the same dtype and rank."""
         if self.exchange is None:
             return tensor
         shape = self.gather(torch.tensor(tensor.shape))[0].tolist()
         return self.gather(tensor if self.rank == 0 else tensor.new_zeros(shape))[0]
 
     def all_heads(self, tensor: Tensor, dim: int) -> Tensor:
-        """[.., R G, ..]: all processes' heads along `dim` of `tensor` [.., G, ..], with its own."""
+        """[.., R G, ..]: the heads of all processes along `dim` of their `tensor` [.., G, ..]."""
         return torch.cat(self.gather(tensor).unbind(), dim=dim)
 
     def own_heads(self, tensor: Tensor, dim: int) -> Tensor:
@@ -108,7 +108,7 @@ class HeadShard:
         return (layer * self.ranks + self.rank) * heads + head
 
     def agree(self, **facts: bytes) -> None:
-        """Raise `RankError` on every process unless all give the same `facts`."""
+        """Raise `RankError` on every process unless all pass the same `facts`."""
         digests = [hashlib.sha256(fact).digest() for fact in facts.values()]
         rows = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
         every = self.gather(rows.view(len(facts), -1))
@@ -133,15 +133,15 @@ def is_sharded(model: Any) -> bool:
     """Whether each process holds only a part of the model's weights.
 
     True for transformers' `tp_plan` (`DistributedConfig(tp_size=..., pp_size=...)`), for FSDP, and
-    for linear layers whose weight is smaller than what they say of themselves. A `device_map` does
-    not shard.
+    for linear layers whose weight is smaller than their declared size. A `device_map` does not
+    shard.
     """
     if not isinstance(model, torch.nn.Module):
         return False
     if (getattr(model, "_tp_size", None) or 1) > 1 or hasattr(model, "_pp_stage"):
         return True
     every = [model]
-    for module in every:  # quicker than modules(), which makes names
+    for module in every:  # faster than modules(), which makes names
         every += [x for x in module._modules.values() if x is not None]
     return any(_is_distributed(x) for module in every for x in module._parameters.values()) or any(
         type(module) is torch.nn.Linear
@@ -153,10 +153,10 @@ def is_sharded(model: Any) -> bool:
 
 
 def head_shard(model: Any) -> HeadShard:
-    """Which KV heads this process holds: all of a model that is not sharded.
+    """Which KV heads this process holds: all if the model is not sharded.
 
-    The first call connects the processes, see `connect`. Raises `UnsupportedModelError` as
-    `check_sharding` does.
+    The first call connects the processes, see `connect`. Raises `UnsupportedModelError` like
+    `check_sharding`.
     """
     return (_shards.get(model) or connect(model)) if is_sharded(model) else WHOLE
 
@@ -164,21 +164,21 @@ def head_shard(model: Any) -> HeadShard:
 def connect(model: Any, *, timeout: float = TIMEOUT) -> HeadShard:
     """Connect the processes of a sharded model; all of them call this, or `gracekv.compress`.
 
-    A model that is not sharded has no other processes, and nothing happens.
+    Does nothing for a model that is not sharded.
 
     Args:
         model: sharded by transformers' tensor parallelism.
-        timeout: seconds after which a process that does not answer is an error on the others.
+        timeout: seconds to wait for another process before raising an error.
 
     Raises:
         UnsupportedModelError: see `check_sharding`.
-        ConfigError: the time-out is not positive.
+        ConfigError: the timeout is not positive.
         RankError: a process does not answer.
     """
     from gracekv.distributed.agreement import GlooExchange
 
     if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
-        raise ConfigError(f"timeout is a positive number of seconds; got {timeout!r}.")
+        raise ConfigError(f"timeout must be a positive number of seconds; got {timeout!r}.")
     if not is_sharded(model):
         return WHOLE
     check_sharding(model)
@@ -199,9 +199,9 @@ def check_sharding(model: Any) -> None:
     if is_sharded(model) and (problem := _problem(model)) is not None:
         raise UnsupportedModelError(
             f"The weights of this {type(model).__name__} are sharded over processes, and "
-            f"{problem}. A budget over all heads needs a model that transformers' tensor "
-            f"parallelism shards by whole KV heads, and by nothing else. Load it so, or whole: "
-            f"device_map='auto' spreads whole layers over several GPUs."
+            f"{problem}. A budget over all heads needs a model sharded by transformers' tensor "
+            f"parallelism into whole KV heads, and not otherwise. Load it that way, or unsharded: "
+            f"device_map='auto' puts whole layers on several GPUs."
         )
 
 
@@ -209,14 +209,14 @@ def check_whole(model: Any, call: str) -> None:
     """Raise `UnsupportedModelError` if `model` is sharded; `call` is what needs all heads."""
     if is_sharded(model):
         raise UnsupportedModelError(
-            f"{call} needs all attention heads in one process, and those of this model are spread "
+            f"{call} needs all attention heads in one process, but those of this model are sharded "
             f"over several. Save the result, load it with the whole model in one process, and call "
             f"{call} there."
         )
 
 
 def check_works_sharded(pipeline: Configurable, shard: HeadShard) -> None:
-    """Raise `ConfigError` if a strategy of `pipeline` needs all heads, and `shard` holds a part."""
+    """Raise `ConfigError` if a strategy of `pipeline` needs all heads but `shard` holds a part."""
     if shard.ranks == 1:
         return
     parts = [x for x in parts_of(pipeline) if isinstance(x, Strategy) and not x.works_sharded]
@@ -225,9 +225,9 @@ def check_works_sharded(pipeline: Configurable, shard: HeadShard) -> None:
         names.append("certify=True")
     if names:
         raise ConfigError(
-            f"This model's attention heads are spread over processes, and {', '.join(names)} would "
-            f"need all of them in one. Take a recipe that works on such models, among them "
-            f"'gracekv-plus', 'gracekv-agnostic', 'gracekv' and 'snapkv', or load the model with "
+            f"This model's attention heads are spread over processes, but {', '.join(names)} "
+            f"would need all of them in one. Use a recipe that works on such models, such as "
+            f"'gracekv-plus', 'gracekv-agnostic', 'gracekv' or 'snapkv', or load the model with "
             f"device_map in one process."
         )
 
@@ -235,7 +235,7 @@ def check_works_sharded(pipeline: Configurable, shard: HeadShard) -> None:
 def own_columns(projection: Any) -> Tensor | None:
     """[out, n]: this process's input columns of a row-parallel linear layer; None if it is whole.
 
-    Calling such a layer adds up what all processes make of their columns.
+    Calling such a layer sums the products of all processes.
     """
     weight: Any = getattr(projection, "weight", None)
     if not _is_distributed(weight):
@@ -245,7 +245,7 @@ def own_columns(projection: Any) -> Tensor | None:
 
 
 def _problem(model: Any) -> str | None:
-    """Why this sharding cannot be followed; None if it can."""
+    """Why this sharding is not supported; None if it is."""
     config, size = model.config.get_text_config(decoder=True), getattr(model, "_tp_size", None) or 1
     plan = getattr(model.config, "distributed_config", None)
     for name in ("fsdp_size", "dp_replicate_size", "pp_size", "ep_size"):
@@ -278,6 +278,6 @@ def _problem(model: Any) -> str | None:
 
 
 def _is_distributed(weight: Any) -> bool:
-    """Whether it is a DTensor; there is none where its module was never imported."""
+    """Whether `weight` is a DTensor; there is none unless its module has been imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(weight, module.DTensor)

@@ -18,8 +18,8 @@ class Partition:
 
     Attributes:
         bounds: int64 [J+1] absolute positions on the CPU; slot j is [bounds[j], bounds[j+1]).
-        curvature: kappa, float [T] over the whole sequence, if the segmenter computed it. Trees
-            cut at its peaks, and compute it themselves if it is None.
+        curvature: kappa, float [T] over the whole sequence, or None if the segmenter did not
+            compute it. Trees cut at its peaks; they compute it if it is None.
 
     Raises:
         ShapeError: the bounds do not strictly increase.
@@ -31,7 +31,7 @@ class Partition:
     def __post_init__(self) -> None:
         if self.bounds.ndim != 1 or len(self.bounds) < 2 or bool((self.bounds.diff() <= 0).any()):
             raise ShapeError(
-                f"Partition.bounds must strictly increase and hold at least two positions; got "
+                f"Partition.bounds must be strictly increasing, with at least two positions; got "
                 f"{self.bounds.tolist()[:8]}."
             )
 

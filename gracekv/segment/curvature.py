@@ -6,8 +6,8 @@ With steps d_t = hbar_{t+1} - hbar_t, the two local directions at i are triangul
     delta_+(i) = sum_{k=0}^{w-1} (w-k)/w d_{i+k},
 
 which equal the differences to the window means. So their norms and their inner product are fixed
-quadratic forms of the products d_s . d_t near i. No large numbers are subtracted: a flat stretch
-keeps its exact zero whatever the rest of the sequence is, and no window mean is stored.
+quadratic forms of the products d_s . d_t near i. No large numbers are subtracted, so a flat stretch
+has exactly zero curvature in any sequence, and no window mean is stored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DEPTHS = "0 is the first layer, 1 the last; for layer i of L give i / L."
 def unit_states(hidden: Tensor, epsilon: float) -> Tensor:
     """Rows of `hidden` [n, D] divided by max(norm, epsilon): [n, D] float64.
 
-    A row that holds NaN or infinity gets a NaN. Source: Eq. (S2).
+    A row with NaN or infinity becomes NaN. Source: Eq. (S2).
     """
     hidden = hidden.double()
     norm: Tensor = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
@@ -45,8 +45,8 @@ def unit_states(hidden: Tensor, epsilon: float) -> Tensor:
 def band_products(x: Tensor, width: int, before: int = 0, after: int = 0) -> Tensor:
     """[n, width]: entry (t, j) is x_t . x_{t+j} for the rows of x [m, D]; 0 past the last row.
 
-    The band beside the diagonal of a Gram matrix, computed as small overlapping matrix products.
-    n = `before` + m + `after`; x gets rows of zeros on both sides.
+    The band at the diagonal of a Gram matrix, computed as small overlapping matrix products. n =
+    `before` + m + `after`; x is padded with rows of zeros on both sides.
     """
     rows, dim = before + len(x) + after, x.shape[1]
     blocks = -(-rows // _BLOCK)
@@ -60,7 +60,7 @@ def band_products(x: Tensor, width: int, before: int = 0, after: int = 0) -> Ten
 
 
 def chunk_rows(row_values: int, overlap: int) -> int:
-    """The number of rows of `row_values` float64 numbers to hold at once, at least `overlap`."""
+    """Number of rows of `row_values` float64 numbers to hold at once, at least `overlap`."""
     return max(_CHUNK_BYTES // (8 * row_values), overlap, 1)
 
 
@@ -96,7 +96,7 @@ class _Rows:
         self._spans, self._rows = spans, torch.empty(0, dtype=torch.float32)
 
     def add(self, run: TokenRun) -> None:
-        assert run.hidden is not None  # it is read
+        assert run.hidden is not None  # declared in `reads`
         if run.start == self._spans.past:
             self._rows = run.hidden.new_empty(self._spans.length, run.hidden.shape[1])
         self._rows[run.start : run.end] = run.hidden
@@ -123,9 +123,9 @@ class Curvature(Configurable):
     Attributes:
         depths: relative depths rho of the sampled layers (Eq. (S1)).
         windows: sizes w in tokens of the averages on either side (Eq. (S4)).
-        stability: lambda_stab, weight of the standard deviation across layers and windows that is
-            taken off their mean (Eq. (S5)).
-        epsilon: smallest norm that a vector is divided by (Eq. (S2)).
+        stability: lambda_stab, weight of the standard deviation over layers and windows, which is
+            subtracted from the mean (Eq. (S5)).
+        epsilon: lower bound of norms in denominators (Eq. (S2)).
     """
 
     depths: tuple[float, ...] = bounded((0.33, 0.5, 0.67), at_least=0, at_most=1, hint=_DEPTHS)
@@ -150,13 +150,13 @@ class Curvature(Configurable):
         """kappa from the sampled layers' block inputs, each [T, D]: float64 [T].
 
         Mean minus `stability` times the population standard deviation over all layers and windows;
-        a window that does not fit on both sides of a position counts as 0 there. The result lies
-        on the first layer's device. Raises `NonFiniteError` on NaN or infinity.
+        a window that does not fit on both sides of a position counts as 0 there. The result is on
+        the first layer's device. Raises `NonFiniteError` on NaN or infinity.
 
         Source: Eqs. (S3) to (S5).
         """
         device = states[0].device
-        # Once for all layers, since a GPU's host waits for each.
+        # Once for all layers, since each upload to a GPU synchronises.
         forms = self._quadratic_forms().to(device)
         windows = torch.tensor(self.windows, device=device)[:, None]
         views = torch.cat([self._of_layer(x, forms, windows).to(device) for x in states])
@@ -171,7 +171,7 @@ class Curvature(Configurable):
     def _of_layer(self, hidden: Tensor, forms: Tensor, windows: Tensor) -> Tensor:
         """kappa^(l,w) of one layer [T, D]: float64 [W, T]; `windows` are int64 [W, 1].
 
-        All of it is NaN if a state is not finite.
+        All NaN if a state is not finite.
         """
         length, dim = hidden.shape
         reach = max(self.windows) - 1
@@ -198,8 +198,8 @@ class Curvature(Configurable):
     def _quadratic_forms(self) -> Tensor:
         """Weights of the products around i in |delta_-|^2, |delta_+|^2 and <delta_-, delta_+>.
 
-        float64 [(2 reach + 1)^2, 3 W]; row (j, p) weighs the product of the steps i - reach + p
-        and i - reach + p + j.
+        float64 [(2 reach + 1)^2, 3 W]; row (j, p) has the weight of the product of the steps i -
+        reach + p and i - reach + p + j.
         """
         reach = max(self.windows) - 1
         size = 2 * reach + 1

@@ -34,8 +34,8 @@ class CurvatureDP(Segmenter):
     of a prefill on a CPU.
 
     Attributes:
-        min_length: n_min, tokens; only the last slot may be shorter, if nothing else reaches the
-            end of the region (Eq. (S11)).
+        min_length: n_min, tokens; only the last slot may be shorter, if the end of the region
+            cannot be reached otherwise (Eq. (S11)).
         max_length: n_max, tokens (Eq. (S11)).
         target_length: n_0, tokens, the length without penalty (Eq. (S11)).
         curvature_weight: weight of the normalised curvature in the boundary score (ours; 1 in
@@ -44,8 +44,8 @@ class CurvatureDP(Segmenter):
         dispersion_weight: lambda_d (Eq. (S11)).
         length_weight: lambda_n (Eq. (S11)).
         cut_cost: c_cut, paid for every slot but the first (Eq. (S11)).
-        curvature: how kappa is computed. Its sampled layers and epsilon also serve dispersion
-            and robust normalisation, as in the paper.
+        curvature: how kappa is computed. Its sampled layers and epsilon are also used for
+            dispersion and robust normalisation, as in the paper.
     """
 
     min_length: int = bounded(16, at_least=1, hint="It is in tokens; the paper's is 16.")
@@ -83,14 +83,15 @@ class CurvatureDP(Segmenter):
         own = slice(region.start, region.end)
         states = [hidden[own] for hidden in hidden_at(prefill, self.curvature.depths)]
         _, bounds = best_partition(self.slot_profits(boundary[own], states), self.min_length)
-        # All processes see the same hidden states; that they cut alike must not rest on it.
+        # All processes have the same hidden states, but equal cuts must not depend on that.
         bounds, kappa = map(prefill.shard.from_first, (bounds, kappa))
         return Partition(bounds + region.start, curvature=kappa)
 
     def boundary_score(self, kappa: Tensor, surprisal: Tensor | None = None) -> Tensor:
-        """b of every position: float64 [T] from kappa [T] and surprisal [T], None for weight 0.
+        """b of every position, float64 [T], from kappa [T] and surprisal [T] (None if its weight is
+        0).
 
-        Raises `NonFiniteError` if one holds NaN or infinity. Source: Eq. (S8).
+        Raises `NonFiniteError` if either has NaN or infinity. Source: Eq. (S8).
         """
         score = self.curvature_weight * robust_zscore(kappa, self.curvature.epsilon)
         if surprisal is not None:
@@ -108,7 +109,7 @@ class CurvatureDP(Segmenter):
 
         `boundary` [N] and the sampled layers' `states` [N, D] cover the compressible region. Entry
         (a, n-1) belongs to the n tokens from a on. Starting at a > 0 earns the score of the token
-        before, as the cut lies after it. Source: Eqs. (S10) and (S11).
+        before, since the cut is after it. Source: Eqs. (S10) and (S11).
         """
         lengths = torch.arange(1, self.max_length + 1, dtype=torch.float64, device=boundary.device)
         penalty = self.length_weight * ((lengths - self.target_length) / self.target_length) ** 2
@@ -124,9 +125,8 @@ def dispersion_table(states: Sequence[Tensor], longest: int, epsilon: float) -> 
     """Disp of every slot of at most `longest` tokens: float64 [N, longest].
 
     `states` are the sampled layers' block inputs over the compressible region, each [N, D]. Entry
-    (a, n-1) belongs to the n tokens from relative position a on; it is 0 where fewer than two
-    steps lie inside, and where the slot would leave the region. The table lies on the first
-    layer's device.
+    (a, n-1) belongs to the n tokens from relative position a on; it is 0 if the slot has fewer than
+    two steps or would leave the region. The table is on the first layer's device.
 
     The sum of a slot's steps is its last state minus its first. So the variance of the steps needs
     one squared distance per candidate slot and a running sum of squared steps, and no prefix sums
@@ -182,12 +182,12 @@ def _median(signal: Tensor) -> Tensor:
 def best_partition(profit: Tensor, min_length: int) -> tuple[Tensor, Tensor]:
     """Cut [0, N) into slots of greatest total profit.
 
-    Computed on the CPU: of the few operations for each block of endpoints none keeps a GPU busy, so
-    copying the profits there once is faster.
+    Computed on the CPU: the few operations per block of endpoints are too small for a GPU, so one
+    copy of the profits is faster.
 
     Args:
         profit: [N, n_max] float64; entry (a, n-1) is the profit of the slot of n tokens from a on.
-            Entries whose slot ends beyond N are never read.
+            Entries of slots that end beyond N are never read.
         min_length: n_min <= n_max, the shortest slot. Only the last slot may be shorter, and only
             if no slot within the limits reaches N.
 
@@ -210,14 +210,14 @@ def _best_predecessors(profit: Tensor, min_length: int) -> tuple[Tensor, Tensor]
     device, choices = profit.device, max_length - min_length + 1
     # Endpoint i and column c belong to the predecessor i - max_length + c, so earlier predecessors
     # come first and max keeps the earliest. Along a row of `slots` the start advances and the slot
-    # shrinks: one row down, one column left, hence the skewed view.
+    # shrinks: one row down, one column left; hence the skewed view.
     rows = functional.pad(profit[:, min_length - 1 :], (0, 0, max_length, 0), value=-torch.inf)
     slots = rows.as_strided((length + 1, choices), (choices, choices - 1), choices - 1)
     padded = torch.full((max_length + length + 1,), -torch.inf, dtype=profit.dtype, device=device)
     best, before = padded[max_length:], padded.unfold(0, choices, 1)
     best[0] = 0.0
     choice = torch.zeros(length + 1, dtype=torch.int64, device=device)
-    # No slot is shorter than min_length, so that many endpoints do not depend on one another.
+    # No slot is shorter than min_length, so min_length consecutive endpoints are independent.
     for start in range(min_length, length + 1, min_length):
         ends = slice(start, min(start + min_length, length + 1))
         torch.max(before[ends] + slots[ends], dim=1, out=(best[ends], choice[ends]))

@@ -1,4 +1,4 @@
-"""The segment stage straight from the equations: loops in float64.
+"""The segment stage directly from the equations: loops in float64.
 
 Slow on purpose; the fast versions are tested equal to these.
 """
@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 
 def unit_states(hidden: Tensor, epsilon: float) -> Floats:
-    """[n, D] rows over max(norm, epsilon). Source: Eq. (S2)."""
+    """[n, D] rows divided by max(norm, epsilon). Source: Eq. (S2)."""
     rows = hidden.detach().cpu().double().numpy()
     return np.stack([row / max(float(np.linalg.norm(row)), epsilon) for row in rows])
 

@@ -1,4 +1,4 @@
-"""Surprisal of every prompt token, without ever holding the logits of the prompt."""
+"""Surprisal of every prompt token, without holding the logits of the whole prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gracekv.prefill.projection import plain_weight
 from gracekv.prefill.spans import reflected
 
 # Logits (positions x vocabulary entries) held at once, in float32: 2 MiB, which stays in a CPU's
-# cache between the product that makes them and the sums that read them.
+# cache between the product that computes them and the sums that read them.
 _BLOCK = 1 << 19
 _ROWS = 512
 # On a GPU large products are faster: 256 MiB.
@@ -61,7 +61,7 @@ def unlikelihood(run: FinalRun) -> Tensor:
 
 
 def _is_plain(head: Any) -> bool:
-    """Whether calling `head` is nothing but a product with its weight."""
+    """Whether calling `head` only multiplies by its weight."""
     return (
         plain_weight(head) is not None
         and head.bias is None
@@ -75,7 +75,7 @@ def _by_blocks(run: FinalRun) -> Tensor:
     """Log-sum-exp over blocks of the vocabulary."""
     weight = run.head.weight[: run.vocabulary]
     device = weight.device
-    # Under autocast their dtypes may differ.
+    # Under autocast the dtypes may differ.
     states, following = run.states.to(weight), run.following.to(device)
     block = _GPU_BLOCK if device.type == "cuda" else _BLOCK
     parts = []
@@ -89,7 +89,7 @@ def _by_blocks(run: FinalRun) -> Tensor:
 
 
 def _by_rows(run: FinalRun) -> Tensor:
-    """Whole rows of logits, for heads that are not one plain product (quantised, offloaded ...)."""
+    """Complete rows of logits, for heads that are not plain products (quantised, offloaded ...)."""
     parts = []
     size = max(1, 16 * _BLOCK // run.vocabulary)
     for rows, targets in zip(run.states.split(size), run.following.split(size), strict=True):

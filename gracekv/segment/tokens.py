@@ -12,16 +12,16 @@ from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 class Tokens(Segmenter):
     """One slot per token, which turns the auction into token selection (ours).
 
-    Source: ours, so that eviction methods are states of the same trees.
+    Source: ours; it makes eviction methods special cases of the trees.
 
     Cost: none; no tensor is read. It makes N L G trees of one node.
     """
 
     def __call__(self, prefill: Prefill, region: Region) -> Partition:
-        """The partition; curvature is left to the trees. `ShapeError` if `region` is empty."""
+        """The partition, without curvature; raises `ShapeError` if `region` is empty."""
         return token_slots(region)
 
 
 def token_slots(region: Region) -> Partition:
-    """One slot per token of `region`; `ShapeError` if it is empty."""
+    """One slot per token of `region`; raises `ShapeError` if it is empty."""
     return Partition(torch.arange(region.start, region.end + 1))

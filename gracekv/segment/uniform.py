@@ -1,4 +1,4 @@
-"""`uniform`: slots of nearly equal length, whatever the content."""
+"""`uniform`: slots of nearly equal length, regardless of the content."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 class Uniform(Segmenter):
     """Slots of nearly equal length, as close to 64 tokens as the context allows.
 
-    Source: the paper's ablation without curvature segmentation. Ours: a
-    region that is no multiple of the target is divided into N / target slots, rounded half up but
-    at least one, whose lengths differ by at most one token.
+    Source: the paper's ablation without curvature segmentation. Ours: a region whose length is not
+    a multiple of the target is divided into N / target slots, rounded half up but at least one,
+    whose lengths differ by at most one token.
 
     Cost: none; no tensor is read.
 
@@ -26,6 +26,6 @@ class Uniform(Segmenter):
     target_length: int = bounded(64, at_least=1, hint="It is in tokens; the paper's is 64.")
 
     def __call__(self, prefill: Prefill, region: Region) -> Partition:
-        """The partition; curvature is left to the trees. `ShapeError` if `region` is empty."""
+        """The partition, without curvature; raises `ShapeError` if `region` is empty."""
         slots = max(1, (2 * region.length + self.target_length) // (2 * self.target_length))
         return Partition(region.start + torch.arange(slots + 1) * region.length // slots)
