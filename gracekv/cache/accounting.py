@@ -25,8 +25,8 @@ class WidthShare:
 
     Attributes:
         bits: bits per number: 32 or 16 in the model's dtype, fewer if quantised.
-        entries: number of entries, prefix and suffix included.
-        bytes: bytes of their keys and values, scales and zero points included.
+        entries: number of entries, including prefix and suffix. bytes: bytes of their keys and
+        values, including scales and zero points.
     """
 
     bits: int
@@ -44,7 +44,7 @@ class WidthShare:
 
     @classmethod
     def summed(cls, shares: Iterable[WidthShare]) -> tuple[WidthShare, ...]:
-        """Sum the shares by width, widest first, leaving out widths without entries."""
+        """Sum the shares by width, widest first, without empty widths."""
         entries, size = Counter[int](), Counter[int]()
         for share in shares:
             entries[share.bits] += share.entries
@@ -60,28 +60,28 @@ class Accounting:
     `cache.accounting` reports the entries held during generation (`Occupancy`).
 
     Attributes:
-        budget: B_total, context entries allowed in all heads.
-        spent: context entries kept, recent window included; prefix and suffix are not counted.
+        budget: B_total, context entries allowed over all heads.
+        spent: context entries kept, including the recent window but not prefix and suffix.
         floor_spent: B_floor, the part of `spent` that the floor stage bought.
         recent: r, tokens of the recent window in each head.
-        entries: int64 [L, G] context entries kept per head, recent window included.
-        bytes: physical bytes of packed keys and values, prefix and suffix included, with scales and
-            zero points of quantised entries.
+        entries: int64 [L, G] context entries kept per head, including the recent window.
+        bytes: physical bytes of packed keys and values, including prefix and suffix and the scales
+            and zero points of quantised entries.
         metadata_bytes: bytes of positions, multiplicities and offsets.
         full_bytes: bytes of a full cache's keys and values for the same tokens; for pipelines that
-            quantise, in 16-bit numbers whatever the model's dtype.
+            quantise, in 16-bit numbers in any model dtype.
         utility: sum of the gains of all bought operations, each clipped at 0.
-        bound: certified upper bound of `utility` at this budget; None if not computed.
-        backend_bytes: bytes that the prepared attention backend holds besides the packed tensors
-            (indices, copies).
-        other_bytes: bytes of the layers that are not compressed, by kind; of the other numbers,
-            `held_bytes` alone includes them.
+        bound: certified upper bound on `utility` at this budget; None if not computed.
+        backend_bytes: bytes that the prepared attention backend holds in addition to the packed
+            tensors (indices, copies).
+        other_bytes: bytes of the uncompressed layers, by kind; of the other fields, only
+            `held_bytes` includes them.
         held_bytes: all bytes that a result keeps alive, by device: entries, metadata, the backend's
-            copies, scores, states of other layers, and the prompt's ids. Empty for a run.
+            copies, scores, states of uncompressed layers, and the prompt's ids. Empty for a run.
         widths: entries and bytes by bits per number, widest first.
         budget_bytes: bytes allowed for the context's keys and values, if the budget counts bytes
             and some entries are quantised; otherwise None.
-        spent_bytes: bytes that they take; None if `budget_bytes` is.
+        spent_bytes: bytes of the context's keys and values; None if `budget_bytes` is None.
     """
 
     budget: int
@@ -105,9 +105,9 @@ class Accounting:
 
     @classmethod
     def total(cls, parts: Sequence[Accounting], backend_bytes: int = 0) -> Accounting:
-        """Sum over several prompts of one model; `entries` are stacked to [S*L, G].
+        """Sum over several prompts of one model; `entries` is stacked to [S*L, G].
 
-        `recent` is the largest. The bound is the sum if every part has one. `backend_bytes` counts
+        `recent` is the largest. The bound is the sum if every part has one. `backend_bytes` is for
         all prompts together.
         """
         sums: dict[str, Any] = {}
@@ -128,12 +128,12 @@ class Accounting:
 
     @property
     def full_in_16_bits(self) -> bool:
-        """Whether `full_bytes` is of 16 bits a number: where entries are quantised."""
+        """Whether `full_bytes` assumes 16 bits per number, as for quantised entries."""
         return self.budget_bytes is not None or any(x.bits < 16 for x in self.widths)
 
     @property
     def sizes(self) -> str:
-        """The bytes, in words."""
+        """The bytes as text."""
         return (
             f"{self.bytes:,} bytes of keys and values and {self.metadata_bytes:,} of metadata, "
             f"full cache {self.full_bytes:,}{' in 16 bits' if self.full_in_16_bits else ''}"
@@ -144,7 +144,7 @@ class Accounting:
 
     @property
     def certified_ratio(self) -> float | None:
-        """utility / bound, a lower bound on the share of the optimum reached; None without one."""
+        """utility / bound, a lower bound on the share of the optimum; None without a bound."""
         if self.bound is None:
             return None
         return self.utility / self.bound if self.bound > 0 else 1.0
@@ -154,15 +154,15 @@ class Accounting:
 class Occupancy:
     """Entries and bytes of a cache during generation, in all compressed layers, heads and rows.
 
-    Sliding windows, states and places for tokens to come are not counted. A growing tail has at
-    most as many free places as tokens, but at least 64 in all; a static one has its capacity.
+    Sliding windows, states and free places for new tokens are not counted. A growing tail has at
+    most as many free places as tokens, but at least 64 in total; a static one has its capacity.
 
     Attributes:
-        entries: current entries, of the packed prompts and of tokens since.
+        entries: current entries, of the packed prompts and of later tokens.
         bytes: bytes of their keys and values.
-        most_entries: peak so far; more than `entries` only after a cut.
+        most_entries: peak number so far; exceeds `entries` only after a cut.
         most_bytes: bytes of the keys and values at the peak.
-        cuts: how often the cache was cut.
+        cuts: number of cuts so far.
     """
 
     entries: int
@@ -174,16 +174,16 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Wall seconds per stage.
+    """Wall-clock seconds per stage.
 
     Attributes:
         prefill: the standard forward pass.
-        surprisal: logits of all positions during the capture.
-        projections: projections for head sensitivity during the capture.
-        query_sums: sums over all queries during the capture.
+        surprisal: logits of all positions, during the capture.
+        projections: projections for head sensitivity, during the capture.
+        query_sums: sums over all queries, during the capture.
         reconstruction: a second pass over the context, if the scorer needs one.
         draft: decoding of the answer's first tokens, if the scorer needs them.
-        segment: pipeline stage, as are those below.
+        segment: a pipeline stage, like those below.
         value: token scores and head sensitivity.
         tree: trees, quotas and candidates.
         allocate: floor and auction.

@@ -31,14 +31,14 @@ class RaggedEntries(LayerEntries):
     Attributes:
         keys: [E, d] post-RoPE, in the model's dtype.
         values: [E, d].
-        positions: int32 [E] absolute in their own sequence, ascending inside a head.
+        positions: int32 [E], absolute in their sequence, ascending within a head.
         log_multiplicity: float32 [E], added to the attention logit; 0 for original tokens.
         offsets: int64 [S*G+1] on the CPU; row r holds entries [offsets[r], offsets[r+1]).
         sequences: S.
-        scores: bfloat16 [E], by which a limit cuts; inf for entries that stay; None if unknown.
+        scores: bfloat16 [E], used by limits; inf for entries that must stay; None if unknown.
 
     Raises:
-        ShapeError: the tensors do not fit one another.
+        ShapeError: the tensors' shapes do not match.
     """
 
     keys: Tensor
@@ -71,7 +71,7 @@ class RaggedEntries(LayerEntries):
 
     @property
     def exact(self) -> RaggedEntries:
-        """The entries that are not quantised: all."""
+        """The entries that are not quantised: all of them."""
         return self
 
     @property
@@ -81,7 +81,7 @@ class RaggedEntries(LayerEntries):
 
     @property
     def entries(self) -> int:
-        """E, physical entries of all heads and sequences."""
+        """E, number of physical entries over all heads and sequences."""
         return len(self.keys)
 
     def head(self, g: int, sequence: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -95,7 +95,7 @@ class RaggedEntries(LayerEntries):
         return ragged.rows(self.lengths), self.positions.cpu().long(), self.log_multiplicity.cpu()
 
     def sequence(self, s: int) -> RaggedEntries:
-        """Views of sequence s alone."""
+        """Views of sequence s."""
         return self.rows(s * self.heads, (s + 1) * self.heads)
 
     def rows(self, begin: int, end: int) -> RaggedEntries:
@@ -106,19 +106,19 @@ class RaggedEntries(LayerEntries):
         return RaggedEntries(**parts, offsets=torch.from_numpy(offsets - at.start), sequences=1)
 
     def where(self, mask: Tensor) -> RaggedEntries:
-        """The entries where `mask` (bool [E]) holds."""
+        """The entries where `mask` (bool [E]) is True."""
         mask = mask.cpu()
         entry = mask.nonzero()[:, 0].to(self.device)
         return self.take(entry, ragged.offsets(mask.long())[self.offsets])
 
     def take(self, entry: Tensor, offsets: Tensor) -> RaggedEntries:
-        """The entries of the indices `entry` (int64 [n]), in rows of these `offsets`."""
-        # Four times as fast as a mask, which each tensor would scan again.
+        """The entries at indices `entry` (int64 [n]), in rows with these `offsets`."""
+        # Four times as fast as a mask, which would be scanned for each tensor.
         parts = {name: x.index_select(0, entry) for name, x in self.columns().items()}
         return replace(self, **parts, offsets=offsets)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> RaggedEntries:
-        """The same entries, with `change` applied to each tensor [...] but the offsets in turn."""
+        """The same entries with `change` applied to each tensor [...] except offsets, in order."""
         changed: dict[str, Any] = {name: change(x) for name, x in self.columns().items()}
         return replace(self, **changed)
 
@@ -128,7 +128,7 @@ class RaggedEntries(LayerEntries):
         return 2 * self.keys.nbytes
 
     def widths(self) -> Mapping[int, tuple[int, int]]:
-        """Entries and bytes of keys and values by the bits of a number: one width."""
+        """Entries and bytes of keys and values by bits per number: a single width."""
         return {8 * self.keys.element_size(): (self.entries, self.kv_bytes)}
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -142,7 +142,7 @@ class RaggedEntries(LayerEntries):
 
     @classmethod
     def dense(cls, keys: Tensor, values: Tensor, first: int = 0) -> RaggedEntries:
-        """Every token of [G, T, d] keys and values as it is (FullKV); the first is at `first`."""
+        """Every token of keys and values [G, T, d], unchanged (FullKV); the first is at `first`."""
         heads, length, _ = keys.shape
         positions = torch.arange(first, first + length, dtype=torch.int32, device=keys.device)
         keys, values = (rearrange(x, "g t d -> (g t) d") for x in (keys, values))
@@ -152,13 +152,13 @@ class RaggedEntries(LayerEntries):
 
     @classmethod
     def stack(cls, layers: Sequence[RaggedEntries]) -> RaggedEntries:
-        """The sequences of all `layers` in one; they must agree in heads, dimension and dtype.
+        """Join the sequences of all `layers`, which must agree in heads, dimension and dtype.
 
         Raises `ShapeError` if they do not.
         """
         if len(kinds := {(x.heads, x.dim, x.dtype, x.device) for x in layers}) != 1:
             raise ShapeError(
-                f"Only layers of the same heads, dimension, dtype and device can be stacked; got "
+                f"Only layers with the same heads, dimension, dtype and device can be stacked; got "
                 f"{sorted(map(str, kinds)) or 'none'}. Compress all prompts with one model."
             )
         if len(layers) == 1:
@@ -175,7 +175,7 @@ class RaggedCache(CompressedCache):
     Attributes:
         layers: L layers.
         length: logical tokens covered.
-        padding: S numbers.
+        padding: S integers.
 
     See `CompressedCache`.
     """
@@ -184,12 +184,12 @@ class RaggedCache(CompressedCache):
 
     @property
     def scores(self) -> list[Tensor] | None:
-        """bfloat16 [E] by layer; None if unknown."""
+        """bfloat16 [E] for each layer; None if unknown."""
         found = [x.scores for x in self.layers if x.scores is not None]
         return found if len(found) == len(self.layers) else None
 
     def with_scores(self, scores: Sequence[Tensor] | None) -> RaggedCache:
-        """This cache with scores [E] by layer, or with none."""
+        """This cache with scores [E] for each layer, or without scores."""
         layers = tuple(
             replace(x, scores=scores[n].to(x.device, torch.bfloat16) if scores else None)
             for n, x in enumerate(self.layers)
@@ -197,9 +197,10 @@ class RaggedCache(CompressedCache):
         return replace(self, layers=layers)
 
     def with_keys_of(self, other: RaggedCache, read: RaggedCache, dim: int) -> RaggedCache:
-        """This cache with the keys of `other`, moved as its own were moved from those of `read`.
+        """This cache with the keys of `other`, changed as its own were changed from those of
+        `read`.
 
-        All hold the same entries. Keys and values have their first `dim` coordinates.
+        All have the same entries. Keys and values keep their first `dim` coordinates.
         """
         layers = []
         for own, x, before in zip(self.layers, other.layers, read.layers, strict=True):
@@ -231,15 +232,15 @@ class Packer(PrefillReader, Strategy, abc.ABC):
 
     Each head holds, in this order: the prefix, the kept nodes by start, the recent window, the
     suffix without the last prompt token. Prefix and suffix are the prefill's own keys and values,
-    bit for bit; so are recent window and singletons, unless the packer merges dropped tokens into
-    them.
+    bit for bit; so are the recent window and singletons, unless the packer merges dropped tokens
+    into them.
 
     Attributes:
         represents: the tokens that an entry of the region stands for: "node", all tokens of its
-            node; "token", one of them, while the others are dropped; "mixture", one token and parts
-            of dropped tokens from anywhere.
-        by_entry: whether an entry depends on its own interval alone, so that other entries can be
-            dropped later.
+            node; "token", one of them, with the others dropped; "mixture", one token and parts of
+            any dropped tokens.
+        by_entry: whether an entry depends only on its own interval, so other entries can be dropped
+            later.
     """
 
     by_entry: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""`cam`: values of dropped tokens are added, at random, to the tokens that follow them."""
+"""`cam`: values of dropped tokens are added, at random, to the tokens after them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gracekv.prefill import Needs
 from gracekv.registry import bounded
 from gracekv.value.column_sums import ReceivedAttention
 
-# Tokens that `replayed` solves for at once: few steps, and triangles that stay small.
+# Tokens that `replayed` solves for at once: few steps with small triangular systems.
 _BLOCK = 128
 
 
@@ -25,29 +25,29 @@ _BLOCK = 128
 class CamPacker(Packer):
     r"""Adds the values of dropped tokens, at random, to the 32 context tokens after them (CaM).
 
-    Keys stay as they are. Dropped tokens are taken from first to last, as the per-step policy would
-    drop them. Token t draws M_t ~ Bernoulli(p_t) and adds M_t v_t / m_t to the value of each of the
-    m_t context tokens that follow it, kept or not; v_t already includes what earlier tokens have
-    added to it. Then the kept tokens are gathered. Let A_t be the attention that token t received
-    (column sums, averaged over a KV head's group) and m_t = min(merge, N - 1 - t). Then
+    Keys do not change. Dropped tokens are processed from first to last, as the per-step policy
+    would drop them. Token t draws M_t ~ Bernoulli(p_t) and adds M_t v_t / m_t to the value of each
+    of the next m_t context tokens, kept or not; v_t already includes additions from earlier tokens.
+    Then the kept tokens are gathered. Let A_t be the attention that token t received (column sums,
+    averaged over a KV head's group) and m_t = min(merge, N - 1 - t). Then
 
         p_t = clamp(A_t / mean(A_{t+1}, ..., A_{t+m_t}), 0, 1).
 
     Tokens that receive no addition keep their exact bits. The selection decides which tokens stay;
-    a node of several tokens keeps the one with the highest score, as `evict` does. Recent tokens
-    may receive additions, too.
+    a node of several tokens keeps the one with the highest score, as in `evict`. Recent tokens may
+    receive additions, too.
 
-    Source: Zhang et al. (2024), CaM, ICML, Eq. 14 and Algorithm 1. Ours: everything happens once,
+    Source: Zhang et al. (2024), CaM, ICML, Eq. 14 and Algorithm 1. Ours: everything happens once
     after prefill, and dropped tokens pass on what they received (adding each dropped value to the
-    next *survivors* instead would multiply their norms).
+    next *kept* tokens instead would multiply their norms).
 
     Cost: the attention that each position received (another attention pass, unless the scorer
     computes it), and O(N (merge + 1) d) for the values of a head.
 
     Attributes:
         merge: number of tokens that share a dropped value (CaM's 32).
-        seed: seed of the draws. Each layer draws its uniforms [G, N] from (seed, layer), so they do
-            not depend on the budget or on the order of layers.
+        seed: random seed. Each layer draws its uniforms [G, N] from (seed, layer), so they do not
+            depend on the budget or on the order of layers.
     """
 
     represents = "mixture"
@@ -99,14 +99,14 @@ class CamPacker(Packer):
     def probabilities(self, received: Tensor) -> Tensor:
         """p, float64 [G, N], from A [G, N].
 
-        Where the denominator is 0, as it is for the last token, p is 1 if A_t > 0, else 0.
+        If the denominator is 0, as for the last token, p is 1 if A_t > 0, else 0.
         """
         attention = received.double()
         total = functional.pad(running_sums(attention), (1, 0))
         count = self._following(received)
         first = torch.arange(1, attention.shape[1] + 1, device=attention.device)
         window = total[:, first + count] - total[:, first]
-        # A difference of running sums can miss 0 by a rounding.
+        # A difference of running sums can be off from 0 by rounding.
         other = window.clamp(min=0) / count.clamp(min=1)
         certain = torch.where(attention > 0, 1.0, 0.0).double()
         return torch.where(other > 0, (attention / other).clamp(0, 1), certain)
@@ -129,7 +129,7 @@ def replayed(values: Tensor, share: Tensor, reach: int, *, block: int = _BLOCK) 
         values: float32 [G, N, d].
         share: float32 [G, N].
         reach: m.
-        block: tokens in a block; it only changes the speed.
+        block: tokens per block; affects only speed.
     """
     out = values.clone()
     place = torch.arange(values.shape[1], device=values.device)

@@ -1,4 +1,4 @@
-"""Closes the gaps that dropped tokens leave between positions, for texts longer than a model's."""
+"""Closes the position gaps left by dropped tokens, for texts longer than a model's limit."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gracekv.prefill.supported import closable_length
 
 
 def oldest_position(cache: CompressedCache, shard: HeadShard = WHOLE) -> int:
-    """The lowest position of an entry in all processes; above 0 once gaps were closed."""
-    # Where nothing was kept, that of the last token.
+    """The lowest position of an entry over all processes; above 0 after gaps were closed."""
+    # If nothing was kept, the position of the last token.
     every = [torch.tensor([cache.length - 1], device="cpu"), *(x.index()[1] for x in cache.layers)]
     return -int(shard.maximum(-torch.cat(every).amin()))
 
@@ -27,16 +27,15 @@ def oldest_position(cache: CompressedCache, shard: HeadShard = WHOLE) -> int:
 def with_closed_gaps(
     cache: CompressedCache, model: Any, tokens: int = 0, shard: HeadShard = WHOLE
 ) -> RaggedCache | None:
-    """The cache of one sequence with closed gaps; None while a quarter of positions is left.
+    """The cache of one sequence with closed gaps; None while a quarter of the positions is free.
 
-    Entries take half of the positions that the model knows, or less where `tokens` do not fit the
-    other half. They are then in the model's dtype.
+    Entries take half of the positions that the model knows, or less if `tokens` do not fit in the
+    other half. The result is in the model's dtype.
 
     Args:
         cache: its entries.
-        model: knows the rotations; its weights may be on the device "meta".
-        tokens: how many are read next.
-        shard: the KV heads of this process.
+        model: provides the rotations; its weights may be on the device "meta". tokens: number of
+        tokens to be read next. shard: the KV heads of this process.
     """
     known, now = closable_length(model), cache.length
     if known is None or 4 * (now - oldest_position(cache, shard) + tokens) <= 3 * known:
@@ -47,25 +46,24 @@ def with_closed_gaps(
 
 
 def from_zero(cache: RaggedCache, shard: HeadShard = WHOLE) -> RaggedCache:
-    """The cache with positions that begin with its oldest entry; keys stay rotated as they are."""
+    """The cache with positions relative to its oldest entry; keys are not rotated."""
     first = oldest_position(cache, shard)
     layers = tuple(replace(x, positions=x.positions - first) for x in cache.layers)
     return replace(cache, layers=layers, length=cache.length - first)
 
 
 def closed(entries: RaggedEntries, now: int, rope: Rope, reach: int) -> RaggedEntries:
-    """The entries of each head, the first of them at most `reach` positions before `now`.
+    """The entries of each head, with the first at most `reach` positions before `now`.
 
-    Only the longest gaps between a head's entries are shortened, to one length: short distances are
-    what many heads look at. A head of more than `reach` entries has no gaps left.
+    Only the longest gaps between a head's entries are shortened, to a common length, since many
+    heads rely on short distances. A head of more than `reach` entries has no gaps left.
 
     Args:
-        entries: those of one sequence; keys are rotated on from their positions.
-        now: position of the next token, to which distances count.
-        rope: the layer's rotations, up to `now`.
+        entries: those of one sequence; keys are re-rotated from their positions. now: position of
+        the next token, from which distances are measured. rope: the layer's rotations, up to `now`.
         reach: number of positions.
     """
-    # On the host, where a head's few numbers need no launches.
+    # On the host, since a head's few numbers are not worth kernel launches.
     at = entries.positions.long().cpu()
     to = torch.cat([_within_reach(own, now, reach) for own in at.split(entries.lengths.tolist())])
     keys = rope.moved(at, to).rotate(entries.keys.float(), None)
@@ -73,11 +71,11 @@ def closed(entries: RaggedEntries, now: int, rope: Rope, reach: int) -> RaggedEn
 
 
 def _within_reach(positions: Tensor, now: int, reach: int) -> Tensor:
-    """Positions [n] of a head whose gaps are shortened for `closed`."""
+    """Positions [n] of a head, with gaps shortened for `closed`."""
     if not len(positions):
         return positions
     gaps = torch.cat([positions, positions.new_full((1,), now)]).diff().clamp(min=1)
     rising, counts = gaps.sort().values, torch.arange(len(gaps), 0, -1, device=gaps.device)
-    # Where the shortest gaps stay, the others share what they leave of the reach.
+    # If the shortest gaps stay, the others share the rest of the reach.
     longest = ((reach - rising.cumsum(0) + rising) // counts).max().clamp(min=1)
     return now - gaps.clamp(max=longest).flip(0).cumsum(0).flip(0)

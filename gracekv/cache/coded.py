@@ -16,7 +16,7 @@ from gracekv.kernels import ragged
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How numbers become codes.
+    """How numbers are quantised to codes.
 
     Keys are grouped by channel: `group` consecutive entries of a head share a scale and a zero
     point in each channel. Values are grouped by token: `group` consecutive channels of an entry
@@ -42,7 +42,7 @@ class Coding:
             fits = ", ".join(str(size) for size in range(1, dim) if dim % size == 0)
             raise ShapeError(
                 f"Groups of {self.group} channels do not fit a head dimension of {dim}. Use one of "
-                f"{fits}, or at least {dim} for one group an entry."
+                f"{fits}, or at least {dim} for one group per entry."
             )
         if dim * self.bits % 8:
             raise ShapeError(
@@ -58,9 +58,9 @@ class Codes:
     Attributes:
         codes: uint8 [E, n], n = d * bits / 8. Byte j holds channels j, j + n, j + 2 n and so on,
             the first in its lowest bits.
-        scale: 16-bit numbers; of keys [N, d], a row for each of the N blocks of entries, of values
-            [E, d / group].
-        zero: [N, d] or [E, d / group], as `scale`.
+        scale: 16-bit numbers: [N, d] for keys, one row per block of entries, and [E, d / group] for
+            values.
+        zero: [N, d] or [E, d / group], like `scale`.
     """
 
     codes: Tensor
@@ -98,13 +98,13 @@ class CodedEntries:
     Attributes:
         keys: codes of E keys.
         values: codes of E values.
-        positions: int32 [E], ascending inside a head.
+        positions: int32 [E], ascending within a head.
         log_multiplicity: float32 [E].
         offsets: int64 [S*G+1] on the CPU.
         coding: how to read the codes.
         sequences: S.
 
-    Raises `ShapeError` if the tensors do not fit one another.
+    Raises `ShapeError` if the tensors' shapes do not match.
     """
 
     keys: Codes
@@ -154,7 +154,7 @@ class CodedEntries:
     @property
     def block_offsets(self) -> Tensor:
         """int64 [S*G+1]: blocks [block_offsets[r], block_offsets[r + 1]) are row r's."""
-        # By NumPy: for so few numbers torch's operations take several times as long.
+        # With NumPy, since torch is several times slower for so few numbers.
         counts = -(-np.diff(self.offsets.numpy()) // self.coding.group)
         return torch.from_numpy(np.append(0, counts.cumsum()))
 
@@ -167,7 +167,7 @@ class CodedEntries:
 
     @staticmethod
     def by_block(name: str) -> bool:
-        """Whether the tensor `name` of `tensors` has a row for each block, not for each entry."""
+        """Whether the tensor `name` of `tensors` has one row per block instead of per entry."""
         return name in ("keys.scale", "keys.zero")
 
     def rows(self, begin: int, end: int) -> CodedEntries:
@@ -179,14 +179,14 @@ class CodedEntries:
 
     @classmethod
     def stack(cls, parts: Sequence[CodedEntries]) -> CodedEntries:
-        """The sequences of all `parts`, which have one coding, in one."""
+        """Join the sequences of all `parts`, which share one coding."""
         columns = [part.columns() for part in parts]
         joined = {name: torch.cat([each[name] for each in columns]) for name in columns[0]}
         joined["offsets"] = ragged.offsets(torch.cat([part.lengths for part in parts]))
         return cls.of_tensors(joined, parts[0].coding, sum(part.sequences for part in parts))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> CodedEntries:
-        """The same entries, with `change` applied to each tensor [...] but the offsets in turn."""
+        """The same entries with `change` applied to each tensor [...] except offsets, in order."""
         tensors = {n: x if n == "offsets" else change(x) for n, x in self.tensors().items()}
         return CodedEntries.of_tensors(tensors, self.coding, self.sequences)
 
@@ -195,7 +195,7 @@ class CodedEntries:
         return {**self.columns(), "offsets": self.offsets}
 
     def columns(self) -> dict[str, Tensor]:
-        """The tensors [E, ...] by name, or [N, d] where `by_block` says so: all but the offsets."""
+        """All tensors but the offsets by name: [E, ...], or [N, d] if `by_block`."""
         columns: dict[str, Tensor] = {}
         for name in ("keys", "values"):
             made: Codes = getattr(self, name)
@@ -206,7 +206,7 @@ class CodedEntries:
     def of_tensors(cls, tensors: Mapping[str, Tensor], coding: Coding, sequences: int) -> Self:
         """The inverse of `tensors`, of [E, bytes] codes and so on.
 
-        Raises `KeyError` if one is missing, `ShapeError` if they do not fit one another.
+        Raises `KeyError` if one is missing, `ShapeError` if their shapes do not match.
         """
 
         def codes(name: str) -> Codes:

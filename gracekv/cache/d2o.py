@@ -12,7 +12,7 @@ from torch.nn import functional
 from gracekv.cache.base import PACKERS, LayerToPack, Packer, RaggedEntries
 from gracekv.cache.evict import best_tokens, kept_in_context
 
-# Bytes of cosines that `best_matches` holds at once.
+# Maximum bytes of cosines that `best_matches` holds at once.
 _BLOCK = 64 * 2**20
 
 
@@ -21,20 +21,20 @@ class D2OPacker(Packer):
     r"""Merges dropped tokens into the kept token with the most similar key (D2O).
 
     For dropped token i of a KV head, u_i is the largest cosine between its post-RoPE key and those
-    of the kept context tokens, and c(i) is the token that reaches it (ties go to the earlier one).
-    tau is the mean of all u_i of the layer. Tokens with u_i >= tau are merged, the others are lost.
-    With E_c the tokens that are merged into c, keys and values alike become
+    of the kept context tokens, and c(i) is the token that attains it (ties go to the earlier one).
+    tau is the mean of all u_i of the layer. Tokens with u_i >= tau are merged, the others are
+    dropped. With E_c the tokens that are merged into c, both keys and values become
 
         x_c <- (e x_c + sum_{i in E_c} exp(u_i) x_i) / (e + sum_{i in E_c} exp(u_i))
 
-    where e = exp(1) weighs c by its similarity to itself. Recent tokens may be targets, the prefix
-    and the suffix never are. Kept tokens into which nothing is merged keep their exact bits. The
-    selection decides which tokens stay; a node of several tokens keeps the one with the highest
-    score, as `evict` does.
+    where e = exp(1) is the weight of c, from its similarity to itself. Recent tokens may be
+    targets, the prefix and the suffix never are. Kept tokens into which nothing is merged keep
+    their exact bits. The selection decides which tokens stay; a node of several tokens keeps the
+    one with the highest score, as in `evict`.
 
-    Source: Wan et al. (2024), D2O, arXiv:2406.13035, Eqs. 9-12. Ours: everything happens
-    once, after prefill, so the threshold has no moving average; each head accepts tokens by its own
-    u_i (the released code mixes heads by rank, and shrinks norms).
+    Source: Wan et al. (2024), D2O, arXiv:2406.13035, Eqs. 9-12. Ours: everything happens once after
+    prefill, so the threshold has no moving average; each head accepts tokens by its own u_i (the
+    released code mixes heads by rank, and shrinks norms).
 
     Cost: the cosines between all dropped and all kept keys, in blocks: O(N E d) for a head that
     keeps E tokens.
@@ -55,7 +55,7 @@ class D2OPacker(Packer):
             return packed
 
         weight = similarity.exp()
-        # Segments of sorted targets: the same sums in the same order on every run and device.
+        # Segments of sorted targets: sums have the same order on every run and device.
         order = target.sort(stable=True).indices
         touched, count = torch.unique_consecutive(target[order], return_counts=True)
         size = torch.segment_reduce(weight[order], "sum", lengths=count, axis=0, unsafe=True)
@@ -80,12 +80,12 @@ def best_matches(
     Args:
         keys: [G, N, d] of one layer's context.
         kept: bool [G, N].
-        block: dropped tokens of each head that are compared at once; None takes as many as fit
-            `_BLOCK` bytes, so that memory does not grow with dropped x kept.
+        block: dropped tokens of each head that are compared at once; None takes as many as fit in
+            `_BLOCK` bytes, so memory does not grow with dropped x kept.
 
-    Returns three tensors [M]: each dropped token as g * N + t (int64), its target as a number among
-    all kept tokens, ordered by head and position (int64; ties go to the earlier one), and their
-    cosine (float32). Dropped tokens of heads that keep nothing are left out.
+    Returns three tensors [M]: each dropped token as g * N + t (int64), its target as an index into
+    all kept tokens ordered by head and position (int64; ties go to the earlier one), and their
+    cosine (float32). Dropped tokens of heads that keep nothing are excluded.
     """
     heads, length = kept.shape
     unit = functional.normalize(keys.float(), dim=-1)
@@ -94,7 +94,7 @@ def best_matches(
     if stays == 0 or goes == 0:
         none = torch.empty(0, dtype=torch.int64, device=keys.device)
         return none, none, torch.empty(0, device=keys.device, dtype=torch.float32)
-    # Kept tokens of each head, then dropped ones, both by position; short heads are padded by the
+    # Kept tokens of each head, then dropped ones, both by position; short heads are padded with the
     # start of the other part, which is masked below.
     order = (~kept).byte().sort(dim=1, stable=True).indices
     place = torch.arange(length, device=keys.device)

@@ -17,10 +17,10 @@ from gracekv.prefill.layer_state import LayerState
 
 
 class LayerEntries(abc.ABC):
-    """The entries of one layer, its KV heads one after the other without padding.
+    """The entries of one layer, with its KV heads one after the other without padding.
 
-    Several sequences (a batch of prompts) lie in it one after the other: head g of sequence s is
-    row s * G + g. Each class stores keys and values in its own way.
+    Several sequences (a batch of prompts) follow one another: head g of sequence s is row s * G +
+    g. Each class stores keys and values in its own way.
 
     Attributes:
         sequences: S.
@@ -52,12 +52,12 @@ class LayerEntries(abc.ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's dtype, which queries have."""
+        """The model's dtype, which is that of queries."""
         return self._keys.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the entries lie."""
+        """The device of the entries."""
         return self._keys.device
 
     @property
@@ -67,7 +67,7 @@ class LayerEntries(abc.ABC):
 
     @property
     def codings(self) -> tuple[Coding, ...]:
-        """How to read quantised entries, a coding for each part; () if there are none."""
+        """The codings of the quantised parts; () if there are none."""
         return tuple(part.coding for part in self.coded)
 
     @abc.abstractmethod
@@ -94,12 +94,12 @@ class LayerEntries(abc.ABC):
 
     @abc.abstractmethod
     def widths(self) -> Mapping[int, tuple[int, int]]:
-        """Entries and bytes of keys and values by the bits of a number."""
+        """Entries and bytes of keys and values by bits per number."""
 
     @property
     @abc.abstractmethod
     def kv_bytes(self) -> int:
-        """Bytes of keys and values, scales and zero points included."""
+        """Bytes of keys and values, including scales and zero points."""
 
     @property
     def metadata_bytes(self) -> int:
@@ -109,7 +109,7 @@ class LayerEntries(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def stack(cls, layers: Sequence[Any]) -> Self:
-        """The sequences of all `layers` in one; they must agree in heads, dimension and dtype.
+        """Join the sequences of all `layers`, which must agree in heads, dimension and dtype.
 
         Raises `ShapeError` if they do not.
         """
@@ -121,16 +121,15 @@ class CompressedCache:
 
     Attributes:
         layers: L layers, each on its model layer's device.
-        length: logical tokens covered, positions [0, length) of the longest sequence; decoding
-            continues there. It is T - 1: the last prompt token is fed again, over the compressed
-            cache (ours).
-        padding: S numbers, how many tokens fewer each sequence covers; its prompt is padded by as
-            many on the left.
-        other_layers: the states of the model's layers that are not compressed, sequence by
-            sequence.
+        length: number of logical tokens covered, positions [0, length) of the longest sequence;
+            decoding continues there. It is T - 1, since the last prompt token is fed again over the
+            compressed cache (ours).
+        padding: S numbers, how many tokens fewer each sequence covers; its prompt is left-padded by
+            as many.
+        other_layers: the states of the model's uncompressed layers, sequence by sequence.
 
     Raises:
-        ShapeError: the layers do not fit one another.
+        ShapeError: the layers do not match.
     """
 
     layers: tuple[LayerEntries, ...]
@@ -148,19 +147,19 @@ class CompressedCache:
             )
         if min(self.padding) != 0 or max(self.padding) >= self.length:
             raise ShapeError(
-                f"{type(self).__name__}.padding counts from the longest sequence, so its least is "
-                f"0 and all are below length = {self.length}; got {self.padding}."
+                f"{type(self).__name__}.padding counts from the longest sequence: its minimum is "
+                f"0, and all are below length = {self.length}; got {self.padding}."
             )
 
     @property
     def model_layers(self) -> tuple[int, ...]:
-        """Number in the model of each of `layers`."""
+        """The number of each of `layers` in the model."""
         others = {state.number for state in self.other_layers if not state.beside_entries}
         every = range(len(self.layers) + len(others))
         return tuple(number for number in every if number not in others)
 
     def with_other_layers(self, states: tuple[LayerState, ...]) -> Self:
-        """The same entries, with what the other layers hold."""
+        """The same entries, with these states of the other layers."""
         return replace(self, other_layers=states) if states else self
 
     @property
@@ -169,11 +168,11 @@ class CompressedCache:
         return len(self.padding)
 
     def entries(self) -> Tensor:
-        """int64 [L, S*G] physical entries, prefix and suffix included."""
+        """int64 [L, S*G] physical entries, including prefix and suffix."""
         return torch.stack([layer.lengths for layer in self.layers])
 
     def unknown_scores(self) -> tuple[Tensor, ...]:
-        """L tensors float32 [E] of inf, on the CPU: scores of entries that no limit may drop."""
+        """Scores of entries that no limit may drop: L tensors float32 [E] of inf, on the CPU."""
         sizes = self.entries().sum(1).tolist()
         return tuple(torch.full((x,), torch.inf, dtype=torch.float32, device="cpu") for x in sizes)
 
@@ -185,7 +184,7 @@ class CompressedCache:
 
     @classmethod
     def stack(cls, caches: Sequence[Self]) -> Self:
-        """The sequences of all `caches` in one cache."""
+        """Join the sequences of all `caches` in one cache."""
         length = max(cache.length for cache in caches)
         layers = zip(*(cache.layers for cache in caches), strict=True)
         stacked = tuple(type(layer[0]).stack(layer) for layer in layers)
@@ -200,5 +199,5 @@ class CompressedCache:
 
     @property
     def metadata_bytes(self) -> int:
-        """Bytes of everything else that is packed."""
+        """Bytes of all other packed tensors."""
         return sum(layer.metadata_bytes for layer in self.layers)

@@ -11,13 +11,13 @@ from gracekv.kernels import ragged
 
 @PACKERS.register("evict", works_sharded=True)
 class EvictPacker(Packer):
-    """Keep or drop tokens (eviction); a coarse node keeps its token of the highest score.
+    """Keep or drop tokens (eviction); a coarse node keeps its highest-scoring token.
 
     Nothing is merged, so every multiplicity is 1.
 
-    Source: the common ground of the published eviction methods, whose slots are single tokens or
-    chunks kept token by token. Ours: a node of several tokens keeps the one of the highest score
-    (ties: the earlier one).
+    Source: common to the published eviction methods, whose slots are single tokens or chunks kept
+    token by token. Ours: a node of several tokens keeps the one with the highest score (ties: the
+    earlier one).
 
     Cost: one gather of K and V.
     """
@@ -30,7 +30,7 @@ class EvictPacker(Packer):
 
 
 def best_tokens(given: LayerToPack) -> RaggedEntries:
-    """The token of the highest score of each entry [E], unchanged; ties go to the earliest."""
+    """The highest-scoring token of each entry [E], unchanged; ties go to the earliest."""
     layout = given.layout
     positions = layout.start.clone()
     coarse = layout.merged
@@ -40,8 +40,7 @@ def best_tokens(given: LayerToPack) -> RaggedEntries:
         node, step = ragged.rows_and_steps(count, layout.merged_tokens)
         token = start[node] + step
         own = given.scores.to(count.device)[head[node], token - layout.origin]
-        # By node, and inside a node by falling score: two stable sorts keep the earlier token
-        # first.
+        # By node, then by descending score: two stable sorts keep the earlier token first.
         order = own.sort(descending=True, stable=True).indices
         order = order[node[order].sort(stable=True).indices]
         positions[coarse] = token[order[ragged.offsets(count)[:-1]]]
@@ -60,7 +59,7 @@ def gathered(given: LayerToPack, positions: Tensor) -> RaggedEntries:
 
 
 def kept_in_context(given: LayerToPack, packed: RaggedEntries) -> tuple[Tensor, Tensor, Tensor]:
-    """Which packed entries are tokens of the context, and which tokens of it are kept.
+    """Which packed entries are context tokens, and which context tokens are kept.
 
     Returns indices int64 [K] of these entries, ascending; their heads and their tokens' offsets in
     the context, int64 [2, K]; and bool [G, N_ctx], which tokens each head keeps.

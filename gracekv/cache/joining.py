@@ -1,4 +1,4 @@
-"""Entries of a passage behind those that were packed before it."""
+"""Appends the entries of a passage to those packed before it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gracekv.prefill.spans import Past
 
 
 def past_of(cache: CompressedCache, shard: HeadShard = WHOLE, places: int | None = None) -> Past:
-    """The entries of one sequence as a passage attends to them, in the model's dtype.
+    """The entries of one sequence for a passage to attend to, in the model's dtype.
 
-    Heads are padded to `places`, by default to the longest head of all processes of `shard`.
+    Heads are padded to `places`; by default to the longest head of all processes of `shard`.
     """
     layers = []
     for layer in cache.layers:
@@ -33,16 +33,16 @@ def past_of(cache: CompressedCache, shard: HeadShard = WHOLE, places: int | None
 def joined_cache(
     old: CompressedCache, new: CompressedCache, places: int, shard: HeadShard = WHOLE
 ) -> CompressedCache:
-    """The entries of `old`, bit for bit, and behind them in each head those of a passage.
+    """The entries of `old`, bit for bit, followed in each head by those of a passage.
 
     Args:
         old: the cache that the passage was read over.
-        new: the passage's cache, whose positions begin at `places`.
+        new: the passage's cache, whose positions start at `places`.
         places: P of the `Past`.
         shard: the KV heads that this process holds.
     """
     shift = old.length - places
-    # A width that the passage uses nowhere, in no process, needs no part.
+    # A width that the passage does not use in any process needs no part.
     counts = torch.tensor([[part.entries for part in layer.coded] for layer in new.layers]).sum(0)
     used = shard.sum(counts).nonzero().flatten().tolist()
     layers = list[LayerEntries]()
@@ -60,14 +60,14 @@ def joined_scores(
     parts: Sequence[tuple[CompressedCache, Sequence[Tensor] | None]],
     seen: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """The scores [E] of the entries of `joined_cache` by layer; inf where they are unknown.
+    """The scores [E] of the entries of `joined_cache` by layer; inf if unknown.
 
-    `parts` are its two caches with their scores. What no score was made for in the second, such as
-    its recent window, gets the mean of its head: if it stayed for good, a limit would fill with the
+    `parts` are its two caches with their scores. Entries of the second without a score, such as its
+    recent window, get the mean of their head: if they always stayed, a limit would fill with the
     windows of all passages.
 
-    An old entry that the passage's queries give more, `seen` [G, P] by layer, has that from then
-    on: so entries of different passages can be compared.
+    An old entry to which the passage's queries give a higher score, `seen` [G, P] by layer, keeps
+    that score, so that entries of different passages can be compared.
     """
     (old, known), (new, scores) = parts
     # A passage that is not compressed stays whole.
@@ -82,19 +82,19 @@ def joined_scores(
 
 
 def _by_head(cache: CompressedCache, scores: Sequence[Tensor] | None) -> list[list[Tensor]]:
-    """The scores [E] of each head of each layer; inf where they are unknown."""
+    """The scores [E] of each head of each layer; inf if unknown."""
     pairs = zip(scores or cache.unknown_scores(), cache.layers, strict=True)
     return [list(own.split(layer.lengths.tolist())) for own, layer in pairs]
 
 
 def _without_gaps(scores: Tensor) -> Tensor:
-    """Scores [E] of a head with their mean in place of inf."""
+    """Scores [E] of a head, with inf replaced by their mean."""
     finite = scores[scores.isfinite()]
     return scores.masked_fill(scores.isinf(), float(finite.mean()) if len(finite) else 0.0)
 
 
 def _joined_layer(old: RaggedEntries, new: RaggedEntries, shift: int) -> RaggedEntries:
-    """For each head, the entries of `old`, then those of `new`, `shift` positions later."""
+    """For each head, the entries of `old`, then those of `new`, shifted by `shift` positions."""
     new = dataclasses.replace(new, positions=new.positions + shift)
     parts = [part.head(g) for g in range(old.heads) for part in (old, new)]
     keys, values, positions, log_m = map(torch.cat, zip(*parts, strict=True))

@@ -1,8 +1,8 @@
-"""`EntryPool`: the best entries of the layers so far, in tensors of a fixed size.
+"""`EntryPool`: the best entries of the layers so far, in tensors of fixed size.
 
 A token that is not among the B best of the layers so far is not among the B best of all layers. So
 the tokens of each layer compete with the entries in the pool, and winners overwrite the keys and
-values of losers. Nothing is read from the device until all layers have come. Source: ours.
+values of losers. There is no synchronisation until all layers have been added. Source: ours.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from gracekv.kernels.ragged import offsets
 from gracekv.kernels.uploads import upload
 from gracekv.prefill import CaptureInfo, LayerCapture, Region
 
-# Gain of a token of the region in place of infinity.
+# Replaces an infinite gain of a token in the region.
 _LARGEST = torch.finfo(torch.float64).max
 
 
 class EntryPool:
     """Keys and values of the `budget` best tokens of a region, and of all tokens outside it.
 
-    Ties go to the earlier layer, head and token. Besides key and value an entry takes 24 bytes: its
-    gain, its place (layer, head and token as one number) and its slot, the row of its key and
-    value. Entries ascend by place; slots are in no order.
+    Ties go to the earlier layer, head and token. In addition to key and value an entry takes 24
+    bytes: its gain, its place (layer, head and token as one number) and its slot, the row of its
+    key and value. Entries are sorted by place; slots are not sorted.
 
     Args:
-        info: facts of the sequence; T tokens, L layers, G heads.
+        info: metadata of the sequence; T tokens, L layers, G heads.
         region: the positions that compete.
-        budget: most entries of the region in all heads, those of other processes included.
+        budget: maximum entries of the region in all heads, including those of other processes.
     """
 
     def __init__(self, info: CaptureInfo, region: Region, budget: int) -> None:
         self._info, self._budget = info, budget
-        # Decoding feeds the last prompt token again, so it is no entry.
+        # Decoding feeds the last prompt token again, so it is not an entry.
         self._covered, self._region = info.spans.length - 1, region
-        # The places of a `Past` hold no tokens of the prompt.
+        # The places of a `Past` are not tokens of the prompt.
         self._first = info.spans.past
         outside = region.start - self._first + max(0, self._covered - region.end)
         self._fixed = info.kv_heads * outside
-        # Rows of gains (the bits of float64 numbers), places and slots: of the entries, and of the
-        # next layer's tokens. Only tokens outside the region have infinite gains.
+        # Rows of gains (float64 bit patterns), places and slots, for the entries and for the next
+        # layer's tokens. Only tokens outside the region have infinite gains.
         self._entries = torch.empty(3, 0, dtype=torch.int64, device=info.device)
         self._length = info.spans.length - self._first
         self._tokens = self._entries.new_empty(3, info.kv_heads * self._length)
@@ -57,7 +57,7 @@ class EntryPool:
         self._selection: Selection | None = None
 
     def add(self, capture: LayerCapture, gains: Tensor) -> None:
-        """Add the tokens of the next layer, and drop the entries that are no longer the best.
+        """Add the tokens of the next layer and drop entries that are no longer among the best.
 
         Args:
             capture: the layer.
@@ -76,7 +76,8 @@ class EntryPool:
         stays = largest(_gains(rows), count)
         reached = stays.cumsum(0)
         # New slots, then those of losers, go to winners from the last to the first, so they fill
-        # `free` from its end. Other tokens go to one spare place: no size depends on who wins.
+        # `free` from its end. Other tokens go to one spare place, so no size depends on the
+        # winners.
         new, ranks = count - known, self._ranks
         spare, free = ranks[len(self._keys) - 1], ranks.new_empty(count + 1)
         free[known + 1 :] = ranks[known:count]
@@ -85,19 +86,19 @@ class EntryPool:
         torch.where(stays[known:], free[reached[known:]], spare, out=rows[2, known:])
         for pool, states in ((self._keys, capture.keys), (self._values, capture.values)):
             seen = states[:, self._first :].to(pool.device).flatten(0, 1)
-            # A GPU takes as long for a small number as for one of 16 bytes.
+            # A GPU moves 16 bytes as fast as one small number.
             many = 16 // pool.element_size()
             if pool.shape[1] % many == seen.storage_offset() % many == 0:
                 pool, seen = (x.contiguous().view(torch.complex128) for x in (pool, seen))
             pool.index_copy_(0, rows[2, known:], seen)
-        # Losers are written to a place before the first.
+        # Losers are written to an extra place before the first.
         place = (reached * stays).expand(3, -1)
         self._entries = rows.new_empty(3, count + 1).scatter_(1, place, rows)[:, 1:]
 
     def _count(self, rows: Tensor, known: int) -> int:
-        """The number of `rows` [3, n] that stay; gains become `NEVER` where other processes win.
+        """The number of `rows` [3, n] that stay; gains become `NEVER` if other processes win.
 
-        There are as many rows as slots; rows of gain `NEVER` are empty.
+        There are as many rows as slots; rows with a gain of `NEVER` are empty.
         """
         shard, gain = self._info.shard, _gains(rows)
         limit = self._budget + len(self._devices) * self._fixed * shard.ranks
@@ -126,7 +127,7 @@ class EntryPool:
         self._ranks = torch.arange(size + new, device=self._info.device)
 
     def selection(self) -> Selection:
-        """The entries of the region. The first call waits for the device, once."""
+        """The entries of the region. The first call synchronises with the device once."""
         if self._selection is None:
             info = self._info
             valid = _gains(self._entries) > NEVER
@@ -145,17 +146,17 @@ class EntryPool:
         return self._entries[1] % self._length + self._first
 
     def _inside(self, position: Tensor) -> Tensor:
-        """bool [n], as `position` [n]: which of them lie in the region."""
+        """bool [n]: which of `position` [n] are in the region."""
         return (position >= self._region.start) & (position < self._region.end)
 
     def _per_head(self, mask: Tensor) -> Tensor:
-        """int64 [L*G] on the CPU: how many entries of each head `mask` (bool [n]) holds."""
+        """int64 [L*G] on the CPU: number of entries of each head in `mask` (bool [n])."""
         head = self._entries[1] // self._length
         counts = head.new_zeros(self._info.layers * self._info.kv_heads)
         return counts.index_add_(0, head, mask.long()).cpu()
 
     def utility(self) -> float:
-        """Summed gains of the region's entries."""
+        """Sum of the gains of the region's entries."""
         count = self.selection().entries
         inside = self._inside(self._position())
         return float(_gains(self._entries)[_where(inside, count, self._ranks)].sum())
@@ -169,7 +170,7 @@ class EntryPool:
             chosen: entries of `selection()`.
 
         Returns:
-            For each layer its E entries, and int64 [E], which of the chosen each is, or -1.
+            For each layer its E entries, and int64 [E], their indices in `chosen`, or -1.
         """
         info, length, own, ranks = self._info, self._length, self.selection(), self._ranks
         place, slot = self._entries[1:]
@@ -189,14 +190,14 @@ class EntryPool:
             stay = _where(stays, int(counts.sum()), ranks)
         selected = torch.where(inside, inside.cumsum(0) - 1, -1)[stay]
         slot, position = slot[stay], position[stay].to(torch.int32)
-        # One after the other, so that no more than half of the pool is held twice.
+        # One after the other, so that at most half of the pool is held twice.
         keys, self._keys = self._keys.index_select(0, slot), self._keys[:0].clone()
         values, self._values = self._values.index_select(0, slot), self._values[:0].clone()
         mass = torch.zeros_like(slot, dtype=torch.float32)
         sizes = counts.view(info.layers, info.kv_heads)
         columns = (keys, values, position, mass, selected)
         split = zip(*(x.split(sizes.sum(1).tolist()) for x in columns), strict=True)
-        # Where layers lie on several devices, none of them keeps what belongs to the others.
+        # If layers are on several devices, none keeps the entries of the others.
         layers, several = [], len(set(self._devices)) > 1
         for device, heads, parts in zip(self._devices, sizes, split, strict=True):
             keys, values, place, mass, index = (x.to(device, copy=several) for x in parts)
@@ -205,14 +206,14 @@ class EntryPool:
 
 
 def _gains(rows: Tensor) -> Tensor:
-    """float64 [n], a view: the gains of the entries or tokens `rows` [3, n]."""
+    """float64 [n], a view: the gains in `rows` [3, n] of entries or tokens."""
     return rows[0].view(torch.float64)
 
 
 def _where(mask: Tensor, count: int, ranks: Tensor) -> Tensor:
-    """int64 [count]: where `mask` (bool [n]) holds, `count` times, without waiting for the device.
+    """int64 [count]: the `count` indices where `mask` (bool [n]) is True, without synchronising.
 
     `ranks` are 0, 1, 2, ... at least to n - 1.
     """
-    # All others are written to a place before the first.
+    # All others are written to an extra place before the first.
     return ranks.new_empty(count + 1).scatter_(0, mask.cumsum(0) * mask, ranks[: len(mask)])[1:]

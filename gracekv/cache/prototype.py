@@ -16,13 +16,13 @@ class PrototypePacker(Packer):
 
     Source: the paper, "Frontier updates and physical packing".
 
-    Cost: one gather of K and V and one mean a merged entry, its keys un-rotated: 1 to 2 % of a
+    Cost: one gather of K and V and, per merged entry, one mean with keys un-rotated: 1 to 2 % of a
     prefill.
     """
 
     def layer(self, given: LayerToPack) -> RaggedEntries:
         capture, layout = given.capture, given.layout
-        # One gather for everything; the rows of merged entries are overwritten below.
+        # One gather for all entries; the rows of merged entries are overwritten below.
         packed = gathered(given, layout.start)
         merged = layout.merged
         if len(merged):

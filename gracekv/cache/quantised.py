@@ -1,4 +1,4 @@
-"""`QuantisedEntries`, a layer with quantised and exact entries; layers in batches for a GPU."""
+"""`QuantisedEntries`, a layer with quantised and exact entries; batches of layers for a GPU."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from gracekv.kernels.linalg import rounded
 class QuantisedEntries(LayerEntries):
     """One layer: some entries in the model's dtype, the others as codes.
 
-    Each of a head's entries is in one part, by position; attention is the same in any order.
+    Each entry of a head is in one part, sorted by position; attention does not depend on the order.
 
     Attributes:
         exact: entries in the model's dtype: prefix, recent window, question.
-        coded: quantised entries, the widest first: a part for each width, or if a context was
-            extended, for each width of each passage, which has its own blocks.
+        coded: quantised entries, the widest first: one part per width or, if a context was
+            extended, per width of each passage, which has its own blocks.
 
     Raises `ShapeError` if the parts differ in heads, sequences or dimension, or are not in order.
     """
@@ -38,12 +38,12 @@ class QuantisedEntries(LayerEntries):
         shapes = {(len(part.lengths), part.sequences, part.dim) for part in self.parts}
         if len(shapes) != 1:
             raise ShapeError(
-                f"The exact and the coded parts of a layer must agree in rows, sequences and head "
+                f"The exact and coded parts of a layer must agree in rows, sequences and head "
                 f"dimension; got {sorted(shapes)}."
             )
         bits = [coding.bits for coding in self.codings]
         if not bits or bits != sorted(bits, reverse=True):
-            raise ShapeError(f"Coded parts of a layer come the widest first; got {bits} bits.")
+            raise ShapeError(f"Coded parts of a layer must come widest first; got {bits} bits.")
 
     @property
     def parts(self) -> tuple[RaggedEntries | CodedEntries, ...]:
@@ -78,12 +78,12 @@ class QuantisedEntries(LayerEntries):
         return row[order], position[order], log_m[order]
 
     def sequence(self, s: int) -> QuantisedEntries:
-        """Views of sequence s alone."""
+        """Views of sequence s."""
         coded = tuple(part.rows(s * self.heads, (s + 1) * self.heads) for part in self.coded)
         return QuantisedEntries(self.exact.sequence(s), coded)
 
     def widths(self) -> Mapping[int, tuple[int, int]]:
-        """Entries and bytes of keys and values by the bits of a number."""
+        """Entries and bytes of keys and values by bits per number."""
         widths = dict(self.exact.widths())
         for part in self.coded:
             entries, size = widths.get(part.coding.bits, (0, 0))
@@ -101,24 +101,24 @@ class QuantisedEntries(LayerEntries):
         return named
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantisedEntries:
-        """The same entries, with `change` applied to each tensor [...] but the offsets in turn."""
+        """The same entries with `change` applied to each tensor [...] except offsets, in order."""
         exact = self.exact.mapped(change)
         return QuantisedEntries(exact, tuple(part.mapped(change) for part in self.coded))
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values; of quantised ones with their scales and zero points."""
+        """Bytes of keys and values, including scales and zero points."""
         return self.exact.kv_bytes + sum(part.kv_bytes for part in self.coded)
 
     @classmethod
     def stack(cls, layers: Sequence[QuantisedEntries]) -> QuantisedEntries:
-        """The sequences of all `layers` in one; they must agree in heads, dimension and codings.
+        """Join the sequences of all `layers`, which must agree in heads, dimension and codings.
 
         Raises `ShapeError` if they do not.
         """
         if len(codings := {layer.codings for layer in layers}) != 1:
             raise ShapeError(
-                f"Only layers of the same codings can be stacked; got {sorted(map(str, codings))}. "
+                f"Only layers of equal codings can be stacked; got {sorted(map(str, codings))}. "
                 f"Compress all prompts with one pipeline."
             )
         exact = RaggedEntries.stack([layer.exact for layer in layers])
@@ -129,8 +129,8 @@ class QuantisedEntries(LayerEntries):
 def coded_prefixes(codings: Sequence[Coding]) -> list[str]:
     """The prefixes of the tensor names of each coded part.
 
-    "coded." if it is the only one, "coded.8.", "coded.4." of several widths, and where two parts
-    have one width, "coded.0.", "coded.1." and so on.
+    "coded." if it is the only one; "coded.8.", "coded.4." for several widths; "coded.0.",
+    "coded.1." and so on if two parts have the same width.
     """
     if len(codings) == 1:
         return ["coded."]
@@ -143,7 +143,7 @@ def coded_prefixes(codings: Sequence[Coding]) -> list[str]:
 def dequantised(cache: CompressedCache) -> RaggedCache:
     """`cache` with all entries in the model's dtype; layers without codes are not copied.
 
-    For readers that take no codes. It needs the memory that codes save. Source: ours.
+    For readers that do not support codes. Takes the memory that codes save. Source: ours.
     """
     layers = []
     for layer in cache.layers:
@@ -164,9 +164,10 @@ Entries = TypeVar("Entries", RaggedEntries, QuantisedEntries)
 def batches(
     layers: Sequence[RaggedEntries], size: Callable[[RaggedEntries], int], limit: int
 ) -> Iterator[slice]:
-    """Consecutive layers on one device whose number times the largest `size` is within `limit`.
+    """Runs of consecutive layers on one device whose count times the largest `size` is within
+    `limit`.
 
-    On the CPU each layer is a batch of its own, whose numbers stay in the processor's cache.
+    On the CPU each layer is its own batch, which stays in the processor's cache.
     """
     first, largest = 0, 0
     for number, layer in enumerate(layers):
@@ -179,7 +180,7 @@ def batches(
 
 
 def apart(batch: Entries, layers: int) -> list[Entries]:
-    """The layers of a batch, each one a sequence of it, in memory of their own."""
+    """The layers of a batch, each one a sequence of it, as copies."""
     if layers == 1:
         return [batch]
     views = [batch.sequence(number) for number in range(layers)]
@@ -189,7 +190,7 @@ def apart(batch: Entries, layers: int) -> list[Entries]:
 
 
 def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of `tensors` [...]; on a GPU one kernel copies many of a dtype."""
+    """Copies of `tensors` [...]; on a GPU one kernel copies many of one dtype."""
     copies = list(map(torch.empty_like, tensors))
     for dtype in {x.dtype for x in tensors}:
         same = [n for n, x in enumerate(tensors) if x.dtype == dtype]

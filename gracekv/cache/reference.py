@@ -30,7 +30,7 @@ def cam_replay(values: Tensor, merges: Sequence[bool], merge: int) -> Tensor:
 
 
 def d2o_matches(keys: Tensor, kept: Sequence[int]) -> dict[int, tuple[float, int]]:
-    """Of one head's keys [N, d]: dropped token -> (u, c), its most similar kept token.
+    """For one head's keys [N, d]: dropped token -> (u, c), its most similar kept token.
 
     Ties go to the lower position. Empty if nothing is kept.
     """

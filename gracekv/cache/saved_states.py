@@ -1,6 +1,6 @@
-"""Layers in a saved cache: checks of their tensors, and the states of those that stay whole.
+"""Checks of the tensors in a saved cache, and the states of its uncompressed layers.
 
-These are the checks that the layers' own classes do not make.
+These are checks that the layers' own classes do not make.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from gracekv.prefill.layer_state import WITHOUT_CACHE, LayerState
 from gracekv.prefill.options import is_out_of_memory
 
 AGAIN = "Compress and save again."
-"""How every error about a damaged file ends."""
+"""The end of every error about a damaged file."""
 
 
 @contextmanager
 def refusing(path: Path, what: str) -> Iterator[None]:
-    """Raise `SavedCacheError` for any error that the plain data of a file can cause in the block.
+    """Raise `SavedCacheError` for any error in the block that a file's data can cause.
 
-    Running out of memory is not the file's fault, and passes.
+    Out-of-memory errors are not the file's fault and propagate.
     """
     try:
         yield
@@ -50,7 +50,7 @@ def saved_layer_states(
 
     Tensors have the shapes [S, ...] that `LayerState` describes.
 
-    Raises `ShapeError` or `KeyError` if they are not what `write_cache` wrote.
+    Raises `ShapeError` or `KeyError` if `write_cache` did not write them.
     """
     facts = header["kept"]
     if not all(isinstance(x, list) and len(x) == 3 for x in facts):
@@ -88,8 +88,8 @@ def _check(state: LayerState, length: int, sequences: int) -> None:
 def check_index(parts: Mapping[str, Tensor], length: int) -> None:
     """Check dtypes, offsets, positions [E] and multiplicities of a layer.
 
-    Raises `ShapeError` unless offsets rise from 0, positions rise in each head and lie below
-    `length`, and multiplicities are finite.
+    Raises `ShapeError` unless offsets increase from 0, positions increase in each head and are
+    below `length`, and multiplicities are finite.
     """
     positions, log_m, offsets = (parts[x] for x in ("positions", "log_multiplicity", "offsets"))
     types = (positions.dtype, log_m.dtype, offsets.dtype)
@@ -98,13 +98,13 @@ def check_index(parts: Mapping[str, Tensor], length: int) -> None:
     if offsets.ndim != 1 or len(offsets) < 2:
         raise ShapeError(f"offsets have shape {list(offsets.shape)}")
     if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
-        raise ShapeError("offsets do not rise from 0")
+        raise ShapeError("offsets do not increase from 0")
     if len(positions) != int(offsets[-1]):
         raise ShapeError(f"{len(positions)} positions for {int(offsets[-1])} entries")
     first = torch.zeros(len(positions) + 1, dtype=torch.bool)
     first[offsets] = True
     if bool(((positions.diff() <= 0) & ~first[1:-1]).any()):
-        raise ShapeError("positions do not rise in each head")
+        raise ShapeError("positions do not increase in each head")
     if len(positions) and not (0 <= int(positions.min()) <= int(positions.max()) < length):
         raise ShapeError(f"positions are not below the cache's length {length}")
     _check_finite(parts, "log_multiplicity")
@@ -119,9 +119,9 @@ def check_numbers(parts: Mapping[str, Tensor]) -> None:
 
 
 def check_codes(parts: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Raise `ShapeError` unless codes [E, bytes] have finite scales and zero points of 16 bits.
+    """Raise `ShapeError` unless codes [E, bytes] have finite 16-bit scales and zero points.
 
-    `dtype` is that of the entries that are not quantised.
+    `dtype` is that of unquantised entries.
     """
     kind = torch.float16 if dtype.itemsize > 2 else dtype
     for name in ("keys", "values"):

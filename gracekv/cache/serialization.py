@@ -1,7 +1,7 @@
-"""A packed cache as one safetensors file: tensors, and a header that describes them.
+"""A packed cache as one safetensors file: tensors and a header that describes them.
 
-The file's metadata holds the header as JSON, with the format's version, the checksum of every
-tensor, and the header's own checksum. Nothing in a file is executed.
+The file's metadata has the header as JSON, with the format version, the checksum of every tensor,
+and the header's own checksum. Nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from gracekv.files import VERSION, replacing
 from gracekv.registry import check_values
 
 FORMAT = 4
-"""Raise it when files of an older version could be misread. Version 0.2.0 wrote formats 1 to 4."""
+"""Increase it if older files could be misread. Version 0.2.0 wrote formats 1 to 4."""
 
-# Fields that the header has beside those that `write_cache` is given.
+# Fields that `write_cache` adds to the given header.
 _FIELDS = {"layers": int, "length": int, "padding": list, "kept": list, "sha256": dict}
-# How every file groups the numbers of quantised entries.
+# How numbers of quantised entries are grouped in every file.
 _GROUPED = {"keys": "channel", "values": "token"}
 
 
@@ -49,8 +49,8 @@ def write_cache(
 ) -> None:
     """Write `cache` with a `header` of plain data and more `tensors` [any shape], atomically.
 
-    Raises `MissingDependencyError` without the safetensors package, and `OutputError` as
-    `gracekv.files.replacing` does.
+    Raises `MissingDependencyError` without the safetensors package, and `OutputError` like
+    `gracekv.files.replacing`.
     """
     safetensors, writer = required("safetensors", "hf"), required("safetensors.torch", "hf")
     parts = {"": tensors}
@@ -74,19 +74,18 @@ def write_cache(
         try:
             writer.save_file(everything, scratch, metadata=metadata)
         except safetensors.SafetensorError as error:
-            # Of its errors only those of writing can arise here.
+            # Only its write errors can occur here.
             raise OSError(f"{error}") from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedFile:
-    """An open file of `write_cache`: header and entries belong together, whatever takes its place.
+    """An open file of `write_cache`: header and entries match even if the file is replaced.
 
     Attributes:
-        path: for errors.
-        header: what `write_cache` was given, and what it added.
-        digest: sha256 of the header, which holds the checksum of every tensor: it identifies the
-            file.
+        path: for error messages. header: the header given to `write_cache`, and the fields that it
+        added. digest: sha256 of the header, which includes the checksum of every tensor and so
+        identifies the file.
     """
 
     path: Path
@@ -95,13 +94,12 @@ class SavedFile:
     _file: Any
 
     def read(self, devices: Sequence[torch.device]) -> tuple[CompressedCache, dict[str, Tensor]]:
-        """The cache with its layers on `devices`, and the prompts' tensors [...], on the CPU.
+        """The cache with its layers on `devices`, and the prompts' tensors [...] on the CPU.
 
-        Layers are read one after the other, so the CPU's memory never holds more than one layer of
-        a cache that goes to a GPU.
+        Layers are read one by one, so the CPU never holds more than one layer of a cache for a GPU.
 
         Raises `SavedCacheError` if a tensor is missing or its checksum differs, or if the model has
-        another number of layers.
+        a different number of layers.
         """
         header, path = self.header, self.path
         if missing := sorted(set(header["sha256"]) ^ set(self._file.keys())):
@@ -112,7 +110,7 @@ class SavedFile:
             others = {state.number for state in states if not state.beside_entries}
             if header["layers"] + len(others) != len(devices):
                 raise SavedCacheError(
-                    f"{path} holds {header['layers'] + len(others)} layers, the model has "
+                    f"{path} holds {header['layers'] + len(others)} layers, but the model has "
                     f"{len(devices)}. Load it with the model that it was saved from."
                 )
             own_devices = [device for x, device in enumerate(devices) if x not in others]
@@ -121,7 +119,7 @@ class SavedFile:
             return cache, self._tensors("prompts.")
 
     def _layer(self, index: int, codings: tuple[Coding, ...], device: torch.device) -> LayerEntries:
-        """The layer of this number; raises `ShapeError` or `KeyError` if the file holds none."""
+        """The layer with this number; raises `ShapeError` or `KeyError` if the file has none."""
         length, sequences = self.header["length"], len(self.header["padding"])
         prefix = f"layers.{index}."
         parts = {name.removeprefix(prefix): x for name, x in self._tensors(prefix).items()}
@@ -129,7 +127,7 @@ class SavedFile:
         check_numbers(parts)
         scores = parts.get("scores")
         if scores is not None and (scores.dtype != torch.bfloat16 or not bool((scores >= 0).all())):
-            raise ShapeError("scores are not bfloat16, or below 0")
+            raise ShapeError("scores are not bfloat16 or are negative")
         there = {n: x if "offsets" in n else x.to(device) for n, x in parts.items()}
         exact = {part: there[part] for part in PARTS}
         layer = RaggedEntries(**exact, sequences=sequences, scores=there.get("scores"))
@@ -144,7 +142,7 @@ class SavedFile:
         return QuantisedEntries(layer, tuple(coded))
 
     def _tensors(self, prefix: str) -> dict[str, Tensor]:
-        """[...] by name, in memory of their own: the file may change once this has returned.
+        """Copies of tensors [...] by name, since the file may change after this returns.
 
         Raises `SavedCacheError` if a checksum differs.
         """
@@ -158,22 +156,22 @@ class SavedFile:
 
 @contextmanager
 def opened(path: Path) -> Iterator[SavedFile]:
-    """The saved cache in `path`, open for the length of a `with` block.
+    """The saved cache in `path`, open for the duration of a `with` block.
 
-    Raises `SavedCacheError` if the file cannot be read, is damaged, is not a saved cache, or has a
-    format that this version does not know, and `MissingDependencyError` without safetensors.
+    Raises `SavedCacheError` if the file cannot be read, is damaged, is not a saved cache, or has an
+    unknown format, and `MissingDependencyError` without safetensors.
     """
     safetensors = required("safetensors", "hf")
     if os.path.exists(path) and not os.path.isfile(path):
         kind = "a folder" if os.path.isdir(path) else "not a regular file"
-        raise SavedCacheError(f"{path} is {kind}, not what result.save wrote.")
+        raise SavedCacheError(f"{path} is {kind}, not a file written by result.save.")
     try:
-        # The path is opened twice, for the header and for the tensors: both must be of one file.
+        # The path is opened twice, for the header and for the tensors; both must be the same file.
         before = None
         while before != (now := _identity(path)):
             before, file = now, safetensors.safe_open(path, "pt")
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        foreign = "it is not a file that result.save wrote" if "header too" in str(error) else error
+        foreign = "it is not a file written by result.save" if "header too" in str(error) else error
         raise SavedCacheError(f"Cannot read the saved cache {path}: {foreign}. {AGAIN}") from error
     with file:
         metadata = file.metadata() or {}
@@ -181,19 +179,19 @@ def opened(path: Path) -> Iterator[SavedFile]:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Numbers that differ once another file has taken the path."""
+    """Numbers that change if another file replaces the path."""
     found = path.stat()
     return found.st_ino, found.st_mtime_ns
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The header alone, without the tensors; raises `SavedCacheError` as `opened` does."""
+    """The header, without the tensors; raises `SavedCacheError` like `opened`."""
     with opened(path) as saved:
         return saved.header
 
 
 def read_digest(path: Path) -> str:
-    """`SavedFile.digest`; raises `SavedCacheError` as `opened` does."""
+    """`SavedFile.digest`; raises `SavedCacheError` like `opened`."""
     with opened(path) as saved:
         return saved.digest
 
@@ -203,24 +201,24 @@ def read_cache(
 ) -> CompressedCache:
     """The cache in `path` with its layers on `devices`.
 
-    Raises `SavedCacheError` as `opened` and `SavedFile.read` do, and if `digest` is given and is
-    not that of the file.
+    Raises `SavedCacheError` like `opened` and `SavedFile.read`, and if `digest` is given and is not
+    that of the file.
     """
     with opened(path) as saved:
         if digest not in (None, saved.digest):
-            raise SavedCacheError(f"{path} is not the file that was asked for, but another one.")
+            raise SavedCacheError(f"{path} is not the requested file: its digest differs.")
         return saved.read(devices)[0]
 
 
 def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if "gracekv_format" not in metadata:
         raise SavedCacheError(
-            f"{path} is a safetensors file, but not a cache that gracekv saved. Write one with "
+            f"{path} is a safetensors file but not a cache saved by gracekv. Write one with "
             f"result.save(path)."
         )
     if metadata["gracekv_format"] not in map(str, range(1, FORMAT + 1)):
         raise SavedCacheError(
-            f"{path} has format {metadata['gracekv_format']!r}, and this version of gracekv reads "
+            f"{path} has format {metadata['gracekv_format']!r}, but this version of gracekv reads "
             f"formats 1 to {FORMAT}. Update gracekv, or save the cache again."
         )
     text = metadata.get("gracekv", "")
@@ -231,7 +229,7 @@ def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         version = str(header.get("gracekv_version", VERSION))
         if re.match(r"0\.[01]\.", version):
             raise SavedCacheError(
-                f"{path} was written by gracekv {version}, and this version reads files of 0.2.0 "
+                f"{path} was written by gracekv {version}, but this version reads files of 0.2.0 "
                 f"and later. {AGAIN}"
             )
     if not all(type(header.get(name)) is kind for name, kind in _FIELDS.items()):
@@ -241,7 +239,7 @@ def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _codings(facts: Any) -> tuple[Coding, ...]:
-    """The codings that a header lists; version 0.2.0 wrote None for none, and a single one bare.
+    """The codings in a header; version 0.2.0 wrote None for none, and a single one without a list.
 
     Raises a `ValueError` or a `TypeError` if they cannot be read.
     """
@@ -261,7 +259,7 @@ def _codings(facts: Any) -> tuple[Coding, ...]:
 
 def _whole(numbers: list[Any]) -> tuple[int, ...]:
     if not numbers or any(type(number) is not int for number in numbers):
-        raise ShapeError(f"padding takes whole numbers, at least one; got {numbers!r}")
+        raise ShapeError(f"padding takes one or more integers; got {numbers!r}")
     return tuple(numbers)
 
 

@@ -1,4 +1,4 @@
-"""A packed cache whose heads lie in several processes, gathered to one, and cut into parts."""
+"""Gathers a packed cache whose heads are sharded over processes, and shards one again."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Part = TypeVar("Part", RaggedEntries, CodedEntries)
 
 
 def gathered_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
-    """The cache of all heads, on the CPU; all processes call this together.
+    """The cache of all heads on the CPU; all processes must call this together.
 
-    One layer of all processes is held on top of the result.
+    In addition to the result, one layer of all processes is held.
     """
     return _mapped(cache, lambda x: _whole(x, shard), lambda x: shard.all_heads(x.cpu(), 1))
 
 
 def own_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
-    """The part of a cache of all heads that belongs to this process.
+    """This process's part of a cache of all heads.
 
     Raises `CacheError` if the heads cannot be divided among the processes.
     """
@@ -40,7 +40,7 @@ def own_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
 def _mapped(
     cache: CompressedCache, parts: Callable[[Any], Any], states: Callable[[Tensor], Tensor]
 ) -> CompressedCache:
-    """The cache with every part, and every state [S, G, n, d] of sliding layers, replaced."""
+    """The cache with every part and every state [S, G, n, d] of sliding layers replaced."""
 
     def layer(old: LayerEntries) -> LayerEntries:
         if isinstance(old, QuantisedEntries):
@@ -50,7 +50,7 @@ def _mapped(
 
     def shared(old: LayerState) -> LayerState:
         if old.window is None:
-            # Every process holds all of such a state.
+            # Every process holds such a state completely.
             return old
         return replace(old, tensors={name: states(x) for name, x in old.tensors.items()})
 
@@ -62,7 +62,7 @@ def _whole(part: Part, shard: HeadShard) -> Part:
     lengths, made = shard.gather(part.lengths), {}
     for name, own in part.columns().items():
         counts = _counts(part, name, lengths)
-        # Where each row begins among the rows of all processes, one after the other.
+        # The start of each row in the concatenated rows of all processes.
         begins = offsets(counts.flatten())[:-1].view_as(counts)
         at = _ranges(_in_order(begins, part), _in_order(counts, part))
         made[name] = _gathered(own, counts.sum(dim=1).tolist(), shard)[at]
@@ -87,7 +87,7 @@ def _cut(part: Part, shard: HeadShard) -> Part:
 
 
 def _counts(part: RaggedEntries | CodedEntries, name: str, lengths: Tensor) -> Tensor:
-    """int64 [any shape]: rows of the tensor `name` for heads of `lengths` entries, as `lengths`."""
+    """int64, same shape as `lengths`: rows of the tensor `name` for heads of `lengths` entries."""
     if isinstance(part, RaggedEntries):
         return lengths
     return blocks(lengths, part.coding.group) if part.by_block(name) else lengths
@@ -99,7 +99,7 @@ def _in_order(numbers: Tensor, part: RaggedEntries | CodedEntries) -> Tensor:
 
 
 def _part_of(like: Part, tensors: Mapping[str, Tensor], lengths: Tensor) -> Part:
-    """A part as `like`, of `tensors` [n, ...] and rows of `lengths` (int64 [rows]) entries."""
+    """A part like `like`, with `tensors` [n, ...] and rows of `lengths` (int64 [rows]) entries."""
     made = {**tensors, "offsets": offsets(lengths)}
     if isinstance(like, CodedEntries):
         return CodedEntries.of_tensors(made, like.coding, like.sequences)
@@ -107,7 +107,7 @@ def _part_of(like: Part, tensors: Mapping[str, Tensor], lengths: Tensor) -> Part
 
 
 def _gathered(own: Tensor, totals: list[int], shard: HeadShard) -> Tensor:
-    """`own` [n, ...] of all processes one after the other, on the CPU."""
+    """`own` [n, ...] of all processes, concatenated on the CPU."""
     padded = own.new_zeros(max(totals), *own.shape[1:], device="cpu")
     padded[: len(own)] = own
     every = shard.gather(padded)
@@ -115,6 +115,6 @@ def _gathered(own: Tensor, totals: list[int], shard: HeadShard) -> Tensor:
 
 
 def _ranges(begins: Tensor, counts: Tensor) -> Tensor:
-    """int64 [n]: `counts` consecutive numbers from each of `begins` on."""
+    """int64 [n]: `counts` consecutive numbers starting at each of `begins`."""
     row, step = rows_and_steps(counts)
     return begins[row] + step

@@ -36,5 +36,5 @@ def test_layers_that_do_not_fit_are_not_stacked():
     layer = RaggedEntries.dense(*one)
     with pytest.raises(ShapeError, match="as many sequences"):
         RaggedCache((layer,), 3, (0, 1))
-    with pytest.raises(ShapeError, match="its least is 0"):
+    with pytest.raises(ShapeError, match="its minimum is 0"):
         RaggedCache((layer,), 3, (1,))

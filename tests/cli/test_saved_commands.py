@@ -170,6 +170,6 @@ def test_a_file_that_is_no_cache_is_told_before_the_model_is_loaded(refused, sto
     for argv in (("generate", story), ("ask", story, "Who?"), ("chat", story)):
         err = refused(*argv)
         assert "SavedCacheError: Cannot read the saved cache" in err
-        assert "it is not a file that result.save wrote" in err
+        assert "it is not a file written by result.save" in err
     assert "is a folder" in refused("generate", story.parent)
     assert not loads.seen

@@ -177,7 +177,7 @@ def stock_recursion_limit():
 @pytest.mark.usefixtures("stock_recursion_limit")
 @pytest.mark.parametrize(("change", "message"), [
     (lambda p: p.metadata.update(gracekv_format="5"), "format '5', .* reads formats 1 to 4"),
-    (lambda p: p.metadata.clear(), "not a cache that gracekv saved"),
+    (lambda p: p.metadata.clear(), "not a cache saved by gracekv"),
     (lambda p: p.metadata.update(gracekv=p.metadata["gracekv"].replace("spans", "sqans")),
      "header of .* is damaged"),
     (lambda p: p.tensors["layers.1.values"][3, 2].add_(1), r"layers\.1\.values .*checksum"),
@@ -185,7 +185,7 @@ def stock_recursion_limit():
     (lambda p: p.tensors.pop("layers.2.keys"), r"lacks or adds layers\.2\.keys"),
     (lambda p: p.tensors.update(more=torch.ones(1)), "lacks or adds more"),
     (without_adapters, r"earlier versions\. Compress and save again"),
-    (reheaded(layers=2), "holds 2 layers, the model has 3"),
+    (reheaded(layers=2), "holds 2 layers, but the model has 3"),
     (reheaded(padding=[0, 0, 0]), "does not hold a whole cache"),
     (emptied("layers.1.positions"), "does not hold a whole cache"),
     (reheaded(pipeline={"value": NESTED}), r"pipeline cannot be made here\. .*recursion"),
