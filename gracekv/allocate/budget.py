@@ -190,7 +190,7 @@ class Budget:
         amount = _rational(removed, "compression_ratio")
         if not 0 <= amount < 1:
             raise BudgetError(
-                f"compression_ratio is the share of entries to remove, >= 0 and < 1 (0.875 "
+                f"compression_ratio is the share of entries to remove, from 0 to below 1 (0.875 "
                 f"keeps an eighth); got {removed!r}. To say how many times fewer entries to keep, "
                 f"use ratio."
             )

@@ -131,7 +131,7 @@ def _gains(scores: Tensor, omega: Tensor) -> Tensor:
 
 
 def check_finite(scores: Tensor, sensitivity: Tensor, *, signed: bool = True) -> None:
-    """Raise `NonFiniteError` if R^tok or omega (any shape) hold NaN or infinity.
+    """Raise `NonFiniteError` if R^tok or omega [any shape] hold NaN or infinity.
 
     Unless R^tok may be `signed`, raise `ConfigError` if it has negative numbers. Synchronises once
     with a GPU.

@@ -151,11 +151,11 @@ def test_a_base_model_is_asked_in_plain_text(model, tokenizer):
 
 
 @pytest.mark.parametrize(("options", "error", "message"), [
-    ({"question": " \n"}, PromptError, "not empty; got ' "),
-    ({"question": ["Who?", ""]}, PromptError, "not empty; got ''"),
+    ({"question": " \n"}, PromptError, "non-empty text; got ' "),
+    ({"question": ["Who?", ""]}, PromptError, "non-empty text; got ''"),
     ({"question": []}, PromptError, "at least one; got an empty list"),
     ({"question": None}, PromptError, "at least one; got None"),
-    ({"question": [3]}, PromptError, "not empty; got 3"),
+    ({"question": [3]}, PromptError, "non-empty text; got 3"),
     ({"question": np.array(["a", "b"])}, PromptError, "at least one; got array"),
     ({"question": "Who?", "max_new_tokens": True}, ConfigError, "at least 1; got True"),
     ({"question": "Who?", "num_return_sequences": 2}, ConfigError, "One text is returned"),

@@ -93,7 +93,7 @@ def test_reused_questions_are_asked_about_one_compressed_context(model, tokenize
 
 
 @pytest.mark.parametrize(("options", "error", "message"), [
-    ({"question": ["w1", " "], "ratio": 2, "reuse": True}, PromptError, "not empty; got ' '"),
+    ({"question": ["w1", " "], "ratio": 2, "reuse": True}, PromptError, "non-empty text; got ' '"),
     ({"question": "w1", "ratio": 2, "reuse": True, "answer_prefix": "w2"}, ConfigError,
      "Leave out answer_prefix or reuse=True"),
     ({"question": "w1"}, BudgetError, "exactly one budget"),

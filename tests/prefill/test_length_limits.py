@@ -126,7 +126,7 @@ def test_dynamic_rope_is_warned_about_up_to_its_factor():
 def test_capture_refuses_long_prompts_before_the_model_runs():
     ids = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(0))
     model, prompt = tiny_model(positions=50), Prompt.from_ids(ids, (2, 50))
-    with pytest.warns(LengthWarning, match="made for 50"):
+    with pytest.warns(LengthWarning, match="trained for 50"):
         capture(model, prompt, options=CaptureOptions(beyond_positions=True))
     model.model.forward = None
     with pytest.raises(PromptError, match="has 60 tokens, but LlamaForCausalLM was trained for 50"):
