@@ -1,1 +1,1 @@
-"""Compiled inner loops behind the same signatures as the torch ones; every one is optional."""
+"""Compiled inner loops with the same signatures as their torch versions; all are optional."""

@@ -1,4 +1,4 @@
-"""Addresses of tensors for compiled kernels, which read whatever lies there."""
+"""Addresses of tensors for compiled kernels, which do not check what they read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def address(
 ) -> int:
     """The address of a contiguous tensor [shape] of `dtype`, by default on the CPU.
 
-    Raises `ShapeError` with the tensor's `name` if it is another one: a kernel would read, or
-    write, beyond it.
+    Raises `ShapeError` with the tensor's `name` for any other tensor: a kernel would read or write
+    out of bounds.
     """
     fits = tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous()
     if not fits or tensor.device != device:

@@ -1,7 +1,7 @@
-"""A block's queries on NVIDIA GPUs: rotated to another place, and what keys near them get.
+"""A block's queries on NVIDIA GPUs: rotated to another position, and their logits to near keys.
 
-One kernel reads each query once for both. Products are summed in float32, those of float32 keys
-without tensor cores. There are no atomic operations.
+One kernel reads each query once for both. Products are accumulated in float32, those of float32
+keys without tensor cores. There are no atomic operations.
 
 Source: ours; the running log-sum-exp is flash attention's (arXiv:2205.14135).
 """
@@ -28,9 +28,9 @@ def block_sizes(dtype: torch.dtype) -> dict[str, int]:
 def moved_and_near(
     queries: Tensor, keys: Tensor, turn: Rope, near: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Queries [H, n, d] rotated by a table of n rows, float32, and their `near_logits` [H, n].
+    """Queries [H, n, d] rotated with a table of n rows, float32, and their `near_logits` [H, n].
 
-    The logits are those of the queries before that, times `scale`, to keys [G, n, d].
+    The logits are those of the unrotated queries, times `scale`, to keys [G, n, d].
     """
     queries, keys = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys))
     heads, count, dim = queries.shape
@@ -44,7 +44,7 @@ def moved_and_near(
             queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1),
             GROUP=heads // len(keys), D=dim, ROTARY=rotary, SHARED=1 + turn.interleaved,
             PARTNER=1 if turn.interleaved else rotary // 2,
-            # The interpreter computes with bfloat16's bits as if they were integers.
+            # The interpreter treats bfloat16's bits as integers.
             UPCAST=interpreted(), enable_fp_fusion=True, **sizes,
         )  # fmt: skip
     return moved, lse
@@ -69,7 +69,7 @@ def turn_and_look_back(
         PARTNER: how far apart features are that rotate together.
     """
     head, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_Q
-    # Rows after the last are the last once more, so that each sees a key.
+    # Rows after the last repeat it, so that each sees a key.
     q = tl.minimum(first + tl.arange(0, BLOCK_Q), count - 1)[:, None]
     asked = queries + head * query_head_stride + q.to(tl.int64) * query_row_stride
     keys += head // GROUP * key_head_stride
@@ -87,11 +87,11 @@ def turn_and_look_back(
                 query, key = query.to(tl.float32), key.to(tl.float32)
             logits = tl.dot(query, key, logits, input_precision="ieee")
         logits = tl.where((k <= q) & (q - k < near), logits * scale, -float("inf"))
-        # Every query sees one of the first block's keys, which makes `peak` finite.
+        # Every query sees a key of the first block, so `peak` is finite.
         peak = tl.maximum(top, tl.max(logits, 1, keep_dims=True))
         total = total * tl.exp2(top - peak) + tl.sum(tl.exp2(logits - peak), 1, keep_dims=True)
         top = peak
-    # Rows that are there several times are written several times, with the same numbers.
+    # Repeated rows are written several times, with the same numbers.
     tl.store(lse + head * count + q, (top + tl.log2(total)) * 0.6931471805599453)  # log(2)
     for i in range(0, features, BLOCK_D):
         feature = i + tl.arange(0, BLOCK_D)[None, :]

@@ -1,4 +1,4 @@
-"""Bytes from anywhere in a GPU's memory, read in one launch; importing this imports triton."""
+"""Reads bytes at any addresses of a GPU's memory in one launch; importing this imports triton."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def bytes_at(addresses: Tensor) -> Tensor:
-    """uint8 [n]: what lies at `addresses`, int64 [n], in the memory of their device."""
+    """uint8 [n]: the bytes at `addresses`, int64 [n], in the memory of their device."""
     found = torch.empty_like(addresses, dtype=torch.uint8)
     with torch.cuda.device_of(found):
         launch = read_bytes[(-(-len(found) // 1024),)]

@@ -1,7 +1,7 @@
-"""Compiled kernels for CPUs: kept on disk and run on torch's threads.
+"""Compiled kernels for CPUs: cached on disk and run on torch's threads.
 
-A second pool of threads would compete with torch's, whose threads wait by spinning: while one pool
-uses all cores, the other one waits.
+A second pool of threads would compete with torch's, whose idle threads spin: while one pool uses
+all cores, the other one waits.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 
 
 def cached(compiler: Callable[..., Any], function: Callable[..., None]) -> Any:
-    """`function`, compiled by numba's `compiler` and kept on disk for other processes.
+    """`function`, compiled by numba's `compiler` and cached on disk for other processes.
 
-    Where neither the package's folder nor a cache folder can be written, it is compiled anew in
-    each process, and a `UserWarning` says so once.
+    If neither the package's folder nor a cache folder is writable, it is compiled in each process,
+    and a `UserWarning` is issued once.
     """
     try:
         return compiler(cache=True)(function)
@@ -39,8 +39,8 @@ def numba_obstacle() -> str | None:
         return "numba is not installed. Run: pip install 'gracekv[cpu]'"
     try:
         numba = importlib.import_module("numba")
-    except (ImportError, OSError) as error:  # such as for a NumPy that it does not know
-        warnings.warn(f"numba cannot be imported ({error}): torch computes, slower.", stacklevel=1)
+    except (ImportError, OSError) as error:  # for example, an unsupported NumPy
+        warnings.warn(f"numba cannot be imported ({error}): using torch, slower.", stacklevel=1)
         return f"numba cannot be imported: {error} Reinstall gracekv[cpu]"
     return "NUMBA_DISABLE_JIT is set. Unset it" if numba.config.DISABLE_JIT else None
 
@@ -48,8 +48,8 @@ def numba_obstacle() -> str | None:
 @cache
 def _warn() -> None:
     warnings.warn(
-        "numba finds no folder to keep compiled kernels in, so each process compiles them, which "
-        "takes seconds. Set NUMBA_CACHE_DIR to a folder that can be written.",
+        "numba finds no writable cache folder, so each process compiles its kernels, which "
+        "takes seconds. Set NUMBA_CACHE_DIR to a writable folder.",
         stacklevel=2,
     )
 
@@ -65,17 +65,17 @@ def _parallel() -> Any:
 
 
 def limit_threads(count: int) -> None:
-    """Set how many of torch's threads the calling thread uses; other threads keep their number.
+    """Set the number of torch's threads for the calling thread; other threads are not affected.
 
-    Without OpenMP (see `threads_obstacle`) nothing changes. Torch sets the number itself when a
-    thread first asks for it, so ask before.
+    Does nothing without OpenMP (see `threads_obstacle`). torch sets the number itself when a thread
+    first queries it, so query it before.
     """
     if (limit := getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)) is not None:
         limit(count)
 
 
 def threads_obstacle() -> str | None:
-    """The reason why torch's threads cannot be used; None if they can, or there is only one."""
+    """The reason why torch's threads cannot be used; None if they can or there is only one."""
     if torch.get_num_threads() == 1 or _parallel() is not None:
         return None
     return (
@@ -85,11 +85,11 @@ def threads_obstacle() -> str | None:
 
 
 def on_all_threads(function: Any, argument: int) -> None:
-    """Call function(argument) on all of torch's threads, and wait for them.
+    """Call function(argument) on all of torch's threads and wait for them.
 
-    Always on all of them: OpenMP ends the threads that a smaller team leaves out, and the next
-    operation of torch would have to start them again. Where they are not available (see
-    `threads_obstacle`), on as many threads of our own.
+    Always on all of them: OpenMP ends threads that a smaller team does not use, and torch's next
+    operation would have to start them again. If they are not available (see `threads_obstacle`), as
+    many threads of our own are used.
 
     Args:
         function: a C callback of numba, void (void*).

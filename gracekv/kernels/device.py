@@ -1,4 +1,4 @@
-"""Where Triton's kernels can run, and the properties of the device that they need."""
+"""Where Triton kernels can run, and the device properties that they need."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from functools import cache
 
 import torch
 
-# Compute capability and processors that stand for Triton's interpreter (ours).
+# Compute capability and number of processors assumed for Triton's interpreter (ours).
 _INTERPRETED_CAPABILITY = (8, 0)
 _INTERPRETED_PROCESSORS = 4
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter, on the CPU (decided at its import)."""
+    """Whether Triton runs kernels in its interpreter on the CPU (decided when it is imported)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -38,7 +38,7 @@ def obstacle(device: torch.device, otherwise: str) -> str | None:
     """The reason why the kernels cannot run on `device`, with a remedy, or None if they can.
 
     Args:
-        device: where the tensors lie.
+        device: the device of the tensors.
         otherwise: what to use instead, such as "backend 'sdpa'".
     """
     if importlib.util.find_spec("triton") is None:
@@ -47,11 +47,11 @@ def obstacle(device: torch.device, otherwise: str) -> str | None:
         return None
     if device.type != "cuda":
         return (
-            f"The cache lies on {device}; the kernels run on NVIDIA GPUs. Move the model there "
+            f"The cache is on {device}; the kernels run on NVIDIA GPUs. Move the model there "
             f"before compressing, or use {otherwise}."
         )
     if torch.version.hip is not None:
-        return f"The kernels were only made for NVIDIA GPUs. Use {otherwise}."
+        return f"The kernels only support NVIDIA GPUs. Use {otherwise}."
     if not torch.cuda.is_available():
         return f"torch sees no CUDA GPU. Install a CUDA build of torch, or use {otherwise}."
     if (version := capability(device)) < (8, 0):
@@ -66,17 +66,17 @@ def obstacle(device: torch.device, otherwise: str) -> str | None:
 
 @cache
 def _build_failure() -> str | None:
-    """Why Triton cannot build what starts its kernels, with a remedy, or None; warns of it."""
+    """Why Triton cannot build its kernel launcher, with a remedy, or None; warns about it."""
     try:
         _ = importlib.import_module("triton.runtime").driver.active.utils
     except Exception as error:
         failed = isinstance(error, OSError | subprocess.SubprocessError)
         if not failed and "compiler" not in str(error):
-            return None  # the launch itself says what else is wrong
+            return None  # other problems are reported at the launch
         said = (
-            f"Triton cannot build what starts its kernels ({type(error).__name__}: {error}). "
+            f"Triton cannot build its kernel launcher ({type(error).__name__}: {error}). "
             f"Install a C compiler and Python's headers."
         )
-        warnings.warn(f"{said} Until then slower kernels of torch run.", stacklevel=2)
+        warnings.warn(f"{said} Until then, slower torch kernels are used.", stacklevel=2)
         return said
     return None

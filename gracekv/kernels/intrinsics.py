@@ -1,4 +1,4 @@
-"""Parts that compiled kernels share: pointers, counters, prefetching, rows in half precision."""
+"""Parts shared by compiled kernels: pointers, counters, prefetching, rows in half precision."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from numba import njit, types  # type: ignore[import-untyped,unused-ignore]
 from numba.extending import intrinsic, overload  # type: ignore[import-untyped,unused-ignore]
 
 _LINE = 64
-# A float16's exponent and mantissa bits in a float32 are a number 2^112 times too small.
+# A float16's exponent and mantissa bits in a float32 give a number 2^112 times too small.
 _HALF_SCALE = np.float32(2.0**112)
 
 NUMBERS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
 """The numba type of rows of each dtype; numba has no half precision (see `as_float32`)."""
 
-# Without the wrappers for calls from Python, which take a fifth of the time to compile. Start
-# variables with np.int64(0), not 0: numba would also compile the functions they go to for 0.
+# Without the wrappers for calls from Python, which take a fifth of the compile time. Initialise
+# variables with np.int64(0), not 0: numba would also compile their callees for the literal 0.
 inner: Callable[..., Callable[[Any], Any]] = functools.partial(
     njit, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
 )
-"""Decorator of a function that compiled code alone calls, with options of `numba.njit`."""
+"""Decorator for functions called only by compiled code; takes options of `numba.njit`."""
 
 
 def emitted(result: Any, *given: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator of a function that emits LLVM's instructions of a compiled function.
+    """Decorator for functions that emit the LLVM instructions of a compiled function.
 
-    It takes numba's context and builder, the types of the arguments and then their values, and
+    Such a function takes numba's context and builder, the argument types and then their values, and
     returns the result's value, or None if the compiled function returns nothing.
 
     Args:
@@ -68,11 +68,11 @@ def pointer(context: Any, builder: Any, kinds: Any, address: Any) -> Any:
 
 @emitted(types.void)
 def wide_vectors(context: Any, builder: Any, kinds: Any) -> None:
-    """Let loops of the function that calls this use vectors of 512 bits, where there are any.
+    """Let loops of the calling function use 512-bit vectors, if the processor has them.
 
-    LLVM takes 256 bits on Intel's processors, since a few wide vectors lower the clock for nothing.
+    LLVM prefers 256 bits on Intel processors, since a few wide vectors would only lower the clock.
     """
-    # The set's own `add` refuses this attribute, which llvmlite does not list.
+    # The set's own `add` rejects this attribute, which llvmlite does not list.
     set.add(builder.function.attributes, '"prefer-vector-width"="512"')
 
 
@@ -86,7 +86,7 @@ def fetch_and_add(context: Any, builder: Any, kinds: Any, pointer: Any, index: A
 
 @emitted(types.void, None, types.int64)
 def _prefetch_line(context: Any, builder: Any, kinds: Any, array: Any, offset: Any) -> None:
-    """Prefetch the cache line of a byte of a contiguous array; it may lie outside."""
+    """Prefetch the cache line of a byte of a contiguous array; it may be out of bounds."""
     data = context.make_array(kinds[0])(context, builder, array).data
     byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
     at = builder.gep(builder.bitcast(data, byte), [offset])
@@ -99,7 +99,7 @@ def _prefetch_line(context: Any, builder: Any, kinds: Any, array: Any, offset: A
 
 @inner()
 def prefetch(rows: Any, first: int, count: int) -> None:
-    """Prefetch the cache lines of some rows of a contiguous array; they may lie outside."""
+    """Prefetch the cache lines of some rows of a contiguous array; they may be out of bounds."""
     width = rows.shape[1] * rows.itemsize
     for offset in range(first * width, (first + count) * width, _LINE):
         _prefetch_line(rows, offset)
@@ -108,8 +108,8 @@ def prefetch(rows: Any, first: int, count: int) -> None:
 def as_float32(rows: Any, first: int, count: int, wide: Any) -> Any:
     """`count` rows from `first` as float32: the array that holds them, and the first one's index.
 
-    numba has no half-precision numbers: rows of uint16 are bfloat16, rows of int16 float16. They
-    are converted exactly into `wide` [count or more, d] float32; float32 rows stay where they are.
+    numba has no half-precision numbers: rows of uint16 are bfloat16, rows of int16 are float16.
+    They are converted exactly into `wide` [count or more, d] float32; float32 rows are not copied.
     """
     raise NotImplementedError("Only compiled code can call this; see `_typed`.")
 
@@ -144,7 +144,7 @@ def _typed(rows: Any, first: Any, count: Any, wide: Any) -> Any:
 
 
 def digest(*modules: ModuleType) -> str:
-    """A digest of the modules that are compiled into a kernel beside its own file, in any order.
+    """A digest of other modules compiled into a kernel, in any order.
 
     numba's cache only detects changes in the file of the compiled function and in the values that
     it closes over, so a kernel closes over this digest.

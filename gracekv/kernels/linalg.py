@@ -1,7 +1,7 @@
 """Float32 products, capped logits and their softmax, running sums.
 
-Torch multiplies float32 matrices on CPUs with MKL, which uses half of a recent AMD core; oneDNN,
-which torch ships too, uses all of it and rounds the same way (float32, no lower precision).
+torch multiplies float32 matrices on CPUs with MKL, which uses half of a recent AMD core; oneDNN,
+which torch also ships, uses all of it with the same rounding (float32, no lower precision).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gracekv.kernels.uploads import upload
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T: [M, K] and [N, K] to [M, N], in the dtype of both.
 
-    Float32 on a CPU goes through oneDNN where this torch offers it; all else is torch's own
+    Float32 on a CPU goes through oneDNN if this torch has it; everything else uses torch's own
     product. Source: ours.
     """
     plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
@@ -32,9 +32,9 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 def batched_linear(x: Tensor, weight: Tensor, once: bool = False) -> Tensor:
     """x W^T of each head: [G, M, K] and [G, N, K] to [G, M, N].
 
-    One product a head on a CPU, where `linear` is faster than a batched product; one launch on
-    other devices. `once`: hardly any other product has these sizes, as where each head has its own.
-    Then torch's product is faster: oneDNN compiles for each size, and keeps what it compiled.
+    One product per head on a CPU, where `linear` is faster than a batched product; one launch on
+    other devices. `once`: few other products have these sizes, for example because heads differ in
+    size. Then torch's product is faster, since oneDNN compiles and caches a kernel per size.
     """
     if x.device.type != "cpu" or x.dtype != torch.float32 or once:
         return x @ weight.mT
@@ -44,7 +44,7 @@ def batched_linear(x: Tensor, weight: Tensor, once: bool = False) -> Tensor:
 
 
 def transposed(x: Tensor) -> Tensor:
-    """x^T [G, N, M] of x [G, M, N], as `batched_linear` wants its weight: on a CPU a copy."""
+    """x^T [G, N, M] of x [G, M, N], as a weight of `batched_linear`; on a CPU a copy."""
     return x.mT.contiguous() if x.device.type == "cpu" else x.mT
 
 
@@ -57,7 +57,7 @@ def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax over the last axis, in place.
 
     Args:
-        logits: [..., T], capped already.
+        logits: [..., T], already capped.
         sinks: [..., 1] sink logits, which take a share of the softmax, or None.
     """
     if sinks is None:
@@ -67,15 +67,15 @@ def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """`numbers` [...] in `dtype`; beyond float16's largest number they become that, not inf."""
+    """`numbers` [...] in `dtype`, clamped to float16's largest number instead of inf."""
     return (numbers.clamp(-65504, 65504) if dtype == torch.float16 else numbers).to(dtype)
 
 
 def running_sums(numbers: Tensor, dim: int = -1) -> Tensor:
     """Running sums of floats [...] along `dim`, on their device.
 
-    The CPU adds them up: a GPU's sums are not reproducible, and
-    `torch.use_deterministic_algorithms` refuses them.
+    Computed on the CPU: a GPU's sums are not reproducible, and `torch.use_deterministic_algorithms`
+    rejects them.
     """
     return upload(numbers.cpu().cumsum(dim), numbers.device)
 
@@ -90,7 +90,7 @@ class Columns(NamedTuple):
         weights: float32 [Q].
         scale: factor of the logits.
         power: exponent of the probabilities, at least 1.
-        maximum: reduce over queries by the maximum, not the sum.
+        maximum: reduce over queries with the maximum instead of the sum.
         sinks: float32 [H, Q], or None.
     """
 

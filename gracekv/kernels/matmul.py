@@ -1,11 +1,11 @@
 """Small matrix products for compiled kernels, with sums in registers.
 
-A compiler vectorises a loop, but keeps its sums in memory. Here a tile of a product is written in
-vectors: four rows at a time, and as many columns as fit the registers. Every number of a product is
-one chain of multiply-adds in the order of the summed index, whatever tile it is in.
+A compiler vectorises a loop but keeps its sums in memory. Here a tile of a product is written in
+vectors: four rows at a time, and as many columns as fit in the registers. Every element of a
+product is one chain of multiply-adds in the order of the summed index, independent of its tile.
 
-With loops instead of these products, trees take 1.7 to 1.8 times the CPU time, with BLAS 1.8 to 2.0
-times.
+With loops instead of these products, trees take 1.7 to 1.8 times the CPU time; with BLAS, 1.8 to
+2.0 times.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLUMNS = WIDTH
 """The number of columns must be a multiple of this."""
 
 _ROWS = 4
-# The sums of a tile take at most half of the registers.
+# The sums of a tile use at most half of the registers.
 _WIDE = "+avx512f" in get_host_cpu_features()
 
 

@@ -1,6 +1,6 @@
 """The two products of attention, for the kernel of the `numba` backend.
 
-They are written out because torch has no kernel for ragged heads: `Sdpa`, which reads the same
+They are written by hand because torch has no kernel for ragged heads: `Sdpa`, which reads the same
 entries through torch's fused attention, takes twice as long (benchmarks/results/decode.md).
 """
 
@@ -13,9 +13,9 @@ import numpy as np
 from gracekv.kernels.intrinsics import inner, prefetch
 from gracekv.kernels.row_vectors import BLOCK, WIDTH, add_block, add_vector, dot_four
 
-# Keys to prefetch in a split: the first one of a thread has no predecessor that does so.
+# Number of keys to prefetch in a split: a thread's first split has no predecessor that does so.
 _PREFETCH_KEYS = 12
-# Values of a round: sums stay in registers, and fetching from memory is spread.
+# Values per round: sums stay in registers, and memory reads are spread out.
 _ROUND = 16
 
 
@@ -24,7 +24,7 @@ def products(
     queries: Any, count: int, keys: Any, first: int, entries: int, ahead: Any, at: int, out: Any,
     to: int = 0,
 ) -> None:  # fmt: skip
-    """out[j, to + e] = q_j . k_e, four keys a round; prefetches rows of `ahead` from `at`."""
+    """out[j, to + e] = q_j . k_e, four keys per round; prefetches rows of `ahead` from `at`."""
     dim = keys.shape[1]
     e = 0
     while dim % WIDTH == 0 and e + 4 <= entries:
@@ -50,9 +50,9 @@ def mixtures(
     weights: Any, count: int, values: Any, first: int, entries: int, ahead: Any, at: int, out: Any,
     start: int = 0,
 ) -> None:  # fmt: skip
-    """out[j, :d] = sum_e w_je v_e, a few values a round; prefetches rows of `ahead` from `at`.
+    """out[j, :d] = sum_e w_je v_e, a few values per round; prefetches rows of `ahead` from `at`.
 
-    The weights are those from `start` on; where that is not 0, the sum is added to `out`.
+    Uses the weights from `start` on; if that is not 0, the sum is added to `out`.
     """
     dim = values.shape[1]
     width, step = out.shape[1], weights.shape[1]

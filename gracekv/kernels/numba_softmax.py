@@ -1,4 +1,4 @@
-"""Exponentials, capped logits and softmax in numba, in loops that become vector instructions.
+"""Exponentials, capped logits and softmax in numba, in loops that are vectorised.
 
 With the mathematical library's exponential instead, trees take 9 to 16 % more CPU time.
 """
@@ -16,10 +16,10 @@ from gracekv.kernels.intrinsics import emitted, inner, wide_vectors
 from gracekv.kernels.row_vectors import WIDTH, largest_of
 
 LEAST = np.float32(-87.0)
-"""Smaller exponents are taken as this one: e^-87 is the smallest power that a float32 holds."""
+"""Smaller exponents are clamped to this one: e^-87 is the smallest power in float32's range."""
 
 _LOG2_E = np.float32(1.4426950408889634)
-# ln 2 in two parts, so that x - n ln 2 keeps its digits.
+# ln 2 in two parts, so that x - n ln 2 keeps its precision.
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
 # (e^r - 1 - r) / r^2 for |r| <= ln 2 / 2, from the highest power down (Cephes' expf).
@@ -29,7 +29,7 @@ _COEFFICIENTS = tuple(map(np.float32, (
 )))  # fmt: skip
 # From here on tanh is 1 in float32.
 _FAR = np.float32(20)
-# Below it, the quotient of exponentials would cancel.
+# Below this, the quotient of exponentials would cancel.
 _NEAR = np.float32(0.625)
 
 
@@ -42,7 +42,7 @@ def _power_of_two(context: Any, builder: Any, kinds: Any, n: Any) -> Any:
 
 @inner(inline="always")
 def exponential(x: Any) -> Any:
-    """e^x for float32 `LEAST` <= x <= 87; loops over it become vector instructions."""
+    """e^x for float32 `LEAST` <= x <= 87; loops over it are vectorised."""
     n = np.floor(x * _LOG2_E + np.float32(0.5))
     r = x - n * _LN2_HIGH - n * _LN2_LOW
     s = np.float32(0)
@@ -60,7 +60,7 @@ def exponentiate(x: Any) -> None:
 
 @inner(fastmath={"reassoc", "contract"})
 def exponentials(x: Any, count: int, top: Any, least: Any = LEAST) -> Any:
-    """Sum of x <- e^(x - top), in place, for x <= top; 0 where x - top is `least` or smaller."""
+    """Sum of x <- e^(x - top), in place, for x <= top; 0 if x - top is `least` or smaller."""
     wide_vectors()
     total = np.float32(0)
     for e in range(count):
@@ -83,7 +83,7 @@ def largest(x: Any, count: int) -> Any:
 
 @inner()
 def merge(partial: Any, slots: Any, count: int, out: Any, at: int, sink: float = -math.inf) -> None:
-    """out[at] from a query's `count` partial results; 0 if they hold no visible entry.
+    """out[at] from a query's `count` partial results; 0 if they have no visible entry.
 
     `sink` is a logit to add to the denominator, -inf for none.
     """
@@ -109,9 +109,9 @@ def merge(partial: Any, slots: Any, count: int, out: Any, at: int, sink: float =
 
 @inner(fastmath={"contract"})
 def cap_logits(x: Any, count: int, softcap: Any) -> None:
-    """x <- softcap tanh(x / softcap) of the first `count` float32 numbers, in place.
+    """x <- softcap tanh(x / softcap) for the first `count` float32 numbers, in place.
 
-    To float32's last bits (Cephes' tanhf); NaN stays NaN.
+    Accurate to float32's last bits (Cephes' tanhf); NaN stays NaN.
     """
     one, two, inverse = np.float32(1), np.float32(2), np.float32(1) / softcap
     for e in range(count):

@@ -17,20 +17,20 @@ def offsets(counts: Tensor) -> Tensor:
 
 
 def blocks(counts: Tensor, size: int | Tensor) -> Tensor:
-    """int64, as `counts` [any shape]: blocks of `size` items, the last perhaps shorter."""
+    """int64, same shape as `counts` [any shape]: number of blocks of up to `size` items."""
     return (counts + size - 1) // size
 
 
 def rows(counts: Tensor, total: int | None = None) -> Tensor:
     """int64 [sum(counts)]: the row of each item; `counts` are int64 [n], at least 0.
 
-    With `total`, their sum, a GPU's host need not wait.
+    Passing `total`, their sum, avoids synchronising with a GPU.
     """
     every = torch.arange(len(counts), device=counts.device)
     return torch.repeat_interleave(every, counts, output_size=total)
 
 
 def rows_and_steps(counts: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
-    """The row of each item, and its place in that row; both int64 [sum(counts)]; see `rows`."""
+    """The row of each item and its index in that row, both int64 [sum(counts)]; see `rows`."""
     row = rows(counts, total)
     return row, torch.arange(len(row), device=counts.device) - (counts.cumsum(0) - counts)[row]

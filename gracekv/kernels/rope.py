@@ -26,10 +26,10 @@ class Rope:
     """The rotations of positions 0..T-1.
 
     Attributes:
-        cos: [T, d_rot] float32, the two halves of d_rot alike (Hugging Face layout).
+        cos: [T, d_rot] float32, with equal halves (Hugging Face layout).
         sin: [T, d_rot] float32.
-        interleaved: which features rotate together: 2i and 2i + 1 (GLM-4), or i and i + d_rot/2
-            (the others).
+        interleaved: which features rotate together: 2i and 2i + 1 (GLM-4) if True, else i and i +
+            d_rot/2.
 
     Only the first d_rot of a head's d features rotate (partial rotary if d_rot < d). The table and
     the tensors that it rotates may be on different devices.
@@ -42,7 +42,7 @@ class Rope:
     sin: Tensor
     interleaved: bool = False
     _moved: dict[tuple[int, ...], Rope] = field(default_factory=dict, init=False, repr=False)
-    _both: Tensor | None = field(default=None, repr=False)  # cos and sin, where they are in one
+    _both: Tensor | None = field(default=None, repr=False)  # cos and sin, if stored together
 
     def __post_init__(self) -> None:
         if self.cos.ndim != 2 or self.cos.shape != self.sin.shape or self.cos.shape[1] % 2:
@@ -55,7 +55,7 @@ class Rope:
     def of_theta(
         cls, length: int, dim: int, theta: float = 10_000.0, device: torch.device | None = None
     ) -> Rope:
-        """Plain RoPE of base `theta` for positions 0..length-1 and head dimension `dim`."""
+        """Plain RoPE with base `theta` for positions 0..length-1 and head dimension `dim`."""
         inverse = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
         angle = torch.outer(torch.arange(length, dtype=torch.float64, device=device), inverse)
         angle = torch.cat([angle, angle], dim=-1)
@@ -70,8 +70,8 @@ class Rope:
     def rotate(self, x: Tensor, positions: Tensor | None, out: Tensor | None = None) -> Tensor:
         """R(t) x for x [..., n, d] and positions [n] (or broadcastable to x's [..., n]).
 
-        None stands for the positions 0..n-1 of the table, all of it. The result is written to `out`
-        [..., n, d] if given, in its dtype; it must not overlap x.
+        None stands for positions 0..n-1, the whole table. The result is written to `out` [..., n,
+        d] if given, in its dtype; it must not overlap x.
         """
         out = torch.empty_like(x) if out is None else out
         return _apply(x, *self._at(positions, out), out, self.interleaved)
@@ -86,11 +86,11 @@ class Rope:
     def moved(self, positions: Tensor | slice, to: int | Tensor) -> Rope:
         """R(to) R(t)^-1 for each position t of int64 [n] or a slice: a table of n rows.
 
-        `to` is one position for all, or int64 [n]. That of a slice, which takes one position, is
-        made once for all layers.
+        `to` is one position for all, or int64 [n]. For a slice, which takes one position, the table
+        is computed once for all layers.
         """
         if isinstance(positions, slice):
-            # By stream: another one could read it before it is made.
+            # Per stream: another stream could read it before it is computed.
             key = positions.start, positions.stop, int(to), stream_of(self.cos.device)
             if key not in self._moved:
                 self._moved[key] = self._moved_rows(positions, to)
@@ -112,8 +112,8 @@ class Rope:
     def in_halves(self, dim: int) -> tuple[Rope, Tensor | None]:
         """The same rotations with features i and i + d_rot/2 as pairs, for kernels that read those.
 
-        Also int64 [dim], the features in that order, or None if they are in it: rotating x and
-        taking them is taking them and rotating by the table that is returned.
+        Also returns int64 [dim], the features in that order, or None if they already are: rotating
+        x and then indexing by it equals indexing and then rotating with the returned table.
         """
         if not self.interleaved:
             return self, None
@@ -126,7 +126,7 @@ class Rope:
         """Rows of the table, on x's device and in its dtype."""
         cos, sin = self.cos, self.sin
         if positions is not None:
-            # A sharded model has one table, and layers on several devices.
+            # A model on several devices has only one table.
             positions = on_device(positions, cos.device)
             both = self._both
             cos, sin = (cos[positions], sin[positions]) if both is None else both[:, positions]
@@ -137,7 +137,7 @@ def _apply(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, interleaved: bool) 
     """x cos + rotate_half(x) sin, half by half, without a temporary of x's size."""
     rotary = cos.shape[-1]
     low, high = slice(0, rotary // 2), slice(rotary // 2, rotary)
-    # Both halves of the table are alike.
+    # Both halves of the table are equal.
     own_sin = sin[..., low]
     if interleaved:
         cos = cos[..., low].repeat_interleave(2, dim=-1)

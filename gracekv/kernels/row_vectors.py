@@ -1,8 +1,8 @@
 """Products of rows of float32 numbers, 16 at a time, for compiled kernels.
 
 Written as vector operations, which every processor has in some width: over the channels of one
-head, a compiler's own spend most of their time on sums across a vector and on stores of what the
-next round loads again. Indices count numbers of contiguous arrays.
+head, a compiler's own vector code spends most of its time on sums across a vector and on storing
+values that the next round loads again. Indices count elements of contiguous arrays.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from numba.core import cgutils  # type: ignore[import-untyped,unused-ignore]
 from gracekv.kernels.intrinsics import emitted
 
 WIDTH = 16
-"""Numbers of a vector; dimensions are multiples of it."""
+"""Elements per vector; dimensions are multiples of it."""
 BLOCK = 64
-"""Channels of `add_block`."""
+"""Number of channels of `add_block`."""
 
 FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
 """A vector."""
@@ -43,12 +43,12 @@ def broadcast(builder: Any, number: Any) -> Any:
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once where the processor can."""
+    """a * b + c, rounded once if the processor supports it."""
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
 
 def pick(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
-    """The numbers of `a` and `b`, one after the other, at `lanes`."""
+    """The elements at `lanes` of the concatenated `a` and `b`."""
     mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
     return builder.shuffle_vector(a, b, mask)
 
@@ -57,7 +57,7 @@ def sums_of_four(builder: Any, vectors: list[Any]) -> Any:
     """<4 x float>: the sums of four <16 x float>."""
     low, high = list(range(8)), list(range(8, 16))
     sums = [builder.fadd(pick(builder, v, v, low), pick(builder, v, v, high)) for v in vectors]
-    # Neighbours are added inside quarters, so that no number crosses a 128-bit lane.
+    # Neighbours are added within quarters, so that no element crosses a 128-bit lane.
     even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
     while len(sums) > 1:
         pairs = zip(sums[::2], sums[1::2], strict=True)
@@ -86,7 +86,7 @@ def dot_four(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
 
 @emitted(types.float32, None, _NUMBER)
 def largest_of(context: Any, builder: Any, kinds: Any, x: Any, vectors: Any) -> Any:
-    """The largest of the first 16 `vectors` numbers, `vectors` > 0; any or NaN if one is NaN."""
+    """The largest of the first 16 `vectors` numbers, `vectors` > 0; undefined if one is NaN."""
 
     def larger(a: Any, b: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", b, a), b, a)

@@ -1,6 +1,6 @@
 """Sums and maxima over queries of attention probabilities, for every key.
 
-Three implementations: torch (any device, the fallback and the reference of the others),
+Three implementations: torch (any device; the fallback and the others' reference),
 `softmax_sums_numba` (CPUs) and `softmax_sums_triton` (NVIDIA GPUs).
 
 Source: ours.
@@ -22,10 +22,10 @@ from gracekv.kernels.uploads import filled, on_device
 
 Engine = Literal["auto", "torch", "numba", "triton"]
 
-# Bytes of logits that torch holds at once: about a CPU's cache; on a GPU, enough work for each
-# launch. Very long prompts exceed them, because a product needs a minimum of rows to be fast.
+# Bytes of logits that torch holds at once: about a CPU's cache; on a GPU, enough work per launch.
+# Very long prompts exceed this, because a product needs a minimum number of rows to be fast.
 _CPU_BLOCK, _GPU_BLOCK, _LEAST_ROWS = 4 * 2**20, 256 * 2**20, 16
-# What the compiled engines read; and the largest head dimension of the engine `triton`.
+# Dtypes of the compiled engines, and the largest head dimension of the engine `triton`.
 _COMPILED, _LARGEST_DIM = (torch.float32, torch.bfloat16, torch.float16), 256
 
 
@@ -43,15 +43,14 @@ def softmax_columns(
         queries: [H, Q, d]; H a multiple of G.
         keys: [G, T, d] of any floating dtype.
         seen: int64 [Q], the number of keys that each query sees, from 1 to T, in any order
-            (ascending is fastest), or one number for all queries.
+            (ascending is fastest), or a single number for all queries.
         weights: w [Q], or None for equal weights of 1.
         scale: factor of q . k, above 0.
         power: exponent, at least 1.
-        maximum: reduce w_q p^power over queries by the maximum, not the sum.
+        maximum: reduce w_q p^power over queries with the maximum instead of the sum.
         softcap: logit softcap, or None.
-        sinks: [H] or [H, Q], the logit of a sink for each query head or each query, which takes a
-            share of the softmax; or None.
-        engine: "auto" takes the fastest for these tensors; only "torch" supports a softcap.
+        sinks: [H] or [H, Q], logits of attention sinks per query head or per query, or None.
+        engine: "auto" chooses the fastest for these tensors; only "torch" supports a softcap.
 
     Raises `BackendUnavailableError` for another engine with a softcap.
     """
@@ -91,7 +90,7 @@ def _fastest(queries: Tensor, keys: Tensor) -> Engine:
 
 
 def _torch_columns(asked: Columns, softcap: float | None) -> Tensor:
-    """Work in blocks of queries; a block reads the keys up to the last that one of them sees."""
+    """Work in blocks of queries; a block reads the keys up to the last one that it sees."""
     queries, keys, seen, sinks = asked.scaled, asked.keys, asked.seen, asked.sinks
     heads, count, dim = queries.shape
     groups, length, _ = keys.shape
@@ -105,10 +104,10 @@ def _torch_columns(asked: Columns, softcap: float | None) -> Tensor:
         rows = slice(first, first + block)
         visible = seen[rows]
         before, stop = 0, length
-        if is_cpu:  # a GPU's host would wait for them
+        if is_cpu:  # would synchronise with a GPU
             before, stop = int(visible.min()), int(visible.max())
         hidden = torch.arange(before, stop, device=keys.device) >= visible[:, None]
-        # One head at a time, so that its logits are still in the CPU's cache when they are read.
+        # One head at a time, so its logits are still in the CPU's cache when they are read.
         for head in range(groups):
             some = shared[head, :, rows].reshape(-1, dim)
             logits = linear(some, wide[head, :stop]).view(-1, len(visible), stop)

@@ -2,8 +2,8 @@
 
 Logits, softmax and the reduction over queries are computed for a few query rows at a time, so that
 logits stay in a core's own cache. All threads take work items from one counter. An item is one
-query head and one range of queries with a result of its own; the results are reduced in a fixed
-order afterwards, so they are the same to the bit on any number of threads.
+query head and one range of queries with its own result; the results are reduced in a fixed order
+afterwards, so they are bitwise equal for any number of threads.
 
 2,500 keys of one KV head, 1,000 queries of 3 query heads, dimension 64, float32, one core of an
 Intel Xeon with AVX-512 at 2.1 GHz: 11 ms, of which the products take 6; torch's operations take 18.
@@ -30,12 +30,12 @@ from gracekv.kernels.linalg import Columns
 from gracekv.kernels.matmul import multiply
 from gracekv.kernels.numba_softmax import exponentials, largest
 
-# Keys of a panel: a transposed panel of float32 keys of dimension 64 takes 16 KiB.
+# Keys per panel: a transposed panel of float32 keys of dimension 64 takes 16 KiB.
 _PANEL = 64
-# Queries of a work item; numbers (float32) of the logits that are held at once.
+# Queries per work item; maximum float32 logits held at once.
 _QUERIES, _LOGITS, _LEAST_ROWS, _MOST_ROWS = 128, 2**17, 16, 64
-# Shares of e^-60 and less are taken as 0, on which no score depends; and so are powers of shares
-# below the smallest normal number, since denormal numbers are slow.
+# Shares of e^-60 and less count as 0, which affects no score; so do powers of shares below the
+# smallest normal number, since denormal numbers are slow.
 _LEAST, _NORMAL = np.float32(-60.0), np.float32(2.0**-126)
 
 
@@ -48,7 +48,7 @@ class SoftmaxSumsArgs(ctypes.Structure):
         queries: float32 [H, Q, d], scaled.
         seen: int64 [Q], number of keys that each query sees, from 1 to T.
         weights: float32 [Q].
-        sinks: float32 [H, Q], a further logit of each row, which is no column; -inf for none.
+        sinks: float32 [H, Q], another logit of each row, without a column; -inf for none.
         total: float32 [H, C, T], zeros; written by `reduce_columns`.
         counter: int64, 0.
         maximum: 1 for the maximum over queries, 0 for the sum.
@@ -92,7 +92,7 @@ def _pack(args: Any, keys: Any) -> None:
 
 @inner(inline="always")
 def _raised(x: Any, power: Any, least: Any) -> Any:
-    """x^power, and 0 where x is below `least`; NaN stays NaN."""
+    """x^power, or 0 if x is below `least`; NaN stays NaN."""
     y = np.float32(0.0) if x < least else x
     if power == np.float32(3.0):
         return y * y * y
@@ -105,7 +105,7 @@ def _raised(x: Any, power: Any, least: Any) -> Any:
 def _reduce(
     total: Any, x: Any, share: Any, power: Any, least: Any, weight: Any, maximum: bool
 ) -> None:
-    """total <- total + weight (share x)^power, or the larger; 0 for shares below `least`."""
+    """total <- total + weight (share x)^power, or their maximum; 0 for shares below `least`."""
     intrinsics.wide_vectors()
     if maximum:
         for i in range(len(x)):
@@ -126,7 +126,7 @@ def _work(args: Any) -> None:
     sinks = carray(pointer(args.sinks), (args.heads, count), np.float32)
     total = carray(pointer(args.total), (args.heads * args.items, length), np.float32)
     block = min(max(_LOGITS // padded, _LEAST_ROWS), _MOST_ROWS) // 4 * 4
-    # One panel more than needed, so that rows do not start at the same place of the cache.
+    # One panel more than needed, so that rows do not map to the same cache sets.
     stride = padded + _PANEL
     logits = np.empty((block, stride), np.float32)
     least = _NORMAL ** (np.float32(1.0) / exponent)
@@ -166,8 +166,8 @@ def _work(args: Any) -> None:
 def pack_keys(dtype: torch.dtype) -> Any:
     """The kernel that writes `panels` from keys of a dtype: a C callback.
 
-    It takes the address of `SoftmaxSumsArgs`. The first call on a machine compiles for some
-    seconds; later ones find the result on disk.
+    It takes the address of `SoftmaxSumsArgs`. The first call on a machine compiles for several
+    seconds; later ones load the result from disk.
     """
     number, sources = NUMBERS[dtype], digest(intrinsics)
 

@@ -3,8 +3,8 @@
 Two kernels compute the logits: the first keeps the log-sum-exp of each query over parts of the
 keys, the second reduces probabilities over queries for a block of keys. Half-precision keys are
 multiplied on tensor cores with float32 sums; float32 queries are split into two parts of the keys'
-dtype for it. Float32 keys are multiplied in full float32. There are no atomic operations: results
-are the same to the bit from run to run.
+dtype for this. Float32 keys are multiplied in full float32. There are no atomic operations, so
+results are bitwise reproducible.
 
 Source: ours; the two passes are those of flash attention's backward pass (arXiv:2205.14135).
 """
@@ -20,10 +20,11 @@ from gracekv.kernels.device import capability, interpreted
 from gracekv.kernels.linalg import Columns
 from gracekv.kernels.uploads import filled
 
-# Most features that a program of half-precision keys holds at once.
+# Maximum features that a program of half-precision keys holds at once.
 _WHOLE = 128
-# Queries of a program of the second kernel: 256, or 1,024 where the keys alone make 1,024 programs.
-# Below 128 programs of the first kernel its keys are cut into 16 parts, below 1,024 into 4 (ours).
+# Queries per program of the second kernel: 256, or 1,024 if the keys alone give 1,024 programs.
+# With fewer than 128 programs of the first kernel its keys are cut into 16 parts, with fewer than
+# 1,024 into 4 (ours).
 _QUERIES, _MORE_QUERIES, _ENOUGH = 256, 1024, 1024
 _SPLITS = ((128, 16), (1024, 4))
 _LOG2_E = 1.4426950408889634
@@ -35,8 +36,8 @@ def block_sizes(
     """Constants and launch options of the two kernels for `count` queries.
 
     Float32 and large heads are read in blocks of 32 features, since more would spill registers.
-    Hopper's matrix instructions read shared memory and leave registers for larger blocks: the best
-    of six shapes for each kernel on an H200.
+    Hopper's matrix instructions read shared memory and leave registers for larger blocks; these are
+    the best of six shapes for each kernel on an H200.
     """
     names = ("BLOCK_Q", "BLOCK_K", "BLOCK_D", "num_warps", "num_stages")
     features = max(16, 1 << (dim - 1).bit_length())
@@ -58,14 +59,14 @@ def softmax_columns(asked: Columns) -> Tensor:
     heads, count, dim = queries.shape
     groups, length, _ = keys.shape
     of_rows, of_columns = block_sizes(dim, keys.dtype, capability(keys.device), count)
-    # Only features must follow one another: slices of prompts are read where they lie.
+    # Only features must be contiguous: slices of prompts are read in place.
     queries, keys = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys))
     parts = queries[None]
     if queries.dtype != keys.dtype:
         parts = keys.new_empty(2, *queries.shape)
         torch.sub(queries, parts[0].copy_(queries), out=parts[1])
     if interpreted() and keys.device.type == "cpu":
-        # The interpreter computes with bfloat16's bits as if they were integers.
+        # The interpreter treats bfloat16's bits as integers.
         parts, keys = parts.float(), keys.float()
     if sinks is None:
         sinks = filled(1, -torch.inf, torch.float32, keys.device).expand(heads, count)
