@@ -10,9 +10,9 @@ def _integers(*names: str) -> list[tuple[str, type]]:
 
 
 class CodedArgs(ctypes.Structure):
-    """A coded part: E entries, N blocks, C scales an entry, Z rows.
+    """A coded part: E entries, N blocks, C scales per entry, Z rows.
 
-    Fields; addresses of contiguous arrays, and sizes:
+    Fields are addresses of contiguous arrays, and sizes:
         key_codes, value_codes: uint8 [E, bytes].
         key_scale, key_zero: [N, d].
         value_scale, value_zero: [E, C].
@@ -29,15 +29,15 @@ class CodedArgs(ctypes.Structure):
 
 
 class AttentionArgs(ctypes.Structure):
-    """Arguments of the kernel: addresses, all of contiguous arrays, and sizes.
+    """Arguments of the kernel: addresses of contiguous arrays, and sizes.
 
-    Fields, with E entries, Z = S * G rows of them, B continuations, n query heads a KV head, P
-    splits of packed entries, C splits of each tail:
+    Fields, with E entries in Z = S * G rows, B continuations, n query heads per KV head, P splits
+    of packed entries, C splits of each tail:
         keys, values: [E, d].
         bias: float32 [E].
         parts: `CodedArgs` [part_count].
-        splits: int64 [P, 5]: row, first and last + 1 entry, first slot, and part: 0 for entries as
-            they are, else a coded part, counted from 1; rows in order.
+        splits: int64 [P, 5]: row, first and last + 1 entry, first slot, and part: 0 for unquantised
+            entries, else the coded part, counted from 1; sorted by row.
         row_splits: int64 [Z + 1], the first split of each row.
         sequence_start: int64 [S + 1], the first continuation of each sequence.
         continuations: int64 [B], batch rows ordered by sequence.
@@ -46,14 +46,14 @@ class AttentionArgs(ctypes.Structure):
         tail_keys, tail_values: rows of d; the one of (b, g, s) is b * tail_batch + g * tail_head
             + s.
         mask: float32 [B, tail] to add to the tail's logits; 0 for none.
-        partial: float32 [slots, d + 2], workspace: P splits' queries, then [B, G, C, n] by
+        partial: float32 [slots, d + 2], workspace: the queries of P splits, then [B, G, C, n] by
             continuation; output, maximum and sum of each.
         output: float32 [B, G, n, d].
-        counters: int64 [1 + Z] zeros: splits taken, and splits finished of each row.
+        counters: int64 [1 + Z], zeros: number of splits taken, and of finished splits of each row.
         sink_logits: float32 [H], or 0.
         softcap: logit softcap, or 0.
-        longest: entries of a split of a tail; no packed split has more.
-        most_queries: at least the queries of any row.
+        longest: entries per split of a tail; no packed split has more.
+        most_queries: upper bound on the queries of any row.
     """
 
     _fields_ = [

@@ -1,4 +1,4 @@
-"""Choose a backend by where the cache lies."""
+"""Chooses a backend by the device of the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FASTEST = {"cuda": "triton", "cpu": "numba"}
 
 @BACKENDS.register("auto")
 class Auto(Backend):
-    """The fastest registered backend for the device that each layer lies on.
+    """The fastest registered backend for the device of each layer.
 
     Source: ours.
 
@@ -20,12 +20,12 @@ class Auto(Backend):
     """
 
     def resolve(self, spec: AttentionSpec) -> AttentionBackend:
-        """The fastest backend if it reads such a layer, else "sdpa", which reads all of them."""
+        """The fastest backend if it can read such a layer, else "sdpa", which can read all."""
         backend = BACKENDS.build(_FASTEST.get(spec.device.type, "sdpa")).resolve(spec)
         return backend if backend.obstacle(spec) is None else BACKENDS.build("sdpa").resolve(spec)
 
     def describe(self, device: torch.device | str) -> str:
-        """The backend for `device`, and why it is not a faster one, as one line."""
+        """The backend for `device` and, if it is not the fastest, the reason, in one line."""
         spec = AttentionSpec(torch.device(device))
         backend = self.resolve(spec)
         line = f"auto -> {backend.name} on {spec.device}: {backend.summary()}"

@@ -21,10 +21,10 @@ class AttentionSpec:
     """A layer's device, dtype, size and codings, which decide whether a backend can read it.
 
     Attributes:
-        device: where queries, keys and values lie.
+        device: the device of queries, keys and values.
         dtype: dtype of queries and unquantised entries, or None for any.
         dim: d, the head dimension, or None for any.
-        codings: the codings of quantised entries, one for each width.
+        codings: the codings of quantised entries, one per width.
     """
 
     device: torch.device
@@ -42,20 +42,20 @@ class AttentionSpec:
 class AttentionStep:
     """Attention of a few new tokens to one layer: to its packed entries and to the tail.
 
-    B rows, the continuations of the layer's S sequences, share the packed entries. Every query
-    sees all those of its row's sequence.
+    B rows, the continuations of the layer's S sequences, share the packed entries. Every query sees
+    all entries of its row's sequence.
 
     Attributes:
         query: [B, H, Tq, d].
-        packed: the packed entries, as the backend's `prepare` made them; for the reference the
+        packed: the packed entries as returned by the backend's `prepare`; for the reference, the
             `LayerEntries` themselves.
-        keys: [B, G, C, d], the tail: the tokens after the packed ones, the queries' own at the
-            end. C may be 0.
+        keys: [B, G, C, d], the tail: the tokens after the packed ones, ending with the queries'
+            own. C may be 0.
         values: [B, G, C, d].
         scale: factor of q . k.
         mask: bool (True: seen) or additive float [B or 1, 1, Tq, C], over the tail and added after
             `softcap`. Without one, query i sees the first T - Tq + i + 1 of the tail's T tokens.
-        length: int32 or int64 [B] on the query's device, T of each row; places from T on may hold
+        length: int32 or int64 [B] on the query's device, T of each row; places from T on may have
             any finite numbers. Only without a mask. By default T = C.
         rows: int64 [B] on the query's device, the sequence that each row continues. By default
             each sequence is continued by B // S consecutive rows, in order.
@@ -93,14 +93,14 @@ class AttentionStep:
         return mask.float()
 
     def rows_of(self, sequences: int) -> list[slice | Tensor]:
-        """For each of S `sequences`, the rows that continue it: a slice, or int64 [any].
+        """For each of S `sequences`, the rows that continue it: a slice or int64 [any].
 
-        Raises `ShapeError` if the rows do not fit the sequences.
+        Raises `ShapeError` if rows and sequences do not match.
         """
         of_row = sequence_of_row(self.rows, len(self.query), sequences, self.query.device)
         if self.rows is not None:
             return [(of_row == sequence).nonzero()[:, 0] for sequence in range(sequences)]
-        # Views, and nothing waits for the device.
+        # Views, without synchronising.
         each = len(of_row) // sequences
         return [slice(each * sequence, each * (sequence + 1)) for sequence in range(sequences)]
 
@@ -110,7 +110,7 @@ def sequence_of_row(
 ) -> Tensor:
     """int64 [B], the sequence that each of `batch` rows continues: `rows`, or in order if None.
 
-    Raises `ShapeError` if the batch does not fit.
+    Raises `ShapeError` if batch and sequences do not match.
     """
     check_rows(rows, batch, sequences)
     if rows is not None:
@@ -119,7 +119,7 @@ def sequence_of_row(
 
 
 def check_rows(rows: Tensor | None, batch: int, sequences: int) -> None:
-    """Raise `ShapeError` unless `rows` [B] or None fits a `batch` over these `sequences`."""
+    """Raise `ShapeError` unless `rows` ([B] or None) is valid for a `batch` over `sequences`."""
     if batch % sequences if rows is None else rows.shape != (batch,):
         raise ShapeError(
             f"A cache of {sequences} sequences takes a multiple of as many rows, or `rows` [B]; "
@@ -132,8 +132,8 @@ class Partial:
     """Softmax attention over a part of the entries, ready to be combined with other parts.
 
     Attributes:
-        output: [B, H, Tq, d], normalised inside the part (0 where the part is empty).
-        lse: [B, H, Tq] float32, log of the part's summed exponentials (-inf where empty).
+        output: [B, H, Tq, d], normalised within the part (0 if the part is empty).
+        lse: [B, H, Tq] float32, log of the part's summed exponentials (-inf if empty).
     """
 
     output: Tensor
@@ -141,7 +141,7 @@ class Partial:
 
     @classmethod
     def of_rows(cls, parts: Sequence[Partial]) -> Self:
-        """The part whose query rows are those of `parts`, one after the other."""
+        """Concatenate the query rows of `parts`."""
         every = (torch.cat([getattr(x, name) for x in parts], dim=2) for name in ("output", "lse"))
         return cls(*every)
 
@@ -153,8 +153,8 @@ class Partial:
 def combine(first: Partial, second: Partial, sink_logits: Tensor | None = None) -> Tensor:
     """[B, H, Tq, d]: attention over the union of two disjoint parts.
 
-    o = (e^{lse1} o1 + e^{lse2} o2) / (e^{lse1} + e^{lse2}), with the larger lse subtracted; a row
-    that sees nothing in either part gives 0. With `sink_logits` s [H], e^s is added to the
+    o = (e^{lse1} o1 + e^{lse2} o2) / (e^{lse1} + e^{lse2}), with the larger lse subtracted; rows
+    that see nothing in either part are 0. With `sink_logits` s [H], e^s is added to the
     denominator. Source: flash decoding (Dao et al., 2023).
     """
     top = torch.maximum(first.lse, second.lse)
@@ -170,22 +170,22 @@ def combine(first: Partial, second: Partial, sink_logits: Tensor | None = None) 
 
 
 class Backend(Strategy, abc.ABC):
-    """Reads a compressed cache while decoding, or chooses the backend that does."""
+    """Reads a compressed cache during decoding, or chooses the backend that does."""
 
-    # Heads are read one by one.
+    # Heads are read independently.
     works_sharded: ClassVar[bool] = True
 
     @abc.abstractmethod
     def resolve(self, spec: AttentionSpec) -> AttentionBackend:
-        """The backend for a layer of `spec`; a cache resolves it once, when it is made."""
+        """The backend for a layer of `spec`; resolved once, when a cache is made."""
 
 
 class AttentionBackend(Backend):
     """Attention of a few new tokens over one packed layer and the tail.
 
     Softmax statistics are float32 or better. Results of all backends agree within
-    `gracekv.testing.attention.TOLERANCES`. It reads quantised entries (`spec.codings`), or says in
-    `obstacle` that it does not.
+    `gracekv.testing.attention.TOLERANCES`. It reads quantised entries (`spec.codings`), or
+    `obstacle` says that it does not.
     """
 
     def resolve(self, spec: AttentionSpec) -> AttentionBackend:
@@ -213,20 +213,20 @@ class AttentionBackend(Backend):
 
     @abc.abstractmethod
     def held_bytes(self, prepared: Any) -> int:
-        """Bytes that `prepared` holds beside the packed tensors (indices, copies)."""
+        """Bytes that `prepared` holds in addition to the packed tensors (indices, copies)."""
 
     def warm_up(self, prepared: Any, query_heads: int) -> None:
-        """Build what a step of one token per sequence needs ahead of it; nothing by default.
+        """Build in advance what a step of one token per sequence needs; by default nothing.
 
-        `held_bytes` then says what decoding holds. `query_heads` is H.
+        Afterwards `held_bytes` includes everything held during decoding. `query_heads` is H.
         """
 
     @abc.abstractmethod
     def __call__(self, step: AttentionStep) -> Tensor:
-        """[B, H, Tq, d]: attention to packed entries and tail together.
+        """[B, H, Tq, d]: attention to both packed entries and tail.
 
-        A query that sees nothing gives 0. With `step.length`, nothing waits for the device and
-        shapes do not depend on it. Raises `ShapeError` if `step.rows` do not fit the sequences.
+        Queries that see nothing get 0. With `step.length`, nothing synchronises and shapes do not
+        depend on it. Raises `ShapeError` if `step.rows` do not match the sequences.
         """
 
 

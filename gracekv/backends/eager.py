@@ -1,4 +1,4 @@
-"""One head at a time in float32, straight from the definition; on any device."""
+"""One head at a time in float32, directly from the definition; on any device."""
 
 from __future__ import annotations
 

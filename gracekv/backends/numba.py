@@ -26,20 +26,20 @@ class Numba(AttentionBackend):
     Source: splitting the keys and combining by log-sum-exp is flash decoding's idea. Ours: the
     splits over ragged heads and the additive log multiplicity.
 
-    Cost: a step reads each packed entry once, without padding; compiling takes seconds once on a
-    machine, and the tables held beside the cache are small.
+    Cost: a step reads each packed entry once, without padding; compiling takes seconds once per
+    machine, and the tables held in addition to the cache are small.
 
     Needs: a CPU and the extra `gracekv[cpu]` (numba).
 
-    Takes steps of one token with up to 96 queries a KV head, in float32, float16 and bfloat16,
-    quantised entries and the tail with its mask included. Longer turns, more continuations,
+    Supports steps of one token with up to 96 queries per KV head, in float32, float16 and bfloat16,
+    including quantised entries and the tail with its mask. Longer turns, more continuations,
     gradients and `torch.compile` go through `Sdpa`. Keys and values are never copied or padded.
     """
 
     def obstacle(self, spec: AttentionSpec) -> str | None:
-        """Why the kernel cannot run there and what to do about it; None if it can."""
+        """The reason why the kernel cannot read a layer, with a remedy, or None if it can."""
         if spec.device.type != "cpu":
-            return f"The cache lies on {spec.device}; the kernel is for CPUs. Use backend 'sdpa'."
+            return f"The cache is on {spec.device}; the kernel is for CPUs. Use backend 'sdpa'."
         if spec.dtype is not None and spec.dtype not in _DTYPES:
             return f"It reads float32, float16 and bfloat16; got {spec.dtype}. Use backend 'sdpa'."
         if (reason := numba_obstacle()) is not None:
@@ -47,7 +47,7 @@ class Numba(AttentionBackend):
         return threads_obstacle()
 
     def prepare(self, layer: Layer) -> SplitEntries:
-        """The layer; `BackendUnavailableError` where the kernel cannot run, saying why."""
+        """The layer with its splits; raises `BackendUnavailableError` if the kernel cannot run."""
         self.require(AttentionSpec.of(layer))
         return SplitEntries(layer)
 
@@ -69,9 +69,9 @@ class Numba(AttentionBackend):
 
 
 def _suits(step: AttentionStep, layer: Layer) -> bool:
-    """Whether the kernel can take the step: one token of plain tensors without gradients.
+    """Whether the kernel supports the step: one token of plain tensors without gradients.
 
-    The kernel reads addresses, so inputs that do not fit go to torch, which raises its own errors.
+    The kernel reads addresses, so other inputs go to torch, which raises its own errors.
     """
     query, keys, values, sinks = step.query, step.keys, step.values, step.sink_logits
     batch, heads, tokens, dim = query.shape
@@ -100,7 +100,7 @@ def _attend(step: AttentionStep, splits: SplitKV, layer: Layer) -> Tensor:
     query, keys, values = step.query, step.keys, step.values
     batch, heads, _, dim = query.shape
     length = keys.shape[2]
-    # Both have the same strides, all of them multiples of a contiguous row of d.
+    # Both have the same strides, all multiples of a contiguous row of d.
     strides = keys.stride()
     alike = values.stride() == strides and strides[2:] == (dim, 1)
     if not alike or strides[0] % dim or strides[1] % dim:

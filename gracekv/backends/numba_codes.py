@@ -1,10 +1,10 @@
 """Quantised rows as float32 numbers, for the kernel of the `numba` backend.
 
-Rows are dequantised into a scratch array that stays in the processor's cache, as rows in half
-precision are: from memory only codes, scales and zero points are read. Heads and groups of whole
+Rows are dequantised into a scratch array that stays in the processor's cache, like rows in half
+precision: only codes, scales and zero points are read from memory. Heads and groups of whole
 vectors are dequantised by vector operations, which every processor has in some width: loops over
-the channels of one head are too short for a compiler's own. Others, and codes of 2 bits, are
-dequantised one number at a time.
+the channels of one head are too short for a compiler to vectorise well. Others, and codes of 2
+bits, are dequantised one number at a time.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def coded_rows(
     """wide[:count] <- zero + scale * code of `count` quantised rows of one head.
 
     Args:
-        half: an array of the numbers that scales and zero points are.
+        half: an array of the type of scales and zero points.
         parts: `CodedArgs`.
         part: number of the coded part, counted from 1.
         of_keys: True for keys, False for values.
         row: the head's row in the part.
-        first: index of the first one in the part.
+        first: index of the first row in the part.
         count: number of rows.
         wide: float32 [count or more, d].
         s: float32 [1, count * d or more] for scales; overwritten, as is `z`.
@@ -93,19 +93,20 @@ def coded_rows(
     codes = codes_of(parts, part, of_keys, dim)
     scale = p.key_scale if of_keys else p.value_scale
     zero = p.key_zero if of_keys else p.value_zero
-    # Scales that a row has, and those of all rows.
+    # Scales per row, and scales of all rows.
     groups = dim if of_keys else p.columns
     numbers = groups * (p.block_count if of_keys else p.entries)
     scales = carray(pointer(scale), (numbers,), half.dtype)
     zeros = carray(pointer(zero), (numbers,), half.dtype)
-    # The place of the first row in its head, and the head's first block.
+    # The index of the first row in its head, and the head's first block.
     inside = first - carray(pointer(p.offsets), row + 1, np.int64)[row]
     block = carray(pointer(p.blocks), row + 1, np.int64)[row]
     step, width, middle = codes.shape[1], dim // groups, dim // 2
     in_vectors = p.bits > 2 and step % WIDTH == 0 and (of_keys or width % WIDTH == 0)
     done = 0
     while done < count:
-        # Rows of one block share their scales; rows with scales of their own come all at once.
+        # Rows of one block share their scales; rows with their own scales are processed all at
+        # once.
         own = (inside + done) // p.group_size
         stop = min(count, (own + 1) * p.group_size - inside) if of_keys else count
         rows, begin = stop - done, groups * (block + own if of_keys else first)
@@ -144,7 +145,7 @@ def coded_rows(
 
 @inner()
 def codes_of(parts: Any, part: int, of_keys: bool, dim: int) -> Any:
-    """uint8 [E, bytes]: what is read from memory for rows of the coded part `part`."""
+    """uint8 [E, bytes]: the codes that are read from memory for rows of the coded part `part`."""
     p = parts[part - 1]
     address = p.key_codes if of_keys else p.value_codes
     return carray(pointer(address), (p.entries, dim * p.bits // 8), np.uint8)
@@ -152,6 +153,6 @@ def codes_of(parts: Any, part: int, of_keys: bool, dim: int) -> Any:
 
 @inner()
 def _widened(numbers: Any, first: int, count: int, out: Any) -> None:
-    """out[0, i] <- number first + i of the 16-bit `numbers`, in the order in which they lie."""
+    """out[0, i] <- number first + i of the 16-bit `numbers`, in memory order."""
     begin = numbers.ctypes.data + numbers.itemsize * first
     as_float32(carray(pointer(begin), (1, count), numbers.dtype), 0, 1, out)

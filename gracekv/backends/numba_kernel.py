@@ -4,8 +4,8 @@ Every thread runs the same function and takes its next split from a shared count
 threads of different speed. A split is a few entries of one head with that head's queries: each key
 and each value is read from memory once; values are prefetched while keys are multiplied, and keys
 of the next split while values are mixed. The thread that finishes the last split of a head merges
-its partial results, in the order of the splits. A partial result depends on its split alone, so
-results are equal to the bit on any number of threads.
+its partial results in the order of the splits. A partial result depends only on its split, so
+results are bitwise equal for any number of threads.
 
 Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothing.
 """
@@ -31,7 +31,7 @@ from gracekv.kernels.numba_softmax import cap_logits, exponentials, largest, mer
 from gracekv.kernels.row_vectors import WIDTH
 
 _ARGS, _PART = np.dtype(AttentionArgs), np.dtype(CodedArgs)
-# Numbers that are converted at a time, so that they stay in the nearest cache.
+# Number of elements converted at a time, so that they stay in the nearest cache.
 _PIECENUMBERS = 4096
 _NO_SINK = np.float32(-math.inf)
 _LOWEST = np.finfo(np.float32).min
@@ -39,10 +39,10 @@ _LOWEST = np.finfo(np.float32).min
 
 @inner()
 def _floats(begin: int, rows: int, columns: int) -> Any:
-    """float32 [rows, columns] from address `begin` on, and the cache line after it.
+    """float32 [rows, columns] at address `begin`, and the cache line after it.
 
-    The array owns nothing: numba counts references to arrays that do, with locked instructions
-    that took a tenth of a step.
+    The array does not own memory: numba counts references to arrays that do, with locked
+    instructions that took a tenth of a step.
     """
     size = (rows * columns + WIDTH - 1) // WIDTH * WIDTH * 4
     return carray(pointer(begin), (rows, columns), np.float32), begin + size
@@ -110,7 +110,7 @@ def _run_splits(
             added_from = continuations[begin] * args.tail + start
             k_rows, v_rows, added = tail_keys, tail_values, mask
         entries, count = stop - first, np.int64(0)
-        # With an index that may be negative for all that a compiler knows, numbers are gathered.
+        # A slice, since the compiler would gather numbers if an index might be negative.
         extra = added[added_from : added_from + entries]
         for c in range(begin, end):
             for j in range(group):
@@ -136,9 +136,10 @@ def _run_splits(
                     weights[j, e] += extra[e]
             top = largest(weights[j], entries)
             partial[slot + j, dim] = top
-            # Where all entries are hidden any finite maximum will do: the weights are 0.
+            # If all entries are hidden, any finite maximum works: the weights are 0.
             partial[slot + j, dim + 1] = exponentials(weights[j], entries, max(top, _LOWEST))
-        # Tails are short and often still in the processor's cache; their keys are not prefetched.
+        # Tails are short and often still in the processor's cache, so their keys are not
+        # prefetched.
         ahead = splits[upcoming, 1] if upcoming < args.packed_splits else first
         for start in range(0, entries, piece):
             n, begins = min(piece, entries - start), first + start
@@ -168,11 +169,11 @@ def _run_splits(
                 of = (continuations[c] * heads + head) * group + j
                 sink = sink_logits[head * group + j] if args.sink_logits != 0 else _NO_SINK
                 merge(partial, slots, packed + tail_splits, output, of, sink)
-    # Its views hold no reference; until here it must live.
+    # Its views hold no reference, so it must live until here.
     work[0] = 0
 
 
-# Modules beside this one that its compiled functions come from.
+# Other modules that its compiled functions come from.
 _SOURCES = (attention_args, intrinsics, numba_codes, numba_products, numba_softmax, row_vectors)
 
 
@@ -180,10 +181,10 @@ _SOURCES = (attention_args, intrinsics, numba_codes, numba_products, numba_softm
 def attend(dtype: torch.dtype) -> Any:
     """The kernel for a dtype of keys and values: a C callback on the address of `AttentionArgs`.
 
-    The first call on a machine compiles for some seconds; later ones load the result from disk.
+    The first call on a machine compiles for several seconds; later ones load the result from disk.
     """
     number, sources = NUMBERS[dtype], digest(*_SOURCES)
-    # Scales and zero points of float32 layers are float16 numbers.
+    # Scales and zero points of float32 layers are float16.
     half_number = np.int16 if number is np.float32 else number
 
     def kernel(address: Any) -> None:
@@ -191,7 +192,7 @@ def attend(dtype: torch.dtype) -> Any:
         args = carray(address, (1,), _ARGS)[0]
         keys = carray(pointer(args.keys), (args.entries, args.dim), number)
         values = carray(pointer(args.values), (args.entries, args.dim), number)
-        # A tail is a view of storage with more places; its last row is that of the last head.
+        # A tail is a view of larger storage; its last row is that of the last head.
         before = (args.batch - 1) * args.tail_batch + (args.heads - 1) * args.tail_head
         tails = before + args.tail, args.dim
         tail_keys = carray(pointer(args.tail_keys), tails, number)

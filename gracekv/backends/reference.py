@@ -14,8 +14,8 @@ from gracekv.cache.entries import LayerEntries
 def attention(step: AttentionStep) -> tuple[Tensor, Tensor]:
     """Output [B, H, Tq, d] and the lse of packed entries and tail [2, B, H, Tq], float64, CPU.
 
-    `step.packed` are `LayerEntries`, and all may lie on any device; sink logits change the output
-    alone. A query that sees nothing has output 0 and lse -inf. Source: Eq. (T4).
+    `step.packed` is a `LayerEntries`; tensors may be on any device. Sink logits only change the
+    output. A query that sees nothing has output 0 and lse -inf. Source: Eq. (T4).
     """
     layer: LayerEntries = step.packed
     batch, heads, tokens, _ = step.query.shape

@@ -1,7 +1,7 @@
 """Attention with torch's fused CPU kernel, or plain batched matrix products elsewhere.
 
 Every new token sees every packed entry, so the query heads of a group, the new tokens and all
-continuations fold into the rows of one product per KV head: keys are read once, never repeated.
+continuations become the rows of one product per KV head: keys are read once and never repeated.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from gracekv.cache.quantised import QuantisedEntries
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels.linalg import capped
 
-# Logits (query rows x tail entries) that the tail may hold at once; longer turns go in blocks.
+# Maximum logits (query rows x tail entries) of the tail at once; longer turns run in blocks.
 _TAIL_LOGITS = 1 << 22
-# The same for a head's packed entries.
+# Likewise for a head's packed entries.
 _PACKED_LOGITS = 1 << 25
 # Entries of one head that are dequantised at once. Ours.
 _PIECE = 4096
-# Query rows that the fused kernel gives to one thread, and the fewest entries of a window. Ours.
+# Query rows per thread of the fused kernel, and minimum number of entries of a window. Ours.
 _THREAD_ROWS, _SHORTEST = 32, 64
 
 Layer: TypeAlias = RaggedEntries | QuantisedEntries
-# Takes rows [B, G, R, d], keys and values [B, G, S, d], and a bias to add to the logits or None;
+# Takes rows [B, G, R, d], keys and values [B, G, S, d], and a bias to add to the logits, or None;
 # returns output [B, G, R, d] and log-sum-exp [B, G, R].
 Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadViews:
-    """The entries of a layer, row by row; where rows begin is known without reading a tensor.
+    """The entries of a layer, row by row; row offsets are known without reading a tensor.
 
     Attributes:
         heads: G.
         sequences: S.
-        threads: number of threads that read a head's entries side by side.
-        exact: for each of S*G rows, keys [n, d], values [n, d] and log multiplicities [n].
+        threads: number of threads that read a head's entries in parallel.
+        exact: keys [n, d], values [n, d] and log multiplicities [n] of each of S*G rows.
         coded: quantised parts, each with its row offsets.
     """
 
@@ -56,9 +56,9 @@ class HeadViews:
     coded: tuple[tuple[CodedEntries, tuple[int, ...]], ...]
 
     def pieces(self, row: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Keys and values [n, d] and log multiplicities [n] of a row, a piece at a time.
+        """Yield keys and values [n, d] and log multiplicities [n] of a row, piece by piece.
 
-        Quantised ones are float32, at most `_PIECE` at once.
+        Quantised entries become float32, at most `_PIECE` at once.
         """
         if len(self.exact[row][0]):
             yield self.exact[row]
@@ -74,15 +74,15 @@ class Sdpa(AttentionBackend):
 
     Source: ours; splitting the keys and combining by log-sum-exp is flash decoding's idea.
 
-    Cost: a step reads each packed entry once, in a call for each head of each sequence; nothing is
-    held beside the cache.
+    Cost: a step reads each packed entry once, in one call per head and sequence; nothing is held in
+    addition to the cache.
 
     Attributes:
         kernel: "fused" is torch's CPU flash attention, which also returns the log-sum-exp; "plain"
-            is two matrix products in float32, on any device; "auto" takes "fused" on the CPU. The
-            fused one does not cap logits: with a softcap, "plain" is used.
+            is two matrix products in float32, on any device; "auto" uses "fused" on the CPU. The
+            fused kernel does not cap logits: with a softcap, "plain" is used.
 
-    Keys and values are never copied or padded; quantised entries are dequantised in pieces. Where a
+    Keys and values are never copied or padded; quantised entries are dequantised in pieces. If a
     head has too few queries for all threads, each thread reads a window of its entries.
     """
 
@@ -102,7 +102,7 @@ class Sdpa(AttentionBackend):
         return combine(self.packed(step), self.tail(step), step.sink_logits).to(step.query.dtype)
 
     def packed(self, step: AttentionStep) -> Partial:
-        """Attention to the packed entries alone, in float32."""
+        """Attention to the packed entries only, in float32."""
         query, entries = step.query, step.packed
         heads, tokens, dim = query.shape[1:]
         group = heads // entries.heads
@@ -110,7 +110,7 @@ class Sdpa(AttentionBackend):
         output = query.new_zeros(query.shape, dtype=torch.float32)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
         for sequence, rows in enumerate(step.rows_of(entries.sequences)):
-            # The fused kernel divides by the numbers of queries and of keys.
+            # The fused kernel divides by the number of queries and of keys.
             for head in range(entries.heads if query[rows].numel() else 0):
                 at = slice(head * group, (head + 1) * group)
                 asked = query[rows, at].reshape(1, 1, -1, dim)
@@ -125,7 +125,7 @@ class Sdpa(AttentionBackend):
         return Partial(output, lse)
 
     def tail(self, step: AttentionStep) -> Partial:
-        """Attention to the tail alone, in the query's dtype."""
+        """Attention to the tail only, in the query's dtype."""
         (_, heads, tokens, _), (_, groups, places, _) = step.query.shape, step.keys.shape
         block = max(1, _TAIL_LOGITS // (heads // groups * max(1, places)))
         attend = self._kernel(step)
@@ -143,7 +143,7 @@ class Sdpa(AttentionBackend):
     def _fused(self, device: torch.device) -> bool:
         if self.kernel == "fused" and device.type != "cpu":
             raise BackendUnavailableError(
-                f"Sdpa(kernel='fused') is torch's CPU kernel; the cache lies on {device}. Use "
+                f"Sdpa(kernel='fused') is torch's CPU kernel; the cache is on {device}. Use "
                 f"kernel='auto' or 'plain'."
             )
         return self.kernel != "plain" and device.type == "cpu"
@@ -163,10 +163,10 @@ def fused(
     """
     if bias is not None:
         if rows.dtype == torch.float64:
-            # It reads a bias as numbers of the rows' size, unless they are 16 bits.
+            # The kernel reads a bias in the rows' dtype size unless that is 16 bits.
             bias = bias.double()
         bias = bias.expand(-1, -1, rows.shape[2], -1)
-    # It reads rows as if they were contiguous.
+    # The kernel assumes contiguous rows.
     keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
     output, lse = torch._scaled_dot_product_flash_attention_for_cpu(
         rows, keys, values, attn_mask=bias, scale=scale
@@ -182,7 +182,7 @@ def plain(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`fused` by two matrix products in float32; logits are capped before the bias is added.
+    """Like `fused`, with two matrix products in float32; logits are capped before the bias.
 
     Args:
         rows: queries [B, H, M, d].
@@ -190,14 +190,14 @@ def plain(
         values: [B, H, E, d].
         bias: [B, H, 1 or M, E] to add to the capped logits, or None.
         scale: factor of q . k.
-        softcap: bound of the logits, or None.
+        softcap: logit softcap, or None.
     """
     # Half-precision products would round the logits to the model's dtype before the softmax.
     logits = capped(rows.float() @ keys.float().mT * scale, softcap)
     if bias is not None:
         logits = logits + bias
     lse = logits.logsumexp(dim=-1, keepdim=True)
-    # Rows that see nothing: their weights are 0.
+    # Rows that see nothing get weights of 0.
     weights = (logits - lse.clamp(min=torch.finfo(torch.float32).min)).exp()
     return (weights @ values.float()).to(rows.dtype), lse[..., 0]
 
@@ -205,7 +205,7 @@ def plain(
 def _windowed(
     attend: Kernel, rows: Tensor, keys: Tensor, values: Tensor, bias: Tensor, threads: int
 ) -> Partial:
-    """Attention of rows [1, 1, R, d] to keys [n, d], float32, a window of them for each thread."""
+    """Attention of rows [1, 1, R, d] to keys [n, d] in float32, one window of keys per thread."""
     most = max(_THREAD_ROWS * threads, _PACKED_LOGITS // len(keys))
     if rows.shape[2] > most:
         some = rows.split(most, dim=2)
@@ -214,7 +214,7 @@ def _windowed(
     count = max(1, min(threads, len(keys) // _SHORTEST)) if few else 1
     step = len(keys) // count
     length = len(keys) - (count - 1) * step
-    # Windows of one length overlap; each owns its first `step` entries, the last one all.
+    # Windows of equal length overlap; each owns its first `step` entries, the last one all.
     own = bias.unfold(0, length, step)
     if length > step:
         own = own.clone()
@@ -228,7 +228,7 @@ def _windowed(
 
 
 def _turn(step: AttentionStep, start: int, stop: int) -> AttentionStep:
-    """The queries [start, stop) of `step` over as much of the tail as they see."""
+    """The queries [start, stop) of `step` over the part of the tail that they see."""
     left = step.query.shape[2] - stop
     now = replace(step, query=step.query[:, :, start:stop])
     if step.mask is not None:

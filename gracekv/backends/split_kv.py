@@ -16,10 +16,10 @@ from gracekv.cache.coded import CodedEntries, Codes
 from gracekv.kernels import ragged
 from gracekv.kernels.addresses import address
 
-# Entries of a split: enough to outweigh its fixed cost, few enough to balance threads. Ours.
+# Entries per split: enough to outweigh its fixed cost, few enough to balance threads. Ours.
 _ENTRIES = 256
-# Queries of a KV head, over all its continuations, up to which one pass over the entries is faster
-# than matrix products; measured with d = 64 and 128 on two x86 cores.
+# Maximum queries of a KV head, over all its continuations, for which one pass over the entries is
+# faster than matrix products; measured with d = 64 and 128 on two x86 cores.
 _MOST_QUERIES = 96
 
 
@@ -28,9 +28,9 @@ class SplitKV:
     """The splits of a layer for a batch of continuations.
 
     Attributes:
-        tables: by their names in `AttentionArgs`, where their shapes are, such as `splits` [P, 5];
-            of coded parts also those that `parts` points to.
-        args: the fields of `AttentionArgs` that are the same at every step, as bytes.
+        tables: tensors by their names in `AttentionArgs`, which documents their shapes, such as
+            `splits` [P, 5]; for coded parts also those that `parts` points to.
+        args: the fields of `AttentionArgs` that do not change between steps, as bytes.
     """
 
     tables: Mapping[str, Tensor]
@@ -47,7 +47,7 @@ class SplitEntries:
 
     Attributes:
         layer: the packed entries.
-        views: views of its heads, for steps that the kernel does not take.
+        views: views of its heads, for steps that the kernel does not support.
         held_bytes: bytes of the latest splits.
     """
 
@@ -60,8 +60,8 @@ class SplitEntries:
     def splits(self, batch: int, heads: int, rows: Tensor | None) -> SplitKV | None:
         """The splits for one token of `batch` rows, `rows` [B], and `heads` query heads.
 
-        Built once while these stay the same. None if matrix products are faster, with
-        many queries, or the entries are not contiguous.
+        Cached while these stay the same. None if matrix products are faster because of many
+        queries, or if the entries are not contiguous.
         """
         of_row = None if rows is None else tuple(rows.tolist())
         splits = self._split(batch, heads // self.layer.heads, of_row)
@@ -122,7 +122,7 @@ def _split(layer: Layer, batch: int, group: int, rows: tuple[int, ...] | None) -
 def _part(offsets: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Row, first and last + 1 entry of the splits of rows [offsets[r], offsets[r + 1]).
 
-    A row without queries (int64 [rows]) is left out.
+    Rows without `queries` (int64 [rows]) are skipped.
     """
     row, step = ragged.rows_and_steps(ragged.blocks(offsets.diff(), _ENTRIES) * (queries > 0))
     first = offsets[row] + step * _ENTRIES

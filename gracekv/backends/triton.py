@@ -35,8 +35,8 @@ class TritonEntries:
         sequences: S.
         tables: the splits.
         capability: the GPU's compute capability.
-        programs: number of kernel programs to aim at.
-        coded: quantised entries, the splits of each in `tables` too.
+        programs: target number of kernel programs.
+        coded: quantised entries, whose splits are also in `tables`.
         copied: bytes of keys and values that had to be copied to make their rows contiguous.
     """
 
@@ -59,13 +59,13 @@ class Triton(AttentionBackend):
     Source: split-KV decoding with a merge by log-sum-exp is FlashDecoding (Dao et al., 2023).
     Ours: the splits over ragged heads and the additive log multiplicity.
 
-    Cost: a step reads each packed entry once, without padding; the tables of splits are held beside
-    the cache.
+    Cost: a step reads each packed entry once, without padding; the tables of splits are held in
+    addition to the cache.
 
     Attributes:
         splits_per_processor: splits per streaming multiprocessor; two fit on each.
-        processors: streaming multiprocessors to plan for, by default the GPU's own. A fixed number
-            gives the same bits on GPUs of different size.
+        processors: number of streaming multiprocessors to plan for; by default the GPU's own. A
+            fixed number gives bitwise equal results on GPUs of different size.
 
     Needs: the extra `gracekv[triton]` and a GPU of compute capability 8.0 or newer. Reads float32,
     float16 and bfloat16 with heads of dimension 256 or less. Nothing is copied or padded.
@@ -101,12 +101,12 @@ class Triton(AttentionBackend):
         return prepared.tables.bytes + prepared.copied
 
     def __call__(self, step: AttentionStep) -> Tensor:
-        """[B, H, Tq, d]: both parts in one launch, and a second one that merges all splits.
+        """[B, H, Tq, d]: one launch for both parts, and a second one that merges all splits.
 
-        Grid, workspace and launch arguments follow from shapes alone, so a CUDA graph recorded
-        once is valid while tokens are appended and `step.length` is updated in place.
+        Grid, workspace and launch arguments depend only on shapes, so a CUDA graph stays valid
+        while tokens are appended and `step.length` is updated in place.
 
-        Raises `ShapeError` if the tensors do not fit; kernels do not check addresses.
+        Raises `ShapeError` if shapes do not match; kernels do not check addresses.
         """
         # Imported here, so that gracekv can be imported without triton.
         from gracekv.backends.triton_attention import ragged_attention
@@ -161,7 +161,7 @@ def _entries(
 
 
 def _check(step: AttentionStep) -> None:
-    """Raise `ShapeError` unless the tensors fit; the kernel itself does not check addresses."""
+    """Raise `ShapeError` unless shapes match; the kernel does not check addresses."""
     query, packed, length = step.query, step.packed, step.length
     keys, values, mask = step.keys, step.values, step.mask
     batch, heads, tokens, dim = query.shape

@@ -1,7 +1,7 @@
 """The custom operator `gracekv::ragged_attention`: both kernels behind one traceable call.
 
 Importing this module imports triton and registers the operator. `torch.compile` sees it as one
-node; a CUDA graph records two launches whose grids follow from shapes alone.
+node; a CUDA graph records two launches whose grids depend only on shapes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from gracekv.backends.triton_splits import tail_splits
 from gracekv.backends.triton_tiles import padded_dim, tiles
 from gracekv.kernels.device import capability, interpreted
 
-# Numbers that the merging program holds at once; its step over splits follows from it.
+# Number of elements that the merging program holds at once, which determines its step over splits.
 _MERGE_TILE = 2048
-# Tensors and numbers of a coded part.
+# Number of tensors and of integers per coded part.
 _CODES, _CODINGS = 9, 3
 
 
@@ -47,7 +47,8 @@ def ragged_attention(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Attention to a packed layer and a dense tail; `AttentionStep` taken apart, for tracing.
+    """Attention to a packed layer and a dense tail: `AttentionStep` as plain arguments, for
+    tracing.
 
     Args:
         query: [B, H, Tq, d].
@@ -61,11 +62,11 @@ def ragged_attention(
         tail_keys: [B, G, C, d].
         tail_values: [B, G, C, d].
         tail_length: int [B], number of places in use, or None for all C.
-        mask: bool or additive float [B or 1, 1, Tq, C]; None is causal, aligned at the length.
+        mask: bool or additive float [B or 1, 1, Tq, C]; None is causal, aligned with the length.
         scale: factor of q . k.
         slots: see `SplitTable`.
         packed_splits: `PartSplits.most`.
-        programs: number of kernel programs to aim at.
+        programs: target number of kernel programs.
         codes: for each coded part, the codes, scales and zero points of its keys, then of its
             values, as in `Codes`, float32 [E] bias, and items and item_first of its `PartSplits`.
         codings: for each coded part, its bits, group and `PartSplits.most`.
@@ -73,7 +74,7 @@ def ragged_attention(
         sink_logits: [H] sink logits, or None.
 
     Returns:
-        Output [B, H, Tq, d], laid out as [B, Tq, H, d].
+        Output [B, H, Tq, d], stored as [B, Tq, H, d].
     """
     batch, query_heads, tokens, dim = query.shape
     sequences, heads = row_first.shape[0], row_first.shape[1] - 1
@@ -81,7 +82,7 @@ def ragged_attention(
     count = group * tokens
     tile = tiles(dim, query.dtype, capability(query.device), count)
     block_d = padded_dim(dim)
-    # The kernels read rows that are contiguous.
+    # The kernels need contiguous rows.
     query, tail_keys, tail_values = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (query, tail_keys, tail_values)
     )
@@ -90,8 +91,8 @@ def ragged_attention(
     size = tail_keys.shape[2]
     splits, chunk = tail_splits(size, readers * heads, programs, tile.keys)
     width = slots + heads * splits
-    # The interpreter computes on the bits of bfloat16 as if they were integers, and truncates
-    # where it should round; so there the kernel is given float32, and torch rounds.
+    # Triton's interpreter treats the bits of bfloat16 as integers and truncates instead of
+    # rounding, so it gets float32, and torch rounds.
     upcast = interpreted() and query.dtype == torch.bfloat16
     part_output = query.new_empty((batch, width, count, dim), dtype=torch.float32)
     part_lse = query.new_empty((batch, width, count), dtype=torch.float32)
@@ -136,7 +137,7 @@ def ragged_attention(
         if packed_splits + heads * splits:
             attend_splits[(readers, packed_splits + heads * splits)](
                 *(*asked, *held, *tail, tail_length),
-                query if mask is None else mask,  # a pointer that is not followed
+                query if mask is None else mask,  # an unused pointer
                 *mask_strides,
                 **attending,
                 heads=heads,

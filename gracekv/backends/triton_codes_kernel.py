@@ -1,8 +1,8 @@
 """The kernel that attends to splits of quantised entries, which it dequantises in registers.
 
-From memory it reads codes, scales and zero points. Its partial results lie beside those of
+It reads only codes, scales and zero points from memory. Its partial results are next to those of
 `triton_split_kernel`, for `triton_merge_kernel`. Keys and values are rounded to the dtype of the
-queries before the matrix products, as numbers that are not quantised are.
+queries before the matrix products, like unquantised numbers.
 """
 
 from __future__ import annotations

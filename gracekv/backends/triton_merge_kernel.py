@@ -1,7 +1,7 @@
 """Softmax in Triton: running over entries, and the kernel that merges the splits of each query.
 
-Splits merge by their log-sum-exps, in the order of the slots and without atomics, so results are
-equal to the bit from run to run.
+Splits are merged by their log-sum-exps, in the order of the slots and without atomics, so results
+are bitwise reproducible.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ One program per batch row, query tile and split. A tile holds all query heads of
 new tokens, so keys and values are read once for all of them.
 """
 
-# Conditions on constants stand alone: a branch that is not taken must not be compiled.
+# Conditions on constants are separate: a branch that is not taken must not be compiled.
 # ruff: noqa: SIM102
 
 from __future__ import annotations

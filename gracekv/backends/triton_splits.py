@@ -1,8 +1,8 @@
 """Tables of splits for the `triton` kernel: nearly equal units of work, made once per compression.
 
-Heads of a compressed cache differ in length, up to fifty times. With the same number of splits for
-each, most processors would wait for the longest head; here the number of a head's splits follows
-from its length, and long splits start first.
+Heads of a compressed cache differ in length by up to fifty times. With the same number of splits
+for each, most processors would wait for the longest head; here the number of a head's splits
+depends on its length, and long splits start first.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from gracekv.kernels import ragged
 from gracekv.kernels.uploads import upload_all
 from gracekv.registry.hyperparameter import parts_of
 
-# With more query tiles on each packed row, larger splits fill the GPU too and write fewer partial
-# results: tables for at least this many readers of a row; beyond, one split per head (ours).
+# With more query tiles per packed row, larger splits also fill the GPU and write fewer partial
+# results: there are tables for at least this many readers of a row, and beyond that one split per
+# head (ours).
 _READERS = (1, 4, 16)
-# Splits of one kernel step leave its software pipeline unused. Preferred sizes, where there are
-# still enough splits for this share of the processors (ours).
+# Splits of a single kernel step do not use its software pipeline. These sizes are preferred if
+# there are still enough splits for this share of the processors (ours).
 _PREFERRED_SIZES = (256, 192, 128)
 _FILLED = 0.9
 
@@ -35,11 +36,11 @@ class PartSplits:
     """The splits of the unquantised entries, or of one coded part.
 
     Attributes:
-        items: int64 [W, 4], sequence by sequence, longest first inside one: KV head, first entry,
-            entries, slot; of a coded part [W, 5], also the number that the first entry would have
+        items: int64 [W, 4], sequence by sequence, longest first within each: KV head, first entry,
+            entries, slot; for a coded part [W, 5], also the index that the first entry would have
             if all blocks of all rows were full.
         item_first: int64 [S+1]; sequence s has items [item_first[s], item_first[s+1]).
-        most: the most items of any sequence.
+        most: maximum number of items of a sequence.
     """
 
     items: Tensor
@@ -69,7 +70,7 @@ class SplitTable:
         parts: the splits of the unquantised entries, and of each coded part.
         row_first: int64 [S, G+1]; head g of sequence s has slots
             [row_first[s, g], row_first[s, g+1]).
-        slots: the most splits of any sequence, coded ones included.
+        slots: maximum number of splits of a sequence, including coded ones.
     """
 
     parts: tuple[PartSplits, ...]
@@ -79,10 +80,10 @@ class SplitTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitTables:
-    """Tables of one layer from small splits to large ones.
+    """Tables of one layer, from small to large splits.
 
     Attributes:
-        tables: tables with growing splits; the last has one split per head.
+        tables: tables with increasing split sizes; the last has one split per head.
     """
 
     tables: tuple[SplitTable, ...]
@@ -93,9 +94,9 @@ class SplitTables:
         return sum(x.nbytes for x in parts_of(self) if isinstance(x, Tensor))
 
     def for_readers(self, readers: int) -> SplitTable:
-        """The table for `readers` query tiles on each packed row."""
+        """The table for `readers` query tiles per packed row."""
         level = sum(readers >= least for least in _READERS[1:])
-        # Beyond the last level, the readers alone fill the processors.
+        # Beyond the last level, the readers are enough to fill the processors.
         return self.tables[-1 if readers >= 4 * _READERS[-1] else level]
 
 
@@ -106,10 +107,9 @@ def split_tables(
 
     Args:
         layers: layers of S sequences and G heads each.
-        blocks: entries of a kernel step in each layer; splits are whole blocks where the head
-            allows.
+        blocks: entries per kernel step in each layer; splits are whole blocks if the head allows.
         processors: streaming multiprocessors of the GPU.
-        per_processor: splits to aim at for each of them.
+        per_processor: target number of splits for each of them.
     """
     sizes = []
     for layer, block in zip(layers, blocks, strict=True):
@@ -120,10 +120,10 @@ def split_tables(
 
 
 def split_size(entries: int, block: int, processors: int, per_processor: int) -> int:
-    """Entries of a split where `entries` are read in all, counted once per reader.
+    """Entries per split if `entries` are read in total, counted once per reader.
 
-    `per_processor` splits for each of `processors`; fewer and longer ones where these are shorter
-    than the preferred sizes and still almost every processor has one.
+    `per_processor` splits for each of `processors`; fewer and longer ones if these would be shorter
+    than the preferred sizes and almost every processor still gets one.
     """
     size = max(1, -(-entries // (processors * per_processor * block))) * block
     for preferred in _PREFERRED_SIZES:
@@ -136,15 +136,15 @@ def split_size(entries: int, block: int, processors: int, per_processor: int) ->
 def tables_of_sizes(
     layers: Sequence[LayerEntries], sizes: list[list[int]], blocks: list[int]
 ) -> list[SplitTables]:
-    """Each row in equal splits of at most about as many entries as a size says, whole blocks each.
+    """Each row in equal splits of whole blocks and at most about the given size.
 
-    Made at once, as if all N tables were sequences of one: the host needs as long for a small
-    operation as for a large one.
+    Made together, as if all N tables were sequences of one, since small operations take the host as
+    long as large ones.
 
     Args:
         layers: L, of S sequences and G heads each.
-        sizes: [L, K], entries of a split in each table of a layer.
-        blocks: [L], entries of a kernel step.
+        sizes: [L, K], entries per split in each table of a layer.
+        blocks: [L], entries per kernel step.
     """
     parts, levels = 1 + max(len(layer.coded) for layer in layers), len(sizes[0])
     sequences, rows = layers[0].sequences, len(layers[0].exact.offsets) - 1
@@ -154,7 +154,7 @@ def tables_of_sizes(
     size = every.new_tensor(sizes).flatten().repeat_interleave(rows)
     block = every.new_tensor(blocks).repeat_interleave(levels * rows)
     each = ragged.blocks(lengths, ragged.blocks(lengths, size).clamp(min=1))
-    # Entries of each row's splits, and how many there are.
+    # Entries per split of each row, and number of its splits.
     even = torch.maximum(ragged.blocks(each, block) * block, block)
     counts = ragged.blocks(lengths, even)
     # Slots of all sequences, row by row and part by part.
@@ -193,7 +193,7 @@ def tables_of_sizes(
 def _rows(layer: LayerEntries, rows: int, parts: int) -> Tensor:
     """int64 [3, parts, rows]: first entries, lengths, and first entries if all blocks were full.
 
-    Parts that the layer lacks have no entries.
+    Missing parts have no entries.
     """
     made = np.zeros((3, parts, rows), dtype=np.int64)
     for part, entries in enumerate((layer.exact, *layer.coded)):
@@ -205,13 +205,13 @@ def _rows(layer: LayerEntries, rows: int, parts: int) -> Tensor:
 
 
 def tail_splits(size: int, readers: int, programs: int, block: int) -> tuple[int, int]:
-    """The number of splits of a tail of `size` places, and the places of each.
+    """The number of splits of a tail of `size` places, and places per split.
 
     Args:
-        size: C; places, not tokens: the grid must not depend on a length that grows.
-        readers: programs without a split.
-        programs: number of programs to aim at.
-        block: places of a kernel step; a split has at least two of them (ours).
+        size: C, in places, not tokens: the grid must not depend on a growing length.
+        readers: number of programs without splits.
+        programs: target number of programs.
+        block: places per kernel step; a split has at least two blocks (ours).
     """
     if size == 0:
         return 0, 0

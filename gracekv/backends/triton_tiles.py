@@ -1,7 +1,7 @@
 """Sizes of the kernel's tiles: a static table by head dimension, dtype and GPU.
 
-Nothing is tuned at run time, so a model decodes the same way on every machine of a kind. A test
-compiles each entry for its GPUs: registers hold all but a few bytes, and shared memory fits.
+Nothing is tuned at run time, so a model decodes in the same way on equal machines. A test compiles
+each entry for its GPUs and checks that almost nothing spills and that shared memory suffices.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from gracekv.errors import BackendUnavailableError
 
-# Head dimensions are padded to a power of two; a matrix product takes 16 or more.
+# Head dimensions are padded to a power of two; a matrix product needs at least 16.
 _SMALLEST, _LARGEST = 16, 256
 
 # Compute capabilities whose blocks may use at least 163 KB of shared memory; others have 99 KB.
@@ -26,10 +26,10 @@ class Tiles:
     Attributes:
         queries: rows in a query tile, query heads times new tokens.
         keys: entries read in one step.
-        warps: warps in a program.
+        warps: warps per program.
         stages: stages of the software pipeline that loads ahead.
         precision: how float32 matrices are multiplied: "tf32x3", three tf32 products of split
-            operands, or "ieee", plain multiplications; either keeps float32's bits.
+            operands, or "ieee", plain multiplications; both have float32 precision.
     """
 
     queries: int
@@ -39,9 +39,9 @@ class Tiles:
     precision: str
 
 
-# (padded head dimension, bytes of an element) -> (query rows, keys, warps) by growing query rows;
-# the sizes at which registers suffice in compiled code (ours). No 64 rows of float32: on an H100
-# the matrix instructions that Triton 3.6 then takes read beyond shared memory.
+# (padded head dimension, bytes per element) -> (query rows, keys, warps) by ascending query rows;
+# the sizes for which registers suffice in compiled code (ours). Not 64 rows of float32: on an H100,
+# the matrix instructions that Triton 3.6 then uses read beyond shared memory.
 _TABLE = {
     (16, 2): ((16, 128, 4), (32, 128, 4), (64, 64, 8)),
     (32, 2): ((16, 128, 4), (32, 128, 4), (64, 64, 8)),
@@ -55,10 +55,10 @@ _TABLE = {
     (256, 4): ((16, 16, 4),),
 }
 
-# Pipeline stages: two buffers in flight where two such programs fit a processor's memory, else one.
+# Pipeline stages: two buffers in flight if two such programs fit in a processor's memory, else one.
 _STAGES = {True: 3, False: 2}
 
-# From this head dimension on, the split operands of tf32x3 do not fit the registers.
+# From this head dimension on, the split operands of tf32x3 do not fit in registers.
 _PLAIN_FROM = 256
 
 
@@ -83,9 +83,9 @@ def tiles(dim: int, dtype: torch.dtype, capability: tuple[int, int], queries: in
         dtype: dtype of queries, keys and values.
         capability: (major, minor).
         queries: rows that share a KV head; the tile is the smallest that holds them, or the
-            largest there is.
+            largest.
 
-    Raises `BackendUnavailableError` for a dtype or dimension that the kernel does not read.
+    Raises `BackendUnavailableError` for a dtype or dimension that the kernel does not support.
     """
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise BackendUnavailableError(
