@@ -1,4 +1,4 @@
-"""`Nodes` of one level and their costs, and `Forest`: all nodes of all trees as flat arrays."""
+"""`Nodes` of one level and their costs; `Forest`: all nodes of all trees as flat arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Nodes:
         tree: int64 [V], index of the tree in the batch.
         start: int64 [V], relative to the slot.
         end: int64 [V], exclusive.
-        longest: tokens of the longest node, or None: `width` then reads it from the device.
+        longest: tokens of the longest node; if None, `width` reads it from the device.
     """
 
     tree: Tensor
@@ -49,7 +49,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Children:
-    """The children of some nodes, in the nodes' order, each node's by start.
+    """The children of some nodes, in the order of the nodes, then by start.
 
     Attributes:
         count: int64 [V], children of each node: at least 2, or 0 to leave the node a leaf.
@@ -66,14 +66,14 @@ class Children:
 class IntervalCosts:
     """D of the prefixes and suffixes of V nodes of up to w tokens.
 
-    Refiners need no other intervals: the parts of a cut and of an extraction begin or end where
-    their node does. Columns beyond a node's length are undefined.
+    Refiners need no other intervals: all parts of a cut or an extraction start or end where their
+    node does. Columns beyond a node's length are undefined.
 
     Attributes:
         costs: float32 [2, V, w]: D of the node's tokens up to and including k, and D of its tokens
             from k on.
-        mass: float32 [V, w]: mean normalised attention that token k receives from the probes that
-            see the whole node.
+        mass: float32 [V, w]: mean normalised attention to token k from the probes that see the
+            whole node.
         drop: D^drop float32 [V] of the whole node.
     """
 
@@ -98,14 +98,14 @@ class IntervalCosts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """The children of V nodes and their distortion, in up to m places a node.
+    """The children of V nodes and their distortion, in up to m places per node.
 
-    Its shape does not depend on the data, so that a GPU's host need not wait for it.
+    Its shape does not depend on data, so no synchronisation is needed.
 
     Attributes:
-        start: int64 [V, m], relative to the slot; never falls along a row.
-        end: int64 [V, m], exclusive; a place whose start is its end holds no child.
-        distortion: D float64 [V, m]; 0 where there is no child.
+        start: int64 [V, m], relative to the slot; non-decreasing along a row.
+        end: int64 [V, m], exclusive; places with start == end have no child.
+        distortion: D float64 [V, m]; 0 in places without a child.
     """
 
     start: Tensor
@@ -114,10 +114,10 @@ class Split:
 
     @classmethod
     def of_cuts(cls, nodes: Nodes, low: Tensor, high: Tensor, outer: Tensor) -> Split:
-        """Cut nodes at `low` and `high`, int64 [V] counted from their starts.
+        """Cut nodes at `low` and `high`, int64 [V] relative to their starts.
 
-        `outer` is D float64 [V, 2] of the parts before `low` and from `high` on. The part between
-        is empty or a single token.
+        `outer` is D float64 [V, 2] of the parts before `low` and from `high` on. The part in
+        between is empty or a single token.
         """
         bounds = torch.stack([nodes.start, nodes.start + low, nodes.start + high, nodes.end], dim=1)
         distortion = outer.new_zeros(len(outer), 3)
@@ -127,13 +127,13 @@ class Split:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RootCosts:
-    """The costs of the roots, before it is known which of them split.
+    """The costs of the roots, computed before it is known which of them split.
 
     Attributes:
         distortion: D float64 [B].
         drop: D^drop float64 [B].
-        split: the `Split` of the roots at indices int64 [V], each of two tokens or more, given
-            which of them must extract a floor candidate, bool [V].
+        split: returns the `Split` of the roots at indices int64 [V], each of two tokens or more,
+            given a mask bool [V] of those that must extract a floor candidate.
     """
 
     distortion: Tensor
@@ -142,15 +142,15 @@ class RootCosts:
 
 
 class Splitter(abc.ABC):
-    """Split the nodes of some layers, deterministically and each on its own."""
+    """Splits the nodes of some layers, deterministically and independently."""
 
     @abc.abstractmethod
     def roots(self, nodes: Nodes) -> RootCosts:
-        """The costs of all B >= 1 roots; called before any other node is split."""
+        """The costs of all B >= 1 roots; called before any node is split."""
 
     @abc.abstractmethod
     def __call__(self, nodes: Nodes, distortion: Tensor, forced: Tensor) -> Split:
-        """The children of V >= 1 nodes below the roots, of two tokens or more.
+        """The children of V >= 1 nodes of two tokens or more below the roots.
 
         Args:
             nodes: the nodes.
@@ -161,14 +161,14 @@ class Splitter(abc.ABC):
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """Every node of every (layer, KV head, slot) tree; V nodes, R trees, no object per node.
+    """Every node of every (layer, KV head, slot) tree: V nodes, R trees, no object per node.
 
-    Tree index: (layer * G + head) * J + slot. Nodes are sorted by level, then tree, then start;
-    so node r < R is the root of tree r, levels are contiguous, and the children of a node are
-    contiguous and ordered by start, in the order of their parents. All tensors on one device.
+    Tree index: (layer * G + head) * J + slot. Nodes are sorted by level, then tree, then start. So
+    node r < R is the root of tree r, levels are contiguous, and the children of a node are
+    contiguous and ordered by start, in the order of their parents. All tensors are on one device.
 
     The auction executes operations. Add(r) puts root r on the frontier of its empty tree, Split(v)
-    replaces v by its children. An operation's cost is the number of physical entries that it adds
+    replaces v with its children. An operation's cost is the number of physical entries that it adds
     (Eq. (A6)).
 
     Attributes:
@@ -185,11 +185,11 @@ class Forest:
         relevance: R_{l,g}(v) float64 [V], Eq. (V6).
         distortion: D(I_v) float64 [V], Eq. (T7).
         drop: D^drop(I_r) float64 [R] of the roots.
-        entries: int64 [V], physical entries of the node when it is on the frontier: 1 for a
-            prototype or singleton; its token count for a node kept as its original tokens.
+        entries: int64 [V], physical entries of the node if it is on the frontier: 1 for a prototype
+            or singleton; its token count for a node kept as its original tokens.
         add_gain: float64 [R], Delta_add, Eq. (A5) (not clipped).
         split_gain: float64 [V], Delta_split (not clipped); 0 for leaves.
-        shard: the process's part of all KV heads; G counts this part. By default all heads.
+        shard: this process's KV heads, which G counts; by default all.
     """
 
     layers: int
@@ -222,7 +222,7 @@ class Forest:
 
     @cached_property
     def region(self) -> tuple[int, int]:
-        """The first compressible position, and the one after the last."""
+        """The first compressible position and one past the last."""
         # The roots of the first head cover it.
         first, last = torch.stack([self.start[0], self.end[self.slots - 1]]).tolist()
         return first, last

@@ -12,11 +12,11 @@ class Binary(RuleRefiner):
 
     Source: Eq. (T8); departures 5.
 
-    Cost: compares at most 17 cuts of a node, whose distortion is known.
+    Cost: compares at most 17 cuts per node, whose distortion is known.
 
     Attributes:
-        candidates: cuts considered besides the midpoint, the paper's 16.
-        reward: lambda_kappa, weight of the normalised curvature, the paper's 0.05.
+        candidates: number of cuts considered besides the midpoint (the paper's 16).
+        reward: lambda_kappa, weight of the normalised curvature (the paper's 0.05).
     """
 
     candidates: int = bounded(16, at_least=0, hint="0 leaves only the midpoint.")

@@ -14,8 +14,8 @@ from gracekv.tree.prune import Pruner
 from gracekv.tree.refine import Refiner
 from gracekv.tree.tree_batch import TreeBatch, TreeContext, Workspace, scratch_bytes
 
-# Layers whose gathered tokens fit this grow together: few large steps instead of many small ones.
-# None: as much as `scratch_bytes` says.
+# Layers whose gathered tokens fit in this grow together: few large steps instead of many small
+# ones. None: `scratch_bytes`.
 _GROUP_BYTES: int | None = None
 
 
@@ -24,21 +24,21 @@ def build_forest(
 ) -> Forest:
     """All candidate nodes of all (layer, KV head, slot) trees, with their gains.
 
-    Without a budget every node down to the single tokens is there, so the forest can expand to
-    FullKV. With one, nodes that a greedy auction of `budget` entries cannot reach are left as
-    leaves (see `gracekv.tree.prune`): the auction's result is the same, other allocators may want
-    more. Refiners whose operations cost more than 2 entries are never pruned.
+    Without a budget, the forest has every node down to single tokens, so it can expand to FullKV.
+    With one, nodes that a greedy auction of `budget` entries cannot split stay leaves (see
+    `gracekv.tree.prune`): the auction's result is the same, but other allocators may need more.
+    Refiners whose operations cost more than 2 entries are never pruned.
 
     Source: the paper, "Recursive refinement rule" and Eqs. (V6),
     (A5).
     """
     if (probes := distortion.probes(context)) is not None:
-        # Once for all layers: what was not captured is computed by running the model.
+        # Once for all layers, since missing queries are computed by running the model.
         context = replace(context, prefill=context.prefill.with_queries(probes))
     pruner = Pruner(None if refiner.max_cost > 2 else budget)
     nodes, drop = _grow_all(context, distortion, refiner, pruner)
     if not pruner.is_exact():
-        # The first layers gain more than the others, so their guess pruned too much.
+        # The first layers gain more than the others, so the guess from them pruned too much.
         pruner = Pruner(budget, pruner.lower_bound())
         nodes, drop = _grow_all(context, distortion, refiner, pruner)
     return _forest(context, nodes, drop, refiner.exact_roots)
@@ -47,7 +47,7 @@ def build_forest(
 def _grow_all(
     context: TreeContext, distortion: Distortion, refiner: Refiner, pruner: Pruner
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The columns that `grow` returns, by level, tree and start; and D^drop float64 [R]."""
+    """The columns of `grow`, sorted by level, tree and start; and D^drop float64 [R]."""
     prefill, slots = context.prefill, context.partition.slots
     device = prefill.keys[0].device
     grown: list[dict[str, Tensor]] = []
@@ -64,7 +64,7 @@ def _grow_all(
         del evaluator
         drop[batch.tree_id.to(device)] = group_drop.to(device)
         grown.append({name: x.to(device) for name, x in columns.items()})
-    # Free each part that was copied: nodes are held twice at most.
+    # Free each part after copying, so nodes are held at most twice.
     nodes = {name: torch.cat([part.pop(name) for part in grown]) for name in list(columns)}
     # Nodes of one tree and level come from one part, in order.
     order = (nodes["level"] * trees + nodes["tree"]).argsort(stable=True)
@@ -78,7 +78,7 @@ def _forest(
     count, distortion = nodes["child_count"], nodes["distortion"]
     entries = torch.ones_like(count)
     if exact_roots:
-        # Kept token by token: an entry each, without distortion.
+        # Kept token by token: one entry each, without distortion.
         entries[:trees] = (nodes["end"] - nodes["start"])[:trees]
         distortion[:trees] = 0.0
     sensitivity = context.sensitivity.to(device).double().flatten()
@@ -87,7 +87,7 @@ def _forest(
         layers=prefill.layers,
         heads=prefill.kv_heads,
         slots=context.partition.slots,
-        # Children lie in their parents' order, one level after the other; roots have no parent.
+        # Children are in their parents' order, one level after the other; roots have no parent.
         parent=torch.cat([torch.full((trees,), -1, device=device), rows(count)]),
         first_child=torch.where(count > 0, trees + offsets(count)[:-1], -1),
         drop=drop,
@@ -103,8 +103,8 @@ def grow(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Every level from the roots down, and D^drop float64 [B] of the roots.
 
-    Trees end in single tokens, or where `pruner` stops them. A GPU's host waits once a level, for
-    the number of nodes that split.
+    Trees end in single tokens, or where `pruner` stops them. Synchronises with a GPU once per
+    level, for the number of nodes that split.
 
     Args:
         batch: the trees of some layers.
@@ -121,7 +121,8 @@ def grow(
     roots = splitter.roots(nodes)
     relevance, forced = batch.sums(nodes)
     weight = batch.sensitivity[batch.head(nodes.tree)]
-    # Key of the operation that made each node, and its key if paths to floor candidates are free.
+    # Key of the operation that created each node, and that key if paths to floor candidates are
+    # free.
     key = weight * relevance * (roots.drop - roots.distortion).clamp(min=0)
     free_key = key.masked_fill(forced, torch.inf)
     pruner.add(key, torch.ones_like(nodes.tree))
@@ -131,7 +132,7 @@ def grow(
     while True:
         length = nodes.length * pruner.reaches(numbers[4])
         found = (length > 1).cumsum(0)
-        # The one number that the host waits for, with the width of the next grid.
+        # The only synchronisation: the count, together with the width of the next grid.
         count, longest = torch.stack([found[-1], length.max()]).tolist()
         chosen = torch.searchsorted(found, torch.arange(1, count + 1, device=found.device))
         tree, start, end = places[:, chosen]
@@ -147,7 +148,7 @@ def grow(
             gain = gain - child
         gain, cost = gain * (weight * relevance), count - 1
         if refiner.rule() is None:
-            # It may leave a node whole.
+            # The refiner may leave a node as a leaf.
             gain.masked_fill_(cost < 0, 0.0)
             cost.clamp_(min=1)
         levels.append(_Level(places, numbers[:2], chosen, count, gain))
@@ -172,11 +173,11 @@ class _Level:
     """The nodes of one level.
 
     Attributes:
-        places: int64 [3, n]: tree in the batch, and start and end relative to the slot. Where the
-            end is the start there is no node.
+        places: int64 [3, n]: tree in the batch, and start and end relative to the slot. Places with
+            start == end have no node.
         numbers: float64 [2, n]: distortion and relevance.
-        chosen: int64 [V], which of them split.
-        count: int64 [V], their children.
+        chosen: int64 [V], indices of the nodes that split.
+        count: int64 [V], their numbers of children.
         gain: float64 [V], their Delta_split, Eq. (A5).
     """
 
@@ -188,7 +189,7 @@ class _Level:
 
 
 def _columns(batch: TreeBatch, levels: list[_Level]) -> dict[str, Tensor]:
-    """The levels of some trees as columns of a forest; `levels` is emptied."""
+    """The levels of some trees as columns of a forest; empties `levels`."""
     sizes = [level.places.shape[1] for level in levels]
     begins = torch.tensor([0, *sizes[:-1]]).cumsum(0).tolist()
     chosen = torch.cat([x.chosen + begin for x, begin in zip(levels, begins, strict=True)])

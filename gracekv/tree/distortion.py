@@ -1,4 +1,4 @@
-"""The interface of distortions, which say what merging or dropping tokens costs."""
+"""The interface of distortions, the costs of merging or dropping tokens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gracekv.tree.tree_batch import TreeBatch, TreeContext, Workspace
 class DistortionEvaluator(abc.ABC):
     """Computes the distortion of nodes in the trees of some layers.
 
-    A node of n tokens has 2n intervals of interest, its prefixes and suffixes; all of them come
-    from one running pass in each direction.
+    A node of n tokens has 2n relevant intervals, its prefixes and suffixes; one running pass in
+    each direction computes all of them.
     """
 
     @abc.abstractmethod
     def __call__(self, nodes: Nodes) -> IntervalCosts:
-        """The costs of V >= 1 nodes. The longest sets the grid's width: give similar lengths."""
+        """The costs of V >= 1 nodes, best of similar lengths: the longest sets the grid's width."""
 
     def splitter(self, refiner: Refiner) -> Splitter | None:
         """A splitter that computes costs and splits in one pass, or None."""
@@ -31,7 +31,7 @@ class DistortionEvaluator(abc.ABC):
 
 
 class Distortion(PrefillReader, Strategy, abc.ABC):
-    """Measure the loss when an interval is stored as one entry, or not at all.
+    """Measures the loss if an interval is stored as one entry, or not at all.
 
     Deterministic, float32 or better. D of a single token is exactly 0.
     """
@@ -43,7 +43,7 @@ class Distortion(PrefillReader, Strategy, abc.ABC):
         Args:
             batch: these trees.
             workspace: scratch memory for one call at a time, and memory that the evaluator keeps
-                until the next evaluator with that workspace overwrites it.
+                until the next evaluator of the same workspace overwrites it.
         """
 
     def probes(self, context: TreeContext) -> Tensor | None:
@@ -54,12 +54,12 @@ class Distortion(PrefillReader, Strategy, abc.ABC):
 DISTORTIONS = Registry("distortion", "what merging or dropping tokens costs", Distortion)
 
 
-# Grids of fewer numbers are not divided by length: another call costs more than padding.
+# Smaller grids are not divided by length, since another call costs more than padding.
 _SMALL_GRID = {"cpu": 1 << 17, "cuda": 1 << 22}
 
 
 class TableSplitter(Splitter):
-    """Compute the costs of all prefixes and suffixes, and let the refiner choose.
+    """Computes the costs of all prefixes and suffixes and lets the refiner choose.
 
     Args:
         batch: the nodes' trees.
@@ -92,9 +92,9 @@ class TableSplitter(Splitter):
         return Split.of_cuts(nodes, low, high, table.outer_costs(low, high))
 
     def _evaluated(self, nodes: Nodes) -> IntervalCosts:
-        """The costs of the nodes, of which those of similar length are evaluated together.
+        """The costs of the nodes; those of similar length are evaluated together.
 
-        Grids are as wide as the longest node; one long node must not widen many rows.
+        Grids are as wide as their longest node, so one long node must not widen many rows.
         """
         device, width = nodes.tree.device, nodes.width
         if len(nodes) * width < _SMALL_GRID.get(device.type, 1 << 17):

@@ -11,7 +11,7 @@ class Extract(RuleRefiner):
 
     Source: Eq. (T9); departures 5.
 
-    Cost: one extraction of a node; a tree may get as deep as its slot is long.
+    Cost: one extraction per node; a tree may be as deep as its slot is long.
     """
 
     def rule(self) -> SplitRule:

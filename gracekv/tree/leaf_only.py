@@ -1,4 +1,4 @@
-"""`leaf_only`: a slot is kept whole, token by token, or not at all."""
+"""`leaf_only`: a slot is kept token by token or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gracekv.tree.refine import REFINERS, CostTable, Refiner
 
 @REFINERS.register("leaf_only")
 class LeafOnly(Refiner):
-    """Roots stay as their original tokens, an entry each; nothing is merged (as in ChunkKV).
+    """Roots stay as their original tokens, one entry each; nothing is merged (as in ChunkKV).
 
     Source: Liu et al. (2025), ChunkKV, arXiv:2502.00299, and all eviction of single tokens, whose
     slots have one token.

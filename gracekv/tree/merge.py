@@ -22,14 +22,13 @@ from gracekv.registry import Configurable, bounded
 
 @dataclass(frozen=True, slots=True)
 class PrototypeRule(Configurable):
-    """How tokens are merged, for distortion and packing alike.
+    """How tokens are merged, both for distortion and for packing.
 
     Attributes:
         uniform_base: share of uniform weight in the value prototype (beta_v; the paper's 0.1).
-        epsilon: guards the coherence's and the value weights' denominators (ours, 1e-12: R^tok
-            sums to 1 over all of a head's tokens, so the paper's usual 1e-6 would shrink values).
-        multiplicity: add log m_eff to the logit (the paper); False drops the bias (ours, for
-            ablation).
+        epsilon: added to the denominators of coherence and value weights (ours, 1e-12: R^tok sums
+            to 1 over all of a head's tokens, so the paper's usual 1e-6 would shrink values).
+        multiplicity: add log m_eff to the logit (the paper); False omits it (ours, for ablation).
     """
 
     uniform_base: float = bounded(0.1, at_least=0)
@@ -62,7 +61,7 @@ def representative_positions(start: Tensor, end: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prototypes:
-    """Merged entries, one a row.
+    """Merged entries, one per row.
 
     Attributes:
         keys: [V, d] float32, rotated to `positions`.
@@ -81,7 +80,7 @@ def merge(
     keys: Tensor, values: Tensor, scores: Tensor, node: Tensor, at: Tensor, start: Tensor,
     end: Tensor, rope: Rope, rule: PrototypeRule
 ) -> Prototypes:  # fmt: skip
-    """Prototypes of V intervals whose tokens follow one another in the inputs.
+    """Prototypes of V intervals whose tokens are consecutive in the inputs.
 
     Args:
         keys: [M, d] float32 post-RoPE, M = sum of the intervals' lengths, in their order.
@@ -98,7 +97,7 @@ def merge(
     bounds = offsets(count)
 
     def total(x: Tensor) -> Tensor:
-        # From lengths, a GPU would make the bounds each time.
+        # With lengths instead of offsets, a GPU would compute the bounds each time.
         return torch.segment_reduce(x, "sum", offsets=bounds, axis=0, unsafe=True)
 
     size = count.float()

@@ -6,7 +6,7 @@ For probe q and interval I, with p_t = exp(logit_t - max over the visible contex
     D_q = lambda_Z (Z - Z~)^2 / (Z^2 + eps) + lambda_M |M - M~|^2 / (|M|^2 + eps)
     D   = mean_q [ Z / Z_C  D_q ],   D^drop = mean_q Z / Z_C
 
-over the probes at positions >= the interval's last token; Z_C is the probe's mass over its visible
+over the probes at positions >= the interval's last token; Z_C is the probe's mass over the visible
 part of the whole compressible context, so D is comparable everywhere.
 Source: Eqs. (T5) to (T7); all prefixes and suffixes of a node at once: departures 7 (ours).
 """
@@ -30,27 +30,26 @@ from gracekv.tree.tree_batch import TreeBatch, TreeContext, Workspace
 class Prototype(Distortion):
     """Attention-mass-weighted error of one prototype per interval (the paper's).
 
-    Source: Eqs. (T1) to (T7); departures 4. Ours:
-    all prefixes and suffixes of a node in one pass (departures 7), `epsilon`, and the cap of the
-    merged mass.
+    Source: Eqs. (T1) to (T7); departures 4. Ours: all prefixes and suffixes of a node in one pass
+    (departures 7), `epsilon`, and the cap on the merged mass.
 
     Cost: most of construction: O(P d) for each of the 2n intervals of a node of n tokens, with P
     probes; about a tenth of a prefill on a CPU with the engine "numba".
 
     Attributes:
-        lambda_z: weight of the partition error, the paper's 0.25.
-        lambda_m: weight of the value-aggregate error, the paper's 0.75.
-        epsilon: guards both denominators (ours, 1e-12: exponentials are at most 1, and a token
-            with a logit far below a probe's maximum has Z^2 of order 1e-12 legitimately).
-        question_probes: probes from the question's end, the paper's 32.
-        tail_probes: probes from the sequence's end, the paper's 16.
-        evidence_slots: slots of largest seed score that give probes, the paper's 8.
-        evidence_per_slot: probes of each, the paper's 2.
-        memory_limit: bytes of working tensors per batch of "torch"; by default 32 MiB on a CPU,
-            1 GiB on a GPU (ours).
+        lambda_z: weight of the partition error (the paper's 0.25).
+        lambda_m: weight of the value-aggregate error (the paper's 0.75).
+        epsilon: added to both denominators (ours, 1e-12: exponentials are at most 1, and a token
+            with a logit far below a probe's maximum may have Z^2 of order 1e-12).
+        question_probes: number of probes from the question's end (the paper's 32).
+        tail_probes: number of probes from the sequence's end (the paper's 16).
+        evidence_slots: number of slots of largest seed score with probes (the paper's 8).
+        evidence_per_slot: number of probes of each (the paper's 2).
+        memory_limit: bytes of working tensors per batch of "torch"; by default 32 MiB on a CPU, 1
+            GiB on a GPU (ours).
         engine: "numba" (a CPU kernel, needs `gracekv[cpu]`), "triton" (an NVIDIA kernel, needs
-            `gracekv[triton]`), "torch" (any device), or "auto": a kernel where one is available,
-            else torch (ours). They agree to float32's rounding.
+            `gracekv[triton]`), "torch" (any device), or "auto": a kernel if one is available, else
+            torch (ours). They agree up to float32 rounding.
     """
 
     lambda_z: float = bounded(0.25, at_least=0)
@@ -64,7 +63,7 @@ class Prototype(Distortion):
     engine: Engine = "auto"
 
     def needs(self) -> Needs:
-        """Queries of the probes, of which those of evidence slots are known later."""
+        """Queries of the probes; those of evidence slots are chosen later."""
         return Needs(
             question_queries=self.question_probes,
             last_queries=self.tail_probes,

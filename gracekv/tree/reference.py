@@ -1,4 +1,4 @@
-"""The growth of trees straight from the rules: one node at a time, by exhaustive comparison.
+"""The growth of trees directly from the rules: one node at a time, by exhaustive comparison.
 
 Slow on purpose; the level-wise growth is tested equal to it.
 """

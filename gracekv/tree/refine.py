@@ -1,4 +1,4 @@
-"""`Refiner` chooses the children of nodes, by the costs in a `CostTable`; most by a `SplitRule`."""
+"""`Refiner` chooses the children of nodes from costs in a `CostTable`, mostly by `SplitRule`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class CostTable:
         nodes: as given.
         forced: as given.
         last: int64 [V], index of each node's last token.
-        padding: bool [V, w], columns that hold no token.
+        padding: bool [V, w], columns without a token.
         node_cost: D of each node, float64 [V, 1].
         cost_before: D of the tokens before k, float64 [V, w]; 0 at k = 0.
         cost_from: D of the tokens from k on, float64 [V, w]; 0 in padding.
-        cost_after: D of the tokens after k, float64 [V, w]; 0 at the last.
+        cost_after: D of the tokens after k, float64 [V, w]; 0 at the last token.
         mass: mean normalised probe mass of token k, float32 [V, w].
     """
 
@@ -52,8 +52,8 @@ class CostTable:
         self.step = torch.arange(self._width, device=self.last.device)
         self.padding = self.step > self.last[:, None]
         self.node_cost = node_cost[:, None]
-        # Column k: D of the tokens before k, and of those from k on. Nothing comes before the first
-        # token, so prefixes begin in the second column.
+        # Column k: D of the tokens before k, and of those from k on. There is nothing before the
+        # first token, so prefixes start in the second column.
         columns = self._width + 1
         self._costs = node_cost.new_zeros(2, len(nodes), columns)
         strides = self._costs.stride(0) - 1, columns, 1
@@ -64,7 +64,7 @@ class CostTable:
 
     @cached_property
     def _rows(self) -> Tensor:
-        """int64 [V, w], flat row of token k; padding repeats the last."""
+        """int64 [V, w], flat row of token k; padding repeats the last one."""
         first = self._batch.first_row(self.nodes)
         return first[:, None] + torch.minimum(self.step, self.last[:, None])
 
@@ -82,21 +82,21 @@ class CostTable:
     def outer_costs(self, low: Tensor, high: Tensor) -> Tensor:
         """D float64 [V, 2] of the tokens before `low` and from `high` on, int64 [V] each.
 
-        Both count from the node's start and lie between 0 and its length.
+        Both are relative to the node's start, between 0 and its length.
         """
         return self._costs.gather(2, torch.stack([low, high])[..., None])[..., 0].T
 
     def split(self, children: Children) -> Split:
         """The nodes' `children` with their distortion.
 
-        Each must be a single token, or begin or end where its node does.
+        Each must be a single token, or start or end where its node does.
         """
         count = children.count
         row, place = rows_and_steps(count)
         first, last = children.start - self.nodes.start[row], children.end - self.nodes.start[row]
         is_prefix = first == 0
         cost = self._costs[(~is_prefix).long(), row, torch.where(is_prefix, last, first)]
-        # Places without a child lie at the node's end.
+        # Places without a child are at the node's end.
         start = self.nodes.end[:, None].repeat(1, int(count.max()))
         end, distortion = start.clone(), self.node_cost.new_zeros(start.shape)
         start[row, place], end[row, place] = children.start, children.end
@@ -106,15 +106,15 @@ class CostTable:
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """A node is cut in two, or a token is extracted, whichever gains more per added entry.
+    """Cuts a node in two or extracts a token, whichever gains more per added entry.
 
     Gains may be negative. Ties go to the cut. Source: Eqs. (T8) to (T10).
 
     Attributes:
-        cuts: a cut is considered at the midpoint and at the `cuts` tokens of highest kappa; None:
+        cuts: cuts are considered at the midpoint and at the `cuts` tokens of highest kappa; None:
             nodes are not cut.
         reward: lambda_kappa, weight of the normalised curvature in a cut's gain.
-        extracts: whether the salient token may be extracted. A floor candidate then must be.
+        extracts: whether the salient token may be extracted. Floor candidates then must be.
     """
 
     cuts: int | None
@@ -127,9 +127,10 @@ class SplitRule:
         return bool(self.cuts) or self.reward > 0
 
     def __call__(self, table: CostTable) -> tuple[Tensor, Tensor]:
-        """Where the nodes of `table` are cut, twice: int64 [V] each, counted from their starts.
+        """The two positions at which nodes of `table` are cut: int64 [V] each, relative to their
+        starts.
 
-        Both are the same where a node is cut in two; else the token between them is extracted.
+        Both are equal if a node is cut in two; otherwise the token between them is extracted.
         """
         if self.cuts is None:
             token = salient_token(table)
@@ -146,9 +147,9 @@ class SplitRule:
 def best_cut(table: CostTable, cuts: int, reward: float) -> tuple[Tensor, Tensor]:
     """The cut of largest D(I) - D(left) - D(right) + reward * kappa-hat, and that gain float64 [V].
 
-    Cuts are int64 [V], counted from the node's start: of the midpoint and the `cuts` inner tokens
-    of highest kappa (ties: the earlier) the best, and of equals the first. kappa-hat is kappa,
-    min-max normalised over the node's own tokens, 0 where it is constant (departures 5).
+    Cuts are int64 [V], relative to the node's start: the best of the midpoint and the `cuts` inner
+    tokens of highest kappa (ties: the earlier), the first among equals. kappa-hat is kappa, min-max
+    normalised over the node's own tokens, 0 if it is constant (departures 5).
 
     Source: Eqs. (T8) and (T10).
     """
@@ -171,9 +172,9 @@ def best_cut(table: CostTable, cuts: int, reward: float) -> tuple[Tensor, Tensor
 
 
 def salient_token(table: CostTable) -> Tensor:
-    """int64 [V]: the token to extract, counted from the node's start; ties go to the earlier one.
+    """int64 [V]: the token to extract, relative to the node's start; ties go to the earlier one.
 
-    The floor candidate of the highest floor score if the node holds one, else the token of the
+    The floor candidate with the highest floor score if the node has one, else the token with the
     largest mean normalised probe mass. Source: the paper, "Recursive refinement rule".
     """
     mass, score = table.mass, table.floor_scores()
@@ -188,20 +189,21 @@ def extraction_utility(table: CostTable, token: Tensor) -> Tensor:
     Source: Eqs. (T9) and (T10); D of the extracted token is 0.
     """
     before, after = table.outer_costs(token, token + 1).unbind(1)
-    # Two children at the node's first or last token, else three.
+    # Two children for the node's first or last token, else three.
     added = (token % table.last).clamp(max=1) + 1
     return (table.node_cost[:, 0] - before - after) / added
 
 
 class Refiner(Strategy, abc.ABC):
-    """Choose the children of every node, deterministically and each on its own.
+    """Chooses the children of every node, deterministically and independently.
 
-    Every child is a single token, or begins or ends where its node does: distortion is computed
+    Every child is a single token, or starts or ends where its node does: distortion is computed
     only for these intervals.
 
     Attributes:
-        exact_roots: whether roots stay as their original tokens, an entry each, not as a prototype.
-        max_cost: the most entries that one split adds.
+        exact_roots: whether roots stay as their original tokens, one entry each, not as a
+            prototype.
+        max_cost: maximum number of entries that one split adds.
     """
 
     works_sharded: ClassVar[bool] = True
@@ -210,20 +212,20 @@ class Refiner(Strategy, abc.ABC):
 
     @property
     def uses_curvature(self) -> bool:
-        """Whether nodes are cut where curvature peaks, so that the table must hold kappa."""
+        """Whether nodes are cut at curvature peaks, so that the table must have kappa."""
         rule = self.rule()
         return rule is not None and rule.uses_curvature
 
     def rule(self) -> SplitRule | None:
-        """This refiner as a `SplitRule`, by which engines compute costs and split in one pass.
+        """This refiner as a `SplitRule`, with which engines compute costs and split in one pass.
 
-        None if it has to be called with a table of all costs.
+        None if it must be called with a table of all costs.
         """
         return None
 
     @abc.abstractmethod
     def __call__(self, nodes: Nodes, table: CostTable) -> Children:
-        """The children of `nodes` (two tokens or more each), chosen by their costs."""
+        """The children of `nodes` (two tokens or more each), chosen from their costs."""
 
 
 class RuleRefiner(Refiner):

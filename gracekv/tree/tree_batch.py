@@ -1,7 +1,7 @@
 """`TreeContext`, the inputs of tree building, and `TreeBatch`, the trees of some layers.
 
-They work in a `Workspace`, scratch memory that successive batches reuse: the first write to a fresh
-page costs a CPU more than the arithmetic on it.
+They work in a `Workspace`, scratch memory that successive batches reuse: on a CPU, the first write
+to a fresh page costs more than the arithmetic on it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Workspace:
     """One float32 buffer on one device; each batch takes its tensors from it and overwrites it.
 
     Args:
-        device: where the buffer lies.
+        device: the device of the buffer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,13 +37,13 @@ class Workspace:
 
     @cached_property
     def persistent(self) -> Workspace:
-        """A second buffer for tensors that are kept over batches; reused by groups of layers."""
+        """A second buffer for tensors kept across batches; reused by groups of layers."""
         return Workspace(self._device)
 
     def reserve(self, numbers: int) -> None:
-        """Begin a batch that takes at most `numbers` in all; tensors taken before are void."""
+        """Begin a batch that takes at most `numbers` in total; earlier tensors become invalid."""
         if self._buffer.numel() < numbers:
-            # The old buffer goes first, because both at once need not fit.
+            # Free the old buffer first, because both may not fit.
             self._buffer = self._buffer[:0].clone()
             self._buffer = torch.empty(numbers, dtype=torch.float32, device=self._device)
         self._taken = 0
@@ -53,7 +53,7 @@ class Workspace:
         first, reserved = self._taken, self._buffer.numel()
         self._taken += math.prod(shape)
         if self._taken > reserved:
-            raise MemoryError(f"The batch reserved {reserved} numbers and takes {self._taken}.")
+            raise MemoryError(f"The batch reserved {reserved} numbers but takes {self._taken}.")
         return self._buffer[first : self._taken].view(shape)
 
 
@@ -62,11 +62,11 @@ _MAX_GPU_BYTES = 2**31
 
 
 def scratch_bytes(device: torch.device) -> int:
-    """A default limit of working memory: 48 MiB on a CPU; on a GPU an eighth of what is free.
+    """The default limit of working memory: 48 MiB on a CPU, an eighth of free memory on a GPU.
 
-    More does not help a CPU, whose cache is small. A group of layers takes a GPU some 45 levels,
-    most of a few nodes, for which it waits for its host; so groups are large, up to 2 GiB. Memory
-    that torch's allocator has reserved and does not use counts as free. Source: ours.
+    More does not help a CPU, whose cache is small. On a GPU, a group of layers takes about 45
+    levels, most of them of a few nodes and limited by launches; so groups are large, up to 2 GiB.
+    Memory that torch's allocator has reserved but not used counts as free. Source: ours.
     """
     if device.type != "cuda":
         return _CPU_BYTES
@@ -84,8 +84,8 @@ class TreeContext:
         seed_scores: S-hat [N] float32.
         sensitivity: omega [L, G] float32.
         rule: how tokens merge.
-        forced: floor score [L, G, N] float64 of tokens that must be extracted first, -inf
-            elsewhere; None without a floor.
+        forced: floor score [L, G, N] float64 of tokens that must be extracted first, -inf for
+            others; None without a floor.
         curvature: kappa [T], or None if no strategy reads it.
     """
 
@@ -102,11 +102,11 @@ class TreeContext:
         """Groups of layers on one device whose gathered tokens take about `limit` bytes.
 
         Layers with and without RoPE are in separate groups. A group takes every k-th layer of its
-        device, so that all groups resemble one another.
+        device, so that all groups are similar.
         """
         prefill, length = self.prefill, self.partition.region.length
-        # Per token of a head: key, value, about 64 probes' exponentials, and 8 other numbers; and 3
-        # sums for each of some 8 parts of the probes, which a GPU's kernel writes.
+        # Per token of a head: key, value, about 64 probes' exponentials, and 8 other numbers; on a
+        # GPU, also 3 sums for each of about 8 parts of the probes.
         numbers = 2 * prefill.head_dim + (72 if prefill.keys[0].device.type == "cpu" else 96)
         layer_bytes = prefill.kv_heads * length * numbers * 4
         alike: dict[tuple[torch.device, bool], list[int]] = defaultdict(list)
@@ -121,7 +121,7 @@ class TreeContext:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeBatch:
-    """The B = U*J trees of some layers of one device: U KV heads with J slots each.
+    """The B = U*J trees of some layers on one device: U KV heads with J slots each.
 
     Tree b of the batch belongs to head b // J and slot b % J; U runs over the G KV heads of each
     layer.
@@ -198,7 +198,7 @@ class TreeBatch:
         return tree // (len(self.tree_id) // len(self.scores))
 
     def offset(self, nodes: Nodes) -> Tensor:
-        """int64 [V]: place of each node's first token in the region."""
+        """int64 [V]: index of each node's first token in the region."""
         return self.slot_start[nodes.tree] - self.region_start + nodes.start
 
     def token_rows(self, nodes: Nodes, width: int) -> Tensor:
@@ -215,7 +215,7 @@ class TreeBatch:
         if self.curvature is None:
             raise ConfigError(
                 "This refiner cuts at curvature peaks, but none was computed. Set candidates=0 and "
-                "reward=0, or give the trees a curvature."
+                "reward=0, or pass the trees a curvature."
             )
         return self.curvature
 
@@ -231,15 +231,15 @@ class TreeBatch:
         return None if self.forced is None else self.forced.flatten()[rows]
 
     def sums(self, nodes: Nodes) -> tuple[Tensor, Tensor]:
-        """R float64 [V], and which nodes hold a floor candidate, bool [V].
+        """R float64 [V], and which nodes have a floor candidate, bool [V].
 
-        R is the sum of the node's scores in order, Eq. (V6). It is no difference of running sums,
-        so that a small node beside a token of large score keeps its digits.
+        R is the sum of the node's scores in order, Eq. (V6). It is not a difference of running
+        sums, so a small node next to a token of large score keeps its precision.
 
         Args:
             nodes: ordered by tree and start, none overlapping; they may be empty.
         """
-        # Nodes and the gaps between them, in turn: a fixed number of segments.
+        # Alternating nodes and gaps between them: a fixed number of segments.
         bounds = torch.stack([nodes.start, nodes.end], dim=1)
         bounds = bounds.add_(self.slot_row[nodes.tree][:, None]).flatten()
         relevance = _over_segments(self.scores, bounds, "sum")
@@ -249,5 +249,5 @@ class TreeBatch:
 
 
 def _over_segments(values: Tensor, bounds: Tensor, reduce: str) -> Tensor:
-    """[V]: `values` [U, N] reduced over [bounds[2i], bounds[2i + 1]) of their flat order."""
+    """[V]: flattened `values` [U, N] reduced over [bounds[2i], bounds[2i + 1])."""
     return torch.segment_reduce(values.flatten(), reduce, offsets=bounds, unsafe=True)[::2]

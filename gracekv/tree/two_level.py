@@ -1,4 +1,4 @@
-"""`two_level`: one coarse prototype or all tokens, nothing between."""
+"""`two_level`: one coarse prototype or all tokens, nothing in between."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gracekv.tree.refine import REFINERS, CostTable, Refiner
 class TwoLevel(Refiner):
     """A root splits into all its singletons at once (the paper's ablation w/o MR).
 
-    Source: the paper's ablation without multi-resolution. Ours: the shape of its trees, on
-    which the paper is silent (departures 5).
+    Source: the paper's ablation without multi-resolution. Ours: the shape of its trees, which the
+    paper does not specify (departures 5).
 
     Cost: none; single tokens have no distortion.
     """

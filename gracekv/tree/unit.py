@@ -1,4 +1,4 @@
-"""`unit`: every slot loses 1 when dropped and nothing when merged, so scores alone decide."""
+"""`unit`: every slot loses 1 if dropped and nothing if merged, so only scores decide."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class UnitEvaluator(DistortionEvaluator):
 class Unit(Distortion):
     """D = 0 and D^drop = 1: the auction is a top-k of scores (score-based eviction).
 
-    Source: ours, so that eviction methods are states of the same trees. Token scores replace the
+    Source: ours; it makes eviction methods special cases of the trees. Token scores replace the
     probe mass that picks extraction positions.
 
     Cost: none; no tensor of K or V is read.

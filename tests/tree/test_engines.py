@@ -61,7 +61,7 @@ def test_auto_on_a_gpu(machine, gpu_values):
 def test_an_engine_that_cannot_run_is_refused(machine, gpu_values):
     machine("numba", "triton", capability=(7, 5))
     for engine, values, message in [
-        ("numba", gpu_values, r"lies on cuda:0\. Move it"),
+        ("numba", gpu_values, r"is on cuda:0\. Move it"),
         ("triton", gpu_values, "capability 7.5; the kernels need 8.0 or newer. Use engine 'torch'"),
         ("triton", torch.zeros(3, 257).as_subclass(OnGpu), "256 or less; got 257. Use engine"),
         ("triton", VALUES, "plain tensors; the cache is of type Tensor. Use engine 'torch'"),
@@ -75,7 +75,7 @@ def test_an_engine_that_cannot_run_is_refused(machine, gpu_values):
 
 def test_triton_on_a_cpu_is_refused(machine):
     machine("numba", "triton")
-    with pytest.raises(BackendUnavailableError, match=r"lies on cpu;.*or use engine 'torch'"):
+    with pytest.raises(BackendUnavailableError, match=r"is on cpu;.*or use engine 'torch'"):
         select_engine("triton", VALUES)
 
 

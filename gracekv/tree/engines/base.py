@@ -1,4 +1,4 @@
-"""The probes' attention, which the engines of the prototype's distortion read, and their choice."""
+"""The probes' attention, input of all engines of the prototype's distortion; selects an engine."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def probe_queries(prefill: Prefill, layer: int, probes: Tensor) -> Tensor:
 class ProbeAttention:
     """Attention of P probes to the N compressible tokens of U heads (some layers' KV heads).
 
-    Tokens of all heads follow one another, so that one row index finds a token of a head.
+    Tokens of all heads are concatenated, so one row index identifies a token of a head.
 
     Attributes:
         positions: int64 [P] ascending probe positions.
-        queries: [U, P, d] float32, times the attention scale; like `unrotated_keys` in the order of
-            features that `Rope.in_halves` gives.
+        queries: [U, P, d] float32, times the attention scale; like `unrotated_keys` in the feature
+            order of `Rope.in_halves`.
         max_logit: [U, P], over the visible tokens.
-        inverse_sum: 1 / Z_C [U, P], Z_C the sum of `exponentials`.
+        inverse_sum: 1 / Z_C [U, P], where Z_C is the sum of `exponentials`.
         exponentials: p [U*N, P], e^(logit - max_logit); 0 where the probe cannot see.
         mass: sum over the probes of p / Z_C [U*N].
         unrotated_keys: k^o [U*N, d].
         key_norms: |k^o| [U*N].
         values: [U*N, d].
         scores: R^tok [U*N] float32.
-        visible_probes: float32 [N], probes that see each token.
+        visible_probes: float32 [N], number of probes that see each token.
         first_probe: int64 [N+1], the first probe that sees each token (and the region's end).
     """
 
@@ -66,11 +66,11 @@ class ProbeAttention:
     def of(cls, batch: TreeBatch, probes: Tensor, workspace: Workspace) -> ProbeAttention:
         """Gather some layers; `probes` int64 [n] that see no token of the region are dropped.
 
-        The large tensors lie in `workspace.persistent`: the next call with it overwrites them.
+        The large tensors are in `workspace.persistent`: the next call with it overwrites them.
         """
         layers, prefill = batch.layers, batch.context.prefill
         region, device = batch.context.partition.region, prefill.keys[layers[0]].device
-        # Query heads take turns over all probes, so probes are dropped afterwards.
+        # Query heads alternate over all probes, so probes are dropped afterwards.
         queries = torch.cat([probe_queries(prefill, layer, probes) for layer in layers])
         queries = queries[:, probes >= region.start] * prefill.scale
         probes = probes[probes >= region.start]
@@ -95,7 +95,7 @@ class ProbeAttention:
         if order is not None:
             order = order.to(device)
             queries, unrotated = queries[..., order], unrotated[..., order]
-        # Rotated keys are not read again, so values take their memory.
+        # Rotated keys are not read again, so values reuse their memory.
         values = keys
         _copy([prefill.values[layer] for layer in layers], region, values)
         bounds = torch.arange(region.start, region.end + 1, device=device)
@@ -127,7 +127,7 @@ def _head_products(x: Tensor, y: Tensor, out: Tensor) -> None:
     if x.device.type != "cpu":
         torch.bmm(x, y.mT, out=out)
         return
-    # Head by head: torch's batched product takes twice as long here.
+    # Head by head, since torch's batched product takes twice as long here.
     for u in range(len(x)):
         out[u] = linear(x[u], y[u])
 
@@ -142,11 +142,11 @@ def _weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
 Engine = Literal["auto", "numba", "torch", "triton"]
 
 LARGEST_DIM = 256
-"""Largest head dimension that the engine `triton` takes."""
+"""Largest head dimension that the engine `triton` supports."""
 
 MAX_EXPONENT = 20.0
 """Largest log of Z~. A merged key can score higher than each of its tokens. Beyond e^20 times the
-probe's largest exponential the distortion is huge anyway, and its square over epsilon must stay
+probe's largest exponential the distortion is huge anyway, and its square over epsilon must be
 finite in float32."""
 
 
@@ -162,8 +162,8 @@ class EngineInputs:
     """The inputs of an engine, for the heads of some layers.
 
     Attributes:
-        weights: of the partition error, `lambda_z`, and of the value-aggregate error, `lambda_m`;
-            `epsilon`, which guards both denominators.
+        weights: `lambda_z` of the partition error, `lambda_m` of the value-aggregate error, and
+            `epsilon`, added to both denominators.
         attention: the probes' attention to these heads.
         batch: the trees of these heads.
         rope: the rotations of all positions, in halves.
@@ -179,7 +179,7 @@ class EngineInputs:
         held = self.attention
         rotations = {"cos": self.rope.cos, "sin": self.rope.sin}
         kept = {name: getattr(held, name) for name in _READ}
-        # A sharded model's table lies on the device of its first layer.
+        # A model on several devices has its table on the first layer's.
         return kept | {name: x.to(held.values.device) for name, x in rotations.items()}
 
     def numbers(self) -> dict[str, Any]:
@@ -198,10 +198,10 @@ _FASTEST: Mapping[str, Engine] = {"cpu": "numba", "cuda": "triton"}
 
 
 def select_engine(engine: Engine, values: Tensor, softcap: float | None = None) -> Engine:
-    """The engine for a cache with these values [..., d] and this cap of logits; never "auto".
+    """The engine for a cache with these values [..., d] and this softcap; never "auto".
 
-    "auto" takes the fastest that can run there: "numba" on CPUs, "triton" on GPUs, "torch" where
-    neither is available. Raises `BackendUnavailableError` if `engine` names one that cannot run.
+    "auto" chooses the fastest that can run: "numba" on CPUs, "triton" on GPUs, "torch" if neither
+    is available. Raises `BackendUnavailableError` if the requested `engine` cannot run.
     """
     chosen = _FASTEST.get(values.device.type, "torch") if engine == "auto" else engine
     reason = None if chosen == "torch" else _obstacle(chosen, values, softcap)
@@ -211,17 +211,17 @@ def select_engine(engine: Engine, values: Tensor, softcap: float | None = None) 
 
 
 def _obstacle(engine: Engine, values: Tensor, softcap: float | None) -> str | None:
-    """The reason why a compiled engine cannot run, and a remedy; None if it can."""
+    """The reason why a compiled engine cannot run, with a remedy; None if it can."""
     dim, kind = values.shape[-1], type(values)
     if softcap is not None:
         return f"It does not cap logits, as this model does at {softcap:g}. Use engine 'torch'."
-    # Kernels read memory, which a tensor subclass (traced, sharded ...) need not have.
+    # Kernels read memory, which tensor subclasses (traced, sharded ...) may not have.
     if kind is not Tensor:
         return f"It reads plain tensors; the cache is of type {kind.__name__}. Use engine 'torch'."
     if engine == "numba":
         reason = numba_obstacle()
         if values.device.type != "cpu":
-            reason = f"It needs a cache on a CPU; this one lies on {values.device}. Move it"
+            reason = f"It needs a cache on a CPU; this one is on {values.device}. Move it"
         return reason and f"{reason}, or use engine 'torch'."
     if dim > LARGEST_DIM:
         return f"It reads heads of dimension {LARGEST_DIM} or less; got {dim}. Use engine 'torch'."

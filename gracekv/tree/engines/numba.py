@@ -1,4 +1,4 @@
-"""The engine `numba`: a compiled kernel for CPUs, which can also choose the splits."""
+"""The engine `numba`: a compiled kernel for CPUs that can also choose the splits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NumbaEvaluator(DistortionEvaluator):
             tensors[name] = functional.pad(tensors[name], (0, padding))
         for name in ("cos", "sin"):
             tensors[name] = tensors[name].float()
-        # The kernel's arguments hold addresses, so the tensors must be kept.
+        # The kernel's arguments are addresses, so the tensors must be kept alive.
         self._tensors = {name: x.contiguous() for name, x in tensors.items()}
         positions, rotary_dim = tensors["cos"].shape
         self._numbers = inputs.numbers() | {
@@ -109,7 +109,7 @@ class NumbaSplitter(Splitter):
         rule: how nodes split.
 
     Raises:
-        ConfigError: the rule reads a curvature, and none was computed.
+        ConfigError: the rule reads curvature but none was computed.
     """
 
     def __init__(self, evaluator: NumbaEvaluator, batch: TreeBatch, rule: SplitRule) -> None:
@@ -150,6 +150,6 @@ class NumbaSplitter(Splitter):
 
 
 def _address(name: str, field: Tensor) -> int:
-    """The address of a kernel argument whose floating dtype does not follow torch's default."""
+    """The address of a kernel argument, whose floating dtype is independent of torch's default."""
     dtype = torch.float64 if name in _DOUBLE else torch.float32
     return address(name, field, dtype if field.is_floating_point() else field.dtype, *field.shape)

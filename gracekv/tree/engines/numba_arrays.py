@@ -11,7 +11,7 @@ from gracekv.kernels.intrinsics import inner
 from gracekv.kernels.matmul import COLUMNS
 
 MAX_PENDING = 32
-"""Intervals whose products are made together: their numbers fit a core's own cache."""
+"""Number of intervals whose products are computed together: their data fit in a core's cache."""
 
 
 class HeadArrays(
@@ -41,7 +41,7 @@ class HeadArrays(
         region_start: absolute position of the region's first token.
         lambda_z: weight of the partition error.
         lambda_m: weight of the value-aggregate error.
-        epsilon: guards both denominators.
+        epsilon: added to both denominators.
         uniform_base: field of `gracekv.tree.merge.PrototypeRule`.
         rule_epsilon: field `epsilon` of the rule.
         multiplicity: field of the rule.
@@ -53,7 +53,7 @@ class Node(namedtuple("Node", "head first length row")):
 
     Attributes:
         head: index among the U heads.
-        first: place of its first token in the region.
+        first: index of its first token in the region.
         length: tokens.
         row: row of its first token in arrays over all heads' tokens.
     """
@@ -81,7 +81,7 @@ class Scratch(
         key_sum: [d], running sum of keys.
         gram_sum: [W], running sum of rows of `gram`.
         weighted_gram_sum: [W], the same, weighted by the tokens' scores.
-        pending_z: [R, Q], Z of R pending intervals, to which the following fields belong, too.
+        pending_z: [R, Q], Z of R pending intervals, which the following fields also describe.
         pending_m_square: [R, Q], |M|^2.
         logits: [R, Q], of the prototypes; then Z~, then errors.
         m_dot_v: [R, Q], M.v~.

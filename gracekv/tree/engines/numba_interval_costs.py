@@ -1,9 +1,9 @@
 """D of prefixes and suffixes of one node at a time, compiled for CPUs.
 
 The equations are those of `gracekv.tree.engines.torch`. There each is a pass over memory; here a
-node's numbers stay in the cache. A node is read forwards for its prefixes and backwards for its
-suffixes. Intervals are collected, and products with all probes are made for many of them at once.
-An interval's D depends on its node alone, to the bit, not on which other intervals are computed.
+node's data stay in the cache. A node is read forwards for its prefixes and backwards for its
+suffixes. Intervals are collected, and products with all probes are computed for many of them at
+once. An interval's D depends bitwise only on its node, not on which other intervals are computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_EXPONENT = np.float32(20.0)
 
 @inner(fastmath={"reassoc", "contract"})
 def _dot(a: Any, a_row: int, b: Any, b_row: int, first: int, stop: int) -> Any:
-    """sum over first <= i < stop of a[a_row, i] b[b_row, i]; slices would cost more."""
+    """sum over first <= i < stop of a[a_row, i] b[b_row, i]; slices would be slower."""
     total = np.float32(0.0)
     for i in range(first, stop):
         total += a[a_row, i] * b[b_row, i]
@@ -50,7 +50,7 @@ def _weighted_sum(x: Any, row: int, scores: Any, width: int, factor: Any, base: 
 
 @inner(fastmath={"reassoc", "contract"})
 def _visible_sum(errors: Any, row: int, inverse_sum: Any, u: int, first: int, stop: int) -> Any:
-    """sum over first <= q < stop of errors[row, q] / Z_q; other columns are not read as numbers."""
+    """sum over first <= q < stop of errors[row, q] / Z_q; other columns are not read."""
     total, zero = np.float32(0.0), np.float32(0.0)
     for q in range(errors.shape[1]):
         total += (errors[row, q] if first <= q < stop else zero) * inverse_sum[u, q]
@@ -90,7 +90,7 @@ def token_masses(node: Any, heads: Any, mass: Any) -> Any:
 
 @inner()
 def load_node(node: Any, heads: Any, scratch: Any) -> None:
-    """Copy what is read of the node repeatedly, and make the Gram matrix of its values."""
+    """Copy data of the node that is read repeatedly, and compute the Gram matrix of its values."""
     exponentials, values, values_t = heads.exponentials, heads.values, scratch.values_t
     all_scores, scores, p = heads.scores, scratch.scores, scratch.p
     n, row, dim, stride = node.length, node.row, values.shape[1], scratch.gram.shape[1]
@@ -100,7 +100,7 @@ def load_node(node: Any, heads: Any, scratch: Any) -> None:
         for i in range(dim):
             values_t[i, t] = values[row + t, i]
         scores[t] = all_scores[row + t]
-    # Columns beyond the node hold numbers of other nodes: their products are never read.
+    # Columns beyond the node have data of other nodes; their products are never read.
     multiply(
         values.ctypes.data + 4 * row * dim, dim, n, values_t.ctypes.data, stride,
         scratch.gram.ctypes.data, stride, 0, dim, (n + COLUMNS - 1) // COLUMNS * COLUMNS,
@@ -118,9 +118,9 @@ def add_intervals(
         backwards: collect suffixes.
         wanted: bool [n]: whether to compute D of the tokens up to and including k (from k on).
         costs: float32 [2, n]: D of prefixes and suffixes, filled by this and `flush`.
-        pending: how many intervals are pending in `scratch` already.
+        pending: how many intervals are already pending in `scratch`.
     """
-    # Local names, because reading a field of a tuple counts references each time.
+    # Local names, because each read of a tuple's field counts references.
     p, gram, cross, cross_terms = scratch.p, scratch.gram, scratch.cross, scratch.cross_terms
     z, m_square, key_sum = scratch.z, scratch.m_square, scratch.key_sum
     gram_sum, weighted_gram_sum = scratch.gram_sum, scratch.weighted_gram_sum
@@ -253,6 +253,6 @@ def flush(node: Any, heads: Any, scratch: Any, costs: Any, pending: int) -> None
             z_error = lambda_z * (x - y) * (x - y) / (x * x + epsilon)
             logits[r, q] = x * (m_error + z_error)
         last = first + spans[r, 1]
-        # Only probes that see the whole interval count, and no padding.
+        # Only probes that see the whole interval count; padding does not.
         total = _visible_sum(logits, r, inverse_sum, u, first_probe[last], probes)
         costs[spans[r, 2], spans[r, 3]] = total / visible_probes[last]

@@ -1,7 +1,7 @@
 """The prototype's distortion, and splits in the same pass, compiled for CPUs.
 
 All threads run the same function and take their next nodes from one counter. A node's results
-depend on nothing but the node, so they are the same to the bit on any number of threads.
+depend only on the node, so they are bitwise equal for any number of threads.
 
 Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothing.
 """
@@ -30,12 +30,12 @@ _NODES = 4
 class DistortionArgs(ctypes.Structure):
     """The kernel's arguments: addresses of contiguous arrays, sizes and weights.
 
-    Fields, with V nodes, U heads, N tokens a head, P probes, Q the next multiple of
+    Fields, with V nodes, U heads, N tokens per head, P probes, Q the next multiple of
     `matmul.COLUMNS`:
         exponentials ... sin: as in `numba_arrays.HeadArrays`.
         kappa: float64 [T], or 0 if it is not read.
         forced: float64 [U, N] floor scores, -inf for no candidate; or 0 without a floor.
-        head, first, length: int64 [V]: head, place in the region, and tokens of each node.
+        head, first, length: int64 [V]: head, index in the region, and tokens of each node.
         counter: int64, 0.
         max_length: tokens of the longest node.
         mode: `EVALUATE`, `SPLIT` or `SPLIT_ROOTS`.
@@ -45,7 +45,7 @@ class DistortionArgs(ctypes.Structure):
         node_cost: float64 [V], D of each node. `SPLIT_ROOTS` fills it, and drop float32 [V].
         cuts, reward: as in `numba_split_choice`; cuts < 0: nodes are not cut.
         extracts: whether a token may be extracted.
-        low, high: int64 [V], cuts counted from the node's start.
+        low, high: int64 [V], cuts relative to the node's start.
         part_costs: float64 [V, 2], D of the tokens before `low` and of those from `high` on.
     """
 
@@ -122,7 +122,7 @@ def _split(
     args: Any, v: int, node: Any, heads: Any, scratch: Any, is_cut: Any, wanted: Any, costs: Any,
     mass: Any, top: Any,
 ) -> None:  # fmt: skip
-    """The better of a cut and an extraction; only the costs that are compared are computed."""
+    """The better of a cut and an extraction; only costs that are compared are computed."""
     n, tokens, roots = node.length, args.tokens, args.mode == SPLIT_ROOTS
     kappa = carray(pointer(args.kappa), (args.positions,), np.float64)
     forced = carray(pointer(args.forced), (args.heads * tokens,), np.float64)
@@ -205,7 +205,7 @@ def _work(args: Any) -> None:
 def distortion_kernel() -> Any:
     """The kernel: a C callback that takes the address of `DistortionArgs`.
 
-    The first call on a machine compiles for 10 to 20 seconds; later ones find the result on disk.
+    The first call on a machine compiles for 10 to 20 seconds; later ones load the result from disk.
     """
     shared = intrinsics, matmul, numba_softmax, row_vectors
     sources = digest(*shared, numba_arrays, numba_interval_costs, numba_split_choice)

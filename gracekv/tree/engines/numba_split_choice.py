@@ -1,6 +1,6 @@
-"""How a node of known costs is split, compiled: `gracekv.tree.refine` for one node.
+"""The split of a node with known costs, compiled: `gracekv.tree.refine` for one node.
 
-In float64 and in the order of that file, nothing contracted, so that the choice is the same.
+In float64 and in the same order, without contraction, so that the choice is the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def mark_cuts(kappa: Any, first: int, n: int, cuts: int, chosen: Any, top: Any) 
         x = kappa[first + k]
         if count == cuts and not x > kappa[first + top[count - 1]]:
             continue
-        # Insert among the highest so far, after its equals.
+        # Insert among the highest so far, after equal ones.
         place = count if count < cuts else cuts - 1
         while place > 0 and x > kappa[first + top[place - 1]]:
             top[place] = top[place - 1]

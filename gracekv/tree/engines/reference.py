@@ -1,4 +1,4 @@
-"""The prototype's distortion straight from the equations: float64, one interval at a time.
+"""The prototype's distortion directly from the equations: float64, one interval at a time.
 
 Slow on purpose; the engines are tested equal to it.
 """
@@ -113,7 +113,7 @@ class ReferenceDistortion:
         return sum(terms) / len(terms)
 
     def masses(self, start: int, end: int) -> list[float]:
-        """Mean normalised mass of each token of [start, end) over the probes that see it all."""
+        """Mean normalised mass of each token of [start, end) over the probes that see all of it."""
         seeing = [probe[1:] for probe in self.probes if probe[0] >= end - 1]
         masses = []
         for key in self.keys[start:end]:

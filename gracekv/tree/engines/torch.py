@@ -1,7 +1,7 @@
 """The engine `torch`: running sums over tokens, for any device.
 
 A node is read twice, forwards for its prefixes and backwards for its suffixes; a sequence below is
-one such reading, R = 2V in all. Nothing is a difference of long sums: Z, |M|^2 and the mean key
+one such pass, R = 2V in total. There are no differences of long sums: Z, |M|^2 and the mean key
 grow token by token, and M.v~ and the cross terms of |M|^2 are products with the Gram matrix of the
 node's values, so M (d times larger) is never formed.
 """
@@ -70,7 +70,7 @@ class TorchEvaluator(DistortionEvaluator):
         z = _running_sum(p, self.workspace.take(*p.shape))
         z_tilde = self._prototype_mass(row, position, head.repeat_interleave(2))
         m_square, m_dot_v, v_square = self._aggregates(row, p)
-        # Z D_q [R, w, P], in the memory of what it is made of.
+        # Z D_q [R, w, P], in the memory of its terms.
         error = m_dot_v.addcmul_(z_tilde, v_square[..., None]).mul_(z_tilde)
         error.add_(m_square).clamp_(min=0.0).mul_(weights["lambda_m"])
         error.div_(m_square.clamp_(min=0.0).add_(weights["epsilon"]))
@@ -94,7 +94,7 @@ class TorchEvaluator(DistortionEvaluator):
         cost /= attention.visible_probes[end]
         cost[..., 0] = 0.0
         mass = mass / attention.visible_probes[last]
-        # Suffixes were read from the end: the one from token k on has length - k tokens.
+        # Suffixes were read from the end; the one from token k on has length - k tokens.
         suffix = cost[:, 1].gather(1, last - forwards)
         padding = torch.arange(width, device=head.device) >= length
         costs = torch.stack([cost[:, 0], suffix])
@@ -107,7 +107,7 @@ class TorchEvaluator(DistortionEvaluator):
         return out.view(*row.shape, source.shape[1])
 
     def _prototype_mass(self, row: Tensor, position: Tensor, head: Tensor) -> Tensor:
-        """Z~ [R, w, P] = exp(scale q.k~ + log m - max), one product with two extra features."""
+        """Z~ [R, w, P] = exp(scale q.k~ + log m - max), as one product with two extra features."""
         attention = self.inputs.attention
         sequences, width = row.shape
         probes, dim = attention.queries.shape[1:]
@@ -163,7 +163,7 @@ class TorchEvaluator(DistortionEvaluator):
         m_dot_v = self.workspace.take(*p.shape)
         torch.bmm(projected.mul_(-2.0 * causal), p, out=m_dot_v)
 
-        # Token j adds 2 p_j v_j.M + p_j^2 |v_j|^2, M of the tokens before it.
+        # Token j adds 2 p_j v_j.M + p_j^2 |v_j|^2, with M of the tokens before it.
         m_square = self.workspace.take(*p.shape)
         twice = 2.0 * causal - torch.eye(width, device=row.device, dtype=torch.float32)
         torch.bmm(gram.mul_(twice), p, out=m_square)

@@ -1,7 +1,7 @@
 """The engine `triton`: one kernel for NVIDIA GPUs.
 
-Nothing is tuned at run time, so the same trees grow on every machine of a kind. A test compiles the
-kernel for its GPUs; importing this module does not import triton.
+Nothing is tuned at run time, so equal machines grow the same trees. A test compiles the kernel for
+its GPUs; importing this module does not import triton.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from gracekv.tree.base import IntervalCosts, Nodes
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import EngineInputs
 
-# Probes times features of a program, a warp whose queries and sums fill its registers; more probes
-# are divided among several programs.
+# Maximum probes times features per program, a warp whose queries and sums fill its registers; more
+# probes are divided among several programs.
 _LARGEST_BLOCK = 1024
 
 
 class TritonEvaluator(DistortionEvaluator):
-    """D of nodes in the heads of some layers, a program per node, direction and some probes.
+    """D of nodes in the heads of some layers, with a program per node, direction and block of
+    probes.
 
-    Nodes may be of any length; the costs of a node do not depend on other nodes, to the bit.
+    Nodes may have any length; a node's costs do not depend on other nodes, bitwise.
 
     Args:
         inputs: the inputs, on a GPU (or, interpreted, on a CPU).

@@ -1,9 +1,9 @@
 """D of prefixes and suffixes of nodes in one kernel for NVIDIA GPUs.
 
 One program reads one node in one direction for one block of probes, token by token, and follows the
-equations of `gracekv.tree.prototype` as they stand: its running sums stay in registers, so a node
-may be of any length. Sums are in float32 and always in the same order. A program is one warp, which
-waits for no other.
+equations of `gracekv.tree.prototype` directly: its running sums stay in registers, so a node may
+have any length. Sums are in float32 and always in the same order. A program is one warp, so it
+never waits for others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 _MAX_EXPONENT = tl.constexpr(20.0)
 
 
-# A level's nodes are rows of one tensor, aligned or not: another kernel would be compiled for each.
+# A level's nodes are rows of one tensor, aligned or not, which would compile two kernels.
 @triton.jit(
     do_not_specialize=["tokens", "nodes", "width", "slots", "region_start"],
     do_not_specialize_on_alignment=["tree", "begin", "length"],
@@ -129,7 +129,7 @@ def interval_costs(
             logit += tl.log(tl.minimum(tl.maximum(count * coherence * coherence, 1.0), count))
         z_tilde = tl.exp(tl.minimum(logit, _MAX_EXPONENT))
 
-        # If all scores are 0, tokens weigh the same.
+        # If all scores are 0, tokens have equal weights.
         base = uniform_base * score_sum / count
         total = score_sum + base * count + rule_epsilon
         weighted = (weighted_sum + base * value_sum) / total
