@@ -44,7 +44,8 @@ def top_tokens(
         sensitivity: omega [L, G].
         budget: maximum entries in all heads, including those of other processes.
         quota: int64 [L, G] maximum entries of each head, or None.
-        elastic: drop tokens of gain <= 0. shard: this process's heads; by default all.
+        elastic: drop tokens of gain <= 0.
+        shard: this process's heads; by default all.
 
     Raises:
         NonFiniteError: a gain is NaN or infinite.

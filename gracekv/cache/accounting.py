@@ -25,8 +25,8 @@ class WidthShare:
 
     Attributes:
         bits: bits per number: 32 or 16 in the model's dtype, fewer if quantised.
-        entries: number of entries, including prefix and suffix. bytes: bytes of their keys and
-        values, including scales and zero points.
+        entries: number of entries, including prefix and suffix.
+        bytes: bytes of their keys and values, including scales and zero points.
     """
 
     bits: int

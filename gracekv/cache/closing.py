@@ -34,8 +34,9 @@ def with_closed_gaps(
 
     Args:
         cache: its entries.
-        model: provides the rotations; its weights may be on the device "meta". tokens: number of
-        tokens to be read next. shard: the KV heads of this process.
+        model: provides the rotations; its weights may be on the device "meta".
+        tokens: number of tokens to be read next.
+        shard: the KV heads of this process.
     """
     known, now = closable_length(model), cache.length
     if known is None or 4 * (now - oldest_position(cache, shard) + tokens) <= 3 * known:
@@ -59,8 +60,9 @@ def closed(entries: RaggedEntries, now: int, rope: Rope, reach: int) -> RaggedEn
     heads rely on short distances. A head of more than `reach` entries has no gaps left.
 
     Args:
-        entries: those of one sequence; keys are re-rotated from their positions. now: position of
-        the next token, from which distances are measured. rope: the layer's rotations, up to `now`.
+        entries: those of one sequence; keys are re-rotated from their positions.
+        now: position of the next token, from which distances are measured.
+        rope: the layer's rotations, up to `now`.
         reach: number of positions.
     """
     # On the host, since a head's few numbers are not worth kernel launches.

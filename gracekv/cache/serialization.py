@@ -83,9 +83,10 @@ class SavedFile:
     """An open file of `write_cache`: header and entries match even if the file is replaced.
 
     Attributes:
-        path: for error messages. header: the header given to `write_cache`, and the fields that it
-        added. digest: sha256 of the header, which includes the checksum of every tensor and so
-        identifies the file.
+        path: for error messages.
+        header: the header given to `write_cache`, and the fields that it added.
+        digest: sha256 of the header, which includes the checksum of every tensor and so identifies
+            the file.
     """
 
     path: Path

@@ -37,7 +37,8 @@ def kept_entries(
         layers: L.
         held: makes the `HeldLayer` of a layer; called once per layer, in order.
         strategy: scores the entries.
-        budget: maximum entries in all layers and heads. window: how many of the last tokens stay.
+        budget: maximum entries in all layers and heads.
+        window: how many of the last tokens stay.
 
     Raises `NonFiniteError` if the strategy's scores hold NaN or -inf.
     """

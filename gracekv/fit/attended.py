@@ -203,9 +203,9 @@ class KeptMass:
         mass: float32 [G, M, W], exp(logit - top) times multiplicities; 0 in columns without an
             entry and for entries that the query does not see.
         total: float32 [G, M], as in `Reference`.
-        sink: float32 [G, M], as in `Reference`: mass that does not change. weights: float32 [M] or
-        [G, M], as in `Reference`. scores: float32 [G, W], each free entry's share of its head's
-        squared scores, or None.
+        sink: float32 [G, M], as in `Reference`: mass that does not change.
+        weights: float32 [M] or [G, M], as in `Reference`.
+        scores: float32 [G, W], each free entry's share of its head's squared scores, or None.
     """
 
     free: Tensor

@@ -38,10 +38,11 @@ class AllocatedPrecision(AllocatingPrecision):
     Cost: rounding a sample of tokens, and a sort of three operations for each candidate.
 
     Attributes:
-        group: how many numbers share a scale and a zero point. keys: always "channel", as in
-        `uniform`; a block holds entries of one width. values: always "token". sinks: number of
-        first prompt tokens that are dropped or stay unquantised, as in `uniform`. rounding: weight
-        of a measured rounding error relative to that of dropping an entry.
+        group: how many numbers share a scale and a zero point.
+        keys: always "channel", as in `uniform`; a block holds entries of one width.
+        values: always "token".
+        sinks: number of first prompt tokens that are dropped or stay unquantised, as in `uniform`.
+        rounding: weight of a measured rounding error relative to that of dropping an entry.
     """
 
     group: int = bounded(32, at_least=1)

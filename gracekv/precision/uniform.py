@@ -30,12 +30,13 @@ class UniformPrecision(Precision):
     Cost: two passes over the kept entries.
 
     Attributes:
-        bits: width of a code. group: how many numbers share a scale and a zero point. keys: always
-        "channel": a block of `group` consecutive entries of a head, channel by channel. The field
-        remains for one release, for pipelines saved by version 0.2. values: always "token": `group`
-        consecutive channels of an entry. sinks: how many of the prompt's first tokens stay
-        unquantised (ours); their keys are unlike all others and would widen the range of their
-        block.
+        bits: width of a code.
+        group: how many numbers share a scale and a zero point.
+        keys: always "channel": a block of `group` consecutive entries of a head, channel by
+            channel. The field remains for one release, for pipelines saved by version 0.2.
+        values: always "token": `group` consecutive channels of an entry.
+        sinks: how many of the prompt's first tokens stay unquantised (ours); their keys are unlike
+            all others and would widen the range of their block.
     """
 
     bits: Literal[8, 4, 2] = 8

@@ -26,8 +26,8 @@ class WidthCosts:
     Attributes:
         bits: W widths, without the 0 of dropped entries.
         entry: W numbers, bytes of an entry at that width.
-        block: W numbers, bytes shared by a block of entries of that width. per_block: entries in a
-        block; the last one of a head may have fewer.
+        block: W numbers, bytes shared by a block of entries of that width.
+        per_block: entries in a block; the last one of a head may have fewer.
     """
 
     bits: tuple[int, ...]
@@ -53,7 +53,7 @@ class WidthCosts:
         return torch.tensor(self.entry, dtype=torch.float64) + shared
 
     def blocks(self, counts: Tensor) -> Tensor:
-        """int64: number of blocks for `counts` (int64, any shape) entries of a head and width."""
+        """int64 [any shape]: number of blocks for `counts` (int64) entries of a head and width."""
         return ragged.blocks(counts, self.per_block)
 
 

@@ -180,7 +180,8 @@ def prompt_samples(length: int, count: int) -> Tensor:
     Cached, like that of `region_samples`: never write to it.
 
     Args:
-        length: T, tokens. count: maximum number of positions, at least 0.
+        length: T, tokens.
+        count: maximum number of positions, at least 0.
     """
     count = min(count, length)
     return (torch.arange(1, count + 1, device="cpu") * length) // max(1, count) - 1
@@ -191,7 +192,8 @@ def region_samples(region: Region, count: int) -> Tensor:
     """Evenly spaced positions of `region`, its ends included: int64 [n] ascending, absolute.
 
     Args:
-        region: N tokens. count: maximum number of positions, at least 0.
+        region: N tokens.
+        count: maximum number of positions, at least 0.
     """
     count = min(count, region.length)
     spaced = torch.linspace(0, max(0, region.length - 1), count, dtype=torch.float32, device="cpu")

@@ -34,7 +34,7 @@ class Recorder:
 
     Args:
         observations: the observers of the prompt.
-        query_positions: int64 [n] ascending: the positions whose queries are held.
+        query_positions: int64 [n], ascending, the positions whose queries are held.
         layers: the L compressed layers.
 
     Layer numbers below count these layers, not the model's.

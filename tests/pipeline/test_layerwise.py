@@ -146,7 +146,7 @@ CODED = {"quota": "pyramid", "precision": {"name": "uniform", "bits": 4}}
     ({"value": Late()}, "snapkv", "reads the decoder's output, which comes last"),
     ({"sensitivity": "output_projection"}, "snapkv", r"'output_projection' \(sensitivity\)"),
     ({"value": {"name": "replay", "likely_layers": 0}}, "snapkv", r"'replay' \(value\)"),
-    (CODED, "snapkv", "its quotas depend on how many entries the bytes buy"),
+    (CODED, "snapkv", "quotas depend on how many entries the bytes buy"),
 ])  # fmt: skip
 def test_what_needs_all_layers_says_why(fields, base, reason):
     own = isinstance(fields.get("value"), Scorer)
