@@ -116,8 +116,7 @@ class Singleton(Floor):
 
 
 def _last_operation(ops: Operations, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """In order of purchase, the operation that makes each candidate exact, and the candidate's
-    index.
+    """The operation that makes each candidate exact, by order of purchase, and its candidate.
 
     Both int64 [n]; indices are flat, into `candidates` [L, G, N].
     """

@@ -47,8 +47,7 @@ def ragged_attention(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Attention to a packed layer and a dense tail: `AttentionStep` as plain arguments, for
-    tracing.
+    """Attention to a packed layer and a dense tail; `AttentionStep` as plain arguments.
 
     Args:
         query: [B, H, Tq, d].

@@ -197,8 +197,7 @@ class RaggedCache(CompressedCache):
         return replace(self, layers=layers)
 
     def with_keys_of(self, other: RaggedCache, read: RaggedCache, dim: int) -> RaggedCache:
-        """This cache with the keys of `other`, changed as its own were changed from those of
-        `read`.
+        """This cache with the keys of `other`, changed like its own keys since `read`.
 
         All have the same entries. Keys and values keep their first `dim` coordinates.
         """

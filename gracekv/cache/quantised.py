@@ -164,8 +164,7 @@ Entries = TypeVar("Entries", RaggedEntries, QuantisedEntries)
 def batches(
     layers: Sequence[RaggedEntries], size: Callable[[RaggedEntries], int], limit: int
 ) -> Iterator[slice]:
-    """Runs of consecutive layers on one device whose count times the largest `size` is within
-    `limit`.
+    """Consecutive layers on one device whose number times the largest `size` is within `limit`.
 
     On the CPU each layer is its own batch, which stays in the processor's cache.
     """

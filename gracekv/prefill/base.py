@@ -235,8 +235,7 @@ class Prefill:
         return self._replaced(queries=tuple(found), query_positions=wanted)
 
     def with_observations(self, observers: Iterable[Observer]) -> Self:
-        """A view with the observations of those `observers` that only read queries, keys and
-        values.
+        """A view with the observations of `observers` that only read queries, keys and values.
 
         Raises `MissingCaptureError` if a query was not captured and cannot be computed again.
         """
@@ -245,7 +244,7 @@ class Prefill:
         return self._replaced(observed={**self.observed, **found}) if found else self
 
     def observe(self, observer: LayerObserver) -> Tensor:
-        """The observation [...] of an observer of queries, keys and values, computed on first use.
+        """The observation [...] of an observer of queries, keys and values, computed if missing.
 
         Raises `MissingCaptureError` if a query was not captured and cannot be computed again.
         """

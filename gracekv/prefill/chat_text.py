@@ -127,8 +127,7 @@ def check_question(question: object, *, unread: bool = False) -> None:
 
 
 def encode(tokenizer: Any, parts: _Parts, *, special: bool) -> tuple[list[int], list[int]]:
-    """Ids of the four parts of a prompt, and the token positions where context, suffix and tail
-    start.
+    """Ids of the four parts of a prompt, and the positions where context, suffix and tail start.
 
     With `special`, add the tokenizer's special tokens.
     """

@@ -53,8 +53,7 @@ def encoded_messages(
 
 
 def _renderings(tokenizer: Any, messages: Sequence[Message], tools: Any) -> list[str]:
-    """Texts of messages: up to the next answer if it is due, to their end, and with one more
-    message.
+    """Texts of messages: up to an answer if it is due, to their end, and with one more message.
 
     The last is missing if the template refuses it.
     """

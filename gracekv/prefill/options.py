@@ -79,8 +79,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def chunk_room(length: int, held: int, sizes: CaptureSizes, free: int) -> int:
-    """The number of tokens whose activations fit into `free` bytes; arguments as in
-    `memory_advice`.
+    """The number of tokens whose activations fit into `free` bytes; see `memory_advice`.
 
     Uses at most half of the bytes left by held tensors, since allocators keep blocks and scores
     need memory, too.

@@ -88,8 +88,7 @@ class CurvatureDP(Segmenter):
         return Partition(bounds + region.start, curvature=kappa)
 
     def boundary_score(self, kappa: Tensor, surprisal: Tensor | None = None) -> Tensor:
-        """b of every position, float64 [T], from kappa [T] and surprisal [T] (None if its weight is
-        0).
+        """b of every position, float64 [T], from kappa [T] and surprisal [T] (None for weight 0).
 
         Raises `NonFiniteError` if either has NaN or infinity. Source: Eq. (S8).
         """

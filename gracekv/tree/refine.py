@@ -127,8 +127,7 @@ class SplitRule:
         return bool(self.cuts) or self.reward > 0
 
     def __call__(self, table: CostTable) -> tuple[Tensor, Tensor]:
-        """The two positions at which nodes of `table` are cut: int64 [V] each, relative to their
-        starts.
+        """The two cuts of each node of `table`: int64 [V] each, relative to the nodes' starts.
 
         Both are equal if a node is cut in two; otherwise the token between them is extracted.
         """

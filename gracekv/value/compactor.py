@@ -62,7 +62,7 @@ class Compactor(Scorer):
         return whole[:, region.start : region.end]
 
     def _probes(self, spans: PromptSpans, region: Region) -> range:
-        """The context without its sinks, or all of it if it consists of sinks only."""
+        """The context without its sinks, but at least its last position."""
         return range(min(max(self.sinks, spans.past), spans.context_end - 1), spans.context_end)
 
     def _attention(self, capture: LayerCapture, seen: range) -> Tensor:

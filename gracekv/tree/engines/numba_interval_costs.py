@@ -50,7 +50,7 @@ def _weighted_sum(x: Any, row: int, scores: Any, width: int, factor: Any, base: 
 
 @inner(fastmath={"reassoc", "contract"})
 def _visible_sum(errors: Any, row: int, inverse_sum: Any, u: int, first: int, stop: int) -> Any:
-    """sum over first <= q < stop of errors[row, q] / Z_q; other columns are not read."""
+    """sum over first <= q < stop of errors[row, q] / Z_q; other columns are ignored."""
     total, zero = np.float32(0.0), np.float32(0.0)
     for q in range(errors.shape[1]):
         total += (errors[row, q] if first <= q < stop else zero) * inverse_sum[u, q]

@@ -20,8 +20,7 @@ _LARGEST_BLOCK = 1024
 
 
 class TritonEvaluator(DistortionEvaluator):
-    """D of nodes in the heads of some layers, with a program per node, direction and block of
-    probes.
+    """D of nodes in the heads of some layers; one program per node, direction and probe block.
 
     Nodes may have any length; a node's costs do not depend on other nodes, bitwise.
 
