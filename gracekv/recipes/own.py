@@ -103,9 +103,9 @@ def _without(summary: str, label: str, pipeline: Mapping[str, Any]) -> Recipe:
     return Recipe(summary, f"paper, ablation {label}", pipeline)
 
 
-def _allocated(name: str, pipeline: Mapping[str, Any], by: str) -> dict[str, Recipe]:
+def _allocated(name: str, pipeline: Mapping[str, Any]) -> dict[str, Recipe]:
     """The recipe `name` with entries of several widths."""
-    summary = f"{name} with 4, 8 or all bits per number in each entry, by {by}"
+    summary = f"{name} with 4, 8 or all bits per number in each entry, by utility per byte"
     source = "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750"
     return {f"{name}-allocated": Recipe(summary, source, {**pipeline, **_ALLOCATED})}
 
@@ -132,14 +132,14 @@ OWN: Mapping[str, Recipe] = {
         "ours: equal shares, no multiplicities",
         {**_AGNOSTIC, "quota": "per_head", "fit": _EQUAL_FIT},
     ),
-    **_allocated("gracekv-plus", _PLUS, "utility per byte"),
-    **_allocated("gracekv-agnostic", _AGNOSTIC, "utility per byte"),
+    **_allocated("gracekv-plus", _PLUS),
+    **_allocated("gracekv-agnostic", _AGNOSTIC),
     "gracekv-agnostic-two-pass": Recipe(
         "gracekv-agnostic that also reads the context a second time, for lookups in it",
         "ours; second pass: Kim et al. 2025, KVzip, arXiv:2505.23416; the question is not read",
         _TWO_PASS,
     ),
-    **_allocated("gracekv-agnostic-two-pass", _TWO_PASS, "utility per byte"),
+    **_allocated("gracekv-agnostic-two-pass", _TWO_PASS),
     "gracekv-draft": Recipe(
         "gracekv-plus that also uses the attention of 16 drafted answer tokens",
         "ours: 16 decoding steps on the full cache come before compression",
