@@ -168,7 +168,7 @@ def _measures(metric: str) -> list[Measure]:
 
 
 def _tables(rows: list[Row], measures: list[Measure], against: str | None, format: str) -> str:
-    from gracekv.evaluate.formats import FORMATS, footer
+    from gracekv.evaluate.formats import FORMATS, about, footer
     from gracekv.evaluate.measures import MEASURES
     from gracekv.evaluate.tables import make_tables
 
@@ -185,7 +185,8 @@ def _tables(rows: list[Row], measures: list[Measure], against: str | None, forma
     texts = [FORMATS[format](table, x) for table, x in zip(tables, measures, strict=True)]
     if format == "markdown":
         return "\n".join([*texts, footer(rows)])
-    # One header for all.
+    # Beside the numbers; one header for all.
+    typer.echo("\n".join([*(about(x) for found in tables for x in found), footer(rows)]), err=True)
     return "".join(texts[:1] + [text.partition("\n")[2] for text in texts[1:]])
 
 

@@ -43,12 +43,15 @@ class Compaction(Configurable):
                     f"from 0; got {one!r}.{suggestion(str(one), ROLES)}"
                 )
 
-    def runs(self, tail: Sequence[tuple[str, int]], first: int) -> list[tuple[int, float]]:
+    def runs(
+        self, tail: Sequence[tuple[str, int]], first: int, least: int = 8
+    ) -> list[tuple[int, float]]:
         """The oldest messages to compress now, as runs of (tokens, ratio); empty if none are due.
 
         Args:
             tail: role and number of tokens of each uncompressed message.
             first: index of the first of them in the conversation.
+            least: entries per head that a run keeps at least.
         """
         if sum(tokens for _, tokens in tail) <= self.after:
             return []
@@ -60,8 +63,8 @@ class Compaction(Configurable):
         if runs and runs[-1][1] != 1 and runs[-1][0] < _SHORT:
             # It waits for later messages.
             runs.pop()
-        # At least 8 entries per head: recent windows need 4, which may be twice as wide.
-        return _joined((n, 1.0 if n < _SHORT else min(ratio, n / 8)) for n, ratio in runs)
+        sizes = ((n, 1.0 if n < _SHORT else min(ratio, n / least)) for n, ratio in runs)
+        return _joined((n, max(1.0, ratio)) for n, ratio in sizes)
 
 
 def _joined(runs: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:

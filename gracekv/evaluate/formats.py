@@ -27,7 +27,7 @@ def markdown(found: Sequence[Table], measure: Measure) -> str:
     for table in found:
         header = ["method", *(table.columns or (FULL,))]
         body = [_shown(table, measure, method) for method in table.methods]
-        parts += [f"### {table.title}: {measure.title}", _about(table), _grid(header, body)]
+        parts += [f"### {table.title}: {measure.title}", about(table), _grid(header, body)]
         if table.against:
             parts.append(_comparisons(table, measure))
     return "\n\n".join(parts) + "\n"
@@ -90,7 +90,8 @@ def _comparisons(table: Table, measure: Measure) -> str:
     )
 
 
-def _about(table: Table) -> str:
+def about(table: Table) -> str:
+    """One line: the model, the tasks, how many samples were averaged, and what is missing."""
     counts = {column: cell.samples for (_, column), cell in table.cells.items()}
     several = f"{max(counts.values(), default=0)} samples in all"
     if len(set(counts.values())) > 1:

@@ -133,7 +133,8 @@ def test_the_commands_from_model_to_table(cli, refused, model_folder, small_data
     assert "Difference from gracekv" in text
     file = tmp_path / "table.csv"
     shown = ["--metric", "score,kl", "--against", "gracekv", "--format", "csv"]
-    assert cli("table", out, *shown, "--out", file)[0] == 0
+    code, _, told = cli("table", out, *shown, "--out", file)
+    assert (code, "samples in all" in told) == (0, True)
     # Two metrics of two groups: five cells, and two differences.
     assert len(file.read_text().splitlines()) == 1 + 2 * 2 * (5 + 2)
     assert "'latex' is not one of 'markdown', 'csv'" in refused("table", out, "--format", "latex")

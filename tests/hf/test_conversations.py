@@ -96,8 +96,11 @@ def test_what_is_kept_keeps_all_its_entries(model, prompt):
         assert torch.equal(result.accounting.entries, book.accounting.entries + added)
 
 
-@pytest.mark.parametrize("ratio", [4, 16])
-def test_older_messages_may_be_compressed_far(book, ratio):
+@pytest.mark.parametrize(("ratio", "minimum"), [(4, 4), (16, 4), (16, 16)])
+def test_older_messages_may_be_compressed_far(model, prompt, ratio, minimum):
+    window = {"window": {"size": 32, "minimum": minimum}}
+    pipeline = gracekv.Pipeline.from_dict(window, base="gracekv-agnostic")
+    book = gracekv.compress(model, prompt, ratio=4, pipeline=pipeline)
     with book.chat(compact=gracekv.Compaction(after=64, ratio=ratio, recent=0)) as chat:
         for question in questions(4):
             chat.ask(question, max_new_tokens=12)
