@@ -142,9 +142,7 @@ def test_reports_read_results_and_never_the_reverse():
 
 
 def run_python(code: str) -> str:
-    done = fresh_python("-c", code, cwd=PACKAGE.parent)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return fresh_python("-c", code, cwd=PACKAGE.parent).stdout
 
 
 def test_import_is_light():

@@ -107,8 +107,7 @@ finally: print("\u20ac", {"torch", "transformers"} & set(sys.modules))
 )
 def test_help_and_a_mistyped_context_import_no_model_and_any_answer_is_shown(status, argv):
     """Signs that the output's encoding lacks are escaped."""
-    done = fresh_python("-c", COMMAND, *argv, PYTHONIOENCODING="latin-1")
-    assert done.returncode == status
+    done = fresh_python("-c", COMMAND, *argv, status=status, PYTHONIOENCODING="latin-1")
     assert ("Cannot read missing.txt" in done.stderr) == (status == 2)
     assert done.stdout.splitlines()[-1] == r"\u20ac set()"
 
@@ -204,7 +203,7 @@ def test_an_interrupt_leaves_no_trace(cli, calls, story, tmp_path, monkeypatch):
     assert not (tmp_path / "book").exists()
 
 
-BAD = [
+@pytest.mark.parametrize(("argv", "message"), [
     (["list", "--stage", "alocate"], "Did you mean 'allocate'?"),
     (["compress", "--context", "missing.txt"], "Cannot read missing.txt"),
     (["compress", "--ratio", "0.5"], "BudgetError: ratio says how many"),
@@ -212,10 +211,7 @@ BAD = [
     (["compress", "--pipeline", "missing.toml"], "Cannot read missing.toml"),
     (["compress", "--save", "a", "--report", "./a"], "must be different files"),
     (["compress"], "Missing option"),
-]
-
-
-@pytest.mark.parametrize(("argv", "message"), BAD)
+])  # fmt: skip
 def test_errors_are_one_message_and_status_2(refused, calls, story, argv, message):
     if len(argv) > 1 and argv[0] == "compress":
         context = [] if "--context" in argv else ["--context", story]

@@ -286,8 +286,6 @@ print("layer by layer:", len(result.generate_ids(4)[0]), result.accounting.full_
 
 @pytest.mark.long
 def test_a_context_whose_cache_does_not_fit_is_compressed_and_answers():
-    run = fresh_python("-c", LIMITED, 180)
-    assert run.returncode == 0, run.stderr[-2000:]
-    whole, streamed = run.stdout.splitlines()
+    whole, streamed = fresh_python("-c", LIMITED, 180).stdout.splitlines()
     assert re.match(r"whole: Capturing 2200 tokens ran out of memory.*enough for a prompt", whole)
     assert streamed == "layer by layer: 4 274"

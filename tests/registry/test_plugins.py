@@ -35,8 +35,7 @@ def installed(tmp_path_factory):
     shutil.copytree(ROOT / "examples" / "plugin", folder / "source")
     pip = ["-m", "pip", "install", "-q", "--disable-pip-version-check"]
     alone = ["--no-deps", "--no-build-isolation", "--no-index", "--target", folder / "site"]
-    done = fresh_python(*pip, *alone, folder / "source")
-    assert done.returncode == 0, done.stderr
+    fresh_python(*pip, *alone, folder / "source")
     return folder / "site"
 
 
@@ -48,19 +47,17 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-def python(code, *argv, site=None, folder=None):
-    """Run `code` in a fresh process: (status, stdout, stderr)."""
+def python(code, *argv, site=None, **options):
+    """Run `code` in a fresh process."""
     paths = os.pathsep.join(str(path) for path in (ROOT, site) if path is not None)
-    done = fresh_python("-c", code, *argv, cwd=folder, PYTHONPATH=paths, COLUMNS="200")
-    return done.returncode, done.stdout, done.stderr
+    return fresh_python("-c", code, *argv, PYTHONPATH=paths, COLUMNS="200", **options)
 
 
 def test_the_templates_own_tests_pass(installed):
     tests = ROOT / "examples" / "plugin" / "tests"
     code = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
     quiet = ("-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", tests)
-    status, out, err = python(code, *quiet, tests, site=installed)
-    assert status == 0, out + err
+    python(code, *quiet, tests, site=installed)
 
 
 SHELLS = """
@@ -76,9 +73,9 @@ for words in json.loads(sys.argv.pop()):
 """
 
 
-def shells(*commands, site=None):
+def shells(*commands, **options):
     """Run several commands in one fresh process, as `python`; the first that fails ends it."""
-    return python(SHELLS, json.dumps([[*map(str, words)] for words in commands]), site=site)
+    return python(SHELLS, json.dumps([[*map(str, words)] for words in commands]), **options)
 
 
 @pytest.mark.long
@@ -88,18 +85,13 @@ def test_an_installed_plugin_is_known_in_every_process(installed, model_folder, 
     asked = ["--context", story, "--question", "Who?", "--ratio", 2]
     saved = tmp_path / "saved.gracekv"
     model = ["--model", model_folder, "--max-new-tokens", 2]
-    status, out, err = shells(
-        ["list"], ["compress", *model, *asked, "--pipeline", "rare-tokens", "--save", saved],
-        site=installed,
-    )  # fmt: skip
-    assert status == 0, err
+    compress = ["compress", *model, *asked, "--pipeline", "rare-tokens", "--save", saved]
+    out = shells(["list"], compress, site=installed).stdout
     assert "rare_tokens" in out
     assert "rare-tokens" in out
-    status, _, err = shells(["generate", saved, *model], site=installed)
-    assert status == 0, err
+    shells(["generate", saved, *model], site=installed)
     # Where it is not installed, the file names what is missing.
-    status, _, err = shells(["generate", saved, *model])
-    assert status == 2
+    err = shells(["generate", saved, *model], status=2).stderr
     assert "gracekv_rare_tokens.rare_tokens" in err
     assert "gracekv-rare-tokens 0.1.0" in err
 
@@ -128,11 +120,9 @@ recipes.register("mine", recipes.Recipe("Mine", "a test", {"segment": "mine"}))
 def test_the_shell_imports_a_named_module(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "experiment.yaml").write_text("model: nothing\nimports: [mine]\n")
-    status, out, err = python(SHELL, "list", "--import", "mine", folder=tmp_path)
-    assert status == 0, err
-    assert "Slots of one length." in out
-    status, _, err = python(SHELL, "list", "--import", "yours", folder=tmp_path)
-    assert status == 2
+    done = python(SHELL, "list", "--import", "mine", cwd=tmp_path)
+    assert "Slots of one length." in done.stdout
+    err = python(SHELL, "list", "--import", "yours", cwd=tmp_path, status=2).stderr
     assert "PluginError: The module 'yours'" in err
     assert "Install its package" in err
 

@@ -9,9 +9,16 @@ from subprocess import CompletedProcess, run
 from typing import Any
 
 
-def fresh_python(*argv: Any, cwd: Path | None = None, **variables: str) -> CompletedProcess[str]:
-    """The ended process, its output as text; `variables` are added to its environment."""
-    return run(
+def fresh_python(
+    *argv: Any, cwd: Path | None = None, status: int | None = 0, **variables: str
+) -> CompletedProcess[str]:
+    """The ended process, its output as text; `variables` are added to its environment.
+
+    It must end with `status`; None allows any.
+    """
+    done = run(
         [sys.executable, *map(str, argv)], capture_output=True, text=True, check=False, cwd=cwd,
         env=os.environ | variables,
     )  # fmt: skip
+    assert status in (None, done.returncode), (done.stdout + done.stderr)[-3000:]
+    return done
