@@ -13,7 +13,6 @@ from support import link_requirements, lowest_versions
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = sorted(PROJECT["optional-dependencies"])
 
 
 def numbers(version):
@@ -35,7 +34,7 @@ def pins():
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
 def test_lowest_versions_are_at_most_the_pinned_ones(extra):
     found = {n: v for n, v in lowest_versions.lowest([extra]).items() if n in pins()}
     assert {"torch", "numpy"} <= found.keys()

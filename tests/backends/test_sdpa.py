@@ -12,8 +12,6 @@ from gracekv.testing.attention import TOLERANCES, attention_problem, check_atten
 from support.covering import LONG
 from support.draws import SEEDS, bools, ints, lists, some
 
-KERNELS = [Sdpa(), Sdpa(kernel="plain")]
-
 
 def prepared(problem):
     return dataclasses.replace(problem, packed=Sdpa().prepare(problem.packed))
@@ -27,7 +25,7 @@ def threads(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("backend", KERNELS, ids=repr)
+@pytest.mark.parametrize("backend", [Sdpa(), Sdpa(kernel="plain")], ids=repr)
 @settings(max_examples=30 if LONG else 12)
 @given(
     seed=SEEDS, lengths=lists(ints(0, 3) | ints(0, 400), min_size=1, max_size=4),

@@ -15,7 +15,6 @@ from gracekv.evaluate.sources import Sources, ruler_forms
 from gracekv.evaluate.tasks import Task
 from gracekv.evaluate.texts import largest
 
-NIAH = [name for name in ruler.TASKS if name.startswith("niah")]
 # The smallest unit that a task can add, in tokens of the test tokenizer, where it exceeds 2 %.
 UNIT = {"niah_multikey_2": 45, "niah_multikey_3": 140, "qa_1": 60, "qa_2": 80}
 
@@ -59,7 +58,7 @@ def test_a_prompt_leaves_no_slot_of_its_template_open(make, name):
     assert all(answer.strip() for answer in sample.answers)
 
 
-@pytest.mark.parametrize("name", NIAH)
+@pytest.mark.parametrize("name", [name for name in ruler.TASKS if name.startswith("niah")])
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=5)
 def test_every_needle_is_present_once_and_the_answer_is_derivable(make, name, seed):

@@ -19,7 +19,6 @@ from support.families import FAMILIES
 from support.greedy_decoding import greedy, plain_answer
 from support.margins import assert_same_beams, assert_same_steps, assert_same_tokens, logits_over
 
-MIXED = [name for name, family in FAMILIES.items() if family.is_mixed]
 WINDOW, VOCABULARY = 24, 300
 IDS = torch.arange(100) * 13 % VOCABULARY
 PROMPT = gracekv.Prompt.from_ids(IDS, (4, 90))
@@ -35,7 +34,7 @@ def model_of(family, **options):
     return FAMILIES[family].model(vocabulary=VOCABULARY, **options)
 
 
-@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.is_mixed])
 def test_questions_turns_and_passages_at_ratio_one_are_the_stock_model(family, tokenizer):
     """Several tokens at once over every kind of layer: questions, further turns, extensions."""
     model, plain = model_of(family), model_of(family)

@@ -103,7 +103,7 @@ def test_duplicate_names_are_refused():
     assert TOYS.get("ball") is Ball
 
 
-WRONG = [
+@pytest.mark.parametrize(("fields", "message"), [
     ({"speed": "fast"}, r"Top\.speed takes a number; got 'fast'"),
     ({"speed": True}, r"Top\.speed takes a number"),
     ({"twists": 2.0}, r"Top\.twists takes a whole number; got 2\.0"),
@@ -125,10 +125,7 @@ WRONG = [
     ({"pair": [1.0, 2]}, r"Top\.pair takes a whole number; got 1\.0"),
     ({"pair": [1]}, r"Top\.pair takes 2 items; got \(1,\)"),
     ({"pair": [1, 2, 3]}, r"Top\.pair takes 2 items; got \(1, 2\.0, 3\)"),
-]
-
-
-@pytest.mark.parametrize(("fields", "message"), WRONG)
+])  # fmt: skip
 def test_bad_configurations_say_what_is_allowed(fields, message):
     with pytest.raises(ConfigError, match=message) as caught:
         TOYS.build("top", **fields)

@@ -119,7 +119,7 @@ def other_spans(make):
     return result
 
 
-WRONG = [
+@pytest.mark.parametrize(("results", "answers", "message"), [
     (lambda make: {}, None, "at least one result; got none"),
     (lambda make: {"a": make("snapkv", 3), "b": other_spans(make)}, None, "different contexts"),
     (lambda make: {"a": make("snapkv", 3), "b": make("snapkv", 3, layers=3)}, None, "KV heads"),
@@ -128,10 +128,7 @@ WRONG = [
     (lambda make: {"a": make("snapkv", 3)}, {"a": ["b", "c"]}, "An answer is a string; got list"),
     (lambda make: ["page.html"], None, r"a result of gracekv\.compress .*; got str"),
     (lambda make: {"a": make("snapkv", 3)}, {"z": "no"}, "keyed by label: a; got z"),
-]
-
-
-@pytest.mark.parametrize(("results", "answers", "message"), WRONG)
+])  # fmt: skip
 def test_what_cannot_stand_side_by_side(make, tmp_path, results, answers, message):
     with pytest.raises(ReportError, match=message):
         compare(results(make), tmp_path / "page.html", answers=answers)

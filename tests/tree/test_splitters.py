@@ -19,15 +19,6 @@ from support.interval_costs import evaluator_of
 from support.splits import assert_same_splits
 from support.trees import tree_context, with_floor
 
-REFINERS_WITH_A_RULE = [
-    BinaryExtract(),
-    BinaryExtract(candidates=3, reward=0.5),
-    BinaryExtract(candidates=0, reward=0.0),
-    Binary(candidates=5),
-    Binary(candidates=0, reward=0.3),
-    Extract(),
-]
-
 
 def problem(seed: int, slots: int, floor: bool, tied: bool) -> TreeContext:
     """Slots of a few tokens up to all of them; curvatures and floor scores full of ties."""
@@ -43,7 +34,11 @@ def problem(seed: int, slots: int, floor: bool, tied: bool) -> TreeContext:
     return with_floor(context, seed) if floor else context
 
 
-@pytest.mark.parametrize("refiner", REFINERS_WITH_A_RULE, ids=repr)
+@pytest.mark.parametrize("refiner", [
+    BinaryExtract(), BinaryExtract(candidates=3, reward=0.5),
+    BinaryExtract(candidates=0, reward=0.0), Binary(candidates=5),
+    Binary(candidates=0, reward=0.3), Extract(),
+], ids=repr)  # fmt: skip
 @settings(max_examples=15)
 @given(seed=st.integers(0, 9999), slots=st.integers(1, 12), floor=st.booleans(), tied=st.booleans())
 @example(seed=381, slots=1, floor=False, tied=False)  # no root splits

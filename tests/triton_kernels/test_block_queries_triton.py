@@ -11,13 +11,11 @@ from gracekv.prefill.observer import TokenRun
 from gracekv.value import block_replay
 from gracekv.value.block_replay import BlockReplaySums
 
-CASES = [
+
+@pytest.mark.parametrize(("count", "dim", "near", "past", "dtype", "interleaved"), [
     (130, (16, 16), 5, 0, torch.float32, False), (70, (20, 8), 64, 9, torch.bfloat16, True),
     (1, (80, 64), 1, 0, torch.float16, False), (200, (16, 16), 300, 9, torch.bfloat16, False),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("count", "dim", "near", "past", "dtype", "interleaved"), CASES)
+])  # fmt: skip
 def test_sums_equal_those_of_torch(count, dim, near, past, dtype, interleaved):
     made, (dim, rotary), end = torch.Generator().manual_seed(count), dim, count + 9
     queries = torch.randn(6, end, dim, generator=made).to(dtype)

@@ -131,7 +131,7 @@ def call(**changes):
     return ask(BACKEND, replace(p, **{name: change(p) for name, change in changes.items()}))
 
 
-MISFITS = [
+@pytest.mark.parametrize(("changes", "message"), [
     ({"query": lambda p: p.query[..., :32]}, "of dimension 32"),
     ({"query": lambda p: p.query.half()}, r"queries in torch\.float16"),
     ({"query": lambda p: p.query[:, :3]}, "equal groups for 2 KV heads; got 3"),
@@ -140,10 +140,7 @@ MISFITS = [
     ({"rows": lambda p: torch.zeros(3, dtype=torch.int64)}, r"rows \[3\]"),
     ({"values": lambda p: p.values[:, :, :2]}, r"\[2, G, S, 64\]"),
     ({"mask": lambda p: torch.ones(2, 1, 1, 2, dtype=torch.bool)}, r"mask is \[2, 1, 1, 3\]"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), MISFITS)
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_before_a_kernel_reads_it(changes, message):
     call()
     with pytest.raises(ShapeError, match=message):

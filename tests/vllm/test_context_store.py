@@ -16,13 +16,11 @@ from gracekv.vllm.served_model import model_facts
 from gracekv.vllm.stored_context import heads_of_rank
 from support.forged_contexts import signed
 
-NAMES = [
+
+@pytest.mark.parametrize("name", [
     "../store/c0", "/etc", "", ".", "c0/..", "a\\b", None, 3, ["c0"], "c0\n", "c0\0", "c\u0660",
     "nul", "CON.txt", "com1", "c0.", "c" * 129, "\ud800",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES)
+])  # fmt: skip
 def test_no_name_leaves_the_store(root, name):
     store = ContextStore(root)
     for use in (store.load, store.header, lambda name: store.admit({"gracekv": name})):
@@ -87,9 +85,7 @@ def forge(folder, **changes):
 
 
 @pytest.mark.parametrize(("damage", "said"), [
-    (cut, "are damaged"),
-    (flip, "are damaged"),
-    (exchange, "are damaged"),
+    (cut, "are damaged"), (flip, "are damaged"), (exchange, "are damaged"),
     (lambda folder: entries(folder).unlink(), "are damaged"),
     (lambda folder: (folder / "header.json").write_text("{"), "cannot be read"),
     (lambda folder: (folder / "header.json").write_text("[" * 10**6), "cannot be read"),
