@@ -34,18 +34,17 @@ def test_the_configs_can_be_read_and_say_what_is_seen(suite, name):
 
 def test_no_sample_is_in_both_agnostic_halves():
     """By seed where texts are made here, else by number."""
-    found = []
-    for name in AGNOSTIC:
-        found.append(
-            {
-                (task.name, None if given else task.seed, index if given else None)
-                for panel in Experiment.load(BENCHMARKS / name).panels
-                for task in panel.all_tasks()
-                for given in [task.name in ("ruler:qa_1", "ruler:qa_2", "shared_context:squad")
-                              or task.length is None]
-                for index in range(panel.first, panel.first + panel.samples)
-            }
-        )  # fmt: skip
+    found = [
+        {
+            (task.name, None if given else task.seed, index if given else None)
+            for panel in Experiment.load(BENCHMARKS / name).panels
+            for task in panel.all_tasks()
+            for given in [task.name in ("ruler:qa_1", "ruler:qa_2", "shared_context:squad")
+                          or task.length is None]
+            for index in range(panel.first, panel.first + panel.samples)
+        }
+        for name in AGNOSTIC
+    ]  # fmt: skip
     assert all(found)
     assert not found[0] & found[1]
 

@@ -49,8 +49,7 @@ def evicted(cache, seed):
         keep[:, -1] = True
         starts, keep = offsets(keep.sum(dim=1)), keep.flatten()
         kept = (x[keep] for x in (layer.keys, layer.values, layer.positions))
-        log_m = torch.rand(int(keep.sum()), generator=rng) * 5
-        layers.append(RaggedEntries(*kept, log_m, starts))
+        layers.append(RaggedEntries(*kept, 5 * torch.rand(int(keep.sum()), generator=rng), starts))
     return RaggedCache(tuple(layers), cache.length)
 
 

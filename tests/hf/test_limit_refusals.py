@@ -15,7 +15,7 @@ SMALL = {"entries_per_head": 80, "every": 16, "window": 8}
 MODEL = {"positions": 16384}
 
 
-REFUSED = [
+@pytest.mark.parametrize(("sizes", "error", "said"), [
     ({"entries_per_head": 20}, BudgetError, "entries_per_head of at least"),
     ({"ratio": 3}, BudgetError, "no ratio works"),
     ({"kv_bytes": 4000}, BudgetError, "leaves 0 entries per head.*kv_bytes of at least"),
@@ -23,10 +23,7 @@ REFUSED = [
     ({"entries_per_head": 50}, BudgetError, "keeps the prompt"),
     ({"entries_per_head": 50, "strategy": Guarded(Fitted())}, BudgetError, "keeps the prompt"),
     ({"entries_per_head": 50, "strategy": "attention"}, BudgetError, "have no scores"),
-]
-
-
-@pytest.mark.parametrize(("sizes", "error", "said"), REFUSED)
+])  # fmt: skip
 def test_a_limit_below_what_must_stay_names_the_least(model, sizes, error, said):
     whole = gracekv.compress(model, PROMPT, ratio=1)
     with pytest.raises(error, match=said):
@@ -59,8 +56,7 @@ def test_bad_limits_are_refused(fields, said):
 
 def test_modes_that_go_back_or_are_static_are_refused_before_any_token(model, result, monkeypatch):
     fed, limit = fed_shapes(model, monkeypatch), Limit(**SMALL)
-    assistant = {"assistant_model": tiny_model(**MODEL)}
-    for options in (assistant, {"prompt_lookup_num_tokens": 3}):
+    for options in ({"assistant_model": tiny_model(**MODEL)}, {"prompt_lookup_num_tokens": 3}):
         with pytest.raises(CacheError, match="Assisted decoding and prompt lookup"):
             result.generate_ids(40, limit=limit, **options)
     with pytest.raises(CacheError, match="static tail"):

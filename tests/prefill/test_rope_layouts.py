@@ -84,9 +84,8 @@ def test_trees_of_a_layer_without_rope_are_those_of_an_identity_table(engine):
     turned = pipeline.run(plain, Budget.ratio(4))
     none = pipeline.run(dataclasses.replace(plain, rope=still), Budget.ratio(4))
     roots, layers = len(got.forest.drop), plain.layers
-    of_layer = torch.arange(roots) // (roots // layers)
     for layer, want in ((0, turned), (1, none)):
-        own = of_layer == layer
+        own = torch.arange(roots) // (roots // layers) == layer
         got_roots, want_roots = (x.forest.distortion[:roots][own] for x in (got, want))
         torch.testing.assert_close(got_roots, want_roots, rtol=1e-4, atol=1e-6)
     assert not torch.allclose(none.forest.distortion[:roots], turned.forest.distortion[:roots])

@@ -43,10 +43,9 @@ class Tally:
     def line(self, commit):
         """The test's line of the page."""
         what = self.name.removeprefix("test_").replace("_", " ")
-        minutes = (time.monotonic() - self.began) / 60
         return (
             f"| {what} | {self.outcomes.total():,} | {self.counts()} | {self.slowest:.2f} | "
-            f"{minutes:.1f} | {commit} |"
+            f"{(time.monotonic() - self.began) / 60:.1f} | {commit} |"
         )
 
 

@@ -37,25 +37,23 @@ class Case:
 
     def layers(self):
         """Per layer what a press takes: module, hidden states, keys, values that tell positions."""
-        embeddings = (self.prefill.rope.cos[None], self.prefill.rope.sin[None])
         for layer, block in enumerate(self.model.model.layers):
             keys = self.prefill.keys[layer][None]
             told = torch.arange(self.length).float()[None, None, :, None].expand_as(keys)
             yield (
                 block.self_attn, self.inputs[layer], keys, told,
-                {"position_embeddings": embeddings},
+                {"position_embeddings": (self.prefill.rope.cos[None], self.prefill.rope.sin[None])},
             )  # fmt: skip
 
 
 def case_of(model, ids):
-    inputs, hooks = [], []
-    for block in model.model.layers:
-        hooks.append(
-            block.self_attn.register_forward_pre_hook(
-                lambda module, args, kwargs: inputs.append(kwargs["hidden_states"]),
-                with_kwargs=True,
-            )
-        )
+    inputs = []
+
+    def note(module, args, kwargs):
+        inputs.append(kwargs["hidden_states"])
+
+    attentions = [block.self_attn for block in model.model.layers]
+    hooks = [x.register_forward_pre_hook(note, with_kwargs=True) for x in attentions]
     try:
         prompt = Prompt.from_ids(ids, context=(0, len(ids)))
         observers = frozenset({ReceivedAttention(), WrittenNorms()})

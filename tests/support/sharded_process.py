@@ -106,12 +106,10 @@ def message(call):
 def findings(folder, ranks):
     """Start `ranks` processes in `folder`: what each of them found."""
     variables = {
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
+        "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(gracekv.__file__).parents[1]), *sys.path]),
-    }
+    }  # fmt: skip
     command = [sys.executable, __file__, str(folder)]
     started = subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
     try:
@@ -192,8 +190,7 @@ def every_check(model, folder, rank):
     found["other passage"] = message(lambda: book.extend([1, 2, rank // 3] * 9, ratio=2))
     found["other answer"] = message(lambda: result.generate_ids(2 + rank // 3))
     found["too small"] = message(lambda: compressed(model, ratio=1000 if rank == 1 else RATIO))
-    place = folder / "x" if rank else "/proc/no/file"
-    found["no folder"] = message(lambda: result.save(place))
+    found["no folder"] = message(lambda: result.save(folder / "x" if rank else "/proc/no/file"))
     stock = gracekv.value.ValueNorm.layer
 
     def broken(self, capture, region, memory):

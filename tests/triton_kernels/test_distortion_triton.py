@@ -101,9 +101,7 @@ def test_a_node_does_not_depend_on_others_and_repeats_to_the_bit():
         outside[row : row + length] = False
     for name in ("exponentials", "unrotated_keys", "key_norms", "values", "scores"):
         evaluator._arguments[name][outside] = torch.nan
-    again = evaluator(nodes)
-    alone = evaluator(nodes[:1])
-    for other, rows in ((again, slice(2)), (alone, slice(1))):
+    for other, rows in ((evaluator(nodes), slice(2)), (evaluator(nodes[:1]), slice(1))):
         real = torch.arange(21) < nodes.length[rows, None]
         for name in ("prefix", "suffix", "mass"):
             assert torch.equal(getattr(other, name)[real], getattr(costs, name)[rows][real]), name

@@ -22,10 +22,8 @@ def test_a_step_of_all_kinds_of_requests(dtype):
 
 
 @pytest.mark.parametrize(("dim", "group", "block", "layout", "dtype"), [
-    (64, 1, 16, LAYOUTS[0], torch.float32),
-    (80, 7, 32, LAYOUTS[1], torch.bfloat16),
-    (128, 4, 48, LAYOUTS[2], torch.float16),
-    (64, 2, 16, LAYOUTS[1], torch.float32),
+    (64, 1, 16, LAYOUTS[0], torch.float32), (80, 7, 32, LAYOUTS[1], torch.bfloat16),
+    (128, 4, 48, LAYOUTS[2], torch.float16), (64, 2, 16, LAYOUTS[1], torch.float32),
 ])  # fmt: skip
 def test_shapes_and_layouts(dim, group, block, layout, dtype):
     requests = [("b", 50, 4), ("a", 18, 1), (None, 3, 3)]
@@ -64,8 +62,7 @@ def test_long_questions_need_no_slots():
 
 def test_requests_of_a_context_share_its_entries():
     requests = [("a", 9, 1), ("b", 9, 1), ("a", 20, 1), ("a", 4, 1)]
-    step = paged_step(3, {"a": [30, 5], "b": [9, 9]}, requests, group=4)
-    units = plan(step).units
+    units = plan(paged_step(3, {"a": [30, 5], "b": [9, 9]}, requests, group=4)).units
     assert units[units[:, 0] >= 0][:, 3].tolist() == [12, 4]
 
 
