@@ -88,19 +88,14 @@ TABLE = {
     "bytes in cubits": (lambda: compress(kv_bytes="3 cubits"), BudgetError, "'64MiB'"),
     "budget below the window": (lambda: run(30), BudgetError, "at most 24"),
     "bytes below the window": (lambda: compress(kv_bytes=1), BudgetError, "at least"),
-    "recipe misspelt": (
-        lambda: compress(ratio=2, pipeline="gracekw"), UnknownStrategyError, "mean 'gracekv'"
-    ),
-    "recipe as a press": (
-        lambda: compress(ratio=2, pipeline="AdaKVPress"), UnknownStrategyError, "mean 'ada-snapkv'"
-    ),
-    "strategy misspelt": (
-        lambda: Pipeline.from_dict({"refine": "binary_extrat"}),
-        UnknownStrategyError, "Did you mean 'binary_extract'",
-    ),
-    "stage misspelt": (
-        lambda: Pipeline.from_dict({"reffine": "binary"}), ConfigError, "Did you mean 'refine'"
-    ),
+    "recipe misspelt": (lambda: compress(ratio=2, pipeline="gracekw"), UnknownStrategyError,
+        "mean 'gracekv'"),
+    "recipe as a press": (lambda: compress(ratio=2, pipeline="AdaKVPress"), UnknownStrategyError,
+        "mean 'ada-snapkv'"),
+    "strategy misspelt": (lambda: Pipeline.from_dict({"refine": "binary_extrat"}),
+        UnknownStrategyError, "Did you mean 'binary_extract'"),
+    "stage misspelt": (lambda: Pipeline.from_dict({"reffine": "binary"}), ConfigError,
+        "Did you mean 'refine'"),
     "keys NaN": (lambda: poisoned("keys", float("nan")), NonFiniteError, "bfloat16"),
     "values infinite": (lambda: poisoned("values", float("inf")), NonFiniteError, "layer 1"),
     "queries NaN": (lambda: poisoned("queries", float("nan")), NonFiniteError, "weights"),
@@ -110,54 +105,40 @@ TABLE = {
     "no RoPE": (lambda: compress(without_rope(), ratio=2), UnsupportedModelError, "rotary"),
     "sliding window": (
         lambda: compress(other_model(transformers.MistralConfig, sliding_window=8), ratio=2),
-        UnsupportedModelError, "sliding window of 8",
-    ),
+        UnsupportedModelError, "sliding window of 8"),
     "attention modules of other names": (
-        lambda: compress(other_model(transformers.GPTNeoXConfig), ratio=2),
-        UnsupportedModelError, "without the modules self_attn",
-    ),
-    "training mode": (
-        lambda: compress(tiny_llama().train(), ratio=2), UnsupportedModelError, r"model\.eval\(\)"
-    ),
+        lambda: compress(other_model(transformers.GPTNeoXConfig), ratio=2), UnsupportedModelError,
+        "without the modules self_attn"),
+    "training mode": (lambda: compress(tiny_llama().train(), ratio=2), UnsupportedModelError,
+        r"model\.eval\(\)"),
     "not a model": (lambda: compress(object(), ratio=2), UnsupportedModelError, "got object"),
-    "a base model": (
-        lambda: compress(tiny_llama().model, ratio=2), UnsupportedModelError, "AutoModelForCausalLM"
-    ),
-    "a text for a prompt": (
-        lambda: gracekv.compress(tiny_llama(), "text", ratio=2), PromptError, "list of Prompts or"
-    ),
-    "a length to compress": (
-        lambda: compress(ratio=2, max_new_tokens=8), BudgetError, r"result\.generate\(max_new_tok"
-    ),
-    "max_length": (
-        lambda: compress(ratio=4).generate_ids(max_length=9), ConfigError, "as max_new_tokens"
-    ),
-    "no model to load for": (
-        lambda: gracekv.load("a.gracekv", None), UnsupportedModelError, "got NoneType"
-    ),
+    "a base model": (lambda: compress(tiny_llama().model, ratio=2), UnsupportedModelError,
+        "AutoModelForCausalLM"),
+    "a text for a prompt": (lambda: gracekv.compress(tiny_llama(), "text", ratio=2), PromptError,
+        "list of Prompts or"),
+    "a length to compress": (lambda: compress(ratio=2, max_new_tokens=8), BudgetError,
+        r"result\.generate\(max_new_tok"),
+    "max_length": (lambda: compress(ratio=4).generate_ids(max_length=9), ConfigError,
+        "as max_new_tokens"),
+    "no model to load for": (lambda: gracekv.load("a.gracekv", None), UnsupportedModelError,
+        "got NoneType"),
     "no model to detach": (lambda: detach(3), UnsupportedModelError, "got int"),
     "no file to load": (lambda: gracekv.load(None, tiny_llama()), ConfigError, "file name is"),
     "no file to save to": (lambda: compress(ratio=4).save(None), ConfigError, "got NoneType"),
     "no capture options": (lambda: compress(ratio=4, capture=None), ConfigError, "CaptureOptions"),
-    "no options": (
-        lambda: gracekv.capture(tiny_llama(), prompt(), options=None), ConfigError, "CaptureOptions"
-    ),
-    "needs by name": (
-        lambda: gracekv.capture(tiny_llama(), prompt(), needs="all"), ConfigError, "Needs; got str"
-    ),
-    "progress that cannot be called": (
-        lambda: gracekv.CaptureOptions(progress=3), ConfigError, "takes a function; got 3"
-    ),
-    "no prefill": (
-        lambda: Pipeline.named("snapkv").run(None, Budget.ratio(4)), ConfigError, "got NoneType"
-    ),
-    "a number for a budget": (
-        lambda: Pipeline.named("snapkv").run(synthetic_prefill(), 4), ConfigError, r"ratio\(8\)"
-    ),
+    "no options": (lambda: gracekv.capture(tiny_llama(), prompt(), options=None), ConfigError,
+        "CaptureOptions"),
+    "needs by name": (lambda: gracekv.capture(tiny_llama(), prompt(), needs="all"), ConfigError,
+        "Needs; got str"),
+    "progress that cannot be called": (lambda: gracekv.CaptureOptions(progress=3), ConfigError,
+        "takes a function; got 3"),
+    "no prefill": (lambda: Pipeline.named("snapkv").run(None, Budget.ratio(4)), ConfigError,
+        "got NoneType"),
+    "a number for a budget": (lambda: Pipeline.named("snapkv").run(synthetic_prefill(), 4),
+        ConfigError, r"ratio\(8\)"),
     "no tokenizer": (lambda: Prompt.from_chat(None, context="a b"), PromptError, "from_ids"),
-    "a template that raises": (
-        lambda: chat_by("{{ raise_exception('no system') }}"), PromptError, "no system. Render"
-    ),
+    "a template that raises": (lambda: chat_by("{{ raise_exception('no system') }}"), PromptError,
+        "no system. Render"),
     "a template that fails": (lambda: chat_by("{{ 1 / 0 }}"), PromptError, "division by zero"),
     "a template of bad syntax": (lambda: chat_by("{% broken"), PromptError, "unknown tag"),
     "a template without such messages": (
@@ -168,8 +149,7 @@ TABLE = {
     ),
     "a cache of another kind": (
         lambda: compress(ratio=4).generate_ids(2, cache_implementation="static"), ConfigError,
-        "Leave out cache_implementation: ids, mask and cache are those of the compressed prompt",
-    ),
+        "Leave out cache_implementation: ids, mask and cache are those of the compressed prompt"),
 }
 # fmt: on
 

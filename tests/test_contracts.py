@@ -48,12 +48,10 @@ class Spoiled(Scorer):
 
 FAULTS = {"draws": lambda _: torch.rand(1), "writes": lambda prefill: prefill.keys[0].mul_(1)}
 SPOILED = {
-    "negative": lambda scores: scores - 1,
-    "double": lambda scores: scores.double(),
-    "shape": lambda scores: scores[:1],
-    "random": lambda scores: scores + torch.rand(scores.shape),
+    "negative": lambda scores: scores - 1, "double": lambda scores: scores.double(),
+    "shape": lambda scores: scores[:1], "random": lambda scores: scores + torch.rand(scores.shape),
     "compares": lambda scores: scores / scores.mean(),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -63,11 +61,8 @@ def spoiled(monkeypatch):
 
 
 @pytest.mark.parametrize(("fault", "message"), [
-    ("negative", "scores hold < 0"),
-    ("double", "scores must be float32"),
-    ("sum", "add up to 1"),
-    ("shape", "scores must be"),
-    ("random", "differ between two calls"),
+    ("negative", "scores hold < 0"), ("double", "scores must be float32"), ("sum", "add up to 1"),
+    ("shape", "scores must be"), ("random", "differ between two calls"),
     ("draws", "global generator was used"),
     ("compares", "'spoiled' compares layers: its scores of layer 0 differ"),
     ("writes", "tensors were modified"),

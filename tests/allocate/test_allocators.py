@@ -34,16 +34,11 @@ def auctions(draw, slots=5, slot_tokens=20):
     """A start (often with a floor) and a quota (often none)."""
     seed = draw(SEEDS)
     forest = random_forest(
-        seed,
-        layers=draw(ints(1, 2)),
-        heads=draw(ints(1, 3)),
-        slots=draw(ints(1, slots)),
-        slot_tokens=draw(ints(1, slot_tokens)),
-        gains=draw(some(GAINS)),
-        explode=draw(some([0.0, 0.1, 0.4])),
-        prune=draw(some([0.0, 0.2])),
+        seed, layers=draw(ints(1, 2)), heads=draw(ints(1, 3)), slots=draw(ints(1, slots)),
+        slot_tokens=draw(ints(1, slot_tokens)), gains=draw(some(GAINS)),
+        explode=draw(some([0.0, 0.1, 0.4])), prune=draw(some([0.0, 0.2])),
         whole=draw(some([0.0, 0.4])),
-    )
+    )  # fmt: skip
     count = int(forest.end.max() - forest.start.min())
     budget = draw(ints(0, int(Operations.of(forest).cost.sum()) + 1))
     quota = None

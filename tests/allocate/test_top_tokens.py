@@ -48,13 +48,10 @@ def test_the_auction_over_trees_keeps_the_same_tokens(seed, kind, weights, budge
     }[weights]
     quota = torch.randint(0, REGION.length + 5, (3, 2), generator=generator) if capped else None
     context = TreeContext(
-        prefill=PREFILL,
-        partition=Partition(torch.arange(REGION.start, REGION.end + 1)),
-        scores=scores,
-        seed_scores=torch.zeros(REGION.length),
-        sensitivity=omega,
+        prefill=PREFILL, partition=Partition(torch.arange(REGION.start, REGION.end + 1)),
+        scores=scores, seed_scores=torch.zeros(REGION.length), sensitivity=omega,
         rule=PrototypeRule(),
-    )
+    )  # fmt: skip
     forest = build_forest(context, Unit(), LeafOnly())
     slow = Greedy(elastic=elastic)(Frontier.empty(forest, budget), quota)
     kept = top_tokens(scores, omega, budget, quota, elastic=elastic)
@@ -87,12 +84,9 @@ def test_recipes_need_no_trees_and_keep_the_same_entries(recipe, ratio):
 
 
 OTHERS = {
-    "floor": "singleton",
-    "distortion": "prototype",
-    "allocate": "lagrangian",
-    "segment": {"name": "uniform", "target_length": 2},
-    "certify": True,
-}
+    "floor": "singleton", "distortion": "prototype", "allocate": "lagrangian",
+    "segment": {"name": "uniform", "target_length": 2}, "certify": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("field", OTHERS)

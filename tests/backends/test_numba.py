@@ -108,12 +108,9 @@ def test_a_continuation_does_not_depend_on_the_others():
 def test_a_nan_is_not_hidden(where, softcap):
     layer, query, keys, values = drawn(6, [40, 40], 2, 1, 12)
     of = {
-        "query": query[0, 2, 0],
-        "packed key": layer.keys[55],
-        "packed value": layer.values[55],
-        "tail key": keys[0, 1, 8],
-        "tail value": values[0, 1, 8],
-    }
+        "query": query[0, 2, 0], "packed key": layer.keys[55], "packed value": layer.values[55],
+        "tail key": keys[0, 1, 8], "tail value": values[0, 1, 8],
+    }  # fmt: skip
     of[where][:] = math.nan
 
     output = read(query, layer, keys, values, softcap=softcap)

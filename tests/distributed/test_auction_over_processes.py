@@ -27,16 +27,10 @@ def part(forest, shard):
         )
     }  # fmt: skip
     own = dataclasses.replace(
-        forest,
-        heads=heads,
-        shard=shard,
-        tree=tree[forest.tree[nodes]],
-        parent=number[forest.parent[nodes]],
-        first_child=number[forest.first_child[nodes]],
-        drop=forest.drop[trees],
-        add_gain=forest.add_gain[trees],
-        **kept,
-    )
+        forest, heads=heads, shard=shard, tree=tree[forest.tree[nodes]],
+        parent=number[forest.parent[nodes]], first_child=number[forest.first_child[nodes]],
+        drop=forest.drop[trees], add_gain=forest.add_gain[trees], **kept,
+    )  # fmt: skip
     return own, nodes, trees
 
 

@@ -52,13 +52,10 @@ def test_allocated_widths(seed, ranks, kind, share):
         heads = HEADS // shard.ranks
         unit = layer * heads + head - shard.rank * heads
         part = dataclasses.replace(
-            entries,
-            worth=entries.worth[own],
-            head=unit,
+            entries, worth=entries.worth[own], head=unit,
             loss=shard.own_heads(entries.loss.view(LAYERS, HEADS, -1), 1).flatten(0, 1),
-            fixed=entries.fixed[own],
-            place=shard.among_all(unit, heads) * 13 + within[own],
-        )
+            fixed=entries.fixed[own], place=shard.among_all(unit, heads) * 13 + within[own],
+        )  # fmt: skip
         return own, allocated_widths(part, costs, budget, shard)
 
     for own, level in in_threads(ranks, one):
@@ -92,10 +89,8 @@ def test_affordable_against_its_definition(seed, ranks):
 
 
 @pytest.mark.parametrize(("offers", "first"), [
-    ([(0.5, 3, 7), (0.5, 1, 9), (0.25, 0, 2)], (1, 9)),
-    ([(0.5, 1, 9), (0.5, 3, 7), None], (0, 9)),
-    ([None, (0.0, 8, -4), None], (1, -4)),
-    ([None, None, None], None),
+    ([(0.5, 3, 7), (0.5, 1, 9), (0.25, 0, 2)], (1, 9)), ([(0.5, 1, 9), (0.5, 3, 7), None], (0, 9)),
+    ([None, (0.0, 8, -4), None], (1, -4)), ([None, None, None], None),
 ])  # fmt: skip
 def test_equal_offers_go_to_the_earlier(offers, first):
     assert in_threads(3, lambda shard: first_offer(offers[shard.rank], shard)) == [first] * 3

@@ -69,14 +69,9 @@ def reader(tiny, tmp_path, monkeypatch):
     def short(experiment, *args, **kwargs):
         panel = experiment.panels[0]
         panel = dataclasses.replace(
-            panel,
-            tasks=panel.tasks[:1],
-            lengths=panel.lengths[:1],
-            ratios=panel.ratios[:1],
-            entries=panel.entries[: 0 if panel.ratios else 1],
-            samples=1,
-            max_new_tokens=4,
-        )
+            panel, tasks=panel.tasks[:1], lengths=panel.lengths[:1], ratios=panel.ratios[:1],
+            entries=panel.entries[: 0 if panel.ratios else 1], samples=1, max_new_tokens=4,
+        )  # fmt: skip
         return run(dataclasses.replace(experiment, panels=(panel,)), *args, **kwargs)
 
     monkeypatch.setattr(gracekv.evaluate.runner, "run", short)

@@ -21,15 +21,10 @@ from support.covering import LONG
 
 # Sites that pages may link to; nobody follows the links here.
 ELSEWHERE = {
-    "arxiv.org",
-    "github.com",
-    "docs.python.org",
-    "docs.vllm.ai",
-    "huggingface.co",
-    "keepachangelog.com",
-    "semver.org",
+    "arxiv.org", "github.com", "docs.python.org", "docs.vllm.ai", "huggingface.co",
+    "keepachangelog.com", "semver.org",
     "squidfunk.github.io",  # the theme's own mark
-}
+}  # fmt: skip
 # The version, and RULER's generator, which `run` calls; its tasks are in the guide.
 WITHOUT_A_PLACE = {"gracekv.__version__", "gracekv.registry.suggestion"}
 WIDTHS = {"desktop": 1280, "phone": 390}

@@ -16,15 +16,9 @@ from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.tasks import SHARED, Task
 
 PANEL = {
-    "tasks": list(SHARED),
-    "methods": ["fullkv", "snapkv"],
-    "ratios": [3],
-    "lengths": [700],
-    "samples": 1,
-    "max_new_tokens": 3,
-    "protocol": "query_agnostic",
-    "recent_share": 0.5,
-}
+    "tasks": list(SHARED), "methods": ["fullkv", "snapkv"], "ratios": [3], "lengths": [700],
+    "samples": 1, "max_new_tokens": 3, "protocol": "query_agnostic", "recent_share": 0.5,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -22,14 +22,11 @@ RECIPES = (
 CHOICES = {
     "weights": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
     "autocast": (None, torch.bfloat16, torch.float16),
-    "default": (torch.float32, torch.bfloat16, torch.float64),
-    "attention": ("sdpa", "eager"),
+    "default": (torch.float32, torch.bfloat16, torch.float64), "attention": ("sdpa", "eager"),
     "mode": ("enable_grad", "no_grad", "inference_mode"),
     # Dynamo takes seconds; tests/hf/test_compiled_models.py compiles other parts.
-    "compiled": (False,) * 50 + (True,),
-    "chunk": (None, 40),
-    "stream": (None, False),
-}
+    "compiled": (False,) * 50 + (True,), "chunk": (None, 40), "stream": (None, False),
+}  # fmt: skip
 # Largest difference of logits whose standard deviation is about 1.
 MARGIN = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.25}
 

@@ -239,12 +239,9 @@ def test_what_cannot_be_compressed_is_refused(own):
 
 
 @pytest.mark.parametrize(("error", "changed"), [
-    (BudgetError, {"ratio": None}),
-    (BudgetError, {"entries_per_head": 32}),
-    (ConfigError, {"question_tokens": 0}),
-    (ConfigError, {"prefix_tokens": -1}),
-    (ConfigError, {"prefix_tokens": 1.5}),
-    (ConfigError, {"question_seen": "yes"}),
+    (BudgetError, {"ratio": None}), (BudgetError, {"entries_per_head": 32}),
+    (ConfigError, {"question_tokens": 0}), (ConfigError, {"prefix_tokens": -1}),
+    (ConfigError, {"prefix_tokens": 1.5}), (ConfigError, {"question_seen": "yes"}),
     (ConfigError, {"pipeline": "no-such-recipe"}),
 ])  # fmt: skip
 def test_bad_arguments(own, error, changed):

@@ -198,15 +198,10 @@ def test_missing_captures_are_named(missing: type[Observer]) -> None:
 
 
 def test_captures_that_no_stage_needs_may_be_missing() -> None:
-    pipeline = Pipeline.from_dict(
-        {
-            "segment": "uniform",
-            "value": {"name": "multi_hop", "hops": 0},
-            "sensitivity": "none",
-            "distortion": "unit",
-            "refine": {"name": "binary", "candidates": 0, "reward": 0.0},
-        }
-    )
+    pipeline = Pipeline.from_dict({
+        "segment": "uniform", "value": {"name": "multi_hop", "hops": 0}, "sensitivity": "none",
+        "distortion": "unit", "refine": {"name": "binary", "candidates": 0, "reward": 0.0},
+    })  # fmt: skip
     full = synthetic_prefill(context=150)
     lean = dataclasses.replace(without_context_queries(full), observed={})
     assert_same_entries(pipeline.run(full, Budget.ratio(4)), pipeline.run(lean, Budget.ratio(4)))

@@ -29,13 +29,10 @@ def captured(model, chunk=None):
 
 def tensors(prefill):
     return {
-        "keys": torch.stack(prefill.keys),
-        "values": torch.stack(prefill.values),
-        "queries": torch.stack(prefill.queries),
-        "logits": prefill.logits,
-        "cos": prefill.rope.cos,
+        "keys": torch.stack(prefill.keys), "values": torch.stack(prefill.values),
+        "queries": torch.stack(prefill.queries), "logits": prefill.logits, "cos": prefill.rope.cos,
         **{repr(observer): seen for observer, seen in prefill.observed.items()},
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

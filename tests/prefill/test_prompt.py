@@ -67,19 +67,14 @@ def pieces(prompt, tokenizer):
 def test_a_chat_prompt_is_cut_where_the_texts_meet(slow):
     tokenizer = FAST[True]
     prompt = Prompt.from_chat(
-        Slow(tokenizer) if slow else tokenizer,
-        context="The code of room seven is 419.",
-        question="What is the code?",
-        instruction="Read this:",
-        answer_prefix="The code is",
-    )
+        Slow(tokenizer) if slow else tokenizer, context="The code of room seven is 419.",
+        question="What is the code?", instruction="Read this:", answer_prefix="The code is",
+    )  # fmt: skip
 
     assert pieces(prompt, tokenizer) == [
-        "<s><|user|>\nRead this:\n\n",
-        "The code of room seven is 419.",
-        "\n\nWhat is the code?",
+        "<s><|user|>\nRead this:\n\n", "The code of room seven is 419.", "\n\nWhat is the code?",
         "<|end|>\n<|assistant|>\nThe code is",
-    ]
+    ]  # fmt: skip
     assert tuple(pieces(prompt, tokenizer)) == prompt.parts
     assert prompt.ids.tolist().count(tokenizer.bos_token_id) == 1
 
@@ -166,12 +161,10 @@ def test_ids_may_come_in_any_whole_number_type():
 
 @pytest.mark.parametrize(("ids", "fields", "message"), [
     ([[1, 2, 3]] * 2, {}, r"one sequence of shape \[T\] or \[1, T\].*one by one"),
-    ([[1, 2], [3]], {}, "token ids of one sequence"),
-    ("abc", {}, "token ids of one sequence"),
+    ([[1, 2], [3]], {}, "token ids of one sequence"), ("abc", {}, "token ids of one sequence"),
     ([0.5, 1.0, 2.0], {}, "whole numbers of at least 0; got torch.float32"),
     ([True, False, True], {}, "whole numbers of at least 0; got torch.bool"),
-    ([1, -100, 3], {}, "at least 0; got torch.int64, -100"),
-    ([], {}, "at least 2 tokens"),
+    ([1, -100, 3], {}, "at least 0; got torch.int64, -100"), ([], {}, "at least 2 tokens"),
     ([1], {"context": (0, 1)}, "at least 2 tokens"),
     ([1, 2, 3], {"context": (2, 2)}, "context start < context end <="),
     ([1, 2, 3], {"context": (0, 4)}, "context start < context end <="),

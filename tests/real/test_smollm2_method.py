@@ -35,14 +35,9 @@ def prefill() -> Prefill:
 
 def context_of(prefill, partition, scored, sensitivity) -> TreeContext:
     return TreeContext(
-        prefill=prefill,
-        partition=partition,
-        scores=scored.scores,
-        seed_scores=scored.seed_scores,
-        sensitivity=sensitivity,
-        rule=PrototypeRule(),
-        curvature=partition.curvature,
-    )
+        prefill=prefill, partition=partition, scores=scored.scores, seed_scores=scored.seed_scores,
+        sensitivity=sensitivity, rule=PrototypeRule(), curvature=partition.curvature,
+    )  # fmt: skip
 
 
 def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:

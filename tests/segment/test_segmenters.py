@@ -21,12 +21,10 @@ def test_covers_the_region_and_repeats_itself(name, context, recent, seed):
 
 
 @pytest.mark.parametrize(("bounds", "curvature", "message"), [
-    ([4, 20], None, "from end to end"),
-    ([5, 21], None, "from end to end"),
+    ([4, 20], None, "from end to end"), ([5, 21], None, "from end to end"),
     ([5, 20], torch.zeros(29), r"float \[30\]"),
     ([5, 20], torch.zeros(30, dtype=torch.int64), r"float \[30\]"),
-    ([5, 20], torch.full((30,), torch.nan), "finite"),
-    ([5.0, 20.0], None, "int64"),
+    ([5, 20], torch.full((30,), torch.nan), "finite"), ([5.0, 20.0], None, "int64"),
 ])  # fmt: skip
 def test_the_contract_check_bites(bounds, curvature, message):
     with pytest.raises(AssertionError, match=message):

@@ -87,17 +87,11 @@ def started(folder):
     tokenizer.save_pretrained(folder / "model")
     (folder / "store").mkdir()
     engine = LLM(
-        str(folder / "model"),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=LONGEST,
-        max_num_seqs=SEQUENCES,
-        max_num_batched_tokens=64,
-        block_size=PAGE,
-        num_gpu_blocks_override=PAGES,
-        disable_log_stats=False,
+        str(folder / "model"), dtype="float32", enforce_eager=True, max_model_len=LONGEST,
+        max_num_seqs=SEQUENCES, max_num_batched_tokens=64, block_size=PAGE,
+        num_gpu_blocks_override=PAGES, disable_log_stats=False,
         kv_transfer_config=KVTransferConfig(**kv_transfer_config(folder / "store")),
-    )
+    )  # fmt: skip
     yield Compressing(model, tokenizer, engine, folder / "store")
     engine.llm_engine.engine_core.shutdown()
 

@@ -20,12 +20,9 @@ def inside_nan(x: Tensor) -> Tensor:
 
 
 def ragged(
-    rng: torch.Generator,
-    lengths: list[int],
-    dim: int = 64,
-    dtype: torch.dtype = torch.float32,
+    rng: torch.Generator, lengths: list[int], dim: int = 64, dtype: torch.dtype = torch.float32,
     sequences: int = 1,
-) -> RaggedEntries:
+) -> RaggedEntries:  # fmt: skip
     """A layer whose heads hold so many entries."""
     entries = sum(lengths)
     return RaggedEntries(

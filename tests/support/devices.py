@@ -45,13 +45,9 @@ class SecondDeviceTensor(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> SecondDeviceTensor:
         made: SecondDeviceTensor = Tensor._make_wrapper_subclass(
-            cls,
-            held.shape,
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            device=SECOND_DEVICE,
-        )
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(),
+            dtype=held.dtype, device=SECOND_DEVICE,
+        )  # fmt: skip
         made.held = held
         return made
 

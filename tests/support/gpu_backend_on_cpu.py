@@ -77,15 +77,10 @@ def main():
     load_general_plugins()
     register_backend(AttentionBackendEnum.CPU_ATTN, GPU[backend])
     llm = LLM(
-        model,
-        dtype="float32",
-        enforce_eager=eager == "1",
-        max_model_len=256,
-        block_size=16,
-        max_num_batched_tokens=24,
-        num_gpu_blocks_override=40,
+        model, dtype="float32", enforce_eager=eager == "1", max_model_len=256, block_size=16,
+        max_num_batched_tokens=24, num_gpu_blocks_override=40,
         kv_transfer_config=KVTransferConfig(**kv_transfer_config(store)),
-    )
+    )  # fmt: skip
     # Asked for by the kernel that writes pages, to choose its tile.
     torch.cuda.get_device_capability = lambda *_: (8, 0)
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -14,11 +14,9 @@ from gracekv.tree.tree_batch import TreeBatch, Workspace
 
 
 def evaluator_of(
-    context: TreeContext,
-    engine: Engine,
-    distortion: Prototype | None = None,
+    context: TreeContext, engine: Engine, distortion: Prototype | None = None,
     layers: Sequence[int] | None = None,
-) -> tuple[DistortionEvaluator, TreeBatch]:
+) -> tuple[DistortionEvaluator, TreeBatch]:  # fmt: skip
     """The evaluator for some layers of `context` (None: all), and their trees."""
     layers = list(range(context.prefill.layers)) if layers is None else layers
     batch = TreeBatch.of(context, layers)
@@ -38,12 +36,9 @@ def some_nodes(batch: TreeBatch, seed: int, lengths: Sequence[int]) -> Nodes:
 
 
 def assert_same_costs(
-    got: IntervalCosts,
-    want: IntervalCosts,
-    nodes: Nodes,
-    tolerance: float = 1e-4,
+    got: IntervalCosts, want: IntervalCosts, nodes: Nodes, tolerance: float = 1e-4,
     floor: float = 1e-8,
-) -> None:
+) -> None:  # fmt: skip
     """Every number that belongs to a token, within `tolerance` of its size plus `floor`."""
     width = want.mass.shape[1]
     valid = torch.arange(width, device=nodes.length.device) < nodes.length[:, None]

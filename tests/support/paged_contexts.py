@@ -57,17 +57,10 @@ class PagedStep:
 
 
 def paged_step(
-    seed: int,
-    contexts: Mapping[str, Sequence[int]],
-    requests: Sequence[tuple[str | None, int, int]],
-    *,
-    group: int,
-    dim: int = 16,
-    block: int = 16,
-    dtype: torch.dtype = torch.float32,
-    layout: str = LAYOUTS[0],
-    device: str = "cpu",
-) -> PagedStep:
+    seed: int, contexts: Mapping[str, Sequence[int]],
+    requests: Sequence[tuple[str | None, int, int]], *, group: int, dim: int = 16, block: int = 16,
+    dtype: torch.dtype = torch.float32, layout: str = LAYOUTS[0], device: str = "cpu",
+) -> PagedStep:  # fmt: skip
     """A random step.
 
     Args:

@@ -41,33 +41,21 @@ def _column(number: int, tokens: int, layers: int, heads: int, kept: int) -> Rep
     end = torch.where(merged, reach, start + 1)
     start, end = start.flatten() + begin, end.flatten() + begin
     entries = KeptEntries(
-        layers=layers,
-        heads=heads,
-        region=(begin, begin + tokens),
-        offsets=torch.arange(units + 1) * kept,
-        start=start,
-        end=end,
+        layers=layers, heads=heads, region=(begin, begin + tokens),
+        offsets=torch.arange(units + 1) * kept, start=start, end=end,
         multiplicity=1 + 0.7 * (end - start - 1).float(),
         depth=torch.randint(0, 9, start.shape, generator=rng).to(torch.int16),
         floor=torch.rand(start.shape, generator=rng) < 0.3,
-    )
+    )  # fmt: skip
     return ReportColumn(
-        label=f"made {number}",
-        pipeline={},
-        represents="node",
-        entries=entries,
+        label=f"made {number}", pipeline={}, represents="node", entries=entries,
         slots=torch.arange(begin, begin + tokens + 1, 64),
         relevance=CodedRelevance.of(torch.rand(layers, heads, tokens - 32, generator=rng) ** 6),
         curve=None,
         accounting=Accounting(
-            budget=len(start),
-            spent=len(start),
-            floor_spent=0,
-            recent=32,
+            budget=len(start), spent=len(start), floor_spent=0, recent=32,
             entries=entries.offsets.diff().view(entries.layers, entries.heads),
-            bytes=256 * len(start),
-            metadata_bytes=8 * len(start),
-            full_bytes=256 * units * tokens,
+            bytes=256 * len(start), metadata_bytes=8 * len(start), full_bytes=256 * units * tokens,
         ),
         timings=Timings(),
-    )
+    )  # fmt: skip

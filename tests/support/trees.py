@@ -14,16 +14,9 @@ from support.splits import assert_same_tree, children_of
 
 
 def tree_context(
-    seed: int,
-    *,
-    layers: int = 2,
-    group: int = 2,
-    recent: int = 5,
-    context: int = 40,
-    prefix: int = 4,
-    dim: int = 8,
-    device: str = "cpu",
-) -> TreeContext:
+    seed: int, *, layers: int = 2, group: int = 2, recent: int = 5, context: int = 40,
+    prefix: int = 4, dim: int = 8, device: str = "cpu",
+) -> TreeContext:  # fmt: skip
     """2 KV heads, up to 5 slots of uneven length (single tokens included), no floor."""
     prefill = synthetic_prefill(
         layers=layers, kv_heads=2, group=group, dim=dim, context=context, prefix=prefix, question=6,

@@ -7,33 +7,15 @@ from typing import Any
 import torch
 
 TRIED = {
-    "afmoe": "Trinity (AFMoE)",
-    "apertus": "Apertus",
-    "arcee": "Arcee AFM",
-    "bamba": "Bamba",
-    "cohere": "Command R",
-    "cwm": "CWM",
-    "dots1": "dots.llm1",
-    "ernie4_5": "ERNIE 4.5",
-    "ernie4_5_moe": "ERNIE 4.5 MoE",
-    "exaone4": "EXAONE 4",
-    "exaone_moe": "K-EXAONE",
-    "glm4_moe": "GLM-4.5 to 4.7",
-    "granitemoe": "Granite MoE",
-    "lfm2_moe": "LFM2-MoE",
-    "minimax_m2": "MiniMax-M2",
-    "ministral3": "Ministral 3",
-    "nemotron": "Nemotron",
-    "olmo": "OLMo",
-    "olmo_hybrid": "OLMo hybrid",
-    "olmoe": "OLMoE",
-    "phimoe": "Phi-3.5-MoE",
-    "qwen2_moe": "Qwen2-MoE",
-    "qwen3_5_moe_text": "Qwen3.5-MoE (text)",
-    "seed_oss": "Seed-OSS",
-    "stablelm": "StableLM",
-    "vaultgemma": "VaultGemma",
-}
+    "afmoe": "Trinity (AFMoE)", "apertus": "Apertus", "arcee": "Arcee AFM", "bamba": "Bamba",
+    "cohere": "Command R", "cwm": "CWM", "dots1": "dots.llm1", "ernie4_5": "ERNIE 4.5",
+    "ernie4_5_moe": "ERNIE 4.5 MoE", "exaone4": "EXAONE 4", "exaone_moe": "K-EXAONE",
+    "glm4_moe": "GLM-4.5 to 4.7", "granitemoe": "Granite MoE", "lfm2_moe": "LFM2-MoE",
+    "minimax_m2": "MiniMax-M2", "ministral3": "Ministral 3", "nemotron": "Nemotron",
+    "olmo": "OLMo", "olmo_hybrid": "OLMo hybrid", "olmoe": "OLMoE", "phimoe": "Phi-3.5-MoE",
+    "qwen2_moe": "Qwen2-MoE", "qwen3_5_moe_text": "Qwen3.5-MoE (text)", "seed_oss": "Seed-OSS",
+    "stablelm": "StableLM", "vaultgemma": "VaultGemma",
+}  # fmt: skip
 """`config.model_type` and what people call it."""
 
 MIXED = ["sliding_attention", "full_attention"] * 2
@@ -50,15 +32,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """What some need beside the sizes."""
 
 SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "max_position_embeddings": 4096,
-}
+}  # fmt: skip
 """Of every tiny model."""
 
 _BY_SIZE = {

@@ -113,12 +113,10 @@ def compactor(prefill, sinks=8, chunk=13, blending=0.5, ridge=1e-2):
 
 
 REFERENCES = {
-    "key_norm": (key_norm, {}),
-    "key_difference": (key_difference, {}),
-    "last_query": (last_query, {}),
-    "lag_relative": (lag_relative, {"lag": 9}),
+    "key_norm": (key_norm, {}), "key_difference": (key_difference, {}),
+    "last_query": (last_query, {}), "lag_relative": (lag_relative, {"lag": 9}),
     "compactor": (compactor, {"chunk_size": 13}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFERENCES)

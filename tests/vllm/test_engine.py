@@ -37,15 +37,10 @@ def engine(served):
     from gracekv.vllm import kv_transfer_config
 
     options = {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 1024,
-        "max_num_seqs": 48,
-        "max_num_batched_tokens": 64,
-        "block_size": 32,
-        "num_gpu_blocks_override": 34,
+        "dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 48,
+        "max_num_batched_tokens": 64, "block_size": 32, "num_gpu_blocks_override": 34,
         "disable_log_stats": False,
-    }
+    }  # fmt: skip
     transfer = KVTransferConfig(**kv_transfer_config(served.store))
     with pytest.MonkeyPatch.context() as patch:
         # In this process: two others would each import vLLM, which takes 10 seconds.
@@ -181,11 +176,9 @@ def broken(served):
     shutil.copytree(store / "global", store / "nested")
     (store / "nested" / "header.json").write_text("[" * 10**5)
     yield {
-        "damaged": "are damaged",
-        "nested": "cannot be read",
-        "foreign": "another model: weights .* differ",
-        "missing": "There is no context",
-    }
+        "damaged": "are damaged", "nested": "cannot be read",
+        "foreign": "another model: weights .* differ", "missing": "There is no context",
+    }  # fmt: skip
     for name in ("damaged", "foreign", "nested"):
         shutil.rmtree(store / name)
 
