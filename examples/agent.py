@@ -1,8 +1,8 @@
 """An agent with a search tool, whose conversation is compressed as it grows.
 
-The tool's results are long and soon less important, so they are compressed; the system prompt, with
-the task, and the questions keep all their entries. The embedded model is too small to call tools,
-so the search's query is given. Runs on a CPU: python examples/agent.py
+The tool's results are long and soon less important, so they are compressed; the system prompt (the
+task) and the questions keep all their entries. The embedded model is too small to call tools, so
+the search terms are given. Runs on a CPU: python examples/agent.py
 """
 
 from importlib.resources import files
@@ -21,7 +21,7 @@ QUESTIONS = {
 
 
 def search(story: str, word: str) -> str:
-    """The sentences with a word, at most 1,000 characters of them."""
+    """The sentences that contain `word`, at most 1,000 characters."""
     found = [one for one in story.replace("\n", " ").split(". ") if word in one]
     return ". ".join(found)[:1000]
 

@@ -1,4 +1,4 @@
-"""What the budget bought: operations by utility per entry, and the entries that they cost."""
+"""How the budget was spent: operations by utility per entry, and the entries that they cost."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Record what the figures show: one page of the demo's chapter through every stage at 8x.
+"""Record the data of the figures: one page of the demo's chapter through every stage at 8x.
 
     python docs/figures/capture.py      # needs the embedded model; half a minute on two cores
 
-Everything drawn is in the file that this writes, `capture.json`, so the figures themselves need no
-model. Trees are grown whole (`prune=False`), so that what was not bought can be shown too.
+Writes everything that is drawn to `capture.json`, so the figures themselves need no model. Trees
+are grown in full (`prune=False`), so that the figures can also show nodes that were not bought.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
-    """The text of each token. Bytes of a character that several tokens share go to the last."""
+    """The text of each token. A character split over several tokens belongs to the last one."""
     texts, pending = [], []
     for token in ids:
         pending.append(token)
@@ -94,7 +94,7 @@ def _token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
 
 
 def _boundary_score(pipeline: Pipeline, run: Run, prefill: Prefill) -> Tensor:
-    """What the segmenter earns by ending a slot at each position: [T]."""
+    """The segmenter's score for ending a slot at each position: [T]."""
     assert isinstance(pipeline.segment, CurvatureDP)
     assert run.partition is not None
     assert run.partition.curvature is not None
@@ -103,7 +103,7 @@ def _boundary_score(pipeline: Pipeline, run: Run, prefill: Prefill) -> Tensor:
 
 
 def _relevance(pipeline: Pipeline, run: Run, prefill: Prefill) -> list[tuple[str, Tensor]]:
-    """Direct relevance, what each hop finds, and worth, each [N], averaged over heads."""
+    """Direct relevance, each hop's findings, and worth, each [N], averaged over heads."""
     scorer = pipeline.value
     assert isinstance(scorer, MultiHop)
     assert run.relevance is not None
@@ -162,7 +162,7 @@ def _states(run: Run) -> list[list[list[int]]]:
 
 
 def _auction(run: Run, pipeline: Pipeline, prefill: Prefill) -> dict[str, Any]:
-    """Operations by the least utility per entry on the way to them, and which were bought."""
+    """Operations by the lowest utility per entry on their path, and which of them were bought."""
     forest, frontier = run.forest, run.frontier
     assert forest is not None
     assert frontier is not None
@@ -173,7 +173,7 @@ def _auction(run: Run, pipeline: Pipeline, prefill: Prefill) -> dict[str, Any]:
     floor = ops.executed(start)
     bought = ops.executed(frontier) & ~floor
     adds = torch.arange(len(ops)) < forest.trees
-    # From the empty start, so that the floor's purchases stand where the auction would see them.
+    # From an empty start, so that the floor's purchases rank as they would in the auction.
     key = ops.path_minimum(ops.executed(Frontier.empty(forest, run.plan.base)))
     open_key = ops.path_minimum(floor)
     cut = float(open_key[bought & (open_key > 0)].min())

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from measured import Row, number, table
 from style import Theme, new_figure, plain_axes
 
-# log KL is cut off there.
+# Lower bound of log KL.
 _FLOOR = -9.21
 
 

@@ -1,4 +1,4 @@
-"""Seconds of the prefill and of what compression adds to it, from the published table."""
+"""Seconds of the prefill, and seconds that compression adds to it, from the published table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PARTS = {
 
 
 def draw(theme: Theme) -> Figure:
-    """One bar a prompt length."""
+    """One bar per prompt length."""
     rows = table("construction-cpu", "tokens", "prefill s", "construction s", "of prefill")
     rows = [row for row in rows if row["prefill s"]]
     figure = new_figure(theme, 8.4, 0.75 + 0.55 * len(rows))

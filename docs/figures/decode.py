@@ -1,4 +1,4 @@
-"""What fewer entries do for a decoding step on a CPU, from the published tables."""
+"""How much fewer entries speed up a decoding step on a CPU, from the published tables."""
 
 from __future__ import annotations
 

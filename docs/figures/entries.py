@@ -1,4 +1,4 @@
-"""Entries of every layer and KV head at three budgets, against an equal share."""
+"""Entries of every layer and KV head at three budgets, relative to an equal share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from style import Theme, capture, new_figure, plain_axes
 
 
 def draw(theme: Theme) -> Figure:
-    """Three maps, heads by layers, on one logarithmic scale."""
+    """Three heat maps, heads by layers, on one logarithmic scale."""
     data = capture()
     figure = new_figure(theme, 8.4, 3.9)
     colours = LinearSegmentedColormap.from_list("share", [theme.blue, theme.faint, theme.orange])

@@ -1,4 +1,4 @@
-"""Value flow: what the question reads, and what those tokens read in turn."""
+"""Value flow: the tokens that the question attends to, and those that they attend to in turn."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def draw(theme: Theme) -> Figure:
     for token in placed:
         for row, (name, colour) in enumerate(zip(_ROWS, colours, strict=True)):
             score = data["relevance"][name]
-            # Square roots, against the tenth largest score: a few tokens would hide the others.
+            # Square roots, relative to the tenth largest score: otherwise a few tokens would dwarf
+            # the rest.
             share = (score[token.index - origin] / sorted(score)[-10]) ** 0.5
             axes.add_patch(
                 Rectangle(

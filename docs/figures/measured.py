@@ -1,4 +1,4 @@
-"""Tables in benchmarks/results, read back for figures of what was measured."""
+"""Reads tables from benchmarks/results for the figures of measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Row = dict[str, str]
 
 
 def table(name: str, *columns: str) -> list[Row]:
-    """The first table of that result that has all `columns`: a mapping a row, cells as written.
+    """The first table of that result with all `columns`: one mapping per row, cells as written.
 
     Raises `LookupError` if there is none.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from style import Theme, token_text
 
-# Advance of DejaVu Sans Mono, in font sizes.
+# Advance width of DejaVu Sans Mono, in em.
 _ADVANCE = 0.60205
 
 
@@ -19,8 +19,8 @@ class Placed:
     Attributes:
         index: its position in the prompt.
         line: from the top.
-        left: in letters of a monospaced font.
-        text: what is printed, the blank before it included but at the start of a line.
+        left: in characters of a monospaced font.
+        text: as printed, with its leading space, except at the start of a line.
     """
 
     index: int
@@ -35,11 +35,11 @@ class Placed:
 
 
 def set_lines(tokens: list[str], start: int, end: int, letters: int) -> list[Placed]:
-    """Tokens [start, end) in lines of at most `letters` letters, broken before words."""
+    """Tokens [start, end) in lines of at most `letters` characters, broken before words."""
     placed: list[Placed] = []
     line, left, index = 0, 0, start
     while index < end:
-        # A word is a token with a blank before it, and those that go on without one.
+        # A word is a token with a leading space and the following tokens without one.
         until = index + 1
         while until < end and tokens[until][:1] not in (" ", "\n"):
             until += 1
@@ -59,7 +59,7 @@ def set_lines(tokens: list[str], start: int, end: int, letters: int) -> list[Pla
 def write_lines(
     axes: Axes, theme: Theme, placed: Sequence[Placed], letters: int, height: float
 ) -> None:
-    """Print the lines, `letters` letters to the axes' width, at `height` below each line's top."""
+    """Print lines, `letters` characters to the axes' width, at `height` below each line's top."""
     figure = axes.get_figure()
     assert figure is not None
     width = axes.get_position().width * figure.get_figwidth() * 72

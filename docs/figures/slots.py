@@ -1,4 +1,4 @@
-"""Slots over text: where the trajectory turns, and where the segmenter cut."""
+"""Slots in the text: where the trajectory turns, and where the segmenter cut."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIRST_SLOT, LAST_SLOT, LETTERS = 20, 27, 88
 
 
 def draw(theme: Theme) -> Figure:
-    """The text in lines; over each token its boundary score, behind it its slot."""
+    """Lines of text, with each token's boundary score above it and its slot as background."""
     data = capture()
     borders = data["slots"]
     start, end = borders[FIRST_SLOT], borders[LAST_SLOT]
@@ -32,7 +32,7 @@ def draw(theme: Theme) -> Figure:
         )
         height = 0.5 * max(score[token.index], 0) / top
         last = token.index + 1 in borders
-        # The slot ends after this token, so the score stands at its right edge.
+        # The score is for a slot that ends after this token, so it is drawn at its right edge.
         axes.add_patch(
             Rectangle(
                 (token.right - 0.35, token.line + 0.56 - height),

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from style import Theme, capture, new_figure, token_text
 
-# (layer, KV head), from nothing to nearly everything.
+# (layer, KV head), from nothing kept to nearly everything.
 HEADS = ((3, 1), (12, 0), (20, 1), (28, 0), (17, 1), (24, 1))
 
 

@@ -1,4 +1,4 @@
-"""What all figures share: two themes, the recorded run, saving."""
+"""Shared by all figures: two themes, the recorded run, saving."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Theme:
 
     Attributes:
         name: suffix of the file.
-        panel: background; opaque, so that a figure reads the same wherever it is shown.
+        panel: background; opaque, so that a figure looks the same wherever it is shown.
         ink: text and lines.
-        muted: what is there for orientation only.
-        faint: fills of what was not kept.
+        muted: axes, guides and secondary text.
+        faint: fills of parts that were not kept.
         blue, orange, green, purple: accents.
     """
 
@@ -74,13 +74,13 @@ _DECIMALS = re.compile(r"(\d\.\d\d)\d+")
 
 @cache
 def capture() -> dict[str, Any]:
-    """What `capture.py` recorded."""
+    """The data that `capture.py` recorded."""
     data: dict[str, Any] = json.loads((FOLDER / "capture.json").read_text(encoding="utf-8"))
     return data
 
 
 def new_figure(theme: Theme, width: float, height: float) -> Figure:
-    """An empty figure of that size in inches, outside matplotlib's global state."""
+    """An empty figure of `width` x `height` inches, outside matplotlib's global state."""
     return Figure(figsize=(width, height), facecolor=theme.panel)
 
 
@@ -100,19 +100,19 @@ def plain_axes(axes: Axes, theme: Theme, *, grid: bool = False) -> None:
 
 
 def token_text(token: str) -> str:
-    """A token as a label: blanks around it left out, a line break shown."""
+    """A token as a label, without surrounding spaces and with line breaks shown."""
     return token.replace("\n", "↵").strip() or "␣"
 
 
 def save(figure: Figure, path: Path) -> None:
     """Write an SVG; the same figure gives the same bytes."""
     file = io.BytesIO()
-    # Letters as outlines: the reader's fonts would have other widths. A fixed salt: otherwise the
-    # names inside an SVG are random.
+    # Text as outlines, since the reader's fonts may have other widths. A fixed salt, since ids
+    # inside an SVG are random otherwise.
     with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": "gracekv"}):
         figure.savefig(
             file, format="svg", facecolor=figure.get_facecolor(), metadata={"Date": None}
         )
-    # Hundredths of a point are finer than any screen, and half of the file.
+    # Hundredths of a point are finer than any screen, and halve the file.
     text = _PATH.sub(lambda d: _DECIMALS.sub(r"\1", d[0]), file.getvalue().decode())
     write_atomically(path, text.encode())

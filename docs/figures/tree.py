@@ -1,4 +1,4 @@
-"""One tree of prototypes: what was split, what stays, what nobody bought."""
+"""One tree of prototypes: nodes that were split, kept and never bought."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LaTeX in pages becomes MathML while the site is built, so no browser needs a script for it."""
+"""Converts LaTeX in pages to MathML when the site is built, so browsers need no script for it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from xml.etree import ElementTree
 from latex2mathml.converter import convert
 
 _NAMESPACE = "http://www.w3.org/1998/Math/MathML"
-# What the arithmatex extension leaves behind: \(...\) in a span, \[...\] in a div.
+# Output of the arithmatex extension: \(...\) in a span, \[...\] in a div.
 _INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.DOTALL)
 _BLOCK = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.DOTALL)
-# The subscript of these stands below them in a displayed equation.
+# In a displayed equation, the subscripts of these go below them.
 _LIMITS = {"max", "min", "argmax", "argmin", "mean", "median", "sup", "inf", "∑", "∏"}
-# How many parts each of these has.
+# Number of children that each element must have.
 _PARTS = {"mfrac": 2, "msub": 2, "msup": 2, "munder": 2, "mover": 2, "msubsup": 3, "munderover": 3}
 _FUNCTIONS = {"log", "exp", "sin", "cos"}
 
@@ -24,7 +24,7 @@ class EquationError(ValueError):
 
 
 def render(page: str) -> str:
-    """The HTML of a page with its equations as MathML; `EquationError` for one that cannot be."""
+    """The HTML of a page with equations as MathML; `EquationError` if one cannot be converted."""
     page = _BLOCK.sub(
         lambda found: f'<div class="equation">{to_mathml(found[1], block=True)}</div>', page
     )
@@ -41,13 +41,13 @@ def to_mathml(latex: str, *, block: bool) -> str:
     source = re.sub(r"(begin|end)\{aligned\}", r"\1{align*}", latex)
     try:
         math = convert(source, display="block" if block else "inline")
-        # A stray & would be no XML; it is an alignment that the converter did not understand.
+        # A stray & is invalid XML: an alignment that the converter did not understand.
         root = ElementTree.fromstring(math)
     except Exception as error:
         raise EquationError(f"Cannot render {latex!r}: {error!r}.") from error
     for element in root.iter():
         unknown = (element.text or "").startswith("\\")
-        # Browsers draw no other variant; the converter writes letters of their own for \mathcal{}.
+        # Browsers support no other variant; for \mathcal{} the converter writes Unicode letters.
         short = len(element) != _PARTS.get(element.tag.rpartition("}")[2], len(element))
         if unknown or short or element.get("mathvariant", "normal") != "normal":
             raise EquationError(
@@ -69,7 +69,7 @@ def _tag(name: str) -> str:
 
 
 def _join_upright(root: ElementTree.Element) -> None:
-    """Upright letters one by one become one word, spaced as a word."""
+    """Join consecutive upright letters into one word, spaced as a word."""
     for row in root.iter(_tag("mrow")):
         letters = list(row)
         if len(letters) > 1 and all(
@@ -81,14 +81,14 @@ def _join_upright(root: ElementTree.Element) -> None:
 
 
 def _keep_bars_short(root: ElementTree.Element) -> None:
-    """Bars that stand alone neither stretch nor keep their distance; those of \\left are fences."""
+    """Bars on their own get no stretching and no spacing; those of \\left are fences."""
     for element in root.iter(_tag("mo")):
         if element.text in ("|", "‖") and element.get("fence") != "true":
             element.attrib |= {"stretchy": "false", "lspace": "0", "rspace": "0"}
 
 
 def _set_functions_apart(root: ElementTree.Element) -> None:
-    """A thin space follows log and its like, unless a bracket does."""
+    """Put a thin space after log and similar functions, unless a bracket follows."""
     for row in root.iter():
         for word, after in zip(list(row), list(row)[1:], strict=False):
             if word.tag == _tag("mi") and word.text in _FUNCTIONS and after.tag != _tag("mo"):

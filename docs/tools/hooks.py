@@ -1,4 +1,4 @@
-"""What mkdocs runs while it builds the site: equations, strategy tables, the changelog."""
+"""Hooks that mkdocs runs when it builds the site: equations, strategy tables, the changelog."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """The changelog is written once, at the top of the repository."""
+    """Add the changelog, which lives at the top of the repository."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     files.append(File.generated(config, "changelog.md", content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Markers of generated tables are replaced by the tables."""
+    """Replace markers by the generated tables."""
     try:
         return strategy_tables.expand(markdown)
     except strategy_tables.TableError as error:
@@ -31,7 +31,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
-    """Equations become MathML."""
+    """Convert equations to MathML."""
     try:
         return equations.render(html)
     except equations.EquationError as error:

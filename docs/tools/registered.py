@@ -1,4 +1,4 @@
-"""Shows the API pages what registering makes of a class: a dataclass, with a signature."""
+"""Lets the API pages show a registered class as what it becomes: a dataclass with a signature."""
 
 from __future__ import annotations
 

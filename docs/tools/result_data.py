@@ -1,4 +1,4 @@
-"""The tables of a result as one CSV file, and which of them its section of the page shows."""
+"""Writes a result's tables as one CSV file and selects those that its section of the page shows."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A longer table is for a spreadsheet.
+# Longer tables are only linked.
 LONGEST = 20
-# Headings of single tasks are below this level.
+# Headings of single tasks are deeper than this.
 DEEPEST = 2
 
 _TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
-# What a program printed.
+# A program's output.
 _OUTPUT = re.compile(r"^```\n.*?^```$", re.MULTILINE | re.DOTALL)
 _MARKS = re.compile(r"\*\*|</?u>|`")
-# "1,024", which a reader of CSV would take for a text.
+# "1,024", which CSV readers take for text.
 _THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
 class Part:
-    """What stands under one heading of a result's file.
+    """The content under one heading of a result's file.
 
     Attributes:
         heading: its text; "" above the first one.
@@ -37,7 +37,7 @@ class Part:
 
     @property
     def tables(self) -> list[list[list[str]]]:
-        """Its tables as rows of cells without marks, the columns' names first."""
+        """Its tables as rows of cells without markup, column names first."""
         return [
             [
                 [_MARKS.sub("", cell).strip() for cell in row.strip("|").split("|")]
@@ -53,9 +53,9 @@ class Part:
         return _TABLE.sub("", self.text + "\n").strip()
 
     def shown(self, data: str, above: str = "##") -> str:
-        """What of it the page shows, its long tables replaced by links to `data`; maybe "".
+        """The text that the page shows, possibly "", with long tables replaced by links to `data`.
 
-        Its heading goes below one of that many "#".
+        Its heading goes one level below `above`.
         """
         if self.level > DEEPEST or not self.text:
             return ""
@@ -71,7 +71,7 @@ class Part:
 
 
 def parts(body: str) -> list[Part]:
-    """A file's text, cut at its headings; those inside of a program's output are none."""
+    """A file's text, cut at its headings; lines inside a program's output are not headings."""
     found, heading, level, lines, fenced = [], "", 0, [], False
     for line in [*body.splitlines(), "# end"]:
         fenced ^= line.startswith("```")
@@ -85,19 +85,19 @@ def parts(body: str) -> list[Part]:
 
 
 def to_csv(title: str, notes: Sequence[str], found: Sequence[Part]) -> str:
-    """All tables below one another: the first column names the table, the others are everyone's.
+    """All tables one below the other; the first column names the table, the others are shared.
 
-    Lines that begin with "#" are the file's title and notes, and what is said above a table.
+    Lines that begin with "#" are the file's title and notes, and the text above a table.
 
     Raises:
-        ValueError: two columns of a table have one name, of which one would be lost.
+        ValueError: if two columns of a table have the same name, since one would be lost.
     """
     heads = [[x or "row" for x in table[0]] for part in found for table in part.tables]
     for head in heads:
         if twice := {x for x in head if head.count(x) > 1}:
             raise ValueError(
-                f"{title}: a table has two columns named {', '.join(sorted(twice))}. Name each by "
-                "what it holds."
+                f"{title}: a table has two columns named {', '.join(sorted(twice))}. Give each "
+                "its own name."
             )
     columns = dict.fromkeys(x for head in heads for x in head)
     out = io.StringIO()
@@ -114,5 +114,5 @@ def to_csv(title: str, notes: Sequence[str], found: Sequence[Part]) -> str:
 
 
 def _number(cell: str) -> str:
-    """A number without commas; anything else as it is."""
+    """A number without commas; anything else unchanged."""
     return cell.replace(",", "") if _THOUSANDS.fullmatch(cell) else cell

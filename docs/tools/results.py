@@ -2,11 +2,11 @@
 
     python docs/tools/results.py
 
-`make results` measures them: every output of its parts has a section with its plots, in their
-order, also where it is not measured yet. Files that it does not make (`results_plan.OUTSIDE`) come
-last and say so. A result must say where it was measured: "- machine: ..." and "- commit: ..." above
-its tables. A section has means, standings and short tables; every table of the file, those of
-single tasks among them, is in the section's data file (`result_data`).
+`make results` measures them: every output of its parts has a section with its plots, in the order
+of the parts, even if it is not measured yet. Files that it does not make (`results_plan.OUTSIDE`)
+come last and say so. A result must say where it was measured: "- machine: ..." and "- commit: ..."
+above its tables. A section has means, standings and short tables; all tables of the file, including
+those of single tasks, are in the section's data file (`result_data`).
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _OUTSIDE = (
 
 @dataclass(frozen=True)
 class Known:
-    """What the page says of a result beyond its file.
+    """What the page shows for a result in addition to its file.
 
     Attributes:
-        page: another page that says what its tables mean.
-        tables: whether they are shown here, not on that page alone.
-        figure: name of what docs/figures draws of it, or None.
-        alt: what that figure shows, in words.
+        page: another page that explains its tables, or None.
+        tables: whether the tables are shown here, too, not only on that page.
+        figure: name of its figure in docs/figures, or None.
+        alt: description of that figure.
     """
 
     page: str | None = None
@@ -104,7 +104,7 @@ KNOWN = {
     "conversation": Known("conversations.md", tables=False),
 }
 
-# What measures each file, a line each; shards are one, pages apart.
+# The commands that measure each file, one per line; shards share a line.
 COMMANDS = {
     name: "\n".join(
         dict.fromkeys(
@@ -119,7 +119,7 @@ COMMANDS = {
     for name in part.outputs
 }
 
-# A longer note, such as a whole pipeline, is in the head of the data file only.
+# In words. Longer notes, such as a whole pipeline, appear only at the top of the data file.
 _LONGEST_NOTE = 60
 _PLOT = re.compile(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*")
 
@@ -135,9 +135,9 @@ class Result:
     Attributes:
         name: name of the file, without its suffix.
         title: its heading.
-        notes: its first list, item by item.
-        body: what follows, in Markdown.
-        plots: pictures that belong to it.
+        notes: items of its first list.
+        body: the rest, in Markdown.
+        plots: its plots.
     """
 
     name: str
@@ -148,7 +148,7 @@ class Result:
 
     @classmethod
     def read(cls, path: Path) -> Result:
-        """`ResultError` if title, machine or commit is missing."""
+        """Read a file; `ResultError` if title, machine or commit is missing."""
         lines = path.read_text(encoding="utf-8").splitlines()
         if not lines or not lines[0].startswith("# "):
             raise ResultError(f"{path.name} must begin with its title, '# ...'.")
@@ -173,37 +173,37 @@ class Result:
         return result
 
     def fact(self, name: str) -> str:
-        """The note that begins with `name` and a colon, without them; "" if there is none."""
+        """The note that begins with `name` and a colon, without these; "" if there is none."""
         found = (note for note in self.notes if note.startswith(f"{name}:"))
         return next(found, "").removeprefix(f"{name}:").strip()
 
     @property
     def data(self) -> str:
-        """The name of its file of tables."""
+        """The name of its data file."""
         return f"{self.name}.csv"
 
     @property
     def csv(self) -> str:
-        """What is in that file."""
+        """The content of its data file."""
         return to_csv(self.title, self.notes, parts(_PLOT.sub("", self.body)))
 
 
 def anchor(name: str) -> str:
-    """What a link to the section of a result ends in."""
+    """The anchor of a result's section."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def read_all(folder: Path) -> list[Result]:
-    """The results of `folder`, in the order of their parts; others after them, by name.
+    """The results in `folder`, in the order of their parts; others after them, by name.
 
-    How tests ended is none of them.
+    Without the summary of the tests (`test-long`).
     """
     order = [*COMMANDS, *OUTSIDE]
     paths = {path.stem: path for path in sorted(folder.glob("*.md")) if path.stem != "test-long"}
     names = [name for name in order if name in paths]
     names += [name for name in paths if name not in order]
     results = [Result.read(paths[name]) for name in names]
-    # "smollm2-length.png" is of "smollm2-length" if there is such a file, else of "smollm2".
+    # "smollm2-length.png" belongs to "smollm2-length" if that exists, else to "smollm2".
     owned = {plot: max((r.name for r in results if plot in r.plots), key=len)
              for r in results for plot in r.plots}  # fmt: skip
     return [
@@ -213,7 +213,7 @@ def read_all(folder: Path) -> list[Result]:
 
 
 def page(results: list[Result], folder: Path | None = None) -> str:
-    """The page in Markdown; of parts without a file a section that says so, given the folder."""
+    """The page in Markdown; with `folder`, parts without a file get a section that says so."""
     found = {result.name: result for result in results}
     names = [*(COMMANDS if folder else [n for n in COMMANDS if n in found])]
     names += [name for name in found if name not in COMMANDS and name not in OUTSIDE]
@@ -225,13 +225,13 @@ def page(results: list[Result], folder: Path | None = None) -> str:
 
 
 def _state(folder: Path) -> dict[str, Any] | None:
-    """The state of `make results`; None without one."""
+    """The state of `make results`, or None."""
     path = folder / "run.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def _run(state: dict[str, Any]) -> str:
-    """What the state of `make results` says."""
+    """A line about the run of `make results`."""
     ended = state["parts"].values()
     short = [f"{name} ({x['why']})" for name, x in state["parts"].items() if x["why"]]
     return (
@@ -251,7 +251,7 @@ def _commands(name: str) -> str:
 
 
 def _section(result: Result, state: dict[str, Any] | None = None) -> str:
-    """Its heading, links, notes and tables; what `state` says is told once, above."""
+    """A result's heading, links, notes and tables, without what `_run` already says."""
     known = KNOWN.get(result.name, Known())
     data = f"assets/results/{result.data}"
     level = "###" if result.name in OUTSIDE else "##"
@@ -273,7 +273,7 @@ def _section(result: Result, state: dict[str, Any] | None = None) -> str:
     shown.append(_folded("How it was measured", "\n".join(f"- {note}" for note in short)))
     if known.tables:
         tables = (part.shown(data, level) for part in parts(_PLOT.sub("", result.body)))
-        # The plots stand above, from where the site can show them.
+        # The plots are already above, with paths that work on the site.
         shown += [text for text in tables if text]
     return "\n\n".join([*shown, ""])
 
@@ -290,9 +290,9 @@ def _folded(title: str, text: str) -> str:
 
 
 def main() -> None:
-    """Write the page, its data files and its plots to where the site finds them."""
+    """Write the page, its data files and its plots into the site's folders."""
     results = read_all(RESULTS)
-    for path in ASSETS.iterdir():  # of results that are gone
+    for path in ASSETS.iterdir():  # results may be gone
         path.unlink()
     for result in results:
         write_atomically(ASSETS / result.data, result.csv.encode())

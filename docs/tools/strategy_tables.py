@@ -1,9 +1,8 @@
-"""Tables of strategies, stages and recipes for the pages, made from the registries.
+"""Tables of strategies, stages and recipes for the pages, generated from the registries.
 
-A page asks for one by a line of its own: `<!-- strategies: segment -->`, `<!-- stages -->` or
-`<!-- recipes: PREFIX -->`. What a docstring does not say cannot be in a table, so the parts that a
-strategy must name are paragraphs of its docstring that begin with "Source:" and "Cost:"; an
-optional "Needs:" adds to what its `needs()` declares.
+A page includes a table by a line of its own: `<!-- strategies: segment -->`, `<!-- stages -->` or
+`<!-- recipes: PREFIX -->`. Cells come from docstrings: a strategy must have paragraphs that begin
+with "Source:" and "Cost:"; an optional "Needs:" adds to what its `needs()` declares.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _MARKER = re.compile(r"^<!-- (strategies|stages|recipes)(?:: ([\w-]+))? -->$", r
 _COLUMNS = ("source", "cost", "needs", "ours")
 _ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 _DEPARTURE = re.compile(r"departures (\d+)")
-# Where the headings of the page on departures begin, by their number.
+# Anchors of the headings of the page on departures, by number.
 _DEPARTURES = {
     "1": "1-budget-and-recent-window",
     "2": "2-segmentation",
@@ -56,19 +55,19 @@ _DEPARTURES = {
 
 
 class TableError(ValueError):
-    """A marker names what does not exist, or a docstring lacks what its table shows."""
+    """A marker names something unknown, or a docstring lacks what its table shows."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a strategy's docstring and class say of it, as lines of text.
+    """A strategy as described by its docstring and class, as lines of text.
 
     Attributes:
         summary: the first line.
         source: where it comes from.
-        departures: in what it is ours; empty if in nothing.
+        departures: which parts are ours; empty if none.
         cost: in time and memory.
-        needs: what it asks of the capture, the machine or the extras; empty if of nothing.
+        needs: what it needs of the capture, the machine or the extras; empty if nothing.
     """
 
     summary: str
@@ -79,7 +78,7 @@ class Description:
 
 
 def expand(markdown: str) -> str:
-    """A page's Markdown with its markers replaced; `TableError` for one that cannot be."""
+    """A page's Markdown with its markers replaced; `TableError` if one cannot be."""
     makers: dict[str, Callable[[str], str]] = {
         "strategies": _strategies,
         "stages": lambda _: _stages(),
@@ -100,7 +99,7 @@ def describe(cls: type[Strategy]) -> Description:
         if not found[label]:
             raise TableError(
                 f"The docstring of {cls.__module__}.{cls.__qualname__} has no paragraph that "
-                f"begins with '{label}:'. Say it in a sentence or two."
+                f"begins with '{label}:'. Add one, a sentence or two."
             )
     source, _, departures = found["Source"].partition("Ours: ")
     if source.strip() in ("", "ours."):
@@ -116,7 +115,7 @@ def describe(cls: type[Strategy]) -> Description:
 
 
 def _needs(cls: type[Any]) -> str:
-    """What an instance with default fields asks of the capture, in words."""
+    """What an instance with default fields needs of the capture, in words."""
     strategy = cls()
     needs: Needs = strategy.needs() if hasattr(strategy, "needs") else Needs()
     observers = set(needs.observers)
@@ -137,7 +136,7 @@ def _needs(cls: type[Any]) -> str:
 def _strategies(stage: str) -> str:
     registry = _registry(stage)
     badges = _badges(stage)
-    # First what the paper and the default recipe take: a reader without a question looks there.
+    # First the strategies of the paper and of the default recipe, which most readers look for.
     names = sorted(registry, key=lambda name: (name not in badges, name))
     rows, details = [], []
     for name in names:
@@ -169,7 +168,7 @@ def _strategies(stage: str) -> str:
 
 
 def _badges(stage: str) -> dict[str, list[str]]:
-    """By name, who takes a strategy: "default" is the recipe that `compress` uses unless told."""
+    """By name, who uses a strategy: "default" is the recipe that `compress` uses by default."""
     found: dict[str, list[str]] = {}
     for text, pipeline in (("paper", Pipeline.named("gracekv")), ("default", Pipeline.default())):
         found.setdefault(getattr(pipeline, stage).name, []).append(text)
@@ -177,7 +176,7 @@ def _badges(stage: str) -> dict[str, list[str]]:
 
 
 def _details(name: str, path: str) -> str:
-    """The class under its registered name: its fields with defaults, and its whole docstring."""
+    """The class under its registered name: fields with defaults, and the full docstring."""
     return (
         f"::: {path}\n"
         "    options:\n"
@@ -225,7 +224,7 @@ def public_module(cls: type[Strategy]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text for a cell of a table: bars escaped, preprints and departures linked."""
+    """Text of a table cell, with bars escaped and preprints and departures linked."""
     text = (text[:1].upper() + text[1:] or "–").replace("|", "\\|")
     text = _ARXIV.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
 

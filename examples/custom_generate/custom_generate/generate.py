@@ -7,7 +7,7 @@ def generate(model: Any, **arguments: Any) -> Any:
     """`model.generate` over a compressed cache; see `gracekv.generate` for its arguments."""
     import gracekv
 
-    # What is None was not given.
+    # None means not given.
     given = {name: value for name, value in arguments.items() if value is not None}
     for name in ("assistant_model", "stop_strings"):
         if name in given:

@@ -1,4 +1,4 @@
-"""Two scorers for gracekv, one of which captures something of its own, and a recipe."""
+"""Two scorers for gracekv, one of which captures its own data, and a recipe."""
 
 from gracekv import recipes
 from gracekv_rare_tokens.rare_tokens import RareTokens

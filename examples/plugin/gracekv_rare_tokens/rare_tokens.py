@@ -1,4 +1,4 @@
-"""Tokens by how rarely they occur in the context."""
+"""Scores tokens by how rarely they occur in the context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gracekv.value import SCORERS, Memory, Scorer
 
 @SCORERS.register("rare_tokens")
 class RareTokens(Scorer):
-    """Tokens that occur once before those that occur often; all heads alike.
+    """Rare tokens score higher than frequent ones, the same in all heads.
 
     Source: ours.
 

@@ -1,4 +1,4 @@
-"""Tokens by how far their values turn from the token before: a scorer that captures its own."""
+"""A scorer with its own capture: how far a token's value turns from the one before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gracekv.value import SCORERS, Memory, Scorer
 
 @dataclass(frozen=True)
 class ValueTurns(LayerObserver):
-    """1 - cos of the angle between each value and the one before, float32 [L, G, T]; 0 first."""
+    """1 - cosine of each value and the one before it, float32 [L, G, T]; 0 for the first."""
 
     def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
         return prefill.layers, prefill.kv_heads, prefill.spans.length
@@ -31,7 +31,7 @@ class _Turns:
     def add(self, run: TokenRun) -> None:
         if not self._turns.numel():
             self._turns = torch.zeros(len(run.values), self._spans.length, device=run.values.device)
-        # Values are whole up to the run's end, so the one before the run is there.
+        # `values` holds everything up to the run's end, so also the token before the run.
         first = max(run.start, 1)
         seen = run.values[:, first - 1 : run.end].float()
         cosines = functional.cosine_similarity(seen[:, 1:], seen[:, :-1], dim=-1)
@@ -44,7 +44,7 @@ class _Turns:
 @SCORERS.register("turning_values")
 @dataclass(frozen=True)
 class TurningValues(Scorer):
-    """Tokens whose value turns away from the one before first, each head by its own.
+    """Tokens whose value turns away from the previous one score higher, head by head.
 
     Source: ours.
 
