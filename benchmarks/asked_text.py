@@ -1,4 +1,4 @@
-"""A text with hidden numbers, a question for each, and how close a compressed cache answers."""
+"""A text with hidden numbers, a question for each, and the fidelity of compressed answers."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def story(tokenizer: Any, tokens: int, seed: int = 0) -> tuple[str, list[tuple[s
 
 @dataclass(frozen=True)
 class Reference:
-    """What FullKV says to a question.
+    """FullKV's answer to a question.
 
     Attributes:
         question: its text.
         expected: the hidden number.
         ids: int64 [T] of context and question.
         answer: int64 [A], FullKV's own tokens.
-        outputs: what predicts them over the full cache.
+        outputs: model outputs that predict them over the full cache.
     """
 
     question: str
@@ -97,7 +97,7 @@ def fidelity(result: CompressionResult, asked: Reference) -> tuple[float, bool]:
 
 
 def facts() -> list[str]:
-    """Lines for the head of a page: machine and commit."""
+    """Header lines of a page: machine and commit."""
     return [
         f"- machine: {machine.cpu()}, {machine.threads()}; {machine.versions()}",
         f"- commit: {machine.commit()}",

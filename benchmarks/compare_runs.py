@@ -2,7 +2,7 @@
 
     python benchmarks/compare_runs.py runs/before:gracekv-plus runs/after:gracekv-plus --out fit
 
-For a default that changed: rows of all were written by `gracekv evaluate` with the same tasks and
+For a default that changed: all rows were written by `gracekv evaluate` with the same tasks and
 seeds, possibly at different commits. Prints and writes `benchmarks/results/NAME.md`: mean log KL to
 FullKV at each ratio, the paired difference with its 95 % bootstrap interval over prompts, how many
 prompts are better, and the task with the largest loss.
@@ -29,7 +29,7 @@ Key = tuple[str, int, str, str]
 
 
 def read(argument: str) -> dict[Key, float]:
-    """Log KL by task, length, sample and column; of a folder and a method, FOLDER:METHOD."""
+    """Log KL by task, length, sample and column of FOLDER:METHOD."""
     folder, _, method = argument.rpartition(":")
     found = {}
     for row in read_rows(Path(folder)):
@@ -40,7 +40,7 @@ def read(argument: str) -> dict[Key, float]:
 
 
 def table(before: dict[Key, float], after: dict[Key, float], *, short: bool) -> list[str]:
-    """Rows of the prompts of at most 1,100 tokens, or of the longer ones; none without prompts."""
+    """Rows for prompts of at most 1,100 tokens, or for longer ones; none without prompts."""
     pairs: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
     for key, value in after.items():
         if key in before and (key[1] <= 1024) == short:

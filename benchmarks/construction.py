@@ -1,4 +1,4 @@
-"""Time of compression beside the prefill, and its memory.
+"""Time of compression relative to the prefill, and its memory.
 
     python benchmarks/construction.py                                    # SmolLM2 on the CPU
     python benchmarks/construction.py --device cuda --geometry qwen2.5-7b  # synthetic, no weights
@@ -28,7 +28,7 @@ MIB = 2**20
 
 
 def differing(pipeline: Pipeline, prefill: Prefill, budget: Budget) -> int:
-    """Nodes that the reference of the auction, a priority queue, keeps and the fast one does not.
+    """Nodes that the auction's reference, a priority queue, keeps and the fast one does not.
 
     The reference runs over whole trees. 0 where single tokens are selected, without trees.
     """

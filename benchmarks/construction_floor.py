@@ -1,4 +1,4 @@
-"""The least work of construction, at the machine's speed: a comparison for `construction.py`."""
+"""A lower bound on construction time on this machine, for comparison in `construction.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gracekv.tree.engines.triton import TritonEvaluator
 
 @dataclass
 class DistortionWork:
-    """The nodes whose distortion was computed: their tokens, and the multiply-adds they need.
+    """Nodes whose distortion was computed: their tokens and the multiply-adds they need.
 
     Attributes:
         dim: d.
@@ -35,7 +35,7 @@ class DistortionWork:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Context in which the work of every evaluator is counted."""
+        """Context manager that counts the work of every evaluator."""
         methods = {NumbaEvaluator: "run", TorchEvaluator: "__call__", TritonEvaluator: "__call__"}
         originals = {kind: getattr(kind, name) for kind, name in methods.items()}
 
@@ -55,7 +55,7 @@ class DistortionWork:
                 setattr(kind, name, originals[kind])
 
     def _count(self, nodes: Nodes, cuts: int | None) -> None:
-        """All prefixes and suffixes; of a splitter, at most the sides of its cuts and a token."""
+        """All prefixes and suffixes; for a splitter, at most the sides of its cuts and a token."""
         n = nodes.length.double()
         intervals = 2 * n if cuts is None else (2 * (n - 2)).clamp(0, 2 * (cuts + 2))
         # Logits of prototypes and M.v~ of each interval; cross terms of M; the Gram matrix.
@@ -66,7 +66,7 @@ class DistortionWork:
 
 
 def multiply_adds_per_second(device: str) -> float:
-    """Of a large float32 matrix product, the best of five."""
+    """Speed of a large float32 matrix product, best of five."""
     x, w = (torch.randn(n, 1024, device=device) for n in (2048, 8192))
     times = []
     for _ in range(6):

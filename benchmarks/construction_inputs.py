@@ -1,4 +1,4 @@
-"""Inputs of `construction.py`: a book chapter, or a synthetic prefill of a model's shapes."""
+"""Inputs of `construction.py`: a book chapter, or a synthetic prefill with a model's shapes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def synthetic(shape: Geometry, length: int, device: str, dtype: torch.dtype) -> 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=rng, device=device)
 
-    # Slots of real texts have about 30 tokens: so do topics here, on average.
+    # Slots of real texts have about 30 tokens, so topics here do, too, on average.
     changes = torch.rand(length, generator=rng, device=device) < 1 / 30
     topic = changes.cumsum(0) % 64
     hidden = 2.0 * normal(64, shape.width)[topic] + normal(length, shape.width)

@@ -17,7 +17,7 @@ from gracekv import Budget, Pipeline
 
 
 class Resident:
-    """Resident memory of this process, MiB: now, and at its highest since the last `reset`."""
+    """Resident memory of this process in MiB: now, and its peak since the last `reset`."""
 
     def reset(self) -> float:
         gc.collect()
@@ -49,12 +49,12 @@ def memory_of(length: int, args: argparse.Namespace) -> tuple[float, float]:
 
 
 def measured_memory(length: int, ratio: str, pipeline: Pipeline) -> tuple[float, float]:
-    """Peak MiB of model and capture, and MiB that construction adds to it."""
+    """Peak MiB of model and capture, and MiB that construction adds."""
     from gracekv.hf.capture import capture
     from gracekv.hf.smollm2 import load_smollm2
 
     resident = Resident()
-    # Compiled kernels and libraries are loaded once, not per prompt.
+    # Kernels and libraries are loaded once, not per prompt.
     pipeline.run(synthetic(GEOMETRIES["tiny"], 256, "cpu", torch.float32), Budget.ratio(4))
     baseline = resident.reset()
     model, tokenizer = load_smollm2()

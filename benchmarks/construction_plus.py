@@ -1,14 +1,14 @@
-"""The time of a compression over that of a plain prefill, recipe by recipe.
+"""The time of a compression relative to a plain prefill, recipe by recipe.
 
     OMP_NUM_THREADS=1 python benchmarks/construction_plus.py
     OMP_NUM_THREADS=1 python benchmarks/construction_plus.py --recipes all --out all.md
     python benchmarks/construction_plus.py --device cuda --geometry qwen2.5-7b --out cuda.md
 
-`gracekv.compress` as one calls it, which reads layer by layer where the recipe allows it, against a
-forward pass with a stock cache and the last logits. They take turns, and medians of the rounds
-count; a plain pass that is not counted begins each round. On a CPU times are CPU seconds of the
-process, so that other work on the machine distorts the ratio less than it does wall time; with more
-than one thread they include threads that wait. On a GPU they are wall seconds.
+`gracekv.compress` as users call it, layer by layer where the recipe allows it, against a forward
+pass with a stock cache and the last logits. They take turns, and medians of the rounds are
+reported; each round begins with a plain pass that is not counted. On a CPU, times are CPU seconds
+of the process, which other work on the machine distorts less than wall time; with more than one
+thread they include waiting threads. On a GPU they are wall seconds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RECIPES = (
 
 
 def measured(work: Callable[[], object], device: str) -> tuple[float, float]:
-    """CPU seconds of the process and 0, or wall seconds until the GPU is done and its peak GiB."""
+    """CPU seconds and 0, or, on a GPU, wall seconds until it is done and peak GiB."""
     gc.collect()
     if device == "cpu":
         start = time.process_time()
@@ -70,7 +70,7 @@ def against_prefill(
 ) -> dict[str, tuple[float, float]]:
     """Median seconds and highest peak of each of `works`, and of a plain "prefill" of `ids`.
 
-    They take turns. What they compile is compiled before.
+    They take turns. Anything they compile must be compiled before.
 
     Args:
         model: prefills.
@@ -88,7 +88,7 @@ def against_prefill(
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in (PREFILL, *works)}
     begin = time.monotonic()
     for _ in range(rounds):
-        # Compressing has given memory back, which the first pass after it has to get again.
+        # Compressing has freed memory, which the first pass after it must allocate again.
         plain()
         taken[PREFILL].append(measured(plain, device))
         for name, work in works.items():
@@ -102,7 +102,7 @@ def against_prefill(
 
 
 def rows(model: Any, prompt: Prompt, args: argparse.Namespace) -> list[str]:
-    """A line for each recipe."""
+    """One line per recipe."""
 
     def compress(name: str) -> None:
         gracekv.compress(model, prompt, ratio=args.ratio, pipeline=name)

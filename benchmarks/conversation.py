@@ -3,14 +3,14 @@
     OMP_NUM_THREADS=1 python benchmarks/conversation.py [--turns 60] [--ways compressed full]
 
 A friend reads the demo's chapter aloud and tells twenty facts in turns 2 to 40; the replies are
-given, so that every way has the same history. At four checkpoints all facts are asked, each from
-the same state. Rows lie in a folder of the commit; the same command leaves ways out that are there,
-so that they can be measured one by one. Ways:
+given, so that every way has the same history. At four checkpoints, each fact is asked for from the
+same state. Rows are stored in a folder per commit; the command skips ways that are already there,
+so they can be measured one by one. Ways:
 
 - compressed: older messages are compressed 4x, and a limit holds all entries, positions closed;
 - full: the history uncompressed, as long as the model's positions last;
-- window: the newest 600 tokens alone;
-- again: the whole history is compressed anew, to 600 entries a head.
+- window: only the newest 600 tokens;
+- again: the whole history is compressed again at each checkpoint, to 600 entries per head.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CHECKPOINTS = 4
 WAYS = ("compressed", "full", "window", "again")
 BEGIN = "A friend reads a story aloud and tells some facts."
 REPLY = " I see."
-# What the friend tells, asks, how the answer begins, and what it must hold.
+# What the friend tells and asks, how the answer begins, and what it must contain.
 FACTS = (
     ("My name is Oliver.", "What is my name?", "Your name is", "Oliver"),
     ("I live in Lisbon.", "Which city do I live in?", "You live in", "Lisbon"),
@@ -67,7 +67,7 @@ FACTS = (
 
 
 class Says:
-    """A logits processor that lets the model say these tokens."""
+    """A logits processor that forces the model to say these tokens."""
 
     def __init__(self, ids: list[int]) -> None:
         self._left = iter(ids)
@@ -95,15 +95,15 @@ def turn(text: str) -> str:
 
 
 def asked() -> Iterator[tuple[str, str]]:
-    """The questions, up to the start of an answer, and what it must hold."""
+    """The questions, up to the start of the answer, and what it must contain."""
     for _, question, start, held in FACTS:
         yield f"{turn(question)} {start}", held
 
 
 def told(chat: Any) -> int:
-    """How many facts the conversation answers; the questions do not stay in it."""
+    """How many facts the conversation knows; the questions are not kept in it."""
     right, (now, undo) = 0, marked(chat)
-    # If a compaction is due, one serves all questions.
+    # If a compaction is due, a single one serves all questions.
     chat._compress_older()
     state, back = marked(chat)
     for question, held in asked():
@@ -116,12 +116,12 @@ def told(chat: Any) -> int:
 
 
 def marked(chat: Any) -> tuple[dict[str, Any], Any]:
-    """The conversation's attributes, and a function that takes its cache back to now."""
+    """The conversation's attributes, and a function that restores its cache to this state."""
     return dict(chat.__dict__), chat._cache.mark()
 
 
 def talk(model: Any, tokenizer: Any, turns: list[str], marks: list[int], *, full: bool) -> Any:
-    """Hold the conversation; yields a row a turn."""
+    """Hold the conversation; yields one row per turn."""
     prompt = gracekv.Prompt.from_chat(tokenizer, context=BEGIN, template=False, separator="\n")
     book = gracekv.compress(model, prompt, ratio=1)
     limit = gracekv.Limit(entries_per_head=ENTRIES, every=EVERY, positions="closed")
@@ -153,7 +153,7 @@ def history(tokenizer: Any, turns: list[str]) -> torch.Tensor:
 
 
 def anew(model: Any, tokenizer: Any, turns: list[str], marks: list[int], *, window: bool) -> Any:
-    """Read the newest tokens, or compress the whole history, at each checkpoint; yields rows."""
+    """At each checkpoint, read the newest tokens or compress the whole history; yields rows."""
     for mark in marks:
         ids = history(tokenizer, turns[:mark])
         if window:
@@ -179,13 +179,13 @@ def anew(model: Any, tokenizer: Any, turns: list[str], marks: list[int], *, wind
 
 
 def measure(way: str, turns: list[str], marks: list[int]) -> None:
-    """Write the rows of one way, unless they are there."""
+    """Write the rows of one way, unless they exist."""
     path = ROWS / f"{way}-{len(turns)}.json"
     if path.exists():
         return
     ROWS.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load_smollm2()
-    # Loads compiled kernels; its tokens are not counted.
+    # Loads kernels; its tokens are not counted.
     first = gracekv.Prompt.from_ids(history(tokenizer, turns[:8]), (0, 200), tokenizer=tokenizer)
     gracekv.compress(model, first, ratio=4)
     read = [0]

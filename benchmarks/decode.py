@@ -1,8 +1,8 @@
 """How fast is decoding? Prints tables and writes `benchmarks/results/decode.md`.
 
-Attention alone against the bytes that it reads, and whole-model milliseconds a token, FullKV and
-compressed caches side by side. How long a step takes depends on how many entries each head holds,
-not on which: except for `--real`, keys, values and the heads' lengths are random.
+Attention alone, relative to the bytes that it reads, and whole-model milliseconds per token, for
+FullKV and compressed caches. The time of a step depends on how many entries each head holds, not on
+which: except with `--real`, keys, values and the heads' lengths are random.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def attention_rows(
         sizes = dict.fromkeys(steps, asked.full_bytes)
         for ratio in options.ratios:
             steps[f"{ratio}x"], sizes[f"{ratio}x"] = asked.ours(ratio)
-            # As many entries with fewer bits; on GPUs the Triton kernel does not read them.
+            # As many entries with fewer bits. On GPUs, the Triton kernel cannot read them.
             for bits in options.bits if device == "cpu" else ():
                 name = f"{ratio}x, {bits} bits"
                 steps[name], sizes[name] = asked.ours(ratio, bits)
@@ -97,7 +97,7 @@ def model_rows(options: argparse.Namespace, model: Any, dtype: torch.dtype) -> I
 
 
 def real_rows(options: argparse.Namespace) -> Iterable[list[str]]:
-    """The whole pipeline on a chapter of a book, laid end to end up to the context's length."""
+    """The whole pipeline on a book chapter, repeated up to the context's length."""
     model, tokenizer = load_smollm2()
     text = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
     share = options.real / len(tokenizer(text).input_ids)

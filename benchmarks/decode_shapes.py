@@ -1,4 +1,4 @@
-"""What `decode.py` times: layers, caches and models of given sizes, with random contents."""
+"""Inputs of `decode.py`: layers, caches and models of given sizes, with random contents."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from gracekv.precision import UniformPrecision
 from gracekv.prefill import Region
 
 TAIL = 64
-# Copies of a layer, so that none is found in a cache, take at most this.
+# Most bytes of the copies of a layer, which defeat the CPU's caches.
 WORKING_SET = {"cpu": 1 << 30, "cuda": 8 << 30}
 Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a model; `config` are transformers' names, for one with random weights."""
+    """Sizes of a model; `config` uses transformers' names, for a model with random weights."""
 
     layers: int
     heads: int
@@ -43,7 +43,7 @@ TINY = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
 GEOMETRIES = {
     "smollm2": Geometry(30, 9, 3, 64),
     "qwen2.5-7b": Geometry(28, 28, 4, 128, QWEN),
-    # To try the script.
+    # For trying out the script.
     "tiny": Geometry(2, 4, 2, 16, TINY),
 }
 
@@ -74,7 +74,7 @@ def ragged(
 
 
 def quantised(layer: RaggedEntries, bits: int | None) -> LayerEntries:
-    """All entries of `layer` at 8 or 4 bits; None: as they are."""
+    """All entries of `layer` at 8 or 4 bits, or unchanged if None."""
     if bits is None:
         return layer
     cache = RaggedCache((layer,), 1, (0,) * layer.sequences)
@@ -117,9 +117,9 @@ class Attention:
         }
 
     def ours(self, ratio: int, bits: int | None = None) -> tuple[Step, int]:
-        """The step, and the bytes that it reads: keys, values, and what the backend holds.
+        """The step, and the bytes that it reads: keys, values, and the backend's own tensors.
 
-        `ratio` counts entries; of `bits` a number, None: those of the dtype.
+        `ratio` counts entries; `bits` are per number, or None for the dtype's.
         """
         entries = self.length // ratio
         made = [
@@ -141,7 +141,7 @@ class Attention:
 
 
 class Fixed(CacheLayerMixin):  # type: ignore[misc]
-    """FullKV of a fixed length: each step overwrites the last place, so that it can be a graph."""
+    """FullKV of fixed length: each step overwrites the last place, so it can be a CUDA graph."""
 
     is_sliding = False
 
@@ -185,7 +185,7 @@ def compressed(geometry: Geometry, batch: int, length: int, ratio: int, like: Te
 
 
 def model_of(geometry: Geometry, dtype: torch.dtype, device: str) -> Any:
-    """SmolLM2 as it is; other sizes with random weights."""
+    """SmolLM2 with its weights; other sizes with random weights."""
     if geometry.config is None:
         return load_smollm2(dtype)[0].to(device)
     config = AutoConfig.for_model(

@@ -15,17 +15,17 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from gracekv.hf import GraceCache, attach, detach
 
-# Runs before a graph is recorded, and rounds that are not counted.
+# Warm-up runs before a graph is recorded, and warm-up rounds.
 WARM_UP = 3
 UNCOUNTED = 2
 _NO_MASK = "benchmark_sdpa_without_mask"
 
 
 def graphed(step: Step, device: str) -> Step:
-    """The step as a CUDA graph; on the CPU the step itself.
+    """The step as a CUDA graph; on the CPU, the step itself.
 
-    What the step runs is compiled before it is recorded, on the stream that then records: a kernel
-    that is compiled or a library that is set up inside a recording fails or is recorded wrongly.
+    The step is warmed up before it is recorded, on the recording stream: compiling a kernel or
+    initialising a library during recording fails or is recorded wrongly.
     """
     if device != "cuda":
         return step
@@ -49,9 +49,9 @@ def interleaved(
     before: Callable[[str], None] | None = None,
     chosen: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Median seconds of each step; each round takes all of them in turn, after `before`(name).
+    """Median seconds of each step; each round runs all of them in turn, after `before`(name).
 
-    `chosen` says which of the rounds' seconds: `min` for machines that do other things, too.
+    `chosen` reduces the rounds' seconds: use `min` on machines that are not idle.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + UNCOUNTED):
@@ -64,7 +64,7 @@ def interleaved(
             step()
             if device == "cuda":
                 torch.cuda.synchronize()
-            if turn >= UNCOUNTED:  # the first rounds build what is held and touch new memory
+            if turn >= UNCOUNTED:  # the first rounds build cached tensors and touch new memory
                 seconds[name].append(time.perf_counter() - begin)
     return {name: chosen(taken) for name, taken in seconds.items()}
 
@@ -79,7 +79,7 @@ def copy_speed(device: str, size: int = 256 << 20) -> float:
 def attend_for(model: Any, cache: Cache) -> None:
     """Switch the model to the attention that reads `cache`.
 
-    A stock cache is read by torch's sdpa without a mask, which one token does not need:
+    A stock cache is read by torch's sdpa without a mask, since one token needs none:
     transformers 5.17 makes one while a graph is recorded, and then repeats keys and values.
     """
     if isinstance(cache, GraceCache):
@@ -105,7 +105,7 @@ def timed_caches(
 ) -> dict[str, float]:
     """Median seconds of a forward pass of one token over each cache.
 
-    Ours decode over a preallocated tail if `static` (default: on GPUs); on GPUs all steps are CUDA
+    Our caches use a preallocated tail if `static` (default: on GPUs); on GPUs all steps are CUDA
     graphs unless `graphs` is False.
     """
     static = device == "cuda" if static is None else static
@@ -116,9 +116,9 @@ def timed_caches(
             cache.warm_up(model)
             # Every run appends a token.
             cache = cache.with_static_tail(WARM_UP + UNCOUNTED + rounds + 1, rows=batch)
-            # Positions are right, and a check would wait for the device.
+            # Positions are known to be right, and a check would synchronise with the device.
             cache.is_replayed = True
-        # Graphs need it where it lies; elsewhere it grows with the cache, which checks it.
+        # Graphs need it at a fixed address; otherwise it grows with the cache, which checks it.
         position = None
         if static:
             position = torch.full((batch, 1), int(cache.get_seq_length()), device=device)

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/extend.py
 
-The demo's chapter with ten hidden numbers, compressed in one go and in three and ten passages, one
-after the other (`extend`), at the same ratios; then a question for each number, known to none.
+The demo's chapter with ten hidden numbers is compressed at once, and in three and ten passages one
+after the other (`extend`), at the same ratios; then one question per number, never known before.
 """
 
 from __future__ import annotations

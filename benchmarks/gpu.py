@@ -1,13 +1,13 @@
-"""Does everything work on this GPU, and how fast is it? Three calls of ten minutes, or fewer.
+"""Does everything work on this GPU, and how fast is it? Up to three calls of ten minutes.
 
-    python benchmarks/gpu.py            # or: make gpu; the same again goes on
+    python benchmarks/gpu.py            # or: make gpu; run it again to resume
 
 Needs a checkout and torch, triton, transformers, numpy, einops, scipy, safetensors, greenlet and
-psutil; no network, and no weights: models have random ones. The most important rows come first. A
-row is appended to `gpu.jsonl` as soon as it is measured, and the page is written from all rows of
-the same code, machine and options; the next call measures the others. A row that does not fit into
-the time that is left waits for the next call. The profile of one compression lies beside
-`gpu.jsonl`. `--device cpu --geometry tiny` runs the same in seconds.
+psutil; no network and no weights, since models have random ones. The most important rows come
+first. A row is appended to `gpu.jsonl` as soon as it is measured, and the page is written from all
+rows of the same code, machine and options; the next call measures the missing ones. A row that does
+not fit into the remaining time waits for the next call. The profile of one compression is stored
+next to `gpu.jsonl`. `--device cpu --geometry tiny` runs the same in seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 _HERE = Path(__file__).resolve().parent
-# A checkout needs no installation. The steps of an engine that are timed are those of the tests.
+# Works from a checkout without installation. The timed engine steps are those of the tests.
 sys.path.insert(0, str(_HERE.parent))
 sys.path.append(str(_HERE.parent / "tests"))
 
@@ -89,10 +89,10 @@ def arguments() -> argparse.Namespace:
 
 
 def measured(case: Case, left: float) -> Row:
-    """The columns of a row; an error or too little memory ends the row, not the run.
+    """The columns of a row; an error or lack of memory ends the row, not the run.
 
     Raises:
-        OutOfTime: if it takes longer than the seconds that are `left`.
+        OutOfTime: if it takes longer than the `left` seconds.
     """
     begin = time.perf_counter()
     signal.setitimer(signal.ITIMER_REAL, left)
@@ -113,7 +113,7 @@ def measured(case: Case, left: float) -> Row:
 
 
 def usable(device: str) -> bool:
-    """Whether the GPU takes further work from this process, after what cannot be undone."""
+    """Whether this process can still use the GPU; some errors cannot be recovered from."""
     if device == "cuda":
         try:
             torch.cuda.synchronize()
@@ -125,7 +125,7 @@ def usable(device: str) -> bool:
 
 
 def run(options: argparse.Namespace, deadline: float) -> None:
-    """Measure the rows that are missing, in order, as far as they fit."""
+    """Measure the missing rows, in order, as far as they fit."""
 
     def show() -> None:
         write_atomically(options.page, log.page(cases).encode())
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace, deadline: float) -> None:
     show()
     for case in cases:
         left = deadline - time.monotonic()
-        # The first row may take the whole call: it would not fit into another one either.
+        # The first row may take the whole call, as it would not fit into another one either.
         if log.outcome(case) is not None or left <= (0 if first else log.expected(case)):
             continue
         first = False

@@ -1,4 +1,4 @@
-"""The state that the parts of `gpu.py` share: options, the model, and prompts."""
+"""State shared by the parts of `gpu.py`: options, the model, and prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOAT32_ON_GPU = 1e-5
 
 @dataclasses.dataclass
 class Bench:
-    """The command line's options, and what several parts share, made on first use."""
+    """The command line's options, and shared objects, made on first use."""
 
     options: argparse.Namespace
 
@@ -42,7 +42,7 @@ class Bench:
         torch.manual_seed(0)
         geometry = GEOMETRIES[self.options.geometry]
         model = model_of(geometry, self.dtype, self.options.device)
-        # The default initial weights make attention nearly uniform; these let it choose.
+        # Attention is nearly uniform with the default initial weights, and selective with these.
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if name.endswith(("q_proj.weight", "k_proj.weight")):

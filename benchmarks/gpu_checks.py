@@ -1,4 +1,4 @@
-"""The parts of `gpu.py` that say whether everything works."""
+"""The parts of `gpu.py` that check whether everything works."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ CUDA_TESTS = (
     "tests/kernels/test_softmax_sums_cuda.py",
     "tests/backends/test_triton_cuda.py",
 )
-# Too many cases for one row: a row for each dtype.
+# Too many cases for one row: one row per dtype.
 MANY_CASES = ("test_equals_dense_attention",)
-# pytest's exit status where a file is skipped as a whole.
+# pytest's exit status if a whole file is skipped.
 _NO_TESTS = 5
 
 
@@ -65,10 +65,10 @@ def kernels(bench: Bench) -> Iterator[Case]:
 
 
 def same(bench: Bench) -> Iterator[Case]:
-    """The entries that each recipe keeps of one prefill, on the CPU and on the device.
+    """Whether each recipe keeps the same entries of one prefill on the CPU and on the device.
 
-    Scores that tie in float32 may be ordered otherwise by sums in another order, so that single
-    entries differ; more than one in a hundred is a mistake.
+    Sums in another order may reorder scores that tie in float32, so single entries may differ;
+    more than one in a hundred is a bug.
     """
     pipelines = {name: Pipeline.named(name) for name in recipes.names()}
 
@@ -101,7 +101,7 @@ def same(bench: Bench) -> Iterator[Case]:
 
 
 def moved(prefill: Prefill, device: torch.device) -> Prefill:
-    """The prefill with all that depends on its length on `device`."""
+    """The prefill with everything that depends on its length on `device`."""
 
     def move(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
@@ -115,7 +115,7 @@ def moved(prefill: Prefill, device: torch.device) -> Prefill:
 
 
 def replay(bench: Bench) -> Iterator[Case]:
-    """`result.generate` with and without a recorded step: the same tokens, and how fast."""
+    """`result.generate` with and without a recorded step: same tokens, and speed."""
     options = bench.options
     tokens = 20 if options.tiny else 192
     for length, rows in product(options.lengths[:1], options.batches[:2]):
@@ -138,7 +138,7 @@ def replay(bench: Bench) -> Iterator[Case]:
             finally:
                 graph_replay.suits = suits
             agreeing = (answers["growing"] == answers["replayed"]).float().mean()
-            # After a tie in bfloat16 two answers part.
+            # Two answers may diverge after a tie in bfloat16.
             alike = (answers["growing"] == answers["replayed"])[:, 0].all()
             status = "ok" if bool(alike) else "failed: other first tokens"
             suited = suits(model, result.new_cache(), tokens, {})
@@ -148,14 +148,14 @@ def replay(bench: Bench) -> Iterator[Case]:
 
 
 def tests(bench: Bench) -> Iterator[Case]:
-    """The tests that only a GPU can run, function by function; a tiny run has one."""
+    """The tests that only a GPU can run, one row per function; a tiny run has one."""
     found = [
         (file, name, only)
         for file in CUDA_TESTS
         for name in re.findall(r"^def (test_\w+)", (_ROOT / file).read_text("utf-8"), re.MULTILINE)
         for only in (map(str, TOLERANCES) if name in MANY_CASES else ("",))
     ]
-    # Those that failed or never ended on a GPU come first, those with hundreds of cases last.
+    # Tests that have failed or hung on a GPU come first, those with hundreds of cases last.
     found.sort(key=lambda row: (row[1] in MANY_CASES, "repeats" not in row[1]))
     for file, name, only in found[: 1 if bench.options.tiny else None]:
 

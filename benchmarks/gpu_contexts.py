@@ -1,4 +1,4 @@
-"""The part of `gpu.py` about serving: ragged contexts beside pages like vLLM's, without vLLM."""
+"""The part of `gpu.py` about serving: ragged contexts next to pages like vLLM's, without vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAGE, _OWN = 16, 100
 def paged(bench: Bench) -> Iterator[Case]:
     """Attention over contexts and pages against float64, and its speed against a copy.
 
-    Repeated on the same entries: what fits the GPU's cache is read from there.
+    Repeated on the same entries, so those that fit are read from the GPU's cache.
     """
     options, device = bench.options, bench.options.device
     reason = obstacle(torch.device(device), "another part")

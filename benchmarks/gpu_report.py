@@ -1,4 +1,4 @@
-"""The rows of `gpu.py`: a log that only grows, and the page that is written from it."""
+"""The rows of `gpu.py`: an append-only log, and the page that is written from it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Case:
     """A row to measure.
 
     Attributes:
-        labels: they name the row within its part.
+        labels: identify the row within its part.
         work: measures it and returns the other columns.
-        seconds: a generous guess of its duration on an H100, used until a log knows better.
+        seconds: a generous estimate of its duration on an H100, until a log has a measured one.
     """
 
     labels: Row
@@ -44,9 +44,9 @@ class Case:
 
 
 class Log:
-    """Rows in a JSON-lines file, which only grows, so that a run goes on where another ended.
+    """Rows in an append-only JSON-lines file, so that a run resumes where another ended.
 
-    A row counts if the run that measured it had the same header: code, machine and options.
+    A row counts if its run had the same header: code, machine and options.
 
     Args:
         path: the file.
@@ -57,7 +57,7 @@ class Log:
         self._path, self._header = path, header
         self._run = hashlib.sha256(json.dumps(header).encode()).hexdigest()[:12]
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        if text and not text.endswith("\n"):  # a process was ended while it wrote this line
+        if text and not text.endswith("\n"):  # the process was killed while writing this line
             self._write("\n")
         self._rows: list[Row] = []
         for line in text.splitlines():
@@ -74,7 +74,7 @@ class Log:
     def outcome(self, case: Case) -> Row | None:
         """The row's columns if nothing remains to be measured, else None.
 
-        A row that two runs began and did not finish is not tried a third time.
+        A row that two runs started but did not finish is not tried a third time.
         """
         own = [row for row in self._named(case) if row["run"] == self._run]
         for row in own:
@@ -83,12 +83,12 @@ class Log:
         return {**case.labels, "status": "cut off twice"} if len(own) > 1 else None
 
     def expected(self, case: Case) -> float:
-        """Seconds that the row will take: as last time, at any commit, and a fifth more."""
+        """Expected seconds of the row: as last time, at any commit, plus a fifth."""
         known = [row["row s"] for row in self._named(case) if "row s" in row]
         return 1.2 * known[-1] if known else case.seconds
 
     def page(self, cases: list[Case]) -> str:
-        """What is known of the cases as Markdown: a table for each part, and what is missing."""
+        """The results as Markdown: a table for each part, and the missing rows."""
         parts: dict[str, list[Row]] = {}
         missing: dict[str, list[str]] = {}
         for case in cases:
@@ -121,7 +121,7 @@ class Log:
         return "\n".join(text)
 
     def _named(self, case: Case) -> list[Row]:
-        # Labels as they return from the file.
+        # Labels as they are read back from the file.
         labels = json.loads(json.dumps(case.labels))
         return [row for row in self._rows if row["part"] == case.part and row["labels"] == labels]
 
@@ -133,7 +133,7 @@ class Log:
 
 
 def header(options: argparse.Namespace) -> Row:
-    """The machine, the versions, the code and the options that change figures."""
+    """The machine, the versions, the code, and the options that change figures."""
     cuda = options.device == "cuda"
     found = torch.cuda.get_device_properties(0) if cuda else None
     return {

@@ -1,4 +1,4 @@
-"""The parts of `gpu.py` that say how fast everything is, against the bars."""
+"""The parts of `gpu.py` that measure speed, against the bars."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ TOTAL = {
     "gracekv": 1.5,
 }
 PEAK, OF_COPY, SPEED_UP = 0.6, 0.75, 1.7
-# Most rounds of a compression, and seconds after which no further one begins.
+# Maximum rounds of a compression, and seconds after which no further one begins.
 ROUNDS, PATIENCE = 5, 40.0
-# Events in which the host waits for a GPU, and operations that do so on one.
+# Events in which the host waits for a GPU, and operations that make it wait.
 WAITS = {
     "cuda": re.compile("Synchronize"),
     "cpu": re.compile("aten::(_local_scalar_dense|nonzero|_unique2)$"),
@@ -39,7 +39,7 @@ WAITS = {
 
 
 def attention(bench: Bench) -> Iterator[Case]:
-    """One token's attention as bytes per second against a copy, at several imbalances of heads."""
+    """One token's attention in bytes per second against a copy, at several imbalances of heads."""
     options, device = bench.options, bench.options.device
     geometry, like = GEOMETRIES[options.geometry], torch.empty(0, dtype=bench.dtype, device=device)
     skews = (3, 50) if not options.tiny else (3,)
@@ -104,7 +104,7 @@ def decode(bench: Bench) -> Iterator[Case]:
 
 
 def compress(bench: Bench) -> Iterator[Case]:
-    """`compress` end to end against a plain prefill, in turn, both after a pass to warm up."""
+    """`compress` end to end against a plain prefill, in turn, both after a warm-up pass."""
     options = bench.options
     for length, name in product(options.lengths, RECIPES):
 
@@ -135,7 +135,7 @@ def compress(bench: Bench) -> Iterator[Case]:
                     row["bar: memory"] = "met" if of_peak <= PEAK else "missed"
             return row | {stage: took for stage, took in made[0].as_dict().items() if took}
 
-        # 30 s to build the model and compile, then a guess of four passes.
+        # 30 s to build the model and compile, then an estimate of four passes.
         yield Case({"context": length, "recipe": name}, work, 30 + length / 1000)
 
 

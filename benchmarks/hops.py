@@ -1,11 +1,11 @@
-"""Files that one reads to follow a recipe from `compress` to the packed cache. Prints their names.
+"""Prints the files that one reads to follow a recipe from `compress` to the packed cache.
 
-    python benchmarks/hops.py [RECIPE [whole]]       # whole: everything is read first
+    python benchmarks/hops.py [RECIPE [whole]]       # whole: read the full prompt first
 
-Counted are files of `gracekv` of which at least four lines inside functions run during the second
-`gracekv.compress(model, prompt, ratio=8)` of a tiny model, until all layers are packed. A property
-or a single check is no file to read. Errors and registries, which all strategies share, do not
-count.
+Counts files of `gracekv` in which at least four lines inside functions run during the second
+`gracekv.compress(model, prompt, ratio=8)` of a tiny model, until all layers are packed: nobody
+needs to open a file for a property or a single check. Errors and registries, which all strategies
+share, do not count.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SHARED = ("errors.py", "registry", "hyperparameter.py", "plugins.py", "testing/"
 
 
 def lines_run(recipe: str, *, whole: bool) -> dict[str, int]:
-    """How many lines of each file run, by the file's path inside the package."""
+    """The number of lines that run in each file, by its path inside the package."""
     lines: dict[str, set[int]] = defaultdict(set)
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
         packs = isinstance(frame.f_locals.get("self"), Packer) and code.co_name == "__call__"
-        # Layer by layer the packed layers are put together at the end.
+        # When reading layer by layer, the packed layers are put together at the end.
         packs = packs or code.co_qualname == "Compression._packed"
         if event == "line":
             lines[code.co_filename].add(frame.f_lineno)

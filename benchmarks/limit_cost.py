@@ -1,11 +1,11 @@
-"""What cuts cost beside decoding: `benchmarks/results/limit-cost.md`.
+"""The cost of cuts relative to decoding: `benchmarks/results/limit-cost.md`.
 
     python benchmarks/limit_cost.py
 
-SmolLM2 over a made-up cache of 4,096 entries per head, of which every cut leaves as many. A round
-is a few steps of one token and a cut, strategy after strategy, so that all of them see the same
-machine; a share is a cut's seconds over those of `--every` steps of its round. CPU seconds
-are the process's own, in which other work of the machine does not count.
+SmolLM2 over a synthetic cache, which every cut brings back to 4,096 entries per head. A round is a
+few steps of one token and a cut, strategy after strategy, so that machine load affects all of them
+alike; a share is a cut's seconds over those of `--every` steps of its round. CPU seconds are the
+process's own and exclude other work on the machine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CLOCKS = (time.process_time, time.perf_counter)
 
 
 def made_up(model: torch.nn.Module, entries: int) -> GraceCache:
-    """A cache of random keys and values, as a prompt of this many tokens would fill it."""
+    """A cache of random keys and values, filled as by a prompt of this many tokens."""
     rng = torch.Generator().manual_seed(0)
     config = model.config
     shape = (config.num_key_value_heads, entries, config.hidden_size // config.num_attention_heads)
@@ -58,7 +58,7 @@ def seconds(work: Callable[[], object]) -> tuple[float, ...]:
 
 @torch.no_grad()
 def one_round(model: torch.nn.Module, cache: GraceCache, every: int) -> list[tuple[float, float]]:
-    """(a step, a cut) in CPU and in wall seconds, of a copy of `cache`."""
+    """(step, cut) in CPU and in wall seconds, on a copy of `cache`."""
     token, cache = torch.zeros(1, 1, dtype=torch.long), copy.deepcopy(cache)
     steps = [seconds(lambda: model(input_ids=token, past_key_values=cache)) for _ in range(STEPS)]
     cut = seconds(lambda: cache.make_room(torch.zeros(1, every), None))

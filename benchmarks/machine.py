@@ -1,4 +1,4 @@
-"""What a result page says of the machine and the code it was measured with."""
+"""The machine and the code behind a result page."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from pathlib import Path
 
 import torch
 
-# Not code: changing it changes no figure.
+# Not code: changes here affect no figure.
 _NO_CODE = (":!benchmarks/results", ":!docs", ":!*.md")
 
 
 def changed() -> list[str]:
-    """Files of code, new ones too, that are not as they were committed; none without git."""
+    """Files of code with uncommitted changes, including new files; none without git."""
     return [
         line[3:] for line in _git("status", "--porcelain", "--untracked-files=all").splitlines()
     ]
 
 
 def commit() -> str:
-    """The last commit that changed code, with "-dirty" if files differ; "" where there is no git.
+    """The last commit that changed code, with "-dirty" if files differ; "" without git.
 
-    Commits of results and pages alone do not count: their figures are measured at their parent.
+    Commits of only results and pages do not count: their figures were measured at their parent.
     """
     found = _git("log", "-1", "--abbrev=7", "--format=%h").strip()
     return f"{found}-dirty" if found and changed() else found
 
 
 def digest() -> str:
-    """A digest of all code; it tells changed trees apart, and trees without git."""
+    """A digest of all code; it tells changed trees apart, also without git."""
     root, found = Path(__file__).parents[1], hashlib.sha256()
     for folder in ("benchmarks", "gracekv", "tests"):
         for path in sorted((root / folder).rglob("*.py")):
@@ -41,7 +41,7 @@ def digest() -> str:
 
 
 def _git(*words: str) -> str:
-    # A benchmark that is stopped here must leave no lock behind.
+    # A benchmark that is stopped here must not leave a lock behind.
     command = ["git", "--no-optional-locks", *words, "--", ".", *_NO_CODE]
     root = Path(__file__).parents[1]
     try:
@@ -52,7 +52,7 @@ def _git(*words: str) -> str:
 
 
 def cpu() -> str:
-    """The CPU's name as Linux tells it, else the architecture."""
+    """The CPU's name as reported by Linux, else the architecture."""
     facts = Path("/proc/cpuinfo")
     lines = facts.read_text(encoding="utf-8").splitlines() if facts.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -65,12 +65,12 @@ def cores() -> str:
 
 
 def threads() -> str:
-    """`cores`, a CPU's, and how many threads torch uses."""
+    """`cores`, "CPU", and the number of threads that torch uses."""
     return f"{cores()}, CPU, {torch.get_num_threads()} thread(s)"
 
 
 def versions() -> str:
-    """Of torch, transformers and Python."""
+    """Versions of torch, transformers and Python."""
     return (
         f"torch {torch.__version__}, transformers {version('transformers')}, "
         f"Python {platform.python_version()}"

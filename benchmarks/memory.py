@@ -1,15 +1,15 @@
 """How much memory does a compression take? Writes `benchmarks/results/memory.md`.
 
-A row is measured in `--processes` fresh processes, since what glibc keeps differs between them; the
-page gives the median, the lowest and the highest. Each loads the model, compresses a short prompt
-so that all code is loaded, and then measures one plain prefill or one recipe. Highest and held
-memory are over the loaded model: on a CPU resident memory (VmHWM after writing 5 to
-/proc/self/clear_refs, and VmRSS, Linux), on CUDA torch's allocated memory. glibc keeps much of what
-torch has freed; with `--allocator direct` it gives every block from 128 KiB on back at once, and
-resident memory is what torch holds. Each measurement is appended to `--log` at once; those of this
-commit that are already there are not repeated.
+A row is measured in `--processes` fresh processes, since the memory that glibc retains differs
+between them; the page gives the median, the lowest and the highest. Each process loads the model,
+compresses a short prompt so that all code is loaded, and then measures one plain prefill or one
+recipe. Highest and held memory are relative to the loaded model: on a CPU, resident memory (VmHWM
+after writing 5 to /proc/self/clear_refs, and VmRSS, Linux); on CUDA, torch's allocated memory.
+glibc retains much of the memory that torch frees; with `--allocator direct` it returns every block
+from 128 KiB on immediately, so resident memory is what torch holds. Each measurement is appended to
+`--log` immediately; those of this commit that are already there are not repeated.
 
-    python benchmarks/memory.py                      # all rows that are missing
+    python benchmarks/memory.py                      # all missing rows
     python benchmarks/memory.py --allocator direct --rows prefill gracekv gracekv-plus
     python benchmarks/memory.py --rows prefill gracekv-plus --lengths 7800 --processes 3
     python benchmarks/memory.py --report             # only write the tables
@@ -46,11 +46,11 @@ LENGTHS = {
     "grouped": (16384, 32768),
     "narrow": (32768,),
 }
-# Everything is read before it is compressed.
+# Read everything before compressing.
 WHOLE = "whole "
 # A fixed threshold: by default glibc raises it with each large block that is freed.
 ALLOCATORS = {"default": {}, "direct": {"MALLOC_MMAP_THRESHOLD_": str(2**17)}}
-# Of the long rows, those that show the kinds: windows, sums over queries, trees, the default.
+# One long row of each kind: windows, sums over queries, trees, the default.
 LONG = (PREFILL, "snapkv", "h2o", "gracekv", "gracekv-plus")
 
 
@@ -70,7 +70,7 @@ def load(name: str, device: str) -> tuple[Any, Any]:
 
 
 def prompt_of(tokenizer: Any, length: int) -> Prompt:
-    """The demo's chapter over and over, or random ids where there is no tokenizer."""
+    """The demo's chapter, repeated, or random ids without a tokenizer."""
     if tokenizer is None:
         ids = torch.randint(0, memory_model.GROUPED["vocab_size"], (length,)).tolist()
     else:
@@ -81,7 +81,7 @@ def prompt_of(tokenizer: Any, length: int) -> Prompt:
 
 
 def run(model: Any, prompt: Prompt, row: str, ratio: str) -> Any:
-    """Do the work of the row, and return all that stays alive."""
+    """Run the row's work, and return everything that stays alive."""
     if row == PREFILL:
         ids = prompt.ids[None].to(model.device)
         with torch.no_grad():
@@ -92,7 +92,7 @@ def run(model: Any, prompt: Prompt, row: str, ratio: str) -> Any:
 
 
 class Meter:
-    """Memory above the level when this was made."""
+    """Memory above the level at construction."""
 
     def __init__(self, device: str) -> None:
         self._cuda = device == "cuda"
@@ -106,12 +106,12 @@ class Meter:
         self._before = _kib("VmRSS") * 1024
 
     def highest(self) -> float:
-        """MiB at the highest so far."""
+        """Peak MiB so far."""
         used = torch.cuda.max_memory_allocated() if self._cuda else _kib("VmHWM") * 1024
         return (used - self._before) / MIB
 
     def held(self) -> float:
-        """MiB now."""
+        """Current MiB."""
         used = torch.cuda.memory_allocated() if self._cuda else _kib("VmRSS") * 1024
         return (used - self._before) / MIB
 
@@ -123,7 +123,7 @@ def _kib(name: str) -> int:
 
 
 def measure(name: str, length: int, row: str, ratio: str, device: str) -> dict[str, Any]:
-    """A row's figures, in this process."""
+    """Measure a row in this process."""
     model, tokenizer = load(name, device)
     short = run(model, prompt_of(tokenizer, 512), row, ratio)
     prompt = prompt_of(tokenizer, length)
@@ -146,7 +146,7 @@ def measure(name: str, length: int, row: str, ratio: str, device: str) -> dict[s
 
 
 def rows_of(args: argparse.Namespace) -> list[tuple[str, int, str]]:
-    """(model, length, row), the quick ones first."""
+    """(model, length, row), quick ones first."""
     found = []
     for name in args.models:
         for length in args.lengths or LENGTHS[name]:
@@ -156,13 +156,13 @@ def rows_of(args: argparse.Namespace) -> list[tuple[str, int, str]]:
 
 
 def where() -> dict[str, str]:
-    """What every row says of machine and code."""
+    """Machine and code, as recorded in every row."""
     place = f"{machine.cpu()}, {machine.cores()}"
     return {"machine": place, "commit": machine.commit(), "versions": machine.versions()}
 
 
 def rows_in(log: Path) -> list[dict[str, Any]]:
-    """What was measured at this commit; of what was measured again the last."""
+    """The measurements of this commit; the last one if repeated."""
     lines = log.read_text().splitlines() if log.exists() else []
     here = machine.commit()
     found = (row for row in map(json.loads, lines) if row["commit"] == here)
@@ -170,7 +170,7 @@ def rows_in(log: Path) -> list[dict[str, Any]]:
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What is measured once."""
+    """The identity of a measurement."""
     names = ("model", "length", "row", "ratio", "device", "allocator", "process")
     return tuple(row[name] for name in names)
 
@@ -198,7 +198,7 @@ def main() -> None:
     args.log.parent.mkdir(parents=True, exist_ok=True)
     known = {key_of(row) for row in rows_in(args.log) if "status" not in row}
     environment = {**os.environ, **ALLOCATORS[args.allocator]}
-    # All rows once, then once more: whatever ends this, each has its turn.
+    # All rows once, then again, so that an interrupted run has measured as many rows as possible.
     asked = [(process, *row) for process in range(args.processes) for row in rows_of(args)]
     for process, name, length, row in [] if args.report else asked:
         own = {
@@ -218,7 +218,7 @@ def main() -> None:
         else:
             line = json.dumps({**json.loads(child.stdout.splitlines()[-1]), **own})
         print(line, flush=True)
-        # By one call, since another process may write its own.
+        # In one call, since another process may write at the same time.
         with args.log.open("a") as file:
             file.write(line + "\n")
     if done := rows_in(args.log):

@@ -1,4 +1,4 @@
-"""Tables of `memory.py`: what was measured, and what the same rules give for larger models."""
+"""Tables of `memory.py`: measurements, and estimates for larger models by the same rules."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MODELS = {"smollm2": "smollm2 is SmolLM2-135M-Instruct"} | {
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's memory depends on; bytes of a number in `unit`."""
+    """The sizes that a model's memory depends on; `unit` is bytes per number."""
 
     layers: int
     hidden: int
@@ -62,7 +62,7 @@ class Shape:
         return CaptureSizes(kv=2 * self.groups * per, queries=self.heads * per)
 
     def activations(self, tokens: int) -> int:
-        """Bytes of one layer at its highest: three inner rows and three residual ones a token."""
+        """Peak bytes of one layer: three inner rows and three residual rows per token."""
         return tokens * self.unit * (3 * self.inner + 3 * self.hidden)
 
 
@@ -76,15 +76,15 @@ SHAPES = {
 
 
 def plain(shape: Shape, length: int) -> float:
-    """MiB over the model of a forward pass with a cache, last logits only."""
+    """MiB above the model of a forward pass with a cache, last logits only."""
     return (length * shape.sizes.kv + shape.activations(length)) / MIB
 
 
 def compressed(shape: Shape, length: int, needs: Needs, ratio: float) -> tuple[float, float]:
-    """MiB over the model of a compression at its highest, and of the result.
+    """MiB above the model: peak of a compression, and its result.
 
-    Keys and values, held queries and hidden states; then the larger of a chunk of the prefill and
-    its mask, and of queries computed again with the packed cache.
+    Keys and values, held queries and hidden states; then the larger of a chunk of the prefill with
+    its mask, and recomputed queries with the packed cache.
     """
     spans = PromptSpans(16, length - 48, length - 8, length)
     held = len(held_positions(needs, spans, shape.sizes, None))
@@ -98,18 +98,18 @@ def compressed(shape: Shape, length: int, needs: Needs, ratio: float) -> tuple[f
             max(needs.prompt_samples, 2 * max(needs.context_samples, default=0))
             * shape.sizes.queries
         )
-    # A few numbers a token and head, float32: scores of several parts.
+    # A few float32 numbers per token and head: scores of several parts.
     scores = 6 * 4 * length * shape.layers * shape.groups
     packed = int(length / ratio) * (shape.sizes.kv + 8 * shape.layers * shape.groups)
     return (fixed + max(running, again + running, scores + packed)) / MIB, packed / MIB
 
 
 def streamed(shape: Shape, length: int, needs: Needs, ratio: float) -> float:
-    """MiB over the model of a compression layer by layer, at its highest.
+    """Peak MiB above the model of a compression layer by layer.
 
-    The residual stream and the embeddings, which a model's forward holds to its end; keys, values
-    and held queries of one layer; what is kept, with a number and a place for each entry; scores of
-    all tokens; a chunk of the prefill and its mask.
+    The residual stream and the embeddings, which the model's forward holds to its end; keys, values
+    and held queries of one layer; kept entries, with a score and a position each; scores of all
+    tokens; a chunk of the prefill and its mask.
     """
     spans = PromptSpans(16, length - 48, length - 8, length)
     sizes = replace(shape.sizes, again=False)
@@ -123,7 +123,7 @@ def streamed(shape: Shape, length: int, needs: Needs, ratio: float) -> float:
 
 
 def _running(shape: Shape, length: int, *, by_layers: bool) -> int:
-    """Bytes of a chunk's activations, and of the mask of some rows; one chunk alone has no mask."""
+    """Bytes of a chunk's activations, and of the mask of some rows; a single chunk has no mask."""
     chunk = chunk_size(CaptureOptions(), length, splits=True, by_layers=by_layers)
     mask = 0 if chunk == length else min(256 * length, 2**22)
     return shape.activations(chunk) + mask * shape.unit
@@ -175,7 +175,7 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 
 def _middle(values: Iterable[float]) -> str:
-    """The median; of several the lowest and the highest, too."""
+    """The median; if there are several, also the lowest and the highest."""
     found = sorted(values)
     spread = f" [{found[0]:,.0f}, {found[-1]:,.0f}]" if len(found) > 1 else ""
     return f"{median(found):,.0f}{spread}"

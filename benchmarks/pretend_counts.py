@@ -1,6 +1,6 @@
-"""`Ledger`: launches and waits by stage and line of gracekv, and the seconds that they model.
+"""`Ledger`: launches and waits by stage and line of gracekv, and modelled seconds.
 
-The tables follow the CUDA sources of torch 2.11; numbers of launches are rounded.
+The tables follow the CUDA sources of torch 2.11; launch counts are rounded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FLOPS_A_SECOND = {
     "product": 500e12, "flash": 400e12, "efficient": 300e12, "float32": 50e12, "triton": 150e12,
     "float64": 2e12,
 }  # fmt: skip
-"""An H100's, by the kind of kernel; float64 is that of batched factorisations."""
+"""Of an H100, by kind of kernel; float64 is that of batched factorisations."""
 
 LAUNCHES = {
     "sort": 5, "topk": 4, "nonzero": 3, "masked_select": 4, "cumsum": 2, "isin": 25, "_unique2": 9,
@@ -26,7 +26,7 @@ LAUNCHES = {
     "repeat_interleave": 4, "argsort": 5, "median": 4, "linalg_cholesky_ex": 3,
     "_linalg_check_errors": 2,
 }  # fmt: skip
-"""Kernels of an operation, where it is more than one."""
+"""Kernels per operation, if more than one."""
 
 SYNCS = {
     "_local_scalar_dense": 1, "nonzero": 1, "masked_select": 1, "equal": 1, "_unique2": 1,
@@ -43,7 +43,7 @@ FREE = frozenset({
 """Operations that launch nothing."""
 
 READS_A_PART = frozenset({"index", "index_select", "gather", "embedding", "take", "take_along_dim"})
-"""Operations that read as much as they return."""
+"""Operations that read as many bytes as they return."""
 
 
 @dataclass(slots=True)
@@ -51,10 +51,10 @@ class Count:
     """The launches and waits of one line.
 
     Attributes:
-        launches: kernels that were started.
+        launches: kernel launches.
         syncs: waits of the host.
-        busy: seconds of the GPU, modelled.
-        host: seconds that the host computed on CPU tensors, measured.
+        busy: modelled GPU seconds.
+        host: measured seconds that the host computed on CPU tensors.
         names: how often each operation ran; "!" marks those that wait.
     """
 
@@ -74,7 +74,7 @@ class Count:
 
     @property
     def seconds(self) -> float:
-        """Modelled: the GPU works while the host asks, and waits while the host computes."""
+        """Modelled: the GPU works while the host launches, and idles while the host computes."""
         asking = self.launches * LAUNCH_SECONDS + self.syncs * SYNC_SECONDS
         return max(asking, self.busy) + self.host
 
@@ -85,7 +85,7 @@ class Ledger:
     Attributes:
         counts: by stage and line.
         attention: calls of attention by kernel, shapes and line.
-        refused: what CUDA would refuse, and where.
+        refused: operations that CUDA would refuse, and where.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Ledger:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Count the block as `name`."""
+        """Count the block under `name`."""
         self._stages.append(name)
         try:
             yield
@@ -120,18 +120,18 @@ class Ledger:
         self._here().host += seconds
 
     def note_attention(self, kernel: str, shape: str) -> None:
-        """Count a call of attention by what it runs."""
+        """Count a call of attention by the kernel that it runs."""
         self.attention[kernel, shape, line_of_caller()] += 1
 
     def refuse(self, why: str) -> None:
-        """Note what would raise on CUDA."""
+        """Note an operation that would raise on CUDA."""
         self.refused[f"{why} at {line_of_caller()}"] += 1
 
     def _here(self) -> Count:
         return self.counts[self._stages[-1], line_of_caller()]
 
     def total(self, by: int | None = None) -> dict[str, Count]:
-        """Sums by stage (0) or by line (1); under "" of all of it where `by` is None."""
+        """Sums by stage (0) or by line (1); if `by` is None, the total under ""."""
         found: defaultdict[str, Count] = defaultdict(Count)
         for key, count in self.counts.items():
             found["" if by is None else key[by]].add(count)
@@ -152,5 +152,5 @@ def line_of_caller() -> str:
 
 
 def size(x: torch.Tensor) -> int:
-    """Bytes that reading `x` moves; an expanded tensor's are those of its storage."""
+    """Bytes moved when `x` is read; for an expanded tensor, those of its storage."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())

@@ -1,12 +1,12 @@
-"""The GPU requests of a compression, counted on a CPU: launches, waits and attention calls by line.
+"""Counts on a CPU a compression's GPU launches, waits and attention calls by line.
 
     python benchmarks/pretend_cuda.py gracekv-plus snapkv --layers 8 --tokens 2048
 
-Tensors say that they lie on cuda:0 and are computed on the CPU, so gracekv takes its CUDA paths.
-"plain" is the model's forward pass alone; instead of a recipe's name, a pipeline file will do.
-Launches are those of torch's CUDA kernels; waits are numbers read from the device, boolean masks as
-indices and copies between host and device. Seconds are modelled, not measured: an H100's peak
-rates, 6 us a launch, 10 us a wait. Needs g++ and Triton.
+Tensors claim to be on cuda:0 but are computed on the CPU, so gracekv takes its CUDA paths. "plain"
+is the model's forward pass alone; a pipeline file may replace a recipe's name. Launches are those
+of torch's CUDA kernels; waits are numbers read from the device, boolean masks as indices, and
+copies between host and device. Seconds are modelled, not measured: an H100's peak rates, 6 us per
+launch, 10 us per wait. Needs g++ and Triton.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def parsed() -> argparse.Namespace:
 
 
 def built(args: argparse.Namespace, layers: int) -> Any:
-    """A model with random weights, on the pretended GPU."""
-    # Imports triton, which reads then what `pretend` has set.
+    """A model with random weights on the pretended GPU."""
+    # Imports triton, which then reads what `pretend` has set.
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     config = Qwen2Config(
@@ -89,7 +89,7 @@ def counted(model: Any, recipe: str, args: argparse.Namespace) -> Ledger:
 
 
 def show(ledger: Ledger, recipe: str, layers: int, args: argparse.Namespace) -> None:
-    """Print stages, the lines that ask most, and attention calls."""
+    """Print stages, the lines with most requests, and attention calls."""
 
     def row(name: str, count: Count) -> str:
         return (

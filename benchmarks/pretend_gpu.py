@@ -1,7 +1,7 @@
-"""Makes torch, Triton and gracekv believe in one H100, whose tensors are `Pretended`.
+"""Makes torch, Triton and gracekv believe that there is one H100, whose tensors are `Pretended`.
 
-Triton's kernels count as one launch each. Those that take long in Triton's interpreter are
-computed here in torch, from their arguments by name; any other kernel is interpreted.
+Triton kernels count as one launch each. Those that are slow in Triton's interpreter are computed
+here in torch, from their arguments by name; any other kernel is interpreted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
 
 def pretend() -> None:
-    """Patch this process, which cannot go back; needs g++ and Triton, not yet imported."""
+    """Patch this process irreversibly; needs g++ and Triton, not yet imported."""
     assert "triton" not in sys.modules
     os.environ["TRITON_INTERPRET"] = "1"
     _load_device_guard()
@@ -53,7 +53,7 @@ def to_pretended(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _load_device_guard() -> None:
-    """Load a guard for CUDA devices that does nothing: slices ask for one, CPU builds have none."""
+    """Load a no-op guard for CUDA devices: slicing needs one, and CPU builds have none."""
     path = Path(tempfile.gettempdir()) / f"pretended_cuda_guard_{torch.__version__}.so"
     if not path.exists():
         home = torch.__path__[0]
@@ -71,7 +71,7 @@ def _load_device_guard() -> None:
 
 
 class _Stream:
-    """Stands for a stream or an event."""
+    """Stand-in for a stream or an event."""
 
     cuda_stream = 0
 
@@ -115,7 +115,7 @@ def _patch_gracekv() -> None:
     from gracekv.tree.engines import base, numba, triton
     from gracekv.value import block_replay
 
-    # They take plain tensors only, and ask `type(x) is Tensor`.
+    # They accept plain tensors only, and check `type(x) is Tensor`.
     for module in (softmax_sums, block_replay, fingerprint, projection, base):
         module.Tensor = Pretended  # type: ignore[misc]
     time = Clock.time
@@ -142,7 +142,7 @@ def _patch_gracekv() -> None:
 
 
 class _Both:
-    """Two context managers as one."""
+    """Two context managers in one."""
 
     def __init__(self, *managers: AbstractContextManager[None]) -> None:
         self._managers = managers
@@ -157,7 +157,7 @@ class _Both:
 
 
 def _unwrapped_fields(value: Any) -> Any:
-    """`value` with the CPU tensors of what is pretended, through fields of dataclasses."""
+    """`value` with pretended tensors replaced by CPU tensors, also in dataclass fields."""
     if is_dataclass(value) and not isinstance(value, type):
         inner = {x.name: _unwrapped_fields(getattr(value, x.name)) for x in fields(value) if x.init}
         return replace(value, **inner)
@@ -165,7 +165,7 @@ def _unwrapped_fields(value: Any) -> Any:
 
 
 def _launch_with(interpret: Any) -> Any:
-    """What calls a kernel: one launch, computed from `_KERNELS` if it is there."""
+    """A kernel launcher: counts one launch and, if possible, computes by `_KERNELS`."""
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
         name = self.fn.__name__
@@ -184,7 +184,7 @@ def _launch_with(interpret: Any) -> Any:
 
 
 def _log2_weights(queries: Any, keys: Any, seen: Any, scale: float) -> torch.Tensor:
-    """The logits [H, Q, T] of the kernels of softmax sums, in powers of 2."""
+    """The logits [H, Q, T] of the softmax-sum kernels, in base 2."""
     queries = queries.float().sum(0) * scale
     grouped = queries.unflatten(0, (len(keys), -1)) @ keys.float().mT[:, None]
     hidden = torch.arange(keys.shape[1]) >= seen[:, None]
@@ -212,7 +212,7 @@ def _reduce_columns(
 
 
 def _costs(found: Any) -> Any:
-    """The kernel of trees, whose results are `found`: the first part of the probes has them all."""
+    """The trees' kernel, with results in `found`: the first part of the probes gets them all."""
 
     def compute(*, sums: Any, **_: Any) -> int:
         sums.zero_()[0] = torch.cat([found.costs.flatten(), found.mass.flatten(), found.drop])

@@ -1,4 +1,4 @@
-"""`Pretended`: a tensor that says it lies on cuda:0 and is computed on the CPU."""
+"""`Pretended`: a tensor that claims to be on cuda:0 but is computed on the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class State:
-    """The run that is counted; `emulated` while the CPU computes in the GPU's place."""
+    """The counted run; `emulated` while the CPU computes in the GPU's place."""
 
     ledger = Ledger()
     emulated = False
@@ -26,7 +26,7 @@ class State:
 
 @contextmanager
 def emulating() -> Iterator[None]:
-    """Count nothing of the block: the CPU computes what a GPU would."""
+    """Do not count the block: in it, the CPU computes what a GPU would."""
     before, State.emulated = State.emulated, True
     try:
         yield
@@ -71,7 +71,7 @@ class Pretended(torch.Tensor):
 
 
 def unwrapped(values: Any) -> Any:
-    """The CPU tensors of what is pretended in a tree of values."""
+    """A tree of values with pretended tensors replaced by their CPU tensors."""
     return tree_map(lambda x: x.inner if isinstance(x, Pretended) else x, values)
 
 
@@ -102,7 +102,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         moved = size(next(x for x in tree_leaves(output) if isinstance(x, torch.Tensor)))
         label = "device to host" if to_host else "host to device"
         # PCIe moves 20 GB/s.
-        # CUDA reads what it uploads from pageable memory before the call returns.
+        # CUDA has read uploads from pageable memory before the call returns.
         waits = to_host or not kwargs.get("non_blocking")
         State.ledger.note(label, syncs=int(waits), moved=moved, seconds=moved / 2e10)
     else:
@@ -114,7 +114,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     def wrapped(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        # An operation in place gives back what it was given.
+        # An in-place operation returns its argument.
         return known[id(x)] if id(x) in known else Pretended(x)
 
     return tree_map(wrapped, output)
@@ -125,7 +125,7 @@ def _count(
     plain: list[torch.Tensor],
 ) -> None:  # fmt: skip
     """Count an operation on the GPU; CPU tensors among its arguments are `plain`."""
-    # Imports triton, which only asks then whether it interprets.
+    # Imports triton, which decides only then whether it interprets.
     from torch.utils.flop_counter import flop_registry
 
     base = name.rstrip("_")
@@ -140,7 +140,7 @@ def _count(
     if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
         at = [x for x in tree_leaves(args[1:2]) if isinstance(x, torch.Tensor)]
         masks = sum(x.dtype in (torch.bool, torch.uint8) for x in at)
-        # Where a number is written under a mask, `masked_fill` does it.
+        # A number written under a mask is a `masked_fill`.
         filled = name != "index" and not isinstance(args[2], Pretended) and args[2].numel() == 1
         if masks and not filled:
             syncs, launches = syncs + masks, launches + 3
@@ -172,7 +172,7 @@ def _count(
     elif name == "cholesky_solve":
         flops, kind = 2 * inner[0][1].numel() * inner[0][0].shape[-1], "float64"
     elif name == "kthvalue":
-        # One block reads everything once for every two bits, at 50 GB/s.
+        # A single block reads everything once per two bits, at 50 GB/s.
         seconds = size(inner[0][0]) * inner[0][0].element_size() * 4 / 5e10
     State.ledger.note(
         name, launches=launches, syncs=syncs, moved=moved, flops=flops, kind=kind, seconds=seconds
@@ -180,14 +180,14 @@ def _count(
 
 
 class PretendMode(TorchDispatchMode):
-    """Also counts operations that make a tensor on cuda:0, and the host's own."""
+    """Also counts operations that create tensors on cuda:0, and those of the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(func, args, kwargs or {})
 
 
 class AttentionMode(TorchFunctionMode):
-    """Takes attention as one call of the kernel that CUDA would choose, and uploads of lists."""
+    """Counts attention as one call of the kernel that CUDA would choose, and uploads of lists."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -223,7 +223,7 @@ def _attend(func: Any, args: Any, kwargs: Any) -> Pretended:
     half = q.dtype in (torch.bfloat16, torch.float16)
     kernel = "flash" if half and not masked and dim <= 256 else "efficient"
     seen = 1 - rows / keys / 2 if causal else 1.0
-    # 64 rows are a block; an H100's 132 processors want a few blocks each.
+    # A block has 64 rows; an H100's 132 multiprocessors need a few blocks each.
     filled = 1.0 if kernel == "flash" else -(-rows // 64) * q.shape[:-2].numel() / 450
     shape = f"rows {rows} keys {keys}" + (" mask" if masked else " causal" if causal else "")
     State.ledger.note_attention(kernel, shape)

@@ -5,19 +5,19 @@
 
 **What.** `results_plan.PARTS`, in this order: quality with the question seen and not seen, answers,
 bits at equal bytes, 10x to 50x, ablations and the fit, long outputs, memory, construction,
-decoding, what a limit costs, passages, ten questions, and three measurements of vLLM. A part is a
-few command lines of benchmarks, with sizes such that all take at most three hours on two
-cores; each is stopped after its minutes. Quality and memory run as two processes of one thread,
-timings one after the other with the machine for themselves.
+decoding, the cost of a limit, passages, ten questions, and three measurements of vLLM. A part is a
+few benchmark commands; sizes are chosen so that all parts take at most three hours on two cores.
+Each part is stopped when its minutes are over. Quality and memory run as two single-threaded
+processes; timings run one after the other, with the machine to themselves.
 
-**How.** A tree with uncommitted code is refused by name. The run belongs to the last commit that
-changed code; at another commit it starts anew. Finished parts are not repeated, interrupted ones
-resume, failed ones are shown as failed on the page, and the others go on (`results_run`). Rows are
-in runs/results, pages and the state in benchmarks/results. Every page gives machine, commit,
-versions and settings.
+**How.** A tree with uncommitted code is refused. The run belongs to the last commit that changed
+code; at another commit it starts over. Finished parts are not repeated, interrupted ones resume,
+failed ones are shown as failed on the page, and the others continue (`results_run`). Rows are in
+runs/results, pages and the state in benchmarks/results. Every page gives machine, commit, versions
+and settings.
 
-**After it.** `docs/results.md` and its figures are made anew. Commit only benchmarks/results and
-docs: the pages then name the commit of the code, their parent.
+**Afterwards.** `docs/results.md` and its figures are regenerated. Commit only benchmarks/results
+and docs: the pages then name the commit of the code, their parent.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ AFTER = ("docs/tools/results.py", "docs/figures/all.py")
 
 
 def check(data: str | None, results: Path = RESULTS) -> Path:
-    """The folder of data; `SystemExit` where nothing can be measured, with the reason."""
+    """The data folder; `SystemExit` with the reason if nothing can be measured."""
     if changed := machine.changed():
         raise SystemExit(
-            "Results belong to a commit, and these files are not as they were committed: "
-            f"{', '.join(changed)}. Commit them, or put them away with git stash -u."
+            "Results belong to a commit, and these files have uncommitted changes: "
+            f"{', '.join(changed)}. Commit them, or set them aside with git stash -u."
         )
     if not machine.commit():
         raise SystemExit("Results belong to a commit; this is not a git checkout.")
@@ -50,7 +50,7 @@ def check(data: str | None, results: Path = RESULTS) -> Path:
     if folder is None or not (folder / "longbench").is_dir():
         raise SystemExit(
             f"Give --data a folder with essays/, qa/, longbench/ and longproc/, or name it in "
-            f"GRACEKV_EVAL_DATA; got {data!r}. docs/evaluation.md says what is in them."
+            f"GRACEKV_EVAL_DATA; got {data!r}. docs/evaluation.md describes them."
         )
     unknown = strays(results)
     if unknown:
@@ -62,7 +62,7 @@ def check(data: str | None, results: Path = RESULTS) -> Path:
 
 
 def strays(results: Path) -> list[str]:
-    """Files of results that no part makes."""
+    """Result files that no part makes."""
     known = {*OUTSIDE, *(name for part in PARTS for name in part.outputs)}
     names = {f"{name}{suffix}" for name in known for suffix in (".md", ".png")}
     names |= {"run.json", "test-long.md"}
@@ -90,7 +90,7 @@ def main() -> None:
         print(plan(State.read(RESULTS / "run.json")))
         return
     data = check(args.data)
-    # So that started processes stop, too.
+    # So that child processes stop, too.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_: sys.exit("Stopped; run it again to go on."))

@@ -1,4 +1,4 @@
-"""What `make results` measures: its parts, their commands, files and minutes."""
+"""The parts of `make results`: their commands, files and minutes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ OUTSIDE = {
     "fuzz": "`make test-long`, a test",
     "conversation": "`python benchmarks/conversation.py`, half an hour on a core",
 }
-"""Files that are shown and are not made by `make results`, and what makes them."""
+"""Files that are shown but not made by `make results`, and how they are made."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Something that is measured by itself.
+    """A measurement that runs on its own.
 
-    In commands `{data}` is the folder of essays, questions and data sets, `{rows}` the part's own
+    In commands, `{data}` is the folder of essays, questions and data sets, `{rows}` the part's own
     folder of rows; `python`, `gracekv` and `vllm-python` are those of the environments.
 
     Attributes:
         name: name of the part.
-        question: what it answers.
-        minutes: it is stopped after this time.
-        commands: run at once, with one thread each where there are several. A part that does not
-            have the machine for itself has two; timings have one, and run alone.
+        question: the question that it answers.
+        minutes: time limit.
+        commands: run in parallel; with one thread each if there are several. A part that shares
+            the machine has two; timings have one, and run alone.
         outputs: names of the pages that it writes to `benchmarks/results`.
-        pages: run one after the other when the commands have ended; they make pages of rows.
+        pages: commands that make pages of the rows, run in sequence after `commands`.
         threads: threads of a single command.
-        balanced: whether rows that are there when the minutes are over can be published: every
-            sample counts whole. Otherwise the part has failed.
-        resumes: whether an interrupted part goes on; its rows are kept.
+        balanced: whether the rows present at the time limit can be published, since only complete
+            samples count. Otherwise the part has failed.
+        resumes: whether an interrupted part resumes from its rows.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Part:
 def _evaluation(
     name: str, question: str, minutes: int, config: str, *pages: str, outputs: tuple[str, ...] = ()
 ) -> Part:
-    """Rows of `config` by two processes, one thread each; pages by `suite.py` unless given."""
+    """A part: two single-threaded processes write rows; pages by `suite.py` unless given."""
     run = f"gracekv evaluate --config benchmarks/{config}.yaml --data {{data}} --out {{rows}}"
     shards = tuple(f"{run} --shard {shard}/2" for shard in range(2))
     own = f"python benchmarks/suite.py {{rows}} --name {name}"

@@ -1,9 +1,9 @@
-"""How `make results` runs its parts: one state file, one commit, and no figure of another.
+"""How `make results` runs its parts: one state file, and all figures from one commit.
 
-The state, `benchmarks/results/run.json`, says of each part whether it is done or has failed. A part
-that is done is not run again. One that has failed is, and one that was interrupted goes on from its
-rows where it has some. At another commit than the state's, or on another machine, everything begins
-anew, and what an earlier run has written goes first.
+The state, `benchmarks/results/run.json`, says for each part whether it is done or has failed. A
+part that is done is not run again. A failed one is, and an interrupted one resumes from its rows if
+it has any. At another commit than the state's, or on another machine, everything starts over, and
+the files of the earlier run are deleted first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from results_plan import Part
 
 ROOT = Path(__file__).parents[1]
 PAGE_MINUTES = 5
-# What vLLM needs to run on a CPU without its usage reports and without a hub.
+# Lets vLLM run on a CPU, without usage reports and without the hub.
 _VLLM = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -39,9 +39,9 @@ class Outcome:
 
     Attributes:
         state: "done" or "failed".
-        minutes: how long it took, all runs of it together.
-        load: the machine's load average when it began; other work than ours counts.
-        why: the reason why it failed, or what is missing; "" where nothing is.
+        minutes: how long it took, over all its runs.
+        load: the machine's load average at its start, including other work.
+        why: the reason why it failed, or what is missing; "" if nothing is.
     """
 
     state: str
@@ -58,7 +58,7 @@ class State:
         commit: the commit that is measured.
         machine: where it runs.
         versions: versions of Python, torch and transformers.
-        parts: outcomes of those that have ended, by name.
+        parts: outcomes of the parts that have ended, by name.
     """
 
     commit: str
@@ -68,7 +68,7 @@ class State:
 
     @classmethod
     def here(cls) -> State:
-        """Of a run that begins now."""
+        """The state of a run that begins now."""
         return cls(machine.commit(), f"{machine.cpu()}, {machine.cores()}", machine.versions())
 
     @classmethod
@@ -81,7 +81,7 @@ class State:
         return cls(**found, parts=parts)
 
     def write(self, path: Path) -> None:
-        """Put it into the file, whole or not at all."""
+        """Write the file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         made = path.with_suffix(".part")
         made.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -90,10 +90,10 @@ class State:
 
 @dataclass(frozen=True)
 class Run:
-    """Parts, and the folders that they use.
+    """Parts and the folders that they use.
 
     Attributes:
-        parts: in the order in which they run.
+        parts: in order of execution.
         results: folder of the pages and the state.
         rows: folder of rows and logs, which is not committed.
         data: folder of essays, questions and data sets.
@@ -108,11 +108,11 @@ class Run:
 
     @property
     def state_file(self) -> Path:
-        """Where the state is."""
+        """Path of the state file."""
         return self.results / "run.json"
 
     def begin(self) -> State:
-        """The state to go on from; a new one at another commit or on another machine."""
+        """The state to resume from; a new one at another commit or on another machine."""
         known, now = State.read(self.state_file), State.here()
         if known and (known.commit, known.machine) == (now.commit, now.machine):
             return known
@@ -123,7 +123,7 @@ class Run:
         return now
 
     def all(self) -> State:
-        """Run what is not done; a part that fails does not end the run."""
+        """Run the parts that are not done; a failed part does not end the run."""
         state = self.begin()
         for part in self.parts:
             before = state.parts.get(part.name)
@@ -140,7 +140,7 @@ class Run:
         return state
 
     def one(self, part: Part) -> Outcome:
-        """Measure it and write its pages; of one that fails, pages that say so."""
+        """Measure a part and write its pages; if it fails, pages that say so."""
         self._clear(part)
         if not part.resumes:
             shutil.rmtree(self.rows / part.name, ignore_errors=True)
@@ -161,7 +161,7 @@ class Run:
         return Outcome("done", minutes, load, short)
 
     def _measure(self, part: Part) -> tuple[str, str]:
-        """Why it failed, and what it lacks; "" and "" if neither."""
+        """Why the part failed, and what it lacks; "" each if neither."""
         why, late = self._together(part, part.commands, part.minutes)
         if not late:
             return why, ""
@@ -169,7 +169,7 @@ class Run:
         return ("", f"{told}: fewer samples") if part.balanced else (told, "")
 
     def _together(self, part: Part, commands: Sequence[str], minutes: float) -> tuple[str, bool]:
-        """Run commands side by side: the first failure, and whether the time was over."""
+        """Run commands in parallel: the first failure, and whether the time was over."""
         deadline = time.monotonic() + 60 * minutes
         # Cells that failed are in an evaluation's tables: status 1.
         fine = (0, 1) if commands[0].startswith("gracekv evaluate ") else (0,)
@@ -199,7 +199,7 @@ class Run:
         return next((self._told(code, log) for code, log in ends if code not in fine), ""), False
 
     def _told(self, status: int, log: Path) -> str:
-        """The status and the last line that was printed, without this machine's folders."""
+        """The status and the last printed line, without this machine's folders."""
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing printed")
         for folder, name in ((self.rows, "ROWS"), (self.data, "FOLDER"), (ROOT, ".")):
@@ -220,7 +220,7 @@ class Run:
         return {**os.environ, **own, **(_VLLM if part.is_vllm else {})}
 
     def _clear(self, part: Part) -> None:
-        """Take away what it wrote before."""
+        """Delete what the part wrote before."""
         for name in part.outputs:
             for path in (self.results / f"{name}.md", self.results / f"{name}.png"):
                 path.unlink(missing_ok=True)
@@ -237,7 +237,7 @@ class Run:
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """Stop it with all that it has started, if anything of it still runs."""
+    """Stop a process and all its children, if any of them still run."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

@@ -3,12 +3,12 @@
     python benchmarks/same_entries.py --out before.json                # at one commit
     python benchmarks/same_entries.py --out after.json --against before.json   # at another
 
-Compresses a page of the demo's chapter on the embedded model, with a question at 4x and without at
-16x, and random ids on three small random-weight models (grouped heads; capped logits; sinks) at
-both ratios, with every recipe. Each result is saved: the file's integer tensors say what every head
-kept, its other tensors are the entries. Compare runs of one machine with the same number of
-threads, where both should be identical; elsewhere sums round otherwise, and ties may fall
-differently. Ends with status 1 if any recipe keeps something else.
+Compresses a page of the demo's chapter on the embedded model, with a question at 4x and without one
+at 16x, and random ids on three small random-weight models (grouped heads; logit softcapping; sinks)
+at both ratios, with every recipe. Each result is saved: the file's integer tensors say which tokens
+every head kept, its other tensors are the entries. Compare runs on one machine with the same number
+of threads, where both should be identical; elsewhere sums round differently, and ties may break
+differently. Exits with status 1 if any recipe keeps other entries.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from gracekv.testing.models import tiny_model
 
 QUESTION = "What does Alice find on the little table?"
 TOKENS = 800
-# Of the prompts with a question and without: one ratio each, since the model is slow.
+# For the prompts with and without a question: one ratio each, since the model is slow.
 RATIOS = {"asked": (4,), "unasked": (16,)}
-# Elements of a tensor that are kept for the largest difference, evenly spread.
+# Evenly spaced elements of a tensor that are saved to find the largest difference.
 SAMPLES = 256
 
 
@@ -61,7 +61,7 @@ def cases() -> dict[str, tuple[Any, Prompt]]:
 
 
 def kept(result: Any) -> dict[str, dict[str, Any]]:
-    """Of every tensor of the saved result: shape, digest, and samples where it holds floats."""
+    """For every tensor of the saved result: shape, digest, and samples of floats."""
     with tempfile.TemporaryDirectory() as folder:
         result.save(Path(folder) / "result")
         tensors = load_file(Path(folder) / "result")
@@ -78,7 +78,7 @@ def kept(result: Any) -> dict[str, dict[str, Any]]:
 
 
 def compressed(model: Any, prompt: Prompt, ratio: float, name: str, shared: Any) -> Any:
-    """The result, of the `shared` prefill if that holds what the recipe needs."""
+    """The result, from the `shared` prefill if that holds what the recipe needs."""
     try:
         return gracekv.compress(model, prompt, ratio=ratio, pipeline=name, prefill=shared)
     except MissingCaptureError:
@@ -88,7 +88,7 @@ def compressed(model: Any, prompt: Prompt, ratio: float, name: str, shared: Any)
 def measured(names: list[str], *, fresh: bool) -> dict[str, dict[str, Any]]:
     """By "recipe case ratio": tensors and seconds, or the error's type.
 
-    A row has its own prefill on small models, and if `fresh`.
+    Rows have their own prefill on small models, and if `fresh`.
     """
     rows = {}
     for case, (model, prompt) in cases().items():
@@ -107,7 +107,7 @@ def measured(names: list[str], *, fresh: bool) -> dict[str, dict[str, Any]]:
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """What changed between two rows; "" for nothing, not even in the last bit."""
+    """What changed between two rows; "" if they are bitwise equal."""
     if "error" in before or "error" in after:
         errors = [row.get("error", "none") for row in (before, after)]
         return "" if errors[0] == errors[1] else f"error {errors[0]} -> {errors[1]}"
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument(
         "--fresh",
         action="store_true",
-        help="a process a recipe, which prefills, for seconds and peaks; minutes",
+        help="one process per recipe, with its own prefill, for seconds and peaks; minutes",
     )
     args = parser.parse_args()
     names = [name for name in recipes.names() if re.search(args.k, name)]

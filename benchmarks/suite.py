@@ -1,14 +1,14 @@
-"""Tables, standings and plots of an evaluation that is published.
+"""Tables, standings and plots of a published evaluation.
 
     python benchmarks/suite.py runs/default --name smollm2-default
     python benchmarks/suite.py runs/agnostic --name smollm2-agnostic
 
 Writes `benchmarks/results/NAME.md`, and a plot where methods compete; `suites.SUITES` has the
 names. A folder with rows of another protocol is refused, since a method that has seen the question
-is not compared with one that has not. A setting is a task group at a ratio; a method is first where
-no other's mean log KL is lower, and tied-first where the paired 95 % interval of the difference to
-the first contains 0, which says little with two prompts a task. Samples without all of their cells,
-as a run that was stopped leaves them, are left out.
+cannot be compared with one that has not. A setting is a task group at a ratio; a method is first if
+no other has a lower mean log KL, and tied-first if the paired 95 % interval of the difference to
+the first contains 0, which is weak evidence with two prompts per task. Incomplete samples, left by
+a run that was stopped, are dropped.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ MARKERS = "osD^v<>PX*hd"
 
 
 def whole(rows: Sequence[Row]) -> list[Row]:
-    """The rows of samples whose cells are all there.
+    """The rows of complete samples.
 
-    A cell is a method at a budget. A sample that has some of another's cells of that length, and no
-    others, was cut short.
+    A cell is a method at a budget. A sample is incomplete if its cells are a proper subset of
+    another sample's at that length.
     """
     rows = list(latest(list(rows)).values())
     cells: dict[tuple[object, str], set[tuple[str, str]]] = {}
@@ -87,7 +87,7 @@ def fidelity(rows: Sequence[Row], suite: Suite) -> list[str]:
     found = make_tables(rows, shown, suite.ours)
     for base in (suite.ours, *suite.bases):
         text = tables.differences(rows, found, shown, suite, base)
-        # With one prompt a group there are no intervals, and the means above say the rest.
+        # With one prompt per group there are no intervals, and the means above suffice.
         parts += (
             []
             if "[" not in text
@@ -109,7 +109,7 @@ def fidelity(rows: Sequence[Row], suite: Suite) -> list[str]:
 
 
 def plot(found: Sequence[Table], shown: Measure) -> bytes:
-    """A PNG of a panel for each table: a line for each method over the ratios, with 95 % bands."""
+    """A PNG with a panel per table: a line per method over the ratios, with 95 % bands."""
     from matplotlib.figure import Figure
 
     across = min(3, len(found))
@@ -173,7 +173,7 @@ def main() -> None:
             drawn = [table for table in found if any(c.endswith("x") for c in table.columns)]
             picture = plot(tables.placed(drawn, suite), shown)
             write_atomically(RESULTS / f"{args.name}.png", picture)
-        # Differences for the first measure only: the rest would bury it.
+        # Differences only for the first measure, so that it stands out.
         found = found if number == 0 else make_tables(rows, shown)
         text = markdown(found, shown).replace("\n### ", "\n#### ")
         parts += [f"## {shown.title}", "", text, ""]

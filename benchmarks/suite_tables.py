@@ -24,7 +24,7 @@ def title(table: Table) -> str:
 
 
 def standing(table: Table, column: str, shown: Measure, suite: Suite) -> tuple[int, bool, str]:
-    """Place of ours among the placed, whether it is tied with the first, and the first's name."""
+    """Our place among the placed methods, whether it is tied for first, and the first's name."""
     means = {m: table.cells[m, column].mean for m in suite.placed if (m, column) in table.cells}
     order = sorted(means, key=lambda m: means[m], reverse=shown.higher)
     first, place = order[0], 1 + order.index(suite.ours)
@@ -38,7 +38,7 @@ Places = dict[tuple[str, str], tuple[int, bool, str]]
 
 
 def places(found: Sequence[Table], shown: Measure, suite: Suite) -> Places:
-    """The `standing` of ours in each setting, by the group's title and the ratio."""
+    """Our `standing` in each setting, by the group's title and the ratio."""
     return {
         (title(table), column): standing(table, column, shown, suite)
         for table in found
@@ -48,7 +48,7 @@ def places(found: Sequence[Table], shown: Measure, suite: Suite) -> Places:
 
 
 def standings(settings: Places, suite: Suite) -> str:
-    """One row a group, one column a ratio: the place, and who is first where ours is not."""
+    """One row per group, one column per ratio: our place, and who is first if not ours."""
     groups, columns = (list(dict.fromkeys(x)) for x in zip(*settings, strict=True))
     columns.sort(key=lambda c: float(c[:-1]))
     lines = [
@@ -73,7 +73,7 @@ def behind(settings: Places, suite: Suite) -> str:
 
 
 def counted(settings: Places, suite: Suite) -> str:
-    """In how many settings ours is first, tied and worse than second."""
+    """The number of settings in which ours is first, tied, and worse than second."""
     own = settings.values()
     firsts, tied = sum(x[0] == 1 for x in own), sum(x[0] > 1 and x[1] for x in own)
     return (
@@ -90,7 +90,7 @@ def _place(own: tuple[int, bool, str] | None) -> str:
 
 
 def placed(found: Sequence[Table], suite: Suite) -> list[Table]:
-    """The same without ablations: more lines than one can tell apart."""
+    """The same without ablations, which would be too many lines to tell apart."""
     lines = (*suite.placed, "fullkv")
     return [
         dataclasses.replace(table, methods=tuple(m for m in lines if m in table.methods))
@@ -105,15 +105,15 @@ def means(
     suite: Suite,
     groups: Collection[str] | None = None,
 ) -> str:
-    """Unweighted mean over the groups (None: all), a row a method."""
-    # Groups that were run at every ratio, so that columns compare.
+    """Unweighted mean over the groups (None: all), one row per method."""
+    # Only groups that were run at every ratio, so that columns are comparable.
     found = [table for table in found if (suite.ours, suite.last) in table.cells]
     found = [table for table in found if groups is None or table.title.group in groups]
     columns = sorted(
         {c for table in found for c in table.columns if c.endswith("x")},
         key=lambda c: float(c[:-1]),
     )
-    # Methods that keep everything have a column of their own, but FullKV, which is the measure.
+    # Methods that keep everything have their own column, except FullKV, the reference.
     columns += (
         ["full"]
         if any((m, "full") in t.cells for t in found for m in methods if m != "fullkv")
@@ -134,9 +134,9 @@ def means(
 def differences(
     rows: Sequence[Row], found: Sequence[Table], shown: Measure, suite: Suite, base: str
 ) -> str:
-    """Each method minus `base`, in the mean over the groups, with 95 % intervals.
+    """Each method minus `base`, averaged over the groups, with 95 % intervals.
 
-    Prompts are paired, and resampled within their task. Tasks weigh the same in their group, and
+    Prompts are paired, and resampled within their task. Tasks have equal weight in their group, and
     groups in the mean, as in `means`.
     """
     titles = [table.title for table in found if (suite.ours, suite.last) in table.cells]
@@ -176,7 +176,7 @@ def differences(
 def answers(rows: Sequence[Row]) -> str:
     """FullKV's score by task, and the share of it that each method keeps, over the same prompts.
 
-    In brackets 95 % bootstrap intervals over prompts, of all tasks together.
+    In brackets: 95 % bootstrap intervals over prompts, for all tasks together.
     """
     scored = [row for row in rows if row.get("score") is not None]
     full = {row["sample"]: row["score"] for row in scored if row["method"] == "fullkv"}
@@ -196,7 +196,7 @@ def answers(rows: Sequence[Row]) -> str:
     for task in [*tasks, "all"]:
         most = max((cells[task] for cells in kept.values() if task in cells), key=len)
         shares = [
-            # A method that ran some of the tasks has no share of all.
+            # A method that ran only some of the tasks has no overall share.
             _share(kept[key][task], bounds=task == "all")
             if task in kept[key] and len(kept[key][task]) == len(most)
             else ""
@@ -208,7 +208,7 @@ def answers(rows: Sequence[Row]) -> str:
 
 
 def _share(pairs: Sequence[tuple[float, float]], *, bounds: bool) -> str:
-    """Sum of the scores over the sum of FullKV's, as "92% [83, 103]"; "" where FullKV has none."""
+    """Sum of the scores over FullKV's sum, as "92% [83, 103]"; "" if FullKV scores 0."""
     got, of = np.array(pairs).T
     if not of.sum():
         return ""
@@ -222,7 +222,7 @@ def _share(pairs: Sequence[tuple[float, float]], *, bounds: bool) -> str:
 
 
 def by_task(rows: Sequence[Row], shown: Measure) -> str:
-    """Mean over the prompts of each task and ratio that all its methods have, a column a method."""
+    """Means by task and ratio over the prompts that all methods have, one column per method."""
     cells: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for row in latest(list(rows)).values():
         value = shown.read(row)
@@ -244,7 +244,7 @@ def by_task(rows: Sequence[Row], shown: Measure) -> str:
 
 
 def costs(rows: Sequence[Row], methods: Sequence[str]) -> str:
-    """What each method adds to the prefill of the same sample, and what it leaves of the bytes."""
+    """Time that each method adds to the prefill of the same sample, and bytes that it keeps."""
     lines = ["| method | construction / prefill | bytes at 4x |", "|---|--:|--:|"]
     done = [row for row in rows if row["error"] is None]
     for method in methods:

@@ -1,4 +1,4 @@
-"""The evaluations that are published, and what is reported of each."""
+"""The published evaluations, and what is reported for each."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ class Suite:
     Attributes:
         title: title of the page.
         protocol: protocol of its rows.
-        config: what is run, in benchmarks.
-        ours: the method whose place is told, or that others are compared with.
-        placed: what competes for a place; none: no standings and no picture.
-        further: recipes of ours whose places are told too, each among the placed in the place of
-            `ours`.
+        config: its configuration file in benchmarks.
+        ours: the method that is ranked, or that others are compared with.
+        placed: methods that compete for a place; if empty, no standings and no plot.
+        further: more of our recipes to rank, each in the place of `ours`.
         last: the column that every group of a mean must have.
-        bases: further methods with which the others are compared.
-        notes: what the page says beside that.
-        kinds: whether means over needles and over texts are told apart.
+        bases: further methods that the others are compared with.
+        notes: further notes on the page.
+        kinds: whether means over needles and over texts are separate.
     """
 
     title: str
@@ -115,13 +114,13 @@ TEXTS = (
 
 
 def with_ours(suite: Suite, recipe: str) -> Suite:
-    """The same with `recipe` in the place of ours."""
+    """The same with `recipe` in place of `ours`."""
     placed = (recipe, *(x for x in suite.placed if x != suite.ours))
     return replace(suite, ours=recipe, placed=placed)
 
 
 def suite_of(name: str, rows: Sequence[Row]) -> Suite:
-    """The suite of that name; `ConfigError` if the rows are of the other protocol, or of both."""
+    """The suite called `name`; `ConfigError` if rows have the other protocol, or both."""
     suite, found = SUITES[name], sorted({row["settings"]["protocol"] for row in rows})
     if found != [suite.protocol]:
         raise ConfigError(

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/ten_questions.py
 
-FullKV with its prefix reused, one context that is compressed without a question, saved, loaded and
-asked, and a `compress` call for each question. Times are CPU seconds of the process, so that other
-work on the machine distorts ratios less.
+Compares FullKV with its prefix reused, one context that is compressed without a question, saved,
+loaded and asked, and a `compress` call for each question. Times are CPU seconds of the process,
+since other work on the machine distorts these less.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ANSWER = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU seconds of the process, and what the call returns."""
+    """CPU seconds of the process, and the call's return value."""
     started = time.process_time()
     made = call()
     return time.process_time() - started, made
@@ -61,7 +61,7 @@ def stock_answers(model: Any, context: int, prompts: list[Prompt]) -> tuple[floa
 
 
 def quality(results: list[CompressionResult], asked: list[Any]) -> str:
-    """Columns: mean log KL to FullKV, and how many of the numbers were told."""
+    """Columns: mean log KL to FullKV, and how many of the numbers were found."""
     scores = [fidelity(result, one) for result, one in zip(results, asked, strict=True)]
     told = sum(found for _, found in scores)
     return f"{statistics.mean(score for score, _ in scores):.2f} | {told} of {len(scores)}"

@@ -2,10 +2,10 @@
 
     VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_compress.py
 
-Needs the environment of `make test-vllm`. Costs are seconds from the request to the stored context,
-by the clock, with one thread of the engine, beside which observers look in theirs; and CPU seconds
-of the engine's process, all threads together. Inter-token latency is of a request that runs while a
-document is computed, or is also compressed; the rounds of both take turns.
+Needs the environment of `make test-vllm`. Costs are wall seconds from the request to the stored
+context, with one engine thread next to the observers' own; and CPU seconds of the engine's process,
+all threads together. Inter-token latency is that of a request that runs while a document is
+prefilled, or also compressed; the rounds of both take turns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from machine import commit, cpu, threads, versions
 from gracekv.hf.smollm2 import load_smollm2
 from gracekv.vllm import kv_transfer_config
 
-TOKENS = 200  # of the request that runs beside
+TOKENS = 200  # of the concurrent request
 RATIO = 4
 
 
@@ -61,7 +61,7 @@ def cost(llm: Any, prompt: dict[str, Any], order: Any) -> tuple[float, float]:
 
 
 def gaps(llm: Any, prompt: dict[str, Any], order: Any) -> list[float]:
-    """Seconds between the tokens of a request that runs beside a document."""
+    """Seconds between the tokens of a request that runs alongside a document."""
     core, seen, last = llm.llm_engine, [], 0.0
     core.add_request("beside", {"prompt_token_ids": [5, 6, 7]}, parameters(None, TOKENS))
     for _ in range(8):
@@ -97,7 +97,7 @@ def rows(llm: Any, tokenizer: Any, options: argparse.Namespace) -> list[str]:
         for number in range(options.rounds):
             ids = story(tokenizer, length)
             for way, asked in (("plain", None), ("made", order)):
-                # So that no page holds it, and none of a shorter one.
+                # So that neither its pages nor those of a shorter document are reused.
                 salt = f"{length} {way}{number}"
                 prompt = {"prompt_token_ids": ids, "cache_salt": salt}
                 taken[way].append(cost(llm, prompt, asked))
@@ -115,7 +115,7 @@ def cells(
     gaps: Iterable[list[float]],
     spread: str = "",
 ) -> str:
-    """A plain request beside what is measured: seconds, CPU seconds, latencies, and ratios."""
+    """A plain request and the measured one: seconds, CPU seconds, latencies, and ratios."""
     (plain, made), (used, more), (slow, slower) = seconds, cpu_seconds, map(p99, gaps)
     return (
         f"| {plain:.2f} | {made:.2f} | {made / plain:.2f}{spread} "
@@ -125,7 +125,7 @@ def cells(
 
 
 def engine(tokenizer: Any, longest: int, store: str) -> Any:
-    """vLLM with room for the longest request and its answer; contexts lie in `store`."""
+    """vLLM with room for the longest request and its answer; contexts are in `store`."""
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the functions of collective_rpc
     from vllm import LLM
     from vllm.config import KVTransferConfig

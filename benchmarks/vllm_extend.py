@@ -2,9 +2,9 @@
 
     VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_extend.py
 
-Needs the environment of `make test-vllm`. An extension and a plain request read the same passage
-over the same context, in turns, as in `vllm_compress.py`, which says what is measured. Medians are
-of rounds; latencies are of all rounds together.
+Needs the environment of `make test-vllm`. An extension and a plain request take turns reading the
+same passage over the same context; `vllm_compress.py` explains the measurements. Medians are over
+rounds; latencies are over all rounds together.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_memory.py
 
-Needs the environment of `make test-vllm`. Four conversations in turn ask about their contexts, and
-each turn extends a context, under a limit, by a passage of a random length, into a new context; the
-old one is deleted. The model is small and random, and the engine runs in this process, whose
-resident memory counts.
+Needs the environment of `make test-vllm`. Four conversations take turns asking about their
+contexts. Each turn extends a context, under a limit, by a passage of random length into a new
+context; the old one is deleted. The model is small and random, and the engine runs in this process,
+whose resident memory is measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS = 10
 
 
 def resident() -> int:
-    """MiB of this process."""
+    """Resident MiB of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") >> 20
 
@@ -40,7 +40,7 @@ def wait(llm: Any) -> None:
 
 
 def turn(llm: Any, number: int, draw: random.Random) -> None:
-    """Each conversation asks, is extended, and gives up the context that it had."""
+    """Each conversation asks, is extended, and drops its old context."""
     ids = [[draw.randrange(5, 400) for _ in range(draw.randint(40, 90))] for _ in range(TALKS)]
     for talk in range(TALKS):
         name = f"talk{talk}.{number}"

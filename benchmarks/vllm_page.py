@@ -9,7 +9,7 @@ import machine
 
 from gracekv.files import write_atomically
 
-ROOM = 96  # tokens that a context leaves to chat format, question and answer
+ROOM = 96  # tokens that a context leaves for chat format, question and answer
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Row:
 
     Attributes:
         first: seconds to the first token.
-        each: seconds for each request.
+        each: seconds per request.
         tokens: tokens of the prompt, in pages.
         shared: those of them that requests about one context share.
-        beside: bytes that lie beside the pages.
+        beside: bytes outside the pages.
     """
 
     first: float
@@ -48,7 +48,7 @@ def write(
     for (length, way), row in sorted(found.items(), key=lambda item: item[0][0]):
         cold, warm = found[length, "cold prefill"], found[length, "prefix caching"]
         blocks = -(-(row.tokens + answer) // size)
-        # Whole blocks of the context are held once, and so are entries beside the pages.
+        # Whole blocks of the context are held once, and so are entries outside the pages.
         once = row.shared // size * block_bytes
         fit = (2**30 - once - row.beside) // (blocks * block_bytes - once)
         rows.append(

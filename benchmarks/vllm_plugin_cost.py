@@ -3,8 +3,8 @@
     VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_plugin_cost.py
 
 Needs the environment of `make test-vllm`. One engine, in this process, on one thread, decodes plain
-requests. Its steps run in turn, in random order within each three, with vLLM's own attention, with
-ours, and with ours and the connector, so that whatever else the machine does meets all alike.
+requests. Its steps run in triples, in random order: with vLLM's own attention, with ours, and with
+ours and the connector, so that other work on the machine affects all three alike.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from gracekv.vllm import kv_transfer_config
 
 STOCK, ATTENTION, PLUGIN = "stock", "our attention", "and the connector"
 WAYS = (STOCK, ATTENTION, PLUGIN)
-THREES = 250  # of steps, before the requests begin anew
-WARM = 12  # steps: the prefill, and what is made once
+THREES = 250  # of steps, before the requests start over
+WARM = 12  # steps: the prefill, and one-time initialisation
 RESAMPLES = 2000
 
 
@@ -63,7 +63,7 @@ class Switch:
 
 
 def start(engine: Any, ids: list[int], count: int) -> None:
-    """Let the engine decode `count` plain requests, beyond its first steps."""
+    """Let the engine decode `count` plain requests, past the warm-up steps."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=3 * THREES + 2 * WARM, ignore_eos=True)
@@ -81,7 +81,7 @@ def stop(engine: Any, switch: Switch, count: int) -> None:
 
 
 def step_times(engine: Any, switch: Switch, ids: list[int], count: int, threes: int) -> np.ndarray:
-    """float64 [threes, 3], CPU seconds of a step in each of `WAYS`."""
+    """CPU seconds of a step in each of `WAYS`: float64 [threes, 3]."""
     random = np.random.default_rng(0)
     taken = np.empty((threes, len(WAYS)))
     for number in range(threes):
@@ -139,7 +139,7 @@ def connector_seconds(engine: Any, switch: Switch, ids: list[int], count: int) -
 
 
 def attention_seconds(layers: int, count: int = 20_000) -> float:
-    """Seconds that our `forward` adds to a step, without the stock one."""
+    """Seconds that our `forward` adds to a step, on top of the stock one."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl as stock
 
     from gracekv.vllm.backend import GraceCPUAttentionImpl as ours

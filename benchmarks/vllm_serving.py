@@ -2,8 +2,8 @@
 
     VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_serving.py
 
-Needs the environment of `make test-vllm`. One engine that goes to and fro between stock attention,
-for prompts with the whole context, and ours. Times are CPU seconds of the engine's process on one
+Needs the environment of `make test-vllm`. One engine alternates between stock attention, for
+prompts with the whole context, and ours. Times are CPU seconds of the engine's process on one
 thread, so that other work on the machine does not count.
 """
 
@@ -38,7 +38,7 @@ WAYS = (("ragged 2x", 2), ("ragged 4x", 4))
 
 
 def compress(model: Any, prompt: Any, store: Path, name: str) -> None:
-    """Write the prompt's contexts to the store, unless they are there."""
+    """Write the prompt's contexts to the store, unless they exist."""
     if all((store / _key(name, way) / "header.json").is_file() for way, *_ in WAYS):
         return
     prefill = gracekv.capture(model, prompt, gracekv.Pipeline.named(RECIPE).needs())
@@ -107,7 +107,7 @@ def parameters(tokens: int, extra: dict[str, Any] | None = None) -> Any:
 
 
 def cold(llm: Any, prompt: dict[str, Any]) -> dict[str, float]:
-    """Seconds to the first token and to the last, of a prompt that no page holds."""
+    """Seconds to the first and to the last token of a prompt that no page holds."""
     # Every context begins with the shorter ones.
     length = len(prompt["prompt_token_ids"])
     first, each = ({**prompt, "cache_salt": f"{length} {name}"} for name in ("first", "each"))
