@@ -1,1 +1,1 @@
-"""What only our own tests use; what tests of plugins use too is in `gracekv.testing`."""
+"""Helpers of our own tests; those that tests of plugins use, too, are in `gracekv.testing`."""

@@ -12,7 +12,7 @@ TEXT = CHAPTER[:900]
 
 
 def steps(model, ids, cache, count):
-    """Greedy ids after `ids` [T], one forward pass a token, and the logits that chose them."""
+    """Greedy ids after `ids` [T], one forward pass per token, and the logits that chose them."""
     fed, chosen, logits = ids[cache.get_seq_length() :], [], []
     with torch.no_grad():
         for _ in range(count):
@@ -34,5 +34,5 @@ def stock_steps(model, ids, count):
 
 
 def same_greedy(got, want, logits):
-    """Equal, or the first other token is as likely within the margin."""
+    """Equal, or tied within the margin at the first different token."""
     assert_same_tokens(got, want, lambda tokens: logits[len(tokens)])

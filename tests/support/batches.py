@@ -1,4 +1,4 @@
-"""Prompts of a batch, which share nothing, and a tokenizer for their answers."""
+"""Prompts of a batch that share nothing, and a tokenizer for their answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 import gracekv
 
-# Lengths, and where each context lies: they share nothing.
+# Lengths, and the span of each context.
 SPANS = [(90, 4, 80), (61, 10, 50), (150, 0, 139)]
 
 

@@ -1,4 +1,4 @@
-"""What a capture must leave as it found it."""
+"""State that a capture must leave unchanged."""
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -11,7 +11,7 @@ def state(model):
             for name, x in model.named_modules()
         ],
         model.config._attn_implementation,
-        # A model keeps a name of its own there as long as it lives.
+        # A model keeps its own name there as long as it lives.
         {n: x for n, x in AttentionInterface._global_mapping.items() if "gracekv" not in n},
         {n: x for n, x in AttentionMaskInterface._global_mapping.items() if "gracekv" not in n},
     )

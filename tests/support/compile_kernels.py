@@ -1,8 +1,8 @@
 """Compile the kernels for CPUs before tests do: python tests/support/compile_kernels.py [ROOM ...]
 
-Those of all rooms of gracekv or of some, each once, two at a time; processes of tests that come to
-a kernel together would each compile it. Tests find them where numba keeps them (NUMBA_CACHE_DIR, or
-beside the sources).
+Compiles the kernels of all packages of gracekv or of some, each once, two at a time; otherwise test
+processes that reach a kernel at the same time would each compile it. Tests find them in numba's
+cache (NUMBA_CACHE_DIR, or next to the sources).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from multiprocessing import get_context
 
 
 def kernels(rooms):
-    """Functions that return a compiled kernel, and the dtypes that they take; the longest first."""
+    """Functions that return a compiled kernel, and the dtypes that they take; slowest first."""
     for kernel, dtypes in every_kernel():
         if not rooms or kernel.__module__.split(".")[1] in rooms:
             yield kernel, dtypes
@@ -35,7 +35,7 @@ def every_kernel():
 
 
 def compile_all(number):
-    """One kernel for all its dtypes, in one process: they share an index on disk."""
+    """Compile a kernel for all its dtypes in one process, since they share an index on disk."""
     kernel, dtypes = list(kernels(sys.argv[1:]))[number]
     for arguments in [(dtype,) for dtype in dtypes] or [()]:
         kernel(*arguments)

@@ -1,4 +1,4 @@
-"""An engine that compresses documents, as tests ask it, and what transformers makes of the same."""
+"""An engine that compresses documents for tests, and the same results by transformers."""
 
 import contextlib
 import time
@@ -18,7 +18,7 @@ TOKENS = 12
 
 @dataclass(frozen=True)
 class Compressing:
-    """The model and the tokenizer of transformers; where it is asked, an engine and its store."""
+    """The model and the tokenizer of transformers; if there is one, an engine and its store."""
 
     model: Any
     tokenizer: Any
@@ -40,7 +40,7 @@ class Compressing:
         return {one["name"]: one for one in said(output)["contexts"]}
 
     def wait(self, name):
-        """The listing's member, once the context is made or has failed."""
+        """The context's entry in the listing, once it is made or has failed."""
         for _ in range(600):
             one = self.listing()[name]
             if one["state"] != "compressing":
@@ -53,14 +53,14 @@ class Compressing:
         return self.tokenizer(QUESTION).input_ids
 
     def by_transformers(self, ids, **options):
-        """The result of the same document: one token is read after it."""
+        """The result for the same document, with one token read after it."""
         import gracekv
 
         prompt = gracekv.Prompt.from_ids([*ids, ids[-1]], (0, len(ids)), question_end=len(ids))
         return gracekv.compress(self.model, prompt, **{"ratio": 4, **options})
 
     def check(self, answer, result):
-        """Log-probabilities of an answer are those over a result's cache."""
+        """Check that an answer's log-probabilities are those over a result's cache."""
         asked, tokens = self.question(), list(answer.token_ids)
         with torch.inference_mode():
             ids = torch.tensor([asked + tokens[:-1]])
@@ -97,7 +97,7 @@ def started(folder):
 
 
 def params(order=None, tokens=1, **options):
-    """Sampling parameters of a request, with what it says of contexts."""
+    """Sampling parameters of a request, with its options about contexts."""
     from vllm import SamplingParams
 
     extra = None if order is None else {"kv_transfer_params": {"gracekv": order}}
@@ -105,12 +105,12 @@ def params(order=None, tokens=1, **options):
 
 
 def said(output):
-    """What an output says of contexts."""
+    """What an output says about contexts."""
     return output.kv_transfer_params["gracekv"]
 
 
 def compress(name, **options):
-    """A document shall become the context `name`."""
+    """A request to compress a document into the context `name`."""
     return params({"compress": {"name": name, "ratio": 4, **options}})
 
 
@@ -120,7 +120,7 @@ def asking(name):
 
 
 def tokens_of(layers, first=0):
-    """(layer, head, position) of each entry; `first` is the number of the first head."""
+    """(layer, head, position) of each entry; `first` is the index of the first head."""
     from gracekv.kernels.ragged import rows
 
     return {

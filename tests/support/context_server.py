@@ -1,4 +1,4 @@
-"""Stands in for a vLLM server whose connector compresses: its models, replies and refusals."""
+"""A stand-in for a vLLM server whose connector compresses: its models, replies and refusals."""
 
 import contextlib
 import json
@@ -14,9 +14,9 @@ QUESTION = "Who is tired?"
 class ContextServer(ThreadingHTTPServer):
     """Contexts by name, and every body that was sent.
 
-    A new context is listed as being made `looks` times. A question is answered by the context's
-    name and the question's own tokens as text, a word at a time; `told` is what each word comes
-    with. Names that begin with "bad" fail.
+    A new context is listed as being made `looks` times. A question is answered with the context's
+    name and the question's own tokens as text, one word at a time, each together with `told`. Names
+    that begin with "bad" fail.
     """
 
     def __init__(self, tokenizer, looks=1):
@@ -55,7 +55,7 @@ class ContextServer(ThreadingHTTPServer):
         return {"name": name, "state": "compressing"}
 
     def reply(self, ids, order):
-        """What `kv_transfer_params` say."""
+        """The reply's `kv_transfer_params`."""
         match order:
             case {"compress": options}:
                 return self.compress(ids, **options)
@@ -91,7 +91,7 @@ class Refusal(Exception):
     """An HTTP status and its reason."""
 
     def body(self):
-        """As vLLM's server says it."""
+        """In the format of vLLM's server."""
         status, reason = self.args
         return {"error": {"message": reason, "type": "BadRequestError", "code": status}}
 
@@ -123,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             reply = self.server.reply(ids, order)
         except Refusal as refusal:
             if body.get("stream"):
-                # vLLM looks at a request when the stream has begun.
+                # vLLM checks a request only after the stream has begun.
                 self._stream([refusal.body()])
             else:
                 self._say(refusal.args[0], refusal.body())
@@ -164,6 +164,6 @@ def _chunk(choices):
 
 
 def extensions(server):
-    """Options and ids of each extension that was asked for."""
+    """Options and ids of each requested extension."""
     orders = [(x["kv_transfer_params"]["gracekv"], x["prompt"]) for x in server.bodies]
     return [(x["extend"], ids) for x, ids in orders if "extend" in x]

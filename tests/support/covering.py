@@ -1,4 +1,4 @@
-"""What runs every day: of a long list few cases in which all that varies is there."""
+"""The daily selection from a long list of cases: few, but every parameter value occurs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-# `make test-long` runs every case, more random examples, and what is marked `long`. A share such as
-# 0.1 runs so much of the random cases that are counted.
+# `make test-long` runs every case, more random examples, and tests marked `long`. A fraction such
+# as 0.1 runs this share of the random cases that `cases` counts.
 LONG = float(os.environ.get("GRACEKV_LONG") or 0)
 
 
 def cases(daily: int, long: int) -> int:
-    """The number of random cases: `daily`, or the share of `long` that `GRACEKV_LONG` is."""
+    """The number of random cases: `daily`, or `long` times `GRACEKV_LONG`."""
     return max(daily, round(long * LONG))
 
 
 def every(step: int, cases: Sequence[Any]) -> list[Any]:
-    """Every day each `step`-th of `cases`, in the long run all."""
+    """Daily every `step`-th of `cases`; all in the long run."""
     return list(cases if LONG else cases[::step])
 
 
@@ -28,7 +28,7 @@ def covering(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     values = [{(place, repr(value)) for place, value in enumerate(case)} for case in cases]
     missing, chosen = set().union(*values), []
     while missing:
-        # The most new values; of equals the first.
+        # The case with most new values, the first of equals.
         best = max(range(len(cases)), key=lambda i: (len(values[i] & missing), -i))
         chosen.append(best)
         missing -= values[best]

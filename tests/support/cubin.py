@@ -1,6 +1,6 @@
-"""What a compiled Triton kernel takes of a GPU, read without one.
+"""Resources of a compiled Triton kernel, read without a GPU.
 
-Importing it skips a test module where nothing can be compiled.
+Importing this skips a test module if kernels cannot be compiled.
 """
 
 import re
@@ -27,16 +27,16 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
 
 
 def compiled(kernel, pointers, floats, constants, arch, unaligned=(), **options):
-    """`kernel` for a GPU; pointers and strides divisible by 16, as they are in use.
+    """`kernel` for a GPU, with pointers and strides divisible by 16, as in real use.
 
     Args:
-        kernel: Triton's.
+        kernel: Triton kernel.
         pointers: types of arguments that are pointers, by name.
         floats: names of arguments that are float32; the others are integers.
         constants: by name.
         arch: compute capability, as in 90.
         unaligned: names of pointers and strides that may not be divisible by 16.
-        options: options of the compiler.
+        options: compiler options.
     """
     signature, values, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -53,7 +53,7 @@ def compiled(kernel, pointers, floats, constants, arch, unaligned=(), **options)
 
 
 def resources(binary, folder):
-    """Registers, stack and local bytes of a compiled kernel, by NVIDIA's own tool."""
+    """Registers, stack and local bytes of a compiled kernel, from NVIDIA's own tool."""
     path = folder / "kernel.cubin"
     path.write_bytes(binary.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -64,7 +64,7 @@ def resources(binary, folder):
 
 
 def check_fits(binary, folder, arch, stack=0):
-    """At most `stack` bytes a thread spill, and shared memory suffices."""
+    """Check that at most `stack` bytes per thread spill, and that shared memory suffices."""
     used = resources(binary, folder)
     assert used["LOCAL"] == 0, "registers spill"
     assert used["STACK"] <= stack, "registers spill"

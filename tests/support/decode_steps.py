@@ -1,4 +1,4 @@
-"""Ragged layers and decoding steps inside buffers of NaN: reading past an end shows."""
+"""Ragged layers and decoding steps inside buffers of NaN, so that reading past an end shows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ragged(
 def step(
     rng: torch.Generator, layer: RaggedEntries, group: int, batch: int, length: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, and a tail whose unused places are NaN."""
+    """A query, and a tail whose unused places are NaN."""
     dim, dtype = layer.keys.shape[1], layer.keys.dtype
     query = torch.randn(batch, layer.heads * group, 1, dim, generator=rng).to(dtype)
     buffers = torch.full((2, batch, layer.heads, length + 3, dim), math.nan, dtype=dtype)
@@ -48,13 +48,13 @@ def step(
 
 
 def drawn(seed: int, lengths: list[int], *sizes: int, **options: Any) -> tuple[Any, ...]:
-    """A layer of `ragged`, and query, keys and values of a `step` over it."""
+    """A layer by `ragged`, and query, keys and values by `step` over it."""
     rng = torch.Generator().manual_seed(seed)
     layer = ragged(rng, lengths, **options)
     return layer, *step(rng, layer, *sizes)
 
 
 def packed_alone(query: Tensor, packed: Any, scale: float, **options: Any) -> AttentionStep:
-    """Attention of `query` [B, H, Tq, d] to packed entries, for a backend's `prepare`: no tail."""
+    """Attention of `query` [B, H, Tq, d] to packed entries only, for a backend's `prepare`."""
     empty = query.new_empty(query.shape[0], 1, 0, query.shape[3])
     return AttentionStep(query, packed, empty, empty, scale, **options)

@@ -1,4 +1,4 @@
-"""Decoding over a compressed cache as dense masked attention in float64: slow, and obvious."""
+"""Decoding over a compressed cache as dense masked attention in float64: slow but obvious."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def dense_logits(model: Any, cache: RaggedCache, tokens: Tensor, drop_bias: bool
     """[n, vocabulary] float64 logits after each of `tokens` [n], fed one by one after `cache`.
 
     A float64 copy of the model runs its own forward pass over a stock cache in which every packed
-    entry lies at its position; the positions between are masked and the log multiplicities are
+    entry is at its position; the positions in between are masked, and the log multiplicities are
     added to the logits. With `drop_bias` they are not, to show that a comparison would notice.
     """
     from transformers import DynamicCache
 
     precise = copy.deepcopy(model).double()
-    # The fast product over experts takes no float64.
+    # The fast product over experts does not support float64.
     precise.config._experts_implementation = "eager"
     for module in precise.modules():
         # The stock ones compute in float32.
@@ -77,7 +77,7 @@ def _dense(layer: RaggedEntries, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _rms_norm(module: Any) -> Any:
     eps = getattr(module, "variance_epsilon", None) or module.eps
-    # Gemma 1 to 3, Qwen3-Next and Qwen3.5 store the distance from one; some have no weight.
+    # Gemma 1 to 3, Qwen3-Next and Qwen3.5 store the difference from one; some have no weight.
     name, weight = type(module).__name__, getattr(module, "weight", 1.0)
     if name.startswith(("Gemma", "Qwen3Next", "Qwen3_5")) and not name.startswith("Gemma4"):
         weight = weight + 1.0

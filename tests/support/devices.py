@@ -3,8 +3,8 @@
 A model whose layers are spread over several GPUs breaks on any operation between two of them. On
 a machine without a GPU, inside `two_devices()`, `tensor.to(SECOND_DEVICE)` gives a tensor with real
 values whose `device` is not the CPU. An operation that mixes it with CPU tensors raises
-`MixedDevicesError` where CUDA would for two GPUs, so a test finds every mix of devices. That takes
-in single numbers, which CUDA reads from the CPU but not from another GPU. Speed and kernels of a
+`MixedDevicesError` where CUDA would for two GPUs, so a test finds every mix of devices. This
+includes scalars, which CUDA reads from the CPU but not from another GPU. Speed and kernels of a
 real device are not imitated.
 """
 
@@ -25,16 +25,16 @@ SECOND_DEVICE = torch.device("meta")
 
 _aten = torch.ops.aten
 _COPIES = {_aten._to_copy, _aten.copy_, _aten._local_scalar_dense}
-# An index may lie on the CPU while what it indexes does not.
+# An index may be on the CPU while the indexed tensor is not.
 _INDEXING = {_aten.index, _aten.index_put_, _aten.index_put, _aten._unsafe_index}
 
 
 class MixedDevicesError(RuntimeError):
-    """An operation was given tensors of both devices."""
+    """An operation got tensors on both devices."""
 
 
 class SecondDeviceTensor(Tensor):
-    """A tensor of the second device.
+    """A tensor on the second device.
 
     Attributes:
         held: the tensor [any shape] with its values, on the CPU.
@@ -63,7 +63,7 @@ class SecondDeviceTensor(Tensor):
 
 @contextmanager
 def two_devices() -> Iterator[torch.device]:
-    """Inside, `SECOND_DEVICE`, which this yields, is a second device."""
+    """Context in which `SECOND_DEVICE`, which it yields, is a second device."""
     with _Functions(), _Dispatch():  # type: ignore[no-untyped-call]
         yield SECOND_DEVICE
 

@@ -1,4 +1,4 @@
-"""What many properties draw, under short names."""
+"""Short names for draws that many properties share."""
 
 import torch
 from hypothesis import strategies as st

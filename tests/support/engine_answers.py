@@ -1,11 +1,10 @@
-"""What an inference engine answered, held against gracekv's own cache."""
+"""Compares an inference engine's answers with gracekv's own cache."""
 
 import torch
 
 from gracekv.vllm import request
 
-# Log-probabilities of both engines differ by rounding only; tokens may differ where two are as
-# close as this.
+# Log-probabilities of both engines differ only by rounding; tokens may differ if this close.
 MARGIN = 1e-3
 
 
@@ -19,7 +18,7 @@ def check_answer(served, name, question, answer, greedy=True):
         answer: vLLM's, with log-probabilities.
         greedy: each token is also the likeliest, or within `MARGIN` of it.
     """
-    # Most answers come back: alone, among others, after an abort.
+    # Most answers recur: alone, among others, after an abort.
     known, asked = vars(served).setdefault("own_logprobs", {}), (name, question, *answer.token_ids)
     if asked not in known:
         known[asked] = _own_logprobs(served, name, question, list(answer.token_ids))
@@ -31,7 +30,7 @@ def check_answer(served, name, question, answer, greedy=True):
 
 
 def _own_logprobs(served, name, question, answer):
-    """Of each answered token, and of the likeliest one in its place, by gracekv."""
+    """gracekv's log-probabilities of each answered token and of the likeliest one in its place."""
     asked = list(request(served.store, name, question, served.tokenizer).prompt_ids)
     with torch.inference_mode():
         ids = torch.tensor([asked + answer[:-1]])

@@ -16,12 +16,12 @@ def row(method, column, index, score, task="ruler:cwe", **fields):
 
 
 def grid(scores):
-    """{(method, column): [scores]} as rows of one task."""
+    """Rows of one task from {(method, column): [scores]}."""
     return [row(m, c, i, s) for (m, c), values in scores.items() for i, s in enumerate(values)]
 
 
 def written(folder, rows, name="main"):
-    """The folder, with `rows` in it as a run would have left them."""
+    """The folder with `rows` in it, as a run leaves them."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / f"rows-{name}.jsonl").write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The model families that are tested against the stock model, for tests and the docs' table."""
+"""The model families tested against the stock model, for tests and the table in the docs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Family:
     """One row of the table.
 
     Attributes:
-        title: what people call it.
-        facts: what is particular about its attention.
+        title: its common name.
+        facts: special features of its attention.
         options: options of `tiny_model`; "family" is its `config.model_type`.
     """
 
@@ -29,7 +29,7 @@ class Family:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether its cache holds anything beside compressed entries."""
+        """Whether its cache holds anything besides compressed entries."""
         return "window" in self.options or self.has_states
 
     @property
@@ -39,7 +39,7 @@ class Family:
 
     @property
     def can_go_back(self) -> bool:
-        """Whether tokens can be taken back, as assisted decoding does."""
+        """Whether tokens can be removed again, as in assisted decoding."""
         return not self.has_states or self.options["family"] == "lfm2"
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 
 def fitted_cache(fitter, prefill, region, cache, scores=None):
-    """`cache` of one sequence, whose entries of `region` are fitted as a pipeline does it."""
+    """`cache` of one sequence, with the entries of `region` fitted as by a pipeline."""
     memory = {}
     prefill = prefill.with_queries(fitter.asks(prefill, region, memory))
     layers = []

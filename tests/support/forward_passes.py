@@ -1,8 +1,8 @@
-"""What the forward passes of a model are given."""
+"""Inputs of a model's forward passes."""
 
 
 def fed_shapes(model, monkeypatch):
-    """A list that grows by the shape [rows, tokens] of the ids of each pass of the decoder."""
+    """A list to which each pass of the decoder appends the shape [rows, tokens] of its ids."""
     fed, original = [], model.model.embed_tokens.forward
 
     def watched(ids):

@@ -4,7 +4,7 @@ import socket
 
 
 def free_port():
-    """A port of this machine that nothing uses, as text."""
+    """An unused port of this machine, as text."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])

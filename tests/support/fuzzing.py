@@ -1,4 +1,4 @@
-"""Random inputs: a count of their outcomes, and the page of them.
+"""Random inputs: a count of their outcomes, and its page.
 
 Each test of `make test-long` that passes replaces its own line of the page.
 """
@@ -50,5 +50,5 @@ class Tally:
 
 
 def write_line(tally, page=RESULTS / "fuzz.md"):
-    """Put the test's line on the page, in the place of its earlier one."""
+    """Put the test's line on the page, replacing its earlier one."""
     replace_lines(page, HEAD, [tally.line(commit())])

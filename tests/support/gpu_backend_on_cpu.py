@@ -1,11 +1,11 @@
-"""An engine whose attention is that for GPUs, on a CPU: Triton's kernels run interpreted.
+"""An engine with the attention for GPUs, on a CPU: Triton's kernels are interpreted.
 
     python -m support.gpu_backend_on_cpu BACKEND EAGER MODEL STORE CONTEXT...
 
-Run as a process of its own, with TRITON_INTERPRET=1; EAGER 0 traces the model by torch.compile.
-Prints a JSON line: for each context an answer to "Why?", and one to the first one's prompt without
-a context, as token ids and log-probabilities. FLASH_ATTN is vLLM's own
-class with its two CUDA kernels exchanged for loops; TRITON_ATTN is vLLM's own in everything.
+Run in its own process, with TRITON_INTERPRET=1; EAGER 0 traces the model with torch.compile. Prints
+a JSON line: an answer to "Why?" for each context, and one to the first context's prompt without a
+context, as token ids and log-probabilities. FLASH_ATTN is vLLM's own class with its two CUDA
+kernels replaced by loops; TRITON_ATTN is entirely vLLM's own.
 """
 
 import functools
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 import vllm.triton_utils
 
-# vLLM takes Triton for missing on CPUs, and imports a stand-in.
+# On CPUs, vLLM assumes that Triton is missing and imports a stand-in.
 vllm.triton_utils.triton, vllm.triton_utils.tl = triton, tl
 
 

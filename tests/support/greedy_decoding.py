@@ -1,4 +1,4 @@
-"""Greedy generation over stock and compressed caches, with the logits that it chose by."""
+"""Greedy generation over stock and compressed caches, with the logits behind each choice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gracekv.hf import GraceCache, attach, detach
 def greedy(
     model: Any, ids: Tensor, cache: GraceCache | None = None, tokens: int = 16
 ) -> tuple[Tensor, Tensor]:
-    """New ids [n] and the logits [n, vocabulary] they were chosen by; stock without a cache."""
+    """New ids [n] and the logits [n, vocabulary] behind them; the stock model without a cache."""
     (detach if cache is None else attach)(model)
     new, logits = with_logits(model, ids[None], torch.ones_like(ids)[None], cache, tokens)
     return new[0], logits[:, 0]
@@ -32,14 +32,14 @@ def with_logits(
 
 
 def plain_answer(model: Any, ids: Tensor, tokens: int, **options: Any) -> Tensor:
-    """New ids [rows, n] of `model.generate` after ids [T], greedy unless told otherwise."""
+    """New ids [rows, n] of `model.generate` after ids [T], greedy by default."""
     options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0, **options}
     mask = torch.ones_like(ids)[None]
     return model.generate(ids[None], attention_mask=mask, **options)[:, len(ids) :]
 
 
 def heavier(cache: RaggedCache) -> RaggedCache:
-    """The same entries with multiplicities that matter: tiny models attend to few tokens."""
+    """The same entries with multiplicities that matter, as tiny models attend to few tokens."""
     rng = torch.Generator().manual_seed(1)
     layers = [
         dataclasses.replace(layer, log_multiplicity=torch.rand(layer.entries, generator=rng) * 5)

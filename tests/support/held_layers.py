@@ -1,4 +1,4 @@
-"""Layers as they are at a cut, drawn at random."""
+"""Random layers as they are at a cut."""
 
 import torch
 
@@ -9,7 +9,7 @@ def held_layer(
     seed, *, heads=2, group=2, queries=5, packed=(9, 4), tail=6, dim=8, number=0, softcap=None,
     sinks=False, prompt=5,
 ):  # fmt: skip
-    """A `HeldLayer` whose heads hold `packed` entries and `tail` tokens; the last one is hidden."""
+    """A `HeldLayer` whose heads hold `packed` entries and `tail` tokens, the last one hidden."""
     rng = torch.Generator().manual_seed(seed)
 
     def draw(*shape):

@@ -1,4 +1,4 @@
-"""Interrupts at chosen lines of gracekv, as Ctrl-C would come there."""
+"""Interrupts at chosen lines of gracekv, as by Ctrl-C."""
 
 import sys
 from collections import Counter
@@ -13,7 +13,7 @@ PACKAGE = str(Path(gracekv.__file__).parent)
 def _traced(action, seen):
     """Run `action`, calling `seen(file, line)` at each line of gracekv.
 
-    Not where a `with` ends: it comes back to its line before it lets go of what it holds, as a
+    Except where a `with` ends: it returns to its line before it releases what it holds, such as a
     lock, and no signal is handled in between.
     """
 
@@ -46,7 +46,7 @@ def executed_lines(action):
 
 
 def interrupted(action, place, occurrence):
-    """Run `action` and interrupt it at that execution of a line; whether the interrupt came out."""
+    """Interrupt `action` at that execution of a line; returns whether the interrupt propagated."""
     left = occurrence
 
     def seen(here):

@@ -1,4 +1,4 @@
-"""Run an engine of the distortion on some nodes, and compare the costs of two engines."""
+"""Run a distortion engine on some nodes, and compare the costs of two engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def evaluator_of(
 
 
 def some_nodes(batch: TreeBatch, seed: int, lengths: Sequence[int]) -> Nodes:
-    """One node per length (or as long as fits), of random trees, ordered by tree and start."""
+    """One node per length (or the longest that fits), of random trees, by tree and start."""
     rng = torch.Generator().manual_seed(seed)
     tree = torch.randint(len(batch.tree_id), (len(lengths),), generator=rng).sort().values
     slot = batch.length.cpu()[tree]

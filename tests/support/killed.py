@@ -13,9 +13,9 @@ from support.covering import LONG
 def killed_at_each_line(functions, work):
     """Run `work(n)` in forks that are killed at line n of some functions; yields n.
 
-    n = 0, 1, ... in `make test-long`, every day each fifth, which is even and odd in turn.
+    n = 0, 1, ... in `make test-long`; daily every fifth, which is even and odd in turn.
 
-    Ends after the first that came to its end, which is yielded as well.
+    Ends after the first fork that finishes, which is yielded, too.
 
     Args:
         functions: their names; lines of all their calls are counted together.

@@ -1,4 +1,4 @@
-"""One captured prompt for our recipes and for kvpress's presses, and what each of them keeps."""
+"""One captured prompt for our recipes and kvpress's presses, and the tokens that each keeps."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ RATIOS = (1.5, 2, 4, 6)
 
 @dataclass
 class Case:
-    """A prompt that is all context, captured, and the inputs of its attention modules."""
+    """A captured prompt that is all context, and the inputs of its attention modules."""
 
     model: object
     prefill: object
@@ -65,7 +65,7 @@ def case_of(model, ids):
 
 
 def tiny():
-    # A length that leaves whole chunks of 10 beside the window, as ChunkKV's comparison needs.
+    # Without the window, the length is a multiple of 10, as needed to compare ChunkKV.
     ids = torch.randint(0, 97, (170 + WINDOW,), generator=torch.Generator().manual_seed(1))
     return case_of(tiny_llama(layers=3, heads=6, kv_heads=2), ids)
 
@@ -80,7 +80,7 @@ def smollm2():
 def ours(case, recipe, entries, window=WINDOW, **changes):
     """Per (layer, head) the context positions that the pipeline keeps, and all positions' scores.
 
-    Scores are float64 [L, G, T]; what no score decides about has one that no other is near.
+    Scores are float64 [L, G, T]; positions that are kept regardless have scores far from others.
     """
     data = {**recipes.RECIPES[recipe].pipeline, "window": {"size": window, "minimum": 0}, **changes}
     pipeline = Pipeline.from_dict({k: v for k, v in data.items() if not isinstance(v, Scorer)})
@@ -100,7 +100,7 @@ def ours(case, recipe, entries, window=WINDOW, **changes):
 
 
 def theirs(case, press, attentions=None):
-    """Per (layer, head) the positions that the press keeps, read off the values."""
+    """Per (layer, head) the positions that the press keeps, read from the values."""
     found = []
     for layer, (module, hidden, keys, values, extra) in enumerate(case.layers()):
         seen = None if attentions is None else attentions[layer]
@@ -115,7 +115,7 @@ def theirs(case, press, attentions=None):
 
 
 def assert_same_kept(got, want, scores, across_heads=False):
-    """Other positions only where their scores tie: within a head, or within a layer's heads."""
+    """Positions may differ only if their scores tie: within a head, or within a layer's heads."""
     masks = [indicator(kept, scores.shape[-1]).view(scores.shape) for kept in (got, want)]
     if across_heads:
         masks, scores = [mask.flatten(1) for mask in masks], scores.flatten(1)
@@ -123,7 +123,7 @@ def assert_same_kept(got, want, scores, across_heads=False):
 
 
 def exactly(n, length):
-    """The compression ratio that makes a press keep n of length tokens."""
+    """The compression ratio at which a press keeps `n` of `length` tokens."""
     return 1 - (n + 0.5) / length
 
 

@@ -1,4 +1,4 @@
-"""Small prefills, and some that hold less than they were made with."""
+"""Small prefills, and prefills with some of their content removed."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ def small(**changes):
 
 
 def without_context_queries(prefill):
-    """The prefill as captured for direct probes alone."""
+    """The prefill as captured for direct probes only."""
     probes = prefill.spans.direct_probes()
     return dataclasses.replace(
         prefill,
@@ -21,6 +21,6 @@ def without_context_queries(prefill):
 
 
 def without_queries(prefill):
-    """The prefill as one that holds no query."""
+    """The prefill without queries."""
     none = tuple(x[:, :0].clone() for x in prefill.queries)
     return dataclasses.replace(prefill, queries=none, query_positions=prefill.query_positions[:0])

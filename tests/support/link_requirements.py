@@ -1,11 +1,10 @@
-"""Give a new environment what a package of it asks for, from another environment on this machine.
+"""Link a package's dependencies into a new environment from another one on this machine.
 
     NEW/bin/python link_requirements.py gracekv[cli,cpu] OTHER/lib/python3.11/site-packages
 
-What the package's metadata asks for, and what that asks for, is linked in from the other
-environment; nothing else is. So a dependency that the metadata lacks is missing here, as it would
-be after an installation from a registry, but a gigabyte need not be installed again. A requirement
-that the other environment does not meet ends the program.
+Links the dependencies in the package's metadata, recursively, and nothing else. So a dependency
+that the metadata lacks is missing here, as it would be after an installation from a registry, but a
+gigabyte need not be installed again. Fails if the other environment does not meet a requirement.
 """
 
 import sys
@@ -18,7 +17,7 @@ from pip._vendor.packaging.utils import canonicalize_name
 
 
 def needed(package: str, others: dict[str, Distribution]) -> dict[str, Distribution]:
-    """{name: what it is} of all that `package`, given as "name[extra,...]", asks for."""
+    """{name: distribution} of all dependencies of `package`, given as "name[extra,...]"."""
     first = Requirement(package)
     found: dict[str, Distribution] = {}
     seen: set[tuple[str, str]] = set()
@@ -44,7 +43,7 @@ def needed(package: str, others: dict[str, Distribution]) -> dict[str, Distribut
 
 
 def link(made: Distribution, target: Path) -> None:
-    """Link what the distribution put into its site-packages."""
+    """Link the distribution's files in its site-packages."""
     for name in {file.parts[0] for file in made.files or []} - {"..", "__pycache__"}:
         place = target / name
         if not place.exists():
@@ -52,7 +51,7 @@ def link(made: Distribution, target: Path) -> None:
 
 
 def main() -> None:
-    """Link, and say how many packages."""
+    """Link, and print the number of packages."""
     package, other = sys.argv[1:]
     found = needed(package, {canonicalize_name(d.name): d for d in distributions(path=[other])})
     for made in found.values():

@@ -1,4 +1,4 @@
-"""A server of a tiny model, texts for it, and its answers."""
+"""A server with a tiny model, texts for it, and its answers."""
 
 import contextlib
 import random
@@ -15,11 +15,11 @@ def loaded_server(folder):
     from gracekv.testing.models import tiny_llama, tiny_tokenizer
 
     tokenizer = tiny_tokenizer(vocabulary=500)
-    # Conversations are longer than what one request may read.
+    # Conversations are longer than a single request may be.
     tiny_llama(vocabulary=500, dim=32, positions=2**17).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "store").mkdir()
-    # Few pages, so that all of them are soon in memory.
+    # Few pages, so that all of them are soon allocated.
     options = {"max-model-len": 2048, "max-num-batched-tokens": 128, "max-num-seqs": 12}
     options["num-gpu-blocks-override"] = 200
     line = [part for name, value in options.items() for part in (f"--{name}", str(value))]
@@ -29,7 +29,7 @@ def loaded_server(folder):
 
 
 def words(seed, count=120):
-    """A text of its own for each seed."""
+    """A different text for each seed."""
     letters = random.Random(seed)
     return " ".join("".join(letters.choices("abcdefgh", k=4)) for _ in range(count))
 
@@ -53,7 +53,7 @@ def answer(server, ids, name=None):
 
 
 def same(found, wanted):
-    """Whether two greedy answers agree up to the first near-tie, which may part them."""
+    """Whether two greedy answers agree up to the first near tie, after which they may diverge."""
     for (token, mine), (other, theirs) in zip(found, wanted, strict=True):
         if abs(mine - theirs) > MARGIN:
             return False

@@ -1,4 +1,4 @@
-"""The page of `make test-long`: outcomes and seconds, by folder and of each test marked `long`."""
+"""The page of `make test-long`: outcomes and seconds per folder and per test marked `long`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ HEAD = """# What `make test` leaves to `make test-long`
 
 
 def part() -> str:
-    """How the tests of this process compute: each way has lines of its own."""
-    # Its tests are a folder of that name, which has no file of its own.
+    """How the tests of this process compute: each way has its own lines."""
+    # Its tests are a folder of that name, not a file.
     if getattr(importlib.util.find_spec("vllm"), "origin", None) is not None:
         return ", with vLLM"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -42,14 +42,14 @@ def part() -> str:
 
 
 def runs_whole(config: pytest.Config) -> bool:
-    """Whether all tests of the files that were asked for are run."""
+    """Whether all tests of the requested files are run."""
     given = config.option
     return not (given.keyword or given.collectonly or any("::" in word for word in config.args))
 
 
 @dataclass
 class Line:
-    """What the tests of a folder did, or one test with all its cases."""
+    """Results of the tests of a folder, or of one test with all its cases."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -61,9 +61,9 @@ class Line:
 
 
 class LongPage:
-    """A plugin of pytest that writes a folder's lines when its last test has run.
+    """A pytest plugin that writes a folder's lines when its last test has run.
 
-    So a run that is stopped leaves the lines of the folders that it did whole.
+    So a run that is stopped leaves the lines of the folders that it completed.
     """
 
     def __init__(self, page: Path = PAGE) -> None:
@@ -89,7 +89,7 @@ class LongPage:
                 self._write(folder)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        # A process that died did not report all of its folder's tests.
+        # A process that died has not reported all of its folder's tests.
         if exitstatus != pytest.ExitCode.INTERRUPTED:
             for folder in list(self._folders):
                 self._write(folder)

@@ -1,4 +1,4 @@
-"""Print pip constraints: what pyproject.toml asks for, each in the lowest version that it names.
+"""Print pip constraints: each dependency in the lowest version that pyproject.toml allows.
 
 python tests/support/lowest_versions.py [EXTRA ...]
 """

@@ -1,9 +1,8 @@
-"""Choices of two computed paths: another one is accepted only where scores lie within a margin.
+"""Compares choices of two computed paths: they may differ only if scores are within a margin.
 
-Another CPU rounds the last bits of a sum otherwise, and a choice between two near ties follows. A
-test that compares two ways to compute the same choice states how near counts as a tie; any other
-difference fails. Exact comparison stays right where one computation runs twice, or where entries
-are copied.
+Another CPU rounds the last bits of a sum differently, which may decide between near ties. A test
+that compares two ways to compute the same choice states what counts as a tie; any other difference
+fails. Exact comparison is right if one computation runs twice, or if entries are copied.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from torch import Tensor
 # embedded model, of 30 layers, by 1e-3.
 LOGITS = 2e-4
 LOGITS_OF_30_LAYERS = 5e-3
-# Scores are sums of float32 probabilities, compared relative to the larger of two.
+# Scores are sums of float32 probabilities, compared relative to the larger one.
 SCORES = 1e-5
 
 
 def assert_same_order(got: Tensor, want: Tensor, scores: Tensor, margin: float = SCORES) -> None:
-    """Two orders of the same items: at each place, equal scores but for the margin.
+    """Two orders of the same items have equal scores at each place, up to the margin.
 
     Args:
         got: int64 [..., k], distinct items from first to last.
         want: int64 [..., k].
         scores: [..., N] of the items.
-        margin: relative to the larger of the two scores.
+        margin: relative to the larger score.
     """
     assert got.shape == want.shape
     assert bool((got.sort(-1).values.diff() > 0).all()), "an item occurs twice"
@@ -38,13 +37,13 @@ def assert_same_order(got: Tensor, want: Tensor, scores: Tensor, margin: float =
 
 
 def assert_same_choice(got: Tensor, want: Tensor, scores: Tensor, margin: float = SCORES) -> None:
-    """Two choices out of the same items: those exchanged have equal scores but for the margin.
+    """Two choices out of the same items: exchanged ones have equal scores, up to the margin.
 
     Args:
-        got: bool [..., N], what was chosen.
+        got: bool [..., N], the chosen items.
         want: bool [..., N].
         scores: [..., N] of the items.
-        margin: relative to the largest score that was exchanged.
+        margin: relative to the largest exchanged score.
     """
     assert got.shape == want.shape == scores.shape
     for mine, other, score in zip(*(x.flatten(0, -2) for x in (got, want, scores)), strict=True):
@@ -75,13 +74,13 @@ def indicator(kept: list[set[int]], length: int) -> Tensor:
 def assert_same_tokens(
     got: Tensor, want: Tensor, logits: Callable[[Tensor], Tensor], margin: float = LOGITS
 ) -> None:
-    """Two greedy answers: where they first differ, the two tokens' logits lie within the margin.
+    """Two greedy answers: at the first difference, the two tokens' logits are within the margin.
 
-    What follows the first difference continues another text, and is not compared.
+    Tokens after the first difference continue another text, and are not compared.
 
     Args:
         got: int64 [n], new tokens.
-        want: int64 [m]; where one answer ends first, the end is the difference.
+        want: int64 [m]; if one answer ends first, its end is the difference.
         logits: gives the next token's logits [V] after new tokens int64 [i], if choices differ.
         margin: absolute.
     """
@@ -108,7 +107,7 @@ def assert_same_steps(
 
     Args:
         got: int64 [n], new tokens.
-        got_logits: [n, V], what each was chosen by.
+        got_logits: [n, V], the logits behind each choice.
         want: int64 [n].
         want_logits: [n, V].
         margin: absolute, of every logit and of the two tokens at a difference.
@@ -135,9 +134,9 @@ def logits_over(result: Any, said: Tensor | None = None) -> Callable[[Tensor], T
 
 
 def assert_same_beams(got: Tensor, want: Tensor, result: Any, margin: float = LOGITS) -> None:
-    """Two sets of beams [rows, n]: another sequence only with as large a sum of log-probabilities.
+    """Two sets of beams [rows, n]: sequences may differ only at equal sums of log-probabilities.
 
-    The sums are taken over a fresh cache of a `CompressionResult`; `margin` is for each token.
+    The sums are taken over a fresh cache of a `CompressionResult`; `margin` is per token.
     """
     assert got.shape == want.shape
     for one, two in zip(got, want, strict=True):

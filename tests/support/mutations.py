@@ -1,4 +1,4 @@
-"""Broken versions of files that were fine: bytes, lengths, headers, shapes, sizes, values."""
+"""Broken versions of valid files: bytes, lengths, headers, shapes, sizes, values."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from safetensors.torch import load, save
 
 from gracekv.cache import serialization
 
-# What takes the place of a value of plain data.
+# Replacements for a value of plain data.
 JUNK = (
     None, True, False, 0, -1, 1, 2, 3.5, float("nan"), float("inf"), -0.0, 1 << 31, 1 << 62,
     1 << 70, 10**400, 1e308, "", "x", "greedy", "-1", "\ud7ff\x00", [], {}, [[]],
     {"name": "greedy"}, {"name": 3}, [0], ["a", 1], list(range(50)), [1 << 62] * 3, "DEEP", "HUGE",
 )  # fmt: skip
-# What JSON can say and json.dumps cannot write, by the text that stands for it.
+# Valid JSON that json.dumps cannot write, by the text that stands for it.
 UNWRITABLE = {'"DEEP"': "[" * 100_000 + "]" * 100_000, '"HUGE"': "1e999"}
-# Texts that are no header, whatever their checksum.
+# Texts that are not a header, whatever their checksum.
 NESTED = ("[" * 100_000, '{"x":' * 100_000)
 NO_HEADERS = ("", "{", *NESTED, "1e999", "NaN", "9" * 5000, '"x"', "[]", "{}")
 
@@ -30,7 +30,7 @@ def mutated_bytes(data: bytes, rng: Random) -> tuple[str, bytes]:
     broken = bytearray(data)
     kind = rng.choice(["flip", "cut", "grow", "zero", "swap", "empty", "repeat"])
     at = rng.randrange(len(broken))
-    # Half of all damage goes to where the structure is.
+    # Half of all damage goes to the structure.
     if rng.random() < 0.5:
         at = min(at, rng.randrange(2000))
     if kind == "flip":
@@ -53,7 +53,7 @@ def mutated_bytes(data: bytes, rng: Random) -> tuple[str, bytes]:
 
 
 def mutated_layout(data: bytes, rng: Random) -> tuple[str, bytes]:
-    """A safetensors file whose own header says other lengths, shapes, types or places."""
+    """A safetensors file whose own header has wrong lengths, shapes, types or offsets."""
     size = struct.unpack("<Q", data[:8])[0]
     header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
     kind = rng.choice(["length", "shape", "dtype", "offsets", "drop", "add", "rename", "metadata"])
@@ -85,7 +85,7 @@ def mutated_layout(data: bytes, rng: Random) -> tuple[str, bytes]:
 
 
 def mutated_content(data: bytes, rng: Random) -> tuple[str, bytes]:
-    """A file whose header or tensors say something else, with checksums that fit."""
+    """A file with changed header or tensors, and valid checksums."""
     metadata = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])["__metadata__"]
     header, tensors = json.loads(metadata["gracekv"]), load(data)
     if rng.random() < 0.6:

@@ -27,14 +27,14 @@ class PagedStep:
     """One step over R requests.
 
     Attributes:
-        contexts: by name; the last of their two layers is the one that is asked.
-        requests: (context's name or None, tokens of the sequence, those of them that are new).
+        contexts: by name; the last of their two layers is attended to.
+        requests: (context's name or None, tokens of the sequence, how many of them are new).
         metadata: as vLLM's, with `query_start_loc`, `seq_lens`, `block_table`, `max_seq_len` and
             `num_actual_tokens`; padded with rows without tokens.
         query: [all tokens, H, d].
         tails: keys and values [2, S, G, d] of each request.
-        pages: [blocks, G, block, 2d]; what no request has written is NaN.
-        group: query heads of a KV head.
+        pages: [blocks, G, block, 2d]; places that no request has written are NaN.
+        group: query heads per KV head.
     """
 
     contexts: Mapping[str, StoredContext]
@@ -67,12 +67,12 @@ def paged_step(
         seed: seed of all numbers.
         contexts: entries of each head, by the context's name.
         requests: see `PagedStep`.
-        group: query heads of a KV head.
+        group: query heads per KV head.
         dim: d.
-        block: tokens of a page.
+        block: tokens per page.
         dtype: dtype of queries, keys and values.
         layout: layout of `LAYOUTS`.
-        device: where all lies.
+        device: device of all tensors.
     """
     rng = torch.Generator().manual_seed(seed)
     heads = len(next(iter(contexts.values())))
@@ -95,7 +95,7 @@ def paged_step(
     for row, (_, length, _) in enumerate(requests):
         mine = free[sum(needed[:row]) :][: needed[row]]
         tail = torch.randn(2, length, heads, dim, generator=rng).to(dtype)
-        if length > block:  # they begin alike, and vLLM keeps one page of one beginning
+        if length > block:  # they begin alike, and vLLM keeps a common first page once
             begun = begun or (mine[:1], tail[:, :block])
             mine[:1], tail[:, :block] = begun
         table[row, : needed[row]] = mine
@@ -130,7 +130,7 @@ def _storage(
 
 
 def step_attention(step: PagedStep) -> Callable[[], Tensor]:
-    """What one layer of the step runs: it returns [all tokens, H, d], with 7 in other rows."""
+    """Attention of one layer in the step: [all tokens, H, d], with 7 in other rows."""
     from gracekv.vllm.context_attention import LayerCall
     from gracekv.vllm.triton_attention import attend, plan_gpu_batch
 
@@ -150,7 +150,7 @@ def check_step(step: PagedStep, bound: float | None = None) -> None:
 
     Args:
         step: from `paged_step`.
-        bound: bound of the relative error; None: that of the dtype in `TOLERANCES`.
+        bound: bound of the relative error, or None for the dtype's in `TOLERANCES`.
     """
     output = step_attention(step)()
     bound = TOLERANCES[output.dtype] if bound is None else bound

@@ -1,15 +1,15 @@
-"""Frontiers of two computed paths: other nodes only where their gains tie."""
+"""Compares frontiers of two computed paths: nodes may differ only if their gains tie."""
 
 from __future__ import annotations
 
 from gracekv.allocate import Frontier
 
-# Other batches round D differently, by 1e-5 of the utility at most.
+# Other batch sizes round D differently, by at most 1e-5 of the utility.
 UTILITY = 1e-5
 
 
 def bought(frontier: Frontier) -> set[tuple[int, int, int]]:
-    """(tree, start, end) of the kept nodes: comparable between forests grown to other depths."""
+    """(tree, start, end) of the kept nodes, comparable between forests of different depths."""
     forest, kept = frontier.forest, frontier.kept
     columns = (forest.tree[kept], forest.start[kept], forest.end[kept])
     return set(zip(*(column.tolist() for column in columns), strict=True))

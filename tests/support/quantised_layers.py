@@ -56,7 +56,7 @@ def quantised(
 
 
 def of_mixed_widths(rng: torch.Generator, layer: QuantisedEntries, **more: Any) -> QuantisedEntries:
-    """What `layer` says, each entry at 4, 8 or 16 bits by chance."""
+    """The entries of `layer`, each at 4, 8 or 16 bits by chance."""
     choice = torch.randint(0, 3, (int(layer.lengths.sum()),), generator=rng)
     widths = torch.tensor([4, 8, 16], dtype=torch.uint8)[choice].to(layer.device)
     plain = dequantised(CompressedCache((layer,), 1000, (0,) * layer.sequences))

@@ -14,9 +14,9 @@ from gracekv.registry.hyperparameter import bounds_of
 
 
 def random_pipeline(rng: Random) -> dict[str, Any]:
-    """Plain data of a pipeline; usually it works, sometimes its fields do not fit together."""
+    """Plain data of a pipeline, which usually works; sometimes its fields are incompatible."""
     data = _fields(Pipeline, rng, depth=0)
-    # Backends read caches, which nothing here does; tight limits only cost time.
+    # Nothing here reads caches, as backends do; tight limits only cost time.
     for name in ("backend", "keep_all"):
         data.pop(name, None)
     return data
@@ -44,7 +44,7 @@ def _value(hint: Any, bounds: Any, rng: Random, depth: int) -> Any:
     if origin is tuple:
         return [_value(args[0], bounds, rng, depth + 1) for _ in range(rng.randint(1, 3))]
     if isinstance(hint, type) and issubclass(hint, Strategy):
-        # A field may be of one strategy, as the replay of reference queries is.
+        # A field may hold a strategy, such as the replay of reference queries.
         name = rng.choice([x for x in hint.registry if issubclass(hint.registry.get(x), hint)])
         inside = _fields(hint.registry.get(name), rng, depth + 1) if depth < 3 else {}
         return {"name": name, **inside}
@@ -60,7 +60,7 @@ def _value(hint: Any, bounds: Any, rng: Random, depth: int) -> Any:
         return value | 1 if bounds and bounds.odd else value
     if hint is not float:
         return "x"
-    # A bound that is no value itself is drawn, too, but seldom.
+    # An excluded bound is drawn, too, but rarely.
     ends = [x for x, no in ((low, "above"), (high, "below")) if getattr(bounds, no, None) != x]
     inside = [*ends, *(rng.uniform(low, high) for _ in range(2))]
     return rng.choice([low, high]) if rng.random() < 0.1 else rng.choice(inside)

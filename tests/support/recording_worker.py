@@ -16,7 +16,7 @@ LENGTH = 60
 
 
 def read_by_transformers(model):
-    """The document, and the token that is read after it, with all queries."""
+    """The document and the token read after it, with all queries."""
     ids = torch.randint(0, 97, (LENGTH,), generator=torch.Generator().manual_seed(0))
     prompt = gracekv.Prompt.from_ids(ids, (0, LENGTH - 1), question_end=LENGTH - 1)
     return capture.capture(model, prompt, gracekv.prefill.Needs(later_queries=True))
@@ -27,7 +27,7 @@ def asked(name, **options):
 
 
 def engine(model, **parallel):
-    """vLLM's config of an engine that serves the model, as far as compressing reads it."""
+    """vLLM's config of an engine that serves the model, as far as compression reads it."""
     served = SimpleNamespace(hf_text_config=model.config, dtype=model.dtype)
     parallel = {"world_size_across_dp": 1, "tensor_parallel_size": 1, **parallel}
     return SimpleNamespace(model_config=served, parallel_config=SimpleNamespace(**parallel))
@@ -39,7 +39,7 @@ class Worker:
     Args:
         model: model of the document.
         root: folder of the store.
-        shard: which of its heads the worker computes.
+        shard: the heads that the worker computes.
         options: options of the store.
     """
 
@@ -50,7 +50,7 @@ class Worker:
         self.shard, self.found = shard, None
 
     def read(self, prefill, request, parameters, first=0, last=LENGTH):
-        """A step that computes these tokens: its outcome."""
+        """The outcome of a step that computes these tokens."""
         chunk = Chunk(request, order_of(parameters["gracekv"]), 0, first, last - first, LENGTH)
         recording = self.compressor.begin(chunk, request)
         for layer in range(prefill.layers if recording else 0):
@@ -62,7 +62,7 @@ class Worker:
         return self.found
 
     def ended(self):
-        """What became of the document."""
+        """The outcome of the document."""
         for _ in range(3000):
             if self.found is not None:
                 return self.found
@@ -70,6 +70,6 @@ class Worker:
         raise AssertionError
 
     def outcome(self):
-        """What became of the document, whose context is served then."""
+        """The outcome of the document, whose context is then served."""
         self.compressor.begin(None, None, {self.ended().request})
         return self.found

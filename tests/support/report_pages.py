@@ -1,4 +1,4 @@
-"""Pages of two results in a real browser, and what their words' classes must be."""
+"""Pages of two results in a real browser, and the expected classes of their words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from gracekv.report import ReportData
 from gracekv.report.page import render
 
-# Longest merged entry of each shade of the page.
+# Longest merged entry for each shade on the page.
 BINS = (2, 4, 8, 16, 32, 64)
 
 
@@ -31,13 +31,13 @@ def data(pair):
 
 @pytest.fixture(scope="session")
 def open_page(browser, data, tmp_path_factory):
-    """open_page(data): a new page that is loaded; page.problems is what went wrong in it."""
+    """open_page(data): a new, loaded page; page.problems lists what went wrong in it."""
     folder, kept = tmp_path_factory.mktemp("pages"), {}
     context = browser.new_context(viewport={"width": 1300, "height": 900})
     context.set_default_timeout(10_000)
 
     def open_page(shown=data):
-        # Another report may have the id of one that is gone.
+        # Another report may get the id of one that was freed.
         path = folder / f"{id(kept.setdefault(id(shown), shown))}.html"
         if not path.exists():
             path.write_text(render(shown), encoding="utf-8")
@@ -48,7 +48,7 @@ def open_page(browser, data, tmp_path_factory):
         page.on("request", lambda request: page.asked.append(request.url))
         page.goto(path.as_uri())
         page.wait_for_selector("html[data-ready]")
-        # The text is drawn when it comes near the window.
+        # The text is drawn when it is scrolled near the window.
         page.locator("#textTitle").evaluate("title => title.scrollIntoView()")
         page.wait_for_selector(".pane")
         return page
@@ -59,7 +59,7 @@ def open_page(browser, data, tmp_path_factory):
 
 @pytest.fixture
 def opened(open_page):
-    """Opens pages for one test, after which nothing has gone wrong in any of them."""
+    """Opens pages for one test, and checks afterwards that nothing went wrong in them."""
     pages = []
     yield lambda *shown: pages.append(open_page(*shown)) or pages[-1]
     for page in pages:
@@ -73,7 +73,7 @@ def page(opened):
 
 
 def classes(page, pane):
-    """{token: class names} of a pane, once all of a short prompt is drawn."""
+    """{token: class names} of a pane, once a short prompt is fully drawn."""
     from playwright.sync_api import expect
 
     expect(page.locator(".row:empty")).to_have_count(0)
@@ -97,7 +97,7 @@ def entry_lengths(entries):
 
 
 def expected(column, unit, spans):
-    """Class names of all tokens in one head, as the entries say."""
+    """Class names of all tokens in one head, according to the entries."""
     entries = column.entries
     first, last = entries.region
     lengths_of = entry_lengths(entries)[unit].tolist()

@@ -1,4 +1,4 @@
-"""Reports of prompts too long to compress in a test."""
+"""Reports of prompts that are too long to compress in a test."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _WORDS = (" the", " rabbit", " ran", " away", ".\n", " because", " it", " was", 
 
 
 def long_report(tokens: int, *, layers: int, heads: int, ratio: int) -> ReportData:
-    """Two random columns over a context of so many tokens, as scattered and as large as can be.
+    """Two random columns over a context of `tokens` tokens, as scattered and large as possible.
 
-    In the first one, half of the entries are merged and reach to the next; others hold single
-    tokens.
+    In the first one, half of the entries are merged and extend to the next one; the others hold
+    single tokens.
 
     Args:
         tokens: N_ctx.

@@ -1,4 +1,4 @@
-"""Pages of benchmarks/results whose lines are replaced one by one, so that runs may be partial."""
+"""Pages of benchmarks/results whose lines are replaced one by one, to allow partial runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def commit() -> str:
-    """The checkout's commit; "-dirty" where anything but the results differs from it."""
-    # A page itself, which grows line by line, is no change of what was tested.
+    """The checkout's commit, with "-dirty" if anything but the results differs."""
+    # The pages themselves, which grow line by line, do not change the tested code.
     names, others = ["git", "rev-parse", "--short", "HEAD"], [".", ":!benchmarks/results"]
     done = subprocess.run(names, capture_output=True, text=True, check=False, cwd=ROOT)
     same = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *others], check=False, cwd=ROOT)
@@ -35,15 +35,15 @@ def machine() -> str:
 
 
 def replace_lines(page: Path, head: str, new: Iterable[str]) -> None:
-    """Put lines on `page`, each in the place of the one with the same first cell, in order.
+    """Put lines on `page`, each replacing the one with the same first cell, in order.
 
     Args:
-        head: all above the lines, with the table's head; {machine} and {commit} are filled in.
+        head: text above the lines, with the table's head; {machine} and {commit} are filled in.
         new: lines of the table.
     """
     old = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
     title, columns = head.splitlines()[-2], head.splitlines()[-2].count(" |")
-    # What earlier pages held had other columns.
+    # Lines of earlier pages had other columns.
     table = [x for x in old if x.startswith("| ") and x.count(" |") == columns and x != title]
     lines = {_cell(x): x for x in table}
     lines |= {_cell(line): line for line in new}

@@ -1,4 +1,4 @@
-"""The segmentation by curvature, every step of it from the reference."""
+"""Segmentation by curvature, with every step from the reference."""
 
 from __future__ import annotations
 

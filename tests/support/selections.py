@@ -1,4 +1,4 @@
-"""What compressed caches must hold that keep tokens, and spend their budget to the last entry."""
+"""Checks of compressed caches that keep single tokens and spend their budget to the last entry."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def kept_positions(run: Run, prefill: Prefill, layer: int, head: int) -> Tensor:
 
 
 def check_selection(run: Run, prefill: Prefill, recent: int) -> None:
-    """`check_run` of a run that must spend its budget to the last entry."""
+    """`check_run` for a run that must spend its budget to the last entry."""
     spent, budget = run.accounting.spent, run.accounting.budget
     if spent != budget:
         raise AssertionError(f"{spent} entries of a budget of {budget}")
@@ -28,8 +28,8 @@ def check_selection(run: Run, prefill: Prefill, recent: int) -> None:
 def check_best_tokens(run: Run, prefill: Prefill) -> None:
     """Raise `AssertionError` unless each head kept its best tokens, the earlier of equals, intact.
 
-    For pipelines whose slots are tokens that stay or go. A head's number of tokens is taken as
-    given; all of it is by rank under the run's own scores.
+    For pipelines that keep or drop single tokens. The number of tokens per head is taken as given;
+    all of them must be the best by the run's own scores.
     """
     if run.relevance is None or run.partition is None:
         raise AssertionError("a run that keeps everything selects nothing")

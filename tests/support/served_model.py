@@ -1,4 +1,4 @@
-"""The embedded model and contexts of it in a store, for engines and servers."""
+"""The embedded model and a store with its contexts, for engines and servers."""
 
 from types import SimpleNamespace
 
@@ -10,14 +10,14 @@ RECIPES = {
     "merged": {"pipeline": "gracekv", "ratio": 4},
     "full": {"pipeline": "fullkv", "ratio": 1},
 }
-# Of each context. An engine on one core reads a few hundred characters a second.
+# Of each context. An engine on one core reads a few hundred characters per second.
 CHARACTERS = 1600
 
 
 def serve(store):
     """The model and its folder, contexts in a store, and gracekv's results for them.
 
-    One context a recipe, by its name, and "asked", which holds its question.
+    One context per recipe, named after it, and "asked", which includes its question.
     """
     import gracekv
     from gracekv.hf.smollm2 import load_smollm2

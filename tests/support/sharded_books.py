@@ -1,7 +1,7 @@
-"""What is asked of models of several kinds, in one process and in several that share one.
+"""Checks of several kinds of models, in one process and in several that share a model.
 
-`steady` answers whether rounding could change it: results that count as equal must be those of
-models whose weights are off by one part in a million, too.
+`steady` says whether rounding could change a result: to count as equal, it must also be that of
+models whose weights are off by one part in a million.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BITS = {
     "4 bits": ("gracekv-plus", {"name": "uniform", "bits": 4}),
     "allocated": ("gracekv-plus-allocated", "allocated"),
     "a price in each head": ("rdkv", "rate_distortion"),
-    # Trees, whose auction has to end at the budget in bytes.
+    # Trees, whose auction must end at the budget in bytes.
     "trees": ("gracekv", {"name": "uniform", "bits": 4}),
 }
 # transformers has no plan for the attention of GPT-OSS.
@@ -67,14 +67,14 @@ def near_models(folder: Path, name: str):
 
 
 def steady(found, folder: Path, name: str):
-    """What is found of the model, which must be found of those near it, too."""
+    """The findings for the model, which must also be those for nearby models."""
     want, *near = map(found, near_models(folder, name))
     assert near == [want, want], "rounding would choose otherwise"
     return want
 
 
 def positions(packed):
-    """Of each entry, by sequence, layer and head."""
+    """Position of each entry, by sequence, layer and head."""
     return [
         [[layer.head(g, s)[2].tolist() for g in range(layer.heads)] for layer in packed.layers]
         for s in range(packed.sequences)
@@ -82,7 +82,7 @@ def positions(packed):
 
 
 def facts(result):
-    """What a result kept, as plain data."""
+    """The entries of a result, as plain data."""
     kept = result.accounting
     return {
         "positions": positions(result.packed),
@@ -95,7 +95,7 @@ def facts(result):
 
 
 def book_facts(model, path: Path):
-    """One context: compressed, saved to `path`, loaded again, asked, talked about and extended."""
+    """One context: compressed, saved to `path`, loaded again, asked, chatted with and extended."""
     prompt = gracekv.Prompt.from_chat(tiny_tokenizer(vocabulary=VOCABULARY), context=TEXT)
     book = gracekv.compress(model, prompt, ratio=RATIO)
     found = {"compressed": facts(book)}
@@ -118,13 +118,13 @@ def context_of(prompt):
 
 
 def bits_facts(model, prompt):
-    """One prompt with entries of fewer bits, by recipe; and a context that goes on."""
+    """One prompt with quantised entries, by recipe; and a context that is extended."""
     found = {}
     for name, (recipe, precision) in BITS.items():
         pipeline = gracekv.Pipeline.from_dict({"precision": precision}, base=recipe)
         found[name] = facts(gracekv.compress(model, prompt, ratio=RATIO, pipeline=pipeline))
     bits = gracekv.Pipeline.from_dict({"precision": "allocated"}, base="gracekv-agnostic")
-    # The paper's slots are exchanged, at places that all processes have to count alike.
+    # The paper's slots are exchanged, in steps that all processes must count alike.
     for name, pipeline in (("extended", bits), ("extended trees", "gracekv")):
         book = gracekv.compress(model, context_of(prompt), ratio=RATIO, pipeline=pipeline)
         found[name] = facts(book.extend(prompt.ids[20:70], ratio=RATIO))

@@ -1,9 +1,9 @@
-"""One of several processes that share a model: runs every check and writes what it found.
+"""One of several processes that share a model: runs every check and writes its findings.
 
     WORLD_SIZE=4 ... python sharded_process.py FOLDER
 
-Imports once, and then becomes WORLD_SIZE processes; what each says goes to FOLDER/log-RANK. Two
-processes run a few checks. FOLDER holds the checkpoint `model`; for four processes also those of
+Imports once, and then forks into WORLD_SIZE processes; each logs to FOLDER/log-RANK. Two processes
+run only a few checks. FOLDER holds the checkpoint `model`; for four processes also those of
 `sharded_books`, and a saved result `whole.safetensors`. The findings go to FOLDER/found-RANK.json.
 Started by `findings`.
 """
@@ -54,7 +54,7 @@ RECIPES = ("gracekv-plus", "gracekv", "gracekv-agnostic", "snapkv", "pyramidkv",
 
 
 class Thrice(torch.nn.Module):
-    """As an adapter over a sharded layer: the base's weight under the usual name, and more."""
+    """Like an adapter over a sharded layer: the base's weight under the usual name, and more."""
 
     def __init__(self, base):
         super().__init__()
@@ -68,7 +68,7 @@ class Thrice(torch.nn.Module):
 
 
 def adapted_sensitivity(model):
-    """Of the heads of a model whose first layer is `Thrice`."""
+    """Sensitivity of the heads of a model whose first layer is `Thrice`."""
     attention = model.get_decoder().layers[0].self_attn
     attention.o_proj = Thrice(attention.o_proj)
     found = OutputProjection()(gracekv.capture(model, PROMPTS[0]))
@@ -77,7 +77,7 @@ def adapted_sensitivity(model):
 
 
 def sharded_by_two(folder, rank):
-    """Two pairs of processes, each with a model of its own, sharded by transformers' function."""
+    """Two pairs of processes, each with its own model, sharded by transformers' function."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
@@ -94,7 +94,7 @@ def compressed(model, **options):
 
 
 def message(call):
-    """The error of a call, as text; and how many seconds it took to come."""
+    """The error of a call, as text, and the seconds until it was raised."""
     started = time.monotonic()
     try:
         call()
@@ -104,7 +104,7 @@ def message(call):
 
 
 def findings(folder, ranks):
-    """Start `ranks` processes in `folder`: what each of them found."""
+    """Start `ranks` processes in `folder`; returns the findings of each."""
     variables = {
         "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
         "OMP_NUM_THREADS": "1",
@@ -115,7 +115,7 @@ def findings(folder, ranks):
     try:
         started.wait(timeout=240)
     finally:
-        # All ranks, which would outlive the first process; none is left where all went well.
+        # All ranks, which would outlive the first process; if all went well, none is left.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)
         started.wait()
@@ -133,11 +133,11 @@ def main(folder):
     ).eval()
     found = (few_checks if world == 2 else every_check)(model, folder, rank)
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
-    os._exit(0)  # Without a farewell to the others.
+    os._exit(0)  # Without a shutdown of the process group.
 
 
 def few_checks(model, folder, rank):
-    """Of two processes: recipes with and without trees, a file, and that errors reach both."""
+    """For two processes: recipes with and without trees, a file, and errors that reach both."""
     found = {}
     for name in RECIPES[:2]:
         found[name] = facts(compressed(model, pipeline=name))
@@ -153,7 +153,7 @@ def few_checks(model, folder, rank):
 
 
 def every_check(model, folder, rank):
-    """Of four processes."""
+    """For four processes."""
     world, one, found = int(os.environ["WORLD_SIZE"]), PROMPTS[0], {}
     for name in RECIPES:
         found[f"four {name}"] = facts(compressed(model, pipeline=name))
@@ -173,7 +173,7 @@ def every_check(model, folder, rank):
         mixed = load_model(folder, name, distributed_config=plan)
         found[f"book {name}"] = book_facts(mixed, folder / f"{name}.safetensors")
 
-    # Calls that cannot be made.
+    # Invalid calls.
     lagrangian = gracekv.Pipeline.from_dict({"allocate": "lagrangian"})
     for name, pipe in {"lagrangian": lagrangian, "d2o": gracekv.Pipeline.named("d2o")}.items():
         found[f"refused {name}"] = message(lambda pipe=pipe: compressed(model, pipeline=pipe))
@@ -216,7 +216,7 @@ def every_check(model, folder, rank):
     pair._tp_size = None
     found["other sharding"] = message(lambda: check_sharding(pair))
 
-    # The last process is too late once, and then ends.
+    # The last process is late once, and then exits.
     connect(model, timeout=1.5)
     if rank == 3:
         time.sleep(4)
@@ -228,7 +228,7 @@ def every_check(model, folder, rank):
 
 
 def start(folder, rank):
-    """The process of a rank, with a log of its own."""
+    """The process of a rank, with its own log."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
@@ -242,7 +242,7 @@ def start(folder, rank):
 
 
 if __name__ == "__main__":
-    # Nothing has started a thread yet, and imports take longer than most checks.
+    # No thread has been started yet, and imports take longer than most checks.
     pids = []
     for number in range(int(os.environ["WORLD_SIZE"])):
         pids.append(os.fork())

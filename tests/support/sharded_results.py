@@ -1,4 +1,4 @@
-"""One process's result, and the same from several: what tests of sharded models compare."""
+"""Compares one process's result with that of several, for tests of sharded models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATES = ("keys", "values", "queries")
 
 
 def whole(model, prompt=None, **options):
-    """One process's result, after a check that no other choice lies within rounding."""
+    """One process's result, after a check that rounding cannot change a choice."""
     options = {"ratio": RATIO, "keep_run": True} | options
     result = gracekv.compress(model, prompt or PROMPTS[0], **options)
     for run in result.details if isinstance(result.details, tuple) else (result.details,):
@@ -24,7 +24,7 @@ def whole(model, prompt=None, **options):
             _assert_stable(model, result)
         elif run.selection is not None:
             _assert_clear(run)
-    # Of each step, the best logit leads by more than rounding.
+    # In each step, the best logit leads by more than rounding.
     cache, ids = result.new_cache(), result.inputs["input_ids"]
     told = result.generate_ids(TOKENS)
     if len(ids) == 1:
@@ -47,12 +47,12 @@ def _assert_clear(run):
         gains, kept = gains.view(1, -1), kept.view(1, -1)
     for gain, stays in zip(gains, kept, strict=True):
         low, high = float(gain[stays].min()), float(gain[~stays].max())
-        # Max pooling gives neighbours one score, on every path.
+        # Max pooling gives neighbours the same score, on every path.
         assert low > high * (1 + SCORES) or low == high
 
 
 def _assert_stable(model, result):
-    """Slots, trees and auction give the same entries when all that was captured is off by 1e-6."""
+    """Slots, trees and auction give the same entries if everything captured is off by 1e-6."""
     rng = torch.Generator().manual_seed(0)
     prefill = gracekv.capture(model, result.prompt, result.pipeline.needs())
 
@@ -72,7 +72,7 @@ def _assert_stable(model, result):
 
 
 def assert_same(found, want, ranks):
-    """Entries, answers and numbers of all processes are those of one that holds all heads."""
+    """Entries, answers and numbers of all processes equal those of one that holds all heads."""
     for rank, mine in enumerate(found):
         own = rank % ranks
         for layers, expected in zip(mine["positions"], want["positions"], strict=True):

@@ -17,7 +17,7 @@ needs_smollm2 = pytest.mark.skipif(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a parametrised test that is skipped whatever its parameters, collect one case."""
+    """Collect only one case of a parametrised test that is skipped for all parameters."""
     kept, rest, seen = [], [], set()
     for item in items:
         mark = item.get_closest_marker("skipif")
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many tests were skipped, and why: a line a reason."""
+    """Print how many tests were skipped, and why: one line per reason."""
     reports = terminalreporter.stats.get("skipped", [])
     reasons = Counter(_reason(report) for report in reports)
     if reasons:

@@ -1,4 +1,4 @@
-"""Trees of two computed paths: another split only where the float64 reference finds a tie."""
+"""Compares trees of two computed paths: splits may differ only if the float64 reference ties."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gracekv.tree.engines.reference import ReferenceDistortion
 Span = tuple[int, int]
 Spans = Sequence[Span]
 
-# Gains are differences of float32 distortions, whose errors are 1e-4 of what is subtracted.
+# Gains are differences of float32 distortions, whose errors are 1e-4 of the operands.
 SPLITS = 5e-4
 
 
@@ -47,7 +47,7 @@ def assert_same_tree(
 def assert_same_splits(
     context: TreeContext, batch: TreeBatch, nodes: Nodes, got: Split, want: Split, reward: float
 ) -> None:
-    """Two splits of the same nodes: the same children but for ties, of the same distortion."""
+    """Two splits of the same nodes: the same children up to ties, with the same distortion."""
     if _children(got) == _children(want):
         scale = float(want.distortion.max()) if want.distortion.numel() else 0.0
         known = (x.distortion[x.start < x.end] for x in (got, want))
@@ -73,7 +73,7 @@ def _children(split: Split) -> list[list[Span]]:
 def assert_splits_tie(
     context: TreeContext, head: int, node: Span, one: Spans, two: Spans, reward: float
 ) -> None:
-    """Both gain as much for an entry, Eq. (T10), or lift tokens of equal probe mass, Eq. (T9)."""
+    """Both gain as much per entry, Eq. (T10), or extract tokens of equal probe mass, Eq. (T9)."""
     layer, g = divmod(head, context.prefill.kv_heads)
     reference = ReferenceDistortion(context, layer, g, Prototype())
     ratings = [_ratings(reference, node, children, reward) for children in (one, two)]
@@ -90,7 +90,7 @@ def assert_splits_tie(
 def _ratings(
     reference: ReferenceDistortion, node: Span, children: Spans, reward: float
 ) -> list[tuple[float, float]]:
-    """Gain per added entry, and what it is a difference of: as a cut, as an extraction, or both."""
+    """Gain per added entry, and the size of its operands: as a cut, as an extraction, or both."""
     parts = [reference.node(*node), *(reference.node(*child) for child in children)]
     plain, scale = (parts[0] - sum(parts[1:])) / (len(children) - 1), sum(parts)
     found = [(plain, scale)] if any(b - a == 1 for a, b in children) else []

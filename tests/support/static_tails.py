@@ -12,7 +12,7 @@ def prompts(*lengths):
 
 
 def steps(model, cache, ids):
-    """Logits of the ids [B, n], fed one by one; a cache may be replaced between steps."""
+    """Logits of the ids [B, n], fed one by one; the cache may be replaced between steps."""
     logits = []
     with torch.no_grad():
         for column in ids.T:
@@ -22,7 +22,7 @@ def steps(model, cache, ids):
 
 
 def yield_room(cache):
-    """A tail twice as long where the static one is full."""
+    """A tail twice as long if the static one is full."""
     layer = cache.layers[0]
     if layer.length is not None and layer.tail_length == layer.capacity:
         return cache.with_static_tail(2 * layer.capacity)
@@ -30,7 +30,7 @@ def yield_room(cache):
 
 
 def assert_same_answer(model, result, answer):
-    """The answer's tokens are the growing tail's own choices, up to logits that tie."""
+    """The answer's tokens are those of the growing tail, up to tied logits."""
     cache, ids = result.new_cache(), result.inputs["input_ids"]
     logits = steps(model, cache, torch.cat([ids[:, -1:], answer[:, :-1]], dim=1))
     assert bool((logits.gather(2, answer.T[..., None])[..., 0] >= logits.amax(-1) - 1e-3).all())

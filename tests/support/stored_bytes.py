@@ -1,4 +1,4 @@
-"""How much memory tensors hold, where several may share a storage."""
+"""The memory that tensors hold, some of which may share a storage."""
 
 
 def storages(tensors):

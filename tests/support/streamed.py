@@ -1,4 +1,4 @@
-"""A streamer that notes what it is given."""
+"""A streamer that records its inputs."""
 
 from transformers.generation.streamers import BaseStreamer
 

@@ -1,4 +1,4 @@
-"""Processes that share a model, played by threads of one process."""
+"""Processes that share a model, simulated by threads of one process."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
@@ -8,7 +8,7 @@ from gracekv.errors import RankError
 
 
 class _ThreadExchange:
-    """As `GlooExchange`: what a rank gives n-th meets what the others give n-th, or a failure."""
+    """Like `GlooExchange`: a rank's n-th input meets the others' n-th inputs, or a failure."""
 
     def __init__(self, posts, changed, rank):
         self.posts, self.changed, self.rank = posts, changed, rank
@@ -36,14 +36,14 @@ class _ThreadExchange:
 
 
 def connected(ranks):
-    """The `HeadShard` of each of so many threads."""
+    """The `HeadShard` of each thread."""
     posts, changed = [[] for _ in range(ranks)], Condition()
     exchanges = (_ThreadExchange(posts, changed, rank) for rank in range(ranks))
     return [HeadShard(rank, ranks, exchange) for rank, exchange in enumerate(exchanges)]
 
 
 def in_threads(ranks, run):
-    """`run(shard)` of each of so many processes, in rank order."""
+    """Results of `run(shard)` in each simulated process, in rank order."""
 
     def one(shard):
         try:

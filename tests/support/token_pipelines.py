@@ -1,4 +1,4 @@
-"""Pipelines that keep or drop single tokens, as the packers that merge dropped ones expect."""
+"""Pipelines that keep or drop single tokens, as packers that merge dropped tokens expect."""
 
 from gracekv import Pipeline
 

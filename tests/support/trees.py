@@ -1,4 +1,4 @@
-"""Random inputs for the tree stage, and random frontiers of what it makes."""
+"""Random inputs for the tree stage, and random frontiers of its forests."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def tree_context(
 
 
 def in_slots(context: TreeContext, size: int) -> TreeContext:
-    """The context in slots of so many tokens, the last one of what remains."""
+    """The context in slots of this many tokens; the last one holds the rest."""
     region = context.partition.region
     bounds = [*range(region.start, region.end, size), region.end]
     return dataclasses.replace(context, partition=Partition(torch.tensor(bounds)))
 
 
 def with_floor(context: TreeContext, seed: int) -> TreeContext:
-    """With floor candidates, a fifth of all tokens, many of them tied."""
+    """The context with floor candidates, a fifth of all tokens, many of them tied."""
     rng = torch.Generator().manual_seed(seed)
     score = torch.rand(context.scores.shape, generator=rng, dtype=torch.float64)
     chosen = torch.rand(score.shape, generator=rng) < 0.2
@@ -54,7 +54,7 @@ def with_floor(context: TreeContext, seed: int) -> TreeContext:
 
 
 def assert_same_growth(context: TreeContext, engine: str, refiner: str = "binary_extract") -> None:
-    """Raise `AssertionError` unless the engine grows the torch engine's trees, but for ties."""
+    """Raise `AssertionError` unless the engine grows the torch engine's trees, up to ties."""
     rule = REFINERS.build(refiner)
     forests = [build_forest(context, Prototype(engine=name), rule) for name in (engine, "torch")]
     bounds, slots = context.partition.bounds.tolist(), context.partition.slots
@@ -63,7 +63,7 @@ def assert_same_growth(context: TreeContext, engine: str, refiner: str = "binary
         trees, root = [children_of(x, tree) for x in forests], (bounds[slot], bounds[slot + 1])
         assert_same_tree(context, head, *trees, root, getattr(rule, "reward", 0.0))
     if not torch.equal(forests[0].start, forests[1].start):
-        return  # a tie: the nodes below it are others
+        return  # a tie: the nodes below it differ
     scale = float(forests[1].distortion.max())
     for name in ("distortion", "split_gain", "add_gain"):
         both = (getattr(forest, name) for forest in forests)

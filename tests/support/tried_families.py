@@ -1,4 +1,4 @@
-"""Families without tests of their own: tiny models for the check that decides about them."""
+"""Tiny models of families without their own tests, for the check that decides about them."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ def tried_model(family: str, **fields: Any) -> Any:
 
 
 def sentence() -> str:
-    """What docs/models.md says of them."""
+    """The sentence about them in docs/models.md."""
     *first, last = TRIED.values()
     return f"Tests do this with {', '.join(first)} and {last}."

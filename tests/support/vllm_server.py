@@ -15,10 +15,10 @@ class VllmServer:
     """Started over a store by `start`.
 
     Args:
-        folder: where its log lies.
+        folder: folder of its log.
         model: the model's folder.
         store: folder of the contexts.
-        options: more of its command line.
+        options: further command-line options.
     """
 
     def __init__(self, folder, model, store, *options):
@@ -27,18 +27,18 @@ class VllmServer:
         port = free_port()
         self.store, self.url, self._log = store, f"http://127.0.0.1:{port}", folder / "log"
         self._command = [
-            # What `vllm serve` starts, which the rebuild for CPUs does not under its own name.
+            # The module behind `vllm serve`, a command that the CPU build cannot run.
             sys.executable, "-m", "vllm.entrypoints.openai.api_server",
             "--model", str(model), "--served-model-name", NAME,
             "--dtype", "float32", "--enforce-eager",
-            # Of the machine's memory, which must be free: tests hold some of it.
+            # Share of the machine's memory, which must be free: tests use some of it.
             "--gpu-memory-utilization", "0.5",
             "--host", "127.0.0.1", "--port", port,
             "--kv-transfer-config", json.dumps(kv_transfer_config(store)), *options,
         ]  # fmt: skip
 
     def start(self):
-        """Returns when it answers."""
+        """Start it and wait until it answers."""
         import httpx
 
         with self._log.open("w") as log:
@@ -52,23 +52,23 @@ class VllmServer:
         raise AssertionError(self._log.read_text()[-3000:])
 
     def memory(self):
-        """Bytes of memory of all its processes."""
+        """Resident bytes of all its processes."""
         import psutil
 
         own = psutil.Process(self._process.pid)
         return sum(one.memory_info().rss for one in [own, *own.children(recursive=True)])
 
     def kill(self):
-        """End all its processes at once, as `kill -9` does."""
+        """Kill all its processes at once, as by `kill -9`."""
         import psutil
 
-        # It has no process group of its own, so that it ends with the tests when they are stopped.
+        # It has no process group of its own, so it ends with the tests when they are stopped.
         for process in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
             process.kill()
         self._process.wait(60)
 
     def stop(self):
-        """End it if it runs."""
+        """Stop it if it runs."""
         if self._process.poll() is None:
             self._process.terminate()
             self._process.wait(60)
