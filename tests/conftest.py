@@ -1,4 +1,4 @@
-"""Settings of every test, the command line, the browser, and a library that some compare with."""
+"""Settings for every test, the command line, the browser, and a library to compare with."""
 
 import gc
 import importlib
@@ -17,7 +17,7 @@ from support.skips import pytest_collection_modifyitems, pytest_terminal_summary
 
 __all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
 
-# torch's first call exceeds hypothesis's deadline; ours are proofs, not stopwatches.
+# torch's first call exceeds hypothesis's deadline, and our tests do not measure time.
 settings.register_profile(
     "gracekv",
     deadline=None,
@@ -28,13 +28,13 @@ settings.load_profile("gracekv")
 
 
 def pytest_configure(config):
-    # Processes of xdist report to the first one.
+    # xdist's worker processes report to the first one.
     if LONG and not hasattr(config, "workerinput") and runs_whole(config):
         config.pluginmanager.register(LongPage())
 
 
 def pytest_collection_finish():
-    """What imports made stays: a search of it for garbage takes half a second, again and again."""
+    """Freeze imported objects: otherwise every garbage collection scans them for half a second."""
     gc.collect()
     gc.freeze()
 
@@ -102,8 +102,8 @@ def browser():
 def kvpress_module():
     """A function: one module of the installed kvpress, such as "presses.snapkv_press".
 
-    kvpress as a whole patches transformers' attention when it is imported and asks for an older
-    transformers; single modules need neither, so its packages are stood in for by empty ones.
+    Importing all of kvpress patches transformers' attention and requires an older transformers;
+    single modules need neither, so its packages are replaced by empty ones.
     """
     found = importlib.util.find_spec("kvpress")
     if found is None:

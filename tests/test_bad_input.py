@@ -1,4 +1,4 @@
-"""One row per way to misuse the library: the error's type, and that its text says how to go on."""
+"""One row per way to misuse the library: the error's type, and advice in its message."""
 
 import dataclasses
 from collections.abc import Callable

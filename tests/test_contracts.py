@@ -1,4 +1,4 @@
-"""Every registered strategy keeps the promises of its stage's interface, and the checks bite."""
+"""Every registered strategy keeps the contract of its stage, and the checks find violations."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ def test_every_registered_strategy_keeps_its_promises(stage, name):
 
 @dataclass(frozen=True)
 class Spoiled(Scorer):
-    """Mean attention with a fault."""
+    """Mean attention with a defect."""
 
     fault: str = "none"
 
@@ -83,7 +83,7 @@ def test_what_is_no_plain_data_is_named(spoiled):
 
 @dataclass(frozen=True)
 class _Stray(Segmenter):
-    """Not of any registry that pipelines know."""
+    """Not in any registry that pipelines know."""
 
     registry = Registry("stray", "nothing")
 

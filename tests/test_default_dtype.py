@@ -16,11 +16,11 @@ MAKERS = {"empty", "eye", "linspace", "logspace", "ones", "rand", "randn", "zero
 
 
 def makes_default(node):
-    """Whether a call of torch's makes a tensor of the default dtype."""
+    """Whether a call of torch creates a tensor with the default dtype."""
     function = node.func if isinstance(node, ast.Call) else None
     if not isinstance(function, ast.Attribute) or ast.unparse(function.value) != "torch":
         return False
-    # Whole numbers become int64 whatever the default is.
+    # Integers become int64 whatever the default is.
     fill = ast.walk(node.args[1]) if function.attr == "full" and len(node.args) > 1 else ()
     is_float = any(
         isinstance(getattr(part, "value", None), float)
@@ -73,7 +73,7 @@ def test_pages_cuts_and_closed_positions_lie_on_the_cpu_whatever_the_default(tmp
         result.report(tmp_path / "page.html", cache=held)
 
 
-# A share of 1 / 5 is none of any 16 bits.
+# 1 / 5 has no exact value in any 16-bit dtype.
 FIFTHS = gracekv.Pipeline.from_dict({"pack": {"name": "cam", "merge": 5}}, "cam")
 
 

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, with the permissions they had, and nothing else is."""
+"""Files are written atomically, keep their permissions, and leave nothing else behind."""
 
 import os
 import stat
@@ -101,7 +101,7 @@ print(len(states), len(set(path.parent.iterdir())) > 1)
 
 
 def test_a_saver_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
-    """kill -9, at random times; what may stay besides is a hidden file that nothing reads."""
+    """kill -9, at random times; only a hidden file that nothing reads may also remain."""
     done = fresh_python("-c", SAVER, tmp_path / "cache", 25)
     assert done.stdout.split()[0] == "25"
     assert {x.name for x in tmp_path.iterdir() if not x.name.startswith(".")} == {"cache"}

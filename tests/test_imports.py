@@ -1,4 +1,4 @@
-"""Who may import whom (the table of the architecture), and what `import gracekv` leaves alone."""
+"""Which folder may import which (the architecture's table), and what `import gracekv` avoids."""
 
 import ast
 from pathlib import Path
@@ -9,7 +9,7 @@ from support.fresh_python import fresh_python
 
 PACKAGE = Path(__file__).parents[1] / "gracekv"
 
-# Every folder may use what stands for everyone, and itself; these, under gracekv, as well.
+# Every folder may use itself and the common modules and, in addition, these folders of gracekv.
 COMMON = {"gracekv.errors", "gracekv.kernels", "gracekv.registry", "gracekv.undo"}
 KNOWS = {
     "registry": "",
@@ -20,7 +20,7 @@ KNOWS = {
     "value": "distributed prefill",
     "tree": "distributed prefill segment value",
     "allocate": "distributed tree.base",
-    # The packer reads the nodes and merges their tokens by the trees' own rule.
+    # The packer reads nodes and merges their tokens by the trees' own rule.
     "cache": "allocate distributed files prefill tree.base tree.merge value.column_sums",
     "fit": "cache.base cache.quantised prefill value",
     "decode": "allocate cache.base distributed fit prefill.chat_text",
@@ -30,9 +30,9 @@ KNOWS = {
     "pipeline": "allocate backends cache decode distributed files fit precision prefill recipes "
     "segment tree value",
     "recipes": "",
-    # Nothing below it knows the report; a result is known by what it has, not by its class.
+    # Nothing below knows the report; a result is recognised by its attributes, not its class.
     "report": "allocate cache decode distributed files pipeline prefill recipes value",
-    # Benchmarks use gracekv as its users do; no stage's inside.
+    # Evaluations use gracekv like its users, without internals of a stage.
     "evaluate": "allocate cache compress decode files hf pipeline prefill recipes",
 }
 ALGORITHMS = "segment value tree allocate cache precision backends kernels recipes"
@@ -40,7 +40,7 @@ HEAVY = {"numba", "transformers", "triton", "matplotlib", "accelerate"}
 
 
 def imported(path: Path) -> set[str]:
-    """Dotted names that the file imports anywhere, also inside functions."""
+    """Dotted names that the file imports anywhere, including inside functions."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -54,7 +54,7 @@ def imported(path: Path) -> set[str]:
 
 
 def strangers(names: set[str], allowed: set[str]) -> set[str]:
-    """Imports from gracekv that lie under none of the allowed modules."""
+    """Imports from gracekv that are in none of the allowed modules."""
     ours = {name for name in names if name.startswith("gracekv.")}
     return {n for n in ours if not any(n == a or n.startswith(a + ".") for a in allowed)}
 
@@ -70,7 +70,7 @@ def test_a_stage_imports_only_what_it_may_know(folder):
 def test_algorithms_do_not_know_the_model_library(folder):
     for path in sorted((PACKAGE / folder).rglob("*.py")):
         tops = {name.partition(".")[0] for name in imported(path)}
-        # A kernel may use its compiler, if it lives where kernels live.
+        # A kernel may use its compiler if it lives in a folder for kernels.
         allowed = {(home, "triton"): "triton" for home in ("backends", "kernels", "tree")}
         homes = ("allocate", "backends", "kernels", "segment", "tree")
         allowed |= {(home, "numba"): "numba" for home in homes}
@@ -82,9 +82,9 @@ def test_algorithms_do_not_know_the_model_library(folder):
 
 
 def import_graph(package: Path) -> dict[str, set[str]]:
-    """Each module of `package` and the modules of it that it imports when it is imported.
+    """Each module of `package`, with the modules of the package that it imports at import time.
 
-    Imports under `TYPE_CHECKING` count too; imports inside functions do not.
+    Imports under `TYPE_CHECKING` count, too; imports inside functions do not.
     """
     files = {}
     for path in sorted(package.rglob("*.py")):
@@ -131,7 +131,7 @@ def test_no_import_cycles():
 
 
 def test_reports_read_results_and_never_the_reverse():
-    # `result.report` imports the page's writer when it is called, and that alone.
+    # `result.report` imports only the page's writer, and only when it is called.
     readers = {
         name
         for name, known in import_graph(PACKAGE).items()
@@ -175,7 +175,7 @@ before = state()
 
 
 def changed(*steps: str) -> list[str]:
-    """What each of some steps changes, which one process does one after the other."""
+    """The changes made by each of several steps, which one process runs in order."""
     code = STATE
     for step in steps:
         code += f"\n{step}\nafter = state()\n"
@@ -188,5 +188,5 @@ def test_import_and_strategies_change_nothing_global():
         "import gracekv", "gracekv.strategies()", "warnings.simplefilter('ignore'); torch.rand(1)"
     )
     assert ours == ["[]", "[]"]
-    # The check sees a change.
+    # The check notices a change.
     assert seen == "['torch rng', 'filters']"

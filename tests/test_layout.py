@@ -1,4 +1,4 @@
-"""One strategy a file, the file named after it; every strategy is plain data and back."""
+"""One strategy per file, which is named after it; strategies convert to plain data and back."""
 
 import dataclasses
 import importlib
@@ -16,7 +16,7 @@ from gracekv.registry.hyperparameter import bounds_of, parts_of
 
 EVERY = [(stage, name) for stage, registry in REGISTRIES.items() for name in registry]
 
-# Not imported to look for strategies; the last ones need vLLM or lm-eval.
+# Not imported to find strategies; the last ones need vLLM or lm-eval.
 ELSEWHERE = (
     "gracekv.testing", "gracekv.cli.demo", "gracekv.vllm.backend", "gracekv.vllm.connector",
     "gracekv.vllm.gpu_backend", "gracekv.vllm.scheduling",
@@ -33,7 +33,7 @@ def modules():
 def test_file_is_named_after_its_strategy(stage, name):
     cls = REGISTRIES[stage].get(name)
     stem = cls.__module__.rpartition(".")[2]
-    # A keyword of the language takes an underscore.
+    # A Python keyword gets an underscore.
     assert stem in (name, f"{name}_"), f"{stage} {name!r} lives in {cls.__module__}"
 
 
@@ -45,7 +45,7 @@ def test_one_strategy_a_file():
 
 
 def test_every_concrete_strategy_is_registered():
-    # Importing every file finds strategies that nobody exports.
+    # Importing every file finds strategies that are not exported.
     for name in modules():
         if "triton" not in name and not name.startswith(ELSEWHERE):
             importlib.import_module(name)
@@ -77,7 +77,7 @@ def test_is_a_frozen_final_dataclass_with_a_line_for_users(stage, name):
 
 
 def outside(bounds):
-    """Numbers that a field of these bounds does not take."""
+    """Numbers that a field with these bounds refuses."""
     yield math.nan
     yield from (x - 1 for x in (bounds.at_least,) if x is not None)
     yield from (x + 1 for x in (bounds.at_most,) if x not in (None, math.inf))

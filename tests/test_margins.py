@@ -31,7 +31,7 @@ def test_choices_may_exchange_a_tie_only():
         assert_same_choice(indicator([{0, 3}], 4), want, SCORES)
     with pytest.raises(AssertionError, match="not as many"):
         assert_same_choice(indicator([{0}], 4), want, SCORES)
-    # Two exchanged pairs tie at their means, and not one by one.
+    # Two swapped pairs tie on average, but not individually.
     scores = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
     with pytest.raises(AssertionError, match="no tie"):
         assert_same_choice(indicator([{0, 1}], 4), indicator([{2, 3}], 4), scores)
@@ -45,7 +45,7 @@ def test_answers_may_part_at_a_tie_only():
         return logits[len(tokens)]
 
     assert_same_tokens(want, want, after)
-    assert_same_tokens(torch.tensor([2, 2, 2]), want, after)  # a tie, and then another text
+    assert_same_tokens(torch.tensor([2, 2, 2]), want, after)  # a tie, then another text
     with pytest.raises(AssertionError, match="new token 1 is 1 in place of 0"):
         assert_same_tokens(torch.tensor([1, 1, 1]), want, after)
     with pytest.raises(AssertionError, match="not the likeliest"):

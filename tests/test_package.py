@@ -1,4 +1,4 @@
-"""What the package says of itself agrees, and what it asks for can be found."""
+"""The package's metadata are consistent, and its requirements can be found."""
 
 import re
 import tomllib
@@ -52,12 +52,12 @@ def test_hashed_requirements_are_the_pinned_ones_and_everything_but_torch():
     pinned = {named(name): version for name, version in pins().items()}
     assert {name: pinned[name] for name in hashed.keys() & pinned.keys()}.items() <= hashed.items()
     others = {named(made.metadata["Name"]): made for made in distributions()}
-    others["torch"] = Made(pinned["torch"])  # what it asks for comes with it
+    others["torch"] = Made(pinned["torch"])  # its requirements come with it
     assert link_requirements.needed("gracekv[cli,cpu]", others).keys() - {"torch"} <= hashed.keys()
 
 
 class Made:
-    """A distribution that asks for `requires`."""
+    """A distribution that requires `requires`."""
 
     def __init__(self, version, *requires):
         self.version, self.requires = version, requires

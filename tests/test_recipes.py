@@ -1,4 +1,4 @@
-"""Named pipelines: plain data, the paper's and the default, labels."""
+"""Named pipelines: plain data, the paper's recipe, the default, labels."""
 
 import dataclasses
 import json

@@ -7,7 +7,7 @@ HEAD = "# Title\n\n- {machine}, {commit}\n\n| tests | outcome |\n|---|---|\n"
 
 def test_a_new_line_replaces_the_one_of_its_name_alone(tmp_path):
     page = tmp_path / "page.md"
-    # The name of a line may be that of its column.
+    # A line may have the same name as its column.
     replace_lines(page, HEAD, ["| tests | 1 passed |", "| tests/fit | 2 passed |"])
     replace_lines(page, HEAD, ["| tests/fit | 3 passed |"])
     lines = page.read_text().splitlines()

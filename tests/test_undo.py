@@ -1,4 +1,4 @@
-"""What a block has changed is set back, whenever an interrupt comes."""
+"""A block's changes are undone, whenever an interrupt comes."""
 
 import threading
 
@@ -44,7 +44,7 @@ def test_hooks_go():
 
 
 def returned(action, *args):
-    """What the action returns, in a thread of its own; None if it does not end."""
+    """The action's return value in a separate thread; None if it does not end."""
     found = []
     thread = threading.Thread(target=lambda: found.append(action(*args)), daemon=True)
     thread.start()

@@ -97,7 +97,7 @@ def test_bound_is_tight_in_a_large_forest(seed, share, caps, gains):
     forest = random_forest(seed, layers=2, heads=2, slots=150, slot_tokens=12, gains=gains)
     start = Frontier.empty(forest, int(share * int(Operations.of(forest).cost.sum())))
     result = Lagrangian()(start, torch.full((2, 2), start.budget // 5) if caps else None)
-    # What is missing is less than the best tree, once for the budget and once for each quota.
+    # The gap is less than the best tree's gain, once for the budget and once for each quota.
     ops = Operations.of(forest)
     per_tree = torch.zeros(forest.trees, dtype=torch.float64).index_add_(0, ops.tree, ops.gain)
     assert result.bound - result.utility <= (5 if caps else 1) * float(per_tree.max()) + 1e-6
@@ -107,7 +107,7 @@ def test_bound_is_tight_in_a_large_forest(seed, share, caps, gains):
 
 @pytest.mark.parametrize("capped", [False, True])
 def test_rounding_of_prices_buys_nothing_beyond_the_budget(capped):
-    # Trees that stay whole or go. At the price of the best one, its net gain is 0 but for rounding.
+    # Trees are kept or dropped whole. At the best one's price, its net gain is 0 up to rounding.
     forests = (
         random_forest(seed, layers=1, heads=1, slots=1, slot_tokens=70, explode=0.0, whole=1.0)
         for seed in range(1000)

@@ -1,4 +1,4 @@
-"""What a budget comes to in entries."""
+"""Budgets converted to entries."""
 
 from fractions import Fraction
 
@@ -59,7 +59,7 @@ def test_numbers_of_numpy_are_budgets():
     for kind in (np.int64, np.uint8, np.float16, np.float32, np.float64):
         assert Budget.ratio(kind(8)) == Budget.ratio(8)
         assert Budget.kv_bytes(kind(64)) == Budget.kv_bytes(64)
-    # As it is written: a tenth, not the nearest float32.
+    # As written: a tenth, not the nearest float32.
     assert Budget.compression_ratio(np.float32(0.1)) == Budget.compression_ratio("0.1")
     assert Budget.entries_per_head(np.int32(5)) == Budget.entries_per_head(5)
     assert Limit(entries_per_head=np.int64(50)).target(100, 10, 8) == 500

@@ -10,7 +10,7 @@ from gracekv.errors import ShapeError
 from gracekv.testing.selections import check_frontier, random_forest
 from support.draws import SEEDS, bools, floats, ints, some
 
-# From how many operations on the compiled walk is used: never, and always.
+# Number of operations from which the compiled walk is used: never, and always.
 COMPILED = [10**9, 0] if importlib.util.find_spec("numba") else [10**9]
 
 
@@ -44,10 +44,10 @@ def test_candidates_match_the_reference(seed, count, base, alpha, pool, eta, con
 def test_candidates_do_not_depend_on_the_unit_of_scores(seed, count, base, ties):
     plan, relevance = BudgetPlan(2, 3, count, base, 0), draw_relevance(2, 3, count, seed, ties=ties)
     own = Singleton().candidates(relevance, plan)
-    # Powers of two, which round nothing.
+    # Powers of two, which cause no rounding.
     for unit in (2**-6, 2**6):
         assert torch.equal(Singleton().candidates(unit * relevance, plan), unit * own)
-    # Where each head's scores add up to 1, these are the paper's thresholds.
+    # If each head's scores add up to 1, these are the paper's thresholds.
     assert (own[own > -torch.inf] >= 1.2 / count - 1e-12).all()
 
 

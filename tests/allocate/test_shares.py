@@ -1,4 +1,4 @@
-"""Shares and quotas in whole entries: they add up, and follow their rules."""
+"""Shares and quotas in whole entries: they add up and follow their rules."""
 
 from fractions import Fraction
 
@@ -17,7 +17,7 @@ from support.draws import SEEDS, floats, ints, lists, some
 from support.scored_plans import scored_plans
 
 
-# Few examples miss a share that is rounded the other way.
+# Fewer examples would miss a share that is rounded the wrong way.
 @settings(max_examples=200)
 @given(
     weights=lists(ints(0, 40), min_size=1, max_size=9).filter(any), total=ints(0, 300),
@@ -84,7 +84,7 @@ def test_shares_add_up_within_their_limits(seed, layers, heads, context, recent,
     assert int(caps.sum()) == plan.base
     assert int(caps.max()) <= plan.compressible
     assert int(caps.min()) >= (1 if plan.base >= layers * heads else 0)
-    # Heads of a layer share equally, the first ones take what is left over.
+    # Heads of a layer share equally; the first ones take the remainder.
     assert bool((caps[:, :1] - caps <= 1).all())
     assert bool((caps.diff(dim=1) <= 0).all())
 
@@ -103,7 +103,7 @@ def test_what_limits_take_is_redistributed_in_proportion():
     assert proportional(weights, 100, 0, 100) == [10, 20, 70]
     assert proportional(weights, 100, 0, 40) == [20, 40, 40]
     assert proportional(weights, 100, 15, 100) == [15, Fraction(170, 9), Fraction(595, 9)]
-    # Both sides clamp at first, but the x that adds up leaves the small one alone.
+    # Both limits apply at first, but the scale that adds up does not clamp the small weight.
     assert proportional(weights, 100, 12, 45) == [Fraction(55, 3), Fraction(110, 3), 45]
     assert proportional(weights, 30, 10, 45) == [10, 10, 10]
 
@@ -173,9 +173,9 @@ def test_equals_the_reference_and_leaves_layers_equal(problem, floor, rule):
 def test_adaptive_heads_by_hand():
     tokens = torch.tensor([[[9.0, 8, 7, 6, 5], [4.0, 1, 1, 1, 0]]])
     plan = BudgetPlan(layers=1, heads=2, context=7, total=10, recent=2)
-    # Six entries: five winners in the first head, one in the second; a fifth in equal parts.
+    # Six entries: five winners in the first head, one in the second; a fifth is shared equally.
     assert winners(tokens[0], 6).tolist() == [5, 1]
     assert AdaptiveHeads()(tokens, plan).tolist() == [[5, 1]]  # 4.6 and 1.4
     assert AdaptiveHeads(floor=0.5)(tokens, plan).tolist() == [[4, 2]]
-    # Each head is sure of 0.8 of its 5 entries, two of which are its recent window.
+    # Each head is guaranteed 0.8 of its 5 entries, two of which are its recent window.
     assert AdaptiveHeads(0.8, "safeguard")(tokens, plan).tolist() == [[4, 2]]

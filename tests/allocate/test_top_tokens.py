@@ -1,4 +1,4 @@
-"""Single tokens selected without trees are those of the auction over trees, to the last tie."""
+"""Selecting single tokens without trees equals the auction over trees, down to ties."""
 
 import dataclasses
 

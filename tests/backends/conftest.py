@@ -1,4 +1,4 @@
-"""What tests of the numba backend share."""
+"""Fixtures for tests of the numba backend."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from gracekv.backends import Sdpa, split_kv
 
 @pytest.fixture
 def short_splits(monkeypatch):
-    """Small heads have many splits too."""
+    """Let small heads have many splits, too."""
     monkeypatch.setattr(split_kv, "_ENTRIES", 7)
 
 
 @pytest.fixture
 def no_detour(monkeypatch):
-    """Steps that would be handed to sdpa fail."""
+    """Let steps fail that would be passed to sdpa."""
     monkeypatch.setattr(Sdpa, "__call__", lambda *_, **__: pytest.fail("went to sdpa"))

@@ -23,7 +23,7 @@ VARIANTS = [Eager(), Sdpa(), Sdpa(kernel="plain"), Numba()]
 )  # fmt: skip
 def test_packed_and_tail_together_equal_dense_attention(backend, seed, lengths, before, **options):
     problem = attention_problem(seed, lengths, tail=before + options["tokens"], **options)
-    # Three roundings to the dtype: each part's output and their mixture.
+    # Three roundings to the dtype: the output of each part, and their combination.
     check_attention(backend, problem, bound=2 * TOLERANCES[options["dtype"]])
 
 
@@ -33,7 +33,7 @@ def test_packed_and_tail_together_equal_dense_attention(backend, seed, lengths, 
     sequences=some([1, 2, 3, 6]), repeats=ints(1, 3), shuffled=bools(),
 )  # fmt: skip
 def test_each_row_reads_its_own_sequence(backend, seed, lengths, sequences, repeats, shuffled):
-    """Six rows of entries as 1x6, 2x3, 3x2 or 6x1 sequences and heads, each alone and together."""
+    """Six rows of entries as 1x6, 2x3, 3x2 or 6x1 sequences and heads, alone and together."""
     problem = attention_problem(
         seed, lengths, dim=8, group=2, batch=sequences * repeats, tokens=2, tail=3,
         sequences=sequences, shuffled=shuffled,

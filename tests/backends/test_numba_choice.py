@@ -1,4 +1,4 @@
-"""When the compiled kernel runs, when sdpa does, and what is held for either."""
+"""When the compiled kernel runs, when sdpa does, and what is cached for either."""
 
 import importlib.util
 import sys
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("short_splits")
 
 
 def _count(monkeypatch):
-    """How often sdpa is asked for a whole step, and the kernel."""
+    """Count calls of sdpa for a whole step, and of the kernel."""
     asked = {"sdpa": 0, "kernel": 0}
 
     def watch(kind, owner, name):

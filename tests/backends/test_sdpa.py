@@ -1,4 +1,4 @@
-"""The sdpa backend: windows of a head for several threads, and long turns in blocks."""
+"""The sdpa backend: a head split into windows for several threads, and long turns in blocks."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ def test_windows_give_attention_in_float64(
         seed, lengths * sequences, dim=dim, group=group, batch=sequences * copies, tokens=tokens,
         tail=before + tokens, mask=mask, dtype=dtype, sequences=sequences, shuffled=shuffled,
     )  # fmt: skip
-    # Three roundings to the dtype: each part's output and their mixture.
+    # Three roundings to the dtype: the output of each part, and their combination.
     check_attention(backend, problem, bound=2 * TOLERANCES[dtype])
 
 

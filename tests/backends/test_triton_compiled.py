@@ -1,14 +1,14 @@
-"""The kernels compiled for GPUs, without one: registers hold all but a few bytes, and memory fits.
+"""The kernels compiled for GPUs, without one: at most a few bytes spill, and shared memory fits.
 
-What runs is the table's decoding tile on every architecture, its larger query tiles on one roomy
-and one small architecture, and each kind of mask and of merging once.
+Compiles the table's decoding tile on every architecture, its larger query tiles on one large and
+one small architecture, and each kind of mask and of merging once.
 """
 
 import pytest
 
 from gracekv.backends.triton_tiles import padded_dim, tiles
 
-pytest.importorskip("support.cubin")  # skips where nothing can be compiled
+pytest.importorskip("support.cubin")  # skips if kernels cannot be compiled
 
 from gracekv.backends import triton_codes_kernel, triton_merge_kernel, triton_split_kernel
 from gracekv.kernels.block_queries_triton import block_sizes, turn_and_look_back
@@ -16,11 +16,11 @@ from support.covering import covering
 from support.cubin import BF16, F16, F32, SHARED_KIB, TYPES, check_fits, compiled
 
 MASK = ("mask_batch_stride", "mask_token_stride", "mask_key_stride")
-# Bytes a thread: Triton 3.7, which torch 2.13 asks for, spills two registers where a mask or a cap
-# comes on top. Triton 3.9 spills none.
+# Bytes per thread: with a mask or a softcap, Triton 3.7, which torch 2.13 requires, spills two
+# registers. Triton 3.9 spills none.
 TWO_REGISTERS = 8
-# Where it spills without either. The float32 tile takes every register there is, and the sizes
-# beside it spill no less.
+# Spills without either. The float32 tile takes every available register, and neighbouring sizes
+# spill no less.
 SPILLS = {
     (256, BF16, 1, 89): TWO_REGISTERS,
     (128, BF16, 32, 90): TWO_REGISTERS,
@@ -37,7 +37,7 @@ def constants_of(dim, tile):
 
 
 def splits(kernel, pointers, constants, dim, tile, arch, unaligned=()):
-    """A kernel that attends in splits, for a tile."""
+    """The kernel that attends in splits, for a tile."""
     pointers |= dict.fromkeys(("bias", "part_output", "part_lse"), "*fp32")
     constants |= constants_of(dim, tile)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -115,7 +115,7 @@ def test_split_of_capped_logits_fits(tmp_path, dim, arch):
 
 @pytest.mark.parametrize("arch", SHARED_KIB)
 def test_two_decoding_programs_share_a_processor(arch):
-    # Halves of what all blocks of a processor have together, less what each reserves.
+    # Half of a multiprocessor's shared memory, less what each block reserves.
     assert split(128, BF16, 1, arch).metadata.shared <= (SHARED_KIB[arch] / 2 - 1) * 1024
 
 

@@ -1,4 +1,4 @@
-"""The compiled kernels on a GPU: `pytest tests/backends/test_triton_cuda.py` shows all there is."""
+"""The compiled kernels on a GPU: run `pytest tests/backends/test_triton_cuda.py`."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ OBSTACLE = BACKEND.obstacle(AttentionSpec(GPU))
 
 pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=f"no GPU here: {OBSTACLE}")
 
-# float32 products on tensor cores are three tf32 ones; what they leave out is near 1e-6.
+# float32 products on tensor cores are three tf32 ones; their error is near 1e-6.
 BOUNDS = {**TOLERANCES, torch.float32: 1e-5}
 
 
@@ -32,8 +32,8 @@ def check(seed, lengths, **options):
     check_attention(BACKEND, problem, bound=BOUNDS[problem.query.dtype])
 
 
-# Every combination compiles a kernel of its own, which takes longer than the test: all pairs of
-# head dimension and dtype, and all pairs of query rows and mask, in place of all 270 combinations.
+# Every combination compiles its own kernel, which takes longer than the test: so all pairs of head
+# dimension and dtype, and all pairs of query rows and mask, instead of all 270 combinations.
 ROWS = list(itertools.product([(1, 1), (4, 1), (7, 3), (8, 4), (4, 40)], ["none", "bool", "float"]))
 HEADS = itertools.product([20, 64, 80, 96, 128, 256], TOLERANCES)
 KERNELS = [(128, torch.bfloat16, *rows) for rows in ROWS]
@@ -166,7 +166,7 @@ def test_generation_replays_a_graph_and_grows():
         assert model.forward.records
     answer = result.generate_ids(200, eos_token_id=None)
 
-    # The replayed answer's tokens are the growing tail's own choices, up to logits that tie.
+    # The replayed answer's tokens are those of the growing tail, up to tied logits.
     cache, ids = result.new_cache(), result.inputs["input_ids"][:, -1:]
     with torch.no_grad():
         for token in answer.T:

@@ -1,4 +1,4 @@
-"""The tables of splits against loops, tile sizes, and the errors where kernels cannot run."""
+"""The tables of splits against loops, tile sizes, and the errors if kernels cannot run."""
 
 import importlib.util
 import warnings
@@ -19,14 +19,14 @@ from support.quantised_layers import of_two_passages, quantised
 
 
 def layer_of(sequences, lengths, device="cpu"):
-    """Entries of one number, rows of these lengths."""
+    """A layer with rows of these lengths, one number per entry."""
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     rows = torch.zeros(int(offsets[-1]), 1, device=device)
     return RaggedEntries(rows, rows, rows[:, 0].int(), rows[:, 0], offsets, sequences)
 
 
 def by_loops(parts, sequences, size, block):
-    """Items of each part, sequence by sequence, longest first, and the slots of each head."""
+    """Items of each part, sequence by sequence, longest first, and each head's slots."""
     heads = (len(parts[0].offsets) - 1) // sequences
     items = [[[] for _ in range(sequences)] for _ in parts]
     slots = [[0] for _ in range(sequences)]
@@ -90,7 +90,7 @@ def test_each_table_reads_every_entry_once_in_nearly_equal_splits(rows, processo
     assert len(made.tables[-1].parts[0].items) == sum(length > 0 for length in lengths)
     sizes = [len(table.parts[0].items) for table in made.tables]
     assert sizes == sorted(sizes, reverse=True)
-    # No split is longer than its fair share, rounded to steps, unless all processors have one.
+    # No split exceeds its fair share, rounded to steps, unless all processors have one.
     longest = max((int(item[2]) for item in made.tables[0].parts[0].items), default=0)
     assert longest <= layer.entries / (0.9 * processors) + 2 * 16
 

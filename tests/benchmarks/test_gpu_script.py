@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py` on a CPU: every part runs, errors end rows only, and a run goes on."""
+"""`benchmarks/gpu.py` on a CPU: every part runs, an error ends only its row, and runs resume."""
 
 import json
 from pathlib import Path

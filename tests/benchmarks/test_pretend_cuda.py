@@ -1,4 +1,4 @@
-"""The GPU requests of a compression stay within bounds, counted on a CPU."""
+"""A compression's GPU launches and waits, counted on a CPU, stay within bounds."""
 
 import importlib.util
 import json
@@ -18,28 +18,28 @@ pytestmark = pytest.mark.skipif(
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pretend_cuda.py"
 LAYERS = 4
 
-# Launches a layer, its part of what is done once included, and waits in all: today's counts and a
-# few more, since each CPU rounds in its own way. Lower them with the code; they only ever go down.
+# Launches per layer, including its share of one-time work, and waits in total: today's counts and a
+# few more, since CPUs round differently. Lower them with the code; they only ever go down.
 MOST = {
     "gracekv-plus": (250, 13),
     "gracekv-plus-allocated": (335, 21),
     "gracekv-agnostic": (214, 15),
     "snapkv": (125, 12),
-    # Ties decide how deep its trees get, a level more or less.
+    # Ties decide whether its trees get a level deeper.
     "gracekv": (650, 98),
 }
 
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
-    """Rows of the script by layers and recipe, from a process of its own: it patches torch."""
+    """Rows of the script by layers and recipe, from a separate process, as it patches torch."""
     path = tmp_path_factory.mktemp("counts") / "rows.json"
-    # Trees as models with capped logits grow them.
+    # Trees as grown for models with logit softcapping.
     trees = path.with_name("trees.json")
     trees.write_text(json.dumps({"distortion": {"name": "prototype", "engine": "torch"}}))
-    # torch's own attention in bfloat16 fails where this hides a processor's instructions.
+    # torch's own bfloat16 attention fails if this hides the CPU's instruction sets.
     env = {name: x for name, x in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}
-    # Small tensors are uploaded once a process: by the first runs, of one layer.
+    # Small tensors are uploaded once per process: by the first runs, with one layer.
     layers = [str(count) for count in (1, LAYERS // 2, LAYERS)]
     done = subprocess.run(
         [
@@ -73,8 +73,8 @@ def test_launches_and_waits_are_bounded(counted, recipe):
     launches, waits = MOST[recipe]
     assert row["launches"] <= launches * LAYERS
     assert row["syncs"] <= waits
-    # The prompt is one chunk, which attends in one call a layer.
+    # The prompt is one chunk, whose attention is one call per layer.
     assert row["attention"] == {"flash": LAYERS}
-    # Trees are grown level by level, and deeper ones where there is more.
+    # Trees are grown level by level, and more layers may mean deeper trees.
     if recipe != "gracekv":
         assert row["syncs"] == counted[LAYERS // 2][recipe]["syncs"], "it waits for each layer"

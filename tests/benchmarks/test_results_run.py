@@ -1,4 +1,4 @@
-"""Published files are those that parts of `make results` make, at the commit that it names."""
+"""Published files are made by parts of `make results`, at the commit that they name."""
 
 import dataclasses
 import importlib

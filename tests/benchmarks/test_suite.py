@@ -1,4 +1,4 @@
-"""`benchmarks/suite.py` on made-up rows: protocols apart, answers with intervals, whole samples."""
+"""`benchmarks/suite.py` on synthetic rows: separate protocols, intervals, complete samples."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def test_no_sample_is_in_both_agnostic_halves():
 
 
 def test_what_is_published_was_not_tuned_on():
-    """No config has a sample of the tuning half; answers have seeds of their own."""
+    """No config has a sample of the tuning half; answers have their own seeds."""
     seeds = []
     for name in CONFIGS:
         for panel in Experiment.load(BENCHMARKS / name).panels:
@@ -79,7 +79,7 @@ def test_the_page_and_its_picture(suite, monkeypatch, tmp_path):
 
 
 def test_tasks_weigh_the_same_and_methods_share_prompts(suite):
-    """Three prompts of one task and two of another; one more of the other method alone."""
+    """Three prompts of one task, two of another; one more that only the other method has."""
     made, log_kl = suite.SUITES["ablations"], suite.measure("log_kl")
     scores = {"a": [0.1, 0.5, 0.9], "b": [0.2, 0.8]}
     rows = [

@@ -1,4 +1,4 @@
-"""Gaps between positions are closed from the longest on."""
+"""Gaps between positions are closed, longest first."""
 
 import torch
 from hypothesis import given
@@ -12,7 +12,7 @@ from gracekv.kernels.rope import Rope
 
 @given(seed=st.integers(0, 2**20), reach=st.integers(1, 220))
 def test_only_the_longest_gaps_of_a_head_are_closed(seed, reach):
-    """What lay side by side still does, or many heads read far entries as near ones."""
+    """Adjacent entries stay adjacent; otherwise many heads would read far entries as near ones."""
     generator = torch.Generator().manual_seed(seed)
     now, heads = 200, [torch.randperm(200, generator=generator)[:n].sort()[0] for n in (5, 40, 0)]
     positions = torch.cat(heads).int()
@@ -27,7 +27,7 @@ def test_only_the_longest_gaps_of_a_head_are_closed(seed, reach):
         longest = int(after.max())
         assert torch.equal(after, before.clamp(max=longest))
         assert now - int(to[0]) <= max(reach, len(own))
-        # One more would be too much, unless there is nothing to close.
+        # One more would be too many, unless there is no gap to close.
         assert torch.equal(before, after) or int(before.clamp(max=longest + 1).sum()) > reach
         want = rope.rotate(rope.unrotate(torch.ones(len(own), 8), own), to.long())
         torch.testing.assert_close(made, want, rtol=1e-4, atol=1e-4)

@@ -30,7 +30,7 @@ def test_equals_the_plain_loop(seed, length, prefix, quota, ratio):
         heads = range(prefill.kv_heads)
         kept = [(kept_positions(run, prefill, layer, g) - start).tolist() for g in heads]
         matches = [d2o_matches(keys[g], kept[g]) for g in heads]
-        # A cosine within rounding of the threshold may fall on either side of it.
+        # A cosine within rounding of the threshold may fall on either side.
         least = d2o_threshold(matches) - 1e-7
         for g in heads:
             got_keys, got_values, positions, log_m = packed.head(g)

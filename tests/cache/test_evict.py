@@ -29,7 +29,7 @@ def test_every_entry_is_an_original_token(seed, refiner, tied):
             for v in mine.nonzero().flatten().tolist():
                 tokens = range(int(forest.start[v]), int(forest.end[v]))
                 row = worth[layer, head]
-                if int(forest.entries[v]) == 1:  # of a coarse node the best, earliest token
+                if int(forest.entries[v]) == 1:  # the best, earliest token of a coarse node
                     tokens = [max(tokens, key=lambda t: (float(row[t - region.start]), -t))]
                 want += tokens
             keys, values, positions, log_m = cache.layers[layer].head(head)
@@ -42,7 +42,7 @@ def test_every_entry_is_an_original_token(seed, refiner, tied):
 @pytest.mark.parametrize("packer", [EvictPacker(), PrototypePacker()])
 @pytest.mark.parametrize("refiner", ["leaf_only", "binary"])
 def test_the_last_prompt_token_is_never_packed(packer, refiner):
-    # No suffix and no recent window: the region reaches to the prompt's end.
+    # No suffix and no recent window: the region extends to the prompt's end.
     context = tree_context(3, recent=-9)
     assert context.partition.region.end == context.prefill.spans.length
     forest = build_forest(context, Unit(), REFINERS.build(refiner))
@@ -55,5 +55,5 @@ def test_the_last_prompt_token_is_never_packed(packer, refiner):
     for layer in everything.layers:
         for head in range(layer.heads):
             assert layer.head(head)[2].tolist() == list(range(covered))
-    # Roots that reach the end merge only what is covered.
+    # Roots that extend to the end merge only covered tokens.
     assert int(roots.layers[0].positions.max()) < covered

@@ -1,4 +1,4 @@
-"""Files that version 0.2.0 wrote load; what is older, or grouped otherwise, is refused by name."""
+"""Files written by version 0.2.0 load; older ones, or other groupings, raise named errors."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ def test_a_file_of_0_2_holds_what_it_held(name, tmp_path):
         assert torch.equal(tensor, stored[f"layers.0.{key}"])
     assert result.accounting.bytes == layer.kv_bytes
     assert result.generate_ids(3).shape == (1, 3)
-    # Saved again, it is the same cache of the same pipeline.
+    # Saved again, it is the same cache with the same pipeline.
     result.save(tmp_path / "again")
     again = gracekv.load(tmp_path / "again", model)
     assert again.pipeline == result.pipeline
@@ -45,7 +45,7 @@ def test_a_file_of_0_2_holds_what_it_held(name, tmp_path):
 
 
 def changed(path, to, **fields):
-    """The file with other fields in its header, and the header's checksum."""
+    """The file with other fields in its header, and a matching checksum."""
     with safetensors.safe_open(path, "pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         metadata = file.metadata()

@@ -1,4 +1,4 @@
-"""The scores of entries that a passage follows."""
+"""Scores of entries after a passage was appended."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_a_passage_whose_tokens_all_fit_in_fewer_bits_has_scores(book):
 def test_no_head_keeps_more_than_it_may(book):
     cache, scores = book._runs[0].cache, book._runs[0].entry_scores()
     most = []
-    # Also where all of them together fit.
+    # Also if all entries together fit.
     for known, size in ((None, 20), (12, 20), (12, 400)):
         masks = entries_within(Limit(entries_per_head=size, window=4), cache, scores, known=known)
         counts = []

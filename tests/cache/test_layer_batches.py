@@ -1,4 +1,4 @@
-"""Layers that are fitted or quantised together are what they are one by one."""
+"""Fitting or quantising layers together gives the same as one by one."""
 
 import pytest
 import torch

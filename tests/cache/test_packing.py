@@ -1,4 +1,4 @@
-"""Packed entries against the equations, and what must survive packing bit for bit."""
+"""Packed entries against the equations, and values that packing must preserve bit for bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The pool holds what a top-k over all layers keeps."""
+"""The pool holds the entries that a top-k over all layers keeps."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def test_it_holds_what_a_top_k_keeps(seed, levels, share, allowed, sizes, dtype)
     may = torch.rand(shape, generator=rng) < allowed
     budget = int(share * gains.numel())
     pool = filled(prefill, region, budget, gains, may)
-    # Tokens that must not be kept have the gain 0 and come last.
+    # Tokens that must not be kept have gain 0 and come last.
     kept = top_tokens(torch.where(may, gains + 1, 0.0), torch.ones(shape[:2]), budget, None) & may
     want, got = Selection.of_tokens(kept, region.start), pool.selection()
     assert torch.equal(got.offsets, want.offsets)

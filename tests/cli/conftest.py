@@ -1,11 +1,11 @@
-"""The command line in a wide window, and a text for it."""
+"""The command line in a wide terminal, and a text for it."""
 
 import pytest
 
 
 @pytest.fixture
 def cli(cli, monkeypatch):
-    """In a wide window, also for what `refused` runs."""
+    """In a wide terminal, also for commands run by `refused`."""
     monkeypatch.setenv("COLUMNS", "200")
     return cli
 

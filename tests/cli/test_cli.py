@@ -1,4 +1,4 @@
-"""Commands that need no saved cache, their output and their errors; `compress` itself is a stub."""
+"""Commands that need no saved cache: output and errors; `compress` itself is a stub."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from support.fresh_python import fresh_python
 
 
 class FakeResult:
-    """What `compress` returns, as far as the command line reads it."""
+    """The part of a `compress` result that the command line reads."""
 
     def __init__(self, prompt, budget, pipeline):
         ratio = budget.amount if budget.kind == "ratio" else 2
@@ -184,7 +184,7 @@ def test_without_a_question_the_cache_is_saved_for_later(cli, refused, calls, st
     assert err.endswith(f"\nask about it with: {asked} --model smollm2\n")
     (call,) = calls
     told = [call[x] for x in ("model", "question", "budget", "pipeline")]
-    # Which recipe that is, `gracekv.compress` decides.
+    # `gracekv.compress` decides which recipe that is.
     assert told == ["smollm2:float32", "", Budget.ratio(2), None]
     assert not call["capture"].beyond_positions
     assert "to do with the cache: add --question" in refused("compress", "--context", story)

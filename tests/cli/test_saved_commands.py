@@ -14,7 +14,7 @@ from gracekv.hf.smollm2 import MODEL_NAME
 
 @pytest.fixture
 def loads(monkeypatch):
-    """Every name leads to a tiny model; returns the names and dtypes that were asked for."""
+    """Load a tiny model for every name; returns the requested names and dtypes."""
     from gracekv.hf import smollm2
     from gracekv.testing.models import tiny_llama, tiny_tokenizer
 
@@ -39,7 +39,7 @@ def book(loads, tmp_path):
 
 
 def test_a_saved_cache_is_generated_from(cli, refused, loads, tmp_path):
-    """With a real model, tiny: what `generate` prints is what the result says."""
+    """With a real, tiny model: `generate` prints the result's answer."""
     prompts = [
         gracekv.Prompt.from_chat(loads.tokenizer, context="Alice fell. " * n, question="Who?")
         for n in (20, 30)
@@ -73,7 +73,7 @@ def test_a_saved_context_is_asked(cli, refused, loads, book):
 
 
 def rename(result, path, name):
-    """Save a file that names this model."""
+    """Save a file that names `model`."""
     fingerprint = {**result.fingerprint, "model_name": name}
     runs = tuple(dataclasses.replace(run, fingerprint=fingerprint) for run in result._runs)
     dataclasses.replace(result, _runs=runs).save(path)
@@ -87,7 +87,7 @@ def test_a_model_that_a_file_names_is_not_downloaded(cli, refused, loads, book):
         assert "names the model 'somebody/a-model', which is not a folder here" in err
         assert "give it with --model" in err
     assert loads.seen == []
-    # Named by the user it is loaded.
+    # If the user names it, it is loaded.
     assert cli("ask", path, "Who fell?", "--model", "somebody/a-model")[0] == 0
 
 

@@ -25,7 +25,7 @@ def test_older_messages_are_compressed_when_there_are_enough_tokens():
 @pytest.mark.parametrize(("keep", "first", "runs"), [
     (("user",), 0, [(40, 1.0), (100, 4.0), (50, 1.0)]),
     ((0,), 0, [(40, 1.0), (150, 4.0)]),
-    # Messages count from the conversation's first one, compressed or not.
+    # Messages are counted from the conversation's first one, compressed or not.
     ((0,), 6, [(190, 4.0)]),
     ((7,), 6, [(40, 4.0), (100, 1.0), (50, 4.0)]),
 ])  # fmt: skip
@@ -50,7 +50,7 @@ def test_short_runs_stay_whole():
     assert policy.runs(turns, 0) == [(119, 1.0)]
     # The last one may still grow.
     assert policy.runs([*turns, ("assistant", 9)], 0) == [(119, 1.0)]
-    # What has no tokens, such as an empty answer, is in no run.
+    # A message without tokens, such as an empty answer, is in no run.
     assert policy.runs([("user", 0), ("assistant", 200), ("user", 0)], 0) == [(200, 4.0)]
     # A recent window fits.
     assert gracekv.Compaction(after=64, ratio=16, recent=0).runs([("user", 72)], 0) == [(72, 9.0)]
@@ -71,7 +71,7 @@ def test_runs_hold_older_messages_once_and_in_order(tail, recent, keep):
     assert all(a != b for (_, a), (_, b) in itertools.pairwise(runs))
     for number, (role, tokens) in enumerate(older):
         if not ratios:
-            # What waits is short, and not kept whole.
+            # Waiting messages are short, and not kept whole.
             assert not {role, number} & set(keep)
             continue
         own, ratios = ratios[:tokens], ratios[tokens:]

@@ -1,4 +1,4 @@
-"""A cut against the plain one, and what stays in any case."""
+"""A cut against a plain one, and entries that always stay."""
 
 from dataclasses import replace
 
@@ -92,7 +92,7 @@ def test_values_of_huge_norm_stay_if_they_are_guarded():
     kept, _ = kept_entries(3, layers.__getitem__, Guarded(share=0.5), 20, window=1)
     assert all(own[0, 2] for own in kept)
     assert not all(own[0, 2] for own in plain)
-    # What must stay comes first: the last tokens.
+    # Tokens that must stay come first: the last ones.
     kept, _ = kept_entries(3, layers.__getitem__, Guarded(share=0.5), 32, window=5)
     assert all(own[:, -6:-1].all() for own in kept)
     assert Guarded(RKV()).per_head

@@ -1,4 +1,4 @@
-"""What a cut fits, against the same in float64, head by head."""
+"""The fit at a cut against the same in float64, head by head."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ TRUST, MASS_TRUST, TRUST_READ = 0.1, 0.2, 0.3
 
 
 def ridge(rows, target, trust):
-    """The change of each column that explains `target`, every row of the same weight."""
+    """The change of each column that explains `target`, with equal weights of all rows."""
     read = rows.square().mean(dim=0)
     normal = rows.T @ rows / len(rows) + (trust * read.mean() + TRUST_READ * read).diag()
     return torch.linalg.solve(normal, rows.T @ target / len(rows))

@@ -1,4 +1,4 @@
-"""R-KV against its public code, written out once more as sums over single numbers."""
+"""R-KV against its public code, rewritten as loops over single numbers."""
 
 import math
 
@@ -15,7 +15,7 @@ def plain_scores(queries, keys, window, kernel, share, threshold):
     """Scores [N - window] of one KV head, and how far similarities are from the threshold.
 
     Args:
-        queries: [n][Q][d], already times the scale; the last `window` of them count.
+        queries: [n][Q][d], already scaled; only the last `window` of them count.
         keys: [N][d].
         window: last tokens, which are not scored.
         kernel: size of the pooling kernel.
@@ -37,8 +37,8 @@ def plain_scores(queries, keys, window, kernel, share, threshold):
     reach = kernel // 2
     pooled = [max(importance[max(0, t - reach) : t + reach + 1]) for t in range(past)]
 
-    # Redundancy: cosines of keys; of each row, the last one above the threshold is forgotten, and
-    # the first where there is none.
+    # Redundancy: cosines of keys; in each row, the last one above the threshold is ignored, or the
+    # first if there is none.
     lengths = [math.sqrt(dot(key, key)) + 1e-8 for key in keys]
     cosines = [
         [0.0 if i == j else dot(keys[i], keys[j]) / lengths[i] / lengths[j] for j in range(count)]
@@ -54,7 +54,7 @@ def plain_scores(queries, keys, window, kernel, share, threshold):
 
 
 def alike(seed, **options):
-    """A layer some of whose keys are nearly the same."""
+    """A layer in which some keys are nearly the same."""
     held = held_layer(seed, packed=(14, 9), tail=10, **options)
     rng = torch.Generator().manual_seed(seed)
     pattern = torch.randn(4, held.keys.shape[2], generator=rng)
@@ -78,5 +78,5 @@ def test_scores_are_those_of_the_public_code(fields, seed):
         assume(margin > 1e-5)
         got = scores[g, used]
         torch.testing.assert_close(got[:-window], want, rtol=1e-4, atol=1e-7)
-        # The window stays: no score of the past reaches its.
+        # The window stays: no score of the past reaches the window's.
         assert got[-window:].min() > got[:-window].max()

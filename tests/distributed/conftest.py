@@ -1,4 +1,4 @@
-"""A model that processes share, and where they find it."""
+"""A model that processes share, and its folder."""
 
 import pytest
 

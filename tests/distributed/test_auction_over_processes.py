@@ -1,4 +1,4 @@
-"""The paper's floor and auction over heads in several processes buy what one process buys."""
+"""The paper's floor and auction buy the same over heads in several processes as in one."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from support.thread_exchange import in_threads
 
 
 def part(forest, shard):
-    """The trees of this process's heads; and which nodes and trees of `forest` they are."""
+    """The trees of this process's heads, and their nodes' and trees' indices in `forest`."""
     heads, slots = forest.heads // shard.ranks, forest.slots
     trees = torch.arange(forest.trees) // slots % forest.heads // heads == shard.rank
     nodes = trees[forest.tree]

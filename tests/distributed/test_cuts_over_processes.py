@@ -1,4 +1,4 @@
-"""One cut over the heads of several processes is the cut of one process, to the last tie."""
+"""A cut over the heads of several processes equals that of one process, down to ties."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_processes_that_differ_are_told_apart():
 
 
 def test_a_process_without_candidates_takes_part_in_the_floor():
-    """Its list of prices is empty, and is of the others' dtype all the same."""
+    """Its list of prices is empty, but has the others' dtype."""
 
     def buy(shard):
         count = 3 if shard.rank == 0 else 0

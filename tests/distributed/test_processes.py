@@ -17,7 +17,7 @@ RANKS = 4
 
 @pytest.fixture(scope="module")
 def folder(folder, model):
-    """With what four processes find there, too."""
+    """The folder, with further files for four processes."""
     sharded_books.save_models(folder)
     prompt = sharded_process.PROMPTS[0]
     gracekv.compress(model, prompt, ratio=RATIO).save(folder / "whole.safetensors")
@@ -26,13 +26,13 @@ def folder(folder, model):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """What each process found."""
+    """The findings of each process."""
     return sharded_process.findings(folder, RANKS)
 
 
 @pytest.fixture(scope="module")
 def bits(folder):
-    """What one process makes of entries of fewer bits."""
+    """One process's results for quantised entries."""
     prompt = sharded_process.PROMPTS[0]
     return sharded_books.steady(lambda x: sharded_books.bits_facts(x, prompt), folder, "model")
 
@@ -54,7 +54,7 @@ def test_a_batch_saved_by_four_and_loaded_by_one(model, found, folder, tmp_path)
     assert_same([facts(loaded)], facts(batch), 1)
     for mine, other in zip(loaded.packed.layers, batch.packed.layers, strict=True):
         torch.testing.assert_close(mine.tensors(), other.tensors(), atol=1e-4, rtol=1e-4)
-    # What the processes themselves refuse.
+    # Refused while the model is shared.
     assert len(loaded.report(tmp_path / "page.html")) == 2
     assert len(export(loaded, tmp_path / "store/book")) == 2
 
@@ -83,13 +83,13 @@ def test_quantised_entries_saved_by_four_and_loaded_by_one_two_and_four(model, f
     for mine, other in zip(loaded.packed.layers, batch.packed.layers, strict=True):
         for g in range(mine.heads):
             for one, two in zip(mine.head(g, 1)[:2], other.head(g, 1)[:2], strict=True):
-                # A number between two codes may be read as either.
+                # A number halfway between two codes may be read as either.
                 assert float(((one - two).abs() > 1e-3).float().mean()) < 0.01
 
 
 @pytest.mark.parametrize("name", sharded_books.MIXED)
 def test_other_layers_beside_full_ones(name, found, folder, tmp_path):
-    """Full layers are compressed; of others, processes keep their heads, or whole linear states."""
+    """Full layers are compressed; of others, processes keep their heads or whole linear states."""
     path = tmp_path / "book"
     want = sharded_books.steady(lambda x: sharded_books.book_facts(x, path), folder, name)
     kind = "linear_attention" if name == "qwen3_next" else "sliding_attention"
@@ -98,7 +98,7 @@ def test_other_layers_beside_full_ones(name, found, folder, tmp_path):
         assert_same([x[f"book {name}"][case] for x in found], want[case], 4)
     for case in ("asked", "chat"):
         assert [x[f"book {name}"][case] for x in found] == [want[case]] * RANKS
-    # What four processes wrote is a file of all heads.
+    # The file that four processes wrote holds all heads.
     loaded = gracekv.load(folder / f"{name}.safetensors", sharded_books.load_model(folder, name))
     assert_same([facts(loaded)], want["compressed"], 1)
     loaded.report(tmp_path / "page.html")

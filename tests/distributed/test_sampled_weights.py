@@ -1,4 +1,4 @@
-"""What the sample of the weights sees of a change, and which weights it counts."""
+"""Which changes the sample of the weights notices, and which weights it counts."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_places_are_fixed_and_lie_in_equal_parts(shape):
 
 
 def test_places_are_spread_over_rows_and_columns():
-    """Of 64 weights of one shape, some place lies in each sixteenth of rows and of columns."""
+    """64 weights of one shape have a place in every sixteenth of the rows and of the columns."""
     places = torch.cat([sample_places(f"w{x}", (256, 512)) for x in range(64)])
     rows, columns = torch.unravel_index(places, (256, 512))
     assert (rows // 16).unique().tolist() == (columns // 32).unique().tolist() == list(range(16))
@@ -57,7 +57,7 @@ def test_parameters_kept_in_float32_count_as_the_model_computes():
 
 
 class Adapted(torch.nn.Module):
-    """As peft's layers are: the linear layer, and adapters by name."""
+    """Like peft's layers: the linear layer, and adapters by name."""
 
     adapter_layer_names = ("lora_A", "lora_B")
 

@@ -1,4 +1,4 @@
-"""Scores and sensitivities of some heads are those of one process that holds all heads."""
+"""Scores and sensitivities of some heads equal those of one process that holds all heads."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from support.thread_exchange import in_threads
 
 PREFILL = synthetic_prefill(kv_heads=4)
 REGION = PREFILL.spans.region(4)
-# Their scores are ranks, which rounding may exchange.
+# Their scores are ranks, which rounding may swap.
 RANKS = {"scissorhands", "lag_relative", "matching_pursuit"}
 CASES = {name: {} for name in SCORERS if SCORERS.get(name).works_sharded and name not in RANKS}
 CASES["value_norm"] = {"relative": 0.5}
@@ -22,7 +22,7 @@ CASES["replay"] = {"max_queries": 16}
 
 
 def part(shard):
-    """What the capture of one process holds."""
+    """The capture of one process."""
     own = {
         name: tuple(shard.own_heads(x, 0) for x in getattr(PREFILL, name))
         for name in ("keys", "values", "queries")

@@ -1,4 +1,4 @@
-"""A model whose weights are spread over processes is told from one that is whole."""
+"""Models with weights spread over processes are told apart from whole ones."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ PROMPT = gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
 
 @pytest.fixture
 def one_process():
-    """A process group of this process alone."""
+    """A process group of only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -40,7 +40,7 @@ def by_hand(model):
 def test_a_whole_model_is_not_sharded():
     model = tiny_llama()
     assert not is_sharded(model)
-    # As quantisers leave layers whose packed weight has another name.
+    # Quantisers leave such layers if their packed weight has another name.
     del model.model.layers[0].mlp.up_proj.weight
     assert not is_sharded(model)
     assert connect(tiny_llama(), timeout=60) is WHOLE

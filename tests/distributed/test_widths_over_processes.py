@@ -1,4 +1,4 @@
-"""Bytes and bits of some heads in each process are bought as by one that holds all heads."""
+"""Processes with some heads each buy the same bytes and bits as one that holds all heads."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ LAYERS, HEADS = 2, 4
 
 
 def entries_of(seed, kind):
-    """Up to twelve entries in each of the heads, some fixed; and the costs of their widths."""
+    """Up to twelve entries per head, some fixed, and the costs of their widths."""
     rng = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, 13, (LAYERS * HEADS,), generator=rng)
     head = torch.arange(LAYERS * HEADS).repeat_interleave(counts)
@@ -33,7 +33,7 @@ def entries_of(seed, kind):
     if kind == "ties":
         loss = loss[:1].expand_as(loss)
     fixed = torch.rand(len(head), generator=rng) < 0.1
-    # A block of the narrowest width is dearer than an entry: widening one may free bytes.
+    # A block of the narrowest width costs more than an entry, so widening one may free bytes.
     costs = WidthCosts((4, 8, 16), (5, 9, 16), (13, 13, 0), per_block=4)
     return Entries(worth, head, loss, fixed), costs
 

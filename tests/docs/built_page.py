@@ -1,9 +1,9 @@
-"""What a built page refers to, and what can be referred to in it."""
+"""The links and anchors of a built page."""
 
 import re
 from html.parser import HTMLParser
 
-# Text in these is shown as it is.
+# Text in these is shown verbatim.
 _VERBATIM = {"code", "pre", "script", "style", "math"}
 _TEX = re.compile(r"\\[(\[]|\$\$|\\(?:frac|sum|lambda|mathcal)\b")
 
@@ -14,9 +14,9 @@ class BuiltPage(HTMLParser):
     Attributes:
         ids: anchors.
         links: targets of links.
-        loads: what a browser loads by itself.
+        loads: resources that a browser loads by itself.
         equations: `<math>` elements.
-        raw: pieces of text that look like LaTeX which nobody rendered.
+        raw: pieces of text that look like unrendered LaTeX.
     """
 
     def __init__(self, path):

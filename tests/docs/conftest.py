@@ -1,4 +1,4 @@
-"""What stands in for models, texts and long runs while the pages' code is executed."""
+"""Stand-ins for models, texts and long runs while the pages' code is executed."""
 
 import dataclasses
 import shutil
@@ -22,9 +22,9 @@ def strategy_tables():
 
 @pytest.fixture(scope="session")
 def tiny(request):
-    """A model and its tokenizer, which every name of a model leads to: of random weights.
+    """A model with random weights, and its tokenizer, which any model name loads.
 
-    With the parameter "smollm2" it is the embedded one.
+    With the parameter "smollm2", the embedded model.
     """
     from gracekv.hf.smollm2 import load_smollm2
     from gracekv.testing.models import tiny_llama, tiny_tokenizer
@@ -40,9 +40,9 @@ def reader(tiny, tmp_path, monkeypatch):
     """The reader's folder: a checkout's files, a book, and models that load at once.
 
     - No answer has more than `LONGEST` tokens.
-    - `from_pretrained` and "smollm2" give the tiny model, whatever they are asked for.
+    - `from_pretrained` and "smollm2" give the tiny model for any name.
     - `book.txt` is the beginning of the chapter that comes with gracekv.
-    - `gracekv.vllm.Client` asks a server that stands in for vLLM's.
+    - `gracekv.vllm.Client` asks a stand-in for vLLM's server.
     - An evaluation runs with all its methods, but one sample of its first task at its first
       budget and length.
     """

@@ -1,4 +1,4 @@
-"""The modules of `docs/tools`, which mkdocs loads and nobody installs."""
+"""The modules of `docs/tools`, which mkdocs loads without installation."""
 
 import importlib
 
@@ -7,7 +7,7 @@ from page_blocks import ROOT
 
 
 def tool(name):
-    """One of them."""
+    """Import one of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "docs" / "tools")
         return importlib.import_module(name)

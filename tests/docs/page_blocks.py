@@ -34,14 +34,14 @@ class Block:
 
 
 def pages():
-    """Every page of the site that is written by hand, and what is read beside it."""
+    """Every handwritten page of the site, and the other files with code blocks."""
     hidden = {"tools", "figures", "assets"}
     docs = sorted(p for p in (ROOT / "docs").rglob("*.md") if p.parent.name not in hidden)
     return [ROOT / "README.md", ROOT / "CHANGELOG.md", *docs]
 
 
 def blocks(path):
-    """The blocks of a page in order; a fence that is never closed is an error."""
+    """The blocks of a page in order; an unclosed fence is an error."""
     name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
     found, lines = [], path.read_text(encoding="utf-8").splitlines()
     number = 0

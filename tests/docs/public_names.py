@@ -1,4 +1,4 @@
-"""What each public name's docstring lacks, read from the source without importing it."""
+"""Gaps in the docstrings of public names, found in the source without importing it."""
 
 import ast
 import re
@@ -21,9 +21,9 @@ class Function:
     Attributes:
         place: file and line.
         name: with its class.
-        said: its docstring, or the nearest base's; of `__call__` and its like, the class's too.
+        said: its docstring, or the nearest base's; for `__call__` and the like, also the class's.
         signature: arguments and result as written.
-        raises: named errors that its body raises itself.
+        raises: named errors that its own body raises.
     """
 
     place: str
@@ -44,7 +44,7 @@ class Class:
         fields: annotated attributes and their annotations.
         bases: as written.
         methods: its functions as syntax, by name.
-        plain: it is neither a dataclass nor a named tuple, so its annotations are no fields.
+        plain: whether it is neither a dataclass nor a named tuple, so annotations are not fields.
     """
 
     place: str
@@ -57,18 +57,18 @@ class Class:
 
 
 def described(text, name):
-    """What a docstring says of a field: the lines after `name:`, or ""."""
+    """A docstring's description of a field: the lines after `name:`, or ""."""
     found = re.search(rf"^( *){name}(?: \([^)]*\))?: *(.*(?:\n\1 +\S.*)*)", text, re.MULTILINE)
     return found[2] if found else ""
 
 
 def public_files():
-    """Every module, but the commands', whose docstrings are what --help prints."""
+    """Every module except the commands', whose docstrings --help prints."""
     return [p for p in sorted(PACKAGE.rglob("*.py")) if not p.name.endswith("commands.py")]
 
 
 def classes_and_functions(files=None):
-    """Everything public below `gracekv/`, in order of files."""
+    """Everything public in `gracekv/`, in order of files."""
     classes, functions = [], []
     for path in files or public_files():
         inside = path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else path.name
@@ -93,7 +93,7 @@ def _doc(node):
 
 
 def _hidden(node):
-    """Nobody's name: private, or one of a function's further signatures."""
+    """Whether a name is not public: private, or an overload of a function."""
     overload = any(ast.unparse(made) == "overload" for made in node.decorator_list)
     return overload or re.match("_$|_[^_]|__getattr__|__dir__", node.name)
 
@@ -125,7 +125,7 @@ def _function(node, inside, name, said):
 
 
 def _inherited(made, name, by_name):
-    """The docstring of the nearest base's method of that name; other libraries' count as said."""
+    """The docstring of the nearest base's method of that name; other libraries' always count."""
     for base in made.bases:
         if base not in by_name:
             if base not in ("ABC", "Generic", "NamedTuple", "Protocol", "object"):
@@ -140,7 +140,7 @@ def _inherited(made, name, by_name):
 
 
 def undocumented(classes, functions):
-    """Classes without a docstring, fields and functions without a word."""
+    """Classes without a docstring, and fields and functions without a description."""
     for made in classes:
         if not made.said:
             yield f"{made.place} {made.name} has no docstring"
@@ -167,7 +167,7 @@ def exported(path):
 
 
 def fields(classes):
-    """(class, field's name, annotation, what is said of it) of all data classes."""
+    """(class, field's name, annotation, description) of all data classes."""
     for made in classes:
         if not made.plain:
             for name, note in made.fields.items():
@@ -175,7 +175,7 @@ def fields(classes):
 
 
 def without_shapes(classes, functions):
-    """Fields and functions of tensors that name no shape in brackets."""
+    """Fields and functions with tensors whose docstring names no shape in brackets."""
     for made, name, note, said in fields(classes):
         if _TENSOR.search(note) and not _SHAPE.search(said):
             yield f"{made.place} {made.name}.{name} is a tensor of unknown shape"

@@ -1,4 +1,4 @@
-"""Command lines of the pages: ours run in this process, others are held against the repository."""
+"""Command lines of the pages: ours run in this process, others are checked statically."""
 
 import io
 import re
@@ -12,7 +12,7 @@ from page_blocks import ROOT
 
 from gracekv.cli.main import main
 
-# Commands that a page shows and nobody here runs, with the reason.
+# Commands on pages that are not run here, with the reason.
 NOT_RUN = {
     "torchrun": "starts processes of its own: tests/docs/test_torchrun.py runs the guide's, and "
     "tests/evaluate the variables that it sets",
@@ -45,7 +45,7 @@ def check(words, place, history):
 
 def _gracekv(words, place, history):
     if "..." in words:
-        # The dots stand for the arguments of the last command of that name on the page.
+        # The dots stand for the arguments of the page's last command of that name.
         earlier = [old for old in history if old[0] == words[0]]
         assert earlier, f"{place}: no earlier 'gracekv {words[0]}' for the dots to stand for"
         at = words.index("...")

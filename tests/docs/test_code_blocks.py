@@ -1,14 +1,14 @@
 """Every code block of README and site is executed, in the order in which a reader meets it.
 
-A page's blocks share one folder and, if Python, one namespace. What a page assumes but does not
-show (a second book, say) is in `preambles/NAME.py`, NAME being the page's path with dashes for
-slashes; it runs first, in that namespace. A block with `title="x.py"` (or .yaml, .toml) is a file
-of the reader's, written under that name; a Python one is imported. What stands in for models and
-long runs is in `conftest.py`.
+A page's blocks share one folder and, if Python, one namespace. Anything that a page assumes but
+does not show (a second book, say) is in `preambles/NAME.py`, NAME being the page's path with dashes
+for slashes; it runs first, in that namespace. A block with `title="x.py"` (or .yaml, .toml) is a
+reader's file, written under that name; a Python one is imported. Stand-ins for models and long runs
+are in `conftest.py`.
 
 - python: executed. bash: see `shell_lines`. text: output, not code.
-  A text block right after a Python one is what it prints, word for word. Pages of `REAL` print what
-  the embedded model says: they are run once more with that model, in the long tests.
+  A text block right after a Python one is its exact output. Pages in `REAL` show output of the
+  embedded model: they run again with that model, in the long tests.
 - yaml, toml, json: read as a pipeline, as an experiment if it names tasks, or as a part of a
   package's pyproject.toml if it begins with a project.
 """
@@ -45,7 +45,7 @@ REAL = ("getting-started",)
 
 @pytest.fixture
 def registries(monkeypatch):
-    """Strategies, recipes and modules that a page adds are gone afterwards."""
+    """Strategies, recipes and modules that a page adds are removed afterwards."""
     monkeypatch.setattr(recipes, "RECIPES", dict(recipes.RECIPES))
     strategies = {stage: dict(registry._classes) for stage, registry in REGISTRIES.items()}
     modules = set(sys.modules)
@@ -59,7 +59,7 @@ def registries(monkeypatch):
 
 
 class Page:
-    """One reader's way through a page."""
+    """A reader's way through a page."""
 
     def __init__(self, folder, name, real=False):
         self.folder = folder
@@ -86,7 +86,7 @@ class Page:
             importlib.invalidate_caches()
             importlib.import_module(Path(block.title).stem)
             return
-        # Blank lines in front, so that a traceback names the page's own line.
+        # Leading blank lines, so that a traceback names the page's own line.
         code = "\n" * (block.line - 1) + block.code
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(code, str(ROOT / block.page), "exec"), self.names)
@@ -118,7 +118,7 @@ class Page:
 
 
 def cases():
-    """Pages with code; the one on evaluations runs a dozen of them."""
+    """Pages with code; the one on evaluations runs a dozen evaluations."""
     for page in WITH_CODE:
         name = name_of(page)
         yield pytest.param(page, id=name, marks=[pytest.mark.long] if name == "evaluation" else [])
@@ -146,6 +146,6 @@ def go_through(page, folder, real=False):
 
 
 def test_every_preamble_has_its_page():
-    # Docstrings have a test of their own.
+    # Docstrings have their own test.
     names = {name_of(page) for page in WITH_CODE} | {"docstrings"}
     assert {path.stem for path in PREAMBLES.glob("*.py")} <= names

@@ -1,4 +1,4 @@
-"""Code in docstrings, which the site shows too, is executed after `preambles/docstrings.py`."""
+"""Code in docstrings, which the site also shows, is executed after `preambles/docstrings.py`."""
 
 import ast
 import inspect
@@ -10,7 +10,7 @@ import pytest
 from public_names import PACKAGE
 
 PREAMBLE = Path(__file__).parent / "preambles" / "docstrings.py"
-# Modules whose docstrings set off formulas as code is set off.
+# Modules whose docstrings indent formulas like code.
 FORMULAS = {
     "cache/cam.py", "cache/d2o.py", "fit/values.py", "prefill/spans.py", "kernels/rope.py",
     "segment/curvature.py", "tree/merge.py", "tree/prototype.py", "value/expected_attention.py",
@@ -18,7 +18,7 @@ FORMULAS = {
 
 
 def docstrings(path):
-    """Every docstring of a file, with the line that it begins on."""
+    """Every docstring of a file, with its first line number."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             text = ast.get_docstring(node, clean=False)

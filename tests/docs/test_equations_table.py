@@ -1,4 +1,4 @@
-"""Every equation's code is where docs/how-it-works.md says, and is cited there by its number."""
+"""Every equation's code is where docs/how-it-works.md says, and cites the equation's number."""
 
 import re
 

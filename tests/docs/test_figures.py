@@ -1,4 +1,4 @@
-"""The figures are those of the recorded run and the published tables, and small enough to load."""
+"""The figures match the recorded run and the published tables, and are small enough to load."""
 
 import re
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""The table of supported models is that of the tests."""
+"""The table of supported models matches the tests."""
 
 from page_blocks import ROOT
 

@@ -19,7 +19,7 @@ from public_names import PACKAGE, exported
 from gracekv.pipeline.composition import REGISTRIES
 from support.covering import LONG
 
-# Sites that pages may link to; nobody follows the links here.
+# Sites that pages may link to; the links are not followed here.
 ELSEWHERE = {
     "arxiv.org", "github.com", "docs.python.org", "docs.vllm.ai", "huggingface.co",
     "keepachangelog.com", "semver.org",
@@ -33,7 +33,7 @@ SCHEMES = {"light": "default", "dark": "slate"}
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    """Folder of the site, built as `make docs` builds it; a warning fails."""
+    """Folder of the site, built as by `make docs`; a warning fails."""
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
@@ -74,7 +74,7 @@ def test_links_lead_somewhere(site, built):
                 if parts.hostname not in ELSEWHERE:
                     broken.append(f"{name}: {link} leads to an unknown site")
                 continue
-            # The page for what is not found has links from the root.
+            # The 404 page has links from the root.
             target = site / name if not parts.path else (site / name).parent / unquote(parts.path)
             if parts.path.startswith("/"):
                 target = site / parts.path[1:]
@@ -130,7 +130,7 @@ def test_every_exported_name_has_its_place(built):
         module = ".".join(path.relative_to(PACKAGE.parent).parent.parts)
         for name in exported(path):
             made = getattr(importlib.import_module(module), name)
-            # One place is enough for what several packages export.
+            # A name that several packages export needs only one place.
             found += [made] if f"{module}.{name}" in ids else []
             places.append((f"{module}.{name}", made))
     lost = [place for place, made in places if not any(made is x for x in found)]
@@ -139,7 +139,7 @@ def test_every_exported_name_has_its_place(built):
 
 @pytest.fixture(scope="module")
 def server(site):
-    """Address of the site on this machine, and the requests that it could not answer."""
+    """Local address of the site, and the requests that it could not answer."""
     refused = []
 
     class Quiet(SimpleHTTPRequestHandler):
@@ -181,10 +181,10 @@ def test_pages_in_a_browser(browser, server, site, built):
     tab.on("console", lambda m: m.type in ("error", "warning") and faults.append((place, m.text)))
     tab.on("pageerror", lambda error: faults.append((place, str(error))))
     tab.on("request", lambda r: r.url.startswith(address) or faults.append((place, r.url)))
-    # Every page would index a megabyte for its search, which the next test uses.
+    # Otherwise every page would index a megabyte for its search, which the next test covers.
     tab.route("**/search_index.json", lambda route: route.fulfill(json=index | {"docs": []}))
     names = sorted(built.keys() - {"404.html"})
-    # The long run sees each page in all four ways, every day every sixth page in one of them.
+    # The long run checks each page in all four ways; daily, every sixth page in one of them.
     for number, name in enumerate(names if LONG else names[::6]):
         tab.goto(f"{address}/{name}")
         ways = list(product(WIDTHS.items(), SCHEMES.items()))
@@ -209,7 +209,7 @@ def test_search_finds_a_strategy(browser, server):
     context = browser.new_context()
     tab = context.new_page()
     tab.set_default_timeout(120_000)
-    # The page reads the field when it gets the focus or a key goes up, once its script listens.
+    # Once its script listens, the page reads the field on focus and on key up.
     tab.goto(f"{server[0]}/index.html", wait_until="networkidle")
     tab.fill("input[name=query]", "scissorhand")
     tab.press("input[name=query]", "s")

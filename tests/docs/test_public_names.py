@@ -1,4 +1,4 @@
-"""Every public name is documented: shapes, units, errors and, where it is a method, its source."""
+"""Every public name is documented: shapes, units, errors and, for a method, its source."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The results page is what its files say, and says where they were measured."""
+"""The results page matches its files, and says where they were measured."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The guide's script for several processes, started as the guide says."""
+"""The guide's script for several processes, started as in the guide."""
 
 import os
 import shlex
@@ -21,7 +21,7 @@ GUIDE = blocks(ROOT / "docs" / "more-than-one-gpu.md")
 
 @pytest.fixture
 def printed(reader, tiny):
-    """What two processes of the guide's script print, and the folder that they ran in."""
+    """Output of two processes of the guide's script, and the folder that they ran in."""
     [script] = [block for block in GUIDE if block.title == "ranks.py"]
     [line] = [block.code for block in GUIDE if block.language == "bash"]
     for part in tiny:
@@ -30,7 +30,7 @@ def printed(reader, tiny):
     tool, option, _, name, _ = shlex.split(line)
     assert (tool, option, name) == ("torchrun", "--nproc-per-node", script.title)
     paths = [str(Path(gracekv.__file__).parents[1]), *sys.path]
-    # The tool's own module; a port of its own lets several such tests run at once.
+    # torchrun's own module; with its own port, several such tests can run at once.
     command = [sys.executable, "-m", "torch.distributed.run", "--master-port", free_port()]
     run = subprocess.run(
         [*command, option, "2", name, "tiny"],
@@ -52,7 +52,7 @@ def test_the_script_of_the_guide(printed, reader, tiny):
         result = gracekv.load(reader / "book.gracekv", model, tokenizer=tokenizer)
         assert torch.equal(result.prompt.ids, prompt.ids)
         answer = result.generate_ids(TOKENS)
-        # The tokens before the first that another rounding might replace.
+        # The tokens before the first one that rounding might change.
         cache, ids = result.new_cache(), torch.cat([prompt.ids[None], answer], dim=1)
         with torch.no_grad():
             logits = model(ids[:, cache.packed_length : -1], past_key_values=cache).logits[0]

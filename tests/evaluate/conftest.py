@@ -1,4 +1,4 @@
-"""A tiny model with a tokenizer of its own, texts for it, and the optional folder of real data."""
+"""A tiny model with its own tokenizer, texts for it, and the optional folder of real data."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def model():
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory, tokenizer):
-    """The same model on disk, for processes of their own."""
+    """The same model on disk, for separate processes."""
     folder = tmp_path_factory.mktemp("model")
     tiny_llama(vocabulary=VOCABULARY).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -84,7 +84,7 @@ def small_data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def experiment(small_data, request):
-    """Of the module's `PANEL` over these texts."""
+    """The module's `PANEL` over these texts, as an experiment."""
     return Experiment.from_dict({"model": "tiny", "data": str(small_data), **request.module.PANEL})
 
 

@@ -161,7 +161,7 @@ def test_ablate_shows_differences(cli, model_folder, tmp_path):
         "--samples", "2", "--ratios", "4", "--no-generate", *shown,
     )  # fmt: skip
     assert code == 0
-    # A failure that has been run again with success since is none.
+    # A failure that later succeeded does not count.
     written(tmp_path, [{**read_rows(tmp_path)[0], "error": {"type": "X", "message": ""}}], "early")
     assert cli("ablate", *shown)[0] == 0
     assert "Difference from gracekv" in text
@@ -195,7 +195,7 @@ def test_bad_commands_exit_with_2_and_a_message(refused, tmp_path, argv, message
 
 def test_outputs_of_a_table_are_looked_at_first(refused, tmp_path):
     (tmp_path / "folder.png").mkdir()
-    # The folder of rows does not exist either, but is not what is complained about.
+    # The folder of rows does not exist either, but the error is not about it.
     told = refused("table", tmp_path / "none", "--out", tmp_path / "folder.png")
     assert "OutputError: Cannot write to" in told
     (tmp_path / "file").write_text("")

@@ -67,7 +67,7 @@ def test_without_data_the_files_are_named(tokenizer):
 @pytest.fixture
 def rows_of(sources, model, tokenizer, tmp_path):
     def rows_of(methods, ratio):
-        """Rows by method, of which none failed."""
+        """Rows by method, none of which failed."""
         experiment = Experiment.from_dict({
             "model": "tiny", "tasks": [TASK], "data": str(sources.folder),
             "methods": methods, "ratios": [ratio], "samples": 1, "generate": False,
@@ -90,12 +90,12 @@ def test_rows_tell_what_each_interval_lost(rows_of):
         for what in ("kl", "nll", "top1"):
             total = sum(part[what] * part["tokens"] for part in parts)
             assert total / whole["tokens"] == pytest.approx(whole[what], abs=1e-6)
-        # Without a cut nothing is lost but by rounding.
+        # Without a cut, only rounding loses anything.
         assert (rows[name]["fidelity"]["kl"] > 1e-6) == (name != methods[0])
     assert rows[methods[0]]["by_interval"] != rows[methods[1]]["by_interval"]
 
 
 def test_a_long_question_leaves_the_context_half_of_what_remains(rows_of):
-    # At 6x prompt and last tokens alone would be more than the limit.
+    # At 6x, the prompt and the last tokens alone would exceed the limit.
     rows = rows_of(["snapkv[decode=random]", "snapkv[decode=none]"], 6)
     assert [row.get("error") for row in rows.values()] == [None, None]

@@ -1,4 +1,4 @@
-"""Metrics on tables of cases, and against the official code's values where they are at hand."""
+"""Metrics on tables of cases, and against the official code's values where available."""
 
 import json
 from dataclasses import replace

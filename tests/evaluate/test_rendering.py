@@ -1,4 +1,4 @@
-"""From samples to ids: nothing lost, one BOS, and truncation of the context alone."""
+"""From samples to ids: nothing lost, one BOS, and only the context truncated."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_what_may_not_be_cut_is_refused(record, tokenizer):
 def test_the_reference_follows_the_prompt_as_text(record, tokenizer):
     found = render(record, tokenizer, 10_000, "error", 48)
     assert tokenizer.decode(found.answer_ids) == " Keeper0"
-    # The same content gives the same digest, another answer another one.
+    # The same content gives the same digest, another answer a different one.
     assert found.digest == render(record, tokenizer, 10_000, "error", 48).digest
 
 

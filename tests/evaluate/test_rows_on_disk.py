@@ -1,4 +1,4 @@
-"""Rows on disk: whole or absent, whoever dies while writing."""
+"""Rows on disk: complete or absent, even if a writer is killed."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def test_rows_come_back_in_order(tmp_path):
     with RowFile(tmp_path) as file:
         for n in range(3):
             text = "line\u2028separator\nand ünïcode"
-            # NaN and infinity are text and not zero.
+            # NaN and infinity are text, not zero.
             odd = {"values": [float("nan"), 1.0, float("inf")]}
             file.append(keyed(str(n), column="1e+100x", text=text, deep=odd))
     rows = read_rows(tmp_path)

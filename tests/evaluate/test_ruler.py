@@ -1,4 +1,4 @@
-"""RULER's tasks: what they demand of a sample holds for every seed, length and index."""
+"""RULER's tasks: every seed, length and index gives a valid sample."""
 
 import functools
 import re
@@ -26,7 +26,7 @@ def make(tokenizer, small_data):
     def make(name, length=1536, seed=7, index=0):
         return Task(f"ruler:{name}", length, seed).sample(index, sources, tokenizer)
 
-    # Samples are values; most tests read the same ones.
+    # Samples are immutable; most tests read the same ones.
     make.kept = functools.cache(make)
     return make
 
@@ -34,7 +34,7 @@ def make(tokenizer, small_data):
 @pytest.mark.parametrize("name", ruler.TASKS)
 @pytest.mark.parametrize("long", [False, True])
 def test_fills_the_length_without_exceeding_it(make, tokenizer, name, long):
-    # The test tokenizer cuts cwe's rare words to pieces.
+    # The test tokenizer splits cwe's rare words.
     length = (6144 if name == "cwe" else 4096) if long else 1536
     most = length - ruler_forms()["tasks"][name]["max_new_tokens"]
     tokens = len(chat_prompt(make(name, length), tokenizer).ids)
@@ -63,7 +63,7 @@ def test_a_prompt_leaves_no_slot_of_its_template_open(make, name):
 @settings(max_examples=5)
 def test_every_needle_is_present_once_and_the_answer_is_derivable(make, name, seed):
     sample = make(name, 1536, seed)
-    # Of wonderwords' adjectives one has a blank.
+    # One of wonderwords' adjectives contains a space.
     found = re.findall(r"One of the special magic (\w+) for (.+?) is: (\S+)\.", sample.context)
     args = ruler_forms()["tasks"][name]["args"]
     asked = {key for _, key, _ in found if key in sample.question}
@@ -91,7 +91,7 @@ def test_a_chain_leads_from_the_value_to_every_answer(make, seed):
         order.append(new)
     assert tuple(order) == sample.answers
     assert len(set(order)) == 5
-    # The demonstration is solved and about other names.
+    # The demonstration is solved, and is about other names.
     assert re.search(r"they are: (?:[A-Z]{3} ?){5}\n\n", sample.instruction)
 
 

@@ -35,7 +35,7 @@ def tiny(model, tokenizer):
 
 
 def prompts_of(run_it):
-    """The prompts of all prefills that a run makes, and what it returns."""
+    """The prompts of all prefills of a run, and its return value."""
     seen, real = [], worker.capture
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "capture", lambda *a: seen.append(a[1]) or real(*a))
@@ -44,7 +44,7 @@ def prompts_of(run_it):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, experiment, tiny):
-    """A whole run: its folder, what `run` returned, and how often it prefilled."""
+    """A whole run: its folder, the return value of `run`, and the number of prefills."""
     folder = tmp_path_factory.mktemp("plain")
     seen, done = prompts_of(lambda: run(experiment, folder, **tiny))
     return folder, done, len(seen)
@@ -52,7 +52,7 @@ def plain(tmp_path_factory, experiment, tiny):
 
 @pytest.fixture
 def finished(plain, tmp_path):
-    """A copy of its folder, which may be changed."""
+    """A copy of its folder, for changes."""
     return shutil.copytree(plain[0], tmp_path / "finished")
 
 
@@ -163,9 +163,9 @@ def test_query_agnostic_compression_does_not_see_the_question(experiment, tiny, 
     panel = replace(experiment.panels[0], protocol="query_agnostic", methods=("fullkv", "gracekv"))
     seen, _ = prompts_of(lambda: run(replace(experiment, panels=(panel,)), tmp_path, **tiny))
     assert all(row["error"] is None for row in read_rows(tmp_path))
-    # One token more than the context: a prompt's last token has no entry.
+    # One token more than the context, since a prompt's last token has no entry.
     assert all(prompt.spans.length == prompt.spans.context_end + 1 for prompt in seen)
-    # FullKV is the same under both protocols; what is compressed is not.
+    # FullKV is the same under both protocols; compressed caches are not.
 
     def both(method, field):
         """A field of the method's rows under either protocol, by task, sample and budget."""
@@ -184,7 +184,7 @@ def test_query_agnostic_compression_does_not_see_the_question(experiment, tiny, 
 
 def test_other_data_under_the_same_names_are_noticed(experiment, tiny, finished, monkeypatch):
     rows = (finished / "rows-main.jsonl").read_bytes().split(b"\n")
-    # A row is missing, and what it was made from has changed since.
+    # A row is missing, and its data have changed since.
     (finished / "rows-main.jsonl").write_bytes(b"\n".join([*rows[:-2], b""]))
     from gracekv.evaluate import tasks
 
@@ -225,7 +225,7 @@ def test_another_model_under_the_same_name_is_refused(experiment, tiny, tmp_path
     before = (tmp_path / "rows-main.jsonl").read_bytes()
     other = tiny_llama(vocabulary=2000, layers=3 if change == "config" else 2)
     if change == "weights":
-        # One matrix of a checkpoint that was trained further.
+        # One matrix, as after further training of a checkpoint.
         with torch.no_grad():
             other.get_decoder().layers[1].mlp.up_proj.weight.add_(1e-3)
     with pytest.raises(ConfigError, match=rf"another model .* 'tiny' \(other .*{change}"):
@@ -281,7 +281,7 @@ def test_a_run_that_is_cut_short_is_balanced(plain):
 def test_prompts_are_as_long_as_the_model_was_made_for(experiment, tokenizer):
     stretched = tiny_llama(vocabulary=2000, rope="yarn", positions=256, original=256)
     images = tiny_llama(vocabulary=2000, positions=300)
-    # A model that reads images has a config of its own for texts.
+    # A model that reads images has a separate text config.
     images.config = transformers.LlavaConfig(text_config=images.config)
     for model, positions in ((stretched, 4 * 256), (images, 300)):
         ready = worker.Worker("tiny", "float32", model, tokenizer, None)

@@ -1,4 +1,4 @@
-"""One cache and many questions: the texts, the turns, and what a row says of them."""
+"""One cache and many questions: the texts, the turns, and their rows."""
 
 import itertools
 import json
@@ -43,7 +43,7 @@ def test_every_question_can_be_answered_from_the_context(rendered, name):
     assert all(one.answers[0] in sample.context for one in asked)
     assert all(one.context == sample.context for one in asked)
     cap = Task(name, 700, 3).max_new_tokens
-    # Filled to a pair of the object or a paragraph.
+    # Filled up to a pair of the object, or a paragraph.
     assert 700 - cap - 120 < max(len(one.prompt.ids) for one in found) <= 700 - cap
     assert rendered(name)[0] == sample
     assert rendered(name, seed=4)[0] != sample
@@ -95,7 +95,7 @@ def test_cells_compress_once_for_all_questions(experiment, model, tokenizer, tmp
     monkeypatch.setattr(worker, "compress", lambda *a, **k: made.append(k) or real(*a, **k))
     done = run(experiment, tmp_path, model=model, tokenizer=tokenizer)
     assert (done.written, done.failed) == (4, 0)
-    # Two cells of two samples, and FullKV's reference of each.
+    # Two cells for each of two samples, and a FullKV reference for each sample.
     assert len(made) == 6
     for row in read_rows(tmp_path):
         parts = row["questions"]

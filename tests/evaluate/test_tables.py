@@ -1,4 +1,4 @@
-"""Statistics and tables: intervals that cover, pairs that pair, formats that say the same."""
+"""Statistics and tables: coverage of intervals, pairing, and formats that agree."""
 
 import csv
 import io
@@ -30,12 +30,12 @@ def test_a_group_is_the_unweighted_mean_of_its_tasks():
     found = interval([np.array([0.0, 1.0]), np.array([1.0, 1.0, 1.0, 1.0])])
     assert found.mean == 0.75
     assert found.samples == 6
-    # Only the first task varies: its mean is 0, 1/2 or 1, spread by the root of 2.
+    # Only the first task varies: its mean is 0, 1/2 or 1, widened by the square root of 2.
     assert (found.low, found.high) == pytest.approx((0.75 - 2**-1.5, 0.75 + 2**-1.5))
 
 
 def test_intervals_of_two_samples_a_task_hold_the_mean():
-    """Nine times in ten and more; a bootstrap that is not spread holds it eight times."""
+    """Nine times in ten or more; a bootstrap that is not widened covers it eight times."""
     found = [interval(list(x)) for x in np.random.default_rng(0).normal(0, 1, (300, 10, 2))]
     assert sum(x.low <= 0 <= x.high for x in found) >= 265
 
@@ -111,10 +111,10 @@ def test_rows_of_two_settings_prompts_or_models_of_one_name_are_not_mixed():
     ):
         with pytest.raises(ConfigError, match=message):
             make_tables([*ROWS, extra], SCORE)
-    # Where nothing is answered, no answer can be longer.
+    # Without answers, their maximum length does not matter.
     silent = {"protocol": "query_aware", "generate": False}
     make_tables([*ROWS, row("ours", "8x", 0, 1.0, settings=silent | {"max_new_tokens": 8})], SCORE)
-    # Under another name, or without a word of any, they are no danger.
+    # Rows of a model with another name, and failed rows without marks, do no harm.
     make_tables([*ROWS, {**other, "model": "large"}], SCORE)
     failed = {"error": {"type": "TaskError", "message": "no data"}}
     make_tables([*ROWS, {n: v for n, v in {**other, **failed}.items() if n != "marks"}], SCORE)

@@ -82,7 +82,7 @@ def test_equals_least_squares_in_float64(
 @pytest.mark.parametrize("context", [30, 2100, 4090])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_attention_in_parts_is_that_of_the_whole(context, softcap):
-    """As a GPU reads all tokens; their number is no multiple of the parts'."""
+    """As a GPU reads all tokens; their number is not a multiple of the part size."""
     prefill = synthetic_prefill(layers=1, context=context, prefix=0, question=1, tail=1, dim=8)
     region = prefill.spans.region(0)
     prefill = prefill.with_queries(QUERIES.asks(prefill, region, {}))
@@ -111,7 +111,7 @@ def test_a_pipeline_hands_over_the_scores_that_chose(recipe):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("name", sorted(set(FITTERS) - {"none"}))
 def test_what_came_before_counts_as_a_prefix_does(name, sinks):
-    """Its places are summed up, and a head's padding, which no query sees, is left out."""
+    """Earlier entries are summed up, and a head's padding, which no query sees, is left out."""
     prefill, region, _ = compressed(sinks=sinks, seed=4, prefix=6, dim=16)
     keys, queries = ([x.clone() for x in part] for part in (prefill.keys, prefill.queries))
     for layer in range(prefill.layers):
@@ -122,8 +122,8 @@ def test_what_came_before_counts_as_a_prefix_does(name, sinks):
     prefix = dataclasses.replace(prefill, keys=tuple(keys), queries=tuple(queries), rope=rope)
     cache = Pipeline.named("gracekv").run(prefix, Budget.ratio(3)).cache
     before = dataclasses.replace(prefix, spans=dataclasses.replace(prefix.spans, past=6))
-    # Without what turns rounding into another fit: limits that are just met, and steps of conjugate
-    # gradients that have not converged.
+    # Avoids cases in which rounding changes the fit: limits that are just met, and unconverged
+    # steps of conjugate gradients.
     smooth = {"guard": 0.0, "value_cap": 10.0, "key_cap": 10.0, "penalty": 0.1}
     fitter = FITTERS.build(name, **(smooth if name == "regression" else {}))
     passage = tuple(x.where(x.positions >= 6) for x in cache.layers)
@@ -165,7 +165,7 @@ def test_without_a_fit_the_cache_is_the_packed_one():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_degenerate_heads_stay_finite(dtype):
     prefill, region, _ = compressed(seed=2, dtype=dtype)
-    # Repeated keys, and keys that no query looks at.
+    # Repeated keys, and keys that no query attends to.
     keys = [x.clone() for x in prefill.keys]
     keys[0][:, region.start : region.end] = keys[0][:, region.start : region.start + 1]
     keys[1][0] = 0.0

@@ -21,7 +21,7 @@ OBSERVED = RepeatedQueries(4096)
 
 
 def read(seed, group=2, **changes):
-    """A prefill whose second reading asks sharp questions, so that problems are well posed."""
+    """A prefill whose second reading has peaked attention, so that problems are well posed."""
     prefill = synthetic_prefill(context=60, question=3, tail=2, dim=8, group=group, seed=seed)
     rng = torch.Generator().manual_seed(seed)
     asked = 4 * torch.randn(2, prefill.query_heads, 60, 8, generator=rng)
@@ -37,7 +37,7 @@ def packed(prefill, ratio):
 def published(K, V, Q, indices, least, most, iterations):
     """C2 and beta of the public code for one head; its power iteration starts from ones, as ours.
 
-    It takes three rounds. With the ideal step a few masses come out up to 8 % off, seed 776's too.
+    It takes three rounds. With the ideal step, a few masses are up to 8 % off, also in seed 776.
     """
     scores = Q @ K.T / math.sqrt(K.shape[1])
     exp_scores = torch.exp(scores - scores.max(dim=1, keepdim=True)[0])
@@ -79,7 +79,7 @@ def test_equals_the_public_formulas(seed, group, ratio, bounds):
         K, V = prefill.keys[layer][head, inside], prefill.values[layer][head, inside]
         X, C2, beta = published(K.double(), V.double(), own.double(), kept, *bounds)
         torch.testing.assert_close(log_m[free].double(), beta, rtol=1e-2, atol=2e-2)
-        # Values that the queries tell apart badly may differ; what they give may not.
+        # Values that the queries barely distinguish may differ; the outputs may not.
         torch.testing.assert_close(X @ values[free].double(), X @ C2, rtol=1e-2, atol=1e-2)
         slow, masses = reference.matched_head(K, V, own * prefill.scale, kept, *bounds)
         torch.testing.assert_close(log_m[free].double(), masses.log(), rtol=1e-2, atol=2e-2)

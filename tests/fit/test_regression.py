@@ -1,4 +1,4 @@
-"""GRKV's fit against its public code, on plain tensors in float64."""
+"""GRKV's fit against its public code, on plain float64 tensors."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ def published(q, k, v, mutable, target, weights, lam):
     a = (w * mutable[:, None, None]).reshape(heads, -1, slots) * root[None, :, None]
     r = (target - out).reshape(heads, groups * queries, -1) * root[None, :, None]
     dv = a.mT @ torch.linalg.solve(a @ a.mT + lam * torch.eye(groups * queries).double(), r)
-    # The key problem in full: its Jacobian by automatic differentiation, head by head.
+    # The full key problem: its Jacobian by automatic differentiation, head by head.
     dk = torch.zeros_like(k)
     for h in range(heads):
 
@@ -96,7 +96,7 @@ def test_no_head_moves_beyond_its_cap(dtype):
         off = (moved.float()[seen.columns] * free[..., None] - old).norm(dim=(1, 2))
         assert (off <= 0.02 * old.norm(dim=(1, 2)) * (1 + 1e-6)).all()
         assert (off > 0).all()
-    # A tenth of each head stays, and it is what the queries read.
+    # A tenth of each head stays: the entries that the queries attend to.
     kept = seen.free.sum(dim=1) - free.sum(dim=1)
     assert kept.tolist() == [int(0.1 * float(x)) for x in seen.free.sum(dim=1)]
 

@@ -14,7 +14,7 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture
 def tally(request, capsys):
-    """A `Tally` that is printed when the test ends, and written down if all of it passed."""
+    """A `Tally` that is printed when the test ends, and recorded if the test passed."""
     tally = Tally(request.node.name)
     yield tally
     with capsys.disabled():

@@ -1,4 +1,4 @@
-"""Crafted headers of contexts, with and without a checksum that fits, are refused by name."""
+"""Crafted headers of contexts, with and without a valid checksum, raise named errors."""
 
 import json
 from random import Random
@@ -29,7 +29,7 @@ def served(tmp_path_factory):
 
 
 def crafted(good, rng):
-    """Whether the checksum fits, and the text of a header in which something is another value."""
+    """Whether the checksum is valid, and the text of a header with a changed value."""
     data = json.loads(good)
     kind = rng.choice(["field", "field", "model", "rope", "drop", "add", "deep", "number", "bytes"])
     if kind == "bytes":
@@ -41,7 +41,7 @@ def crafted(good, rng):
     else:
         place["more" if kind == "add" else field] = rng.choice(JUNK)
     fits = rng.random() < 0.7
-    # What no writer of JSON makes: values deeper than any stack, and numbers past every float.
+    # JSON that no writer produces: values nested deeper than any stack, numbers beyond any float.
     if kind in ("deep", "number"):
         deep = rng.choice([800, 10**5])
         other = "[" * deep + "]" * deep if kind == "deep" else rng.choice(["1e999", "-1e999"])
@@ -67,7 +67,7 @@ def test_crafted_headers_are_refused(served, tally):
             short = len(said) < 1000 and str(served.root) not in said
             tally.add("refused" if short else f"refused with too much: {said}")
             continue
-        # A checksum that was made to fit may carry other words, never other entries.
+        # A header with a forged checksum may have other text, but never other entries.
         facts = ("length", "entries", "bytes", "digest")
         assert [getattr(header, x) for x in facts] == [getattr(want, x) for x in facts]
         assert fits or header == want, f"{seed}: an edit without its checksum was served"

@@ -1,4 +1,4 @@
-"""Crafted rows of an evaluation are refused by name, or are rows."""
+"""Crafted rows of an evaluation are valid or raise named errors."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def experiment():
 
 @pytest.fixture(scope="module")
 def rows():
-    """Rows of three methods, with all that rows can hold."""
+    """Rows of three methods, with every field that rows can hold."""
     costs = {
         "entries": {"spent": 10, "full": 40}, "bytes": {"kv": 10, "full_kv": 40},
         "construction_seconds": 0.5, "ms_per_token": 3.0, "prediction": "a",
@@ -46,7 +46,7 @@ def rows():
 
 
 def use(folder, experiment, rng):
-    """Everything that reads rows: the schedule of a run that goes on, and tables."""
+    """Everything that reads rows: the schedule of a resumed run, and tables."""
     rows = read_rows(folder)
     schedule = make_schedule(experiment, rows, Sources())
     assert sum(len(sample.cells) for sample in schedule.samples) + schedule.done == 3 * len(METHODS)

@@ -1,4 +1,4 @@
-"""Interrupts at random lines: the model answers as before, files are the old or the new ones."""
+"""Interrupts at random lines: the model answers as before, and files are either old or new."""
 
 import gc
 import inspect
@@ -25,11 +25,11 @@ PACKAGE = Path(gracekv.__file__).parent
 
 
 class Session:
-    """A model, two prompts, a result and its file: what an interrupt may not harm."""
+    """A model, two prompts, a result and its file, which an interrupt must not harm."""
 
     def __init__(self, folder):
         self.folder = folder
-        # Names of earlier tests' models go when these are collected, which must not be later.
+        # Collect earlier tests' models now: doing so removes their names from the registries.
         gc.collect()
         self.tokenizer = tiny_tokenizer(vocabulary=600)
         self.model = tiny_llama(vocabulary=600)
@@ -49,7 +49,7 @@ class Session:
         self.state = self.state_of_process()
 
     def state_of_process(self):
-        """What an interrupt may leave changed though answers stay right."""
+        """State that an interrupt might leave changed although answers stay right."""
         interfaces = (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
         return [
             self.model.config._attn_implementation,
@@ -58,7 +58,7 @@ class Session:
             [sorted(interface) for interface in interfaces],
             torch.get_float32_matmul_precision(),
             torch.is_grad_enabled(),
-            # In another thread, which gets no lock that this one still holds.
+            # In another thread, which cannot get a lock that this one still holds.
             ThreadPoolExecutor(1).submit(attach, self.model).result(60) is None,
         ]
 
@@ -89,7 +89,7 @@ class Session:
         run(self.experiment, self.folder / "rows", model=self.model, tokenizer=self.tokenizer)
 
     def answers(self):
-        """Of the model by itself, of a held result, and of a new one."""
+        """Answers of the model by itself, of an existing result, and of a new one."""
         ids = self.prompt.ids[None]
         plain = self.model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
         new = gracekv.compress(self.model, self.prompt, ratio=2)
@@ -99,8 +99,8 @@ class Session:
         assert self.state_of_process() == self.state
         assert self.answers() == self.want
         if action == "save":
-            # Before each save the other file was put there. Two files of one result differ in the
-            # order of their header's fields.
+            # The other file was put there before each save. Two files of one result may differ in
+            # the order of header fields.
             path = self.folder / "target.gracekv"
             if path.read_bytes() != (self.folder / "other.gracekv").read_bytes():
                 assert gracekv.load(path, self.model).generate_ids(3).tolist() == self.want[1]
@@ -137,7 +137,7 @@ def test_interrupts_at_random_lines_harm_nothing(session, tally):
     lines = {}
     for action in ACTIONS:
         for _ in range(2):
-            # What is only done once in a process, such as compiling, is not counted.
+            # Work done once per process, such as compiling, is not counted.
             session.prepare(action)
             lines[action] = executed_lines(getattr(session, action))
     for seed in range(CASES):
@@ -158,7 +158,7 @@ def test_interrupts_at_random_lines_harm_nothing(session, tally):
 
 @pytest.mark.parametrize("action", ["compress_in_chunks", "generate_by_replay"])
 def test_interrupts_where_a_model_is_set_back_harm_nothing(session, action):
-    """Every line of what changes a model and sets it back, when it is first and last executed."""
+    """Every line of code that changes a model and restores it, at its first and last execution."""
     changes = (patched_attention, rotations, undone, hooked, graph_replay.replaying)
     sources = [inspect.getsourcelines(change.__wrapped__) for change in changes]
     lines = {
@@ -169,7 +169,7 @@ def test_interrupts_where_a_model_is_set_back_harm_nothing(session, action):
     count = executed_lines(getattr(session, action))
     assert len(lines & count.keys()) > 10
     for number, place in enumerate(sorted(lines & count.keys())):
-        # Every day one of the two.
+        # Daily, one of the two.
         for occurrence in {1, count[place]} if LONG else {(1, count[place])[number % 2]}:
             assert interrupted(getattr(session, action), place, occurrence)
             session.check(action)

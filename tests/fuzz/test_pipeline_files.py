@@ -1,4 +1,4 @@
-"""Broken pipeline files and experiments are refused by name, or are pipelines."""
+"""Broken pipeline files and experiments are valid or raise named errors."""
 
 import json
 from random import Random
@@ -19,7 +19,7 @@ SUFFIXES = (".yaml", ".toml", ".json")
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """Every recipe as a file of every format, and as plain data."""
+    """Every recipe as a file in every format, and as plain data."""
     folder = tmp_path_factory.mktemp("pipelines")
     files = []
     for name in recipes.names():

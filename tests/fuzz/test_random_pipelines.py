@@ -1,4 +1,4 @@
-"""Random pipelines at random budgets hold what every compressed cache must hold."""
+"""Random pipelines at random budgets satisfy the invariants of every compressed cache."""
 
 from random import Random
 
@@ -13,7 +13,7 @@ from support.covering import cases
 from support.random_pipelines import random_pipeline
 
 PIPELINES = cases(60, 10_000)
-# What may refuse a random pipeline, and words of each message.
+# Errors that may refuse a random pipeline, and words of each message.
 REFUSALS = {
     "BackendUnavailableError": "'triton'", "BudgetError": "", "ConfigError": "",
     "MissingCaptureError": "has not observed", "NonFiniteError": "beyond 65504",
@@ -22,7 +22,7 @@ REFUSALS = {
 
 
 def random_prefill(rng):
-    """A prompt of random shape: no prefix, no question, no tail among them."""
+    """A prompt of random shape, possibly without prefix, question or tail."""
     return synthetic_prefill(
         layers=rng.randint(1, 3), kv_heads=rng.randint(1, 3), group=rng.randint(1, 3),
         dim=rng.choice([4, 8]), context=rng.choice([2, 3, 5, 17, 40, 90]),
@@ -71,5 +71,5 @@ def test_random_pipelines_hold_the_invariants(tally):
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {data}: {error}") from error
         tally.add("ran")
-    # Most others are refused for budgets below the smallest.
+    # Most others are refused since their budget is below the smallest.
     assert tally.outcomes["ran"] > PIPELINES // 4

@@ -1,4 +1,4 @@
-"""Random setups of a process and its model: each answers as the stock model, and twice the same."""
+"""Random setups of a process and its model: answers equal the stock model's, and repeat."""
 
 from contextlib import ExitStack, contextmanager
 from random import Random
@@ -50,7 +50,7 @@ def entries(result):
 
 def check(recipe, weights, autocast, default, attention, mode, compiled, chunk, stream):
     model = tiny_llama(dtype=weights, attention=attention)
-    # float64 is left as it is, and weights of other 16 bits are cast.
+    # Autocast leaves float64 alone, and casts weights of the other 16-bit dtype.
     computes = autocast if autocast and weights != torch.float64 else weights
     options = gracekv.CaptureOptions(chunk=chunk, stream=stream)
     with ExitStack() as setup:

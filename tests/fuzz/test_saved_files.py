@@ -1,4 +1,4 @@
-"""Broken saved caches are refused by name, fast, and in little memory."""
+"""Broken saved caches raise named errors, fast and with little memory."""
 
 import os
 import threading
@@ -36,11 +36,11 @@ def saved(model, tmp_path_factory):
 def test_broken_caches_are_refused(model, saved, tmp_path, tally):
     good = saved.read_bytes()
     want = gracekv.load(saved, model).generate_ids(3)
-    # Not timed: a file may name the backend whose kernel is compiled at its first use.
+    # Not timed: a file may name a backend whose kernel is compiled at first use.
     other_result(model, "auto")
     path = tmp_path / "broken.gracekv"
     if LONG:
-        (SELF / "clear_refs").write_text("5")  # From here on, the peak counts.
+        (SELF / "clear_refs").write_text("5")  # Reset the peak.
         before = peak()
     for seed in range(FILES):
         mutate = (mutated_bytes, mutated_layout, mutated_content)[seed % 3]
@@ -53,8 +53,8 @@ def test_broken_caches_are_refused(model, saved, tmp_path, tally):
         except GracekvError as error:
             tally.add("refused" if str(path) in str(error) else f"without its path: {error}")
             continue
-        # What is still a whole cache of this model answers; unless its checksums were made
-        # to fit, it is the file that was saved.
+        # A file that is still a valid cache of this model answers; unless its checksums were
+        # forged, it is the file that was saved.
         assert ids.shape == want.shape, f"{seed} {kind}"
         if mutate is not mutated_content:
             assert torch.equal(ids, want), f"{seed} {kind}: loaded, and answers something else"
@@ -66,7 +66,7 @@ def test_broken_caches_are_refused(model, saved, tmp_path, tally):
 
 
 def peak():
-    """MiB of resident memory at most since "5" was written to clear_refs."""
+    """Peak MiB of resident memory since "5" was written to clear_refs."""
     return int((SELF / "status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
 
 
@@ -81,7 +81,7 @@ def test_what_becomes_of_a_file_does_not_change_what_was_loaded(model, saved, tm
     loaded = gracekv.load(path, model)
     before = [x.clone() for layer in loaded.packed.layers for x in layer.tensors().values()]
     want = loaded.generate_ids(3)
-    # In place, as `cp` writes: a file that is mapped into memory would change with it.
+    # In place, as with `cp`: a memory-mapped file would change with it.
     if damage == "another file":
         other_result(model).save(tmp_path / "other.gracekv")
         path.write_bytes((tmp_path / "other.gracekv").read_bytes())

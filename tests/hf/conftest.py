@@ -1,4 +1,4 @@
-"""What is compressed once, to ask about; a module's `MODEL` and `PROMPT` name others."""
+"""A context that is compressed once, to ask about; modules override `MODEL` and `PROMPT`."""
 
 import pytest
 

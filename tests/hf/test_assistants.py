@@ -1,4 +1,4 @@
-"""Assistant models: candidates that are not accepted leave every kind of layer."""
+"""Assistant models: rejected candidates are removed from every kind of layer."""
 
 import copy
 
@@ -23,7 +23,7 @@ GOES_BACK = [x for x, family in FAMILIES.items() if family.is_mixed and family.c
 
 
 def assistant_of(family):
-    """A model that agrees with that of `family` now and then."""
+    """A model that sometimes agrees with that of `family`."""
     twin = FAMILIES[family].model(vocabulary=VOCABULARY)
     rng = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -106,6 +106,6 @@ def test_what_cannot_go_back_stays_whole(family):
         model(torch.tensor([[8, 9]]), past_key_values=cache)
         cache.crop(-2)
         with pytest.raises(CacheError, match=r"Layer 0 .* cannot remove"):
-            cache.crop(-1)  # No more than the next step reads is left.
+            cache.crop(-1)  # Only the tokens that the next step reads are left.
         got = model(torch.tensor([[7]]), past_key_values=cache).logits
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Attaching a model, and leaving it as it was; what importing registers."""
+"""Attaching to a model and restoring it; what importing registers."""
 
 import copy
 import subprocess
@@ -59,7 +59,7 @@ def test_an_attached_model_with_eager_attention_gives_its_attention_weights(fami
 
 
 class Watched(LlamaAttention):
-    """A user's own class, of this file, which has no attention function."""
+    """A user's own class, defined in this file, which has no attention function."""
 
 
 def test_layers_may_have_a_class_of_the_user_s():
@@ -173,7 +173,7 @@ def test_a_program_without_source_files_attaches_and_reads(monkeypatch):
     model = tiny_llama()
     want = gracekv.compress(model, PROMPT, ratio=2).generate_ids(3)
     detach(model)
-    # It reads the file that the class comes from.
+    # The original reads the source file of the class.
     monkeypatch.setattr(type(model.model), "_can_set_attn_implementation", lambda *_: False)
     assert torch.equal(gracekv.compress(model, PROMPT, ratio=2).generate_ids(3), want)
 

@@ -1,4 +1,4 @@
-"""Several prompts in one cache: each row answers as its prompt would alone; what is refused."""
+"""Several prompts in one cache: each row answers as its prompt alone would; refusals."""
 
 import gc
 import importlib
@@ -62,7 +62,7 @@ def test_prompts_of_one_length_need_no_padding(model):
     for row, prompt in zip(batch.generate_ids(8), prompts, strict=True):
         alone = gracekv.compress(model, prompt, ratio=3)
         assert_same_tokens(row, alone.generate_ids(8), logits_over(alone))
-    with torch.no_grad():  # `generate` drops a mask of ones; a caller's own must be welcome.
+    with torch.no_grad():  # `generate` drops a mask of ones; a caller's own must be accepted.
         masked = model(**batch.inputs, past_key_values=batch.new_cache()).logits
         bare = model(batch.inputs["input_ids"][:, -1:], past_key_values=batch.new_cache()).logits
     assert torch.equal(masked, bare)
@@ -138,7 +138,7 @@ def test_a_second_turn_follows_each_answer(model, batch, singles):
 
 
 def test_rows_can_be_selected_and_reordered_across_prompts(model, batch, singles):
-    """What beams never do, but a server that drops finished prompts does."""
+    """Beams never do this, but a server that drops finished prompts does."""
     ids = torch.tensor([[5, 6], [7, 8], [9, 10]])
     with torch.no_grad():
         early = batch.new_cache()

@@ -1,4 +1,4 @@
-"""The cache's own behaviour: lengths, growth, cropping, and what it refuses."""
+"""The cache's own behaviour: lengths, growth, cropping, and refusals."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_lengths_follow_the_logical_tokens():
 
 
 def test_growth_leaves_unused_places_unread(model):
-    """Poison behind the tail must never reach a result."""
+    """NaN behind the tail must never reach a result."""
     cache = GraceCache(packed())
     with torch.no_grad():
         model(torch.tensor([[1, 2]]), past_key_values=cache)
@@ -171,7 +171,7 @@ def twice(model):
 
 
 def as_if_fresh(model):
-    """A cache that has generated already, given to a new start."""
+    """Start anew with a cache that has already been used for generation."""
     cache = GraceCache(packed())
     generate(past_key_values=cache)(model)
     generate(past_key_values=cache)(model)
@@ -179,7 +179,7 @@ def as_if_fresh(model):
 
 @pytest.mark.parametrize(("use", "message"), [
     (as_if_fresh, "up to position 30, but with them the cache covers"),
-    # All of the prompt is packed: transformers would silently feed all of it again.
+    # The whole prompt is packed: transformers would silently feed all of it again.
     (generate(inputs=ones(1, PACKED), attention_mask=ones(1, PACKED)),
      "up to position 29, but with them the cache covers 60"),
     (call(attention_mask=ones(1, 2)), "up to position 1, but with them the cache covers 32"),
@@ -197,7 +197,7 @@ def test_wrong_uses_are_refused(model, use, message):
 
 
 def test_new_padding_in_the_tail_is_hidden(model):
-    """A left-padded second turn: the padded row answers as it would alone."""
+    """A left-padded second turn: the padded row answers as alone."""
     cache = packed()
     ids = torch.tensor([[0, 0, 5], [7, 8, 5]])
     mask = torch.ones(2, PACKED + 3, dtype=torch.int64)

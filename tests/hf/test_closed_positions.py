@@ -1,4 +1,4 @@
-"""Caches whose older keys are rotated on, so that they go on beyond the model's positions."""
+"""Caches whose older keys are rotated forward, to continue beyond the model's positions."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def fed(model, cache, ids):
     ("smollm3", {}), ("gemma3_text", {"window": 24}),
 ])  # fmt: skip
 def test_closed_keys_are_those_of_the_closed_positions(family, options):
-    """The first compressed layer's keys depend on no cut, so a full cache has them, too."""
+    """The first compressed layer's keys do not depend on cuts, so a full cache has them, too."""
     model, known = tiny_model(family, **{"positions": 4096, **options}), 128
     book = gracekv.compress(model, PROMPT, ratio=2)
     plain, cache = book.new_cache(), book.new_cache(Limit(**SIZES, positions="closed"))

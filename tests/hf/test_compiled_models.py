@@ -1,4 +1,4 @@
-"""Models of which `torch.compile` made something are read uncompiled, and answer as before."""
+"""Models with parts compiled by `torch.compile` are read uncompiled, and answer as before."""
 
 import pytest
 import torch

@@ -125,7 +125,7 @@ def test_results_print_in_one_line(model, prompt, result):
         f"values and {kept.metadata_bytes:,} of metadata, full cache {kept.full_bytes:,})"
     )
     coded = gracekv.Pipeline.from_dict({"precision": "uniform"}, base="gracekv-plus")
-    # Bytes of such a pipeline are held against a cache of 16-bit numbers.
+    # Bytes of such a pipeline are compared with a cache of 16-bit numbers.
     fewer = gracekv.compress(model, prompt, pipeline=coded, entries_per_head=70)
     assert repr(fewer).endswith(" in 16 bits)")
     assert repr(gracekv.compress(model, [prompt, prompt], ratio=3)).startswith(

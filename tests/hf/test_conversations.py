@@ -55,7 +55,7 @@ def questions(count):
 
 
 def test_older_messages_are_compressed_by_themselves(model, book):
-    """At ratio 1 nothing changes but where the entries lie."""
+    """At ratio 1, only the place of the entries changes."""
     with book.chat(compact=gracekv.Compaction(after=64, ratio=1, recent=2)) as chat:
         for question in questions(6):
             spoken = "".join(chat.ask(question, max_new_tokens=12, eos_token_id=1999, stream=True))
@@ -83,7 +83,7 @@ def test_a_conversation_that_compresses_itself_grows_less(book):
 
 
 def test_what_is_kept_keeps_all_its_entries(model, prompt):
-    """Numbers of 32 bits do not fit the bytes that a ratio of 1 counts."""
+    """32-bit numbers do not fit into the bytes that ratio 1 allows."""
     kept = {"pipeline": "gracekv-agnostic-allocated", "kv_bytes": "40kB"}
     book = gracekv.compress(model, prompt, **kept)
     policy = gracekv.Compaction(after=64, ratio=16, recent=0, keep=("user", "assistant"))

@@ -27,7 +27,7 @@ def ids_of(seed=0, length=LENGTH):
 
 
 def full(model, ids):
-    """Every token but the last, as it is."""
+    """Every token but the last, unchanged."""
     prefill = capture(model, Prompt.from_ids(ids, context=(2, len(ids) - 5)), Needs())
     covered = len(ids) - 1
     layers = tuple(
@@ -80,7 +80,7 @@ def test_an_evicted_cache_decodes_like_dense_masked_attention(model, backend, se
 
 
 def test_rows_share_the_packed_part_and_differ_in_the_tail(model):
-    """Three rows with continuations of their own, each as if it were alone."""
+    """Three rows with their own continuations, each as if it were alone."""
     cache = evicted(full(model, ids_of()), 3)
     tails = torch.stack([ids_of(seed, 6) for seed in (1, 2, 3)])
     attach(model)
@@ -121,7 +121,7 @@ def test_rows_of_a_second_turn_start_from_one_tail(model, mode):
     ours, _ = generated(model, turn, cache, **MODES[mode])
 
     stock, _ = generated(model, turn, **MODES[mode])
-    assert torch.equal(ours, stock)  # draws and beams of one fixed prompt, with no tie in sight
+    assert torch.equal(ours, stock)  # samples and beams for one fixed prompt without near ties
 
 
 @pytest.mark.skipif(

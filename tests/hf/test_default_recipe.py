@@ -1,4 +1,4 @@
-"""Which recipe `compress` takes unless told: by question, and by what budgets count."""
+"""The default recipe of `compress`: by question, and by the unit of the budget."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ BUDGETS = [Budget.ratio(4), Budget.kv_bytes(10**6), Budget.entries_per_head(20)]
     (torch.bfloat16, 32, [True, True, False]),
     (torch.float16, 64, [True, True, False]),
     (torch.float32, 32, [False, True, False]),
-    # Groups of 32 channels do not fit: entries stay as they are, and nothing is refused.
+    # Groups of 32 channels do not fit: entries stay unquantised, and nothing is refused.
     (torch.bfloat16, 16, [False, False, False]),
 ])  # fmt: skip
 def test_bits_are_allocated_where_budgets_count_16_bit_numbers(dtype, dim, want):

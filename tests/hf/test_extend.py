@@ -1,4 +1,4 @@
-"""A compressed context that goes on: what is read, what is packed, and what stays as it was."""
+"""Extending a compressed context: what is read, what is packed, and what stays unchanged."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ def compressed(model, ratio, pipeline="gracekv-agnostic", tail=TAIL):
 
 
 def kept(result, context):
-    """bool [L, G, N]: which tokens of `context` have an entry of their own."""
+    """bool [L, G, N]: which tokens of `context` have their own entry."""
     packed = result.packed
     mask = torch.zeros(len(packed.layers), packed.layers[0].heads, context[1] - context[0])
     for layer, entries in enumerate(packed.layers):
@@ -67,15 +67,15 @@ def test_a_context_of_which_nothing_was_kept_goes_on(model, monkeypatch):
     book = gracekv.compress(model, ids, entries_per_head=1, pipeline="streaming-llm")
     assert book.packed.kv_bytes == 0
     assert book.extend(PASSAGE, ratio=2).packed.entries().unique().tolist() == [40]
-    # What bounds a cache counts all tokens, those without an entry too.
+    # Length limits count all tokens, including those without an entry.
     monkeypatch.setattr("gracekv.hf.extend.longest_sequence", lambda *_: (100, "it ends"))
     with pytest.raises(CacheError, match="has 140 tokens and passes a length of 100"):
         book.extend(PASSAGE, ratio=2)
 
 
-# The passage's partitions are those of the whole text.
+# Partitions of the passage match those of the whole text.
 LAG = replace(gracekv.Pipeline.named("lagkv"), value=LagRelative(sinks=10, lag=10))
-# Without limits that are just met.
+# Avoids limits that are just met.
 SMOOTH = Regression(penalty=0.1, value_cap=10.0, key_cap=10.0, guard=0.0)
 FIT = replace(gracekv.Pipeline.named("snapkv"), fit=SMOOTH)
 
@@ -83,9 +83,9 @@ FIT = replace(gracekv.Pipeline.named("snapkv"), fit=SMOOTH)
 @pytest.mark.parametrize("options", [{}, {"chunk": 23}, {"memory_limit": 0}])
 @pytest.mark.parametrize("recipe", ["gracekv-agnostic", "snapkv", "h2o", "scissorhands", LAG, FIT])
 def test_after_a_whole_past_it_keeps_what_the_full_cache_would(model, recipe, options, monkeypatch):
-    """Nothing is missing, so the passage's scores are those of one prefill of everything.
+    """Nothing is missing, so the passage's scores equal those of one prefill of everything.
 
-    A passage alone is asked from beyond its end.
+    Only passages have queries moved beyond their end, so this is switched off.
     """
     monkeypatch.setattr(block_replay, "_BEYOND", 0)
     context = (END, END + len(PASSAGE))
@@ -116,7 +116,7 @@ MERGES = gracekv.Pipeline.from_dict({"window": {"size": 4, "minimum": 4}})
     *(("llama", {}, x) for x in CODED.values()),
 ])  # fmt: skip
 def test_the_passage_is_read_over_the_packed_entries(family, options, recipe, chunk):
-    """Uneven heads, merged entries and codes count as when the model decodes over them."""
+    """Uneven heads, merged entries and codes are read as in decoding."""
     model = tiny_model(family, **options)
     book = compressed(model, 3, recipe)
     told = []
@@ -242,14 +242,14 @@ def test_short_passages_are_read_as_far_back_as_they_go(model):
 
 
 def test_without_the_padding_of_heads_a_passage_is_read_alike(model, monkeypatch):
-    """CPUs read each head's own entries; GPUs, which the padding stands in for, all places."""
+    """CPUs read only each head's entries; GPUs, simulated by the padding, read all places."""
     book = compressed(model, 4)
     lengths = torch.stack([layer.lengths for layer in book.packed.layers])
     assert lengths.min() < lengths.max() - 3
     plain, sizes = linalg.linear, set()
     monkeypatch.setattr(linalg, "linear", lambda x, rows: sizes.add(rows.shape) or plain(x, rows))
     own = book.extend(IDS[:40], ratio=2)
-    # oneDNN compiles for each size, so a head's own entries must not make one.
+    # oneDNN compiles for each size, so head lengths must not add sizes.
     assert len(sizes) == 4
     for reader in (partial_attention, block_replay, attended):
         monkeypatch.setattr(reader, "first_entries", lambda keys, past: [0] * len(keys))

@@ -1,4 +1,4 @@
-"""Extending contexts whose entries are codes: what stays, what it costs, what decoding reads."""
+"""Extending contexts with quantised entries: what stays, its bytes, and decoding."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def compressed(model, name, tail=TAIL, **budget):
 
 
 def stored_bytes(layer):
-    """Counted from the tensors: keys and values, with what it takes to read them."""
+    """Bytes counted from the tensors: keys and values, with everything needed to read them."""
     beside = ("positions", "log_multiplicity", "offsets")
     return sum(x.nbytes for n, x in layer.tensors().items() if not n.endswith(beside))
 
@@ -41,7 +41,7 @@ def test_codes_stay_and_budgets_are_in_bytes(name, tail, dtype):
         for old, new in zip(before.packed.layers, longer.packed.layers, strict=True):
             parts = list(new.coded)
             for part in old.coded:
-                # Parts of one width are in the order of the passages.
+                # Parts of the same width are in the order of the passages.
                 same = next(x for x in parts if x.coding == part.coding)
                 parts.remove(same)
                 assert all(torch.equal(x, same.tensors()[n]) for n, x in part.tensors().items())
@@ -73,7 +73,7 @@ def test_decoding_reads_what_the_codes_say(model, name, backend, first, passages
     prompt = Prompt.from_ids(IDS[: first + TAIL], context=(START, first), question_end=first)
     result = gracekv.compress(model, prompt, ratio=2, pipeline=CODED[name], backend=backend)
     for length, ratio in passages:
-        # A passage that is too short to be compressed is taken as it is.
+        # A passage that is too short to compress is kept whole.
         budget = {"ratio": ratio} if length > 35 else {"kv_bytes": "1MB"}
         result = result.extend(IDS[200 : 200 + length], **budget)
     plain = GraceCache(dequantised(result.packed), Pipeline.named("gracekv").backend)

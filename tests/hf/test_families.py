@@ -46,7 +46,7 @@ CASES = {
     "gemma": {"family": "gemma"},
     "gemma dim 256": {"family": "gemma", "dim": 256, "heads": 2, "kv_heads": 1},
 }
-# The others are families as `test_model_families` checks them all.
+# The others are families, which `test_model_families` checks.
 VARIANTS = [x for x in CASES if x not in {*FAMILIES, "phi3 partial"}]
 
 
@@ -56,7 +56,7 @@ def make(case, **options):
 
 def compress(model, ratio):
     with warnings.catch_warnings():
-        # Where it warns is for other tests.
+        # Other tests cover its warnings.
         warnings.simplefilter("ignore", LengthWarning)
         return gracekv.compress(model, PROMPT, ratio=ratio)
 
@@ -93,8 +93,8 @@ def test_ratio_four_decodes_like_dense_masked_attention(case):
     assert (logits - dense_logits(fresh, packed, tokens, drop_bias=True)).abs().max() > 0.05
 
 
-# Relative to the logits: twice what rounding every layer's output costs these models. Leaving the
-# multiplicities out costs 30% and more.
+# Relative to the logits: twice the error from rounding every layer's output in these models.
+# Leaving the multiplicities out costs 30% and more.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.025), (torch.float16, 0.0025)])
 @pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma"])
 def test_half_precision_decodes_like_dense_masked_attention(case, dtype, tolerance):
@@ -120,7 +120,7 @@ def test_a_continuation_past_the_window_is_refused():
 
 @pytest.mark.parametrize("kind", ["phi3 longrope", "phi3 default", "llama longrope"])
 def test_a_continuation_past_the_rope_switch_is_refused(kind):
-    """Where transformers would drop the cache, or rotate otherwise, and not say so."""
+    """Otherwise transformers would silently drop the cache, or rotate differently."""
     family, rope = kind.split()
     model = tiny_model(family, rope=rope, positions=155, original=155)
     with pytest.warns(LengthWarning, match="can continue this prompt for 6 tokens"):

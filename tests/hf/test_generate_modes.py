@@ -1,8 +1,8 @@
 """Everything that `generate()` offers, over a compressed cache.
 
-What must equal the stock model is compared at ratio 1, where nothing is lost; what must not change
-the answer (assistance, chunks, streaming) is compared with plain decoding over the same cache.
-Where both are one computation they are compared exactly; else greedy tokens may differ at a tie.
+Modes that must equal the stock model are compared at ratio 1, where nothing is lost; modes that
+must not change the answer (assistance, chunks, streaming) with plain decoding over the same cache.
+Identical computations are compared exactly; otherwise greedy tokens may differ at a tie.
 """
 
 from threading import Thread
@@ -33,13 +33,13 @@ MODEL = {"layers": 3}
 
 @pytest.fixture(scope="module")
 def assistant():
-    """Another model of the same vocabulary, so its guesses are mostly wrong."""
+    """Another model with the same vocabulary, so its guesses are mostly wrong."""
     return tiny_llama(layers=1, seed=5)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token a printable character."""
+    """One token per printable character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -79,7 +79,7 @@ def stock(model, **kwargs):
 
 
 class Second(LogitsProcessor):
-    """Forbids the likeliest token, and notes how long the sequence is that it is shown."""
+    """Forbids the likeliest token, and records the lengths of the sequences that it gets."""
 
     def __init__(self):
         self.lengths = []
@@ -117,13 +117,13 @@ def test_every_mode_is_the_stock_model_s_where_nothing_is_lost(model, whole, mod
     ours = over(model, whole, **MODES[mode]())
     if mode == "greedy":
         assert_same_tokens(ours, want, logits_over(whole))
-    else:  # Draws, beams and processors of one fixed prompt, with no tie in sight.
+    else:  # Samples, beams and processors for one fixed prompt without near ties.
         assert torch.equal(ours, want)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_repeats_over_one_packed_part(model, result, mode):
-    """Continuations leave nothing behind: the second starts where the first did."""
+    """Continuations leave no trace: the second starts where the first did."""
     packed = list(result.packed.layers)
     before = [layer.keys.clone() for layer in packed]
     runs = []
@@ -146,7 +146,7 @@ def test_a_processor_sees_prompt_and_answer(model, result):
 def test_stop_strings_end_the_answer(model, result, tokenizer):
     plain = over(model, result)[0]
     word = tokenizer.decode(plain[3:5])
-    # The text may hold the word before, where an answer repeats itself.
+    # The word may occur earlier, if the answer repeats itself.
     end = next(n for n in range(1, 6) if word in tokenizer.decode(plain[:n]))
     stopped = over(model, result, stop_strings=[word], tokenizer=tokenizer)[0]
     assert torch.equal(stopped, plain[:end])
@@ -186,7 +186,7 @@ def test_assisted_decoding_changes_speed_only(model, assistant, result, kind, mo
     assert max(length for _, length in fed) <= 21
     assert cache.get_seq_length() == 150 + 19
     if kind == "itself":
-        # Over a compressed cache the uncompressed model is a good assistant, and saves steps.
+        # With a compressed cache, the uncompressed model is a good assistant and saves steps.
         assert len(fed) < 20
 
 
@@ -196,7 +196,7 @@ def test_assistance_cannot_show_hidden_states_of_the_prompt(model, result):
 
 
 def test_assistance_in_a_second_turn(model, assistant, result):
-    """The cached part is then packed and tail; both are left out."""
+    """The cached part then consists of packed entries and a tail; neither is fed again."""
     runs = []
     said = torch.cat([over(model, result, max_new_tokens=5)[0], IDS[20:31]])
     for options in ({}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
@@ -215,7 +215,7 @@ def test_a_model_that_asks_for_a_static_cache_uses_the_compressed_one(model, res
 
 
 def test_whole_sequences_may_be_fed_without_generate(model, result):
-    """As assisted decoding does: with a mask as long as the ids, or positions from 0."""
+    """As in assisted decoding: with a mask as long as the ids, or positions from 0."""
     ids = result.inputs["input_ids"]
     with torch.no_grad():
         want = model(ids[:, 149:], past_key_values=result.new_cache()).logits

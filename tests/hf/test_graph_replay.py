@@ -1,4 +1,4 @@
-"""Decoding by replay of a recorded step: the same answers, and the model is given back."""
+"""Decoding by replaying a recorded step: the same answers, and the model is restored."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ MODEL = {"layers": 2}
 
 @pytest.fixture
 def replay(monkeypatch):
-    """Generate by replay wherever it could, as on a GPU; the forwards that were made."""
+    """Generate by replay wherever possible, as on a GPU; the forwards that were created."""
     made = []
 
     class Recorded(graph_replay.ReplayedForward):
@@ -125,7 +125,7 @@ def test_a_recorded_step_is_replayed_with_the_tail_where_it_was(replay, model, m
     assert fakes[0].steps == 30
     assert fakes[0].forward.recordings == 3  # 8, 16 and 30 places
     assert [layer.tail_length for layer in fakes[0].forward.cache.layers] == [30, 30]
-    # After a question: one for each doubling, and one when `generate` changes the experts.
+    # After a question: one per doubling, and one when `generate` changes the experts.
     rows = [torch.cat([x.ids, torch.arange(30)]) for x in batch.prompts]
 
     def change(ids, scores):
@@ -150,7 +150,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(replay, model, monkeypatch
             monkeypatch.setattr(torch.cuda, "graph", self.refuse)
 
         def refuse(self, *args, **kwargs):
-            # torch leaves the stream current; the end of a block around it does not.
+            # torch leaves the stream current; leaving a block around it restores the other one.
             block = torch.cuda.stream.return_value
             assert block.__enter__.call_count > block.__exit__.call_count
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -187,7 +187,7 @@ def test_what_is_replayed(model, monkeypatch):
     handle = model.model.layers[1].register_forward_hook(lambda *_: None)
     assert not graph_replay.suits(model, cache, 64, {})
     handle.remove()
-    # The forward that their `generate` runs is not their own.
+    # Their `generate` runs a forward that is not their own.
     compiled, wrapped = copy.deepcopy(model), torch.compile(model, backend="eager")
     compiled.compile(backend="eager")
     assert not any(graph_replay.suits(x, cache, 64, {}) for x in (compiled, wrapped))

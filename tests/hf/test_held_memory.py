@@ -1,4 +1,4 @@
-"""A result keeps its cache alive, what a report shows, and nothing else of the compression."""
+"""A result keeps its cache and a report's data alive, and nothing else of the compression."""
 
 import gc
 
@@ -19,13 +19,13 @@ PROMPT = Prompt.from_ids(torch.arange(400) % 90, (10, 400))
 
 
 def live():
-    """The memory of every tensor that is alive."""
+    """The memory of all live tensors."""
     gc.collect()
-    # By type: isinstance asks the object itself, and a weak proxy of a dead object raises. Fake
-    # tensors of torch.compile are a class of their own and have no memory.
+    # By type: isinstance queries the object itself, and a weak proxy of a dead object raises.
+    # Fake tensors of torch.compile have their own class and no memory.
     plain = torch.Tensor, torch.nn.Parameter
     tensors = (x for x in gc.get_objects() if type(x) in plain)
-    # What torch.compile of other tests has left behind has no memory.
+    # Tensors left behind by torch.compile in other tests have no memory.
     functional = torch._is_functional_tensor
     return storages(x for x in tensors if x.device.type != "meta" and not functional(x))
 
@@ -39,7 +39,7 @@ def test_nothing_else_stays_alive(recipe, rows, family):
     model = tiny_model(family, layers=4 if family == "nemotron_h" else 3)
     prompts = [Prompt.from_ids(torch.arange(400 + 9 * row) % 90, (10, 380)) for row in range(rows)]
     given = prompts[0] if rows == 1 else prompts
-    # What is computed once per process is there after the first call.
+    # The first call computes everything that is kept per process.
     gracekv.compress(model, given, ratio=8, pipeline=recipe, backend="eager")
     before = live()
     result = gracekv.compress(model, given, ratio=8, pipeline=recipe, backend="eager")
@@ -50,7 +50,7 @@ def test_nothing_else_stays_alive(recipe, rows, family):
     ids = sum(prompt.ids.untyped_storage().nbytes() for prompt in prompts)
     assert sum(new.values()) == held["cpu"] - ids
     counted = result.accounting
-    # A byte for each token and head, 240 points of a curve, and slots and merged entries.
+    # A byte per token and head, 240 points of a curve, slots, and merged entries.
     tokens = sum(prompt.spans.context_length for prompt in prompts)
     heads = len(result.accountings[0].entries.flatten())
     rest = held["cpu"] - ids - counted.bytes - counted.metadata_bytes - counted.backend_bytes
@@ -95,7 +95,7 @@ def test_a_sliding_layer_that_was_read_holds_its_window_alone():
 
 
 def test_a_second_pass_holds_one_layer_once_more(monkeypatch):
-    # Its values are parts of one projection with queries and keys.
+    # In this model, values are views of a joint projection with queries and keys.
     model, held, own = tiny_model("phi3", layers=4), [], _ModelContinuation.run
 
     def run(self, ids, observe):

@@ -1,4 +1,4 @@
-"""A conversation whose stream ends while its thread still writes to the cache goes on as before."""
+"""A conversation survives a stream that ends while its thread still writes to the cache."""
 
 import copy
 import os
@@ -15,7 +15,7 @@ OPTIONS = {"max_new_tokens": 40, "eos_token_id": 1999, "stream": True}
 
 
 class Between:
-    """A logits processor that runs `act` once, between two steps of the thread that answers."""
+    """A logits processor that runs `act` once, between two steps of the answering thread."""
 
     def __init__(self, act):
         self.act, self.ready, self.done = act, threading.Event(), threading.Event()
@@ -39,13 +39,13 @@ def begun(book):
 
 
 def goes_on(chat, book):
-    """Whether it answers and holds what one does that was never interrupted."""
+    """Answers, messages and length of the chat, and of one that was never interrupted."""
     plain = begun(book)
     return [(x.ask("Why?", 6), x.messages, x._cache.get_seq_length()) for x in (chat, plain)]
 
 
 def test_a_stream_that_its_own_thread_closes(book):
-    # As a collection of garbage there does, after a server has dropped the iterator.
+    # As garbage collection in it may do, after a server has dropped the iterator.
     chat, failures = begun(book), []
 
     def close():

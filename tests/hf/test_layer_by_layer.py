@@ -1,4 +1,4 @@
-"""Compressing while reading keeps what compressing afterwards keeps, for families and recipes."""
+"""Compressing while reading keeps the same as compressing afterwards, by family and recipe."""
 
 import gc
 import itertools
@@ -47,7 +47,7 @@ def prompt_of(length=150):
 
 
 def test_threads_of_greenlets_are_the_thread_that_runs_them(monkeypatch):
-    """As gevent makes it: each greenlet has an identifier of its own."""
+    """As under gevent: each greenlet has its own identifier."""
     number = itertools.count(1)
     monkeypatch.setattr(threading, "get_ident", lambda: next(number))
     options = CaptureOptions(stream=True)
@@ -55,7 +55,7 @@ def test_threads_of_greenlets_are_the_thread_that_runs_them(monkeypatch):
 
 
 def both(model, recipe, chunk=None):
-    """Results of reading all first, and of compressing layer by layer."""
+    """Results of reading everything first, and of compressing layer by layer."""
     ways = [CaptureOptions(stream=stream, chunk=chunk) for stream in (False, True)]
     return [
         gracekv.compress(model, prompt_of(), ratio=4, pipeline=recipe, capture=x, keep_run=True)
@@ -68,7 +68,7 @@ def assert_same(whole, streamed):
     for one, other in zip(*layers, strict=True):
         for name, tensor in one.tensors().items():
             close = torch.isclose(other.tensors()[name], tensor, rtol=1e-4, atol=1e-4)
-            # A number between two codes may get either, and a scale between two of 16 bits.
+            # A number halfway between two codes may get either, and so may a 16-bit scale.
             most = 0.05 if name in ("keys", "values") and whole.packed.layers[0].codings else 0
             assert (~close).sum() <= most * close.numel(), name
     for one, other in zip(whole.packed.other_layers, streamed.packed.other_layers, strict=True):
@@ -134,7 +134,7 @@ def test_only_one_layer_is_held(monkeypatch):
     monkeypatch.setattr(Compression, "layer", spy)
     gracekv.compress(model, prompt_of(), ratio=4, capture=CaptureOptions(chunk=30))
     assert [x[:2] for x in held] == [(layer, held[0][1]) for layer in range(4)]
-    # Each layer is written where the one before it was.
+    # Each layer reuses the memory of the one before.
     assert len({x[2] for x in held}) == 1
 
 
@@ -142,7 +142,7 @@ def test_layers_and_chunks_are_told():
     told = []
     options = CaptureOptions(chunk=50, progress=lambda *x: told.append(x))
     gracekv.compress(tiny_llama(layers=3), prompt_of(), ratio=4, capture=options)
-    # Three chunks of each of three layers.
+    # Three chunks for each of three layers.
     assert told == [(150 * done // 9, 150) for done in range(1, 10)]
 
 

@@ -1,4 +1,4 @@
-"""What is no limit, and what a cache with one refuses."""
+"""Invalid limits, and refusals of a cache with a limit."""
 
 import pytest
 import torch

@@ -27,7 +27,7 @@ SMALL = {"entries_per_head": 80, "every": 16, "window": 8}
 
 
 def held_bytes(cache):
-    """Bytes of all tensors that the cache's layers reach, the packed part once."""
+    """Bytes of all tensors reachable from the cache's layers, the packed part once."""
     tensors = []
     for layer in cache.grace_layers:
         entries = layer.packed.entries
@@ -36,7 +36,7 @@ def held_bytes(cache):
 
 
 def live_bytes():
-    """Bytes of all tensors of the tiny model's head dimension that are alive."""
+    """Bytes of all live tensors with the tiny model's head dimension."""
     gc.collect()
     everything = gc.get_objects()
     return stored_bytes(x for x in everything if type(x) is torch.Tensor and x.shape[-1:] == (16,))
@@ -56,7 +56,7 @@ def test_the_bound_holds_however_long_it_gets(model, result):
         assert held_bytes(cache) <= most * entry
         if count % (TOKENS // 4) == TOKENS // 8:
             live.append(live_bytes())
-    # Nothing else keeps what was cut, either.
+    # Nothing else keeps the dropped entries, either.
     assert max(live) <= min(live) + most * entry
     assert cache.accounting.cuts >= TOKENS // 64 - 3
     assert cache.accounting.most_entries <= most
@@ -173,7 +173,7 @@ def test_after_a_cut_the_model_sees_what_a_mask_leaves(rope):
     dropped = set(range(len(ids) - tail)) - kept
     assert cache.cuts == 1
     assert dropped
-    # Only tokens after the cut see the same in every layer if they are fed at once.
+    # Fed at once, only tokens after the cut see the same in every layer.
     want = masked_logits(model, ids, dropped, tail)
     torch.testing.assert_close(logits[-1], want[-1], rtol=1e-3, atol=1e-4)
 
@@ -189,12 +189,12 @@ def logits_under(result, limit, tokens):
 
 @pytest.mark.parametrize(("other", "budget", "keep_prompt", "new"), [
     (IDS.flip(0), {"ratio": 2}, True, 80),
-    # A row that is kept whole has no scores. This one is never cut; the first one is, by its own.
+    # A row that is kept whole has no scores. This one is never cut; the first is, by its own.
     (IDS[:20], {"entries_per_head": 42}, False, 40),
 ])  # fmt: skip
 def test_batches_cut_each_row_by_itself(model, other, budget, keep_prompt, new):
     prompts = [gracekv.Prompt.from_ids(ids, (4, len(ids) - 10)) for ids in (IDS, other)]
-    # Scores of a batch round otherwise, and a near tie falls either way: this one has none.
+    # Scores round differently in a batch, which may decide near ties: this prompt has none.
     limit = Limit(entries_per_head=60, every=16, window=8, strategy=Recent(keep_prompt=keep_prompt))
     together = gracekv.compress(model, prompts, **budget).generate_ids(new, limit=limit)
     for number, prompt in enumerate(prompts):
@@ -217,7 +217,7 @@ def test_batches_of_several_lengths_hide_their_padding_after_cuts(model, strateg
     for layer in cache.packed.layers:
         first, second = (layer.sequence(s).positions for s in (0, 1))
         assert first.max() - second.max() == 15
-        # The shorter prompt ends at 44: the first tokens of its answer are no part of it.
+        # The shorter prompt ends at 44: the first tokens of its answer are not part of it.
         assert strategy == "fitted" or not bool(((second >= 44) & (second < 59)).any())
 
 
@@ -244,7 +244,7 @@ def test_beams_and_samples_stay_within_the_limit(model, result, options):
     assert len(ids) == options.get("num_return_sequences", 1)
     assert cache.cuts > 2
     assert cache.accounting.entries <= cache.grace_layers[0].batch * 4 * (80 + 16)
-    # What all continuations share was not changed.
+    # The part that all continuations share is unchanged.
     assert torch.equal(result.packed.layers[0].keys, before)
 
 

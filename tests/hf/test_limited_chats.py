@@ -50,7 +50,7 @@ def test_a_chat_stays_within_its_bytes_however_long_it_gets(monkeypatch):
 
 
 def test_what_a_conversation_compresses_stays_within_its_limit():
-    """Once it is reached, the entries of highest scores stay, whichever message they are from."""
+    """Once it is reached, the entries with the highest scores stay, whatever their message."""
     limit = Limit(entries_per_head=150, every=192, window=8, positions="closed")
     held = []
     with compressed(512, 2).chat(limit, gracekv.Compaction(after=64, ratio=2)) as chat:
@@ -90,13 +90,13 @@ def test_bytes_are_those_that_dequantised_entries_take():
 
 
 def test_a_conversation_that_no_cut_reaches_goes_on_beyond_the_positions():
-    """Before a run of messages is read, its place is made."""
+    """Room for a run of messages is made before it is read."""
     limit = Limit(entries_per_head=300, every=192, window=8, positions="closed")
     with compressed(512, 4).chat(limit, gracekv.Compaction(after=64, ratio=8)) as chat:
         while len(chat._ids) < 1400:
             chat.ask(f"word5 {TEXT[:120]}", max_new_tokens=4)
             layers = chat._result.packed.layers
-            # Nothing was cut, and half of the positions stay in use.
+            # Nothing was cut, and half of the positions remain in use.
             assert len(chat._ids) < 600 or min(len(x.positions) for x in layers) > 40
             assert all(int(x.positions.min()) > len(chat._ids) - 512 for x in layers)
         assert chat._cache.cuts == 0
@@ -129,7 +129,7 @@ def test_a_row_that_was_asked_nothing_yet_keeps_its_prefix_in_a_cut(monkeypatch)
     rule = Fitted(keep_prompt=False)
     limit = Limit(entries_per_head=book.packed.length // 2, every=16, window=2, strategy=rule)
     book.ask(["word1", "word2 and3 word4 and5 word7 " * 4], max_new_tokens=4, limit=limit)
-    # Of the shared context, then of the short question's row, all of it padding so far.
+    # First the shared context, then the short question's row, which is only padding so far.
     assert seen[:2] == [(False, True), (False, True)]
     assert (True, False) in seen
 

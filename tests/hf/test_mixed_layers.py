@@ -1,4 +1,4 @@
-"""Layers that are compressed beside layers that keep their own window or state."""
+"""Compressed layers next to layers that keep their own window or state."""
 
 import copy
 import dataclasses
@@ -174,7 +174,7 @@ def test_budgets_and_numbers_count_compressed_layers_alone():
     assert kept.entries.shape == (2, 2)
     assert kept.budget == kept.spent == 2 * 2 * 20
     assert result.packed.model_layers == (1, 3)
-    # Two layers, keys and values, two heads of 16 numbers over 23 tokens.
+    # Two layers, keys and values, two heads of dimension 16, 23 tokens.
     size = 2 * 2 * 2 * (WINDOW - 1) * 16 * 4
     assert kept.other_bytes == {"sliding_attention": size}
     assert sum(kept.held_bytes.values()) >= kept.bytes + size

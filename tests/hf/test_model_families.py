@@ -1,4 +1,4 @@
-"""Every listed family: all that `compress` promises, against the stock model."""
+"""Every listed family: all guarantees of `compress`, against the stock model."""
 
 import copy
 
@@ -56,7 +56,7 @@ def test_the_capture_is_the_stock_forward_pass(family):
     assert numbers == [x for x, kind in enumerate(kinds) if kind in own]
     assert len(numbers) == prefill.layers
     for layer, number in enumerate(numbers):
-        # Exactly: both call the same functions on the same shapes, but for a last token alone.
+        # Exact: both call the same functions on the same shapes, except for a separate last token.
         for got, stock in (
             (prefill.keys[layer], cache.layers[number].keys[0]),
             (prefill.values[layer], cache.layers[number].values[0]),
@@ -66,13 +66,13 @@ def test_the_capture_is_the_stock_forward_pass(family):
     torch.testing.assert_close(prefill.logits, plain.logits[0, -1], rtol=0, atol=1e-4)
     stream, surprisal = (prefill.observation(x) for x in seen)
     (middle,) = depth_layers([0.5], prefill.layers)
-    # With states the last token runs alone, and its rows are those of other products.
+    # With states, the last token runs alone, in products of other shapes.
     stock = plain.hidden_states[numbers[middle]][0]
     torch.testing.assert_close(stream, stock, rtol=0, atol=1e-4 if with_states else 0)
     expected = -plain.logits[0].double().log_softmax(-1)[torch.arange(LENGTH - 1), IDS[1:]]
     torch.testing.assert_close(surprisal[1:].double(), expected, rtol=0, atol=1e-3)
     torch.testing.assert_close(parts.logits, prefill.logits, rtol=0, atol=1e-3)
-    # Sliding layers hold the window of all tokens but the last, the others their states then.
+    # Sliding layers hold the window of all tokens but the last, the others their states there.
     if with_states:
         cache = transformers.DynamicCache(config=model.config)
         with torch.no_grad():
@@ -88,7 +88,7 @@ def test_the_capture_is_the_stock_forward_pass(family):
                 stock = getattr(cache.layers[whole.number], name)
                 assert torch.equal(tensor, stock[:, :, LENGTH - 24 : LENGTH - 1])
             torch.testing.assert_close(in_parts.tensors[name], tensor, rtol=0, atol=1e-3)
-    # The probes' attention, from what was captured, is what the model computed.
+    # The probes' attention, computed from the capture, equals the model's.
     probes = PROMPT.spans.question_probes()
     unseen = torch.arange(LENGTH)[None] > torch.tensor(probes)[:, None]
     for layer in range(prefill.layers):
@@ -110,7 +110,7 @@ def test_the_capture_is_the_stock_forward_pass(family):
 
 @every_family
 def test_keys_without_their_rotation_are_those_of_the_model(family):
-    """A layer without its rotation has the keys that `unrotate` gives; so merging is right."""
+    """A layer run without rotation has the keys that `unrotate` gives, so merging is right."""
     model = FAMILIES[family].model()
     prefill = capture(model, PROMPT)
     for layer, described in enumerate(compressed_layers(model)):

@@ -1,4 +1,4 @@
-"""A result belongs to the weights and adapters that made it; others are refused by name."""
+"""A result belongs to the weights and adapters that made it; others raise a named error."""
 
 from types import SimpleNamespace
 
@@ -97,7 +97,7 @@ def test_an_adapter_that_was_switched_is_refused_by_name(model, tmp_path):
 
 
 class Adapted(torch.nn.Module):
-    """Embeddings with an adapter of peft, which do not tell their sizes."""
+    """Embeddings with a peft adapter, which do not expose their sizes."""
 
     def __init__(self, inner):
         super().__init__()
@@ -133,7 +133,7 @@ def test_a_file_whose_marks_are_no_mapping_is_of_another_model():
 
 
 class Repacked(torch.nn.Module):
-    """A quantised layer that packs its weight otherwise when it first runs."""
+    """A quantised layer that repacks its weight when it first runs."""
 
     def __init__(self, linear):
         super().__init__()
@@ -175,7 +175,7 @@ def test_fields_of_generation_leave_a_model_what_it_is(model, tmp_path):
     result.extend(IDS[:40], ratio=2)
     now = fingerprint(model)
     assert now["config"] != before.pop("config_fields")
-    # As a file of an earlier version, whose hash counts them.
+    # Like a file of an earlier version, whose hash includes them.
     assert differences(before, now) == ["config"]
     model.config.rms_norm_eps *= 2
     with pytest.raises(SavedCacheError, match=r"its config \(1 of .*rms_norm_eps first\) differ"):

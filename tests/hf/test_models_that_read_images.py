@@ -1,4 +1,4 @@
-"""Text prompts of models that also read images: the decoder has a config of its own."""
+"""Text prompts for models that also read images: the decoder has its own config."""
 
 import pytest
 import torch
@@ -130,7 +130,7 @@ def test_masks_are_checked_where_the_model_prepares_its_own(family):
 
 
 def test_a_decoder_has_an_attention_of_its_own():
-    """Gemma 2 cannot run sdpa: transformers loads it with eager attention beside others' sdpa."""
+    """Gemma 2 cannot run sdpa: transformers loads it with eager attention next to others' sdpa."""
     model = model_of("llava", model_type="gemma2", attn_logit_softcapping=2.0)
     sight, text = model.model.vision_tower, model.config.text_config
     assert (model.config._attn_implementation, text._attn_implementation) == ("sdpa", "eager")

@@ -20,7 +20,7 @@ SHORT = GenerationConfig(max_new_tokens=2)
 
 
 def asked(tokenizer, text):
-    """What `from_chat` makes of the same texts: the ids of context and question."""
+    """The ids of context and question that `from_chat` makes of the same texts."""
     return gracekv.Prompt.from_chat(tokenizer, context=TEXT, instruction="Read.", question=text).ids
 
 
@@ -70,7 +70,7 @@ def test_penalties_for_repetition_count_no_padding(tokenizer, book, monkeypatch)
     book.ask(QUESTIONS, 1, **options)
     gracekv.compress(book.model, [book.prompt, short], ratio=4).generate_ids(1, **options)
     want = [*(asked(tokenizer, question) for question in QUESTIONS), book.prompt.ids, short.ids]
-    # N-grams are the row's own, too, but for those of a first token, which no answer repeats.
+    # N-grams are the row's own, too, except for those of a first token, which no answer repeats.
     for ids, own in zip(seen, want, strict=True):
         assert ids == [own[0]] * (len(ids) - len(own)) + own.tolist()
 

@@ -1,4 +1,4 @@
-"""Saved caches: identical in a new process, refused where they are damaged or another model's."""
+"""Saved caches: identical in a new process, refused if damaged or another model's."""
 
 import copy
 import hashlib
@@ -67,7 +67,7 @@ def test_a_pickle_is_refused_and_names_what_works(result):
     for refused in (pickle.dumps, copy.deepcopy, lambda x: pickle.dumps(x.new_cache())):
         with pytest.raises(CacheError, match=r"result\.save.*gracekv\.load"):
             refused(result)
-    # A result in place of a cache.
+    # A result passed as a cache.
     for run in (result.model, result.model.generate):
         with pytest.raises(CacheError, match=r"result\.new_cache\(\)"):
             run(**result.inputs, past_key_values=result)
@@ -75,7 +75,7 @@ def test_a_pickle_is_refused_and_names_what_works(result):
 
 def test_text_needs_the_same_tokenizer(model, result, saved):
     assert gracekv.load(saved, model, tokenizer=Numbers()).generate(5) == result.generate(5)
-    # Saved again by one that does not know it.
+    # Saved again by a result that does not know its tokenizer.
     gracekv.load(saved, model).save(saved)
     with pytest.raises(SavedCacheError, match="tokenizer differ"):
         gracekv.load(saved, model, tokenizer=Numbers(98))
@@ -119,7 +119,7 @@ def test_a_model_is_known_after_it_was_saved_and_loaded(tmp_path):
 
 
 def rewritten(path, change):
-    """The file with other metadata or tensors, everything else intact."""
+    """The file with other metadata or tensors, and everything else intact."""
     with safetensors.safe_open(path, "pt") as file:
         parts = SimpleNamespace(
             metadata=dict(file.metadata()),
@@ -130,7 +130,7 @@ def rewritten(path, change):
 
 
 def headed(text):
-    """The text in place of the header, with its checksum."""
+    """The text in place of the header, with a valid checksum."""
     digest = hashlib.sha256(text.encode()).hexdigest()
     return lambda parts: parts.metadata.update(gracekv=text, gracekv_sha256=digest)
 
@@ -143,14 +143,14 @@ def reheaded(**fields):
 
 
 def without_adapters(parts):
-    """As versions before adapters were told wrote it."""
+    """As written by versions that did not record adapters."""
     model = json.loads(parts.metadata["gracekv"])["model"]
     del model["adapters"]
     reheaded(model=model)(parts)
 
 
 def emptied(name):
-    """The tensor [E] as [E, 0], with its checksum."""
+    """The tensor [E] as [E, 0], with a valid checksum."""
 
     def change(parts):
         parts.tensors[name] = parts.tensors[name][:, None][:, :0].clone()

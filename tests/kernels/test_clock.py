@@ -1,4 +1,4 @@
-"""Seconds by name; a GPU is waited for once, when they are read."""
+"""Seconds by name; the GPU is synchronised only once, when they are read."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Event:
-    """A CUDA event on a stream that takes a second from each event to the next."""
+    """A CUDA event on a stream that takes a second between events."""
 
     recorded = 0
 

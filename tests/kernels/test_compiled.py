@@ -1,4 +1,4 @@
-"""Compiled kernels: kept on disk, given addresses that are checked, run on torch's threads."""
+"""Compiled kernels: cached on disk, called with checked addresses, run on torch's threads."""
 
 import warnings
 from functools import partial

@@ -1,4 +1,4 @@
-"""Intrinsics at the end of a page, beyond which nothing may be read or written."""
+"""Intrinsics at the end of a page, beyond which they must not read or write."""
 
 import sys
 
@@ -71,5 +71,5 @@ def test_intrinsics_stay_inside_their_arrays():
 
 
 def test_the_pages_guard():
-    # A row further the process ends.
+    # One row further, the process is killed.
     assert run(1) < 0

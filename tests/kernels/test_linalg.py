@@ -1,4 +1,4 @@
-"""Full float32 inside, what was set outside."""
+"""Full float32 inside the block, the user's settings outside."""
 
 import subprocess
 import sys
@@ -72,7 +72,7 @@ def test_what_further_passes_see_is_computed_in_full_float32(
 
 
 def test_settings_by_backend_are_kept_too():
-    """torch refuses to sum them up, and cannot go back; so in a process of its own."""
+    """torch cannot report mixed settings as one, nor undo them; so in a separate process."""
     code = """
 import torch
 from gracekv.undo import full_float32

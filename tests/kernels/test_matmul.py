@@ -1,4 +1,4 @@
-"""Tiles of small matrix products: right at every size, and the same bits in every tile."""
+"""Tiles of small matrix products: right at every size, and bitwise the same in every tile."""
 
 import functools
 import importlib.util
@@ -18,7 +18,7 @@ COLUMNS = matmul.COLUMNS
 
 @functools.cache
 def product_of(wide):
-    """A function that multiplies arrays, on this machine or as on one of narrow registers."""
+    """A function that multiplies arrays, for this machine or for one with narrow registers."""
     multiply = (matmul if wide else narrow()).multiply
 
     @numba.njit
@@ -45,7 +45,7 @@ def narrow():
 def test_it_is_the_product(wide, seed, rows, columns, first, summed):
     product, rng = product_of(wide), np.random.default_rng(seed)
     stop = first + summed
-    # What lies beside the summed part must not be read.
+    # Elements outside the summed part must not be read.
     a = np.full((rows, stop + 2), np.nan, np.float32)
     b = np.full((stop + 1, COLUMNS * columns + 3), np.nan, np.float32)
     a[:, first:stop] = rng.standard_normal((rows, summed))
@@ -54,7 +54,7 @@ def test_it_is_the_product(wide, seed, rows, columns, first, summed):
     product(a, b, found, first, stop)
     want = a[:, first:stop].astype(np.float64) @ b[first:stop, : COLUMNS * columns]
     np.testing.assert_allclose(found, want, rtol=0, atol=1e-5)
-    # A row alone, a column block alone: the same chain of sums.
+    # A single row and a single column block have the same chain of sums.
     one = np.empty_like(found[:1])
     product(a[-1:].copy(), b, one, first, stop)
     np.testing.assert_array_equal(one[0], found[-1])

@@ -1,4 +1,4 @@
-"""Work on many threads: torch's where they can be had, else our own."""
+"""Work on many threads: torch's if available, else our own."""
 
 import ctypes
 

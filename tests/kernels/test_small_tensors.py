@@ -1,4 +1,4 @@
-"""Small tensors are made once for a GPU."""
+"""Small tensors are created once per GPU."""
 
 from unittest.mock import Mock
 
@@ -11,7 +11,7 @@ from gracekv.kernels.uploads import filled, on_device, upload
 
 @pytest.fixture
 def copies(monkeypatch):
-    """The keys of what is put on a GPU; the CPU stands for it."""
+    """The keys of uploads to a GPU, for which the CPU stands in."""
     made, upload = [], uploads._uploaded.__wrapped__
 
     def uploaded(data, dtype, shape, device, stream):

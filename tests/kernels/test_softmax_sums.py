@@ -48,7 +48,7 @@ def test_equals_the_definition(
 ):
     inputs, made = case(seed, groups, group, count, length, dim, dtype), torch.Generator()
     shape = inputs[0].shape[: 1 if of_heads else 2]
-    # With large sinks some rows have nothing left for their keys.
+    # With large sinks, some rows have no weight left for their keys.
     sinks = None if sink is None else sink * torch.randn(shape, generator=made.manual_seed(seed))
     got = softmax_columns(*inputs, power=power, maximum=maximum, sinks=sinks, engine=engine)
     want = reference(*inputs, power, maximum, sinks)
@@ -88,7 +88,7 @@ def test_nan_stays_nan(engine, power):
 @settings(max_examples=20)
 @given(seed=ints(0, 2**32), scale=floats(1, 30), power=some([1.5, 2.0, 3.0]))
 def test_no_number_is_denormal(seed, scale, power):
-    """Denormal numbers take a hundred times as long, and are what far keys' shares come to."""
+    """Denormal numbers, which distant keys' shares become, take a hundred times as long."""
     queries, keys, _, _ = case(seed, 1, 1, 1, 300, 8)
     got = softmax_columns(scale * queries, keys, 300, power=power, engine="numba")
     want = reference(scale * queries, keys, torch.tensor([300]), torch.ones(1), power, False)

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("support.cubin")  # skips where nothing can be compiled
+pytest.importorskip("support.cubin")  # skips if kernels cannot be compiled
 
 from gracekv.kernels import bytes_triton, softmax_sums_triton
 from support.covering import covering
@@ -33,7 +33,7 @@ ALL += [(64, BF16, 120), (80, F16, 90), (96, BF16, 80), (256, BF16, 120), (256, 
 @pytest.mark.parametrize(("dim", "dtype", "arch"), covering(ALL))
 @pytest.mark.parametrize("rotated", [True, False])
 def test_fits(tmp_path, kernel, dim, dtype, arch, rotated):
-    # Rotated queries come in float32 and are split, others in the model's dtype.
+    # Rotated queries come in float32 and are split; others have the model's dtype.
     binary = compiled_columns(kernel, dim, dtype, arch, 2 if rotated and dtype != F32 else 1)
     check_fits(binary, tmp_path, arch)
     # Half precision runs on tensor cores; float32 stays float32.

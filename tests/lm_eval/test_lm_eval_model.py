@@ -37,7 +37,7 @@ doc_to_choice: "{{choices}}"
 doc_to_target: 0
 metric_list: [{metric: acc}]
 """
-# As LongBench's tasks are written: its own scores, no stop string, the order of its settings.
+# Like LongBench's tasks: own scores, no stop string, the same order of settings.
 LONGBENCH = """task: small_longbench
 doc_to_target: "{{choices}}"
 process_results: !function scores.score
@@ -83,7 +83,7 @@ def folder(harness, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def own(harness, folder):
-    """The model as lm-eval makes it."""
+    """The model as created by lm-eval."""
     from lm_eval.api.registry import get_model
 
     return get_model("gracekv").create_from_arg_obj({**ARGUMENTS, "pretrained": f"{folder}/model"})
@@ -99,14 +99,14 @@ def samples(harness, folder, model, task, **options):
 
 
 def prompt_of(own, text):
-    """The prompt that the model makes of a text, whose recipe does not see the question."""
+    """The prompt that the model makes of a text, for a recipe that does not see the question."""
     ids = torch.tensor(own.tok_encode(text))
     end = len(ids) - QUESTION
     return Prompt(ids, PromptSpans(PREFIX, end, end, len(ids)))
 
 
 def another(own, **options):
-    """The same weights as a model of other options."""
+    """The same weights in a model with other options."""
     return type(own)(own.model, tokenizer=own.tokenizer, **options)
 
 
@@ -151,7 +151,7 @@ def continued(result):
 
 @pytest.fixture
 def made(harness, monkeypatch):
-    """The results that the model makes."""
+    """Records the results that the model makes."""
     import gracekv.lm_eval.model as module
 
     made = []
@@ -186,7 +186,7 @@ def test_choices_are_scored_over_one_cache_a_context(harness, folder, own, made)
 
 @torch.no_grad()
 def step_by_step(model, result, continuation):
-    """Log-probability and whether it is the greedy answer, a token a pass."""
+    """Log-probability and whether the answer is greedy, by one pass per token."""
     cache = result.new_cache()
     fed, total, greedy = result.prompts[0].ids[cache.packed_length :], 0.0, True
     for token in continuation:

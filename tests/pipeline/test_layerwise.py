@@ -1,4 +1,4 @@
-"""Cutting layer by layer keeps what one cut at the end keeps, ties included."""
+"""Cutting layer by layer keeps the same as one cut at the end, ties included."""
 
 import dataclasses
 import math
@@ -23,13 +23,13 @@ from gracekv.value import Scorer
 from support.draws import bools, ints, some
 from support.thread_exchange import in_threads
 
-# Of this file alone, so that no other test finds them.
+# Local to this file, so that no other test finds them.
 OWN: Registry[Scorer] = Registry("own", "scores for tests")
 
 
 @OWN.register("tied", works_sharded=True)
 class Tied(Scorer):
-    """Scores of few values, so that most are ties."""
+    """Scores with few values, so that most of them tie."""
 
     levels: int = 3
 
@@ -39,7 +39,7 @@ class Tied(Scorer):
 
 @OWN.register("late")
 class Late(Scorer):
-    """A score by layers that also reads surprisal."""
+    """A layerwise score that also reads surprisal."""
 
     layer = Tied.layer
 
@@ -48,13 +48,13 @@ class Late(Scorer):
 
 
 def tied(levels, base, **fields):
-    """The recipe with such scores, and without a fit."""
+    """The recipe with such scores and without a fit."""
     pipeline = Pipeline.from_dict({**fields, "fit": "none"}, base=base)
     return dataclasses.replace(pipeline, value=Tied(levels))
 
 
 def layerwise(pipeline, prefill, budget):
-    """The run over layers that come one after the other, and whose tensors are only lent."""
+    """The run over layers that come one after the other, with tensors that are only lent."""
     made = Compression(pipeline, pipeline.plan(prefill, budget))
     for capture in prefill:
         lent = {name: getattr(capture, name).clone() for name in ("keys", "values", "queries")}
@@ -65,7 +65,7 @@ def layerwise(pipeline, prefill, budget):
 
 
 def held(pipeline, prefill, budget):
-    """The run over a prefill, of which all layers are there when the entries are chosen."""
+    """The run over a prefill with all layers present when the entries are selected."""
     plan = pipeline.plan(prefill, budget)
     region = prefill.spans.region(plan.recent)
     scored = pipeline.value(prefill, region)

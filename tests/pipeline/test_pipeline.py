@@ -1,4 +1,4 @@
-"""The composed method: budgets, FullKV recovery, isolation of the ablations, what is refused."""
+"""The composed method: budgets, FullKV recovery, isolation of the ablations, refusals."""
 
 import dataclasses
 
@@ -113,7 +113,7 @@ def test_a_merged_entry_has_the_score_of_all_its_tokens(question: int) -> None:
     got = torch.cat(run.entry_scores())
     assert (chosen.end - chosen.start).max() > 1
     torch.testing.assert_close(got[got.isfinite()], torch.stack(want), rtol=0.04, atol=1e-5)
-    # The best token of a node, kept alone, has its own.
+    # The best token of a node, kept alone, has its own score.
     run = Pipeline.from_dict({"window": window, "pack": "evict"}).run(prefill, Budget.ratio(8))
     best = torch.stack([scores[head, a:b].max() for head, a, b in spans if a < run.cache.length])
     got = torch.cat(run.entry_scores())
@@ -132,14 +132,14 @@ def test_the_certificate_bounds_every_allocator(recipe: str, ratio: int) -> None
         assert 0 < run.accounting.utility <= run.accounting.bound * (1 + 1e-12)
     assert plain.accounting.bound == pytest.approx(better.accounting.bound, rel=1e-6)
     assert better.accounting.utility >= plain.accounting.utility
-    # A certificate changes what is known, not what is kept.
+    # A certificate does not change what is kept.
     without = Pipeline.named(recipe).run(prefill, budget)
     assert without.accounting.certified_ratio is None
     assert_same_entries(plain, without)
 
 
 def fingerprint(pipeline: Pipeline, prefill: Prefill, ratio: int = 6) -> dict[str, list[float]]:
-    """What each stage made, as comparable numbers."""
+    """The output of each stage, as comparable numbers."""
     run = pipeline.run(prefill, Budget.ratio(ratio))
     assert run.partition is not None
     assert run.relevance is not None
@@ -157,7 +157,7 @@ def fingerprint(pipeline: Pipeline, prefill: Prefill, ratio: int = 6) -> dict[st
 
 
 @pytest.mark.parametrize(("recipe", "changed"), [
-    # A stage's change reaches the stages that read it; all others must be untouched.
+    # A change affects the stages that read its output; all others must be untouched.
     ("gracekv-no-multihop", {"relevance", "floor", "forest"}),
     ("gracekv-no-floor", {"floor", "forest"}),
     ("gracekv-no-curvature", {"partition", "forest"}),
@@ -166,7 +166,7 @@ def fingerprint(pipeline: Pipeline, prefill: Prefill, ratio: int = 6) -> dict[st
 ])  # fmt: skip
 def test_ablations_isolate_one_component(recipe: str, changed: set[str]) -> None:
     prefill = synthetic_prefill(context=200, layers=3, seed=2)
-    # How far trees are grown depends on the quota; which trees they are must not.
+    # The quota may affect how far trees are grown, but not the trees themselves.
     paper, ablated = (
         dataclasses.replace(pipeline, prune=False)
         for pipeline in (Pipeline.named("gracekv"), Pipeline.named(recipe))

@@ -1,4 +1,4 @@
-"""Widths by marginal gain per byte: what the reference buys, to the last tie, within the budget."""
+"""Widths by marginal gain per byte: those of the reference, ties included, within the budget."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ def auctions(draw):
     count = int(lengths.sum())
     worth = torch.rand(count, generator=rng).double()
     if draw(st.booleans()):
-        worth = (3 * worth).round()  # Ties, and entries of no worth.
+        worth = (3 * worth).round()  # Ties, and worthless entries.
     loss = torch.rand(HEADS, 3, generator=rng).double().sort(dim=1, descending=True).values
     loss[:, 2] = 0
     if draw(st.booleans()):
@@ -66,7 +66,7 @@ def test_the_loss_is_that_of_rounding_a_sample():
     codings = AllocatedPrecision(group=8).codings
     sampled = [samples(capture, region, 8) for capture in prefill]
     got = torch.cat([rounding_loss(*own, codings) for own in sampled])
-    # A GPU rounds all layers at once.
+    # A GPU quantises all layers at once.
     together = rounding_loss(*map(torch.cat, zip(*sampled, strict=True)), codings)
     torch.testing.assert_close(together, got)
     asking = list(prefill.spans.last(16))
@@ -102,7 +102,7 @@ def test_bits_go_to_what_is_worth_more(ratio):
     worth = run.relevance.scores.double() * run.relevance.sensitivity.double()[..., None]
     for number, layer in enumerate(run.cache.layers):
         for head in range(layer.heads):
-            # In a head all entries lose alike, so a wider one is never worth less.
+            # All entries of a head lose alike, so a wider one is never worth less.
             least = torch.inf
             for part in layer.coded:
                 at = part.positions[int(part.offsets[head]) : int(part.offsets[head + 1])]

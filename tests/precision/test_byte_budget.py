@@ -1,4 +1,4 @@
-"""Budgets in bytes: never exceeded, spent but for less than an entry, equal to what is stored."""
+"""Byte budgets: never exceeded, spent up to less than an entry, equal to the stored bytes."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ UNIFORM = dataclasses.replace(PLAIN, precision=PRECISIONS.build("uniform"))
 
 
 def context_bytes(run, prefill):
-    """Counted from the tensors: all keys and values, less those outside the context."""
+    """Bytes counted from the tensors: all keys and values, except those outside the context."""
     stored = sum(
         tensor.numel() * tensor.element_size()
         for layer in run.cache.layers
@@ -71,7 +71,7 @@ def test_the_budget_is_spent_and_never_exceeded(
     assert kept.full_bytes == units * (prefill.spans.length - 1) * 32
     if kept.spent != units * context and recipe in ("gracekv-plus", "gracekv") and question:
         costs = CODINGS[coding].entry_bytes(8, dtype.itemsize, prefill.spans)
-        # An entry that opens a block, or one of the sinks, or a node's two children.
+        # An entry that starts a block, or one of the sinks, or a node's two children.
         dearest = max(costs.coded + costs.block, costs.exact)
         assert kept.budget_bytes - spent < dearest * (2 if recipe == "gracekv" else 1)
 
@@ -124,7 +124,7 @@ def test_queries_that_are_computed_again_leave_those_of_the_prompts_end():
     pipeline, budget = Pipeline.named("gracekv-agnostic-allocated"), Budget.ratio(4)
     full = prefill.with_observations(pipeline.needs().observers)
     held = torch.arange(169, 201)
-    # As after a capture for another recent window: the fit's own queries are not there.
+    # As after a capture for another recent window: the fit's own queries are missing.
     other = dataclasses.replace(
         full,
         queries=tuple(x[:, held] for x in prefill.queries),

@@ -1,4 +1,4 @@
-"""Values and masses are fitted to the keys that decoding reads, rounded as they are."""
+"""Values and masses are fitted to the keys that decoding reads, after quantisation."""
 
 import dataclasses
 
@@ -18,12 +18,12 @@ from support.draws import ints, some
 
 QUERIES = ReferenceQueries(Replay(max_queries=12), tail=3)
 FIT = ValuesAndMass(QUERIES)
-# Of a fit in float32, as in tests/fit.
+# Error of a float32 fit, as in tests/fit.
 MARGIN = 2e-3
 
 
 def runs(precision, dtype=torch.float32, **sizes):
-    """The prefill, and what is packed, and what is fitted and stored, of the same selection."""
+    """The prefill, and two runs with one selection: packed only, and fitted and quantised."""
     sizes = {"layers": 2, "context": 60, "question": 3, "tail": 2, "dim": 8} | sizes
     prefill = synthetic_prefill(dtype=dtype, **sizes)
     pipeline = dataclasses.replace(Pipeline.named("gracekv-plus"), fit=FIT)

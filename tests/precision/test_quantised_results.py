@@ -72,7 +72,7 @@ def test_files_hold_what_is_accounted_for(tmp_path, dtype, fields):
     path = tmp_path / "cache"
     result.save(path)
     kept = result.accounting
-    # Beside the entries there are the ids (8 bytes each) and a header.
+    # In addition to the entries, there are the ids (8 bytes each) and a header.
     assert 0 < os.path.getsize(path) - kept.bytes - kept.metadata_bytes - 8 * 120 < 20_000
     assert kept.held_bytes["cpu"] >= kept.bytes + kept.metadata_bytes
 

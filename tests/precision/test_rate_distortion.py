@@ -1,4 +1,4 @@
-"""Widths by one price of a bit in each head: what the reference and RDKV's own solver choose."""
+"""Widths by one price per bit in each head, as by the reference and RDKV's own solver."""
 
 import dataclasses
 
@@ -52,7 +52,7 @@ def test_gives_what_the_reference_gives(seed, lengths, ties, drawn, block, per_b
 
 
 def bisected(scores, mean_bits):
-    """RDKV's solver in plain loops, from below: bits by the least price whose mean is not above."""
+    """RDKV's solver in plain loops: bits by the lowest price whose mean bits are not above."""
     bits, epsilon = (0, 2, 4, 8, 16), (1.0, *EPSILON)
 
     def chosen(price):
@@ -103,7 +103,7 @@ def test_every_head_spends_the_same_bytes(ratio, narrowest):
             spent[number, head] = int(inside.sum()) * 2 * 32 * 2
             spent[number, head] += sum(x.rows(head, head + 1).kv_bytes for x in layer.coded)
     assert int(spent.sum()) == kept.spent_bytes
-    # The next step is a wider entry, and a block's scales at most.
+    # The next step is a wider entry and at most a block's scales.
     assert bool(((share - 32 * 2 * 2 - 4 * 32 - 4 < spent) & (spent <= share)).all())
     assert min(share.bits for share in kept.widths) == narrowest
 

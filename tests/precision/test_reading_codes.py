@@ -1,4 +1,4 @@
-"""Backends read quantised layers: equal to attention in float64 over what the codes say."""
+"""Backends read quantised layers: equal to float64 attention over the dequantised entries."""
 
 import dataclasses
 import math
@@ -60,7 +60,7 @@ def test_equal_attention_in_float64(
         for backend in (Eager(), Sdpa(), Sdpa(kernel="plain"), Numba()):
             output = backend(AttentionStep(query, backend.prepare(layer), *asked, **options))
             assert output.dtype == dtype
-            # Three roundings to the dtype: each part's output and their mixture.
+            # Three roundings to the dtype: the output of each part, and their combination.
             assert relative_error(output, want) <= 2 * TOLERANCES[dtype], backend
             assert bool((output[(lse == -math.inf).all(0)] == 0).all())
 

@@ -17,19 +17,19 @@ from support.draws import SEEDS, ints, lists, some
 from support.quantised_layers import layer_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Of a float32 sum, in units of the numbers' size.
+# Error of a float32 sum, relative to the numbers' size.
 ROUNDING = 3e-7
 
 
 def stored(x, lengths, coding):
-    """Entries whose keys and values are both `x`, as codes."""
+    """Quantised entries whose keys and values are both `x`."""
     index = torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths.tolist()])
     entries = RaggedEntries(x, x, index, torch.zeros(len(x)), offsets(lengths))
     return coded(entries, blocks_of(lengths, coding.group), coding)
 
 
 def read(x, lengths, coding, side):
-    """All numbers of `x`, row after row, as backends read their codes."""
+    """All numbers of `x`, row after row, as backends dequantise them."""
     made, starts = stored(x, lengths, coding), offsets(lengths).tolist()
     rows = [made.numbers(row, *starts[row : row + 2]) for row in range(len(lengths))]
     return torch.cat([both[side == "values"] for both in rows])
@@ -52,7 +52,7 @@ def test_numbers_are_within_half_a_step(seed, lengths, bits, group, side, dtype,
     want, steps = reference.rounded(x, lengths, coding, side)
     slack = ROUNDING * (x.double().abs() + 2**bits * steps)
     assert bool(((got - x.double()).abs() <= steps / 2 + slack + 6e-8).all())
-    # Numbers half-way between two codes may take either.
+    # Numbers halfway between two codes may take either.
     away = ((x.double() - want).abs() - steps / 2).abs() > 1e-3 * steps
     assert bool(((got - want).abs()[away] <= slack[away] + 6e-8).all())
 
@@ -61,7 +61,7 @@ def test_numbers_are_within_half_a_step(seed, lengths, bits, group, side, dtype,
 def test_a_byte_holds_channels_that_lie_its_bytes_apart_the_first_lowest(bits):
     rng, n = torch.Generator().manual_seed(bits), 2 * bits
     x = torch.randint(0, 2**bits, (3, 16), generator=rng).float()
-    x[:, 0], x[:, 1] = 0, 2**bits - 1  # Codes are the numbers themselves.
+    x[:, 0], x[:, 1] = 0, 2**bits - 1  # The codes are the numbers themselves.
     assert stored(x, torch.tensor([3]), Coding(bits, 16)).values.codes.tolist() == [
         [sum(int(row[j + n * part]) << bits * part for part in range(8 // bits)) for j in range(n)]
         for row in x
@@ -82,7 +82,7 @@ def test_constant_groups_are_exact(seed, dtype, side, bits, size):
     got = read(x, lengths, coding, side)
 
     if dtype == torch.float32:
-        # Zero point and scale together hold 22 bits of a number's 24.
+        # Zero point and scale together hold 22 of a number's 24 bits.
         torch.testing.assert_close(got, x, rtol=3e-7, atol=6e-8)
     else:
         assert torch.equal(got.to(dtype), x)

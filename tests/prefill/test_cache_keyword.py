@@ -1,4 +1,4 @@
-"""A cache is found under both keywords that versions of transformers have for it."""
+"""A cache is found under both keywords that versions of transformers use."""
 
 from gracekv.prefill.cache_keyword import NAMES, cache_keyword, given_cache
 

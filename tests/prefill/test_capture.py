@@ -1,4 +1,4 @@
-"""The capture against the stock forward pass, and what it leaves behind."""
+"""The capture against the stock forward pass, and its side effects."""
 
 import copy
 from unittest.mock import Mock
@@ -67,7 +67,7 @@ def flex(**options):
 
 
 def another_forward():
-    """As some patches for speed leave a model: attention calls torch itself."""
+    """As some speed patches leave a model: attention calls torch itself."""
     model = tiny_llama()
     for layer in model.model.layers:
         layer.self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
@@ -75,7 +75,7 @@ def another_forward():
 
 
 class Normed(LlamaAttention):
-    """Under the name of a tested family, keys that no rotation makes."""
+    """Under the name of a tested family, keys that are not mere rotations."""
 
     def forward(self, hidden_states, position_embeddings, **kwargs):
         cos, sin = position_embeddings

@@ -78,7 +78,7 @@ def test_models_in_bfloat16_run_in_chunks():
     model = tiny_llama(dtype=torch.bfloat16)
     whole, chunked = (captured(model, chunk) for chunk in (None, 48))
     assert chunked.keys[0].dtype == torch.bfloat16
-    # A product of other size may round the last bit of bfloat16 otherwise.
+    # A product of another size may round the last bit of bfloat16 differently.
     torch.testing.assert_close(chunked.keys[0], whole.keys[0], rtol=0.01, atol=0.02)
     torch.testing.assert_close(chunked.keys[1], whole.keys[1], rtol=0.1, atol=0.2)
 

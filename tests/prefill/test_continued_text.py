@@ -1,4 +1,4 @@
-"""Texts that follow others: their ids spell what was given, with nothing before it."""
+"""Texts that follow others: their ids decode to the given text, with nothing before it."""
 
 import pytest
 from hypothesis import example, given
@@ -20,7 +20,7 @@ WORDS = sorted(set(TEXT.split()))
 
 
 def sentencepiece_like(kind):
-    """Puts a blank before every text, as Llama 2's ("bpe") and T5's ("unigram") do."""
+    """Puts a space before every text, like Llama 2's ("bpe") and T5's ("unigram")."""
     special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     if kind == "bpe":
         raw = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
@@ -35,7 +35,7 @@ def sentencepiece_like(kind):
             vocab_size=600, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
         )
         raw.train_from_iterator(TEXT.split("\n"), trainer)
-    # Decodes the blank at the start too, so that one too many is seen.
+    # Also decodes the leading space, so that an extra one shows.
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     raw.decoder = decoders.Sequence(steps)
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
@@ -155,7 +155,7 @@ def test_a_tool_s_result_follows_a_call_and_the_call_s_own_end():
     [(_, ids)] = new_turns(tokenizer, said, [*said, told], 1)
     assert tokenizer.decode(ids) == "</s><|user|>A cat.<|end|><|assistant|>"
     tokenizer.chat_template = tokenizer.chat_template.replace("'</s>' if", "'<s><|end|>' if")
-    # The model wrote all of the call but for the token at which it ended.
+    # The model wrote the whole call except for the token that ends it.
     read = plain_ids(tokenizer, "A call, as it writes it<s>")
     [(_, ids)] = new_turns(tokenizer, said, [*said, told], 1, read=read)
     assert tokenizer.decode(ids) == "<|end|><|user|>A cat.<|end|><|assistant|>"
@@ -170,7 +170,7 @@ TOLD.append({"role": "tool", "content": "A cat."})
 @pytest.mark.parametrize("wrote", ['{"for": "a cat"}<s>', "(its own way)<s>", "(its own way)"])
 @pytest.mark.parametrize("tools", [None, [{"call": '{"for": <what>}<s>'}]])
 def test_a_call_that_nothing_follows_may_be_shown_with_more(tools, wrote):
-    """As by Qwen 3: with a thought, so that both renderings part before the call."""
+    """As in Qwen 3: with a thought, so that the two renderings differ before the call."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{{ tools[0].call if tools }}{% for m in messages %}<|user|>{{ '(thought)' if loop.last "
@@ -199,7 +199,7 @@ def test_arguments_may_come_as_json(show, shown):
 
 
 def test_tokens_of_the_format_stay_with_it_whatever_blanks_they_take_in():
-    """As those of Phi 4."""
+    """As in Phi 4."""
     tokenizer = tiny_tokenizer()
     new = [AddedToken(x, lstrip=True, rstrip=True, special=True) for x in ("<|sep|>", "<|stop|>")]
     tokenizer.add_tokens(new)

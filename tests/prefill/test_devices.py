@@ -57,7 +57,7 @@ def test_the_second_device_is_kept_apart():
 
 
 def spread(prefill, devices):
-    """The prefill as a sharded model would leave it; surprisal comes from behind the last layer."""
+    """The prefill as of a model on several devices; surprisal comes from the last one."""
 
     def put(tensors):
         return tuple(x.to(device) for x, device in zip(tensors, devices, strict=True))
@@ -81,7 +81,7 @@ def spread(prefill, devices):
     )
 
 
-# In turn: a recipe whose stages mind where layers lie minds it either way.
+# In turn: a recipe that depends on the layers' devices would fail with any map.
 @pytest.mark.parametrize(
     ("name", "where"),
     every(2, list(zip(recipes.names(), cycle(["second half", "first half", "all"])))),
@@ -97,13 +97,13 @@ def test_every_recipe_packs_each_layer_where_it_lies(name, where):
             assert {stored[name].device for name in stored if "offsets" not in name} == {device}
             if device == CPU and pipeline.fit.name == "none":  # and no memory of other layers
                 assert all(x.untyped_storage().nbytes() <= 2 * x.nbytes for x in stored.values())
-            # One fixed prompt, with no tie in sight between engines.
+            # One fixed prompt, without near ties between engines.
             for one, two in zip(layer.index()[:2], other.index()[:2], strict=True):
                 assert torch.equal(one, two)
-            # A number between two codes may be rounded either way.
+            # A number halfway between two codes may be rounded either way.
             scales = [tensor for part, tensor in other.tensors().items() if "scale" in part]
             step = max((float(scale.max()) for scale in scales if len(scale)), default=0.0)
-            # Fitted values solve systems whose products are made in another order.
+            # Fitted values solve systems whose products are summed in another order.
             fitted = pipeline.fit.name != "none"
             for head in range(layer.heads):
                 (keys, values), (own_keys, own_values) = (x.head(head)[:2] for x in (layer, other))
@@ -174,14 +174,14 @@ def test_a_sharded_model_is_captured_continued_and_cut(family, where):
 
 
 def assert_generates_like(model, plain):
-    """Up to ties: weights that cannot be read are called, which rounds otherwise."""
+    """Up to ties: layers whose weights cannot be read are called, which rounds differently."""
     result, expected = (gracekv.compress(x, PROMPT, ratio=3) for x in (model, plain))
     assert_same_tokens(result.generate_ids(8), expected.generate_ids(8), logits_over(expected))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_weights_offloaded_to_memory_are_fetched_when_used(family):
-    """Between calls every weight, the embedding's included, lies on "meta"."""
+    """Between calls, every weight, including the embedding's, is on "meta"."""
     model = accelerate.cpu_offload(tiny_model(family), execution_device=CPU)
     assert {x.device.type for x in model.parameters()} == {"meta"}
     assert_generates_like(model, tiny_model(family))
@@ -221,7 +221,7 @@ def test_a_device_map_with_layers_on_disk(tmp_path):
     prefill = capture(model, PROMPT)
     for observer, seen in reference.observed.items():
         torch.testing.assert_close(prefill.observation(observer), seen)
-    # Exactly: the layers call the same functions on the same weights.
+    # Exact: the layers call the same functions on the same weights.
     assert all(map(torch.equal, prefill.keys, reference.keys))
     assert_generates_like(model, whole)
 
@@ -231,10 +231,10 @@ def test_a_prompt_has_room_on_all_gpus_of_a_model_together(monkeypatch):
     gpus = [Mock(device=torch.device("cuda", n), dtype=torch.float32) for n in range(2)]
     monkeypatch.setattr(model, "parameters", lambda: iter(gpus))
     monkeypatch.setattr(type(model), "device", gpus[0].device)
-    # Of 400 kB that it takes.
+    # It takes 400 kB.
     monkeypatch.setattr("gracekv.hf.capture.free_bytes", lambda gpu: 300_000)
     assert capture(model, PROMPT).layers == 2
-    # Too little for all heads, enough for half of them; but another process may have less.
+    # Too little for all heads but enough for half of them; another process may have less.
     monkeypatch.setattr("gracekv.hf.capture.free_bytes", lambda gpu: 175_000)
     with pytest.raises(CaptureMemoryError):
         capture(model, PROMPT)

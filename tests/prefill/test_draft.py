@@ -1,4 +1,4 @@
-"""The draft against a stock model that generates and is looked at."""
+"""The draft against a stock model that generates, and its attention."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from support.prompts import random_prompt
 
 
 def stock(model, prompt, tokens):
-    """Greedy tokens one whole pass each, and their attention from the last pass: [L, G, S, N]."""
+    """Greedy tokens by one full pass each, and their attention in the last pass: [L, G, S, N]."""
     ids = prompt.ids[None]
     with torch.no_grad():
         for _ in range(tokens):

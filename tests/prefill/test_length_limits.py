@@ -1,4 +1,4 @@
-"""How long prompts and continuations may be: what the model's configuration says, and messages."""
+"""The longest prompts and continuations: limits from the model's configuration, and messages."""
 
 import warnings
 from types import SimpleNamespace
@@ -16,15 +16,15 @@ from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_model
 
 LONGROPE = {"rope": "longrope", "original": 2048, "positions": 32768}
-# Models, and what their configurations say: the window, where rotation switches, and the length
-# that they were trained for.
+# Models, and values from their configurations: the window, the length at which rotation switches,
+# and the length that they were trained for.
 BOUNDS = {
     "llama": (tiny_model(), None, None, 4096),
     "mistral": (tiny_model("mistral", window=3000), 3000, None, 4096),
     "qwen2 full": (tiny_model("qwen2"), None, None, 4096),
     # Its window is for layers from the second on.
     "qwen2 one layer": (tiny_model("qwen2", window=3000, layers=1), None, None, 4096),
-    # Layers that slide beside full ones keep their windows.
+    # Sliding layers next to full ones keep their windows.
     "qwen2 sliding": (tiny_model("qwen2", window=3000), None, None, 4096),
     "phi3": (tiny_model("phi3", positions=2048), None, 2048, 2048),
     "phi3 longrope": (tiny_model("phi3", **LONGROPE), None, 2048, 32768),
@@ -75,7 +75,7 @@ def test_padding_makes_every_row_of_a_batch_as_long_as_the_longest():
 
 @pytest.mark.parametrize("name", ["phi3 longrope", "llama longrope"])
 def test_a_batch_on_both_sides_of_the_switch_is_refused(name):
-    """All rows of a batch rotate by the longest, so the short ones' cached keys would not fit."""
+    """All rows of a batch rotate by the longest, so cached keys of short ones would not match."""
     with pytest.raises(CacheError, match=r"\[100, 4000\] lie on both sides"):
         supported.check_continuation(MODELS[name], [100, 4000], 1)
 

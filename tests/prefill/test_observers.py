@@ -1,4 +1,4 @@
-"""Every observer against the interface, and what breaks it."""
+"""Every observer against the interface, and ways to break it."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -49,7 +49,7 @@ def test_all_of_ours_are_checked():
 
 @dataclass(frozen=True)
 class Sums(LayerObserver):
-    """Sums of keys [L, T], with one fault."""
+    """Sums of keys [L, T], with one defect."""
 
     fault: str = "none"
 

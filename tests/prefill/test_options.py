@@ -1,4 +1,4 @@
-"""How many tokens a prefill runs at once, and what does not fit into a GPU."""
+"""How many tokens a prefill reads at once, and prompts that do not fit on a GPU."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Attention of a chunk by one call without a mask, against a masked one."""
+"""Attention of a chunk in one call without a mask, against a masked one."""
 
 import warnings
 
@@ -37,7 +37,7 @@ def said_anew():
 def test_the_last_tokens_attend_to_all_up_to_their_own(seed, groups, shared, rows, before):
     given = states(seed, groups, groups * shared, rows, before + rows)
     output = causal_attention(*given, scale=0.3)
-    # bfloat16 keeps eight bits: of the shares, which sum to 1, and of the output.
+    # bfloat16 keeps eight bits of the attention shares, which sum to 1, and of the output.
     torch.testing.assert_close(output.double(), expected(*given, 0.3), rtol=0.02, atol=0.02)
 
 
@@ -47,7 +47,7 @@ def test_what_flash_attention_does_not_take_goes_to_another_kernel(monkeypatch):
         assert causal_attention(*given, scale=0.3) is None  # no such kernel on a CPU
     monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda params: True)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
+        warnings.simplefilter("error")  # given once
         output = causal_attention(*given, scale=0.3)
     torch.testing.assert_close(output.double(), expected(*given, 0.3), rtol=1e-4, atol=1e-5)
 
@@ -67,7 +67,7 @@ def test_its_mask_is_no_tensor_of_chunk_times_prompt(monkeypatch):
 
 
 def cudnn(query, keys, values, bias, log_sumexp, dropout, causal, debug, *, scale):
-    """As torch calls cuDNN: a causal mask begins at the first key; sums are [1, H, C, 1]."""
+    """Like torch's cuDNN call: a causal mask starts at the first key; sums are [1, H, C, 1]."""
     assert (bias, log_sumexp, dropout, debug) == (None, True, 0, False)
     repeats = query.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(repeats, dim=1) for x in (keys, values))

@@ -1,4 +1,4 @@
-"""Prompts from chat texts and from ids: where the spans end up, and what is refused."""
+"""Prompts from chat texts and from ids: spans and refusals."""
 
 from itertools import pairwise
 from unittest.mock import Mock
@@ -40,7 +40,7 @@ def trained(chat):
 
 
 class Slow:
-    """A tokenizer that cannot say where its tokens lie."""
+    """A tokenizer without offsets of its tokens."""
 
     is_fast = False
 
@@ -111,7 +111,7 @@ def test_joint_ids_are_those_of_the_unsplit_text(chat, context, **others):
     text = "".join(prompt.parts)
     whole = tokenizer(text, add_special_tokens=not chat)["input_ids"]
     assert prompt.ids.tolist() == (whole if chat else whole[:-1])
-    # Tokens that lie across a border move it by less than themselves.
+    # Tokens that cross a border move it by less than their length.
     spans, asked = prompt.spans, {"add_special_tokens": not chat, "return_offsets_mapping": True}
     offsets = tokenizer(text, **asked)["offset_mapping"]
     start, end = len(prompt.parts[0]), len(prompt.parts[0]) + len(context)

@@ -1,4 +1,4 @@
-"""Models whose weights are not plain tensors: capture reads them by calling the module only."""
+"""Models whose weights are not plain tensors: the capture only calls their modules."""
 
 import copy
 
@@ -31,7 +31,7 @@ def quantise(weight):
 
 
 class Eight(torch.nn.Module):
-    """As bitsandbytes' 8-bit layer: an int8 `weight` that is not the weight."""
+    """Like bitsandbytes' 8-bit layer: an int8 `weight` that is not the weight."""
 
     def __init__(self, linear):
         super().__init__()
@@ -47,7 +47,7 @@ class Eight(torch.nn.Module):
 
 
 class Packed(Eight):
-    """As GPTQ and AWQ layers: buffers under names of their own, no parameter, no sizes."""
+    """Like GPTQ and AWQ layers: buffers with their own names, no parameter, no sizes."""
 
     def __init__(self, linear):
         torch.nn.Module.__init__(self)
@@ -61,7 +61,7 @@ class Packed(Eight):
 
 
 class Four(Eight):
-    """As bitsandbytes' 4-bit layer: packed bytes in a column."""
+    """Like bitsandbytes' 4-bit layer: packed bytes in a column."""
 
     def __init__(self, linear):
         super().__init__(linear)
@@ -74,7 +74,7 @@ class Four(Eight):
 
 
 class Scaled(torch.nn.Linear):
-    """As 8-bit float layers: a floating weight of the usual shape, and a scale beside it."""
+    """Like 8-bit float layers: a floating-point weight of the usual shape, and a scale."""
 
     def __init__(self, linear):
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
@@ -91,7 +91,7 @@ class Scaled(torch.nn.Linear):
 
 
 class Calibrated(Eight):
-    """As layers of 8-bit activations: an input has at most 127 steps of a known size."""
+    """Like layers with 8-bit activations: inputs have at most 127 steps of a known size."""
 
     input_scale = torch.tensor([1 / 256])
 
@@ -101,7 +101,7 @@ class Calibrated(Eight):
 
 
 class Adapted(torch.nn.Module):
-    """As LoRA layers: the base's weight under the usual name, and more in the forward pass."""
+    """Like LoRA layers: the base's weight under the usual name, and more in the forward pass."""
 
     def __init__(self, linear):
         super().__init__()
@@ -120,14 +120,14 @@ class Adapted(torch.nn.Module):
 
 
 class Biased(Adapted):
-    """As LoRA with `lora_bias`: a bias that the base has not."""
+    """Like LoRA with `lora_bias`: a bias that the base does not have."""
 
     def forward(self, x):
         return super().forward(x) + 0.3
 
 
 class Single(Packed):
-    """As SpQR's: one sequence [1, T, n] at a time."""
+    """Like SpQR's layers: one sequence [1, T, n] at a time."""
 
     def forward(self, x):
         assert x.ndim == 3
@@ -193,7 +193,7 @@ def test_unit_vectors_in_blocks_give_the_same_norms(monkeypatch):
 
 
 class Tagged(torch.Tensor):
-    """As torchao's weights: a subclass, which may store anything."""
+    """Like torchao's weights: a subclass, which may store anything."""
 
 
 def test_weights_of_a_subclass_are_not_read():
@@ -208,7 +208,7 @@ def test_weights_of_a_subclass_are_not_read():
 
 
 def replaced(model, kind):
-    """The model with odd layers, and its twin whose plain weights are what those compute with."""
+    """The model with quantised layers, and its twin with the plain weights that those stand for."""
     torch.manual_seed(0)
     twin = copy.deepcopy(model)
     for name, module in list(twin.named_modules()):
@@ -224,7 +224,7 @@ def replaced(model, kind):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantised_model_is_captured_and_compressed_like_its_plain_twin(kind, family, dtype):
-    """Head and projections included; "float32" is what the twin computes in exactly."""
+    """Including head and projections; equal up to rounding in float32."""
     model, twin = replaced(tiny_model(family, dtype=dtype), kind)
     prefill, expected = capture(model, PROMPT), capture(twin, PROMPT)
     for name in ("keys", "values", Surprisal(), ProjectionNorms(), ProjectedNorms()):

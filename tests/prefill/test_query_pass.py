@@ -1,4 +1,4 @@
-"""Queries that were not captured, computed again, against those of a capture that holds them."""
+"""Recomputed queries against those of a capture that holds them."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from support.prompts import random_prompt
 
 
 def both(model):
-    """Captures that hold later queries, and compute them again."""
+    """Captures that hold later queries, and that recompute them."""
     for limit in (None, 0):
         options = CaptureOptions(memory_limit=limit)
         yield capture(model, random_prompt(200), Needs(later_queries=True), options)

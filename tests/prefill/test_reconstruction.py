@@ -1,4 +1,4 @@
-"""The second pass against a stock model that reads everything in one go."""
+"""The second pass against a stock model that reads everything at once."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -24,7 +24,7 @@ NEEDS = Needs.observed(Reconstruction())
 
 
 class Letters:
-    """A tokenizer with an id for each letter."""
+    """A tokenizer with one id per letter."""
 
     def __call__(self, text, add_special_tokens):
         assert not add_special_tokens
@@ -51,7 +51,7 @@ def reconstruction(model, prompt, chunk=2048, power=0.0):
 
 
 def stock(model, prompt, chunk, power=0.0):
-    """From the full attention of one stock pass per chunk over context and repetition."""
+    """Scores from the full attention of one stock pass per chunk over context and repetition."""
     start, end = prompt.spans.context_start, prompt.spans.context_end
     parts = []
     for part, ids in repeated(prompt, chunk):
@@ -117,7 +117,7 @@ def test_equals_kvpress(kvpress_module, chunk):
 
 
 def theirs(press, module, kwargs, end):
-    """The press's own scoring of one layer, given what its hook would see."""
+    """The press's own scores of one layer, given the inputs of its hook."""
     hidden, (cos, sin) = kwargs["hidden_states"], kwargs["position_embeddings"]
     shape = (1, hidden.shape[1], -1, module.head_dim)
     projected = (module.k_proj(hidden), module.v_proj(hidden))
@@ -163,7 +163,7 @@ def test_the_request_comes_first_then_the_tail_then_the_chunk():
     request = "\n\nRepeat the previous context exactly."[-36:]
     assert whole[-80:-44].tolist() == [ord(letter) % 97 for letter in request]
     assert rest[-19:].tolist() == [*tail.tolist(), *ids[45:60].tolist()]
-    # A later chunk is announced by the end of the one before.
+    # The end of a chunk announces the next one.
     assert rest[-27:-19].tolist() == ids[37:45].tolist()
     first = next(iter(repeated(random_prompt(), 40)))[1].tolist()
     assert first == [*tail.tolist(), *ids[5:45].tolist()]
@@ -207,7 +207,7 @@ def test_a_second_reading_beyond_a_bound_is_refused():
         pytest.raises(UnsupportedModelError, match=r"take 119 positions.* length of 80 between"),
     ):
         reconstruction(model, random_prompt())
-    # The whole prompt was rotated otherwise than so short a pass would be.
+    # The whole prompt was rotated differently from such a short pass.
     phi3 = tiny_model("phi3", rope="longrope", original=120, positions=1024)
     prompt = Prompt.from_ids(torch.arange(200) % 90, (4, 40), question_end=190)
     with pytest.raises(UnsupportedModelError, match="length of 120 between"):

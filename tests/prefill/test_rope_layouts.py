@@ -1,4 +1,4 @@
-"""Features that rotate in neighbouring pairs, and layers that do not rotate at all."""
+"""Features that rotate in adjacent pairs, and layers that do not rotate at all."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ def interleaved(rope):
 
 
 def pairs(partial, dim=DIM):
-    """A rotation of neighbouring features, and the order in which its features are halves."""
+    """A rotation of adjacent features, and the order in which its features form halves."""
     rope = interleaved(Rope.of_theta(40, int(dim * partial)))
     return rope, rope.in_halves(dim)[1]
 
@@ -32,7 +32,7 @@ def test_pairs_rotate_as_halves_in_another_order(partial):
     halves = Rope(rope.cos, rope.sin).rotate(x[..., order], at)
     torch.testing.assert_close(rope.rotate(x, at)[..., order], halves, rtol=0, atol=0)
     torch.testing.assert_close(rope.unrotate(rope.rotate(x, at), at), x, rtol=0, atol=1e-5)
-    # Pair 0 turns by the first angle: features 0 and 1, not 0 and d/2.
+    # Pair 0 rotates by the first angle: features 0 and 1, not 0 and d/2.
     first = torch.zeros(1, DIM)
     first[0, 0] = 1.0
     assert rope.rotate(first, torch.tensor([1]))[0].nonzero().flatten().tolist() == [0, 1]

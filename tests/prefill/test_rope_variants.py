@@ -1,4 +1,4 @@
-"""The captured rotation is the model's own, and its inverse gives back the keys before it."""
+"""The captured rotation is the model's own, and its inverse restores the unrotated keys."""
 
 import sys
 import warnings
@@ -33,7 +33,7 @@ VARIANTS = [
 
 
 def captured(model, prompt):
-    """The prefill, and per layer the key before rotation and the module's rotation function."""
+    """The prefill, and per layer the unrotated key and the module's rotation function."""
     module = sys.modules[type(model.get_decoder().layers[0].self_attn).__module__]
     own, before = module.apply_rotary_pos_emb, []
 
@@ -68,7 +68,7 @@ def test_unrotating_a_captured_key_gives_the_key_before_rotation(variant, seed, 
 @settings(max_examples=4)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_key_moved_to_another_position_is_rotated_as_the_model_would(variant, seed):
-    """What merging does: the mean of plain keys, rotated to where its node stands."""
+    """As in merging: the mean of unrotated keys, rotated to its node's position."""
     prefill, before, own = captured(tiny_model(**variant, seed=seed), random_prompt(seed=seed))
     moved = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(seed))
     cos, sin = prefill.rope.cos[moved][None], prefill.rope.sin[moved][None]

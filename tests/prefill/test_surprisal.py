@@ -18,7 +18,7 @@ def case(seed, length, dim, vocabulary):
 
 
 def surprisal(final, head, ids, vocabulary):
-    """Of every position but the first."""
+    """Surprisal of every position but the first."""
     return unlikelihood(FinalRun(0, final[:-1], ids[1:], head, vocabulary, None))
 
 
@@ -38,7 +38,7 @@ def test_any_blocks_give_the_log_softmax(seed, length, dim, vocabulary):
 
 
 class Doubled(torch.nn.Linear):
-    """A head whose output is not its weight's product."""
+    """A head whose output is not the product with its weight."""
 
     def forward(self, x):
         return 2.0 * super().forward(x)

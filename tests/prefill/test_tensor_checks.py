@@ -1,4 +1,4 @@
-"""What is finite, without a copy."""
+"""Checks for finite values, without a copy."""
 
 import pytest
 import torch

@@ -12,7 +12,7 @@ from support.margins import LOGITS_OF_30_LAYERS, assert_same_tokens, logits_over
 from support.skips import needs_smollm2
 from support.stored_bytes import stored_bytes
 
-# What the model's own settings sample by; a greedy answer warns of it.
+# The model's own sampling settings, which cause a warning in greedy answers.
 UNSET = {"temperature": None, "top_p": None, "top_k": None}
 
 pytestmark = [pytest.mark.model, needs_smollm2]
@@ -48,7 +48,7 @@ def test_ratio_one_is_full_kv(
     tokens, cache = stock
     result = gracekv.compress(loaded[0], prompt, ratio=1, pipeline=pipeline)
     covered = len(prompt.ids) - 1
-    # Entries exactly: copies of what the same forward pass made.
+    # Entries are exact: copies from the same forward pass.
     for packed, full in zip(result.packed.layers, cache.layers, strict=True):
         for g in range(packed.heads):
             keys, values, positions, log_m = packed.head(g)

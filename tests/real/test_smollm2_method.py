@@ -65,7 +65,7 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
                 nodes = Nodes(*(torch.tensor([x]) for x in (tree, i - a, j - a)))
                 costs = [evaluator(nodes).costs[:, 0] for evaluator in evaluators]
                 error = {"rel": 1e-4, "abs": 1e-9 * want.drop(a, b)}
-                # The ends of the interval, and six places inside: the reference is slow.
+                # The interval's ends and six places inside, since the reference is slow.
                 inside = torch.randint(0, j - i, (6,), generator=rng).tolist()
                 for k in sorted({0, j - i - 1, *inside}):
                     both = [want.node(i, i + k + 1), want.node(i + k, j)]
@@ -77,7 +77,7 @@ def test_segmentation_and_relevance_match_their_references(prefill: Prefill) -> 
     region = prefill.spans.region(32)
     rule = CurvatureDP(max_length=40)  # fewer slots to score one by one
     _, _, profit, bounds = by_reference(prefill, region, rule)
-    # Other slots only where their profit is as large: float32 states, 1e-4 of it.
+    # Slots may differ only at equal profit, up to 1e-4, as states are float32.
     found = (x - region.start for x in (rule(prefill, region).bounds.numpy(), bounds))
     sums = [sum(profit[a, b - a - 1] for a, b in pairwise(slots)) for slots in found]
     assert sums[0] == pytest.approx(sums[1], rel=1e-4)
@@ -97,7 +97,7 @@ def test_the_auction_and_the_packed_entries(prefill: Prefill, ratio: int) -> Non
     assert run.frontier is not None
     assert run.relevance is not None
     assert run.partition is not None
-    # Exactly: both order the same gains.
+    # Exact: both order the same gains.
     assert torch.equal(run.frontier.kept, greedy_heap(run.floor, None).kept)
     assert run.accounting.budget - 1 <= run.accounting.spent <= run.accounting.budget
     # Every packed entry of two heads, against the definition of its interval.

@@ -1,4 +1,4 @@
-"""Strategies of other packages: installed ones, named modules, broken ones, missing ones."""
+"""Strategies from other packages: installed, in named modules, broken, or missing."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ SHELL = "from gracekv.cli.main import main; main()"
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory):
-    """The template package, built and installed into a folder of its own."""
+    """The template package, built and installed into its own folder."""
     folder = tmp_path_factory.mktemp("plugin")
     shutil.copytree(ROOT / "examples" / "plugin", folder / "source")
     pip = ["-m", "pip", "install", "-q", "--disable-pip-version-check"]
@@ -129,7 +129,7 @@ def test_the_shell_imports_a_named_module(tmp_path):
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A folder with a module that registers a segmenter and a recipe; forgotten afterwards."""
+    """A folder with a module that registers a segmenter and a recipe; removed afterwards."""
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -184,7 +184,7 @@ def test_a_missing_module_is_named_with_its_package():
 
 
 class Entry:
-    """An entry point, as far as plugins are loaded by it."""
+    """The part of an entry point that loading plugins uses."""
 
     def __init__(self, name, action):
         self.name, self.value, self.load = name, f"{name}_module", action
@@ -201,7 +201,7 @@ def entries(monkeypatch):
 
 
 class Quits(BaseException):
-    """What is neither an error nor an interrupt."""
+    """Neither an error nor an interrupt."""
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no device"), SystemExit("no device"), Quits(3)])
@@ -218,7 +218,7 @@ def test_plugins_load_in_order_and_a_broken_one_harms_no_other(entries, error):
     assert seen == [True, "c"]
     with pytest.raises(UnknownStrategyError, match=f"plugin 'b' is broken: {why}"):
         SEGMENTERS.get("of_b")
-    # Said once.
+    # Reported once.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         len(SEGMENTERS)
@@ -241,7 +241,7 @@ def test_an_interrupt_while_plugins_load_loses_none_of_them(entries):
     with pytest.raises(KeyboardInterrupt):
         len(SEGMENTERS)
     assert seen == ["a"]
-    # Threads that come together see all of them, each loaded once.
+    # Concurrent threads see all of them, each loaded once.
     barrier = threading.Barrier(4)
 
     def read(_):

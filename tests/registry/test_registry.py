@@ -82,7 +82,7 @@ def test_registering_makes_a_class_a_frozen_dataclass():
     assert dataclasses.replace(Ball(), bounce=2.0).to_dict() == {"name": "ball", "bounce": 2.0}
     with pytest.raises(dataclasses.FrozenInstanceError):
         Ball().bounce = 1.0
-    # A class that says so itself keeps what it says.
+    # A class that is already a dataclass keeps its own definition.
     assert {field.name for field in dataclasses.fields(Top)} >= {"paint", "dice"}
 
 

@@ -1,4 +1,4 @@
-"""Results without a model: synthetic prefills through real pipelines."""
+"""Results without a model, from synthetic prefills and real pipelines."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def make_result(
 ):
     prefill = synthetic_prefill(seed=seed, layers=layers, kv_heads=kv_heads, **sizes)
     pipeline = Pipeline.named(recipe)
-    # A short recent window, so that trees have something to spend on such short contexts.
+    # A short recent window, so that trees have a budget even in such short contexts.
     data = {**pipeline.to_dict(), "window": {"size": 4, "minimum": 2}, **(fields or {})}
     pipeline = Pipeline.from_dict(data)
     run = pipeline.run(prefill, Budget.ratio(ratio))

@@ -16,7 +16,7 @@ def curve_of(result):
 @settings(max_examples=10)
 @given(seed=st.integers(0, 99), ratio=st.sampled_from([2, 4, 8]), bits=st.booleans())
 def test_ends_at_the_accounting(make, seed, ratio, bits):
-    # What bits buy is not what was offered to them, and no bound of that bounds it.
+    # Allocating bits buys more than the auction offered, so the auction's bound does not apply.
     fields = {"precision": "allocated", "certify": True} if bits else None
     result = make("gracekv", ratio, seed=seed, fields=fields)
     curve, kept = curve_of(result), result.accounting

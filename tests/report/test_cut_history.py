@@ -1,4 +1,4 @@
-"""What became of an answer's own tokens: noted at each cut, and on the page."""
+"""The fate of an answer's own tokens: recorded at each cut, and shown on the page."""
 
 import dataclasses
 import re
@@ -36,7 +36,7 @@ def written(result, limit, count=120):
 
 
 def counts(cache):
-    """In how many heads each token has an entry, head by head."""
+    """In how many heads each token has an entry, counted head by head."""
     held = torch.zeros(cache.packed_length, dtype=torch.int32)
     for layer in cache.packed.layers:
         for g in range(layer.heads):
@@ -139,7 +139,7 @@ def test_a_chat_reports_its_turns(book, tmp_path):
 
 @pytest.fixture(scope="session")
 def shown(pair, data):
-    """Two columns are more than `write` makes; the section is the same."""
+    """Two columns, which `write` never makes; the section is the same."""
     texts = tuple(f" said{i}" for i in range(40))
     texts = (*texts[:7], f" {ATTACK}", "\n", *texts[9:])
     first, units = data.spans.length - 1, data.columns[0].entries.layers * 2
@@ -198,7 +198,7 @@ def test_the_picture_tells_tokens_and_heads_and_chooses_a_cut(opened, shown):
         assert want in tip
         picture.click(position=at)
         assert page.locator("#cutShown").inner_text() == f"{cut + 1} of 3"
-    # Empty where nothing was written yet, and nowhere else.
+    # Empty only where nothing was written yet.
     pixels, wide = page.evaluate(
         "() => { const c = document.getElementById('cutsPicture');"
         " return [[...c.getContext('2d').getImageData(0, 0, c.width, 3).data], c.width]; }"

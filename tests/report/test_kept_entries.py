@@ -1,4 +1,4 @@
-"""What the report says of the cache is what the frontier and the packed tensors say."""
+"""The report on a cache agrees with the frontier and the packed tensors."""
 
 import dataclasses
 
@@ -100,7 +100,7 @@ def test_a_prompt_that_ends_with_its_context(make, recipe, window):
     fields = {"window": {"size": window, "minimum": window}}
     result = make(recipe, "1.5", question=0, tail=0, fields=fields)
     entries, spans = kept_entries(result), result.prompt.spans
-    # The last token is fed again and not in the cache; a node that held it ends before it.
+    # The last token is fed again and is not in the cache; a node that held it ends before it.
     assert entries.region == (spans.context_start, spans.length - 1)
     assert int(entries.end.max()) <= spans.length - 1
     if recipe == "gracekv":
@@ -111,7 +111,7 @@ def test_a_prompt_that_ends_with_its_context(make, recipe, window):
 
 
 def loaded(run):
-    """What `gracekv.load` gives back of a run."""
+    """A run as loaded by `gracekv.load`."""
     unknown = ("partition", "relevance", "forest", "frontier", "floor", "selection")
     return dataclasses.replace(run, **dict.fromkeys(unknown))
 
@@ -158,5 +158,5 @@ def test_how_far_values_moved_is_told_of_every_entry(make, recipe, seed):
                     expected.append(float((new - old).norm() / old.norm()))
     wanted = torch.tensor(expected).clamp(max=2.55)
     assert float(wanted.max()) > 0.02
-    # Two hundredths for rounding, and for the products of the fit.
+    # 0.02 for rounding and for the products of the fit.
     torch.testing.assert_close(kept_entries(fitted).value_change, wanted, rtol=0, atol=0.02)

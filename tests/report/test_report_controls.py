@@ -38,7 +38,7 @@ def test_hover_tells_interval_multiplicity_and_relevance(page, pair, data):
     slide(page, "head", 0)
 
     def first_of(label, state):
-        """The first token with a visible text in that state, and its status."""
+        """The first token with visible text in that state, and its status."""
         for token in range(data.spans.context_start, data.spans.context_end):
             if data.tokens[token].strip() and "\n" not in data.tokens[token]:
                 status = token_statuses(pair[label], token).rows[2]
@@ -67,7 +67,7 @@ def test_hover_tells_interval_multiplicity_and_relevance(page, pair, data):
 
 
 def table(panel, statuses):
-    """The cells of each row of a token's table, which is opened, and the row's status."""
+    """Open a token's table: the cells of each row, and the row's status."""
     panel.locator("summary").click()
     rows = panel.locator("tbody tr")
     rows.nth(len(statuses) - 1).wait_for()
@@ -137,7 +137,7 @@ def test_search_finds_words_and_numbers(page, data):
         return page.locator(".cursor").first.get_attribute("data-t")
 
     assert search("#33") == "33"
-    # Numbers from 40 on come first behind the cursor.
+    # The search continues behind the cursor, so numbers from 40 on come first.
     assert search("WORD4") == "40"
     assert re.fullmatch(r"\d+ of 11, token #40", page.locator("#found").inner_text())
     search("word44 word45 word46")

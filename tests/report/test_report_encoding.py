@@ -1,4 +1,4 @@
-"""The packed bytes hold what the report's data say; read back by a slow and obvious decoder."""
+"""The packed bytes match the report's data, when read back by a slow but obvious decoder."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ def u32(data):
 
 
 def encoded(data, entries):
-    """The data with other entries of its one column."""
+    """The data with other entries in its only column."""
     column = dataclasses.replace(data.columns[0], entries=entries)
     return encoding.encode(dataclasses.replace(data, columns=(column,)))
 
@@ -84,7 +84,7 @@ def test_relevance_is_off_by_half_a_step_at_most(make, seed):
     scaled = scores / scores.mean(-1, keepdim=True)
     coded = CodedRelevance.of(scores)
     step, back = (coded.high - coded.low) / 254, coded.decoded()
-    # A margin where rounding decides whether a score is still seen.
+    # A margin, within which rounding decides whether a score is still visible.
     least = scaled.max() * 1e-7
     assert ((coded.codes > 0) == (scaled >= least))[(scaled / least - 1).abs() > 1e-9].all()
     seen = coded.codes > 0
@@ -92,7 +92,7 @@ def test_relevance_is_off_by_half_a_step_at_most(make, seed):
     token = scores.shape[-1] // 2
     want = back[..., token] * scores.mean(-1).float()
     torch.testing.assert_close(coded.at(token), want, rtol=1e-5, atol=0)
-    # Seventeen powers of e at most, so a few percent.
+    # At most seventeen powers of e, so a few percent.
     assert math.exp(step / 2) < 1.04
 
 
@@ -129,7 +129,7 @@ def test_heads_without_entries_pack(make):
     data = ReportData.of({"x": make("gracekv", 3)})
     (column,), none = data.columns, torch.zeros(0, dtype=torch.int64)
     heads = column.entries.offsets
-    # One token of context, the last of the prompt: the cache covers none of it. And all dropped.
+    # The context is the prompt's last token, which the cache does not cover; and all dropped.
     for region in ((5, 5), (5, 8)):
         empty = KeptEntries(2, 2, region, torch.zeros_like(heads), none, none, none.float())
         header, block = encoded(data, empty)

@@ -1,4 +1,4 @@
-"""The page as text: one file, nothing from elsewhere, no prompt as markup; what cannot be shown."""
+"""The page as text: one file, no external resources, prompts never as markup; refusals."""
 
 import base64
 import dataclasses
@@ -51,7 +51,7 @@ def test_one_file_and_nothing_from_elsewhere(make, tmp_path):
     assert set(found.addresses) == {"#words", "data:,"}
     assert "link" in found.tags
     assert "default-src 'none'" in path.read_text(encoding="utf-8")
-    # The namespace of SVG is a name, not an address that is read.
+    # SVG's namespace is a name, not a fetched address.
     text = re.sub(r"http://www\.w3\.org/2000/svg", "", path.read_text(encoding="utf-8"))
     assert "http://" not in text
     assert "https://" not in text
@@ -94,7 +94,7 @@ def test_labels_by_default(make):
     assert default_label(make("snapkv", 4, context=400, fields={**small, **pages})) == "custom 4x"
     one, two = (make("snapkv", 4, context=400, fields=small) for _ in range(2))
     assert list(labelled([one, two])) == ["snapkv 4x", "snapkv 4x (2)"]
-    # The budget counts bytes, so the label does: there are more entries of fewer bits.
+    # The budget counts bytes, and so does the label: there are more entries with fewer bits.
     tiny = {"window": {"size": 2, "minimum": 2}}
     name, ratio = default_label(make("gracekv-plus-allocated", 4, context=400, fields=tiny)).split()
     assert name == "gracekv-plus-allocated"

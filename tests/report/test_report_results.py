@@ -1,4 +1,4 @@
-"""Reports from the public API and the command line, of real results of a tiny model."""
+"""Reports from the public API and the command line, for real results of a tiny model."""
 
 import io
 import json
@@ -16,7 +16,7 @@ TEXT = "The rabbit ran away because it was late. Alice followed it down the hole
 
 
 class Letters:
-    """A tokenizer with a token a character."""
+    """A tokenizer with one token per character."""
 
     def __call__(self, text, add_special_tokens, truncation):
         return {"input_ids": [ord(letter) % 128 for letter in text]}
@@ -138,7 +138,7 @@ def test_prompts_that_differ_are_told_apart(model, tmp_path):
     others = {"a": results["60"], "b": other}
     with pytest.raises(ReportError, match=r"those of 'a' and 'b' differ: weights"):
         gracekv.report.compare(others, tmp_path / "page.html")
-    # Neither a setting of its use nor a dtype makes it another model.
+    # Neither a runtime setting nor a dtype makes it another model.
     same = tiny_llama(vocabulary=128).bfloat16()
     same.config.pad_token_id = 3
     others["b"] = gracekv.compress(same, results["60"].prompt, ratio=3)

@@ -1,4 +1,4 @@
-"""`token_statuses`: the entry that took a token in, head by head."""
+"""`token_statuses`: the entry that holds a token, head by head."""
 
 import pytest
 from hypothesis import given, settings
@@ -36,7 +36,7 @@ def test_rows_are_the_entries(make, recipe, seed, data):
         if relevance is not None and row.relevance is not None:
             at = position - spans.context_start
             scores = relevance.scores[row.layer, row.head]
-            # To 4 %, or 0 where it is small beside the largest.
+            # Within 4 %, or 0 if it is small relative to the largest.
             assert row.relevance == pytest.approx(float(scores[at]), rel=0.04, abs=1e-5)
 
 

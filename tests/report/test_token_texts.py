@@ -1,4 +1,4 @@
-"""Token texts add up to the prompt, whatever the tokenizer."""
+"""Token texts concatenate to the prompt, with any tokenizer."""
 
 import pytest
 import transformers
@@ -13,7 +13,7 @@ TEXT = "Caf\u00e9 🙂\n\n<script>alert(1)</script> \u05d0\u05d1 end."
 
 @pytest.fixture(scope="module")
 def by_bytes():
-    """A fast tokenizer with a token a byte, so that characters fall apart."""
+    """A fast tokenizer with one token per byte, so that characters are split."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -33,7 +33,7 @@ def test_texts_are_cut_from_the_prompt(by_bytes):
         texts = token_texts(one.ids, one.tokenizer)
         assert len(texts) == len(prompt.ids)
         assert "".join(texts) == "".join(prompt.parts)
-    # Four bytes share one character: one token has it.
+    # Four bytes share one character, which one token gets.
     assert texts.count("🙂") == 2
     assert texts.count("") == 2 * 3 + 1 + 2
 

@@ -1,4 +1,4 @@
-"""The prompts on which recipes are compared with kvpress's presses."""
+"""Prompts for comparing recipes with kvpress's presses."""
 
 import pytest
 

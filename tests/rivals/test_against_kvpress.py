@@ -20,7 +20,7 @@ def test_streaming_llm(case, kvpress_module, ratio):
     press = kvpress_module("presses.streaming_llm_press").StreamingLLMPress
     n = case.entries(ratio)
     kept, _ = ours(case, "streaming-llm", n, window=1)
-    # Exactly: positions alone decide.
+    # Exact: only positions decide.
     assert kept == theirs(case, press(exactly(n, case.length), n_sink=4))
 
 
@@ -57,7 +57,7 @@ def test_chunkkv_of_whole_chunks(case, kvpress_module, ratio):
     value = {"name": "chunk_order", "scorer": of.to_dict()}
     kept, ranks = ours(case, "chunkkv", WINDOW + 10 * (count - recent), value=value)
     want = theirs(case, press(snap(1 - (count + 0.5) / chunks, WINDOW, 5), chunk_length=10))
-    # Chunks go by the mean score of their tokens, summed over the heads.
+    # Chunks are ranked by the mean score of their tokens, summed over the heads.
     tokens = of(case.prefill, Region(0, case.length - WINDOW)).scores.double().sum(1, keepdim=True)
     means = tokens.unflatten(-1, (-1, 10)).mean(-1).repeat_interleave(10, dim=-1)
     scores = ranks.clone()
@@ -67,7 +67,7 @@ def test_chunkkv_of_whole_chunks(case, kvpress_module, ratio):
 
 @Registry("own", "scores for tests").register("average_columns")
 class AverageColumns(Scorer):
-    """Column sums over the number of queries that see the token."""
+    """Column sums divided by the number of queries that see the token."""
 
     def needs(self):
         return ColumnSums().needs()
@@ -95,7 +95,7 @@ def test_column_sums_over_their_queries_are_observed_attention(case, kvpress_mod
         want = theirs(case, press(exactly(n, case.length)), attentions)
         kept, scores = ours(case, "h2o", n, window=0, value=AverageColumns())
         assert_same_kept(kept, want, scores)
-        # Published H2O sums, which is something else: never call the press H2O.
+        # Published H2O sums, which is different: never call the press H2O.
         assert ours(case, "h2o", n, window=0)[0] != want
 
 

@@ -1,4 +1,4 @@
-"""Rivals that score by keys, values and all queries against kvpress's press modules."""
+"""Rivals that score by keys, values and all queries, against kvpress's press modules."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ MARGIN = 2e-4
 
 
 def assert_keeps_the_same(case, recipe, press, window=0, least=1, shift=False, **changes):
-    """At all ratios the kept sets are the press's largest scores, but for near ties."""
+    """At all ratios the kept tokens have the press's largest scores, up to near ties."""
     scores = true_scores(case, press)
     if shift:  # z-scores near 0 have no relative margin
         scores = scores - scores.amin() + 1
@@ -59,7 +59,7 @@ def test_tova(case, kvpress_module):
 @pytest.mark.parametrize("lag", [16, 45])
 def test_lagkv(case, kvpress_module, lag):
     press = kvpress_module("presses.lagkv_press").LagKVPress(lag_size=lag)
-    # The press ties what it keeps whatever the budget.
+    # In the press, tokens that are always kept tie.
     always = (case.length - press.n_sink) % lag + lag + press.n_sink
     assert_keeps_the_same(case, "lagkv", press, least=always, value=LagRelative(lag=lag))
 
@@ -67,14 +67,14 @@ def test_lagkv(case, kvpress_module, lag):
 @pytest.mark.parametrize("blending", [0.5, 20.0] if LONG else [0.5])
 def test_compactor(case, kvpress_module, monkeypatch, blending):
     dim = case.prefill.head_dim
-    # Whole chunks, since the press lets padding take part; a sketch that leaves keys as they are.
+    # Whole chunks, since the press includes padding, and a sketch that leaves keys unchanged.
     chunk = (case.length - 8) // 2
     press = kvpress_module("presses.compactor_press").CompactorPress(
         sink_size_end=0, chunk_size=chunk, sketch_dimension=dim, blending=blending
     )
     unsketched = torch.eye(dim).expand(1, case.prefill.kv_heads, dim, dim) * dim**0.5
     monkeypatch.setattr(torch, "randn", lambda *shape, **options: unsketched)
-    # Its 8 sinks tie with the best other token, and are kept like ours at any of the ratios.
+    # Its 8 sinks tie with the best other token and are kept at every ratio, like ours.
     value = Compactor(blending=blending, chunk_size=chunk)
     assert_keeps_the_same(case, "compactor", press, shift=True, value=value)
 
@@ -96,7 +96,7 @@ class Drawn(Scorer):
 @pytest.mark.parametrize("first_stage", [0.0, 0.5, 0.9] if LONG else [0.5])
 @torch.no_grad()
 def test_criticalkv(case, kvpress_module, first_stage):
-    """The norms equal theirs; over the same scores and norms, so does what is kept."""
+    """The norms equal theirs, and with the same scores and norms, so do the kept tokens."""
     module = kvpress_module("presses.criticalkv_press")
     drawn = Drawn()
     scores = drawn.of(case.prefill)
@@ -119,5 +119,5 @@ def test_criticalkv(case, kvpress_module, first_stage):
         want = true_scores(case, press).topk(entries, dim=-1).indices.flatten(0, 1).sort(-1).values
         value = Critical(drawn, first_stage=first_stage)
         kept, _ = ours(case, "critical-snapkv", entries, window=0, value=value)
-        # Exactly: both multiply the same numbers, and none are alike.
+        # Exact: both multiply the same numbers, and no two are equal.
         assert kept == [set(head) for head in want.tolist()]

@@ -1,4 +1,4 @@
-"""A rival captures what it reads and no more."""
+"""A rival captures only what it reads."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Any score meets any allocation and any representation, published together or not."""
+"""Any score works with any allocation and any representation, published together or not."""
 
 import dataclasses
 
@@ -27,13 +27,13 @@ def test_the_familys_options_reach_every_member(options):
 
 
 def test_a_comparison_sets_one_window_for_all():
-    # 16 bits a number, in which budgets of quantised recipes count.
+    # 16 bits per number, the unit of quantised recipes' budgets.
     prefill = synthetic_prefill(context=120, dtype=torch.bfloat16)
     for recipe in recipes.names():
         pipeline = Pipeline.named(recipe)
         window = dataclasses.replace(pipeline.window, share=0.5)
         run = dataclasses.replace(pipeline, window=window).run(prefill, Budget.ratio(6))
-        # 20 entries a head. The exceptions are rules of their own, see the recipes.
+        # 20 entries per head. The exceptions have their own rules, see the recipes.
         own = recipe != "gracekv-plus-trees" and recipe.startswith(
             ("gracekv-plus", "gracekv-agnostic", "gracekv-draft", "gracekv-foresight")
         )

@@ -1,4 +1,4 @@
-"""What every rival keeps, whatever the prompt."""
+"""Invariants of every rival, for any prompt."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ PREFILLS = st.builds(
 
 
 def selecting(name: str) -> Pipeline:
-    """The rival without its fit: what is fitted is no longer what was captured."""
+    """The rival without its fit, since fitted entries differ from the captured ones."""
     return dataclasses.replace(Pipeline.named(name), fit=NoFit())
 
 
@@ -48,7 +48,7 @@ def run_of(name: str, prefill: Prefill, ratio: float):
 
 
 def window_of(name: str, prefill: Prefill, run) -> int:
-    """Recent tokens that must be there: GraceKV's window, except where a rule replaces it."""
+    """Recent tokens that must be kept: GraceKV's window, unless a rule replaces it."""
     plan = run.plan
     least = plan.total // (plan.layers * plan.heads)
     shape = {"layers": plan.layers, "heads": plan.heads, "context": plan.context}
@@ -116,13 +116,13 @@ def test_budget_shapes(name, seed, total):
 def test_streaming_llm_puts_sinks_before_the_shared_window():
     prefill = synthetic_prefill(prefix=1, context=60)
     run = Pipeline.named("streaming-llm").run(prefill, Budget.entries_per_head(10))
-    # Position 0 is prefix and free; three sinks are paid for, seven recent tokens follow.
+    # Position 0 is prefix and free; three sinks and seven recent tokens are paid for.
     assert kept_positions(run, prefill, 1, 1).tolist() == [1, 2, 3, *range(54, 61)]
 
 
 def test_chunkkv_spends_the_rest_on_the_next_chunks_best_tokens():
     prefill = synthetic_prefill(context=100, layers=2, kv_heads=2, seed=3)
-    total = 4 * 37 + 2  # 5 candidates beside the recent window; two heads hold one more
+    total = 4 * 37 + 2  # 5 candidates besides the recent window; two heads hold one more
     run = Pipeline.named("chunkkv").run(prefill, Budget.kv_bytes(total * prefill.entry_bytes))
     assert run.accounting.entries.tolist() == [[38, 38], [37, 37]]
     heads = [set(kept_positions(run, prefill, 0, head).tolist()) for head in range(2)]
@@ -131,5 +131,5 @@ def test_chunkkv_spends_the_rest_on_the_next_chunks_best_tokens():
     for layer in range(2):
         kept = kept_positions(wide, prefill, layer, 0)
         chunk = (kept[kept < 72] - 4) // 10
-        # Two whole chunks (the last one may be the short one of 8), and a part of the next.
+        # Two whole chunks (one may be the short last one of 8) and a part of the next.
         assert sorted(chunk.unique(return_counts=True)[1].tolist()) in ([3, 10, 10], [5, 8, 10])

@@ -48,7 +48,7 @@ def test_chunks_do_not_show(chunk_bytes, monkeypatch):
 
 
 def test_a_flat_stretch_beside_a_spike_has_curvature_one():
-    # Both directions vanish there; noise from the spike would be blown up by the division.
+    # Both directions vanish there; the division would amplify noise from the spike.
     hidden = torch.ones(60, 4)
     hidden[10] = torch.tensor([1e4, -1e4, 3.0, 5.0])
     kappa = Curvature().of_states([hidden])

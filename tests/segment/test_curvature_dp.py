@@ -30,7 +30,7 @@ TINY = CurvatureDP(min_length=3, max_length=9, target_length=5, curvature=Curvat
 def test_every_step_matches_reference(context, recent, weights, cut_cost, seed):
     prefill = synthetic_prefill(layers=3, context=context, hidden_dim=6, seed=seed)
     region = prefill.spans.region(recent)
-    # Without any length preference equal totals differ by rounding alone.
+    # Without a length preference, equal totals differ only by rounding.
     weights = weights | {"length_weight": weights["length_weight"] + 0.1}
     rule = replace(TINY, **weights, cut_cost=cut_cost)
     kappa, score, profit, bounds = by_reference(prefill, region, rule)
@@ -47,7 +47,7 @@ def test_every_step_matches_reference(context, recent, weights, cut_cost, seed):
     total = sum(profit[a, b - a - 1] for a, b in pairwise(bounds - region.start))
     own_bounds = partition.bounds.numpy() - region.start
     reached = sum(profit[a, b - a - 1] for a, b in pairwise(own_bounds))
-    # Other slots only where they are worth as much.
+    # Slots may differ only if they are worth as much.
     assert reached == pytest.approx(total, abs=1e-7)
 
 
@@ -58,7 +58,7 @@ def test_respects_the_paper_limits(context, seed):
     lengths = CurvatureDP()(prefill, prefill.spans.region(0)).lengths
     assert (lengths[:-1] >= 16).all()
     assert (lengths <= 128).all()
-    # 16 to 128 tokens reach every end from 16 on, so the terminal exception is for shorter ones.
+    # Slots of 16 to 128 tokens cover any length from 16 on; the exception is for shorter ones.
     assert lengths[-1] >= 16 or len(lengths) == 1
 
 

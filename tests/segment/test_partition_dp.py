@@ -18,7 +18,7 @@ def best_partition(profit, min_length):
 
 @st.composite
 def problems(draw, longest: int):
-    """A profit table and a minimum length; integer profits of few values, so ties abound."""
+    """A profit table and a minimum length, with few distinct integer profits, so ties abound."""
     max_length = draw(ints(1, 9))
     min_length = draw(ints(1, max_length))
     length = draw(ints(1, longest))
@@ -39,7 +39,7 @@ def all_partitions(length: int, shortest: int, longest: int) -> Iterator[tuple[i
 
 
 def permitted(length: int, shortest: int, longest: int) -> list[tuple[int, ...]]:
-    """All partitions within the limits; if none, those whose last slot alone is too short."""
+    """All partitions within the limits; if none, those in which only the last slot is too short."""
     within = list(all_partitions(length, shortest, longest))
     if within:
         return within
@@ -68,7 +68,7 @@ def test_is_the_optimum_of_all_partitions_and_ties_go_to_the_earliest(problem):
     top = max(total(profit, candidate) for candidate in candidates)
     assert best[-1] == pytest.approx(top)
     if (profit == profit.round()).all():
-        # Whole numbers add up exactly, so ties are ties: the last cut is as early as it can be,
+        # Integers add up exactly, so ties are exact: the last cut is as early as it can be,
         # then the one before it, and so on.
         optimal = [c for c in candidates if total(profit, c) == top]
         assert tuple(bounds) == min(optimal, key=lambda c: c[::-1])

@@ -1,4 +1,4 @@
-"""What every registered segmenter promises."""
+"""Guarantees of every registered segmenter."""
 
 import pytest
 import torch

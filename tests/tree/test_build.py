@@ -59,7 +59,7 @@ def test_forest_invariants(distortion: str, refiner: str, seed: int, floor: bool
         # Value conservation, Eq. (V6): bottom-up, so exact.
         whole = pytest.approx(float(forest.relevance[v]), rel=1e-14)
         assert float(forest.relevance[kids].sum()) == whole
-    # All operations of a tree together add an entry for each of its tokens (FullKV recovery).
+    # All operations of a tree together add one entry per token (FullKV recovery).
     ops = Operations.of(forest)
     cost = torch.zeros(forest.trees, dtype=torch.int64).index_add_(0, ops.tree, ops.cost)
     assert torch.equal(cost, forest.length[: forest.trees])
@@ -71,7 +71,7 @@ def test_forest_invariants(distortion: str, refiner: str, seed: int, floor: bool
 
 @dataclasses.dataclass
 class FastEvaluator:
-    """The reference's interface on top of an engine, a node at a time."""
+    """The reference's interface on top of an engine, one node at a time."""
 
     context: TreeContext
     batch: TreeBatch
@@ -99,7 +99,7 @@ class FastEvaluator:
 @settings(max_examples=cases(5, 12))
 @given(seed=st.integers(0, 1000))
 def test_growth_matches_the_reference(floor: bool, seed: int) -> None:
-    """Ties of rounding aside, the trees are the reference's."""
+    """Apart from ties within rounding, the trees are the reference's."""
     context = tree_context(seed)
     context = with_floor(context, seed) if floor else context
     forest = build_forest(context, Prototype(), BinaryExtract())
@@ -128,7 +128,7 @@ def test_gains_match_the_definitions(seed: int) -> None:
         evaluator = evaluators.setdefault(head, ReferenceDistortion(context, layer, g, Prototype()))
         a, b = context.partition.bounds[slot : slot + 2].tolist()
         omega = float(context.sensitivity[layer, g])
-        # A gain is a difference: its error is relative to what is subtracted.
+        # A gain is a difference: its error is relative to the operands.
         drop, node = evaluator.drop(a, b), evaluator.node(a, b)
         scale = omega * float(forest.relevance[tree]) * (drop + node)
         want = omega * float(forest.relevance[tree]) * (drop - node)
@@ -164,7 +164,7 @@ def test_a_cpu_gets_what_its_cache_bears() -> None:
 
 @pytest.mark.parametrize(("free", "unused", "want"), [
     (2**40, 0, 2**31), (2**32, 0, 2**29), (2**20, 0, 3 * 2**24),
-    # What torch's allocator has reserved and does not use is free to us.
+    # Memory that torch's allocator has reserved but does not use counts as free.
     (0, 2**32, 2**29), (2**31, 2**31, 2**29),
 ], ids=["much", "some", "none", "reserved", "both"])  # fmt: skip
 def test_a_gpu_gives_an_eighth_of_what_is_free(

@@ -1,4 +1,4 @@
-"""Which engine is selected, and the error where one cannot run."""
+"""Which engine is selected, and the error if one cannot run."""
 
 import importlib.util
 
@@ -16,7 +16,7 @@ VALUES = torch.zeros(3, 64)
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A function that sets which packages are installed and which GPU machine is."""
+    """A function that sets which packages are installed and which GPU the machine has."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
     def say(*packages, capability=None):
@@ -28,14 +28,14 @@ def machine(monkeypatch):
 
 
 class OnGpu(torch.Tensor):
-    """A tensor whose device is a GPU."""
+    """A tensor that claims to be on a GPU."""
 
     device = torch.device("cuda:0")
 
 
 @pytest.fixture
 def gpu_values(monkeypatch):
-    # `select_engine` takes it for a plain tensor; real ones on a GPU need a GPU.
+    # `select_engine` takes it for a plain tensor; real GPU tensors need a GPU.
     monkeypatch.setattr("gracekv.tree.engines.base.Tensor", OnGpu)
     return torch.zeros(3, 64).as_subclass(OnGpu)
 

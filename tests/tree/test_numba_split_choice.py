@@ -1,4 +1,4 @@
-"""The compiled choice of a split is that of `SplitRule`, ties included."""
+"""The compiled choice of a split equals that of `SplitRule`, ties included."""
 
 import dataclasses
 

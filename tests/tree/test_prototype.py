@@ -1,4 +1,4 @@
-"""D of prefixes and suffixes of nodes, against the equations in float64."""
+"""Distortion of prefixes and suffixes of nodes, against the equations in float64."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from support.trees import tree_context
 
 
 def compare(context: TreeContext, distortion: Prototype, tolerance: float) -> None:
-    """The CPU's engines against the definitions, in every head."""
+    """The CPU engines against the definitions, in every head."""
     bounds, slots = context.partition.bounds.tolist(), context.partition.slots
     engines = ("torch", "numba") if context.prefill.softcap is None else ("torch",)
     for layer in range(context.prefill.layers):
@@ -25,8 +25,8 @@ def compare(context: TreeContext, distortion: Prototype, tolerance: float) -> No
         for tree in range(context.prefill.kv_heads * slots):
             reference = ReferenceDistortion(context, layer, tree // slots, distortion)
             a, b = bounds[tree % slots], bounds[tree % slots + 1]
-            # Nodes of every start and of every end, narrower ones padded; together their prefixes,
-            # and again their suffixes, are all intervals of the slot.
+            # Nodes with every start and every end, narrower ones padded; together their prefixes,
+            # and likewise their suffixes, are all intervals of the slot.
             spans = [(i, b) for i in range(a, b)] + [(a, j) for j in range(a + 1, b)]
             want = {(i, j): reference.node(i, j) for i in range(a, b) for j in range(i + 1, b + 1)}
             drops = torch.tensor([reference.drop(i, j) for i, j in spans])
@@ -49,7 +49,7 @@ def compare(context: TreeContext, distortion: Prototype, tolerance: float) -> No
 @settings(max_examples=3)
 @given(seed=st.integers(0, 10_000), group=st.integers(1, 3))
 def test_costs_match_the_definitions(seed: int, group: int) -> None:
-    # fp32 products of exponentials against float64 definitions; about 5e-5 is expected.
+    # float32 products of exponentials against float64 definitions; about 5e-5 is expected.
     compare(tree_context(seed, group=group, context=30), Prototype(), tolerance=2e-4)
 
 

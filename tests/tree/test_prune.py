@@ -24,7 +24,7 @@ Auction = Callable[[Greedy, Frontier, torch.Tensor | None], Frontier]
 
 
 def problem(seed: int, monkeypatch: pytest.MonkeyPatch) -> TreeContext:
-    # One layer at a time, so that later layers are pruned by what earlier ones showed.
+    # One layer at a time, so that later layers are pruned by the results of earlier ones.
     monkeypatch.setattr("gracekv.tree.build._GROUP_BYTES", 1)
     return tree_context(seed, layers=5, context=50)
 
@@ -33,7 +33,7 @@ def problem(seed: int, monkeypatch: pytest.MonkeyPatch) -> TreeContext:
 @pytest.mark.parametrize("auction", [Greedy.__call__, reference_auction])
 @settings(max_examples=100 if LONG else 6)
 @given(
-    # At a small alpha most candidates, one per head at least, stay unrealised.
+    # At a small alpha, most candidates, at least one per head, are not realised.
     seed=ints(0, 10_000), budget=ints(1, 450), floor=bools(), elastic=bools(),
     alpha=some([0.05, 0.2, 0.6, 1.0]),
 )  # fmt: skip
@@ -79,7 +79,7 @@ def test_costly_refiners_are_not_pruned(monkeypatch: pytest.MonkeyPatch) -> None
 @settings(max_examples=10)
 @given(seed=ints(0, 10_000), budget=ints(20, 300))
 def test_a_guess_that_is_too_high_costs_time_only(seed: int, budget: int) -> None:
-    """Without slack the first layers often prune too much; growth is then repeated."""
+    """Without slack, the first layers often prune too much; growth is then repeated."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         context = problem(seed, monkeypatch)
         monkeypatch.setattr("gracekv.tree.prune._SLACK", 0.4)

@@ -21,7 +21,7 @@ from support.trees import tree_context, with_floor
 
 
 def problem(seed: int, slots: int, floor: bool, tied: bool) -> TreeContext:
-    """Slots of a few tokens up to all of them; curvatures and floor scores full of ties."""
+    """Slots of a few tokens up to all of them, with many ties in curvature and floor scores."""
     context = tree_context(seed, context=70)
     region = context.partition.region
     rng = torch.Generator().manual_seed(seed)
@@ -82,7 +82,7 @@ def test_any_number_of_threads_grows_the_same_trees(threads: Callable[[int], Non
     for count in (1, 2, 5):
         threads(count)
         forests.append(build_forest(context, Prototype(), BinaryExtract()))
-    # To the bit: the kernels promise the same sums for any number of threads.
+    # Bitwise: the kernels guarantee the same sums for any number of threads.
     for other in forests[1:]:
         for name in ("start", "end", "parent", "distortion", "split_gain", "add_gain"):
             assert torch.equal(getattr(forests[0], name), getattr(other, name)), name

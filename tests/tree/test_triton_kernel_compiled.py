@@ -1,14 +1,14 @@
 """The Triton distortion kernel compiled for real GPUs, without one: registers and memory suffice.
 
-The paper's 64 probes run on every architecture; other head dimensions, partial rotation and few
-probes on one roomy and one small architecture.
+Compiles the paper's 64 probes for every architecture; other head dimensions, partial rotation and
+few probes for one large and one small architecture.
 """
 
 import pytest
 
 from gracekv.tree.engines.triton import constants
 
-pytest.importorskip("support.cubin")  # skips where nothing can be compiled
+pytest.importorskip("support.cubin")  # skips if kernels cannot be compiled
 
 from gracekv.tree.engines.triton_kernel import interval_costs
 from support.covering import covering
@@ -42,5 +42,5 @@ def test_products_keep_float32():
     code = costs_kernel(128, 90).asm["ptx"]
     assert "mma" not in code
     assert "tf32" not in code
-    # A thread adds what it holds before it asks others; no warp waits for another.
+    # A thread sums its own numbers before it exchanges sums; no warp waits for another.
     assert code.count("shfl") <= 64

@@ -1,4 +1,4 @@
-"""The Triton distortion on a GPU: all there is to run on one."""
+"""The Triton distortion on a GPU: everything that needs one."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_repeats_to_the_bit():
     evaluator, batch = evaluator_of(slots_of(3, 64, context=2000, dim=128), "triton")
     nodes = some_nodes(batch, 3, [64] * 500)
     first = evaluator(nodes)
-    # What lies behind a shorter node's last token is not written.
+    # Elements behind a shorter node's last token are not written.
     written = torch.arange(64, device="cuda") < nodes.length[:, None]
     for _ in range(20):
         again = evaluator(nodes)

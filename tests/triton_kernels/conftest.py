@@ -1,4 +1,4 @@
-"""These tests run kernels in Triton's interpreter, so they need a process of their own.
+"""These tests run kernels in Triton's interpreter, so they need a separate process.
 
 The interpreter is chosen when triton is first imported: TRITON_INTERPRET=1 pytest
 tests/triton_kernels.
@@ -15,7 +15,7 @@ collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tes
 @pytest.fixture(autouse=True, scope="session")
 def language_patched_once():
     """Triton's interpreter patches the language for a launch, and again for every device function
-    that the kernel calls, which takes a quarter of the time."""
+    that the kernel calls; patching once saves a quarter of the time."""
     language = pytest.importorskip("triton.language")
     from triton.runtime import interpreter
 
@@ -36,7 +36,7 @@ def language_patched_once():
 
 @pytest.fixture(autouse=True)
 def poisoned_workspace():
-    """Fill `torch.empty` with NaN: reading a place that nobody wrote shows."""
+    """Fill `torch.empty` with NaN, so that reading an unwritten place shows."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

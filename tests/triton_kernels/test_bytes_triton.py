@@ -1,4 +1,4 @@
-"""Elements of weights read by their addresses, interpreted, and in torch, against plain indices."""
+"""Elements of weights read by address, interpreted and in torch, against plain indexing."""
 
 import hashlib
 

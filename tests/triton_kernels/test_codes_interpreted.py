@@ -1,4 +1,4 @@
-"""The kernel that reads codes, interpreted, against attention in float64 over what codes say."""
+"""The kernel that reads codes, interpreted, against float64 attention over dequantised entries."""
 
 import math
 
@@ -20,7 +20,7 @@ BACKEND = Triton(processors=3)
 
 
 def rounding(layer, query, scale):
-    """What a logit moves by at most, where the kernel rounds what it reads to a half dtype."""
+    """The largest error of a logit if the kernel rounds its inputs to a half dtype."""
     if query.dtype == torch.float32:
         return 0.0
     keys = dequantised(CompressedCache((layer,), 1000, (0,) * layer.sequences)).layers[0].keys
@@ -53,7 +53,7 @@ def test_equals_attention_in_float64(
     softcap, sinks,
 ):  # fmt: skip
     rng = torch.Generator().manual_seed(seed)
-    # Of token groups, as many channels as fit.
+    # For token groups, as many channels as fit.
     size = 4 if dim == 20 and size == 32 else size
     layer = quantised(rng, lengths * sequences, dim, dtype, sequences, bits=bits, group=size)
     batch, heads = sequences * copies, len(lengths)

@@ -18,7 +18,7 @@ from support.trees import assert_same_growth, in_slots, tree_context
 
 
 def check(context, lengths, distortion=None, seed=0):
-    """Some nodes and their costs, which must be those of the torch engine."""
+    """Some nodes and their costs, which must equal those of the torch engine."""
     evaluator, batch = evaluator_of(context, "triton", distortion)
     nodes = some_nodes(batch, seed, lengths)
     costs = evaluator(nodes)

@@ -1,4 +1,4 @@
-"""A tiny model answers over the kernels as it does over the reference backend."""
+"""A tiny model answers with the kernels as with the reference backend."""
 
 import pytest
 

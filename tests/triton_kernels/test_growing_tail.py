@@ -1,4 +1,4 @@
-"""Tracing, and decoding over a buffer whose used length lies on the device."""
+"""Tracing, and decoding over a buffer whose used length is on the device."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ BACKEND = Triton()
 
 
 def buffers(problem, capacity):
-    """The problem's tail in buffers of `capacity` places whose unused end is NaN."""
+    """The problem's tail in buffers of `capacity` places, with NaN at the unused end."""
     for x in (problem.keys, problem.values):
         buffer = x.new_full((*x.shape[:2], capacity, x.shape[3]), torch.nan)
         buffer[:, :, : x.shape[2]] = x
@@ -23,7 +23,7 @@ def buffers(problem, capacity):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Grids and numbers of every launch; tensors by shape and stride."""
+    """Grid and arguments of every launch; tensors by shape and stride."""
     seen = []
 
     def plain(a):

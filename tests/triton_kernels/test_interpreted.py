@@ -87,7 +87,7 @@ def test_repeats_to_the_bit(dtype):
     )
     first = ask(BACKEND, problem)
     assert torch.equal(ask(BACKEND, problem), first)
-    # What one batch row sees must not depend on the others.
+    # A batch row's result must not depend on the other rows.
     rows = torch.tensor([1, 0])
     flipped = {name: getattr(problem, name).flip(0) for name in ("query", "keys", "values")}
     assert torch.equal(ask(BACKEND, replace(problem, **flipped, rows=rows)).flip(0), first)
@@ -106,7 +106,7 @@ def test_masks_of_other_strides_and_of_huge_negative_numbers():
     assert torch.equal(run(shared), run(many))
     hidden = torch.zeros(2, 1, 3, 12, dtype=torch.bool)
     hidden[..., :7] = True
-    # Its last row lies 2^31 elements behind the first; the memory between is never touched.
+    # Its last row is 2^31 elements behind the first; the memory in between is never touched.
     far = torch.empty(2**31 + 12, dtype=torch.bool).as_strided((1, 1, 3, 12), (1, 1, 2**30, 1))
     assert torch.equal(run(far.copy_(hidden[:1]).expand(2, -1, -1, -1)), run(hidden))
     lowest = torch.zeros(2, 1, 3, 12).masked_fill(~hidden, torch.finfo(torch.float32).min)

@@ -41,7 +41,7 @@ def test_shapes_and_layouts(dim, group, block, layout, dtype):
 )  # fmt: skip
 def test_any_step(seed, lengths, requests, group, layout):
     contexts = {"a": lengths[:2], "b": lengths[2:]}
-    # The first request has a context: else nothing is planned.
+    # The first request has a context, as otherwise nothing is planned.
     requests = [("a", 2, 1)] + [(name, before + new, new) for name, before, new in requests]
     check_step(paged_step(seed, contexts, requests, group=group, layout=layout))
 

@@ -32,6 +32,6 @@ def test_equals_the_torch_engine(
     sinks = 5 * torch.randn(len(queries), count, generator=made) if has_sinks else None
     rules = {"scale": scale, "power": power, "maximum": maximum, "sinks": sinks}
     got, want = (softmax_columns(*inputs, **rules, engine=engine) for engine in ("triton", "torch"))
-    # Two bfloat16 parts of a query leave out 2^-17 of it, in logits of up to some thirty.
+    # Two bfloat16 parts of a query miss 2^-17 of it, in logits of up to about thirty.
     tolerance = 2e-3 if dtype == torch.bfloat16 else 2e-4
     torch.testing.assert_close(got, want, rtol=tolerance, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Attention probabilities and the sums made of them."""
+"""Attention probabilities and their sums."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from gracekv.value.scissorhands import attention_probabilities
 from support.draws import DTYPES, SEEDS, bools, ints, lists, some
 from support.lean_prefills import without_context_queries
 
-# float32 sums of a few dozen terms against float64. bfloat16 inputs get no more: both sides raise
-# the same rounded tensors before any arithmetic.
+# float32 sums of a few dozen terms against float64. bfloat16 inputs need no more: both sides
+# convert the same rounded tensors before any arithmetic.
 CLOSE = {"rtol": 2e-5, "atol": 1e-6}
 
 

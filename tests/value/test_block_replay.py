@@ -21,7 +21,7 @@ from support.lean_prefills import small, without_queries
     beyond=some([2, 256]),
 )  # fmt: skip
 def test_a_passage_equals_its_reference(seed, past, context, block, near, beyond):
-    """Queries see all entries before it and are asked from beyond it; the entries get scores."""
+    """Queries see all earlier entries and are moved beyond the passage; the entries get scores."""
     prefill = small(seed=seed, prefix=past + 1, context=context)
     spans = dataclasses.replace(prefill.spans, past=past)
     prefill = dataclasses.replace(prefill, spans=spans, observed={})
@@ -29,7 +29,7 @@ def test_a_passage_equals_its_reference(seed, past, context, block, near, beyond
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(block_replay, "_BEYOND", beyond)
         prefill = prefill.with_observations(scorer.needs().observers)
-    # Between the entries and the passage lies a last token, which nothing scores.
+    # Between the entries and the passage is a last token, which is not scored.
     every = [scorer.with_past(layer, region, {}) for layer in prefill]
     want = passage_scores(prefill, scorer, beyond)
     places = slice(past + 1, region.end), slice(past)
@@ -59,7 +59,7 @@ def passage_scores(prefill, scorer, beyond):
                 near = keys[max(start, u - scorer.near + 1) : u + 1]
                 logits = prefill.scale * torch.cat([keys[asked] @ moved, near @ query[0]])
                 row = logits.softmax(0)[: len(asked)]
-                # The first tokens that only stand for all others get nothing.
+                # First tokens that only stand in for all others get no score.
                 row = row * torch.tensor([t >= first or t < spans.past for t in asked])
                 total[layer, head // prefill.group, asked] += row**3 / prefill.group
                 if u < end - 1 and start == spans.context_start:

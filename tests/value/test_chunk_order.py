@@ -13,7 +13,7 @@ from support.draws import SEEDS, ints, some
     of=some([WindowAttention(pooling="none"), Recency(), WindowAttention(kernel=7)]),
 )  # fmt: skip
 def test_equals_the_reference(seed, layers, context, chunk_size, of):
-    # Two float32 scores and a chunk of them sum exactly in float64: the same ties on every CPU.
+    # Sums of two float32 scores, or of a chunk, are exact in float64: the same ties on every CPU.
     prefill = synthetic_prefill(layers=layers, kv_heads=2, dim=8, context=context, seed=seed)
     region = prefill.spans.region(0)
     scorer = ChunkOrder(of, chunk_size)

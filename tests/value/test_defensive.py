@@ -1,4 +1,4 @@
-"""DefensiveKV's score against its public code, line by line on plain tensors."""
+"""DefensiveKV's score against its public code, line by line, on plain tensors."""
 
 import dataclasses
 
@@ -51,9 +51,9 @@ def test_equals_the_public_code(seed, group, window, kernel):
         attention = logits.softmax(dim=-1)[..., :-window]
         norms = prefill.observation(WrittenNorms())[layer][:, :-window].double()
         scores, first = published(attention, norms, 2, window, kernel)
-        # Tokens on the edge of the first stage may fall to either side.
+        # Tokens at the edge of the first stage may fall on either side.
         top = scores.max()
-        # Above all scores of all layers, so that layers share a small budget evenly.
+        # Above the scores of all layers, so that layers share a small budget evenly.
         assert (got[layer][first] > 2).float().mean() > 0.95
         rest = ~first & (got[layer] < top * (1 - 1e-5))
         assert rest.sum() >= (~first).sum() - 2

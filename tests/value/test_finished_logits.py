@@ -1,4 +1,4 @@
-"""Scores where the model caps its logits, or adds sinks to the softmax; against float64."""
+"""Scores with logit softcapping, or with sinks in the softmax, against float64."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ def prefill_of(case, **sizes):
     sizes = {"layers": 2, "prefix": 2, "context": 30, "question": 4, "tail": 2, "dim": 8} | sizes
     prefill = synthetic_prefill(**sizes)
     rng = torch.Generator().manual_seed(5)
-    # Some sinks hardly matter, others take most of the attention.
+    # Some sinks barely matter, others take most of the attention.
     sinks = [torch.randn(prefill.query_heads, generator=rng) * 3 for _ in range(prefill.layers)]
     sinks = tuple(sinks) if has_sinks else ()
     return dataclasses.replace(prefill, softcap=softcap, sink_logits=sinks)

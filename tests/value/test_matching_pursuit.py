@@ -1,4 +1,4 @@
-"""The order of Attention Matching's pursuit, against least squares from scratch in every step."""
+"""The order of Attention Matching's pursuit, against least squares from scratch at every step."""
 
 import torch
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ def test_equals_the_plain_pursuit(seed, rows, length, most, largest):
     got = pursued(mass, most, largest)
     assert got.shape == (2, min(most, rows, length))
     for head in range(2):
-        # With as many columns as rows nothing is missing, and rounding errors choose.
+        # With as many columns as rows the residual is zero, and rounding errors would decide.
         sure = min(got.shape[1], rows)
         assert got[head, :sure].tolist() == reference.pursued(mass[head], most, largest)[:sure]
 

@@ -12,7 +12,7 @@ from gracekv.value.multi_hop import select_seeds
 from support.draws import DTYPES, SEEDS, ints, lists, some
 
 # float32 against float64 over a chain of a few hundred additions and divisions; the same for
-# bfloat16 captures, whose rounded tensors both sides raise before any arithmetic.
+# bfloat16 captures, whose rounded tensors both sides convert before any arithmetic.
 CLOSE = {"rtol": 1e-4, "atol": 1e-7}
 
 
@@ -46,7 +46,7 @@ def test_relevance_is_direct_relevance_where_every_token_is_a_seed_already():
 
 
 def test_relevance_is_direct_relevance_where_the_hops_discover_nothing():
-    # Here the one seed is the region's first token, which sees nothing of the region but itself.
+    # Here the only seed is the region's first token, which sees only itself in the region.
     prefill, region = small(1_000_001, 100), Region(2, 80)
     direct = MultiHop(hops=0)(prefill, region)
     assert select_seeds(direct.seed_scores, 0.9, 1).tolist() == [0]
@@ -67,7 +67,7 @@ def test_a_head_that_ignores_the_region_adds_nothing_but_the_hops():
     limit=ints(1, 12),
 )  # fmt: skip
 def test_seeds_equal_the_reference(scores, mass, limit):
-    # Small whole numbers tie often, and their sums are exact on both sides.
+    # Small integers tie often, and their sums are exact on both sides.
     chosen = select_seeds(torch.tensor(scores, dtype=torch.float32), mass, limit)
     assert chosen.tolist() == sorted(reference.seeds(scores, mass, limit))
 

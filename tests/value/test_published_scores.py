@@ -121,7 +121,7 @@ REFERENCES = {
 
 @pytest.mark.parametrize("name", REFERENCES)
 @settings(max_examples=4)
-# Contexts of three lags and more, and of less than two.
+# Contexts of three or more lags, and of less than two.
 @given(seed=SEEDS, context=some([60, 16]), dtype=DTYPES)
 def test_equals_the_reference(name, seed, context, dtype):
     reference, fields = REFERENCES[name]
@@ -130,7 +130,7 @@ def test_equals_the_reference(name, seed, context, dtype):
     fast = SCORERS.build(name, **fields)(prefill, region).scores.double()
     whole = torch.tensor([row[: region.end] for row in reference(prefill)], dtype=torch.float64)
     slow = whole[:, region.start :].view(fast.shape)
-    # Ranks inside a partition jump by a place where two spreads nearly tie.
+    # Ranks inside a partition move by one place if two spreads nearly tie.
     margin = 1.01 / 9 if name == "lag_relative" else 1e-5
     torch.testing.assert_close(fast, slow, rtol=2e-4, atol=margin)
 

@@ -1,4 +1,4 @@
-"""Reading ahead: what spreads where, and what is refused."""
+"""Reading ahead: how attention spreads, and refusals."""
 
 import pytest
 import torch

@@ -20,7 +20,7 @@ def test_equals_plain_loops(seed, kv_heads, group, history):
     sums = reference.column_sums(prefill, region)
     for layer in range(prefill.layers):
         for g in range(kv_heads):
-            # Sure and possible counts: a probability may equal its threshold but for rounding.
+            # Certain and possible counts: a probability may equal its threshold up to rounding.
             sure, possible = [0] * region.length, [0] * region.length
             for head in range(g * group, (g + 1) * group):
                 for u in range(max(0, length - history), length):
@@ -32,6 +32,6 @@ def test_equals_plain_loops(seed, kv_heads, group, history):
             for one, two in itertools.pairwise(order):
                 assert possible[one] >= sure[two]
                 if sure[one] == possible[one] == sure[two] == possible[two]:
-                    # Equal counts go by their sums.
+                    # Equal counts are ordered by their sums.
                     assert sums[layer, g, one] >= sums[layer, g, two] * (1 - SCORES)
     torch.testing.assert_close(tokens.sum(-1), torch.ones(prefill.layers, kv_heads))

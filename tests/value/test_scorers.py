@@ -1,4 +1,4 @@
-"""What every registered scorer promises."""
+"""Guarantees of every registered scorer."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_scores_are_finite_non_negative_float32_and_repeatable(name, seed, conte
 def test_scores_that_cannot_be_ranked_are_refused(monkeypatch, stream, score, error):
     key_norm = SCORERS.get("key_norm")
     monkeypatch.setattr(key_norm, "layer", lambda *x: torch.full((2, x[2].length), score))
-    # The paper's trees are given all layers, SnapKV one by one.
+    # The paper's trees get all layers, SnapKV one by one.
     pipeline = Pipeline.from_dict({"value": "key_norm"}, base="snapkv" if stream else "gracekv")
     prompt, how = gracekv.Prompt.from_ids(range(60), (2, 50)), gracekv.CaptureOptions(stream=stream)
     with pytest.raises(error, match=r"1 / norm instead of -norm|hold NaN"):
@@ -67,8 +67,8 @@ def test_output_projection_needs_the_norms(missing):
         OutputProjection()(prefill)
 
 
-# Drawn fields, tokens of question and tail, and how near float32 sums come to the reference,
-# relatively and absolutely.
+# Drawn fields, tokens of question and tail, and the relative and absolute tolerance of float32
+# sums against the reference.
 REFERENCES = {
     "column_sums": ((), (3, 1), 5e-5, 1e-6),
     "window_attention": (
@@ -97,7 +97,7 @@ def test_scores_equal_the_reference(name, data, recent, context, **sizes):
     fields, (question, tail), rtol, atol = REFERENCES[name]
     scorer = data.draw(st.builds(SCORERS.get(name), *fields))
     prefill = synthetic_prefill(dim=8, context=context, question=question, tail=tail, **sizes)
-    # Probes that read ahead reach into a region that ends behind the context.
+    # With read-ahead, the region ends behind the context, so it includes probes.
     region = prefill.spans.region(-2 if name == "read_ahead" else min(recent, context - 1))
     given = (prefill, region) if name == "column_sums" else (scorer, prefill, region)
     got, want = scorer(prefill, region).scores.double(), getattr(reference, name)(*given)
@@ -113,7 +113,7 @@ def test_the_best_tokens_are_the_free_sinks_and_the_latest(prefix, context, rece
     scores = Recency(sinks)(prefill, region).scores
     kept = min(kept, region.length)
     best = scores.argsort(descending=True, stable=True)[..., :kept].sort().values + region.start
-    # The prefix holds the prompt's first tokens already.
+    # The prefix already holds the prompt's first tokens.
     first = [t for t in range(sinks) if region.start <= t < region.end][:kept]
     rest = [t for t in range(region.start, region.end) if t not in first]
     assert bool((best == torch.tensor(first + rest[len(rest) - (kept - len(first)) :])).all())

@@ -1,4 +1,4 @@
-"""The engine for the proof tests, which run where vLLM is installed: `make test-vllm`."""
+"""Engines, models and stores for tests of vLLM; those of a real vLLM run by `make test-vllm`."""
 
 import importlib.util
 import shutil
@@ -24,7 +24,7 @@ TEXT = "Alice was beginning to get very tired of sitting by her sister on the ba
 
 @pytest.fixture(scope="session")
 def tiny_served(tmp_path_factory):
-    """A tiny model of two KV heads, and its contexts in a store."""
+    """A tiny model with two KV heads, and its contexts in a store."""
     import gracekv
     from gracekv.testing.models import tiny_llama, tiny_tokenizer
     from gracekv.vllm import export
@@ -51,7 +51,7 @@ def served(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A tiny model, and an engine that compresses, with a store that is empty."""
+    """A tiny model, and an engine that compresses, with an empty store."""
     from support.compressing_engine import started
 
     with started(tmp_path_factory.mktemp("made")) as running:
@@ -60,7 +60,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model():
-    """What workers compress for; modules with another model define their own."""
+    """The model that workers compress for; modules with another model define their own."""
     from gracekv.testing.models import tiny_model
 
     return tiny_model(kv_heads=4)
@@ -91,14 +91,14 @@ def stored(tmp_path_factory):
 
 @pytest.fixture
 def root(stored, tmp_path):
-    """A store of a test's own, with the contexts c0, c1 and c2."""
+    """A test's own store, with the contexts c0, c1 and c2."""
     shutil.copytree(stored, tmp_path / "store")
     return tmp_path / "store"
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """That of a server which stands in for vLLM's; modules with another one define their own."""
+    """The tokenizer of the stand-in for vLLM's server; modules with another define their own."""
     from gracekv.testing.models import tiny_tokenizer
 
     folder = tmp_path_factory.mktemp("served")

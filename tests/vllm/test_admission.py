@@ -1,4 +1,4 @@
-"""Where vLLM takes requests in: whatever goes wrong over a context is a client's error there."""
+"""vLLM's admission of requests: any problem with a context is a client error there."""
 
 import sys
 from copy import deepcopy
@@ -20,7 +20,7 @@ class Refused(Exception):
 
 @pytest.fixture
 def processor(monkeypatch):
-    """The class of vLLM that takes requests in, and the error that it answers with status 400."""
+    """vLLM's class that admits requests, and the error that it answers with status 400."""
     exceptions = ModuleType("vllm.exceptions")
     exceptions.VLLMValidationError = exceptions.VLLMNotFoundError = Refused
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
@@ -71,7 +71,7 @@ def test_a_store_that_cannot_be_opened_refuses_requests(processor, monkeypatch):
 
 @pytest.fixture
 def ask(processor, monkeypatch, tiny_served):
-    """The tokens that are read of a request to an engine that serves `tiny_served`."""
+    """The tokens read for a request to an engine that serves `tiny_served`."""
     store = ContextStore(tiny_served.store, allow=lambda name, _: name in ("c2", "longer"))
     monkeypatch.setattr(admission, "open_store", lambda config: store)
     served = SimpleNamespace(ranks=1, model=tiny_served.model)
@@ -118,7 +118,7 @@ def test_a_context_answers_in_its_format_until_the_next_one_is_read(ask, process
         if state:
             said = SimpleNamespace(kv_transfer_params={"gracekv": {"name": "c2", "state": state}})
             admission.process_outputs(lambda *_: None, processor, [said])
-        # A text in no chat's format, whose successor is never read in the end.
+        # A text in no chat format, whose following token is not read in the end.
         ask(range(50, 90), {"compress": {"name": "c2", "ratio": 2}})
         assert (ask(TURN, "c2") == TURN) is keeps
 

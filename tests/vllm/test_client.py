@@ -1,4 +1,4 @@
-"""`Client` and a server that stands in for vLLM's: what is sent, returned and raised."""
+"""`Client` with a stand-in for vLLM's server: what is sent, returned and raised."""
 
 import dataclasses
 import sys

@@ -1,4 +1,4 @@
-"""Contexts that a worker makes, and what the scheduler knows of them; without an engine."""
+"""Contexts made by a worker, and the scheduler's view of them, without an engine."""
 
 import ctypes
 import time
@@ -31,7 +31,7 @@ def test_a_worker_makes_the_context_that_an_export_writes(model, prefill, tmp_pa
         assert torch.equal(stored.positions, packed.positions)
         assert torch.equal(stored.values, packed.values)
     assert made.header.length == LENGTH - 1
-    # Another process sees what is saved, and that only.
+    # Another process sees only saved contexts.
     assert ContextStore(tmp_path / "store").names() == (["book"] if save else [])
     if save:
         assert ContextStore(tmp_path / "store").load("book").header.digest == made.header.digest
@@ -49,7 +49,7 @@ def test_what_an_aborted_request_left_is_dropped(model, prefill, tmp_path):
     worker = Worker(model, tmp_path)
     worker.read(prefill, "0", asked("book"), 0, 40)
     assert worker.compressor.begin(None, None) is None
-    # Its later tokens are not those of the next one.
+    # Its later tokens do not belong to the next one.
     assert worker.read(prefill, "0", asked("book"), 40, LENGTH) is None
     assert worker.compressor.outcome(idle=True) is None
     worker.read(prefill, "1", asked("other"))
@@ -65,7 +65,7 @@ def test_a_failure_is_told_and_the_next_one_goes_on(model, prefill, tmp_path, mo
         [
             (Recording, "__init__", lambda *_: 1 / 0, "cannot be used (ZeroDivisionError)"),
             (Compressor, "_compressed", lambda *_: 1 / 0, "cannot be used (ZeroDivisionError)"),
-            # Attention that is not ours shows nothing.
+            # Other attention than ours records nothing.
             (Recording, "add", lambda *_: None, "did not compute all tokens"),
         ]
     ):
@@ -79,7 +79,7 @@ def test_a_failure_is_told_and_the_next_one_goes_on(model, prefill, tmp_path, mo
 
 @pytest.fixture
 def headers(root):
-    """Contexts that were made, under names of no files."""
+    """Contexts that were made but not saved."""
     made = [ContextStore(root).load(f"c{number}") for number in range(3)]
     for context in made:
         header = replace(context.header, digest=f"{len(context.header.digest)}{id(context)}")
@@ -98,7 +98,7 @@ def test_the_least_recently_used_of_what_is_in_no_file_goes_for_good(headers, ro
     assert store.dropped() == set()
     with pytest.raises(StoreError, match="There is no context 'm1'"):
         store.load("m1")
-    # What a request reads stays.
+    # Contexts in use stay.
     store.retain({headers[0].header.digest})
     store.load("c0")
     assert store.load("m0") is headers[0]
@@ -141,7 +141,7 @@ def test_documents_have_their_turn_one_after_the_other(jobs, headers):
     assert jobs.pending
     assert jobs.current == "0"
     assert listed(jobs)["a"]["state"] == "compressing"
-    # Alone, which reads no other's header.
+    # A listing of one name reads no other header.
     for name, found in (("a", ["a"]), ("c0", ["c0"]), ("none", [])):
         assert list(listed(jobs, name)) == found
     jobs.update([], set(), 5000)
@@ -149,7 +149,7 @@ def test_documents_have_their_turn_one_after_the_other(jobs, headers):
     assert listed(jobs)["hide"]["recorded_bytes"] == 0
     jobs.update([Outcome("0", headers[0].header, 1.5)], set(), 10)
     assert jobs.current == "2"
-    # An idle engine goes on until workers are told to serve it.
+    # An idle engine keeps stepping until workers are told to serve it.
     assert jobs.pending
     jobs.made = set()
     assert not jobs.pending

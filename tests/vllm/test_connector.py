@@ -38,7 +38,7 @@ def test_a_worker_tells_which_contexts_it_cannot_open():
     told = connector.build_connector_worker_meta().opened
     assert (told["0"]["status"], told["1"], told["3"]["status"]) == (404, None, 400)
     assert "There is no context 'gone'" in told["0"]["reason"]
-    # A rank that opened it does not speak for one that could not.
+    # One rank's success does not hide another's failure to open it.
     other = type(connector.build_connector_worker_meta())([], set(), dict.fromkeys("013"))
     assert connector.build_connector_worker_meta().aggregate(other).opened == told
     connector.clear_connector_metadata()
@@ -46,7 +46,7 @@ def test_a_worker_tells_which_contexts_it_cannot_open():
 
 
 class Scheduler:
-    """The connector's part of a scheduler, asked as an engine asks it, step by step."""
+    """The connector's part of a scheduler, called as by an engine, step by step."""
 
     def __init__(self, admit):
         from gracekv.vllm.scheduling import SchedulerSide
@@ -68,7 +68,7 @@ class Scheduler:
         self.side.on_new_request(SimpleNamespace(request_id="9", **params))
 
     def step(self, *requests, opened=()):
-        """What workers are told before a step in which the requests that may begin have tokens."""
+        """The message to workers before a step with tokens of the requests that may begin."""
         begun = [x for x in requests if self.side.get_num_new_matched_tokens(x, 0) == (0, False)]
         told = self.side.build_connector_meta(
             SimpleNamespace(
@@ -105,12 +105,12 @@ def test_a_request_begins_when_its_context_is_in_memory():
         assert not told.idle
     told = scheduler.step(first, again)
     assert (set(told.named), told.opening) == ({1, 2}, {})
-    # One that skips cached pages finds none: the first time under a salt of its own.
+    # A request that skips cached pages must not find any: it gets its own salt at first.
     assert (first.cache_salt, again.cache_salt) == (f"gracekv:{digest}:", f"gracekv:{digest}::2")
     assert (first.skip_reading_prefix_cache, again.skip_reading_prefix_cache) == (False, True)
     for request in (first, again):
         assert scheduler.reply(request) is None
-    # Nobody reads it now, so workers may have dropped it.
+    # It is not in use now, so workers may have dropped it.
     assert scheduler.step().used == set()
     assert scheduler.step(scheduler.take("3", "book")).opening == {digest: "book"}
 
@@ -121,7 +121,7 @@ def test_a_context_that_is_lost_before_its_request_begins_is_a_client_s_error():
     salt = first.cache_salt
     lost = {"state": "failed", "reason": "There is no context 'book'.", "status": 404}
     scheduler.step(first, other, opened={"digest of book": lost, "digest of other": None})
-    # It is read without the context, under a salt of its own.
+    # It is read without the context, under its own salt.
     assert set(scheduler.step(first, other).named) == {2}
     told = scheduler.step(first, other)
     assert (set(told.named), told.used) == ({2}, {"digest of other"})

@@ -17,12 +17,12 @@ from support import paged_reference as reference
 from support.paged_contexts import paged_step
 
 HEADS, GROUP, DIM, BLOCK = 2, 3, 16, 32
-# Rows of a step: context or None, tokens of the sequence, tokens of it that are new.
+# Rows of a step: context or None, tokens of the sequence, how many of them are new.
 ROWS = [("a", 70, 1), (None, 40, 40), ("b", 33, 33), ("a", 1, 1), ("b", 200, 90), (None, 9, 1)]
 
 
 class Engine:
-    """Pages that are filled in an order of their own, as engines do."""
+    """Pages that are filled in arbitrary order, as in engines."""
 
     def __init__(self, dtype, blocks=1):
         rng = torch.Generator().manual_seed(3)
@@ -39,7 +39,7 @@ class Engine:
 
 
 class Step:
-    """A step over two contexts and pages of the engine's order, planned."""
+    """A planned step over two contexts and pages in the engine's order."""
 
     def __init__(self, dtype, division):
         sizes = {"group": GROUP, "dim": DIM, "block": BLOCK, "dtype": dtype}
@@ -59,10 +59,10 @@ class Step:
 
 
 @pytest.mark.parametrize(("dtype", "division", "merged"), [
-    # Requests of one token share units.
+    # One-token requests share units.
     (torch.float32, DIVISION, 2),
     (torch.bfloat16, DIVISION, 2),
-    # Units that begin within a token; many parts, of pages as well.
+    # Units that begin within a token; many parts, also of pages.
     (torch.float32, Division(8, 10**6, 1), 2),
     (torch.float32, Division(8, 40, 10**6), 125),
 ], ids=str)  # fmt: skip

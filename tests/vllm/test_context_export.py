@@ -1,4 +1,4 @@
-"""Exported contexts: what the folder holds, what is refused, and that keys are moved to zero."""
+"""Exported contexts: the folder's content, refusals, and keys rotated to position zero."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_keys_of_a_context_are_moved_to_where_the_question_begins(rope):
 
 @pytest.mark.parametrize("family", ["llama", "glm4", "smollm3"])
 def test_keys_are_moved_as_each_layer_rotates_them(family):
-    """Keys of a first layer depend on token and position only; some layers have no RoPE."""
+    """Keys of a first layer depend only on token and position; some layers have no RoPE."""
     model, ids = tiny_model(family), torch.arange(60)
 
     def full(ids, end):
@@ -86,7 +86,7 @@ def test_the_folder_holds_entries_and_header(book, model, tokenizer, tmp_path):
     for mine, made in zip(context.layers, book.packed.layers, strict=True):
         assert torch.equal(mine.values, made.values)
         assert torch.equal(mine.offsets, made.offsets)
-        # Rotations keep lengths.
+        # Rotations preserve norms.
         torch.testing.assert_close(mine.keys.norm(dim=1), made.keys.norm(dim=1))
     assert "{question}" in header.question_text
 
@@ -101,7 +101,7 @@ def test_a_second_export_replaces_the_first(book, model, tokenizer, tmp_path):
     assert header.digest != before
     assert [path.name for path in tmp_path.iterdir()] == ["book"]
     assert {path.name for path in folder.iterdir()} == {"header.json", header.entries_file}
-    # It is as private as the first.
+    # It is as private as the first one.
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
 
@@ -119,7 +119,7 @@ def test_what_no_export_wrote_is_not_replaced(book, tmp_path):
     assert (theses / "chapter.tex").read_text() == "ten years of work"
     assert (tmp_path / "file").read_text() == "mine"
     assert (tmp_path / "mixed" / "notes.txt").read_text() == "mine"
-    # What versions before wrote is a context, and so is what a killed export left.
+    # Files of earlier versions are a context, and so are remains of a killed export.
     (tmp_path / "mixed" / "notes.txt").rename(tmp_path / "mixed" / "entries.safetensors")
     (tmp_path / "mixed" / ".new.safetensors-ab12").write_text("")
     (tmp_path / "mixed" / ".tmpAb12Cd").write_text("")
@@ -266,7 +266,7 @@ def test_a_lock_on_a_folder_that_is_removed_meanwhile_is_taken_anew(book, tmp_pa
     fcntl, locked, folder = pytest.importorskip("fcntl"), [], tmp_path / "book"
 
     def late(handle, how):
-        # The export before deletes the context, and another begins it again.
+        # The previous export deletes the context, and another starts it again.
         for change in () if locked else (folder.rmdir, folder.mkdir):
             change()
         locked.append(os.fstat(handle).st_ino)

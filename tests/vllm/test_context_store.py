@@ -79,7 +79,7 @@ def forge_model(folder, **changes):
 
 
 def forge(folder, **changes):
-    """An edit that mends the checksum."""
+    """An edit that fixes the checksum."""
     data = {**json.loads((folder / "header.json").read_text()), **changes}
     (folder / "header.json").write_text(signed(data))
 
@@ -115,7 +115,7 @@ def test_damage_is_found(root, damage, said):
     damage(root / "c0")
     with pytest.raises(StoreError, match=said) as caught:
         ContextStore(root).load("c0")
-    # Clients of a server see the message; where its files lie is not theirs.
+    # A server's clients see the message, but must not see the paths of its files.
     assert str(root.parent) not in str(caught.value)
 
 
@@ -130,7 +130,7 @@ def test_contexts_of_other_models_are_refused(root):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Names of the contexts that were read, in order."""
+    """Names of the contexts that are read, in order."""
     found, read = [], ContextStore._read
     monkeypatch.setattr(ContextStore, "_read", lambda own, *a: found.append(a[0]) or read(own, *a))
     return found
@@ -204,7 +204,7 @@ def test_memory_has_a_bound_also_by_default(root, monkeypatch):
     assert small.loaded.bytes == 0
     monkeypatch.setattr("gracekv.vllm.store.read_cache", None)
     with pytest.raises(StoreError, match="and the limit is 99"):
-        ContextStore(root, limit=99).load("c0")  # its header tells
+        ContextStore(root, limit=99).load("c0")  # known from its header
 
 
 def test_what_is_replaced_makes_room_first(root):
@@ -223,7 +223,7 @@ def test_replaced_contexts_go_when_no_request_reads_them(root):
         if digests:
             store.retain({digests[0]})
         digests.append(store.load("book").header.digest)
-    # The first is still read, and stays in spite of the limit; the second is not.
+    # The first is still in use, and stays despite the limit; the second is not.
     assert store.loaded.digests == [digests[0], digests[2]]
     store.loaded.limit = store.loaded.bytes // 2 + 1
     store.load("c1")
@@ -247,7 +247,7 @@ def test_the_least_recently_used_is_dropped_but_not_what_must_stay(root):
     store.load("c0")
     assert store.load("c2") is kept
     assert store.loaded.bytes == 3 * size
-    # What is gone from memory or the folder leaves nothing.
+    # Contexts that are gone from memory or the folder leave nothing behind.
     assert len(store.loaded._newest) == len(store.loaded.digests) == 3
     store.forget("c0")
     shutil.rmtree(root / "c1")

@@ -1,4 +1,4 @@
-"""Conversations in a server of a tiny model: killed while they are extended, and long ones."""
+"""Conversations on a server with a tiny model: killed during extensions, and long ones."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ from support.loaded_server import answer, asked, loaded_server, same, words
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
-# Turns of each of four conversations, and how often a server is killed; more by hand.
+# Turns of each of four conversations, and kills of a server; more in manual runs.
 TURNS = int(os.environ.get("GRACEKV_TEST_TURNS", 20))
 KILLS = int(os.environ.get("GRACEKV_TEST_KILLS", 3))
 
@@ -49,9 +49,9 @@ def test_four_conversations_at_once_stay_within_their_limit(server, client):
             listed = [one for one in client.list() if one.entries is not None]
             entries.append(max(one.entries for one in listed))
             memory.append(server.memory())
-            # Each has the version that it reads, and at most one in the making.
+            # Each has the version that it reads, and at most one being made.
             assert len(listed) <= 1 + 2 * len(chats)
-    # Memory is printed, for long runs by hand.
+    # Memory is printed, for long manual runs.
     print(f"MiB after each tenth: {[x >> 20 for x in memory[:: max(1, TURNS // 10)]]}")
     units = 2 * 2
     assert max(entries) <= (150 - 8) * units
@@ -61,7 +61,7 @@ def test_four_conversations_at_once_stay_within_their_limit(server, client):
 
 
 def test_a_server_that_is_killed_while_it_extends_serves_the_old_or_the_new_context(server, client):
-    """At random times: the context on disk is whole, one of the two, and answers as it did."""
+    """At random times: the context on disk is complete, old or new, and answers as before."""
     from gracekv.vllm import ContextStore
 
     ids = server.tokenizer(words("further", 100)).input_ids

@@ -25,7 +25,7 @@ THOUGHT = "{% if enable_thinking is defined %}<a>\n\n</a>\n\n{% endif %}"
 
 
 def made(template):
-    # Two line ends are one token where nothing follows.
+    # Two line ends are one token if nothing follows.
     tokenizer = tiny_tokenizer(["a\n\n"] * 200, vocabulary=500)
     if template != "tiny":
         tokenizer.chat_template = template
@@ -76,11 +76,11 @@ def test_the_server_finds_the_document(name):
     assert opened(tokenizer, ids) == (ids, prompt.spans.context_start)
     if name in CHATS:
         assert opened(tokenizer, chat(tokenizer, TEXT)) == (ids, prompt.spans.context_start)
-        # Messages are a context as they are, with the end of the last one's turn.
+        # Messages are a context unchanged, including the end of the last turn.
         said = Prompt.from_messages(tokenizer, [{"role": "user", "content": TEXT}])
         whole = said.ids[: said.spans.context_end].tolist()
         assert opened(tokenizer, whole)[0] == whole
-        # In no format of the tokenizer: all of it is the document.
+        # A text in no format of the tokenizer is a document as a whole.
         plain = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
         assert opened(tokenizer, plain) == (plain, None)
 
@@ -152,7 +152,7 @@ def test_the_question_s_last_token_may_hold_a_part_of_the_template():
     assert continuing(tokenizer, "book", header(tokenizer), ids) == ids
     # So may the document's.
     assert opened(tokenizer, chat(tokenizer, "Who?"))[0] == document(tokenizer, "Who?")
-    # An ending of blanks alone, as GLM 4's, does not tell a chat from a text.
+    # An ending of only whitespace, like GLM 4's, does not tell a chat from a text.
     tokenizer.chat_template = "<|user|>\n{{ messages[0]['content'] }}<|assistant|>\n"
     ids = tokenizer("It was late.\n", add_special_tokens=False)["input_ids"]
     assert opened(tokenizer, ids) == (ids, None)
@@ -183,7 +183,7 @@ def test_what_begins_or_leaves_a_turn_is_refused(how):
     ids = OTHERS[how](tokenizer)
     with pytest.raises(StoreError, match="does not continue context 'book'"):
         continuing(tokenizer, "book", header(tokenizer), ids)
-    # Of these contexts nothing is known, or another kind of question follows.
+    # Nothing is known about these contexts, or another kind of question follows.
     for fields in ({"tokenizer": {}}, {"has_question": True}):
         assert continuing(tokenizer, "book", header(tokenizer, **fields), ids) == list(ids)
 

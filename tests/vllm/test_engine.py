@@ -1,4 +1,4 @@
-"""A stock vLLM serves contexts: tokens and log-probabilities are those of gracekv's own cache.
+"""A stock vLLM serves contexts: tokens and log-probabilities match gracekv's own cache.
 
 One engine with few pages and short steps, so that questions are read in chunks and requests are
 preempted. The model is the embedded one in float32.
@@ -43,9 +43,9 @@ def engine(served):
     }  # fmt: skip
     transfer = KVTransferConfig(**kv_transfer_config(served.store))
     with pytest.MonkeyPatch.context() as patch:
-        # In this process: two others would each import vLLM, which takes 10 seconds.
+        # In this process: two separate ones would each import vLLM, which takes 10 seconds.
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        # vLLM looks for its kernels in all modules, and takes llvmlite's library for their owner.
+        # vLLM searches all modules for its kernels, and takes llvmlite for their owner.
         patch.delitem(sys.modules, "llvmlite.binding.ffi", raising=False)
         made = LLM(served.folder, kv_transfer_config=transfer, **options)
     yield made
@@ -88,7 +88,7 @@ def test_tokens_and_probabilities_are_those_of_gracekv(served, alone, name):
 
 
 def test_the_contexts_are_what_is_read(served, alone):
-    """Other contexts' caches give other probabilities: the comparison can fail."""
+    """Other contexts' caches give different probabilities: the comparison can fail."""
     answer = alone["global", QUESTIONS[0]].outputs[0]
     with pytest.raises(AssertionError):
         check_answer(served, "tight", QUESTIONS[0], answer)
@@ -121,7 +121,7 @@ def metric(engine, name):
 
 
 def test_many_requests_at_once_are_right_and_leave_nothing(served, engine, ask, alone):
-    # Short questions often, since long ones cost most of the time.
+    # Mostly short questions, since long ones take most of the time.
     pairs = [*PAIRS, *((name, q) for name in RECIPES for q in QUESTIONS[:2] * 3)][:32]
     before = metric(engine, "num_preemptions")
     outputs = ask(pairs, plain=8)
@@ -161,10 +161,10 @@ def test_an_aborted_request_leaves_the_others_alone(served, engine, ask, alone):
 
 @pytest.fixture
 def broken(served):
-    """Contexts that cannot be used, beside those that can."""
+    """Unusable contexts, next to usable ones."""
     store = served.store
     shutil.copytree(store / "global", store / "damaged")
-    # Of a digest that is not in memory, since memory would answer.
+    # With a digest that is not in memory, as otherwise it would be served from there.
     (path,) = (store / "damaged").glob("entries-*.safetensors")
     path.rename(path.with_name(f"entries-{'0' * 16}.safetensors"))
     header = json.loads((store / "damaged" / "header.json").read_text())
@@ -214,7 +214,7 @@ def test_prefixes_are_shared_inside_a_context_only(served, engine, ask):
     from gracekv.vllm import request
 
     long = QUESTIONS[2]
-    # At once, so that a step has both: their first pages are the same, and are no name of theirs.
+    # At once, so that a step has both: they share their first pages, which identify neither.
     first, again = ask([("global", long)] * 2)
     (other,) = ask([("tight", long)])
     prompt = request(served.store, "global", long, served.tokenizer).prompt

@@ -1,6 +1,6 @@
-"""A stock vLLM compresses prompts itself: its contexts are those that transformers makes.
+"""A stock vLLM compresses prompts itself: its contexts match those made with transformers.
 
-One engine of a tiny model with few pages and short steps, so that documents are read in chunks and
+One engine with a tiny model, few pages and short steps, so that documents are read in chunks and
 preempted.
 """
 
@@ -34,14 +34,14 @@ def test_a_context_is_that_of_transformers(made, recipe):
     facts = len(ids), len(kept), pytest.approx(4, 0.1)
     assert (one["length"], one["entries"], one["ratio"]) == facts
     assert one["seconds"] > 0
-    # Keys and values of all tokens in float32, and the queries that the recipe asks for.
+    # Keys and values of all tokens in float32, and the queries that the recipe needs.
     config = made.model.config
     token = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * 4
     assert one["recorded_bytes"] >= (len(ids) + 1) * token
 
 
 def test_documents_questions_and_ordinary_requests_at_once(made):
-    """Questions come before their contexts are there; documents are preempted on the way."""
+    """Questions arrive before their contexts exist; documents are preempted on the way."""
     rng = torch.Generator().manual_seed(0)
     documents = {
         f"d{number}": torch.randint(5, 400, (100 + 7 * number,), generator=rng).tolist()

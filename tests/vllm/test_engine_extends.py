@@ -1,4 +1,4 @@
-"""A stock vLLM extends contexts: they are those that transformers extends, or stay as they were."""
+"""A stock vLLM extends contexts: they match extensions with transformers, or stay unchanged."""
 
 from dataclasses import replace
 
@@ -15,11 +15,11 @@ def extend(name, **options):
 
 @pytest.mark.parametrize("recipe", ["gracekv-agnostic", "snapkv"])
 def test_a_context_is_extended_as_in_transformers(made, recipe):
-    """Twice, beside questions, which are answered from the version that they began with."""
+    """Twice, alongside questions, which are answered from the version that they began with."""
     from gracekv.vllm import ContextStore
 
     ids, passage = (made.tokenizer(text).input_ids for text in (TEXT, TEXT[::-1]))
-    # An engine reads a prompt's last token once more, transformers the one after the document.
+    # An engine reads a prompt's last token again, transformers the one after the document.
     passage.append(ids[-1])
     made.run((ids, compress("talk", recipe=recipe)))
     before = made.wait("talk")
@@ -68,7 +68,7 @@ def test_a_context_that_is_extended_stays_within_its_limit(made):
         assert (one["state"], one["entries"]) == ("ready", sizes[-1])
         same = len(tokens_of(ContextStore(made.store).load("talk").layers) & kept) / sizes[-1]
         assert same >= 0.99
-        if same == 1:  # after a tie answers differ
+        if same == 1:  # answers differ after a tie
             (answer,) = made.run((made.question(), asking("talk")))
             made.check(answer.outputs[0], result)
     assert sizes[0] <= sizes[1] == sizes[2] == 72 * result.packed.entries().numel()
@@ -76,7 +76,7 @@ def test_a_context_that_is_extended_stays_within_its_limit(made):
 
 @pytest.fixture(scope="module")
 def kept(made):
-    """The result of a context "kept", beside contexts that cannot be extended."""
+    """The result of a context "kept", next to contexts that cannot be extended."""
     import gracekv
     from gracekv.testing.models import tiny_llama
     from gracekv.vllm import export
@@ -124,7 +124,7 @@ def why_not(made, name, length, options):
     ("kept", {"limit": {"entries": 5}}, 50, "no field 'entries'"),
     ("kept", {"limit": {"kv_bytes": "1MB", "positions": "open"}}, 50, "one of 'counted'"),
     ("bare", {"limit": {"entries_per_head": 9}}, 50, "no scores"),
-    # Two passages at ratio 1 do not fit; nothing of them may be dropped.
+    # Two passages at ratio 1 do not fit, and none of their tokens may be dropped.
     ("kept", {"ratio": 1, "limit": {"entries_per_head": 40}}, 50, "must stay"),
 ], ids=str)  # fmt: skip
 def test_a_passage_that_cannot_follow_is_refused_and_the_context_stays(
@@ -134,7 +134,7 @@ def test_a_passage_that_cannot_follow_is_refused_and_the_context_stays(
     assert reason in why_not(made, name, length, options)
     after = made.listing()
     assert after.keys() == before.keys()
-    # A reason is listed beside the context, which answers as before.
+    # The reason is listed with the context, which answers as before.
     facts = ("length", "entries", "bytes")
     assert [after["kept"][x] for x in facts] == [before["kept"][x] for x in facts]
     (answer,) = made.run((made.question(), asking("kept")))

@@ -1,4 +1,4 @@
-"""A worker extends a context as transformers does, and unusable passages are refused."""
+"""A worker extends a context as with transformers, and unusable passages are refused."""
 
 import itertools
 from dataclasses import replace
@@ -31,7 +31,7 @@ def ids():
 
 
 def compressed(model, ids, recipe="gracekv-agnostic"):
-    """A context, and the token that is read after it."""
+    """A context, and the token read after it."""
     prompt = gracekv.Prompt.from_ids(ids[: LENGTH + 1], (0, LENGTH), question_end=LENGTH)
     return gracekv.compress(model, prompt, ratio=3, pipeline=recipe)
 
@@ -39,7 +39,7 @@ def compressed(model, ids, recipe="gracekv-agnostic"):
 def read_over(model, result, ids):
     """Queries, keys and values of a passage that the model reads over `result`, by layer.
 
-    They are rotated as an engine rotates them, whose positions begin with the passage.
+    They are rotated as in an engine, whose positions start with the passage.
     """
     seen, names = {}, ("q_proj", "k_proj", "v_proj")
     layers = model.get_decoder().layers
@@ -95,7 +95,7 @@ def test_an_extended_context_is_that_of_transformers(model, ids, tmp_path, recip
     worker = Worker(model, tmp_path)
     for _ in range(2):
         first, passage = result.packed.length, ids[result.packed.length :][:PASSAGE]
-        # Transformers reads the token after the context behind the passage, too.
+        # Transformers also reads the token after the context behind the passage.
         after = result.prompt.ids[-1:]
         context, header = extend(worker, model, result, torch.cat([passage, after]), pieces=pieces)
         result = result.extend(passage, ratio=2)
@@ -105,12 +105,12 @@ def test_an_extended_context_is_that_of_transformers(model, ids, tmp_path, recip
         got, kept = tokens_of(context.layers), tokens_of(want.layers)
         assert len(got & kept) >= 0.99 * len(kept)
         if got != kept:
-            return  # a tie: what is read over the entries differs
+            return  # a tie: later passages are read over other entries
         for mine, theirs in zip(context.layers, want.layers, strict=True):
             torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-3, atol=1e-4)
             torch.testing.assert_close(mine.values, theirs.values, rtol=1e-3, atol=1e-4)
             torch.testing.assert_close(mine.log_multiplicity, theirs.log_multiplicity)
-    # The file is still the first context.
+    # The file still holds the first context.
     assert ContextStore(tmp_path).header("talk").length == LENGTH
 
 
@@ -136,7 +136,7 @@ def by_transformers(result, passage, limit, ratio=2):
 
 
 def begun(model, root, ranks):
-    """The heads of each rank, and its worker."""
+    """The heads and the worker of each rank."""
     shards = connected(ranks) if ranks > 1 else [WHOLE]
     heads = [(x.rank * 4 // ranks, (x.rank + 1) * 4 // ranks) for x in shards]
     return heads, [Worker(model, root, x, heads=own) for x, own in zip(shards, heads, strict=True)]
@@ -161,7 +161,7 @@ def test_a_limit_cuts_as_a_conversation_s_does(model, ids, tmp_path, ranks, save
         loaded = [x.store.load("talk", made[0].header.digest) for x in workers]
         firsts = [first for first, _ in heads]
         got = set().union(*map(tokens_of, (x.layers for x in loaded), firsts))
-        # Scores of earlier passages are held in 16 bits.
+        # Scores of earlier passages are stored in 16 bits.
         assert len(got) == len(want) == made[0].header.entries
         assert len(got & want) >= 0.99 * len(want)
         assert made[0].header.length == result.packed.length
@@ -200,7 +200,7 @@ def test_positions_are_closed_as_a_conversation_s_are(ids, tmp_path, ranks):
                     if len(places) != len(as_places):
                         equal.append(torch.zeros(len(as_places), dtype=torch.bool))
                         continue
-                    # From the end, as one entry more moves all that are older.
+                    # Counted from the end, as one more entry moves all older ones.
                     same = places - length == as_places - want.length
                     for one, other in ((keys, as_keys), (values, as_values)):
                         same &= torch.isclose(one, other, rtol=1e-3, atol=1e-3).all(-1)

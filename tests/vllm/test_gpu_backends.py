@@ -1,4 +1,4 @@
-"""vLLM's attention for GPUs with contexts beside its pages, as far as that shows without a GPU."""
+"""vLLM's attention for GPUs with contexts next to its pages, as far as testable without a GPU."""
 
 import dataclasses
 import inspect
@@ -23,7 +23,7 @@ TESTS = str(Path(__file__).parents[1])
 
 
 def pairs():
-    """Stock backend and ours, by name."""
+    """The stock backend and ours, by name."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -63,7 +63,7 @@ def test_vllms_classes_are_as_the_subclasses_take_them(name):
 def test_the_platform_for_gpus_selects_them(monkeypatch, capability, chosen):
     from vllm.platforms import current_platform
 
-    # The platform's own extension, which a build for CPUs lacks and selection does not need.
+    # The platform's own extension, which CPU builds lack and selection does not need.
     missing = "vllm._C_stable_libtorch"
     monkeypatch.setitem(sys.modules, missing, ModuleType(missing))
     from vllm.platforms.cuda import CudaPlatformBase
@@ -140,7 +140,7 @@ def test_what_layers_have_decides_what_is_served():
 def test_graphs_of_whole_steps_are_for_engines_without_contexts(
     tiny_served, monkeypatch, mode, with_store
 ):
-    """vLLM then records the pieces between attention layers, which run as Python."""
+    """With contexts, vLLM records the parts between attention layers, which run as Python."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -163,7 +163,7 @@ def test_graphs_of_whole_steps_are_for_engines_without_contexts(
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "eager"), [("FLASH_ATTN", True), ("TRITON_ATTN", False)])
 def test_an_engine_answers_as_gracekv(tiny_served, name, eager):
-    """vLLM's own classes in a whole engine; once as Python, once traced as a compiled model."""
+    """vLLM's own classes in a whole engine, once as Python, once traced as a compiled model."""
     contexts = list(tiny_served.results)
     command = ["-m", "support.gpu_backend_on_cpu", name, int(eager), tiny_served.folder]
     variables = {"TRITON_INTERPRET": "1", "VLLM_CPU_CI_ENV": "1"}

@@ -1,4 +1,4 @@
-"""What requests ask beside questions, as it comes over HTTP."""
+"""Requests other than questions, as they arrive over HTTP."""
 
 import re
 
@@ -41,7 +41,7 @@ def test_an_order_says_how_to_compress():
     (compress(name=None), "context's name"), (compress(ratio=0.5), "at least 1"),
     (compress(ratio="1E+9999"), "finite number"),
     ({"compress": {"name": "book", "kv_bytes": "9" * 5000}}, "finite number"),
-    # In time that is linear.
+    # In linear time.
     ({"compress": {"name": "book", "kv_bytes": "1" + " " * 10**6 + "!"}}, "number of bytes"),
     (compress(kv_bytes=4096), "exactly one budget"),
     ({"compress": {"name": "book"}}, "exactly one budget"),

@@ -6,7 +6,7 @@ import pytest
 
 from gracekv.backends.triton_tiles import padded_dim
 
-pytest.importorskip("support.cubin")  # skips where nothing can be compiled
+pytest.importorskip("support.cubin")  # skips if kernels cannot be compiled
 
 from gracekv.vllm import triton_kernel
 from gracekv.vllm.triton_attention import unit_tile
@@ -42,7 +42,7 @@ def test_attention_fits(tmp_path, dim, dtype, queries, group, arch):
 
 
 def test_entries_behind_addresses_are_read_16_bytes_at_a_time():
-    """The compiler is told how addresses are aligned; else it would read number by number."""
+    """The compiler knows the alignment of addresses; otherwise it would read single numbers."""
     text = attention(128, BF16, 1, 4, 80).asm["ptx"]
     read = {int(x, 0) for x in re.findall(r"cp\.async\.c[ag]\S+ \[[^]]*\], \[[^]]*\], (\w+)", text)}
     assert read <= {16, 4}, read

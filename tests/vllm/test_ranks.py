@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks make one cut of a document, and all of them its context or none."""
+"""Tensor-parallel ranks make a common cut of a document, and either all or none its context."""
 
 import functools
 
@@ -52,7 +52,7 @@ def test_two_ranks_keep_what_one_keeps(model, prefill, workers, recipe, save):
 
 
 def fails(kind, workers, monkeypatch):
-    """Let the second rank fail at some point, and say how."""
+    """Let the second rank fail at some point; returns the expected reason."""
     if kind == "size":
         workers[1].store.loaded.limit = 100
         return "bytes of memory"
@@ -64,7 +64,7 @@ def fails(kind, workers, monkeypatch):
         shard = next(x for x in (*args, getattr(self, "_shard", None)) if isinstance(x, HeadShard))
         if shard.rank == 0:
             return stock(self, *args)
-        # Attention that is not ours shows nothing.
+        # Other attention than ours records nothing.
         return None if kind == "read" else 1 / 0
 
     monkeypatch.setattr(Recording, name, broken)
@@ -125,7 +125,7 @@ def test_a_name_means_the_old_context_until_all_ranks_have_made_the_new_one(pref
         assert worker.store.header("book") == old
         worker.compressor.begin(None, None, {"1"})
         assert worker.store.load("book").header == new
-    # Where another rank failed, the one before stays.
+    # If another rank failed, the previous context stays.
     assert ended("2").digest != new.digest
     for worker in workers:
         worker.compressor.begin(None, None)
@@ -158,7 +158,7 @@ def test_what_one_rank_could_not_make_failed(jobs, root):
     jobs.update([Outcome("0", None, 1.0, "Too large.")], set())
     jobs.update([Outcome("0", ContextStore(root).header("c0"), 1.0)], set())
     assert listed(jobs)["book"]["reason"] == "Too large."
-    # The rank that has its part never serves it.
+    # The rank that made its part never serves it.
     assert (jobs.made, jobs.current) == (set(), None)
 
 

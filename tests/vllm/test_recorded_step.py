@@ -1,4 +1,4 @@
-"""Which of a step's tokens are shown to a recording."""
+"""Which of a step's tokens a recording gets."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -8,7 +8,7 @@ import torch
 
 from gracekv.vllm.context_attention import Step, current_step, set_step
 
-# Three requests of 1, 2 and 1 tokens; the second one's pages begin with block 7.
+# Three requests with 1, 2 and 1 tokens; the second one's pages begin with block 7.
 METADATA = SimpleNamespace(
     block_table=torch.tensor([[3, 7], [7, 2], [9, 0]]), query_start_loc=torch.tensor([0, 1, 3, 4])
 )

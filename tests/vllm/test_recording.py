@@ -1,4 +1,4 @@
-"""What a worker records of a prompt is what a capture of transformers keeps."""
+"""A worker's recording of a prompt equals a capture with transformers."""
 
 import itertools
 import threading
@@ -39,7 +39,7 @@ def prompt(length, start):
 
 
 def recorded(served, prefill, order, pieces, begin=0, pool=None):
-    """A recording of a prefill with all queries, shown as an engine shows it."""
+    """A recording of a prefill with all queries, fed as by an engine."""
     made = Recording(order, prefill.spans.length, served, CPU, pool)
     for start, end in itertools.pairwise([begin, *pieces, prefill.spans.length]):
         for layer in range(prefill.layers):
@@ -47,7 +47,7 @@ def recorded(served, prefill, order, pieces, begin=0, pool=None):
                      for x in (prefill.queries, prefill.keys, prefill.values)]  # fmt: skip
             made.add(layer, start, *parts, prefill.scale)
             for part in parts:
-                part.fill_(torch.nan)  # as engines use their memory again
+                part.fill_(torch.nan)  # as engines reuse their memory
     return made
 
 
@@ -69,7 +69,7 @@ def test_a_recording_compresses_as_a_capture(model, served, recipe, pieces):
 
 @pytest.fixture
 def behind():
-    """A pool whose observers look when `let_go` is called."""
+    """A pool whose observers start when `let_go` is called."""
     pool, gate = ThreadPoolExecutor(1), threading.Event()
     pool.submit(gate.wait)
     yield SimpleNamespace(submit=pool.submit, let_go=gate.set)

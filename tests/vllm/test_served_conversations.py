@@ -1,4 +1,4 @@
-"""Conversations on a server that stands in for vLLM's: what is sent, compressed and refused."""
+"""Conversations on a stand-in for vLLM's server: what is sent, compressed and refused."""
 
 import contextlib
 
@@ -18,13 +18,13 @@ from support.context_server import QUESTION, TEXT, context_server, extensions
 
 @pytest.fixture
 def client(client):
-    """With the context that conversations are about."""
+    """A client with the context that conversations are about."""
     client.compress("book", TEXT, ratio=4)
     return client
 
 
 def talk(client, server, turns, limit=None, **policy):
-    """A conversation of so many turns, and the prompts that it sent, by context."""
+    """A conversation of `turns` turns, and the prompts that it sent, by context."""
     chat = client.chat("book", limit, Compaction(after=64, ratio=4, recent=2, **policy))
     for number in range(turns):
         chat.ask(f"{QUESTION} It is question {number}.")
@@ -41,13 +41,13 @@ def test_a_conversation_sends_what_is_not_compressed(client, server, tokenizer):
     assert [x["role"] for x in chat.messages] == ["user", "assistant"] * 9
     made = extensions(server)
     assert len(made) >= 2
-    # What is compressed and what is sent is the whole conversation, every token once.
+    # Compressed and sent tokens are the whole conversation, each token once.
     name = sent[-1][0]
     assert name.startswith("chat-")
     assert compressed(server, name) + sent[-1][1] == whole_of(chat, tokenizer)
     assert len(sent[-1][1]) < len(whole)
     assert all(order["ratio"] == 4 for order, _ in made)
-    # Each version extends the one before, and only the newest stays.
+    # Each version extends the previous one, and only the newest stays.
     assert [order["name"] for order, _ in made] == ["book", *(o["into"] for o, _ in made[:-1])]
     assert {x.name for x in client.list()} == {"book", chat.context, made[-1][0]["into"]}
     with chat:
@@ -76,9 +76,9 @@ def whole_of(chat, tokenizer):
 def test_the_token_that_ends_an_answer_is_in_no_turn(client, server):
     chat, server.told = client.chat("book"), {"token_ids": [7, 9], "stop_reason": 9}
     chat.ask(QUESTION)
-    # Of 7 and 9 with each of four words, the last 9.
+    # Of the ids 7 and 9 with each of four words, the last 9 is not included.
     assert chat._tail[-1] == ("assistant", [7, 9, 7, 9, 7, 9, 7])
-    # A stop string is no part of the text, but of the tokens.
+    # A stop string is not part of the text, but of the tokens.
     server.told["stop_reason"] = "\nUser:"
     text = chat.ask(QUESTION)
     assert chat._tail[-1] == ("assistant", continued(client._tokenizer, text))
@@ -107,7 +107,7 @@ def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
         with pytest.raises(ConfigError, match="Another turn was answered"):
             list(open_stream)
         asked[0]["content"], changed = "Where?", [*asked, answer, more]
-        system = {**system, "refusal": None}  # as clients add it
+        system = {**system, "refusal": None}  # as added by clients
         with pytest.raises(EditedHistoryError, match="Message 1"):
             chat.send([system, *changed])
         assert extensions(server)[0][0]["name"] == "agent"

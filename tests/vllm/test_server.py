@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server end to end: its own process, a real client, streaming."""
+"""The OpenAI-compatible server end to end: a separate process, a real client, streaming."""
 
 import json
 import shlex
@@ -20,7 +20,7 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def server(served, tmp_path_factory):
-    """A store of one context, and the server over it."""
+    """A store with one context, and a server over it."""
     from gracekv.vllm import export
 
     folder, book = tmp_path_factory.mktemp("server"), served.results["global"]
@@ -91,7 +91,7 @@ def test_an_unusable_context_is_a_client_s_error(client, server):
 
 
 def test_a_client_compresses_asks_and_deletes(client, server):
-    """The server makes the context itself; a chat request goes on in the document's turn."""
+    """The server makes the context itself; a chat request continues in the document's turn."""
     import gracekv
     from gracekv.errors import StoreError
     from gracekv.vllm import Client

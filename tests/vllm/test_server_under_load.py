@@ -1,4 +1,4 @@
-"""A server of a tiny model under load, and killed while it saves."""
+"""A server with a tiny model under load, and killed while it saves."""
 
 import itertools
 import time
@@ -46,7 +46,7 @@ def test_documents_beside_ordinary_requests_lose_and_mix_nothing(server, client)
         assert same(found, answer(server, asked(server, "alone"), "alone")), name
     for ids, found in zip(plain, ordinary, strict=True):
         assert same(found, answer(server, ids))
-    # The comparison can fail: other documents have other answers.
+    # The comparison can fail: other documents have different answers.
     pairs = list(itertools.pairwise(about))
     assert sum(same(*pair) for pair in pairs) < len(pairs) / 4
     for name in ("alone", *names):
@@ -54,7 +54,7 @@ def test_documents_beside_ordinary_requests_lose_and_mix_nothing(server, client)
 
 
 def test_a_server_that_is_killed_while_it_saves_serves_whole_contexts_only(server, client):
-    """Of each name the old context or the new one, and what was saved before answers the same."""
+    """Each name has its old context or the new one, and contexts saved before answer the same."""
     from gracekv.vllm import ContextStore
 
     client.compress("before", words("before"), ratio=3, save=True)

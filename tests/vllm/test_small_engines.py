@@ -1,4 +1,4 @@
-"""Engines of a tiny model: tensor-parallel ranks that hold their own heads, compiled, no plugin."""
+"""Engines with a tiny model: tensor-parallel ranks with their own heads, compiled, no plugin."""
 
 import contextlib
 import shutil
@@ -11,7 +11,7 @@ from gracekv.hf.extend import limited_run
 from support.compressing_engine import TEXT, Compressing, asking, compress, params, said, tokens_of
 from support.engine_answers import check_answer
 
-# Each engine is a few processes, which import vLLM for half a minute.
+# Each engine is a few processes, which take half a minute to import vLLM.
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 
@@ -48,18 +48,18 @@ def answers(made, served):
 
 @pytest.fixture(scope="module")
 def big(tiny_served):
-    """A context of which the first rank's part is smaller than the second's."""
+    """A context whose first rank's part is smaller than the second's."""
     alone = Compressing(tiny_served.model, tiny_served.tokenizer)
     made = alone.by_transformers(tiny_served.tokenizer(TEXT).input_ids, ratio=1.2)
     first, second = made.packed.entries().sum(0).tolist()
-    # Other sums may cost a few entries, but not so many.
+    # Sums in another order may change a few entries, but not this many.
     assert second - first > 0.02 * (first + second)
     return made
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny_served, big):
-    """An engine of two ranks that hold a context at most as large as between the parts of `big`."""
+    """An engine of two ranks with a memory limit between the sizes of the parts of `big`."""
     limit = (big.packed.kv_bytes + big.packed.metadata_bytes) // 2
     with engine(tiny_served, limit, tensor_parallel_size=2, max_num_batched_tokens=64) as made:
         yield Compressing(tiny_served.model, tiny_served.tokenizer, made, tiny_served.store)
@@ -81,7 +81,7 @@ def test_two_ranks_make_the_context_of_one_process(two_ranks, recipe, save):
     from gracekv.vllm import ContextStore
 
     ids, name = two_ranks.tokenizer(TEXT).input_ids, f"{recipe}-{save}"
-    # The question comes before its context is there.
+    # The question arrives before its context exists.
     order = compress(name, recipe=recipe, save=save)
     first, answer = two_ranks.run((ids, order), (two_ranks.question(), asking(name)))
     assert said(first) == {"name": name, "state": "compressing"}
@@ -100,7 +100,7 @@ def test_two_ranks_make_the_context_of_one_process(two_ranks, recipe, save):
 
 def test_two_ranks_extend_a_context_as_one_process(two_ranks):
     ids = two_ranks.tokenizer(TEXT).input_ids[:150]
-    # An engine reads a prompt's last token once more, transformers the one after the document.
+    # An engine reads a prompt's last token again, transformers the one after the document.
     passage, limit = [*ids[20:60], ids[-1]], {"entries_per_head": 60, "window": 8}
     two_ranks.run((ids, compress("talk")))
     before = two_ranks.wait("talk")
@@ -130,7 +130,7 @@ def test_what_one_rank_cannot_hold_is_refused_and_the_engine_goes_on(two_ranks, 
 
 
 def test_documents_that_two_ranks_read_at_once_and_one_that_is_aborted(two_ranks):
-    """Contexts go for want of room meanwhile, on each rank when its own part has none."""
+    """Meanwhile contexts are evicted for lack of room, on each rank when its own part has none."""
     rng = torch.Generator().manual_seed(0)
     documents = {
         f"d{number}": torch.randint(5, 400, (90 + 9 * number,), generator=rng).tolist()

@@ -1,4 +1,4 @@
-"""What the connector's configuration says: the store, its limit, and who may use what."""
+"""The connector's configuration: the store, its limit, and permissions."""
 
 import json
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def test_requests_use_only_what_they_are_allowed(root):
     assert named.admit({"gracekv": "c2"}) == ContextStore(root).header("c2")
     assert keyed.admit({"gracekv": "c1", "key": "key of c1"}).entries > 0
     refused = (named, {}, "c1"), (keyed, {}, "c1"), (keyed, {"key": "key of c0"}, "c1")
-    # A name is refused before it says whether there is such a context.
+    # A name is refused before revealing whether such a context exists.
     for asked, parameters, name in (*refused, (named, {}, "missing")):
         with pytest.raises(StoreError, match=f"may not use the context '{name}'"):
             asked.admit({"gracekv": name, **parameters})
