@@ -185,11 +185,11 @@ def arguments() -> argparse.Namespace:
     add("--batches", type=numbers, default=[1])
     add("--skews", type=numbers, default=[3], help="longest head of a layer over the others")
     add("--rounds", type=int, default=25)
-    add("--least", action="store_true", help="attention: the least of the rounds, not the median")
+    add("--least", action="store_true", help="attention: the fastest round, not the median")
     add("--parts", default="attention,model,real", help="which tables to make")
     add("--real", type=int, default=4096, help="context tokens of the real compression")
     add("--title", default="Decoding", help="of the file")
-    add("--note", action="append", default=[], help="a line for the file, about this run")
+    add("--note", action="append", default=[], help="a note about this run, for the page")
     add("--out", type=Path, default=Path(__file__).parent / "results" / "decode.md")
     options = parser.parse_args()
     cpu = options.device == "cpu"

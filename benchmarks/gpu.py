@@ -64,10 +64,10 @@ def arguments() -> argparse.Namespace:
     add("--lengths", type=numbers, default=[8192, 32768, 131072], help="contexts")
     add("--batches", type=numbers, default=[1, 8, 4, 16])
     add("--ratio", type=int, default=8)
-    add("--rounds", type=int, default=15, help="at most, of what is timed")
+    add("--rounds", type=int, default=15, help="maximum, for timings")
     out = _HERE.parent / "runs" / "gpu"
     add("--out", type=Path, default=out, help="folder of gpu.jsonl and the profile")
-    add("--page", type=Path, help="benchmarks/results/gpu.md, or gpu.md beside rows of a CPU")
+    add("--page", type=Path, help="benchmarks/results/gpu.md; on a CPU, gpu.md next to the rows")
     options = parser.parse_args()
     options.parts = options.parts.split(",")
     unknown = sorted(set(options.parts) - set(PARTS))

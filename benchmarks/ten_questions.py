@@ -71,9 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--ratio", type=float, default=2)
-    parser.add_argument(
-        "--apart", type=int, default=2, help="questions that get a call of their own"
-    )
+    parser.add_argument("--apart", type=int, default=2, help="questions with their own call")
     args = parser.parse_args()
     model, tokenizer = load_smollm2()
     text, questions = story(tokenizer, args.tokens)

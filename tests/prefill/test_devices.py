@@ -1,4 +1,4 @@
-"""Sharded and offloaded models: every layer's entries live where the layer lives."""
+"""Sharded and offloaded models: every layer's entries are on the layer's device."""
 
 import dataclasses
 from contextlib import nullcontext

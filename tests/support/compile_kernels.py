@@ -1,4 +1,4 @@
-"""Compile the kernels for CPUs before tests do: python tests/support/compile_kernels.py [ROOM ...]
+"""Compile the CPU kernels before tests do: python tests/support/compile_kernels.py [PACKAGE ...]
 
 Compiles the kernels of all packages of gracekv or of some, each once, two at a time; otherwise test
 processes that reach a kernel at the same time would each compile it. Tests find them in numba's

@@ -1,4 +1,4 @@
-"""Python in a process of its own."""
+"""Python in a fresh process."""
 
 from __future__ import annotations
 

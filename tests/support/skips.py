@@ -1,6 +1,6 @@
 """Skipped tests, counted by reason at the end of a run: hooks that `tests/conftest.py` installs.
 
-`needs_smollm2` skips where the embedded model is not installed.
+`needs_smollm2` skips if the embedded model is not installed.
 """
 
 from __future__ import annotations
