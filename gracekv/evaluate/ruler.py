@@ -95,11 +95,13 @@ def documents(task: Mapping[str, Any], question: Question, corpus: Sequence[str]
     longer fit, so that whole documents fill the length (ours; RULER adds ten at a time).
     """
     most = sum(len(text) for text in {*question.near, *corpus} - set(question.gold))
+    own = {*question.near, *question.gold}
+    others = [text for text in corpus if text not in own]
 
     def draw(size: int, rng: Random) -> Texts:
         near = list(question.near)
         rng.shuffle(near)
-        far = [text for text in corpus if text not in {*question.near, *question.gold}]
+        far = list(others)
         rng.shuffle(far)
         chosen, room = list(question.gold), size
         for text in near + far:

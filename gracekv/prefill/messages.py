@@ -139,20 +139,32 @@ def turn_ids(
             how: Any = {"tools": tools, "answer_prefix": answer_prefix}
             turn, *rest = turn_ids(tokenizer, messages, separator, template, **how)
             return [turn[len(commonprefix(end)) :], *rest]  # noqa: RUF071
-        place = len(commonprefix(_renderings(tokenizer, after, tools)))  # noqa: RUF071
+        text, *others = _renderings(tokenizer, after, tools)
+        place = min(_shared(text, other) for other in others)
     borders = [place]
     for n, message in enumerate(messages[:-1], 1):
         # A template may show a message differently when another follows: it ends with its content.
         said = str(message.get("content") or "").strip()
-        same = len(commonprefix([rendered(n), whole]))  # noqa: RUF071
+        same = _shared(rendered(n), whole)
         found = whole.find(said, borders[-1])
         borders.append(max(same, found + len(said) if found >= 0 else 0))
     pieces = [whole[a:b] for a, b in pairwise([*borders, len(whole)])]
     turns = [continued(tokenizer, piece) for piece in pieces]
     if list(chain.from_iterable(turns)) == ids[start:]:  # special tokens start turns
         return turns
-    ends = [len(commonprefix([encoded(whole[:x]), ids])) for x in borders[1:]]  # noqa: RUF071
+    ends = [_shared(encoded(whole[:x]), ids) for x in borders[1:]]
     return [ids[a:b] for a, b in pairwise([start, *ends, len(ids)])]
+
+
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How long two texts or lists are equal from the start."""
+    least, most = 0, min(len(one), len(other))
+    # Slices are compared much faster than single items in Python.
+    while least < most:
+        middle = (least + most + 1) // 2
+        same = one[least:middle] == other[least:middle]
+        least, most = (middle, most) if same else (least, middle - 1)
+    return least
 
 
 def new_turns(

@@ -179,12 +179,15 @@ def rotation_kind(model: Any) -> tuple[str, ...]:
 
 def attention_module(layer: Any) -> Any:
     """The attention module of a decoder layer, by the names of most families, or None."""
-    return getattr(layer, "self_attn", None) or getattr(layer, "mixer", None)
+    # Compiled modules have no truth value.
+    attention = getattr(layer, "self_attn", None)
+    return getattr(layer, "mixer", None) if attention is None else attention
 
 
 def output_projection(attention: Any) -> Any:
     """The linear layer after an attention module's heads, or None if it is not found."""
-    return getattr(attention, "o_proj", None) or getattr(attention, "out_proj", None)
+    projection = getattr(attention, "o_proj", None)
+    return getattr(attention, "out_proj", None) if projection is None else projection
 
 
 def rotary_module(decoder: Any) -> Any:

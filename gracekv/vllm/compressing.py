@@ -228,13 +228,13 @@ class Compressor:
         made = describe(model, follow, cache, order.recipe, secrets.token_hex(32))
         facts = dict(self._store.model or made.model)
         made = replace(made, entries=entries, bytes=size, model=facts)
-        if not order.save:
-            facts.pop("weights", None)  # they would only take room
-        else:
+        if order.save:
             whole = gathered_cache(rotated, shard) if shard.ranks > 1 else rotated
             if shard.rank == 0:
                 folder = self._store.folder(order.name)
                 made = write_context(whole, lambda digest: replace(made, digest=digest), folder)
+        # Digests of all weights take much room, and only files are compared by them.
+        facts.pop("weights", None)
         own = torch.tensor(list(bytes.fromhex(made.digest)), dtype=torch.uint8)
         # The others wait here until the first rank has written the file, or failed.
         digest = bytes(shard.gather(own)[0].tolist()).hex()

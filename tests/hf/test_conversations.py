@@ -209,7 +209,7 @@ def test_bad_conversations_are_refused(model, tokenizer, prompt, book):
         with pytest.raises(PromptError, match="a question of its own"):
             call()
     twice = gracekv.compress(model, prompt, ratio=4, pipeline="kvzip-two-pass")
-    with pytest.raises(ObserverError, match="reads passes, and a passage"):
+    with pytest.raises(ObserverError, match="reads passes, but a passage"):
         twice.chat(compact=gracekv.Compaction())
 
 

@@ -132,5 +132,5 @@ def test_a_continuation_past_the_rope_switch_is_refused(kind):
     with pytest.raises(CacheError, match="drops the cache"):
         model.generate(PROMPT.ids[None], **inside)
     if family == "llama":  # transformers drops the cache of a Phi-3 alone
-        with pytest.raises(CacheError, match="grown to 156 tokens, past the 155"):
+        with pytest.raises(CacheError, match="grown to 156 tokens, past 155"):
             generated(result.model, result.new_cache(), 7)

@@ -105,7 +105,7 @@ def test_unsupported_models_are_refused(make, message):
 
 @pytest.mark.parametrize(("prompt", "message"), [
     (torch.arange(10), "takes one Prompt .*; got Tensor"),
-    (Prompt.from_ids(torch.arange(90, 110), (2, 15)), "token id 109, the model knows 97"),
+    (Prompt.from_ids(torch.arange(90, 110), (2, 15)), "token id 109; the model knows 97"),
 ])  # fmt: skip
 def test_bad_prompts_are_refused(prompt, message):
     with pytest.raises(PromptError, match=message):

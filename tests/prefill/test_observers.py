@@ -117,7 +117,7 @@ def test_what_is_no_value_is_found():
 def test_a_driver_refuses_what_it_cannot_give_by_name():
     with pytest.raises(
         ObserverError,
-        match=r"BlockInput\(depth=0.5\) reads hidden, and an engine gives outputs "
+        match=r"BlockInput\(depth=0.5\) reads hidden, but an engine provides outputs "
         r"\(see gracekv\.prefill\.observer\.Source\)\. Ask less\.",
     ):
         check_observers({BlockInput(0.5)}, frozenset({"outputs"}), "an engine", "Ask less.")

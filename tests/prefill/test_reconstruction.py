@@ -204,13 +204,13 @@ def test_a_second_reading_beyond_a_bound_is_refused():
         capture(model, random_prompt(), Needs())
     with (
         pytest.warns(UserWarning, match="sliding window"),
-        pytest.raises(UnsupportedModelError, match=r"take 119 positions.* length of 80 between"),
+        pytest.raises(UnsupportedModelError, match=r"take 119 positions.* limit of 80 in between"),
     ):
         reconstruction(model, random_prompt())
     # The whole prompt was rotated differently from such a short pass.
     phi3 = tiny_model("phi3", rope="longrope", original=120, positions=1024)
     prompt = Prompt.from_ids(torch.arange(200) % 90, (4, 40), question_end=190)
-    with pytest.raises(UnsupportedModelError, match="length of 120 between"):
+    with pytest.raises(UnsupportedModelError, match="limit of 120 in between"):
         reconstruction(phi3, prompt)
 
 

@@ -36,7 +36,9 @@ def test_a_repetition_beyond_the_models_positions_is_refused_before_the_work():
     model = tiny_llama()
     model.config.max_position_embeddings = 100
     needs = Needs.observed(RepeatedQueries(8))
-    with pytest.raises(UnsupportedModelError, match=r"RepeatedQueries.*takes 115 .*made for 100"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"RepeatedQueries.*takes 115 .*trained for 100"
+    ):
         capture(model, PROMPT, needs)
     assert capture(model, PROMPT, needs, CaptureOptions(beyond_positions=True)).observed
     capture(model, PROMPT, Needs.observed(RepeatedQueries(8, 20)))

@@ -191,7 +191,7 @@ def test_a_prompt_with_its_question_goes_on_after_it(model, tokenizer, tmp_path)
 
 @pytest.mark.parametrize(("question", "tokens", "error", "said"), [
     (None, True, PromptError, "pass question"),
-    ("", True, PromptError, "not empty"),
+    ("", True, PromptError, "must be non-empty"),
     ("Why?", False, PromptError, "needs the tokenizer"),
     ("Why?", None, StoreError, "another tokenizer: tokenizer differ"),
 ])  # fmt: skip

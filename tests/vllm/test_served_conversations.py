@@ -195,5 +195,5 @@ def test_a_context_that_cannot_be_made_leaves_the_conversation(client, server, t
         talk(client, server, 9)
     server.failing, chat = False, client.chat("book")
     assert chat.ask(QUESTION)
-    with pytest.raises(PromptError, match="not empty"):
+    with pytest.raises(PromptError, match="must be non-empty"):
         chat.ask("")
