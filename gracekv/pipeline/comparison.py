@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gracekv.allocate import Allocator, BudgetPlan, Floor, Frontier, Quota, Selection, upper_bound
+from gracekv.allocate import BudgetPlan, Frontier, Quota, Selection, upper_bound
 from gracekv.allocate.budget import EntryBytes
 from gracekv.allocate.top_tokens import check_finite, entry_gains, top_tokens
 from gracekv.distributed.sharding import WHOLE, HeadShard
@@ -127,20 +127,14 @@ class Auction:
     """Floor and allocator over the trees of one prompt, or a top-k where there are none.
 
     Attributes:
-        allocate: the allocator.
-        floor: the floor.
-        quota: how many entries each head may hold.
+        pipe: the pipeline; its `certify` asks for an upper bound on the utility of any allocation.
         info: metadata of the sequence.
         compared: scores, and the trees unless every token is a slot that stays or goes.
-        certify: also compute an upper bound on the utility of any allocation.
     """
 
-    allocate: Allocator
-    floor: Floor
-    quota: Quota
+    pipe: Composition
     info: CaptureInfo
     compared: Compared
-    certify: bool = False
 
     def spend(self, plan: BudgetPlan, costs: EntryBytes | None) -> AuctionResult:
         """Spend the budget; with `costs`, buy as many entries as fit in `plan.bytes`."""
@@ -150,19 +144,19 @@ class Auction:
 
     def choose(self, plan: BudgetPlan) -> AuctionResult:
         """Spend `plan.base` entries, counted over the heads of all processes."""
-        shard, compared = self.info.shard, self.compared
-        if (quota := compared.quota_of(self.quota, plan)) is not None:
+        pipe, shard, compared = self.pipe, self.info.shard, self.compared
+        if (quota := compared.quota_of(pipe.quota, plan)) is not None:
             quota = shard.own_heads(quota, 1)
         if compared.forest is None:
             prices = (compared.relevance.scores, compared.relevance.sensitivity)
-            kept = top_tokens(*prices, plan.base, quota, elastic=self.allocate.elastic, shard=shard)
+            kept = top_tokens(*prices, plan.base, quota, elastic=pipe.allocate.elastic, shard=shard)
             selection = Selection.of_tokens(kept, self.info.spans.context_start)
             return AuctionResult(plan, selection, float(entry_gains(*prices, selection).sum()))
-        floor = self.floor.realize(compared.forest, compared.candidates, plan, quota)
-        frontier = self.allocate(floor, quota)
-        if self.certify:
+        floor = pipe.floor.realize(compared.forest, compared.candidates, plan, quota)
+        frontier = pipe.allocate(floor, quota)
+        if pipe.certify:
             empty = Frontier.empty(compared.forest, plan.base)
-            bound = upper_bound(empty, quota, elastic=self.allocate.elastic)
+            bound = upper_bound(empty, quota, elastic=pipe.allocate.elastic)
             frontier = replace(frontier, bound=max(bound, frontier.utility))
         selection = Selection.of_frontier(frontier, floor)
         return AuctionResult(plan, selection, frontier.utility, floor, frontier)

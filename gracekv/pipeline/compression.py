@@ -57,11 +57,8 @@ class Compression:
         self._allocating: Any = pipeline.precision if chooses else None
         self._memory: Memory = {}
         self._clock = Clock[str]()
-        self._scores: list[Tensor] = []
-        self._past: list[Tensor] = []
-        self._omega: list[Tensor] = []
-        self._references: list[Any] = []
-        self._measured: list[Any] = []
+        self._scores, self._past, self._omega = list[Tensor](), list[Tensor](), list[Tensor]()
+        self._references, self._measured = list[Any](), list[Any]()
         self._whole: list[RaggedEntries] = []
         self._pool: EntryPool | None = None
         self._info: Any = None
@@ -180,22 +177,13 @@ class Compression:
         with self._stage("precision", info.device):
             exact = fitted.with_keys_of(cache, read, info.entry_dim)
             stored = pipe.precision(exact, widths).with_other_layers(others)
-        return Run(
-            plan=bought.plan,
-            cache=stored,
-            accounting=accounted(info, bought.plan, stored, bought, coded),
-            timings=Timings(**seconds, **self._clock.seconds()),
-            fingerprint=fingerprint,
-            partition=compared.partition,
-            relevance=relevance,
-            forest=compared.forest,
-            floor=bought.floor,
-            frontier=bought.frontier,
-            selection=bought.selection,
-            value_change=change,
-            past=tuple(x.cpu() for x in self._past) or None,
-            merges=pipe.pack.represents == "node",
-        )
+        account = accounted(info, bought.plan, stored, bought, coded)
+        timings = Timings(**seconds, **self._clock.seconds())
+        facts = bought.plan, stored, account, timings, fingerprint
+        made = compared.partition, relevance, compared.forest
+        sold = bought.floor, bought.frontier, bought.selection
+        past, merges = tuple(x.cpu() for x in self._past) or None, pipe.pack.represents == "node"
+        return Run(*facts, *made, *sold, change, past=past, merges=merges)
 
     def _region(self, info: CaptureInfo) -> Region:
         """The compressible positions."""
@@ -231,7 +219,7 @@ class Compression:
             utility = pool.utility() if self._allocating is None else 0.0
             offered = AuctionResult(plan, pool.selection(), utility)
         else:
-            auction = Auction(pipe.allocate, pipe.floor, pipe.quota, info, compared, pipe.certify)
+            auction = Auction(pipe, info, compared)
             offered = auction.spend(plan, costs if self._allocating is None else None)
         if self._allocating is None or plan.bytes is None or costs is None:
             return offered
@@ -241,15 +229,9 @@ class Compression:
         widths = self._allocating.allocate(info, self._measured, selection, gains, budget)
         stays = widths > 0
         selection = selection.where(stays)
-        return replace(
-            offered,
-            plan=replace(plan, total=plan.total - plan.base + info.shard.total(selection.entries)),
-            selection=selection,
-            widths=widths[stays],
-            utility=float(gains.cpu()[stays].sum()),
-            floor=None,
-            frontier=None,
-        )
+        total = plan.total - plan.base + info.shard.total(selection.entries)
+        utility = float(gains.cpu()[stays].sum())
+        return AuctionResult(replace(plan, total=total), selection, utility, widths=widths[stays])
 
     def _packed(
         self, bought: AuctionResult, relevance: Relevance, prefill: Prefill | None
