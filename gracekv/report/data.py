@@ -128,14 +128,11 @@ class ReportData:
         name = str(getattr(getattr(main.model, "config", None), "name_or_path", "")).rstrip("/\\")
         if os.path.isabs(name) or os.path.isdir(name):
             name = re.split(r"[/\\]", name)[-1]
-        return cls(
-            model=name or type(main.model).__name__,
-            spans=main.prompt.spans,
-            # A loaded prompt may have no tokenizer.
-            tokens=tuple(token_texts(main.prompt.ids, tokenizer)),
-            columns=tuple(report_column(x, own, answers.get(x)) for x, own in results.items()),
-            model_layers=main._run.cache.model_layers,
-        )
+        # A loaded prompt may have no tokenizer.
+        tokens = tuple(token_texts(main.prompt.ids, tokenizer))
+        columns = tuple(report_column(x, own, answers.get(x)) for x, own in results.items())
+        name, layers = name or type(main.model).__name__, main._run.cache.model_layers
+        return cls(name, main.prompt.spans, tokens, columns, model_layers=layers)
 
     def with_history(self, result: Result, history: CutHistory) -> ReportData:
         """A copy that also shows what was generated on a cache of `result`.
@@ -161,19 +158,12 @@ class ReportData:
 def report_column(label: str, result: Result, answer: str | None = None) -> ReportColumn:
     """Make the column of one result. Raises `ReportError` as `kept_entries` does."""
     expect(answer, str | None, "An answer is a string", ReportError)
-    run, record = result._run, result._run.recorded()
-    return ReportColumn(
-        label=label,
-        pipeline=result.pipeline.to_dict(),
-        represents=result.pipeline.pack.represents,
-        entries=kept_entries(result),
-        slots=None if record is None else record.slots,
-        relevance=None if record is None else record.relevance,
-        curve=None if record is None else record.curve,
-        accounting=run.accounting,
-        timings=run.timings,
-        answer=answer,
-    )
+    run, pipe, record = result._run, result.pipeline, result._run.recorded()
+    slots, relevance, curve = None, None, None
+    if record is not None:
+        slots, relevance, curve = record.slots, record.relevance, record.curve
+    own = (label, pipe.to_dict(), pipe.pack.represents, kept_entries(result))
+    return ReportColumn(*own, slots, relevance, curve, run.accounting, run.timings, answer)
 
 
 def token_texts(ids: Tensor, tokenizer: Any) -> list[str]:
