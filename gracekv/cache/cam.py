@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 import torch
-from einops import reduce
 from torch import Tensor
 from torch.nn import functional
 
@@ -15,7 +14,7 @@ from gracekv.cache.evict import best_tokens, kept_in_context
 from gracekv.kernels.linalg import rounded, running_sums
 from gracekv.prefill import Needs
 from gracekv.registry import bounded
-from gracekv.value.column_sums import ReceivedAttention
+from gracekv.value.column_sums import ColumnSums, ReceivedAttention
 
 # Tokens that `replayed` solves for at once: few steps with small triangular systems.
 _BLOCK = 128
@@ -67,17 +66,14 @@ class CamPacker(Packer):
         capture = given.capture
         packed, spans = best_tokens(given), capture.spans
         entry, (head, at), kept = kept_in_context(given, packed)
-        device = kept.device
-        columns = capture.observation(ReceivedAttention()).to(device)
-        received = reduce(columns, "(g n) t -> g t", "mean", g=capture.kv_heads)
-        drawn = self.uniforms(capture.kv_heads, spans.context_length, capture.number).to(device)
-        context = slice(spans.context_start, spans.context_end)
-        share = self.shares(received[:, context], ~kept, drawn)
-        after = replayed(capture.values[:, context].float(), share, self.merge)
+        context = spans.region(0)
+        received = ColumnSums().layer(capture, context, {})
+        drawn = self.uniforms(len(kept), context.length, capture.number).to(kept.device)
+        share = self.shares(received, ~kept, drawn)
+        after = replayed(capture.values[:, context.start : context.end].float(), share, self.merge)
         values = packed.values.clone()
         flows = reached(share, self.merge)[head, at][:, None]
-        moved = rounded(after[head, at], values.dtype)
-        values[entry] = torch.where(flows, moved, values[entry])
+        values[entry] = torch.where(flows, rounded(after[head, at], values.dtype), values[entry])
         return dataclasses.replace(packed, values=values)
 
     def uniforms(self, heads: int, length: int, layer: int) -> Tensor:
