@@ -40,10 +40,6 @@ class ChunkOrder(Scorer):
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Ranks as scores [G, N]."""
         scores = part_scores(self.scorer, capture, region, memory).double().sum(dim=0)
-        return rank_scores(self._order(scores)).expand(capture.kv_heads, -1)
-
-    def _order(self, scores: Tensor) -> Tensor:
-        """int64, same shape as `scores` [..., N]: tokens from best to worst."""
         length = scores.shape[-1]
         chunks = -(-length // self.chunk_size)
         padded = functional.pad(scores, (0, chunks * self.chunk_size - length))
@@ -54,4 +50,4 @@ class ChunkOrder(Scorer):
         # Sort by descending score, then stably by the ranks of the chunks.
         order = scores.sort(dim=-1, descending=True, stable=True).indices
         by_chunk = rank.gather(-1, order // self.chunk_size).sort(dim=-1, stable=True).indices
-        return order.gather(-1, by_chunk)
+        return rank_scores(order.gather(-1, by_chunk)).expand(capture.kv_heads, -1)

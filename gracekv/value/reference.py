@@ -150,13 +150,11 @@ def chunk_order(scorer: ChunkOrder, scores: Tensor) -> list[list[list[int]]]:
     orders: list[list[list[int]]] = []
     for layer in range(layers):
         rows = scores[layer].double().tolist()
-        rows = [[sum(row[t] for row in rows) for t in range(length)]] * heads
-        orders.append([])
-        for row in rows:
-            means = [sum(row[t] for t in chunk) / len(chunk) for chunk in chunks]
-            best = sorted(range(len(chunks)), key=lambda c: (-means[c], c))
-            inside = [sorted(chunks[c], key=lambda t: (-row[t], t)) for c in best]
-            orders[-1].append([t for chunk in inside for t in chunk])
+        total = [sum(row[t] for row in rows) for t in range(length)]
+        means = [sum(total[t] for t in chunk) / len(chunk) for chunk in chunks]
+        best = sorted(range(len(chunks)), key=lambda c: (-means[c], c))
+        inside = [sorted(chunks[c], key=lambda t: (-total[t], t)) for c in best]
+        orders.append([[t for chunk in inside for t in chunk]] * heads)
     return orders
 
 
