@@ -129,6 +129,7 @@ def ragged_attention(
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
+    placed = {"heads": heads, "tail_splits": splits, "slots": slots}
     asked = (query, *_strides(query, 0, 1, 2))
     held = (keys, values, *_strides(keys, 0), *_strides(values, 0), bias, items, item_first)
     tail = (tail_keys, tail_values, *_strides(tail_keys, 0, 1, 2), *_strides(tail_values, 0, 1, 2))
@@ -139,11 +140,9 @@ def ragged_attention(
                 query if mask is None else mask,  # an unused pointer
                 *mask_strides,
                 **attending,
-                heads=heads,
+                **placed,
                 tail_size=size,
                 tail_chunk=chunk,
-                tail_splits=splits,
-                slots=slots,
                 packed_splits=packed_splits,
                 HAS_PACKED=packed_splits > 0,
                 HAS_TAIL=splits > 0,
@@ -160,9 +159,7 @@ def ragged_attention(
             row_first=row_first,
             sink_logits=None if sink_logits is None else sink_logits.float().contiguous(),
             output=output,
-            heads=heads,
-            tail_splits=splits,
-            slots=slots,
+            **placed,
             **shared,
             BLOCK_S=max(8, _MERGE_TILE // block_d),
             HAS_PACKED=slots > 0,
