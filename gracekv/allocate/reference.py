@@ -135,9 +135,7 @@ def floor_candidates(floor: Singleton, scores: Tensor, plan: BudgetPlan) -> Tens
     candidates = sum(len(kept) for kept in ranked.values())
     result = torch.full_like(relevance, -torch.inf)
     for (layer, head), kept in ranked.items():
-        size = len(kept)
-        if candidates > cap and size:
-            size = max(1, size * cap // candidates)
+        size = max(1, len(kept) * cap // candidates) if candidates > cap else len(kept)
         for score, t in kept[:size]:
             result[layer, head, t] = score
     return result

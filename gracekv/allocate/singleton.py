@@ -172,8 +172,7 @@ def _buy_paths(
     order = number[last].cpu().numpy()
     given = torch.stack([parent, ops.cost[local], ops.head(local)]).cpu().numpy()
     shard, done = ops.forest.shard, np.zeros(len(local), dtype=bool)
-    many = shard.ranks == 1 and len(local) >= _COMPILED
-    if many and numba_obstacle() is None:
+    if shard.ranks == 1 and len(local) >= _COMPILED and numba_obstacle() is None:
         from gracekv.allocate.paths_numba import buy_paths
 
         buy_paths(order, *given, budget, np.array(caps, np.int64), done, np.zeros_like(order))

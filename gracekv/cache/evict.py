@@ -51,8 +51,7 @@ def gathered(given: LayerToPack, positions: Tensor) -> RaggedEntries:
     """A copy of each entry's token at `positions` (int64 [E], absolute)."""
     capture, layout = given.capture, given.layout
     source = layout.head * capture.spans.length + positions
-    dim = capture.head_dim
-    keys, values = (x.reshape(-1, dim)[source] for x in (capture.keys, capture.values))
+    keys, values = (x.flatten(0, 1)[source] for x in (capture.keys, capture.values))
     positions = positions.to(torch.int32)
     log_m = torch.zeros(len(source), device=source.device, dtype=torch.float32)
     return RaggedEntries(keys, values, positions, log_m, layout.offsets)

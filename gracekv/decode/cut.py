@@ -130,8 +130,7 @@ def packed_entries(held: HeldLayer, kept: Tensor, strategy: Decoder) -> RaggedEn
     at = where_true(kept.flatten())
     keys, values = (x.flatten(0, 1).index_select(0, at) for x in (held.keys, held.values))
     positions, log_m = held.positions.flatten()[at].int(), held.log_multiplicity.flatten()[at]
-    offsets = ragged.offsets(kept.sum(dim=1).cpu())
-    packed = RaggedEntries(keys, values, positions, log_m, offsets)
+    packed = RaggedEntries(keys, values, positions, log_m, ragged.offsets(kept.sum(dim=1).cpu()))
     fitted = strategy.fit(held, kept, packed)
     check_dtype(strategy, packed, fitted)
     return fitted

@@ -50,12 +50,9 @@ def call_facts(
         budget: the budget of each prompt, or None.
         others: further arguments, by their names in error messages.
     """
-    return {
-        "prompt": b"".join(repr((x.ids.tolist(), x.spans)).encode() for x in prompts),
-        "pipeline": repr(pipeline).encode(),
-        "budget": repr(budget).encode(),
-        **{name: repr(value).encode() for name, value in others.items()},
-    }
+    given = {"pipeline": pipeline, "budget": budget, **others}
+    shown = b"".join(repr((x.ids.tolist(), x.spans)).encode() for x in prompts)
+    return {"prompt": shown, **{name: repr(value).encode() for name, value in given.items()}}
 
 
 _GOES_ON, _FAILED = 0, 1

@@ -59,9 +59,8 @@ def obstacle(device: torch.device, otherwise: str) -> str | None:
             f"This GPU has compute capability {version[0]}.{version[1]}; the kernels need 8.0 or "
             f"newer. Use {otherwise}."
         )
-    if (failure := _build_failure()) is not None:
-        return f"{failure} Or use {otherwise}."
-    return None
+    failure = _build_failure()
+    return failure and f"{failure} Or use {otherwise}."
 
 
 @cache

@@ -103,9 +103,8 @@ def _torch_columns(asked: Columns, softcap: float | None) -> Tensor:
     for first in range(0, count, block):
         rows = slice(first, first + block)
         visible = seen[rows]
-        before, stop = 0, length
-        if is_cpu:  # would synchronise with a GPU
-            before, stop = int(visible.min()), int(visible.max())
+        # The bounds would synchronise with a GPU.
+        before, stop = (int(visible.min()), int(visible.max())) if is_cpu else (0, length)
         hidden = torch.arange(before, stop, device=keys.device) >= visible[:, None]
         # One head at a time, so its logits are still in the CPU's cache when they are read.
         for head in range(groups):

@@ -78,10 +78,8 @@ class TokenStatuses:
         for row in self.rows:
             entry = "–" if row.end < 0 else f"[{row.start}, {row.end})"
             relevance = "–" if row.relevance is None else f"{row.relevance:.2e}"
-            lines.append(
-                f"{row.layer:>5} {row.head:>4} {row.state:<8} {entry:>15} {row.multiplicity:>7.2f} "
-                f"{relevance:>9}"
-            )
+            place = f"{row.layer:>5} {row.head:>4} {row.state:<8} {entry:>15}"
+            lines.append(f"{place} {row.multiplicity:>7.2f} {relevance:>9}")
         return "\n".join(lines)
 
 

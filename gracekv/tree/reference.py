@@ -46,9 +46,7 @@ def refine_interval(
     children = [(start, extracted), (extracted, extracted + 1), (extracted + 1, end)]
     children = [(a, b) for a, b in children if a < b]
     rho = (whole - sum(evaluator.node(a, b) for a, b in children)) / (len(children) - 1)
-    if forced or rho > best_rho:
-        return children
-    return [(start, best_cut), (best_cut, end)]
+    return children if forced or rho > best_rho else [(start, best_cut), (best_cut, end)]
 
 
 def grow_tree(

@@ -20,8 +20,7 @@ class UnitEvaluator(DistortionEvaluator):
         self._batch = batch
 
     def __call__(self, nodes: Nodes) -> IntervalCosts:
-        batch = self._batch
-        mass = batch.scores.flatten()[batch.token_rows(nodes, nodes.width)].float()
+        mass = self._batch.scores.flatten()[self._batch.token_rows(nodes, nodes.width)].float()
         costs = mass.new_zeros(2, *mass.shape)
         return IntervalCosts(costs=costs, mass=mass, drop=torch.ones_like(mass[:, 0]))
 

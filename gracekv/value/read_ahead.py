@@ -127,12 +127,8 @@ def _decays(blocks: int, length: int, device: torch.device, stream: int) -> list
     Made on the CPU and uploaded together, since a dozen small operations would be slower on a GPU.
     """
     step = 1.0 - 1.0 / length
-    parts = [
-        _decay(_BLOCK, step, 1.0 / length),
-        _decay(_BLOCK, step, step)[:1],
-        _decay(blocks, step**_BLOCK, 1.0, first=1),
-    ]
-    return upload_all(parts, device)
+    inside, onwards = _decay(_BLOCK, step, 1.0 / length), _decay(_BLOCK, step, step)[:1]
+    return upload_all([inside, onwards, _decay(blocks, step**_BLOCK, 1.0, first=1)], device)
 
 
 def _decay(size: int, step: float, factor: float, *, first: int = 0) -> Tensor:
