@@ -147,17 +147,11 @@ def _entries(
     )
     pairs = ((keys, exact.keys), (values, exact.values))
     return TritonEntries(
-        keys=keys,
-        values=values,
-        bias=exact.log_multiplicity.float().contiguous(),
-        heads=layer.heads,
-        sequences=layer.sequences,
-        tables=tables,
-        capability=capability,
-        programs=programs,
-        coded=layer.coded,
+        keys=keys, values=values, bias=exact.log_multiplicity.float().contiguous(),
+        heads=layer.heads, sequences=layer.sequences, tables=tables, capability=capability,
+        programs=programs, coded=layer.coded,
         copied=sum(new.nbytes for new, old in pairs if new is not old),
-    )
+    )  # fmt: skip
 
 
 def _check(step: AttentionStep) -> None:

@@ -179,11 +179,13 @@ class Compression:
             stored = pipe.precision(exact, widths).with_other_layers(others)
         account = accounted(info, bought.plan, stored, bought, coded)
         timings = Timings(**seconds, **self._clock.seconds())
-        facts = bought.plan, stored, account, timings, fingerprint
-        made = compared.partition, relevance, compared.forest
-        sold = bought.floor, bought.frontier, bought.selection
-        past, merges = tuple(x.cpu() for x in self._past) or None, pipe.pack.represents == "node"
-        return Run(*facts, *made, *sold, change, past=past, merges=merges)
+        return Run(
+            plan=bought.plan, cache=stored, accounting=account, timings=timings,
+            fingerprint=fingerprint, partition=compared.partition, relevance=relevance,
+            forest=compared.forest, floor=bought.floor, frontier=bought.frontier,
+            selection=bought.selection, value_change=change,
+            past=tuple(x.cpu() for x in self._past) or None, merges=pipe.pack.represents == "node",
+        )  # fmt: skip
 
     def _region(self, info: CaptureInfo) -> Region:
         """The compressible positions."""

@@ -172,12 +172,14 @@ class Run:
         if partition is None or relevance is None or selection is None:
             return self.record
         whole = partition.slots == partition.region.length
-        slots = None if whole else partition.bounds.to("cpu", torch.int32)
-        chosen = None if selection.end is None else selection.cpu()
-        coded = CodedRelevance.of(relevance.scores)
         prices = relevance.scores, relevance.sensitivity
         curve = auction_curve(selection, *prices, self.floor, self.frontier)
-        return RunRecord(selection.region, chosen, slots, coded, curve, self.merges)
+        slots = None if whole else partition.bounds.to("cpu", torch.int32)
+        return RunRecord(
+            region=selection.region, selection=None if selection.end is None else selection.cpu(),
+            slots=slots, relevance=CodedRelevance.of(relevance.scores), curve=curve,
+            merges=self.merges,
+        )  # fmt: skip
 
     def entry_scores(self) -> tuple[Tensor, ...] | None:
         """L tensors [E] as from `RunRecord.entry_scores`; None without a record."""

@@ -85,12 +85,10 @@ class AllocatedPrecision(AllocatingPrecision):
         # Cuts over several processes are found on the CPU.
         device = worth.device if info.shard.ranks == 1 else torch.device("cpu")
         entries = Entries(
-            worth=worth.to(device).double().square(),
-            head=upload(head, device),
+            worth=worth.to(device).double().square(), head=upload(head, device),
             loss=torch.nn.functional.pad(loss.square(), (0, 1)),
-            fixed=candidates.start.to(device) < self.sinks,
-            place=_places(head, info),
-        )
+            fixed=candidates.start.to(device) < self.sinks, place=_places(head, info),
+        )  # fmt: skip
         level = allocated_widths(entries, costs, budget, info.shard)
         return torch.tensor((0, *costs.bits), dtype=torch.uint8)[level]
 

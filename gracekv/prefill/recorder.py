@@ -146,14 +146,16 @@ class Recorder:
     def _run(self, module: Any, layer: int, queries: Tensor, outputs: Tensor) -> TokenRun:
         """The chunk as a run for observers, from `queries` [H, C, d] and `outputs` [1, C, H, d]."""
         reads = self._observations.reads
-        states = queries, self.keys[layer], self.values[layer], self.rope_of(layer)
-        how = self.scale, self.softcap, self.sinks.get(layer)
-        hidden = self._hidden.pop(layer, None)
         shown = outputs[0].transpose(0, 1) if reads("outputs", layer) else None
         projection = None
         if reads("projection", layer):
             projection = Projection(output_projection(module), outputs.shape[2] * outputs.shape[3])
-        return TokenRun(self._chunk.start, *states, *how, hidden, shown, projection)
+        return TokenRun(
+            start=self._chunk.start, queries=queries, keys=self.keys[layer],
+            values=self.values[layer], rope=self.rope_of(layer), scale=self.scale,
+            softcap=self.softcap, sinks=self.sinks.get(layer),
+            hidden=self._hidden.pop(layer, None), outputs=shown, projection=projection,
+        )  # fmt: skip
 
     @contextmanager
     def hooks(self, model: Any) -> Iterator[None]:

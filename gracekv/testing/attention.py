@@ -77,13 +77,11 @@ def attention_problem(
 
     entries, heads = sum(lengths), len(lengths) // sequences
     layer = RaggedEntries(
-        keys=poisoned(entries, dim),
-        values=poisoned(entries, dim),
+        keys=poisoned(entries, dim), values=poisoned(entries, dim),
         positions=torch.arange(entries, dtype=torch.int32, device=device),
         log_multiplicity=(torch.rand(entries, generator=rng, dtype=torch.float32) * 4).to(device),
-        offsets=torch.tensor([0, *lengths]).cumsum(0),
-        sequences=sequences,
-    )
+        offsets=torch.tensor([0, *lengths]).cumsum(0), sequences=sequences,
+    )  # fmt: skip
     seen: Tensor | None = None
     if mask == "bool":
         seen = torch.rand(batch, 1, tokens, tail, generator=rng, dtype=torch.float32) < 0.6

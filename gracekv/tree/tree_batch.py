@@ -174,18 +174,13 @@ class TreeBatch:
             return torch.stack([x[layer] for layer in chosen]).flatten(0, 1).to(device).double()
 
         return cls(
-            context=context,
-            layers=tuple(chosen),
-            tree_id=tree_id,
-            slot_start=slot_start,
-            slot_row=slot_row,
-            length=length,
+            context=context, layers=tuple(chosen), tree_id=tree_id, slot_start=slot_start,
+            slot_row=slot_row, length=length,
             curvature=None if context.curvature is None else context.curvature.to(device).double(),
             forced=None if context.forced is None else own(context.forced),
-            scores=own(context.scores),
-            sensitivity=own(context.sensitivity),
+            scores=own(context.scores), sensitivity=own(context.sensitivity),
             region_start=region.start,
-        )
+        )  # fmt: skip
 
     def roots(self) -> Nodes:
         """The B roots."""

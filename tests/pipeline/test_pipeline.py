@@ -180,7 +180,7 @@ def test_ablations_isolate_one_component(recipe: str, changed: set[str]) -> None
 
 @pytest.mark.parametrize(("data", "error", "message"), [
     ({"refine": {"name": "binary", "reward": -1.0}}, ConfigError, ">= 0"),
-    ({"window": {"size": 2}}, ConfigError, "minimum is at most"),
+    ({"window": {"size": 2}}, ConfigError, "minimum must not exceed"),
     ({"distortion": {"name": "prototype", "memory_limit": 3}}, ConfigError, "1 MiB"),
     ({"allocate": "none"}, UnknownStrategyError, "Registered: "),
     ({"keep_all": "yes"}, ConfigError, "takes True or False"),

@@ -101,19 +101,12 @@ class ProbeAttention:
         bounds = torch.arange(region.start, region.end + 1, device=device)
         first_probe = torch.searchsorted(probes, bounds)
         return cls(
-            positions=probes,
-            queries=queries,
-            max_logit=max_logit,
-            inverse_sum=inverse_sum,
-            exponentials=exponentials.flatten(0, 1),
-            mass=_weighted_sum(exponentials, inverse_sum),
-            unrotated_keys=unrotated.flatten(0, 1),
-            key_norms=unrotated.norm(dim=-1).flatten(),
-            values=values.flatten(0, 1),
-            scores=batch.scores.float().flatten(),
-            visible_probes=(len(probes) - first_probe[:-1]).float(),
-            first_probe=first_probe,
-        )
+            positions=probes, queries=queries, max_logit=max_logit, inverse_sum=inverse_sum,
+            exponentials=exponentials.flatten(0, 1), mass=_weighted_sum(exponentials, inverse_sum),
+            unrotated_keys=unrotated.flatten(0, 1), key_norms=unrotated.norm(dim=-1).flatten(),
+            values=values.flatten(0, 1), scores=batch.scores.float().flatten(),
+            visible_probes=(len(probes) - first_probe[:-1]).float(), first_probe=first_probe,
+        )  # fmt: skip
 
 
 def _copy(layers: list[Tensor], region: Region, out: Tensor) -> None:
