@@ -40,6 +40,8 @@ class Limit(Configurable):
             `result.report(cache=cache)`; 4 bytes per token and cut, for a single row.
     """
 
+    own_checks = ("entries_per_head", "ratio", "kv_bytes", "strategy")
+
     entries_per_head: int | Integral | None = None
     ratio: Number | None = None
     kv_bytes: int | str | None = None

@@ -103,7 +103,7 @@ def check_values(cls: type, values: Mapping[str, Any]) -> None:
     where it is allowed. A whole number is accepted as a float.
     """
     for field, hint in typed_fields(cls):
-        if field.name in values:
+        if field.name in values and field.name not in getattr(cls, "own_checks", ()):
             where = f"{cls.__name__}.{field.name}"
             check_value(values[field.name], hint, bounds_of(field), where)
 

@@ -32,9 +32,11 @@ class Configurable:
     Attributes:
         removed_fields: names of fields that the class had in an earlier release, each with the only
             value that saved data may still give it; other values are rejected.
+        own_checks: names of fields that only `check` checks.
     """
 
     removed_fields: ClassVar[tuple[tuple[str, object], ...]] = ()
+    own_checks: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
@@ -241,10 +243,10 @@ def _converted(value: Any, hint: Any) -> Any:
         inner = [arg for arg in args if arg is not type(None)]
         if value is None or len(inner) == 1:
             return value if value is None else _converted(value, inner[0])
-        for kind in inner:
+        for kind in (None, *inner):
             with contextlib.suppress(ConfigError):
-                check_value(converted := _converted(value, kind), kind)
-                return converted
+                check_value(made := value if kind is None else _converted(value, kind), hint)
+                return made
         return _converted(value, inner[0])
     if origin is tuple and isinstance(value, list | tuple):
         kinds = args[:1] * len(value) if ... in args else (*args, *map(type, value))

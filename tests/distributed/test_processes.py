@@ -124,7 +124,7 @@ def test_a_budget_that_keeps_everything(model, found):
     ("gathered", "UnsupportedModelError: .*q_proj is sharded as 'colwise_gather_output'"),
     ("other sharding", "UnsupportedModelError: .*not by transformers' tensor parallelism"),
     ("too late", r"RankError: .*not answer within 1\.5 seconds"),
-    ("ended", "RankError: .*has ended"),
+    ("ended", "RankError: .*has exited"),
 ])  # fmt: skip
 def test_what_every_process_is_told(case, text, found):
     told = [x[case] for x in found if case in x]

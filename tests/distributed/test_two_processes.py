@@ -44,4 +44,4 @@ def test_what_differs_or_fails_in_one_is_an_error_of_both_and_the_next_call_work
             assert re.match(text, process[case][0]), process[case]
     for process in found:
         assert process["after failures"] == process["loaded"]
-    assert re.match("RankError: .*has ended", found[0]["ended"][0])
+    assert re.match("RankError: .*has exited", found[0]["ended"][0])
