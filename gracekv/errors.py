@@ -143,7 +143,7 @@ def expect(value: object, kind: Any, takes: str, error: type[GracekvError] = Con
 def one_of(
     name: str, value: object, known: Collection[str], error: type[GracekvError] = ConfigError
 ) -> None:
-    """Raise `error`, suggesting the nearest name, unless `value` of `name` is `known`."""
+    """Raise `error`, suggesting the nearest name, unless `value` of `name` is in `known`."""
     if value not in known:
         near = suggestion(str(value), list(known))
         raise error(f"{name} takes one of {', '.join(known)}; got {value!r}.{near}")

@@ -57,7 +57,7 @@ class BudgetPlan:
 def equal_shares(plan: BudgetPlan) -> Tensor:
     """int64 [L, G]: B_base in equal parts; the remainder goes to the first heads, one entry each.
 
-    Heads are counted layer by layer. No share exceeds N_c: such a budget keeps everything.
+    Heads are counted layer by layer. No share exceeds N_c: a budget that large keeps everything.
     """
     return equal_parts([plan.base], plan.layers * plan.heads).view(plan.layers, plan.heads)
 

@@ -185,7 +185,7 @@ def _tables(rows: list[Row], measures: list[Measure], against: str | None, forma
     texts = [FORMATS[format](table, x) for table, x in zip(tables, measures, strict=True)]
     if format == "markdown":
         return "\n".join([*texts, footer(rows)])
-    # Beside the numbers; one header for all.
+    # Notes go to stderr, apart from the numbers; one header for all.
     typer.echo("\n".join([*(about(x) for found in tables for x in found), footer(rows)]), err=True)
     return "".join(texts[:1] + [text.partition("\n")[2] for text in texts[1:]])
 

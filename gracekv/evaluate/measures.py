@@ -25,7 +25,7 @@ class Measure:
     Attributes:
         name: its name on the command line.
         title: its title in tables.
-        read: returns the number of a row, or None if it has none.
+        read: returns the value of a row, or None if it has none.
         higher: whether higher is better.
         digits: decimal places in tables.
     """

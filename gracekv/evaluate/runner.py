@@ -143,7 +143,7 @@ class Schedule:
         samples: samples to run, in order.
         done: number of cells that have a row already.
         failed: number of those cells that failed.
-        changed: samples with a row, whose data are in another file now; without cells.
+        changed: samples with a row, whose data file has changed since; without cells.
     """
 
     samples: tuple[PendingSample, ...]

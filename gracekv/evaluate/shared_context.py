@@ -35,7 +35,7 @@ _LEAST = 5
 
 
 def families(name: str, length: int, seed: int, index: int, sources: Sources) -> Iterator[Family]:
-    """The families to try for sample `index` of a task, in order.
+    """The families to try for sample `index` of a task, in order; for "squad" from one article.
 
     Args:
         name: one of `TASKS`.
@@ -51,7 +51,7 @@ def families(name: str, length: int, seed: int, index: int, sources: Sources) ->
 
 
 def _passages(article: Sequence[Passage], rng: Random) -> Iterator[Family]:
-    """Consecutive paragraphs of an article, starting anywhere in its first half, in random order.
+    """Runs of paragraphs from each start in an article's first half, the starts in random order.
 
     Sizes count paragraphs.
     """

@@ -148,7 +148,7 @@ class Worker:
             read = compressed.ids[: end + 1]
             compressed = Prompt.from_ids(read, (start, end), end, self.tokenizer)
             if sample.chat and has_chat_template(self.tokenizer):
-                # A second pass generates; it must not see this question's answer prefix.
+                # A second pass opens an answer; it must not see this question's answer prefix.
                 compressed = replace(compressed, tail=torch.tensor(turn_change(self.tokenizer)))
         needs = reduce(or_, (cell.pipeline.needs() for cell in pending.cells), Needs())
         prefill = capture(self.model, compressed, needs)

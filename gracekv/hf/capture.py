@@ -260,7 +260,7 @@ def prefilled_run(
     """Read `prompt` and compress it, layer by layer where `pipeline` allows it.
 
     Arguments and errors are those of `run_capture` and `Compression`; also `ConfigError` and
-    `LayerOrderError` if `options.stream` is True and pipeline or model need all layers at once.
+    `LayerOrderError` if `options.stream` is True and pipeline or model needs all layers at once.
     Warns (`WholeCacheWarning`) if the model cannot be read layer by layer, and reads it as a whole.
     """
     # A small budget shrinks the recent window.

@@ -179,7 +179,7 @@ def _is_whole(mask: Tensor | None, positions: Tensor | None, count: int) -> bool
 
 
 def _hides_nothing(mask: Any) -> bool:
-    """Whether the last token sees all. Some models turn no mask into a dict of bool or None."""
+    """Whether the last token sees all. Some models turn None into a dict of bool masks or None."""
     full = mask.get("full_attention") if isinstance(mask, dict) else mask
     return full is None or (isinstance(mask, dict) and bool(full[..., -1, :].all()))
 

@@ -233,7 +233,7 @@ class LimitedCache(GraceCache):
 
     @torch.no_grad()
     def _cut(self, mask: Any, within: int | None = None) -> None:
-        """Cut each row separately; unless None, entries are moved to within `within` positions."""
+        """Cut each row separately; with `within`, entries are moved within that many positions."""
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             raise CacheError(
                 "A cut has to know which tokens are padding. Pass a 2D attention_mask [B, length], "

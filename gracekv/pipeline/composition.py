@@ -1,4 +1,4 @@
-"""`Composition`: one strategy per stage and what follows from them; `strategies` lists them all."""
+"""`Composition`: one strategy per stage; `strategies` lists all that are registered."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Composition(Configurable):
         allocate: which operations the budget buys.
         pack: how a chosen node becomes an entry.
         fit: how kept entries compensate for dropped ones (ours; the paper's is `none`).
-        precision: how many bits per number entries take (ours; the paper's is `full`).
+        precision: bits per number of kept entries (ours; the paper's is `full`).
         decode: which entries stay during generation under a `gracekv.Limit` that names no strategy
             (ours; the paper's is `none`).
         window: the recent window.

@@ -14,7 +14,7 @@ def _both(*scorers: object) -> dict[str, Any]:
 
 
 def _fit_of(queries: int, **more: object) -> dict[str, Any]:
-    """A fit without a question: all context queries count alike; entries are held by their scores.
+    """A fit without a question: all context queries count alike; scores say how close values stay.
 
     `more`: further fields of the `ReferenceQueries`.
     """
@@ -34,8 +34,8 @@ _REPLAYED: Mapping[str, Any] = {
         {"name": "read_ahead", "question_probes": 0, "lookahead": 1, "power": 2.0},
     ],
 }
-# 2. The question's own attention, spread to the tokens that follow. The mean over its queries
-# counts fifty times as much as the maximum.
+# 2. The question's attention, spread to the tokens after the attended ones. The mean over its
+# queries counts fifty times as much as the maximum.
 _AHEAD: Mapping[str, Any] = {"name": "read_ahead", "max_weight": 1 / 51}
 # 3. The attention of the whole prompt, half as much as the second.
 _POINTED: Mapping[str, Any] = {

@@ -95,7 +95,7 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 def module_list(value: object, where: str) -> tuple[str, ...]:
-    """`value`, the `imports` of a file, as module names; `ConfigError` if it is not a list."""
+    """The `imports` of a file as module names; `ConfigError` unless they are a list of strings."""
     if not isinstance(value, list | tuple) or not all(isinstance(x, str) and x for x in value):
         raise ConfigError(f"imports in {where} takes a list of modules; got {value!r}.")
     return tuple(value)

@@ -133,7 +133,7 @@ class Registry(Generic[S]):
         `works_sharded` is as in `Strategy`; a base class may have set it already. A class that is
         defined again (a notebook cell that runs twice) replaces itself. Raises `ConfigError` if
         another class has the name, or if the class derives from a strategy of gracekv, is mutable,
-        or has fields that are named like attributes of every strategy.
+        or has fields named like attributes of `Strategy` or methods of the stage's base class.
         """
         expect(name, str, "@register takes a strategy's name, as in @register('mine')")
 

@@ -281,7 +281,7 @@ class Client:
 def _ended_by_model(choices: Sequence[Any]) -> Sequence[Any]:
     """The choices; raises `StoreError` if one was ended by the server instead."""
     if any(choice.finish_reason == "abort" for choice in choices):
-        raise StoreError("The server stops or pauses and cut this request short. Send it again.")
+        raise StoreError("The server stopped or paused and cut this request short. Send it again.")
     return choices
 
 
@@ -293,7 +293,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     if "max_new_tokens" in options:
         raise ConfigError("On a server the length is max_tokens; got max_new_tokens.")
     if any((options.get(x) or 1) != 1 for x in ("n", "best_of")):
-        raise ConfigError("Only one answer is returned: leave out n and best_of, and ask again.")
+        raise ConfigError("One answer is returned: leave out n and best_of; ask again for more.")
 
 
 @contextmanager

@@ -246,7 +246,7 @@ class Compressor:
 
 
 class _Thread(ThreadPoolExecutor):
-    """One thread that yields to the model, by a lower priority where systems have them.
+    """One thread that yields to the model, by a lower priority where the system has priorities.
 
     While the model runs, it uses a quarter of torch's threads: more would mostly busy-wait on the
     model's cores.

@@ -133,7 +133,7 @@ def moved(model: Any, cache: RaggedCache, by: int | None = None) -> RaggedCache:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise `StoreError` if `folder` exists and holds anything but files of exports.
+    """Raise `StoreError` unless `folder` is missing or a readable folder of export files only.
 
     Raises `OutputError` if it does not exist and cannot be made.
     """

@@ -29,7 +29,7 @@ class GPUContextAttention(ContextAttention):
         self._has_store = has_store(get_current_vllm_config_or_none())
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Whether the stock kernel may quantise its output: not if rows with contexts follow."""
+        """Whether the stock kernel may quantise its output: not if contexts' rows come later."""
         stock: Any = super()
         return not self._has_store and bool(stock.fused_output_quant_supported(quant_key))
 

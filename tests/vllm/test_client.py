@@ -145,7 +145,7 @@ def test_what_a_stopping_server_cuts_short_is_no_answer(client, server):
         lambda: client.compress("book", TEXT, ratio=4),
         lambda: chat.ask(QUESTION),
     ):
-        with pytest.raises(StoreError, match="stops or pauses and cut this request short"):
+        with pytest.raises(StoreError, match="stopped or paused and cut this request short"):
             asking()
     assert chat.messages == []
 
