@@ -275,7 +275,7 @@ def test_fields_that_no_file_can_hold_are_named():
         def layer(self, capture, region, memory):
             return capture.keys[:, region.start : region.end].float().norm(dim=-1)
 
-    with pytest.raises(AssertionError, match="are no plain data"):
+    with pytest.raises(AssertionError, match="are not plain data"):
         contracts.check(Held())
 
 

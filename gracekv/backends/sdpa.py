@@ -163,7 +163,7 @@ def fused(
     """
     if bias is not None:
         if rows.dtype == torch.float64:
-            # The kernel reads a bias in the rows' dtype size unless that is 16 bits.
+            # The kernel reads a bias in the rows' dtype, except for rows of 16 bits.
             bias = bias.double()
         bias = bias.expand(-1, -1, rows.shape[2], -1)
     # The kernel assumes contiguous rows.
@@ -182,7 +182,7 @@ def plain(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Like `fused`, with two matrix products in float32; logits are capped before the bias.
+    """Like `fused`, with two matrix products in float32; the bias is added to capped logits.
 
     Args:
         rows: queries [B, H, M, d].

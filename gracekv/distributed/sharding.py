@@ -200,7 +200,7 @@ def check_sharding(model: Any) -> None:
         raise UnsupportedModelError(
             f"The weights of this {type(model).__name__} are sharded over processes, and "
             f"{problem}. A budget over all heads needs a model sharded by transformers' tensor "
-            f"parallelism into whole KV heads, and not otherwise. Load it that way, or unsharded: "
+            f"parallelism into whole KV heads, and by nothing else. Load it that way or unsharded: "
             f"device_map='auto' puts whole layers on several GPUs."
         )
 

@@ -69,7 +69,7 @@ class Reference:
 
     @classmethod
     def of(cls, capture: LayerCapture, queries: QuerySet) -> Self:
-        """The attention of `queries` over the keys of a layer (those of `queries.within`).
+        """The attention of `queries` over the keys of a layer (`queries.within`, or all).
 
         Raises `MissingCaptureError` if a query was not captured.
         """

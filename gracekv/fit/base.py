@@ -135,8 +135,8 @@ class Fitter(PrefillReader, Strategy, abc.ABC):
     better; values are converted back to the cache's dtype. Finite values stay finite.
 
     Attributes:
-        by_score: whether each reference, which must be a dataclass, gets the scores that chose as
-            its field `scores`.
+        by_score: whether each reference, which must be a dataclass, gets the scores that chose the
+            entries, as its field `scores`.
     """
 
     by_score: ClassVar[bool] = False

@@ -40,7 +40,7 @@ def numba_obstacle() -> str | None:
     try:
         numba = importlib.import_module("numba")
     except (ImportError, OSError) as error:  # for example, an unsupported NumPy
-        warnings.warn(f"numba cannot be imported ({error}): using torch, slower.", stacklevel=1)
+        warnings.warn(f"numba cannot be imported ({error}): using slower torch code.", stacklevel=1)
         return f"numba cannot be imported: {error} Reinstall gracekv[cpu]"
     return "NUMBA_DISABLE_JIT is set. Unset it" if numba.config.DISABLE_JIT else None
 

@@ -50,7 +50,7 @@ def quantised(groups: Tensor, dim: int, *levels: int) -> tuple[Tensor, Tensor, T
 
 
 def _next(numbers: Tensor, where: Tensor, *, up: bool) -> Tensor:
-    """16-bit `numbers`, or the next ones above (`up`) or below them `where` it is true."""
+    """16-bit `numbers`, `where` True replaced by the next ones above (`up`) or below."""
     bits = numbers.view(torch.int16)
     if up:
         # Scales are at least 0, so the next bit pattern is the next larger number.

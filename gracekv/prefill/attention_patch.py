@@ -129,7 +129,7 @@ def model_lock(model: Any) -> threading.RLock:
 def own_thread(
     function: Callable[..., Any], others: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Call `function` in this thread only; other threads call `others`, or do nothing."""
+    """Wrap `function`: only this thread calls it; other threads call `others`, or do nothing."""
     thread = threading.get_native_id()
 
     @wraps(function)

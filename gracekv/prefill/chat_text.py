@@ -30,7 +30,7 @@ def has_chat_template(tokenizer: Any) -> bool:
     kind = type(tokenizer).__name__.removeprefix("Cached")  # vLLM's prefix
     if kind in ("MistralCommonBackend", "MistralTokenizer"):
         raise PromptError(
-            "mistral-common's tokenizer has no chat template. Load transformers' with "
+            "mistral-common's tokenizer has no chat template. Load that of transformers with "
             "AutoTokenizer.from_pretrained(..., mistral_format=False), in a server with "
             "--tokenizer-mode hf, or pass token ids."
         )

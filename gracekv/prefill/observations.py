@@ -73,7 +73,7 @@ class Observations:
         self._time = Clock[Observer]()
 
     def reads(self, what: Source, layer: int | None = None) -> bool:
-        """Whether some observer reads `what`, or does in `layer`, if that is given."""
+        """Whether an observer, of `layer` if that is given, reads `what`."""
         asked: Sequence[Observer] = self._observers if layer is None else [*self._by_layer[layer]]
         return any(what in observer.reads for observer in asked)
 

@@ -244,7 +244,7 @@ class PassObserver(Observer):
     reads: ClassVar[frozenset[Source]] = frozenset({"passes"})
 
     def reach(self, spans: PromptSpans) -> int:
-        """Lower bound on the positions of its passes; by default the prompt's length."""
+        """Lower bound on the number of positions of its passes; by default the prompt's length."""
         return spans.length
 
     @abc.abstractmethod

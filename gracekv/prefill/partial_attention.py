@@ -235,7 +235,7 @@ def _takes_flash(query: Tensor, values: Tensor) -> bool:
 @functools.cache
 def _warn_once() -> None:
     warnings.warn(
-        f"Chunks of the prompt attend without FlashAttention, which is slower. It needs float16 or "
+        f"Chunks of the prompt attend more slowly, without FlashAttention. It needs float16 or "
         f"bfloat16, equal head dimensions up to {_FLASH_DIM} for keys and values, and a GPU of "
         f"compute capability 8.0 or newer.",
         SlowAttentionWarning,

@@ -147,7 +147,7 @@ class Past:
         dim, lies = self.width - ADDED, self.layers[layer][0][0].device
         if lies != keys.device:
             raise CacheError(
-                f"The compressed context lies on {lies}, the model computes on {keys.device}. "
+                f"The compressed context is on {lies}, but the model computes on {keys.device}. "
                 f"Compress again after moving the model."
             )
         keys[:, : self.places, dim] = NOWHERE

@@ -232,7 +232,7 @@ def closable_length(model: Any) -> int | None:
 
 
 def longest_sequence(model: Any, prompt_length: int) -> tuple[int, str] | None:
-    """The length up to which a cache of this prompt fits the model, and what limits it.
+    """The length up to which a cache of this prompt fits the model, and what happens beyond it.
 
     None if there is no such length. Prompt and continuation count, except for the last new token,
     which is never fed.

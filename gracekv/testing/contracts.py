@@ -70,7 +70,7 @@ def check_value(strategy: Strategy) -> None:
     try:
         data = json.loads(json.dumps(data))
     except TypeError as error:
-        raise AssertionError(f"the fields of {strategy} are no plain data: {error}") from error
+        raise AssertionError(f"the fields of {strategy} are not plain data: {error}") from error
     hold(cls.registry.parse(data) == strategy, f"{data} does not give {strategy} back")
     hold(hash(cls.registry.parse(data)) == hash(strategy), "equal strategies differ in their hash")
     line = cls.summary()
@@ -235,7 +235,7 @@ def check_allocator(allocator: Allocator, start: Frontier, quota: Tensor | None)
 
 
 def check_decoder(decoder: Decoder, prefill: Prefill) -> None:
-    """Finite scores [G, N] of every entry of a layer, the same each time; and a cut by them.
+    """Finite scores [G, N] of every entry, the same each time, and a cut that uses them.
 
     Raises `AssertionError` otherwise, and what the cut raises.
     """
@@ -259,7 +259,7 @@ def check_decoder(decoder: Decoder, prefill: Prefill) -> None:
 def check_backend(backend: Backend, seed: int) -> None:
     """Attention matches a float64 reference within its dtype's tolerance.
 
-    With softcaps and sink logits too, several sequences, tails of different lengths, and quantised
+    Also with softcaps, sink logits, several sequences, tails of different lengths, and quantised
     entries unless they are an `obstacle`.
 
     Raises `AssertionError` otherwise, and if entries hidden by a mask or cache were read.

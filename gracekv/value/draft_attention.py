@@ -2,7 +2,7 @@
 
 A compressed cache must hold the tokens that the answer's queries attend to, and the answer's first
 tokens show these best. They are generated greedily from the captured keys and values: the full
-cache stays in memory until then, and compression waits for these decoding steps.
+cache stays in memory for these decoding steps, and compression waits for them.
 
 Source: ours; the paper and the methods that it compares with compress before any answer token.
 """
@@ -69,8 +69,8 @@ class Draft(PassObserver):
 class DraftAttention(Scorer):
     """Mean attention of the first 16 answer tokens, drafted greedily over the full cache.
 
-    Not a single pass: the capture decodes `max_tokens` more steps and holds the full cache until
-    then.
+    Not a single pass: the capture decodes `max_tokens` more steps, during which it holds the
+    full cache.
 
     Source: ours.
 

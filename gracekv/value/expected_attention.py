@@ -96,7 +96,7 @@ class ExpectedAttention(Scorer):
 
     Source: Devoto et al. (2025), Expected Attention, arXiv:2510.00636, as in kvpress's
     ExpectedAttentionPress. Ours: rotations of future positions are continued from the captured
-    table, and sinks inside the region score higher than all other tokens (others are never
+    table, and sinks inside the region score higher than all other tokens (other sinks are never
     compressed).
 
     Cost: one covariance of all queries per query head and its product with every key: O(L H N d²),

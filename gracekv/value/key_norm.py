@@ -12,7 +12,7 @@ from gracekv.value.base import SCORERS, Memory, Scorer
 class KeyNorm(Scorer):
     """1 / |k|: keys of small norm attract attention from any query (Knorm).
 
-    No query is read, including the question's.
+    No query is read, not even the question's.
 
     Source: Devoto et al. (2024), arXiv:2406.11430. Ours: the inverse, since scores must be
     non-negative; the order is that of -|k|.

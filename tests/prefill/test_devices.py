@@ -200,7 +200,7 @@ def test_a_context_of_a_model_that_was_moved_is_not_extended():
     with two_devices():
         result = gracekv.compress(tiny_model(layers=4), prompt, ratio=2)
         shard(result.model, MAPS["second half"])
-        with pytest.raises(CacheError, match="context lies on cpu, the model computes on meta"):
+        with pytest.raises(CacheError, match="context is on cpu, but the model computes on meta"):
             result.extend(IDS[:9], ratio=2)
 
 

@@ -1,4 +1,4 @@
-"""The probes' attention, input of all engines of the prototype's distortion; selects an engine."""
+"""The probes' attention, input of all engines of the prototype's distortion, and their choice."""
 
 from __future__ import annotations
 
