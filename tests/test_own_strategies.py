@@ -51,15 +51,15 @@ class ReceivedShares(Quota):
 
 def test_a_quota_of_column_sums_reads_them_whatever_it_compares():
     prefill, caps = synthetic_prefill(layers=3, context=200), []
-    for compares in (False, True):
+    for compares in (True, False):
         fields = {"compares_layers": compares, "__module__": __name__}
-        cls = QUOTAS.register("received")(type("Received", (ReceivedShares,), fields))
-        pipeline = Pipeline.from_dict({"quota": cls()}, base="snapkv")
+        one = QUOTAS.register("received")(type("Received", (ReceivedShares,), fields))
+        pipeline = Pipeline.from_dict({"quota": one()}, base="snapkv")
         caps.append(pipeline.run(prefill, Budget.ratio(4)).accounting.entries)
     assert torch.equal(*caps)
     plan = pipeline.plan(prefill, Budget.ratio(4))
-    pipeline = replace(pipeline, quota=cls())
-    assert "compare layers" in pipeline.holds_all(plan, prefill.entry_bytes)
+    pipeline = replace(pipeline, quota=one())
+    assert "column sums of all layers" in pipeline.holds_all(plan, prefill.entry_bytes)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def rare_readers(found):
 
 
 def test_the_contract_knows_that_nothing_is_asked_layer_by_layer():
-    with pytest.raises(KeyError, match="rare"):
+    with pytest.raises(AssertionError, match="'rare_readers' reads a note of asks"):
         contracts.check(rare_readers("asks"))
     contracts.check(own := rare_readers("layer"))
     pipeline = Pipeline.from_dict({"value": own}, base="snapkv")
@@ -218,11 +218,11 @@ def test_decoders_that_a_cut_cannot_use_are_found():
 
 @pytest.mark.parametrize(("registry", "base", "field"), [
     (FITTERS, Fitter, "layers"), (QUOTAS, Quota, "layer"), (DECODERS, Decoder, "guarded"),
-    (SCORERS, Scorer, "parts"), (PRECISIONS, Precision, "codings"),
+    (SCORERS, Scorer, "layer"), (PRECISIONS, Precision, "widths"),
 ])  # fmt: skip
 def test_fields_named_as_what_the_stage_calls_are_refused(registry, base, field):
     annotated = {"__annotations__": {field: "int"}, field: 4, "__module__": __name__}
-    with pytest.raises(ConfigError, match=rf"has fields \['{field}'\], names that every"):
+    with pytest.raises(ConfigError, match=rf"has fields \['{field}'\], names that the stage"):
         registry.register("odd")(type("Odd", (base,), annotated))
 
 
@@ -233,6 +233,7 @@ class OfTwoTypes(Scorer):
 
     power: int | float = bounded(2, above=0)
     layers: tuple[int, ...] | Literal["all"] = "all"
+    window: int | str = bounded("all", at_least=1)
     scorer: str = "none of ours"
 
     def layer(self, capture, region, memory):
@@ -253,6 +254,7 @@ def test_fields_of_two_types_are_checked_and_come_back_from_a_file(two_types, tm
         ("power", "two", "takes a number > 0; got 'two'"),
         ("layers", "some", "takes one of 'all'; got 'some'"),
         ("layers", ("a",), "a whole number; got 'a'"),
+        ("window", 0, "a whole number >= 1; got 0"),
     ]:
         with pytest.raises(ConfigError, match=said):
             OfTwoTypes(**{field: wrong})

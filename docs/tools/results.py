@@ -292,7 +292,7 @@ def _folded(title: str, text: str) -> str:
 def main() -> None:
     """Write the page, its data files and its plots into the site's folders."""
     results = read_all(RESULTS)
-    for path in ASSETS.iterdir():  # results may be gone
+    for path in ASSETS.iterdir():  # also those of removed results
         path.unlink()
     for result in results:
         write_atomically(ASSETS / result.data, result.csv.encode())

@@ -186,7 +186,9 @@ def _tables(rows: list[Row], measures: list[Measure], against: str | None, forma
     if format == "markdown":
         return "\n".join([*texts, footer(rows)])
     # Notes go to stderr, apart from the numbers; one header for all.
-    typer.echo("\n".join([*(about(x) for found in tables for x in found), footer(rows)]), err=True)
+    for x, found in zip(measures, tables, strict=True):
+        typer.echo("\n".join(f"{y.title}, {x.title}: {about(y)}" for y in found), err=True)
+    typer.echo(footer(rows), err=True)
     return "".join(texts[:1] + [text.partition("\n")[2] for text in texts[1:]])
 
 

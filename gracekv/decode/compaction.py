@@ -51,7 +51,7 @@ class Compaction(Configurable):
         Args:
             tail: role and number of tokens of each uncompressed message.
             first: index of the first of them in the conversation.
-            least: entries per head that a run keeps at least.
+            least: minimum entries per head that a run keeps, on average.
         """
         if sum(tokens for _, tokens in tail) <= self.after:
             return []

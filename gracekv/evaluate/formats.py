@@ -95,8 +95,8 @@ def about(table: Table) -> str:
     counts = {column: cell.samples for (_, column), cell in table.cells.items()}
     several = f"{max(counts.values(), default=0)} samples in all"
     if len(set(counts.values())) > 1:
-        named = {column: "fullkv" if column == FULL else column for column in counts}
-        several = f"samples: {', '.join(f'{n} of {named[x]}' for x, n in counts.items())}"
+        each = (f"{n} {'for fullkv' if x == FULL else f'at {x}'}" for x, n in counts.items())
+        several = f"samples: {', '.join(each)}"
     text = (
         f"{table.title.model}, {table.title.protocol.replace('_', '-')}; mean of "
         f"{', '.join(table.tasks)}; {several}."

@@ -92,7 +92,7 @@ class Sources:
     def essay(self) -> list[str]:
         """The haystack of RULER's essay tasks, as words."""
         name, raw = self._read("essay")
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")
         if name != BUILT_IN:
             data = json.loads(text)
             text = " ".join(x["text"] for x in (data if isinstance(data, list) else [data]))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module
 from transformers import GenerationMixin
 
 from gracekv.hf.cache import GraceCache
@@ -57,12 +58,9 @@ def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[s
     peft's and torch.compile's wrappers run another module's forward than their own. A replay runs
     no hooks.
     """
-    hooks = [h for x in model.modules() for h in (*x._forward_hooks.values(),
-                                                  *x._forward_pre_hooks.values())]  # fmt: skip
     return (
         isinstance(model, GenerationMixin)
         and model._compiled_call_impl is None
-        and not set(hooks) - {before_forward, before_masks}
         and not cache.packed.other_layers
         and cache.grace_layers[0].packed.entries.device.type == "cuda"
         and max_new_tokens >= _FEWEST_TOKENS
@@ -73,7 +71,17 @@ def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[s
         # These branch on a number on the GPU, which aborts a recording.
         and rope_parameters(model).get("rope_type") not in ("dynamic", "longrope")
         and all(layer.packed.backend.name == "triton" for layer in cache.grace_layers)
+        and not _has_hooks(model)
     )
+
+
+def _has_hooks(model: Any) -> bool:
+    """Whether the model runs hooks other than ours and transformers' own, which stay installed."""
+    every = (module._global_forward_hooks, module._global_forward_pre_hooks)
+    own = (y for x in model.modules() for y in (x._forward_hooks, x._forward_pre_hooks))
+    hooks = (hook for found in (*every, *own) for hook in found.values())
+    ours, theirs = (before_forward, before_masks), "transformers.utils.output_capturing"
+    return any(x not in ours and getattr(x, "__module__", "") != theirs for x in hooks)
 
 
 @contextmanager

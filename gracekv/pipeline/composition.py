@@ -168,10 +168,8 @@ class Composition(Configurable):
             plan: its budget in entries.
             entry_bytes: bytes of a K/V pair in the model's dtype.
         """
-        stages = ("value", "sensitivity", "quota", "fit")
-        parts = [(getattr(self, stage), stage) for stage in stages]
-        compared = [f"{x.name!r} ({stage})" for x, stage in parts
-                    if x.compares_layers or getattr(x, "uses_column_sums", False)]  # fmt: skip
+        parts = [(getattr(self, x), x) for x in ("value", "sensitivity", "quota", "fit")]
+        compared = [f"{part.name!r} ({stage})" for part, stage in parts if part.compares_layers]
         by_bytes = plan.bytes is not None and not self.quota.monotone
         read = {state for observer in self.needs().observers for state in observer.reads}
         tokens = isinstance(self.segment, Tokens) and self.keeps_or_drops
@@ -179,6 +177,7 @@ class Composition(Configurable):
             "it keeps everything": self.keeps_everything(plan, entry_bytes),
             "it does more than choose among single tokens": not tokens or not self.pack.by_entry,
             f"{' and '.join(compared)} compare layers": compared,
+            "its quotas read column sums of all layers": self.quota.uses_column_sums,
             "quotas depend on how many entries the bytes buy, known only at the end": by_bytes,
             "the model runs once more over all keys and values": "passes" in read,
             "it reads the decoder's output, which comes last": "final" in read,

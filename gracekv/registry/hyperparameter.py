@@ -159,6 +159,7 @@ def check_value(value: Any, hint: Any, bounds: Bounds | None = None, where: str 
         for item, kind in zip(value, args[:1] * len(value) if ... in args else args, strict=True):
             check_value(item, kind, bounds, where)
     elif hint in _KINDS:
+        bounds = bounds if hint in (int, float) else None
         fits = isinstance(value, int | float if hint is float else hint)
         # True is an int in Python, but not a number here.
         fits = fits and (hint is bool) == isinstance(value, bool)

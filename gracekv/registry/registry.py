@@ -141,7 +141,7 @@ class Registry(Generic[S]):
             if "__dataclass_params__" not in vars(cls):
                 cls = dataclasses.dataclass(frozen=True)(cls)
             known, own = _full_name(self._classes.get(name, cls)), _full_name(cls)
-            fixed = {x for x in dir(self._base) if _is_method(getattr(self._base, x))}
+            fixed = {x for x in dir(self._base) if callable(getattr(self._base, x))}
             taken = {"name", "registry", *dir(Strategy), *fixed}
             taken &= {x.name for x in dataclasses.fields(cls)}
             ours = (x for x in cls.__mro__[1:] if x.__module__.startswith("gracekv."))
@@ -151,7 +151,7 @@ class Registry(Generic[S]):
                 f"needs another name: {name!r} is already registered by {known}": known != own,
                 f"derives from {parents}, which is final: hold one in a field instead": parents,
                 "can change: write @dataclass(frozen=True)": not cls.__dataclass_params__.frozen,
-                f"has fields {sorted(taken)}, names that every strategy has: rename them": taken,
+                f"has fields {sorted(taken)}, names that the stage uses: rename them": taken,
             }
             for problem in filter(wrong.get, wrong):
                 raise ConfigError(f"{own} {problem}.")
@@ -223,10 +223,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return value
-
-
-def _is_method(member: object) -> bool:
-    return callable(member) or isinstance(member, property)
 
 
 def _full_name(cls: type) -> str:

@@ -183,11 +183,12 @@ class SchedulerSide:
         return False
 
     def _is_replaced(self, name: str, header: ContextHeader) -> bool:
-        """Whether another context than that of `header` has the name now."""
+        """Whether another context than that of `header` has the name now, in the same format."""
         try:
-            return self._store.header(name).digest != header.digest
+            new = self._store.header(name)
         except Exception:
             return False
+        return new.digest != header.digest and new.continuation == header.continuation
 
     def _is_open(self, key: str) -> bool:
         """Whether the request's context, if it has one, is in memory; if not, ask for it."""

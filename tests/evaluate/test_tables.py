@@ -84,7 +84,7 @@ def test_only_samples_that_all_methods_have_are_averaged():
     assert (table.cells["fullkv", "full"].mean, table.unpaired) == (0, 1)
     rows = grid({("ours", "2x"): [1, 0], ("ours", "8x"): [1]})
     told = markdown(make_tables([*rows, row("ours", "2x", 0, 0, "ruler:vt")], SCORE), SCORE)
-    assert "mean of ruler:cwe, ruler:vt; samples: 3 of 2x, 1 of 8x. 8x is without ruler:vt." in told
+    assert "mean of ruler:cwe, ruler:vt; samples: 3 at 2x, 1 at 8x. 8x is without ruler:vt." in told
     apart = make_tables([row("ours", "2x", 0, 1.0), row("theirs", "2x", 1, 1.0)], SCORE)
     assert "0 samples in all. 2 values left out" in markdown(apart, SCORE)
 

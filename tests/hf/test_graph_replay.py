@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 import gracekv
 from gracekv.hf import graph_replay
@@ -162,6 +163,13 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(replay, model, monkeypatch
     generator.graphsafe_set_state.assert_called_with(generator.clone_state())
 
 
+class Collected(list):
+    """A hook without a hash."""
+
+    def __call__(self, *_):
+        self.append(1)
+
+
 def test_what_is_replayed(model, monkeypatch):
     entries, backend = SimpleNamespace(device=torch.device("cuda")), SimpleNamespace(name="triton")
     monkeypatch.setitem(vars(model), "parameters", lambda: [entries])
@@ -184,9 +192,14 @@ def test_what_is_replayed(model, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setitem(there, name, value)
             assert not graph_replay.suits(model, cache, 64, {}), value
-    handle = model.model.layers[1].register_forward_hook(lambda *_: None)
-    assert not graph_replay.suits(model, cache, 64, {})
-    handle.remove()
+    hook = Collected()
+    for register in (model.model.layers[1].register_forward_hook, register_module_forward_hook):
+        handle = register(hook)
+        assert not graph_replay.suits(model, cache, 64, {})
+        handle.remove()
+    # transformers leaves hooks of its own behind.
+    model(torch.arange(4)[None], output_hidden_states=True)
+    assert graph_replay.suits(model, cache, 64, {})
     # Their `generate` runs a forward that is not their own.
     compiled, wrapped = copy.deepcopy(model), torch.compile(model, backend="eager")
     compiled.compile(backend="eager")

@@ -194,7 +194,7 @@ TAKEN = type("Taken", (Toy,), {"__annotations__": {"summary": str}})
 
 @pytest.mark.parametrize(("cls", "message"), [
     (LOOSE, r"Loose can change: write @dataclass\(frozen=True\)\."),
-    (TAKEN, r"Taken has fields \['summary'\], names that every strategy has: rename them"),
+    (TAKEN, r"Taken has fields \['summary'\], names that the stage uses: rename them"),
     (type("Heir", (Toy, Tokens), {}), r"Heir derives from .*Tokens'\], .* hold one in a field"),
 ])  # fmt: skip
 def test_classes_that_make_no_strategy_are_refused(cls, message):
