@@ -128,7 +128,7 @@ def test_stacked_sequences_are_what_they_were():
             torch.testing.assert_close(part.head(head), both.head(head, number), rtol=0, atol=0)
     assert both.kv_bytes == sum(part.kv_bytes for part in parts)
     other = quantised(layer_of(rng, [9, 30]), bits=4)
-    with pytest.raises(ShapeError, match="same codings"):
+    with pytest.raises(ShapeError, match="equal codings"):
         QuantisedEntries.stack([parts[0], other])
 
 
