@@ -115,7 +115,7 @@ def rare_readers(found):
 
 
 def test_the_contract_knows_that_nothing_is_asked_layer_by_layer():
-    with pytest.raises(AssertionError, match="'rare_readers' reads a note of asks"):
+    with pytest.raises(AssertionError, match="'rare_readers' finds no 'rare'"):
         contracts.check(rare_readers("asks"))
     contracts.check(own := rare_readers("layer"))
     pipeline = Pipeline.from_dict({"value": own}, base="snapkv")
@@ -210,6 +210,16 @@ def test_decoders_that_a_cut_cannot_use_are_found():
 
     with pytest.raises(AssertionError, match="infinity or NaN"):
         contracts.check(Attended())
+
+    @DECODERS.register("late")
+    class Late(Decoder):
+        """NaN above the first layer."""
+
+        def scores(self, held):
+            return held.positions.float() * (1 if held.number == 0 else torch.nan)
+
+    with pytest.raises(NonFiniteError, match="'late' gave scores of NaN"):
+        contracts.check(Late())
     result = gracekv.compress(tiny_llama(), PROMPT, ratio=4, pipeline="snapkv")
     limit = gracekv.Limit(entries_per_head=70, strategy=Attended(), every=8, window=8)
     with pytest.raises(NonFiniteError, match=r"'attended' gave scores of NaN.*it is 0"):
@@ -218,10 +228,12 @@ def test_decoders_that_a_cut_cannot_use_are_found():
 
 @pytest.mark.parametrize(("registry", "base", "field"), [
     (FITTERS, Fitter, "layers"), (QUOTAS, Quota, "layer"), (DECODERS, Decoder, "guarded"),
-    (SCORERS, Scorer, "layer"), (PRECISIONS, Precision, "widths"),
+    (SCORERS, Scorer, "parts"), (PRECISIONS, Precision, "widths"),
 ])  # fmt: skip
 def test_fields_named_as_what_the_stage_calls_are_refused(registry, base, field):
     annotated = {"__annotations__": {field: "int"}, field: 4, "__module__": __name__}
+    if field == "parts":
+        del annotated[field]
     with pytest.raises(ConfigError, match=rf"has fields \['{field}'\], names that the stage"):
         registry.register("odd")(type("Odd", (base,), annotated))
 

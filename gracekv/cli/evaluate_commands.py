@@ -187,7 +187,8 @@ def _tables(rows: list[Row], measures: list[Measure], against: str | None, forma
         return "\n".join([*texts, footer(rows)])
     # Notes go to stderr, apart from the numbers; one header for all.
     for x, found in zip(measures, tables, strict=True):
-        typer.echo("\n".join(f"{y.title}, {x.title}: {about(y)}" for y in found), err=True)
+        notes = [f"{y.title}, {x.title}: {about(y)}\n" for y in found]
+        typer.echo("".join(notes), nl=False, err=True)
     typer.echo(footer(rows), err=True)
     return "".join(texts[:1] + [text.partition("\n")[2] for text in texts[1:]])
 

@@ -40,7 +40,7 @@ class Limit(Configurable):
             `result.report(cache=cache)`; 4 bytes per token and cut, for a single row.
     """
 
-    own_checks = ("entries_per_head", "ratio", "kv_bytes", "strategy")
+    own_checks = ("entries_per_head", "ratio", "kv_bytes")
 
     entries_per_head: int | Integral | None = None
     ratio: Number | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -158,13 +159,9 @@ def turn_ids(
 
 def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How long two texts or lists are equal from the start."""
-    least, most = 0, min(len(one), len(other))
     # Slices are compared much faster than single items in Python.
-    while least < most:
-        middle = (least + most + 1) // 2
-        same = one[least:middle] == other[least:middle]
-        least, most = (middle, most) if same else (least, middle - 1)
-    return least
+    sizes = range(min(len(one), len(other)))
+    return bisect_left(sizes, True, key=lambda n: one[: n + 1] != other[: n + 1])
 
 
 def new_turns(

@@ -144,6 +144,8 @@ class Registry(Generic[S]):
             fixed = {x for x in dir(self._base) if callable(getattr(self._base, x))}
             taken = {"name", "registry", *dir(Strategy), *fixed}
             taken &= {x.name for x in dataclasses.fields(cls)}
+            # A property of the base would be the field's default.
+            taken |= {x.name for x in dataclasses.fields(cls) if isinstance(x.default, property)}
             ours = (x for x in cls.__mro__[1:] if x.__module__.startswith("gracekv."))
             parents = [_full_name(x) for x in ours if "__final__" in vars(x)]
             wrong = {
@@ -239,7 +241,8 @@ def _converted(value: Any, hint: Any) -> Any:
         inner = [arg for arg in args if arg is not type(None)]
         if value is None or len(inner) == 1:
             return value if value is None else _converted(value, inner[0])
-        for kind in (None, *inner):
+        as_it_is = [] if type(value) is int and int not in inner else [None]
+        for kind in [*as_it_is, *inner]:
             with contextlib.suppress(ConfigError):
                 check_value(made := value if kind is None else _converted(value, kind), hint)
                 return made

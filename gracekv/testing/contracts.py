@@ -160,7 +160,7 @@ def _check_by_layer(scorer: Scorer, prefill: Prefill, region: Region, scores: Te
         try:
             own = scorer.layer(dataclasses.replace(capture, **lent), region, memory).clone()
         except KeyError as error:
-            text = f"{scorer.name!r} reads a note of asks(), which is not called layer by layer"
+            text = f"{scorer.name!r} finds no {error}: layer by layer, no asks() or __call__ runs"
             raise AssertionError(text) from error
         hold(
             torch.allclose(own, scores[capture.number], rtol=1e-4, atol=1e-6),
@@ -254,8 +254,9 @@ def check_decoder(decoder: Decoder, prefill: Prefill) -> None:
     hold(first.shape == places.shape, f"scores must be {list(places.shape)}")
     hold(bool(first.isfinite().all()), "scores hold infinity or NaN")
     hold(torch.equal(first, second), "scores differ between two calls")
-    kept, _ = kept_entries(1, lambda _: held, decoder, places.numel() // 2, 1)
-    packed_entries(held, kept[0], decoder)
+    layers = [held, dataclasses.replace(held, number=1)]
+    kept, _ = kept_entries(2, layers.__getitem__, decoder, places.numel(), 1)
+    packed_entries(layers[1], kept[1], decoder)
 
 
 def check_backend(backend: Backend, seed: int) -> None:
