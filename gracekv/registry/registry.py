@@ -241,6 +241,7 @@ def _converted(value: Any, hint: Any) -> Any:
         inner = [arg for arg in args if arg is not type(None)]
         if value is None or len(inner) == 1:
             return value if value is None else _converted(value, inner[0])
+        # First as it is; but a whole number becomes a float if the union has no int.
         as_it_is = [] if type(value) is int and int not in inner else [None]
         for kind in [*as_it_is, *inner]:
             with contextlib.suppress(ConfigError):

@@ -183,8 +183,8 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
     def _probes(self, spans: PromptSpans, region: Region) -> Sequence[int] | Tensor:
         """The P positions of a scorer without parts."""
         own = replace(self.needs(), observers=frozenset())
-        named = replace(own, recent=spans.context_end - region.end).known_positions(spans)
-        return () if own == Needs() else named
+        recent = spans.context_end - region.end
+        return () if own == Needs() else replace(own, recent=recent).known_positions(spans)
 
     @abc.abstractmethod
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:

@@ -1,5 +1,7 @@
 """Texts that follow others: their ids decode to the given text, with nothing before it."""
 
+from os.path import commonprefix
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from tokenizers.trainers import BpeTrainer, UnigramTrainer
 from transformers import PreTrainedTokenizerFast
 
 from gracekv.errors import PromptError
-from gracekv.prefill import chat_text
+from gracekv.prefill import chat_text, messages
 from gracekv.prefill.chat_text import check_question, continued, plain_ids
 from gracekv.prefill.messages import new_turns, turn_ids
 from gracekv.prefill.prompt import Prompt
@@ -254,3 +256,11 @@ def test_the_real_tokenizer_reads_every_word_as_it_is():
     _, tokenizer = load_smollm2()
     texts = [before + word for before in ("", " ", "\n", "\n\n") for word in WORDS]
     assert changed(tokenizer, [*texts, "nine rabbits", "not one", "then", "a"]) == []
+
+
+@given(st.text("ab", max_size=30), st.text("ab", max_size=30), st.text("ab", max_size=30))
+def test_what_two_texts_share_is_their_common_prefix(shared, one, other):
+    one, other = shared + one, shared + other
+    want = len(commonprefix([one, other]))  # noqa: RUF071
+    assert messages._shared(one, other) == want
+    assert messages._shared(list(one), list(other)) == want
