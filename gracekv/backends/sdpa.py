@@ -7,9 +7,9 @@ continuations become the rows of one product per KV head: keys are read once and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
@@ -26,8 +26,8 @@ from gracekv.kernels.linalg import capped
 _TAIL_LOGITS = 1 << 22
 # Likewise for a head's packed entries.
 _PACKED_LOGITS = 1 << 25
-# Entries of one head that are dequantised at once. Ours.
-_PIECE = 4096
+# Quantised entries of a layer that are dequantised at once. Ours.
+_PIECE = 2**14
 # Query rows per thread of the fused kernel, and minimum number of entries of a window. Ours.
 _THREAD_ROWS, _SHORTEST = 32, 64
 
@@ -46,26 +46,31 @@ class HeadViews:
         sequences: S.
         threads: number of threads that read a head's entries in parallel.
         exact: keys [n, d], values [n, d] and log multiplicities [n] of each of S*G rows.
-        coded: quantised parts, each with its row offsets.
+        coded: quantised parts of one coding that are dequantised at once, and the range [first,
+            stop) of their entries; all of them if there are several parts.
     """
 
     heads: int
     sequences: int
     threads: int
     exact: tuple[tuple[Tensor, Tensor, Tensor], ...]
-    coded: tuple[tuple[CodedEntries, tuple[int, ...]], ...]
+    coded: tuple[tuple[tuple[CodedEntries, ...], int, int], ...]
 
-    def pieces(self, row: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield keys and values [n, d] and log multiplicities [n] of a row, piece by piece.
+    def pieces(self) -> Iterator[Sequence[tuple[Tensor, Tensor, Tensor]]]:
+        """Yield keys and values [n, d] and log multiplicities [n] of each row, piece by piece.
 
         Quantised entries become float32, at most `_PIECE` at once.
         """
-        if len(self.exact[row][0]):
-            yield self.exact[row]
-        for part, offsets in self.coded:
-            for first in range(offsets[row], offsets[row + 1], _PIECE):
-                stop = min(first + _PIECE, offsets[row + 1])
-                yield *part.numbers(row, first, stop), part.log_multiplicity[first:stop]
+        yield self.exact
+        rows = len(self.exact)
+        for parts, first, stop in self.coded:
+            part = CodedEntries.stack(parts) if len(parts) > 1 else parts[0]
+            counts = part.offsets.clamp(first, stop).diff().tolist()
+            columns = (*part.numbers(first, stop), part.log_multiplicity[first:stop])
+            keys, values, log_m = (x.split(counts) for x in columns)
+            # Row r of every part.
+            own = [slice(row, None, rows) for row in range(rows)]
+            yield [(torch.cat(keys[at]), torch.cat(values[at]), torch.cat(log_m[at])) for at in own]
 
 
 @BACKENDS.register("sdpa")
@@ -92,8 +97,9 @@ class Sdpa(AttentionBackend):
         threads = torch.get_num_threads() if self._fused(layer.device) else 1
         rows = [layer.exact.head(g, s) for s in range(layer.sequences) for g in range(layer.heads)]
         exact = tuple((keys, values, log_m) for keys, values, _, log_m in rows)
-        coded = tuple((part, tuple(part.offsets.tolist())) for part in layer.coded)
-        return HeadViews(layer.heads, layer.sequences, threads, exact, coded)
+        return HeadViews(
+            layer.heads, layer.sequences, threads, exact, tuple(_together(layer.coded))
+        )
 
     def held_bytes(self, prepared: HeadViews) -> int:
         return 0
@@ -109,19 +115,22 @@ class Sdpa(AttentionBackend):
         attend, threads = self._kernel(step), entries.threads
         output = query.new_zeros(query.shape, dtype=torch.float32)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
-        for sequence, rows in enumerate(step.rows_of(entries.sequences)):
-            # The fused kernel divides by the number of queries and of keys.
-            for head in range(entries.heads if query[rows].numel() else 0):
-                at = slice(head * group, (head + 1) * group)
-                asked = query[rows, at].reshape(1, 1, -1, dim)
-                parts = [
-                    _windowed(attend, asked.to(keys), keys, values, bias, threads)
-                    for keys, values, bias in entries.pieces(sequence * entries.heads + head)
-                ]
-                if parts:
-                    whole = reduce(Partial.united, parts)
-                    output[rows, at] = whole.output.view(-1, group, tokens, dim)
-                    lse[rows, at] = whole.lse.view(-1, group, tokens)
+        slices = [slice(first, first + group) for first in range(0, heads, group)]
+        places = [(x, at) for x in step.rows_of(entries.sequences) for at in slices]
+        for number, piece in enumerate(entries.pieces()):
+            for place, (keys, values, bias) in zip(places, piece, strict=True):
+                asked = query[place].reshape(1, 1, -1, dim)
+                # The fused kernel divides by the number of queries and of keys.
+                if not asked.numel() or not len(keys):
+                    continue
+                found = _windowed(attend, asked.to(keys), keys, values, bias, threads)
+                if number > 0:
+                    before = Partial(
+                        output[place].reshape(1, 1, -1, dim), lse[place].reshape(1, 1, -1)
+                    )
+                    found = before.united(found)
+                output[place] = found.output.view(-1, group, tokens, dim)
+                lse[place] = found.lse.view(-1, group, tokens)
         return Partial(output, lse)
 
     def tail(self, step: AttentionStep) -> Partial:
@@ -200,6 +209,24 @@ def plain(
     # Rows that see nothing get weights of 0.
     weights = (logits - lse.clamp(min=torch.finfo(torch.float32).min)).exp()
     return (weights @ values.float()).to(rows.dtype), lse[..., 0]
+
+
+def _together(parts: Sequence[CodedEntries]) -> Iterator[tuple[tuple[CodedEntries, ...], int, int]]:
+    """`HeadViews.coded` of all parts; a context that was extended has many small ones."""
+    groups = list[tuple[CodedEntries, ...]]()
+    for part in parts:
+        group = groups.pop() if groups else ()
+        if group and group[0].coding == part.coding and _entries((*group, part)) <= _PIECE:
+            groups.append((*group, part))
+        else:
+            groups += [x for x in (group, (part,)) if x]
+    for group in groups:
+        for first in range(0, _entries(group), _PIECE):
+            yield group, first, min(first + _PIECE, _entries(group))
+
+
+def _entries(parts: Sequence[CodedEntries]) -> int:
+    return sum(part.entries for part in parts)
 
 
 def _windowed(

@@ -80,10 +80,13 @@ def _split(layer: Layer, batch: int, group: int, rows: tuple[int, ...] | None) -
         return None
     exact, coded = layer.exact, layer.coded
     queries = (counts * group).repeat_interleave(layer.heads)  # of each row
-    stored = [exact.offsets, *(entries.offsets for entries in coded)]
-    parts = [_part(offsets, queries) for offsets in stored]
-    row, first, last = (torch.cat(piece) for piece in zip(*parts, strict=True))
-    part = ragged.rows(torch.tensor([len(piece[0]) for piece in parts], device="cpu"))
+    # Rows of all parts, part after part; those without queries are skipped.
+    offsets = torch.stack([exact.offsets, *(entries.offsets for entries in coded)])
+    counts_of_splits = ragged.blocks(offsets.diff(dim=1), _ENTRIES) * (queries > 0)
+    cell, step = ragged.rows_and_steps(counts_of_splits.flatten())
+    part, row = cell // len(queries), cell % len(queries)
+    first = offsets[part, row] + step * _ENTRIES
+    last = torch.minimum(first + _ENTRIES, offsets[part, row + 1])
     order = row.argsort(stable=True)
     row, slots = row[order], ragged.offsets(queries[row[order]])
     continuations = of_row.argsort(stable=True)
@@ -117,16 +120,6 @@ def _split(layer: Layer, batch: int, group: int, rows: tuple[int, ...] | None) -
     )
     held = {f"blocks.{number}": table for number, table in enumerate(blocks)}
     return SplitKV({**tables, **held}, bytes(args))
-
-
-def _part(offsets: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, first and last + 1 entry of the splits of rows [offsets[r], offsets[r + 1]).
-
-    Rows without `queries` (int64 [rows]) are skipped.
-    """
-    row, step = ragged.rows_and_steps(ragged.blocks(offsets.diff(), _ENTRIES) * (queries > 0))
-    first = offsets[row] + step * _ENTRIES
-    return row, first, torch.minimum(first + _ENTRIES, offsets[row + 1])
 
 
 def _described(coded: CodedEntries, blocks: Tensor) -> bytes:

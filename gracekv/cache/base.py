@@ -90,6 +90,10 @@ class RaggedEntries(LayerEntries):
         at = slice(int(self.offsets[row]), int(self.offsets[row + 1]))
         return self.keys[at], self.values[at], self.positions[at], self.log_multiplicity[at]
 
+    def dequantised(self) -> RaggedEntries:
+        """These entries, none of which is quantised."""
+        return self
+
     def index(self) -> tuple[Tensor, Tensor, Tensor]:
         """Row int64 [E], position int64 [E] and log m float32 [E] of all entries, on the CPU."""
         return ragged.rows(self.lengths), self.positions.cpu().long(), self.log_multiplicity.cpu()

@@ -158,10 +158,11 @@ class CodedEntries:
         counts = -(-np.diff(self.offsets.numpy()) // self.coding.group)
         return torch.from_numpy(np.append(0, counts.cumsum()))
 
-    def numbers(self, row: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values float32 [stop - first, d] of entries [first, stop), all of `row`."""
-        inside = torch.arange(first, stop) - self.offsets[row]
-        block = self.block_offsets[row] + inside // self.coding.group
+    def numbers(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values float32 [stop - first, d] of entries [first, stop), of any rows."""
+        entry = torch.arange(first, stop)
+        row = torch.searchsorted(self.offsets, entry, right=True) - 1
+        block = self.block_offsets[row] + (entry - self.offsets[row]) // self.coding.group
         keys = self.keys.numbers(first, stop, self.coding.bits, block)
         return keys, self.values.numbers(first, stop, self.coding.bits, None)
 

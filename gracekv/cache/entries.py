@@ -42,8 +42,9 @@ class LayerEntries(abc.ABC):
     @property
     def lengths(self) -> Tensor:
         """int64 [S*G] on the CPU, entries per row."""
-        exact = torch.from_numpy(np.diff(self.exact.offsets.numpy()))
-        return sum((part.lengths for part in self.coded), start=exact)
+        exact = self.exact.offsets.numpy()
+        offsets = sum((part.offsets.numpy() for part in self.coded), start=exact)
+        return torch.from_numpy(np.diff(offsets))
 
     @property
     def _keys(self) -> Tensor:
@@ -76,6 +77,10 @@ class LayerEntries(abc.ABC):
 
         Keys and values have the model's dtype if none is quantised, else float32.
         """
+
+    @abc.abstractmethod
+    def dequantised(self) -> Any:
+        """All entries as `RaggedEntries`; in float32 if some are quantised."""
 
     @abc.abstractmethod
     def index(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,7 +182,9 @@ class CompressedCache:
         return tuple(torch.full((x,), torch.inf, dtype=torch.float32, device="cpu") for x in sizes)
 
     def sequence(self, s: int) -> Self:
-        """Views of sequence s alone."""
+        """Views of sequence s alone; this cache if it has no other."""
+        if self.sequences == 1:
+            return self
         layers, length = tuple(x.sequence(s) for x in self.layers), self.length - self.padding[s]
         others = tuple(state.sequence(s, length) for state in self.other_layers)
         return type(self)(layers, length, other_layers=others)

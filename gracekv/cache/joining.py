@@ -23,7 +23,8 @@ def past_of(cache: CompressedCache, shard: HeadShard = WHOLE, places: int | None
     """
     layers = []
     for layer in cache.layers:
-        heads = (layer.head(g) for g in range(layer.heads))
+        entries = layer.dequantised()
+        heads = (entries.head(g) for g in range(layer.heads))
         layers.append([(k.to(layer.dtype), v.to(layer.dtype), log_m) for k, v, _, log_m in heads])
     if places is None:
         places = max(1, int(shard.maximum(cache.entries().amax())))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TypeVar
 
 import torch
@@ -58,29 +59,47 @@ class QuantisedEntries(LayerEntries):
     def head(self, g: int, sequence: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys and values float32 [E_g, d], positions [E_g] and log m [E_g], by position."""
         row = sequence * self.heads + g
-        keys, values, positions, log_m = self.exact.head(g, sequence)
-        parts = [(keys.float(), values.float(), positions, log_m)]
-        for part in self.coded:
-            at = slice(int(part.offsets[row]), int(part.offsets[row + 1]))
-            numbers = part.numbers(row, at.start, at.stop)
-            parts.append((*numbers, part.positions[at], part.log_multiplicity[at]))
-        keys, values, positions, log_m = (torch.cat(x) for x in zip(*parts, strict=True))
-        order = positions.argsort()
-        return keys[order], values[order], positions[order], log_m[order]
+        return self._rows(row, row + 1).dequantised().head(0)
+
+    def dequantised(self) -> RaggedEntries:
+        """All entries, with keys and values [E, d] in float32."""
+        # Parts of equal codings are neighbours, and dequantised at once.
+        same = (CodedEntries.stack(list(x)) for _, x in groupby(self.coded, lambda x: x.coding))
+        numbers = [part.numbers(0, part.entries) for part in same]
+        keys = torch.cat([self.exact.keys.float(), *(x for x, _ in numbers)])
+        values = torch.cat([self.exact.values.float(), *(x for _, x in numbers)])
+        positions = torch.cat([part.positions for part in self.parts])
+        log_m = torch.cat([part.log_multiplicity for part in self.parts])
+        _, order = self._order()
+        keys, values, positions, log_m = (
+            x[order.to(x.device)] for x in (keys, values, positions, log_m)
+        )
+        offsets = ragged.offsets(self.lengths)
+        return RaggedEntries(keys, values, positions, log_m, offsets, self.sequences)
 
     def index(self) -> tuple[Tensor, Tensor, Tensor]:
         """Row int64 [E], position int64 [E] and log m float32 [E] of all entries, on the CPU."""
-        row = torch.cat([ragged.rows(part.lengths) for part in self.parts])
+        row, order = self._order()
         position = torch.cat([part.positions for part in self.parts]).cpu().long()
         log_m = torch.cat([part.log_multiplicity for part in self.parts]).cpu()
-        last = int(position.max()) + 1 if len(position) else 1
-        order = (row * last + position).argsort()
         return row[order], position[order], log_m[order]
+
+    def _order(self) -> tuple[Tensor, Tensor]:
+        """Row int64 [E] of each entry, part after part, and the order by row and position."""
+        lengths = torch.cat([part.lengths for part in self.parts])
+        row = ragged.rows(lengths) % (len(self.exact.offsets) - 1)
+        position = torch.cat([part.positions for part in self.parts]).cpu().long()
+        last = int(position.max()) + 1 if len(position) else 1
+        return row, (row * last + position).argsort()
 
     def sequence(self, s: int) -> QuantisedEntries:
         """Views of sequence s."""
-        coded = tuple(part.rows(s * self.heads, (s + 1) * self.heads) for part in self.coded)
-        return QuantisedEntries(self.exact.sequence(s), coded)
+        return self._rows(s * self.heads, (s + 1) * self.heads)
+
+    def _rows(self, begin: int, end: int) -> QuantisedEntries:
+        """Views of rows [begin, end), as one sequence."""
+        coded = tuple(part.rows(begin, end) for part in self.coded)
+        return QuantisedEntries(self.exact.rows(begin, end), coded)
 
     def widths(self) -> Mapping[int, tuple[int, int]]:
         """Entries and bytes of keys and values by bits per number."""
@@ -150,11 +169,9 @@ def dequantised(cache: CompressedCache) -> RaggedCache:
         if isinstance(layer, RaggedEntries):
             layers.append(layer)
             continue
-        heads = [layer.head(g, s) for s in range(layer.sequences) for g in range(layer.heads)]
-        keys, values, positions, log_m = (torch.cat(part) for part in zip(*heads, strict=True))
-        offsets = ragged.offsets(layer.lengths)
-        numbers = (rounded(keys, layer.dtype), rounded(values, layer.dtype))
-        layers.append(RaggedEntries(*numbers, positions, log_m, offsets, layer.sequences))
+        found = layer.dequantised()
+        keys, values = (rounded(x, layer.dtype) for x in (found.keys, found.values))
+        layers.append(replace(found, keys=keys, values=values))
     return RaggedCache(tuple(layers), cache.length, cache.padding, cache.other_layers)
 
 

@@ -19,6 +19,7 @@ def test_stacking_and_taking_apart_are_inverse(seed, counts):
     assert stacked.length == max(counts)
     assert RaggedCache.stack([stacked, stacked]).padding == 2 * stacked.padding
     for number, cache in enumerate(caches):
+        assert cache.sequence(0) is cache
         again = stacked.sequence(number)
         assert (again.length, again.padding) == (cache.length, (0,))
         for one, two in zip(again.layers, cache.layers, strict=True):

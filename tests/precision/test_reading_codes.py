@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import reduce
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from gracekv.backends import AttentionSpec, AttentionStep, Auto, Eager, Numba, Sdpa, sdpa, split_kv
 from gracekv.backends.reference import attention
 from gracekv.cache import RaggedCache, dequantised
+from gracekv.cache.coded import CodedEntries
 from gracekv.errors import BackendUnavailableError
 from gracekv.hf.packed_layer import PackedLayer
 from gracekv.precision import UniformPrecision
@@ -63,6 +65,21 @@ def test_equal_attention_in_float64(
             # Three roundings to the dtype: the output of each part, and their combination.
             assert relative_error(output, want) <= 2 * TOLERANCES[dtype], backend
             assert bool((output[(lse == -math.inf).all(0)] == 0).all())
+
+
+def test_all_passages_are_dequantised_at_once(monkeypatch):
+    rng = torch.Generator().manual_seed(5)
+    parts = [quantised(rng, [40, 9], 16, torch.float32, 1, bits=8 >> n % 2) for n in range(12)]
+    layer = reduce(of_two_passages, parts)
+    read, calls = CodedEntries.numbers, []
+    monkeypatch.setattr(
+        CodedEntries, "numbers", lambda self, *at: calls.append(self.coding) or read(self, *at)
+    )
+    query, tail = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16)
+    Sdpa()(AttentionStep(query, Sdpa().prepare(layer), tail, tail, 0.25))
+    assert [coding.bits for coding in calls] == [8, 4]
+    assert len(layer.dequantised().keys) == int(layer.lengths.sum())
+    assert len(calls) == 4
 
 
 def test_auto_takes_a_backend_that_reads_codes():

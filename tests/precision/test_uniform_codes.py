@@ -31,7 +31,7 @@ def stored(x, lengths, coding):
 def read(x, lengths, coding, side):
     """All numbers of `x`, row after row, as backends dequantise them."""
     made, starts = stored(x, lengths, coding), offsets(lengths).tolist()
-    rows = [made.numbers(row, *starts[row : row + 2]) for row in range(len(lengths))]
+    rows = [made.numbers(*starts[row : row + 2]) for row in range(len(lengths))]
     return torch.cat([both[side == "values"] for both in rows])
 
 
