@@ -222,16 +222,21 @@ def rotary_positions(model: Any, places: Tensor) -> Tensor:
 
 
 def rotations_up_to(model: Any, last: int) -> list[Rope]:
-    """The rotations of positions 0..last for each compressed layer.
+    """The rotations of positions 0..last for each compressed layer."""
+    return rotations_at(model, torch.arange(last + 1))
+
+
+def rotations_at(model: Any, places: Tensor) -> list[Rope]:
+    """The rotations of positions `places` [n] for each compressed layer.
 
     The model's weights may be on the device "meta".
     """
     layers = compressed_layers(model)
     if not has_rope(model):
-        return [Rope.none(last + 1) for _ in layers]
+        return [Rope.none(len(places)) for _ in layers]
     device = next(rotary_module(model.get_decoder()).buffers()).device
     like = torch.zeros((), device=device, dtype=torch.float32)
-    made = rotation_table(model, like, torch.arange(last + 1, device=device)[None])
+    made = rotation_table(model, like, places.to(device)[None])
     cos, sin = (x[0].float() for x in made)
     return [rope_of_table(cos, sin, layer.rotation) for layer in layers]
 

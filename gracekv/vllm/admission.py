@@ -148,7 +148,13 @@ def _put_ids(processor: Any, found: str | Order, made: Any, params: Any) -> None
     if isinstance(found, str):
         # Only the scheduler may know the context; then the prompt stays as it is.
         if tokenizer is not None and (follow := front.known(found)[1]):
-            made.prompt_token_ids = continuing(tokenizer, found, follow, ids)
+            made.prompt_token_ids = ids = continuing(tokenizer, found, follow, ids)
+            # vLLM checked the length before the separator was added.
+            if len(ids) >= (most := processor.vllm_config.model_config.max_model_len):
+                raise StoreError(
+                    f"With its separator the question has {len(ids):,} tokens, and this engine "
+                    f"computes at most {most - 1:,} in one prompt. Ask a shorter one."
+                )
         return
     made.params.max_tokens, made.params.min_tokens = 1, 0
     if isinstance(found, Compression):

@@ -38,6 +38,8 @@ _KIND = "ragged"
 _LARGEST = 2**24
 # No model has more layers or heads.
 _MOST = 2**16
+# Positions have 32 bits.
+_LONGEST = 2**31
 # Numbers in replies have 64 bits.
 _NUMBERS = 2**63
 # Some systems reserve names for devices, so these are not folder names everywhere.
@@ -178,6 +180,8 @@ class ContextHeader(Continuation):
         try:
             if data.pop("sha256", None) != _checksum(data) or data.pop("kind", None) != _KIND:
                 raise ValueError("the checksum or the kind differs")
+            # Replies repeat some of these texts, and must be encoded.
+            json.dumps(data, ensure_ascii=False).encode()
             data["prompt_ids"] = tuple(data.get("prompt_ids", ()))
             check_values(cls, data)
             header, model = cls(**data), data["model"]
@@ -189,7 +193,8 @@ class ContextHeader(Continuation):
                 isinstance(header.tokenizer, dict)
                 and re.fullmatch("[0-9a-f]{64}", header.digest) is not None
                 and all(0 <= x < _NUMBERS for x in numbers)
-                and len(header.recipe.encode()) < _MOST
+                and len(header.recipe) < _MOST
+                and header.length < _LONGEST
                 and all(type(x) is int and 0 < x < _MOST for x in sizes)
                 and isinstance(model.get("rope"), dict)
                 and isinstance(model.get("weights"), dict | None)

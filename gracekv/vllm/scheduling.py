@@ -101,6 +101,10 @@ class SchedulerSide:
         params, key = request.kv_transfer_params, request.request_id
         aborted = getattr(request, "abort_immediately", False)  # by an engine that pauses
         if aborted or not isinstance(params, dict) or PARAMETER not in params:
+            if (getattr(request, "cache_salt", None) or "").startswith(f"{PARAMETER}:"):
+                # A client's own salt; pages of a context are not for this request.
+                request.cache_salt = f":{request.cache_salt}"
+                _hash_again(request)
             return
         request.cache_salt = f"{PARAMETER}:{key}:{request.cache_salt or ''}"
         # Otherwise the scheduler would not let the request wait.

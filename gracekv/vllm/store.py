@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gracekv.cache.quantised import dequantised
+from gracekv.cache.base import RaggedEntries
 from gracekv.cache.serialization import read_cache
 from gracekv.errors import StoreError
 from gracekv.prefill.fingerprint import differences
@@ -22,6 +22,8 @@ from gracekv.vllm.stored_context import LoadedContexts, StoredContext
 # The default limit is a quarter of the machine's memory, or a twenty-fifth of a GPU's: half of what
 # vLLM leaves; the other half is for documents that are being read. Source: ours.
 _SHARE, _SHARE_OF_GPU = 4, 25
+# Maximum bytes of an entry's position, multiplicity and score, and of a file's header.
+_INDEX, _HEADER = 16, 2**24
 
 
 @dataclass(slots=True)
@@ -225,8 +227,13 @@ class ContextStore:
         if self._heads is None:  # for some heads only, the bytes are not in the header
             self.loaded.check(name, header.bytes)
         try:
+            # Before anything is read: the file is as large as the header says.
+            if not 0 <= path.stat().st_size - header.bytes <= _INDEX * header.entries + _HEADER:
+                raise ValueError("the header's bytes are not those of the file")
             cache = read_cache(path, [torch.device("cpu")] * model["layers"], header.digest)
-            layers = dequantised(cache).layers
+            layers = tuple(x for x in cache.layers if isinstance(x, RaggedEntries))
+            if len(layers) < len(cache.layers):
+                raise ValueError("exported entries are not quantised")
         except MemoryError:
             raise
         # Whatever error a crafted file leads to, refuse the file.

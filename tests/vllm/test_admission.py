@@ -95,6 +95,18 @@ def test_tokens_that_are_exact_are_read_as_they_are(ask):
         assert ask(TURN, said) != read
 
 
+def test_a_separator_does_not_make_a_question_too_long(ask, processor):
+    # vLLM checks the length of the prompt as it came.
+    read = len(ask(TURN, "c2"))
+    for most, fits in ((read + 1, True), (read, False)):
+        processor.vllm_config.model_config.max_model_len = most
+        if fits:
+            assert len(ask(TURN, "c2")) == read
+        else:
+            with pytest.raises(Refused, match=rf"has {read} tokens, .* at most {read - 1} in one"):
+                ask(TURN, "c2")
+
+
 @pytest.mark.parametrize("said", ["c2", {"compress": {"name": "c2", "ratio": 2}}])
 def test_a_request_about_a_context_is_one_whole_text(ask, processor, said):
     for more, refused in (

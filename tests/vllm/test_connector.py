@@ -1,6 +1,7 @@
 """The connector, without an engine."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -113,6 +114,17 @@ def test_a_request_begins_when_its_context_is_in_memory():
     # It is not in use now, so workers may have dropped it.
     assert scheduler.step().used == set()
     assert scheduler.step(scheduler.take("3", "book")).opening == {digest: "book"}
+
+
+def test_a_client_s_own_salt_finds_no_pages_of_a_context():
+    scheduler = Scheduler(admit)
+    salt, hashed = scheduler.take("1", "book").cache_salt, Mock(return_value=[])
+    plain = SimpleNamespace(
+        request_id="2", kv_transfer_params=None, cache_salt=salt, update_block_hashes=hashed
+    )
+    scheduler.side.on_new_request(plain)
+    assert plain.cache_salt == f":{salt}"
+    assert hashed.called
 
 
 def test_a_context_that_is_lost_before_its_request_begins_is_a_client_s_error():

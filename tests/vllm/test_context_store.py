@@ -4,13 +4,14 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from gracekv.errors import OutputError, SavedCacheError, StoreError
 from gracekv.testing.models import tiny_model
-from gracekv.vllm import ContextStore
+from gracekv.vllm import ContextStore, store
 from gracekv.vllm.exporting import check_replaceable
 from gracekv.vllm.served_model import model_facts
 from gracekv.vllm.stored_context import heads_of_rank
@@ -100,7 +101,9 @@ def forge(folder, **changes):
     (lambda folder: forge(folder, prompt_ids=[float("inf")]), "is damaged"),
     (lambda folder: forge(folder, prompt_ids=[-1]), "is damaged"),
     (lambda folder: forge(folder, length=2**63), "is damaged"),
+    (lambda folder: forge(folder, length=2**31), "is damaged"),
     (lambda folder: forge(folder, recipe="\ud800"), "is damaged"),
+    (lambda folder: forge_model(folder, dtype="\ud800"), "is damaged"),
     (lambda folder: forge(folder, dtype="float16"), "does not match its entries"),
     (lambda folder: forge_model(folder, kv_heads=3), "does not match its entries"),
     (lambda folder: forge(folder, model={"layers": None}), "is damaged"),
@@ -117,6 +120,15 @@ def test_damage_is_found(root, damage, said):
         ContextStore(root).load("c0")
     # A server's clients see the message, but must not see the paths of its files.
     assert str(root.parent) not in str(caught.value)
+
+
+def test_a_file_that_is_larger_than_its_header_says_is_not_read(root, monkeypatch):
+    monkeypatch.setattr(store, "read_cache", read := Mock())
+    monkeypatch.setattr(store, "_HEADER", 2**12)
+    forge(root / "c0", bytes=0)
+    with pytest.raises(StoreError, match="are damaged"):
+        ContextStore(root).load("c0")
+    assert not read.called
 
 
 def test_contexts_of_other_models_are_refused(root):
