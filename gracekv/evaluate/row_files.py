@@ -101,7 +101,7 @@ class RowFile(AbstractContextManager["RowFile"]):
                 ) from error
 
 
-def read_rows(folder: Path) -> list[Row]:
+def read_rows(folder: str | Path) -> list[Row]:
     """All complete rows under `folder`, following links, file by file in order of their names.
 
     Raises `ConfigError` for a folder that does not exist or cannot be read, and for a complete line
@@ -180,6 +180,9 @@ def _row(line: bytes) -> Row:
         raise ValueError("its protocol, versions, metric or error is not a string")
     if not all(isinstance(part, dict) for part in row.get("questions") or ()):
         raise ValueError("its 'questions' are not mappings")
+    names = [row.get(x) or "" for x in ("method", "model", "task", "group", "source")]
+    if not all(x.isprintable() and "|" not in x and not x.startswith(tuple("=+-@")) for x in names):
+        raise ValueError(f"a table cannot show one of its names, {names!r:.200}")
     if not _COLUMN.fullmatch(row["column"]):
         raise ValueError(f"its 'column' is {row['column']!r:.100}")
     return row

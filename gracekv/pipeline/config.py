@@ -13,6 +13,7 @@ from gracekv.pipeline import Pipeline
 from gracekv.registry.plugins import foreign_modules, import_modules, module_list
 
 FORMATS = (".yaml", ".yml", ".toml", ".json")
+_MOST = 100_000
 
 
 def load_pipeline(spec: str | Path) -> Pipeline:
@@ -74,9 +75,18 @@ def parsed(path: Path) -> Any:
         import yaml
 
         try:
-            return yaml.safe_load(text)
+            found = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ValueError(str(error)) from error
+        # Aliases of aliases are small, until a message writes them out.
+        left, waiting = _MOST, [found]
+        while waiting:
+            left, value = left - 1, waiting.pop()
+            if left < 0:
+                raise ValueError(f"with its aliases it has more than {_MOST:,} values")
+            waiting += value.values() if isinstance(value, dict) else ()
+            waiting += value if isinstance(value, list) else ()
+        return found
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid {path.suffix[1:]}: {error}") from error
 

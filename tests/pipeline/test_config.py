@@ -72,6 +72,16 @@ def test_broken_files_are_refused(tmp_path: Path, name: str, text: str) -> None:
         load_pipeline(path)
 
 
+def test_aliases_of_aliases_are_refused(tmp_path: Path) -> None:
+    text = "[x, x]"
+    for n in range(20):
+        text = f"&a{n} [{text}, *a{n - 1}]" if n else f"&a0 {text}"
+    (tmp_path / "p.yaml").write_text(f"value: {text}")
+    with pytest.raises(ConfigError, match="more than 100,000 values") as caught:
+        load_pipeline(tmp_path / "p.yaml")
+    assert len(str(caught.value)) < 500
+
+
 def test_unknown_keys_and_names_are_errors(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     for text, near in (("flor: none", "'floor'"), ("base: snapkw", r"'snapkv'\? Recipes: ")):
