@@ -40,5 +40,6 @@ class Guarded(Decoder):
         norms = held.values.float().norm(dim=-1).masked_fill_(~held.used, -1.0)
         count = min(int(self.share * most) // len(norms), norms.shape[1])
         largest = torch.zeros_like(held.used)
-        largest.scatter_(1, norms.topk(count, dim=1).indices, value=True)
+        order = norms.argsort(dim=1, descending=True, stable=True)
+        largest.scatter_(1, order[:, :count], value=True)
         return self.strategy.guarded(held, most) | (largest & held.used)

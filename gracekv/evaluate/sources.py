@@ -128,7 +128,9 @@ class Sources:
         """File name and hash of a part; raises `TaskError` if there is none."""
         if part not in self._digests:
             self._read(part)
-        return self._digests[part]
+        kind, _, name = part.partition(":")
+        others = [self.digest(f"longproc_prompt:{name}")] if kind == "longproc" else []
+        return " ".join([self._digests[part], *others])
 
     def _once(self, part: str, parse: Callable[[bytes], Any]) -> Any:
         """The part's file, parsed on the first call; `TaskError` if it has another format."""

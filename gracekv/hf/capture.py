@@ -120,7 +120,11 @@ def capture(
         if shard.ranks > 1:
             limits = options.chunk, options.memory_limit
             shard.agree(**call_facts([prompt], None, None, options=limits))
-        return run_capture(model, prompt, None, EVERYTHING if needs is None else needs, options)
+        needs = EVERYTHING if needs is None else needs
+        if needs.context_samples:
+            # A pipeline with a shorter window samples the context at other positions.
+            needs = replace(needs, later_queries=True)
+        return run_capture(model, prompt, None, needs, options)
 
 
 def run_capture(

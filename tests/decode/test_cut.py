@@ -43,6 +43,13 @@ def test_the_auction_is_a_sorted_list(name, seed, budget):
     assert strategy.per_head or total == min(budget, sum(int(x.used.sum()) for x in layers))
 
 
+def test_equal_norms_guard_the_earliest_entries():
+    held = held_layer(3, packed=(90, 90))
+    held = replace(held, values=torch.ones_like(held.values))
+    guarded = Guarded(DECODERS.build("recent"), share=0.5).guarded(held, 40)
+    assert all(row.nonzero()[:10, 0].tolist() == list(range(10)) for row in guarded)
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_no_padding_stays_and_entries_are_copied(name):
     layers = layers_of(3)

@@ -53,6 +53,16 @@ def test_a_sample_holds_the_whole_trace(name, sources, tokenizer):
     assert "0.5k" in task.source(sources)
 
 
+def test_the_prompt_is_part_of_the_data(tmp_path):
+    (tmp_path / "longproc").mkdir()
+    (tmp_path / "longproc/countdown_0.5k.json").write_text(json.dumps([RECORDS["countdown"]]))
+    found = set()
+    for text in ("Rules.", "Other rules.", "Rules."):
+        (tmp_path / "longproc/countdown.prompts.yaml").write_text(f"USER_PROMPT: {text}")
+        found.add(Task(TASK, None, 0).source(Sources(tmp_path)))
+    assert len(found) == 2
+
+
 def test_demonstrations_are_of_other_problems(sources, tokenizer):
     sample = Task("long_output:countdown", None, 0).sample(0, sources, tokenizer)
     assert "2 + 1 = 3" in sample.context

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gracekv
 from gracekv.errors import MissingCaptureError
 from gracekv.hf.capture import capture
 from gracekv.prefill import Needs
@@ -83,3 +84,15 @@ def test_sums_over_all_queries_are_the_same_from_every_source(monkeypatch):
         for observer, atol in ((ReceivedAttention(), 1e-4), (QueryMoments(4), 1e-3)):
             got, want = prefill.observe(observer), summed.observation(observer)
             torch.testing.assert_close(got, want, rtol=1e-3, atol=atol)
+
+
+def test_one_prefill_serves_windows_of_any_length():
+    """Recipes sample the context without their window; a small budget makes it shorter."""
+    model = tiny_model("gemma3_text", layers=4, window=64)  # its tokens cannot be run again
+    prompt = gracekv.Prompt.from_ids(torch.arange(600) % 97, (4, 590))
+    grkv = gracekv.Pipeline.named("grkv")
+    prefill = capture(model, prompt, grkv.needs())
+    for ratio in (2, 50):
+        shared = gracekv.compress(model, prompt, prefill=prefill, pipeline=grkv, ratio=ratio)
+        own = gracekv.compress(model, prompt, pipeline=grkv, ratio=ratio)
+        assert torch.equal(shared.accounting.entries, own.accounting.entries)
