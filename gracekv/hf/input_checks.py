@@ -14,7 +14,7 @@ from torch import Tensor
 from gracekv.errors import CacheError
 from gracekv.hf.cache import GraceCache
 from gracekv.prefill.cache_keyword import given_cache
-from gracekv.prefill.supported import switch_point
+from gracekv.prefill.supported import dynamic_limit, switch_point
 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -96,6 +96,12 @@ def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
         raise CacheError(
             f"The sequence has grown to {cached + new} tokens, past {switch}, where the model's "
             f"RoPE changes. Generate fewer tokens, or use a longer prompt."
+        )
+    limit = dynamic_limit(module) if any(cache.padding) else None
+    if limit and cached + new > limit:
+        raise CacheError(
+            f"The longest row has grown to {cached + new} tokens, and beyond {limit} the model "
+            f"rotates all rows by it (dynamic RoPE). Continue prompts alone: batch[0].new_cache()."
         )
     hides_nothing = _hides_nothing(mask)
     if flat is not None:

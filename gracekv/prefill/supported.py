@@ -205,6 +205,11 @@ def switch_point(model: Any) -> int | None:
     return None
 
 
+def dynamic_limit(model: Any) -> int | None:
+    """The sequence length beyond which rotations depend on the length (dynamic RoPE), or None."""
+    return trained_length(model) if rope_parameters(model).get("rope_type") == "dynamic" else None
+
+
 def trained_length(model: Any) -> int | None:
     """Number of positions that the model was trained or extended for, or None if unknown."""
     known = getattr(text_config(model), "max_position_embeddings", None)
@@ -293,14 +298,25 @@ def check_prompt_length(model: Any, length: int, *, beyond_positions: bool = Fal
 def check_continuation(model: Any, lengths: Sequence[int], new_tokens: int) -> None:
     """Check that `new_tokens` may follow the cached prompts of these `lengths`, as one batch.
 
-    Raises `CacheError` if they exceed `longest_sequence`, or if the prompts lie on both sides of
-    the `switch_point`: a batch rotates by its longest row, padding included.
+    Raises `CacheError` if they exceed `longest_sequence`, or if the rows lie on both sides of the
+    `switch_point` or the `dynamic_limit`: a batch rotates by its longest row, padding included.
     """
     name, longest, switch = type(model).__name__, max(lengths), switch_point(model)
     if switch is not None and min(lengths) <= switch < longest:
         raise CacheError(
             f"{name} changes its RoPE after {switch} tokens; prompts of {sorted(lengths)} lie on "
             f"both sides. Generate for the shorter and the longer ones in separate batches."
+        )
+    limit = dynamic_limit(model)
+    if (
+        limit is not None
+        and min(lengths) <= limit < longest + new_tokens - 1
+        and len(set(lengths)) > 1
+    ):
+        raise CacheError(
+            f"{name} rotates a batch by its longest row beyond {limit} tokens (dynamic RoPE); "
+            f"{new_tokens} new tokens after prompts of {sorted(lengths)} would change the others' "
+            f"rotation. Generate for each prompt alone."
         )
     bound = longest_sequence(model, longest)
     if bound is not None and longest + new_tokens - 1 > bound[0]:

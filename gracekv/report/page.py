@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from gracekv import recipes
@@ -89,11 +88,9 @@ def write_all(
         )
     path, written = path_of(path), []
     check_output(path)
-    for number, (prompt, run) in enumerate(zip(batch.prompts, batch._runs, strict=True)):
+    for number in range(len(batch.prompts)):
         page = path.with_name(f"{path.stem}-{number + 1}{path.suffix}")
-        shared = {"model": batch.model, "pipeline": batch.pipeline}
-        row: Any = SimpleNamespace(prompt=prompt, _run=run, **shared)
-        write(page, row, answer=None if answers is None else answers[number])
+        write(page, batch[number], answer=None if answers is None else answers[number])
         written.append(page)
     return tuple(written)
 

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 import gracekv
 from gracekv.errors import CacheError, PromptError
+from gracekv.testing.models import tiny_model
 from support.batches import SPANS, Numbers, prompts_of
 from support.greedy_decoding import with_logits
 from support.margins import assert_same_beams, assert_same_steps, assert_same_tokens, logits_over
@@ -218,6 +219,19 @@ def test_what_does_not_fit_the_batch_is_refused(model, batch, kwargs, message):
     ids = {"input_ids": torch.ones(3, 1, dtype=torch.int64)}
     with pytest.raises(CacheError, match=message), torch.no_grad():
         model(past_key_values=batch.new_cache(), **ids | kwargs(batch))
+
+
+def test_rows_of_dynamic_rope_do_not_rotate_by_the_longest():
+    model = tiny_model(rope="dynamic", positions=64, layers=2)
+    prompts = prompts_of(1, [(20, 1, 15), (60, 2, 50)])
+    batch = gracekv.compress(model, prompts, pipeline="fullkv", ratio=1)
+    with pytest.raises(CacheError, match=r"dynamic RoPE.*each prompt alone"):
+        batch.generate_ids(30)
+    inputs = torch.zeros(2, 30, dtype=torch.int64)
+    with pytest.raises(CacheError, match=r"grown to 89 tokens.*dynamic RoPE"):
+        model(inputs, past_key_values=batch.new_cache())
+    alone = gracekv.compress(model, prompts[0], pipeline="fullkv", ratio=1)
+    assert torch.equal(batch[0].generate_ids(30), alone.generate_ids(30))
 
 
 def test_bad_lists_are_refused(model, prompts):
