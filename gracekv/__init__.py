@@ -53,12 +53,14 @@ _HOMES = {
 __all__ = ["__version__", "recipes", *_HOMES]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("recipes", "report"):
-        return import_module(f"gracekv.{name}")
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'gracekv' has no attribute {name!r}")
+if not TYPE_CHECKING:  # which would accept any name
+
+    def __getattr__(name: str) -> Any:
+        if name in ("recipes", "report"):
+            return import_module(f"gracekv.{name}")
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name]), name)
+        raise AttributeError(f"module 'gracekv' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -30,7 +30,7 @@ from gracekv.prefill.prompt import Prompt
 from gracekv.registry.plugins import foreign_modules
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False)
 class BaseResult(ABC):
     """Compressed prompts that can be continued any number of times.
 

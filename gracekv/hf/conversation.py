@@ -49,10 +49,6 @@ class Conversation(AbstractContextManager["Conversation"]):
     All conversations share the packed context, which never changes. Turns stay uncompressed until
     `compress` is called or the limit is reached. A turn that fails, or whose stream is closed
     early, is undone. Use it from one thread at a time.
-
-    Attributes:
-        messages: the turns so far as dicts for chat templates, {"role": "user", "content": text},
-            or in the form passed to `send`.
     """
 
     def __init__(
@@ -76,7 +72,7 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     def _begin_anew(self) -> None:
         self._begin_after(self._first)
-        self.messages: list[Message] = []
+        self._messages: list[Message] = []
         self._tools: Sequence[Any] | None = None
 
     def _begin_after(self, result: Any) -> None:
@@ -93,7 +89,18 @@ class Conversation(AbstractContextManager["Conversation"]):
         self, question: str, max_new_tokens: int = 64, *, stream: Literal[True], **kwargs: Any
     ) -> Iterator[str]: ...
     @overload
-    def ask(self, question: str, max_new_tokens: int = 64, **kwargs: Any) -> str: ...
+    def ask(
+        self,
+        question: str,
+        max_new_tokens: int = 64,
+        *,
+        stream: Literal[False] = ...,
+        **kwargs: Any,
+    ) -> str: ...
+    @overload
+    def ask(
+        self, question: str, max_new_tokens: int = 64, *, stream: bool, **kwargs: Any
+    ) -> str | Iterator[str]: ...
     def ask(
         self, question: str, max_new_tokens: int = 64, *, stream: bool = False, **kwargs: Any
     ) -> str | Iterator[str]:
@@ -114,8 +121,8 @@ class Conversation(AbstractContextManager["Conversation"]):
                 continue.
         """
         self._check_alone(kwargs)
-        check_question(question, unread=bool(self._prompt.messages and not self.messages))
-        asked = [*self.messages, {"role": "user", "content": question}]
+        check_question(question, unread=bool(self._prompt.messages and not self._messages))
+        asked = [*self._messages, {"role": "user", "content": question}]
         run: Callable[..., str | Iterator[str]] = self._stream if stream else self._answer
         return run(asked, self._tools, max_new_tokens, kwargs)
 
@@ -200,6 +207,11 @@ class Conversation(AbstractContextManager["Conversation"]):
         self._begin_after(result)
 
     @property
+    def messages(self) -> list[Message]:
+        """A copy of the turns so far: {"role": "user", "content": text}, or as passed to `send`."""
+        return deepcopy(self._messages)
+
+    @property
     def accounting(self) -> Occupancy:
         """Entries and bytes of context and turns, now and at the peak since the last compression.
 
@@ -240,7 +252,7 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
-        turns = sum(message["role"] == "user" for message in self.messages)
+        turns = sum(message["role"] == "user" for message in self._messages)
         return f"Conversation({turns} turns, {len(self._ids):,} tokens{state})"
 
     def _stream(
@@ -280,7 +292,7 @@ class Conversation(AbstractContextManager["Conversation"]):
     def _new_turns(self, messages: Any, tools: Any) -> list[tuple[str, list[int]]]:
         """Role and ids of each message not read yet; raises as `new_turns` does."""
         messages = plain_messages(messages)
-        prompt, known = self._prompt, self.messages
+        prompt, known = self._prompt, self._messages
         if known and tools != self._tools:
             raise EditedHistoryError("The tools are not those that the conversation began with.")
         if prompt.messages and not known:
@@ -313,7 +325,7 @@ class Conversation(AbstractContextManager["Conversation"]):
                 self._tail = [*self._tail, *((role, len(ids)) for role, ids in older)]
                 self._ids = torch.cat([self._ids, *(self._ids.new_tensor(ids) for _, ids in older)])
                 # Copies, so that edits by the caller are noticed.
-                self.messages, self._tools = deepcopy(list(messages[:-1])), deepcopy(tools)
+                self._messages, self._tools = deepcopy(list(messages[:-1])), deepcopy(tools)
                 self._compress_older()
                 ids = torch.cat([self._ids, self._ids.new_tensor(last)])
                 check_room(self._model, self._prompt, len(ids), max_new_tokens, self._limit)
@@ -335,7 +347,7 @@ class Conversation(AbstractContextManager["Conversation"]):
             return
         # Entries of a recent window may be twice as wide as others.
         least = 2 * max(4, self._result.pipeline.window.minimum)
-        runs = self._compact.runs(self._tail, len(self.messages) - len(self._tail), least)
+        runs = self._compact.runs(self._tail, len(self._messages) - len(self._tail), least)
         left, ids, kept = sum(tokens for tokens, _ in runs), self._ids, list(self._tail)
         if runs:
             self._failed = waiting
@@ -369,7 +381,11 @@ class Conversation(AbstractContextManager["Conversation"]):
         added = len(turn) - len(self._ids)
         self._tail = [*self._tail, (message["role"], added), ("assistant", len(answer))]
         self._ids = torch.cat([turn, answer])
-        self.messages = [*self.messages, deepcopy(message), {"role": "assistant", "content": text}]
+        self._messages = [
+            *self._messages,
+            deepcopy(message),
+            {"role": "assistant", "content": text},
+        ]
         return text
 
     def _check_alone(self, options: dict[str, Any]) -> None:

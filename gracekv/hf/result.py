@@ -111,7 +111,18 @@ class CompressionResult(BaseResult):
         self, question: str, max_new_tokens: int = 64, *, stream: Literal[True], **kwargs: Any
     ) -> Iterator[str]: ...
     @overload
-    def ask(self, question: str, max_new_tokens: int = 64, **kwargs: Any) -> str: ...
+    def ask(
+        self,
+        question: str,
+        max_new_tokens: int = 64,
+        *,
+        stream: Literal[False] = ...,
+        **kwargs: Any,
+    ) -> str: ...
+    @overload
+    def ask(
+        self, question: str, max_new_tokens: int = 64, *, stream: bool, **kwargs: Any
+    ) -> str | Iterator[str]: ...
     @overload
     def ask(
         self, question: Sequence[str], max_new_tokens: int = 64, **kwargs: Any

@@ -49,7 +49,8 @@ class Prefill:
         observed: the result of each observer, [...]; read it with `observation`.
         query_source: computes queries that were not captured, by running their tokens again. Takes
             this prefill, P ascending positions, and layers; returns L tensors [H, P, d], [H, 0, d]
-            for other layers. None for a prefill built from tensors.
+            for other layers. None for a prefill built from tensors. It holds the model, so a pickle
+            or a deep copy of the prefill does, too.
         logits: [vocab] of the last position, or None for a prefill built from tensors.
         token_ids: int64 [T], or None for a prefill built from tensors.
         fingerprint: identifies the model and the tokenizer (names, config hash), for saved caches.

@@ -23,7 +23,7 @@ from gracekv.prefill.messages import encoded_messages, plain_messages
 from gracekv.prefill.spans import PromptSpans
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Prompt:
     """One sequence, ready for prefill. Build it with `from_chat` or `from_ids`.
 
@@ -242,7 +242,8 @@ def checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
             f"Token ids must be whole numbers of at least 0; got {tensor.dtype}, {tensor.min()} "
             f"among them. Remove padding and label masks (-100) first."
         )
-    return tensor.detach().to(torch.int64)
+    # A copy: the caller may fill the same memory again.
+    return tensor.detach().to(torch.int64, copy=True)
 
 
 def _question_end(after: str, question: str) -> int:

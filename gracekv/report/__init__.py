@@ -4,6 +4,8 @@
 one prompt. `token_statuses` lists the entry that holds a token in each head.
 """
 
+from typing import TYPE_CHECKING
+
 from gracekv.allocate.curve import AuctionCurve as AuctionCurve
 from gracekv.decode.limit import CutHistory as CutHistory
 from gracekv.report.data import ReportColumn as ReportColumn
@@ -15,7 +17,12 @@ from gracekv.report.page import write_all as write_all
 from gracekv.report.token_status import TokenStatuses as TokenStatuses
 from gracekv.report.token_status import token_statuses as token_statuses
 
+if not TYPE_CHECKING:  # which would accept any name
 
-def __getattr__(name: str) -> object:
-    why = " Figures went in 0.3: the page of `result.report` shows them." if "plot_" in name else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{why}")
+    def __getattr__(name: str) -> object:
+        why = (
+            " Figures went in 0.3: the page of `result.report` shows them."
+            if "plot_" in name
+            else ""
+        )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{why}")

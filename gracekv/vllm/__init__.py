@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from gracekv.vllm.exporting import export as export
 
 
-def __getattr__(name: str) -> Any:
-    # `export` imports transformers, which serving does not need.
-    if name == "export":
-        return import_module("gracekv.vllm.exporting").export
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # which would accept any name
+
+    def __getattr__(name: str) -> Any:
+        # `export` imports transformers, which serving does not need.
+        if name == "export":
+            return import_module("gracekv.vllm.exporting").export
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

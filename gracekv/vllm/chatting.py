@@ -28,8 +28,6 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
     Raises `ConfigError` for a limit without `compact`, or with a strategy or a history.
 
     Attributes:
-        messages: the turns so far: {"role": "user", "content": text}, or in the form passed to
-            `send`.
         context: name of the context that the next turn reads.
     """
 
@@ -52,7 +50,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
 
     def _begin(self) -> None:
         """Begin after the first context."""
-        self.messages: list[Message] = []
+        self._messages: list[Message] = []
         self._tools: Sequence[Any] | None = None
         self.context = self._first
         # Uncompressed messages as role and tokens; runs of them to be compressed; the name of the
@@ -63,6 +61,11 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         # The error that the next turn raises; the uncompressed tokens when compressing failed.
         self._failure: Exception | None = None
         self._failed = 0
+
+    @property
+    def messages(self) -> list[Message]:
+        """A copy of the turns so far, as in `gracekv.hf.conversation.Conversation`."""
+        return deepcopy(self._messages)
 
     def ask(self, question: str, max_tokens: int = 64, **options: Any) -> str:
         """The answer to the next question; arguments and errors are those of `stream`."""
@@ -83,8 +86,8 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
                 have `stream` or `max_new_tokens`; or another turn was answered meanwhile.
             PromptError: the question is empty.
         """
-        check_question(question, unread=bool(self._count and not self.messages))
-        asked = [*self.messages, {"role": "user", "content": question}]
+        check_question(question, unread=bool(self._count and not self._messages))
+        asked = [*self._messages, {"role": "user", "content": question}]
         yield from self._stream(asked, self._tools, max_tokens, options)
 
     def send(
@@ -108,7 +111,9 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             try:
                 self._new_turns(messages, tools)
             except EditedHistoryError:
-                given, known = (plain_messages(x)[: self._count] for x in (messages, self.messages))
+                given, known = (
+                    plain_messages(x)[: self._count] for x in (messages, self._messages)
+                )
                 same = len(given) == len(known) and all(map(is_same, known, given))
                 if self._count and not (same and tools == self._tools):
                     raise
@@ -125,7 +130,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
 
     def _new_turns(self, messages: Any, tools: Any) -> list[tuple[str, list[int]]]:
         """Role and ids of each message that is new; raises as `new_turns` does."""
-        tokenizer, known = self._client._tokenizer, self.messages
+        tokenizer, known = self._client._tokenizer, self._messages
         if known and tools != self._tools:
             raise EditedHistoryError("The tools are not those that the conversation began with.")
         read = [x for _, ids in self._tail for x in ids][-ENDING:]
@@ -139,7 +144,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             raise failure
         if options.get("echo"):
             raise ConfigError("A turn returns the answer alone: leave out echo.")
-        known = self.messages
+        known = self._messages
         client, tail = self._client, [*self._tail, *self._new_turns(messages, tools)]
         ids = [x for _, tokens in tail for x in tokens]
         text, answer, end = "", list[int](), None
@@ -154,12 +159,12 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             answer = continued(client._tokenizer, text)
         if answer and answer[-1] in (client._tokenizer.eos_token_id, end):
             answer.pop()
-        if self.messages is not known:
+        if self._messages is not known:
             raise ConfigError("Another turn was answered during this stream. Ask this one again.")
         self._tail = [*tail, ("assistant", answer)]
         # Copies, so that edits by the caller are noticed.
         answered = {"role": "assistant", "content": text}
-        self.messages, self._tools = [*deepcopy(messages), answered], deepcopy(tools)
+        self._messages, self._tools = [*deepcopy(messages), answered], deepcopy(tools)
         self._take_over()
 
     def _take_over(self) -> None:
@@ -191,7 +196,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         lengths = [(role, len(ids)) for role, ids in self._tail]
         grown = sum(tokens for _, tokens in lengths) - self._failed
         if self._compact is not None and not self._runs and grown > self._compact.after:
-            self._runs = self._compact.runs(lengths, len(self.messages) - len(self._tail))
+            self._runs = self._compact.runs(lengths, len(self._messages) - len(self._tail))
         if self._runs:
             tokens, ratio = self._runs[0]
             name, self._made = f"{self._name}.{self._made}", self._made + 1

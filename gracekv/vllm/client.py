@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -79,8 +79,12 @@ class Client:
     url: str = "http://localhost:8000/v1"
     model: str | None = None
     tokenizer: Any = None
-    api_key: str = "none"
+    api_key: str = field(default="none", repr=False)
     timeout: float = 600.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without OpenAI's client, which cannot be pickled.
+        return {x.name: getattr(self, x.name) for x in fields(self)}
 
     def compress(
         self, name: str, text: str | Sequence[int], *, wait: bool = True, **options: Any

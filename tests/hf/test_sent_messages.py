@@ -87,6 +87,17 @@ def test_only_new_messages_are_read_and_answers_may_come_back_as_calls(tokenizer
             chat.send([*BEGUN, other, *chat.messages[3:], BEGUN[1]], tools=TOOLS)
 
 
+def test_messages_are_copies_that_can_be_continued(agent):
+    with agent.chat() as chat:
+        chat.send(LATER, 4, tools=TOOLS)
+        read, history = len(chat._ids), chat.messages
+        history.append({"role": "user", "content": "Why?"})
+        assert len(chat.messages) == len(history) - 1
+        chat.send(history, 4, tools=TOOLS)
+        assert len(chat._ids) > read + 4
+        assert chat.messages[:-1] == history
+
+
 def test_an_edited_history_is_refused_or_compressed_anew(agent):
     policy = gracekv.Compaction(after=64, ratio=4, recent=0, keep=("tool",))
     edited = [*LATER[:3], {**FOUND, "content": TEXT[500:800]}, *LATER[4:]]

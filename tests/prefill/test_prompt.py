@@ -159,6 +159,13 @@ def test_ids_may_come_in_any_whole_number_type():
     assert Prompt.from_ids([1, 2, 3, 4], context=(1, 2), question_end=3).spans.question_end == 3
 
 
+def test_a_prompt_has_its_own_ids():
+    ids = np.arange(1, 5)
+    prompt = Prompt.from_ids(ids, context=(1, 3))
+    ids[:] = 9
+    assert prompt.ids.tolist() == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(("ids", "fields", "message"), [
     ([[1, 2, 3]] * 2, {}, r"one sequence of shape \[T\] or \[1, T\].*one by one"),
     ([[1, 2], [3]], {}, "token ids of one sequence"), ("abc", {}, "token ids of one sequence"),

@@ -1,7 +1,9 @@
 """`Client` with a stand-in for vLLM's server: what is sent, returned and raised."""
 
 import dataclasses
+import pickle
 import sys
+from copy import deepcopy
 from fractions import Fraction
 
 import pytest
@@ -170,7 +172,10 @@ def test_clients_and_contexts_are_values(server):
     for value in (Client(server.url), Context("book", "ready")):
         with pytest.raises(dataclasses.FrozenInstanceError):
             value.name = value.url = "other"
-    assert Client(server.url) == Client(server.url)
+    client = Client(server.url, api_key="secret")
+    assert client._openai is not None
+    assert pickle.loads(pickle.dumps(client)) == deepcopy(client) == client
+    assert "secret" not in repr(client)
 
 
 def test_openai_is_missing(monkeypatch):
