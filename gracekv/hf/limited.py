@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from gracekv.backends.base import sequence_of_row
-from gracekv.cache import Occupancy
-from gracekv.cache.base import RaggedEntries
+from gracekv.cache import Occupancy, RaggedEntries
 from gracekv.cache.closing import closed, oldest_position
 from gracekv.decode import Decoder, HeldLayer, Limit
 from gracekv.decode.cut import kept_entries, packed_entries

@@ -18,8 +18,7 @@ from gracekv.pipeline.composition import Composition
 from gracekv.prefill import CaptureInfo, Prefill
 from gracekv.segment import Curvature, Partition
 from gracekv.segment.curvature import BlockInput
-from gracekv.tree import Forest, TreeContext
-from gracekv.tree.build import build_forest
+from gracekv.tree import Forest, TreeContext, build_forest
 from gracekv.value import Relevance
 from gracekv.value.column_sums import ReceivedAttention
 

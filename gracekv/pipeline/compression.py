@@ -19,8 +19,7 @@ from torch import Tensor
 from gracekv.allocate import Budget, BudgetPlan
 from gracekv.allocate.budget import EntryBytes
 from gracekv.allocate.top_tokens import candidates, check_finite, entry_gains
-from gracekv.cache import CompressedCache, RaggedCache, RaggedEntries, Timings
-from gracekv.cache.base import LayerToPack
+from gracekv.cache import CompressedCache, LayerToPack, RaggedCache, RaggedEntries, Timings
 from gracekv.cache.pool import EntryPool
 from gracekv.distributed.sharding import check_works_sharded
 from gracekv.fit import NoFit

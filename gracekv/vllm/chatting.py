@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any, Literal
 
-from gracekv.decode.compaction import Compaction
-from gracekv.decode.limit import Limit
+from gracekv.decode import Compaction, Limit
 from gracekv.errors import CacheError, ConfigError, EditedHistoryError, StoreError, expect, one_of
 from gracekv.prefill.chat_text import Message, check_question, continued
 from gracekv.prefill.messages import ENDING, is_same, new_turns, plain_messages

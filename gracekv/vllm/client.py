@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from gracekv.decode.compaction import Compaction
-from gracekv.decode.limit import Limit
+from gracekv.decode import Compaction, Limit
 from gracekv.errors import ConfigError, PromptError, StoreError, expect, required
 from gracekv.prefill.chat_text import check_text, continued
 from gracekv.prefill.prompt import checked_ids

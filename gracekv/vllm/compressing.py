@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedCache, RaggedEntries
+from gracekv.cache import RaggedCache, RaggedEntries, dequantised
 from gracekv.cache.closing import from_zero, with_closed_gaps
 from gracekv.cache.joining import joined_cache, joined_scores
-from gracekv.cache.quantised import dequantised
 from gracekv.cache.sharding import gathered_cache
 from gracekv.decode.cut import entries_within
 from gracekv.distributed.agreement import together

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 from gracekv import recipes
-from gracekv.cache.base import RaggedCache
-from gracekv.cache.entries import CompressedCache
-from gracekv.cache.quantised import dequantised
+from gracekv.cache import CompressedCache, RaggedCache, dequantised
 from gracekv.cache.serialization import read_digest, write_cache
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import StoreError

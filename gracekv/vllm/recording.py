@@ -14,13 +14,12 @@ from gracekv.cache.joining import past_of
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import StoreError
 from gracekv.kernels.rope import Rope
-from gracekv.prefill import Prefill
+from gracekv.prefill import Prefill, Region
 from gracekv.prefill.model_layers import model_layers
 from gracekv.prefill.needs import CaptureSizes, held_positions
 from gracekv.prefill.observations import Observations
 from gracekv.prefill.observer import TokenRun
 from gracekv.prefill.recorder import Recorder
-from gracekv.prefill.spans import Region
 from gracekv.vllm.orders import Compression
 from gracekv.vllm.served_model import ServedModel
 from gracekv.vllm.stored_context import StoredContext
