@@ -81,9 +81,7 @@ def _suits(step: AttentionStep, layer: Layer) -> bool:
         and length > 0
         and type(query) is Tensor
         and query.dtype == keys.dtype == values.dtype == layer.dtype
-        and query.is_cpu
-        and keys.is_cpu
-        and values.is_cpu
+        and all(x.is_cpu for x in (query, keys, values))
         and keys.shape == values.shape == (batch, layer.heads, length, layer.dim)
         and heads % layer.heads == 0
         and dim == layer.dim
