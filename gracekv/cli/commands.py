@@ -56,8 +56,7 @@ def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
 
     called.__name__, called.__doc__ = command.__name__, command.__doc__
     keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-    signature = inspect.Signature([*shared.values(), *keywords])
-    called.__signature__ = signature  # type: ignore[attr-defined]
+    called.__signature__ = inspect.Signature([*shared.values(), *keywords])  # type: ignore[attr-defined]
     return called
 
 

@@ -6,8 +6,6 @@ Raises `MissingDependencyError` if transformers is not installed. `compress` is
 `gracekv.compress`.
 """
 
-from __future__ import annotations
-
 from gracekv.errors import required
 
 if required("transformers", "hf"):

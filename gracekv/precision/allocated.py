@@ -157,5 +157,4 @@ def rounding_loss(
     of_values = (zero + scale * codes - values).square().sum(dim=(2, 3, 4))
     # All tokens may have equal values: a loss above 1 counts as 1 but must stay finite.
     of_values = of_values.double() / spread.clamp_min(torch.finfo(torch.float32).tiny)
-    loss: Tensor = (of_keys + of_values).sqrt()
-    return loss.T.double()
+    return (of_keys + of_values).sqrt().T.double()

@@ -222,9 +222,7 @@ class Registry(Generic[S]):
 def _plain(value: Any) -> Any:
     if isinstance(value, Configurable):
         return value.to_dict()
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _full_name(cls: type) -> str:
