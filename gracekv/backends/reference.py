@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -22,7 +20,7 @@ def attention(step: AttentionStep) -> tuple[Tensor, Tensor]:
     group, mask, sinks = heads // layer.heads, step.mask, step.sink_logits
     query, tail_keys, tail_values = (x.double().cpu() for x in (step.query, step.keys, step.values))
     output = torch.zeros_like(query)
-    lse = torch.full((2, batch, heads, tokens), -math.inf, dtype=torch.float64)
+    lse = torch.full((2, batch, heads, tokens), -torch.inf, dtype=torch.float64)
     for b in range(batch):
         sequence = b // (batch // layer.sequences) if step.rows is None else int(step.rows[b])
         length = tail_keys.shape[2] if step.length is None else int(step.length[b])
@@ -35,18 +33,18 @@ def attention(step: AttentionStep) -> tuple[Tensor, Tensor]:
                 packed = packed + log_multiplicity
                 tail = _capped(tail_keys[b, g] @ query[b, h, t] * step.scale, step.softcap)
                 if mask is None:
-                    tail[length - tokens + t + 1 :] = -math.inf
+                    tail[length - tokens + t + 1 :] = -torch.inf
                 else:
                     own = mask[b if len(mask) > 1 else 0, 0, t].cpu()
                     hidden = own.dtype == torch.bool
-                    tail = tail.masked_fill(~own, -math.inf) if hidden else tail + own.double()
+                    tail = tail.masked_fill(~own, -torch.inf) if hidden else tail + own.double()
                 lse[0, b, h, t], lse[1, b, h, t] = packed.logsumexp(0), tail.logsumexp(0)
                 logits = torch.cat([packed, tail])
                 everything = torch.cat([packed_values, tail_values[b, g]])
                 if sinks is not None:
                     logits = torch.cat([logits, sinks[h : h + 1].double().cpu()])
                     everything = torch.cat([everything, torch.zeros_like(query[b, h, :1])])
-                if bool((logits > -math.inf).any()):
+                if bool((logits > -torch.inf).any()):
                     output[b, h, t] = logits.softmax(0) @ everything
     return output, lse
 

@@ -7,7 +7,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gracekv.cache.base import PACKERS, LayerToPack, Packer, RaggedEntries
 from gracekv.cache.evict import best_tokens, kept_in_context
@@ -88,7 +87,7 @@ def best_matches(
     cosine (float32). Dropped tokens of heads that keep nothing are excluded.
     """
     heads, length = kept.shape
-    unit = functional.normalize(keys.float(), dim=-1)
+    unit = torch.nn.functional.normalize(keys.float(), dim=-1)
     counts = kept.sum(dim=1)
     stays, goes = int(counts.max()), int((length - counts).max())
     if stays == 0 or goes == 0:

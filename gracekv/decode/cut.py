@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gracekv.allocate.plan import BudgetPlan, equal_shares
 from gracekv.allocate.ranking import where_true
@@ -53,7 +52,7 @@ def kept_entries(
         gain = own.double().masked_fill(strategy.guarded(layer, budget // layers), torch.inf)
         gains.append(gain.masked_fill(stays, -torch.inf).masked_fill(~layer.used, torch.nan))
     width = max(x.shape[1] for x in gains)
-    padded = [functional.pad(x, (0, width - x.shape[1]), value=torch.nan) for x in gains]
+    padded = [torch.nn.functional.pad(x, (0, width - x.shape[1]), value=torch.nan) for x in gains]
     # Layers may be on several GPUs; the auction runs on that of the first.
     every = torch.stack([x.to(gains[0].device) for x in padded])
     finite = every[every.isfinite()]

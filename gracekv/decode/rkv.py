@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 from gracekv.registry import bounded
@@ -49,7 +48,7 @@ class RKV(Decoder):
         keys, window = held.keys[g, used].float(), min(self.queries, len(used) - 1)
         logits = (held.asked[g] @ keys.T).amax(dim=0)
         seen = logits[-window:, : len(used) - window].softmax(-1).mean(dim=0)
-        pooled = functional.max_pool1d(seen[None], self.kernel, 1, self.kernel // 2)[0]
+        pooled = torch.nn.functional.max_pool1d(seen[None], self.kernel, 1, self.kernel // 2)[0]
         unit = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
         alike = (unit @ unit.T).fill_diagonal_(0.0)
         place = torch.arange(len(used), device=keys.device)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gracekv.errors import CacheError, PromptError
 from gracekv.prefill.layer_state import LayerState
@@ -174,7 +173,7 @@ def widened(states: Tensor, dim: int, first: float = 0.0) -> Tensor:
     """
     if (old := states.shape[-1]) == dim:
         return states
-    wide = functional.pad(states, (0, dim - old))
+    wide = torch.nn.functional.pad(states, (0, dim - old))
     if first:
         wide[..., old] = first
     return wide

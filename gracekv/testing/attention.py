@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -71,7 +70,7 @@ def attention_problem(
     def poisoned(*shape: int) -> Tensor:
         """Random numbers in the middle of a buffer of NaN along the second to last axis."""
         whole = (*shape[:-2], shape[-2] + 5, shape[-1])
-        inside = torch.full(whole, math.nan, dtype=dtype, device=device).narrow(-2, 2, shape[-2])
+        inside = torch.full(whole, torch.nan, dtype=dtype, device=device).narrow(-2, 2, shape[-2])
         inside.copy_(normal(rng, *shape).to(dtype))
         return inside
 
@@ -119,4 +118,4 @@ def check_attention(
         assert output.dtype == step.query.dtype
         assert output.shape == step.query.shape
         assert relative_error(output.cpu(), want) <= output_bound
-        assert bool((output.cpu()[(lse == -math.inf).all(0)] == 0).all())
+        assert bool((output.cpu()[(lse == -torch.inf).all(0)] == 0).all())

@@ -6,7 +6,6 @@ from dataclasses import field
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gracekv.prefill import LayerCapture, Region
 from gracekv.registry import bounded
@@ -42,7 +41,7 @@ class ChunkOrder(Scorer):
         scores = part_scores(self.scorer, capture, region, memory).double().sum(dim=0)
         length = scores.shape[-1]
         chunks = -(-length // self.chunk_size)
-        padded = functional.pad(scores, (0, chunks * self.chunk_size - length))
+        padded = torch.nn.functional.pad(scores, (0, chunks * self.chunk_size - length))
         counts = torch.full((chunks,), self.chunk_size, device=scores.device)
         counts[-1] = length - (chunks - 1) * self.chunk_size
         means = padded.unflatten(-1, (chunks, self.chunk_size)).sum(dim=-1) / counts

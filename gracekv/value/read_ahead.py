@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gracekv.errors import ConfigError
 from gracekv.kernels.uploads import filled, stream_of, upload_all
@@ -113,7 +112,7 @@ def spread_ahead(score: Tensor, length: int) -> Tensor:
     # Sum within blocks by a matrix product, then carry each block's sum to the next ones.
     blocks = -(-width // _BLOCK)
     inside, onwards, across = _decays(blocks, length, score.device, stream_of(score.device))
-    padded = functional.pad(score, (0, blocks * _BLOCK - width)).double()
+    padded = torch.nn.functional.pad(score, (0, blocks * _BLOCK - width)).double()
     sums = padded.unflatten(-1, (-1, _BLOCK)) @ inside
     spread = torch.empty_like(sums, dtype=score.dtype)
     torch.addcmul(sums, (sums[..., -1] @ across)[..., None], onwards, out=spread)

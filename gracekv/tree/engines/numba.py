@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gracekv.kernels.addresses import address
 from gracekv.kernels.compiled import on_all_threads
@@ -37,7 +36,7 @@ class NumbaEvaluator(DistortionEvaluator):
         tensors = inputs.tensors() | {"probe_mass": attention.mass}
         tensors["queries"] = attention.queries.mT
         for name in ("queries", "max_logit", "inverse_sum"):
-            tensors[name] = functional.pad(tensors[name], (0, padding))
+            tensors[name] = torch.nn.functional.pad(tensors[name], (0, padding))
         for name in ("cos", "sin"):
             tensors[name] = tensors[name].float()
         # The kernel's arguments are addresses, so the tensors must be kept alive.
