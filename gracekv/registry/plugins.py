@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import os
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 from gracekv.errors import ConfigError, PluginError, PluginWarning
@@ -86,7 +85,7 @@ def import_modules(names: Iterable[str]) -> None:
         here = os.getcwd()
         if here not in sys.path:
             sys.path.append(here)
-        if error := _failure(functools.partial(importlib.import_module, name)):
+        if error := _failure(functools.partial(import_module, name)):
             raise PluginError(
                 f"The module {name!r}, which should register strategies, cannot be imported: "
                 f"{_described(error)}. Install its package, or run in the folder with "
