@@ -77,7 +77,7 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     def _begin_after(self, result: Any) -> None:
         # First, since it raises if the limit is too small: nothing has changed by then.
-        self._cache = result.new_cache(self._limit)
+        self._cache: GraceCache = result.new_cache(self._limit)
         self._result, self._model, self._prompt = result, result.model, result.prompts[0]
         self._ids = self._prompt.ids[: self._prompt.spans.context_end]
         # Role and tokens of each uncompressed message; their sum at the last failed compression.
@@ -217,8 +217,7 @@ class Conversation(AbstractContextManager["Conversation"]):
 
         After `close`, those of the context.
         """
-        held: Occupancy = self._cache.accounting
-        return held
+        return self._cache.accounting
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write the context's report; with `Limit(history=True)` it also shows the turns' entries.
