@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from gracekv.prefill.attention_patch import (
     input_device,
     patched_attention,
 )
+from gracekv.prefill.base import Prefill
 from gracekv.prefill.model_layers import compressed_layers, rotating, table_of_rope
 from gracekv.prefill.observer import TokenRun
 from gracekv.prefill.partial_attention import CausalMasks, PartialAttention, chunk_length, rotations
@@ -33,9 +34,6 @@ from gracekv.prefill.recorder import Recorder
 from gracekv.prefill.spans import widened
 from gracekv.prefill.supported import longest_sequence
 from gracekv.undo import full_float32
-
-if TYPE_CHECKING:
-    from gracekv.prefill.base import Prefill
 
 
 class ModelPasses:

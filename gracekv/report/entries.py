@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,11 +12,9 @@ from gracekv.cache import CompressedCache
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import ReportError
 from gracekv.kernels.ragged import offsets, rows
-
-if TYPE_CHECKING:
-    from gracekv.pipeline import Pipeline
-    from gracekv.pipeline.run import Run
-    from gracekv.prefill.prompt import Prompt
+from gracekv.pipeline import Pipeline
+from gracekv.pipeline.run import Run
+from gracekv.prefill.prompt import Prompt
 
 
 class Result(Protocol):
