@@ -85,7 +85,7 @@ def _check(state: LayerState, length: int, sequences: int) -> None:
             )
 
 
-def check_index(parts: Mapping[str, Tensor], length: int) -> None:
+def _check_index(parts: Mapping[str, Tensor], length: int) -> None:
     """Check dtypes, offsets, positions [E] and multiplicities of a layer.
 
     Raises `ShapeError` unless offsets increase from 0, positions increase in each head and are
@@ -110,19 +110,24 @@ def check_index(parts: Mapping[str, Tensor], length: int) -> None:
     _check_finite(parts, "log_multiplicity")
 
 
-def check_numbers(parts: Mapping[str, Tensor]) -> None:
-    """Raise `ShapeError` unless keys and values [E, d] share a floating dtype and are finite."""
+def check_exact(parts: Mapping[str, Tensor], length: int) -> None:
+    """Raise `ShapeError` unless keys and values [E, d] share a floating dtype and are finite.
+
+    Checks the index first, for a cache of `length` tokens.
+    """
+    _check_index(parts, length)
     keys, values = parts["keys"], parts["values"]
     if keys.dtype != values.dtype or not keys.is_floating_point():
         raise ShapeError(f"keys are {keys.dtype}, values {values.dtype}")
     _check_finite(parts, "keys", "values")
 
 
-def check_codes(parts: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+def check_codes(parts: Mapping[str, Tensor], length: int, dtype: torch.dtype) -> None:
     """Raise `ShapeError` unless codes [E, bytes] have finite 16-bit scales and zero points.
 
-    `dtype` is that of unquantised entries.
+    `length` is as in `check_exact`, and `dtype` is that of unquantised entries.
     """
+    _check_index(parts, length)
     kind = torch.float16 if dtype.itemsize > 2 else dtype
     for name in ("keys", "values"):
         types = [parts[f"{name}.{x}"].dtype for x in ("codes", "scale", "zero")]

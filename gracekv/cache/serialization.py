@@ -23,14 +23,7 @@ from gracekv.cache.base import PARTS, RaggedEntries
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.cache.quantised import QuantisedEntries, coded_prefixes
-from gracekv.cache.saved_states import (
-    AGAIN,
-    check_codes,
-    check_index,
-    check_numbers,
-    refusing,
-    saved_layer_states,
-)
+from gracekv.cache.saved_states import AGAIN, check_codes, check_exact, refusing, saved_layer_states
 from gracekv.errors import SavedCacheError, ShapeError, required
 from gracekv.files import VERSION, replacing
 from gracekv.registry import check_values
@@ -124,8 +117,7 @@ class SavedFile:
         length, sequences = self.header["length"], len(self.header["padding"])
         prefix = f"layers.{index}."
         parts = {name.removeprefix(prefix): x for name, x in self._tensors(prefix).items()}
-        check_index(parts, length)
-        check_numbers(parts)
+        check_exact(parts, length)
         scores = parts.get("scores")
         if scores is not None and (scores.dtype != torch.bfloat16 or not bool((scores >= 0).all())):
             raise ShapeError("scores are not bfloat16 or are negative")
@@ -137,8 +129,7 @@ class SavedFile:
         coded = []
         for prefix, coding in zip(coded_prefixes(codings), codings, strict=True):
             own = {n.removeprefix(prefix): x for n, x in there.items() if n.startswith(prefix)}
-            check_index(own, length)
-            check_codes(own, layer.dtype)
+            check_codes(own, length, layer.dtype)
             coded.append(CodedEntries.of_tensors(own, coding, sequences))
         return QuantisedEntries(layer, tuple(coded))
 

@@ -21,7 +21,7 @@ from gracekv.errors import CacheError, expect
 from gracekv.files import VERSION, path_of
 from gracekv.hf.attention import set_attention
 from gracekv.hf.cache import GraceCache, held_memory
-from gracekv.hf.generation import continue_ids, padded_inputs
+from gracekv.hf.generation import continue_ids, decode_rows, padded_inputs
 from gracekv.hf.limited import LimitedCache
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
@@ -214,6 +214,9 @@ class BaseResult(ABC):
         """
         cache = self.new_cache(limit)
         return continue_ids(self.model, self._rows, cache, self.tokenizer, max_new_tokens, kwargs)
+
+    def _texts(self, ids: Tensor) -> list[str]:
+        return decode_rows(self.tokenizer, ids)
 
     def __repr__(self) -> str:
         kept = self.accounting

@@ -21,14 +21,7 @@ from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.conversation import Conversation
 from gracekv.hf.extend import extended_run
-from gracekv.hf.generation import (
-    check_context,
-    check_one,
-    check_room,
-    continue_ids,
-    decode_rows,
-    padding_id,
-)
+from gracekv.hf.generation import check_context, check_one, check_room, continue_ids, padding_id
 from gracekv.pipeline.run import Run
 from gracekv.prefill.chat_text import check_question
 from gracekv.prefill.messages import first_turn
@@ -103,8 +96,7 @@ class CompressionResult(BaseResult):
         tokenizer, `ConfigError` if `kwargs` ask for more than one sequence.
         """
         _check_one_answer(self.model, kwargs)
-        ids = self.generate_ids(max_new_tokens, limit=limit, **kwargs)
-        return decode_rows(self.tokenizer, ids)[0]
+        return self._texts(self.generate_ids(max_new_tokens, limit=limit, **kwargs))[0]
 
     @overload
     def ask(
@@ -164,8 +156,7 @@ class CompressionResult(BaseResult):
         _check_one_answer(self.model, kwargs)
         questions = [question] if isinstance(question, str) else question
         if not stream:
-            rows = ask_ids(self, questions, max_new_tokens, kwargs, limit)
-            answers = decode_rows(self.tokenizer, rows)
+            answers = self._texts(ask_ids(self, questions, max_new_tokens, kwargs, limit))
             return answers[0] if isinstance(question, str) else answers
         if not isinstance(question, str):
             raise ConfigError("stream=True takes one question as text. Ask one after the other.")
@@ -269,7 +260,7 @@ class BatchResult(BaseResult):
         num_return_sequences=n, the list holds n answers to the first prompt, then n to the second.
         Raises `PromptError` if a prompt has no tokenizer.
         """
-        return decode_rows(self.tokenizer, self.generate_ids(max_new_tokens, limit=limit, **kwargs))
+        return self._texts(self.generate_ids(max_new_tokens, limit=limit, **kwargs))
 
 
 def _is_no_cache(self: Any, *_: object) -> NoReturn:

@@ -15,10 +15,7 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped,unused-ignore]
 from numba import types  # type: ignore[import-untyped,unused-ignore]
-from numba.core import cgutils  # type: ignore[import-untyped,unused-ignore]
-from numba.core.codegen import (  # type: ignore[import-untyped,unused-ignore]
-    get_host_cpu_features,
-)
+from numba.core import cgutils, codegen  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.kernels.intrinsics import emitted, inner
 from gracekv.kernels.row_vectors import FLOATS, WIDTH, broadcast, multiply_add
@@ -28,7 +25,7 @@ COLUMNS = WIDTH
 
 _ROWS = 4
 # The sums of a tile use at most half of the registers.
-_WIDE = "+avx512f" in get_host_cpu_features()
+_WIDE = "+avx512f" in codegen.get_host_cpu_features()
 
 
 def _tile(vectors: int) -> Callable[..., Any]:
