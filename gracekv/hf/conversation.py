@@ -21,15 +21,8 @@ from gracekv.errors import CacheError, EditedHistoryError, PromptError, expect, 
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.extend import check_extends, closed_run, limited_run
-from gracekv.hf.generation import (
-    check_context,
-    check_one,
-    check_room,
-    continue_ids,
-    decode_rows,
-    setting,
-    stream_text,
-)
+from gracekv.hf.generation import check_context, check_one, check_room, continue_ids, stream_text
+from gracekv.hf.graph_replay import setting
 from gracekv.pipeline.run import Run
 from gracekv.prefill.chat_text import Message, check_question
 from gracekv.prefill.fingerprint import fingerprint
@@ -376,7 +369,7 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     def _add(self, message: Message, turn: Tensor, answer: Tensor) -> str:
         """Make the turn part of the conversation; returns the answer's text."""
-        text = decode_rows(self._prompt.tokenizer, answer[None])[0]
+        text = self._first._texts(answer[None])[0]
         added = len(turn) - len(self._ids)
         self._tail = [*self._tail, (message["role"], added), ("assistant", len(answer))]
         self._ids = torch.cat([turn, answer])

@@ -25,7 +25,7 @@ from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf import graph_replay
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
-from gracekv.hf.graph_replay import setting as setting
+from gracekv.hf.graph_replay import setting
 from gracekv.hf.resumed_layer import is_resumed
 from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.cache_keyword import NAMES, cache_keyword

@@ -6,11 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import (
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import cache_utils
 
 from gracekv.errors import CacheError
 from gracekv.hf.layer import GraceLayer, check_alike
@@ -19,7 +15,7 @@ from gracekv.prefill.layer_state import WITHOUT_CACHE, LayerState
 from gracekv.prefill.stock_cache import WithoutCache, fill, fill_states, read_states
 
 
-class ResumedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
+class ResumedSlidingLayer(cache_utils.DynamicSlidingWindowLayer):  # type: ignore[misc]
     """A sliding layer that resumes from its state after the prompt, which never changes.
 
     Args:
@@ -77,7 +73,7 @@ class ResumedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         self.keys, self.values, self.cumulative_length = state
 
 
-class ResumedStates(LinearAttentionLayer):  # type: ignore[misc]
+class ResumedStates(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
     """A layer that resumes from copies of its states after the prompt.
 
     Args:
@@ -139,7 +135,7 @@ class ResumedStates(LinearAttentionLayer):  # type: ignore[misc]
         fill_states(self, state)
 
 
-class HybridLayer(ResumedStates, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+class HybridLayer(ResumedStates, cache_utils.LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
     """States together with compressed keys and values, which `attention` holds.
 
     Args:

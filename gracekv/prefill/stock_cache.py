@@ -13,13 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import cache_utils
 
 from gracekv.prefill.cache_keyword import cache_keyword
 from gracekv.prefill.layer_state import LayerState
@@ -29,7 +23,7 @@ from gracekv.prefill.model_layers import model_layers, other_layers
 _COUNT = "cumulative_length"
 
 
-class PassedOn(CacheLayerMixin):  # type: ignore[misc]
+class PassedOn(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """A compressed layer while the prompt is read: its keys and values are recorded elsewhere."""
 
     is_sliding = False
@@ -61,7 +55,7 @@ class PassedOn(CacheLayerMixin):  # type: ignore[misc]
         self.cumulative_length += tokens_to_remove
 
 
-class ReadStates(LinearAttentionLayer):  # type: ignore[misc]
+class ReadStates(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
     """A layer with states while the prompt is read; it keeps no earlier states."""
 
     def activate_past_recording(self) -> None:
@@ -83,16 +77,16 @@ class WithoutCache(ReadStates):
         """Do nothing for `indices`, int64 [B]."""
 
 
-class ReadHybrid(PassedOn, ReadStates, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+class ReadHybrid(PassedOn, ReadStates, cache_utils.LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
     """A layer with states and compressed keys and values, while the prompt is read."""
 
     def __init__(self, seen: int) -> None:
-        LinearAttentionAndFullAttentionLayer.__init__(self)
+        cache_utils.LinearAttentionAndFullAttentionLayer.__init__(self)
         self.cumulative_length = seen
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Initialise the states as in any cache."""
-        LinearAttentionAndFullAttentionLayer.lazy_initialization(self, *args, **kwargs)
+        cache_utils.LinearAttentionAndFullAttentionLayer.lazy_initialization(self, *args, **kwargs)
 
 
 def fill(layer: Any, state: LayerState, seen: int) -> None:
@@ -151,13 +145,13 @@ class StockLayers:
         for layer in self._layers:
             own: Any = WithoutCache()
             if layer.window is not None:
-                own = DynamicSlidingWindowLayer(layer.window)
+                own = cache_utils.DynamicSlidingWindowLayer(layer.window)
             elif layer.has_states:
                 own = ReadHybrid(seen) if layer.has_attention else ReadStates()
             made[layer.number] = own
         for state in before:
             fill(made[state.number], state, seen)
-        self._cache = Cache(layers=made)
+        self._cache = cache_utils.Cache(layers=made)
         self._cache.activate_past_recording()
 
     def options(self) -> dict[str, Any]:
