@@ -16,9 +16,8 @@ from torch import Tensor
 
 from gracekv.evaluate.sample import Sample
 from gracekv.hf.generation import continue_ids
-from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.cache_keyword import cache_keyword
-from gracekv.prefill.model_layers import attention_module, model_layers
+from gracekv.prefill.model_layers import attention_module, input_device, model_layers
 from gracekv.undo import hooked
 
 

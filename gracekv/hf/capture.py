@@ -28,7 +28,6 @@ from gracekv.hf.reading import Reading, layer_by_layer
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.compression import Compression
 from gracekv.pipeline.run import Run
-from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.base import Prefill
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.model_layers import cache_dtype, embeddings, head_sizes, runs_in_parts
@@ -223,7 +222,7 @@ def _read(
     trim_memory()
     # The entries before a passage take memory whatever its length.
     entries = prompt.spans.past * sizes.kv * sizes.at_once
-    left = max(0, sum(map(free_bytes, gpus or {input_device(model)})) - int(entries))
+    left = max(0, sum(map(free_bytes, gpus or {model.device})) - int(entries))
     length -= prompt.spans.past
     opening = f"Capturing {length} tokens ran out of memory"
     raise CaptureMemoryError(memory_advice(opening, length, size, len(held), sizes, left))

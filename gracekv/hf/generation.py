@@ -27,8 +27,8 @@ from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.graph_replay import setting
 from gracekv.hf.resumed_layer import is_resumed
-from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.cache_keyword import NAMES, cache_keyword
+from gracekv.prefill.model_layers import input_device
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_continuation, trained_length
 

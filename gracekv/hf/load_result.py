@@ -23,10 +23,9 @@ from gracekv.files import path_of
 from gracekv.hf.result import BatchResult, CompressionResult
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
-from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.fingerprint import differences, fingerprint
 from gracekv.prefill.layer_state import bytes_by_kind
-from gracekv.prefill.model_layers import embeddings, head_sizes
+from gracekv.prefill.model_layers import embeddings, head_sizes, input_device
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.spans import PromptSpans
 from gracekv.prefill.supported import check_model

@@ -21,12 +21,7 @@ from torch import Tensor
 from gracekv.distributed.sharding import head_shard
 from gracekv.errors import LayerOrderError, required
 from gracekv.kernels.uploads import upload
-from gracekv.prefill.attention_patch import (
-    base_attention,
-    input_device,
-    own_thread,
-    patched_attention,
-)
+from gracekv.prefill.attention_patch import base_attention, own_thread, patched_attention
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.layer_capture import CaptureInfo, FiniteChecks, LayerCapture, check_observation
 from gracekv.prefill.layer_state import LayerState
@@ -34,6 +29,7 @@ from gracekv.prefill.model_layers import (
     compressed_layers,
     final_logits,
     has_rope,
+    input_device,
     rotary_positions,
     rotation_table,
     text_config,

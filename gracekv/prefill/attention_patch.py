@@ -12,11 +12,10 @@ from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
-import torch
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
-from gracekv.prefill.model_layers import attention_module, embeddings
+from gracekv.prefill.model_layers import attention_module
 from gracekv.undo import uncompiled, undone, without_autocast
 
 BASE_ATTENTION = ("sdpa", "eager")
@@ -217,11 +216,3 @@ def own_eager(module: Any) -> Any:
     files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
     found = (getattr(file, "eager_attention_forward", None) for file in files)
     return next(filter(None, found), None)
-
-
-def input_device(model: Any) -> torch.device:
-    """The device on which the model expects its token ids."""
-    # Quantised embeddings may recreate their weight on every access.
-    device = next(embeddings(model).parameters()).device
-    # Weights offloaded by accelerate are on "meta" between calls; its hooks move the ids.
-    return torch.device("cpu") if device.type == "meta" else device

@@ -107,6 +107,14 @@ def embeddings(model: Any) -> Any:
     return module
 
 
+def input_device(model: Any) -> torch.device:
+    """The device on which the model expects its token ids."""
+    # Quantised embeddings may recreate their weight on every access.
+    device = next(embeddings(model).parameters()).device
+    # Weights offloaded by accelerate are on "meta" between calls; its hooks move the ids.
+    return torch.device("cpu") if device.type == "meta" else device
+
+
 def final_logits(model: Any) -> tuple[float, float | None]:
     """The factor of the logits and the softcap after it, or None."""
     config = text_config(model)

@@ -19,14 +19,9 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
-from gracekv.prefill.attention_patch import (
-    AttentionCall,
-    base_attention,
-    input_device,
-    patched_attention,
-)
+from gracekv.prefill.attention_patch import AttentionCall, base_attention, patched_attention
 from gracekv.prefill.base import Prefill
-from gracekv.prefill.model_layers import compressed_layers, rotating, table_of_rope
+from gracekv.prefill.model_layers import compressed_layers, input_device, rotating, table_of_rope
 from gracekv.prefill.observer import TokenRun
 from gracekv.prefill.partial_attention import CausalMasks, PartialAttention, chunk_length, rotations
 from gracekv.prefill.prompt import Prompt

@@ -19,12 +19,7 @@ from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError, UntestedModelWarning
 from gracekv.kernels.linalg import capped, softmax
-from gracekv.prefill.attention_patch import (
-    AttentionCall,
-    input_device,
-    own_thread,
-    patched_attention,
-)
+from gracekv.prefill.attention_patch import AttentionCall, own_thread, patched_attention
 from gracekv.prefill.model_layers import (
     ROTATIONS,
     Rotation,
@@ -33,6 +28,7 @@ from gracekv.prefill.model_layers import (
     compressed_layers,
     embeddings,
     has_rope,
+    input_device,
     model_layers,
     output_projection,
     remember_rotations,
