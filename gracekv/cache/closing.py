@@ -24,6 +24,11 @@ def oldest_position(cache: CompressedCache, shard: HeadShard = WHOLE) -> int:
     return -int(shard.maximum(-torch.cat(every).amin()))
 
 
+def known_reach(model: Any, positions: str) -> int | None:
+    """`closable_length` if positions are "closed", else None."""
+    return closable_length(model) if positions == "closed" else None
+
+
 def with_closed_gaps(
     cache: CompressedCache, model: Any, tokens: int = 0, shard: HeadShard = WHOLE
 ) -> RaggedCache | None:

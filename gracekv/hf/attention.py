@@ -19,13 +19,8 @@ from gracekv.errors import CacheError
 from gracekv.hf.input_checks import before_forward, before_masks
 from gracekv.hf.layer import PackedStates
 from gracekv.hf.static_layer import tail_is_full
-from gracekv.prefill.attention_patch import (
-    ATTACHED,
-    base_attention,
-    model_lock,
-    own_decoder,
-    own_eager,
-)
+from gracekv.prefill.attention_patch import ATTACHED, base_attention, model_lock, own_eager
+from gracekv.prefill.model_layers import own_decoder
 from gracekv.prefill.partial_attention import additive
 from gracekv.prefill.supported import check_decoder, check_model
 from gracekv.undo import undone, without_autocast

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracekv.allocate import Budget
 from gracekv.cache import Accounting, CompressedCache, RaggedEntries, Timings, dequantised
-from gracekv.cache.closing import oldest_position, with_closed_gaps
+from gracekv.cache.closing import known_reach, oldest_position, with_closed_gaps
 from gracekv.cache.joining import joined_cache, joined_scores, past_of
 from gracekv.decode import Limit
 from gracekv.decode.cut import entries_within
@@ -27,12 +27,7 @@ from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.model_layers import text_config
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.supported import (
-    check_model,
-    check_prompt_length,
-    closable_length,
-    longest_sequence,
-)
+from gracekv.prefill.supported import check_model, check_prompt_length, longest_sequence
 
 
 def extended_run(
@@ -139,7 +134,7 @@ def limited_run(result: BaseResult, limit: Limit) -> Run:
     """
     run, cache = result._runs[0], dequantised(result._runs[0].cache)
     scores = run.entry_scores()
-    known = closable_length(result.model) if limit.positions == "closed" else None
+    known = known_reach(result.model, limit.positions)
     masks = None if scores is None else entries_within(limit, cache, scores, known=known)
     if scores is None or masks is None:
         return run

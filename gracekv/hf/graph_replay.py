@@ -21,9 +21,8 @@ from transformers import GenerationMixin
 
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.input_checks import before_forward, before_masks
-from gracekv.prefill.attention_patch import own_decoder
 from gracekv.prefill.cache_keyword import NAMES, cache_keyword, given_cache
-from gracekv.prefill.model_layers import rope_parameters
+from gracekv.prefill.model_layers import own_decoder, rope_parameters
 from gracekv.undo import undone
 
 # Places of the first static tail; each further one is twice as long. Ours.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gracekv.backends.base import sequence_of_row
 from gracekv.cache import Occupancy, RaggedEntries
-from gracekv.cache.closing import closed, oldest_position
+from gracekv.cache.closing import closed, known_reach, oldest_position
 from gracekv.decode import Decoder, HeldLayer, Limit
 from gracekv.decode.cut import kept_entries, packed_entries
 from gracekv.decode.limit import CutHistory
@@ -26,7 +26,6 @@ from gracekv.hf.packed_layer import PackedLayer
 from gracekv.kernels import ragged
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.model_layers import rotations_up_to
-from gracekv.prefill.supported import closable_length
 from gracekv.undo import full_float32
 
 
@@ -76,7 +75,7 @@ class LimitedCache(GraceCache):
         packed: Any = source.grace_layers[0].packed.entries
         self._units: int = len(source.grace_layers) * packed.heads
         self._entry_bytes: int = 2 * packed.dim * packed.dtype.itemsize
-        self._known = closable_length(model) if limit.positions == "closed" else None
+        self._known = known_reach(model, limit.positions)
         self.reset()
         self._check_size()
 

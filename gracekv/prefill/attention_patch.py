@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, finalize
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
-from gracekv.prefill.model_layers import attention_module
+from gracekv.prefill.model_layers import attention_module, own_decoder
 from gracekv.undo import uncompiled, undone, without_autocast
 
 BASE_ATTENTION = ("sdpa", "eager")
@@ -104,12 +104,6 @@ class _Entry:
 
 
 _entries: WeakKeyDictionary[Any, _Entry] = WeakKeyDictionary()
-
-
-def own_decoder(model: Any) -> Any:
-    """The decoder inside all wrappers; its attention is replaced, not that of image encoders."""
-    decoder = model.get_decoder()
-    return getattr(decoder, "_orig_mod", decoder)
 
 
 def _entry(model: Any) -> _Entry:

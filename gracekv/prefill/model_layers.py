@@ -107,6 +107,12 @@ def embeddings(model: Any) -> Any:
     return module
 
 
+def own_decoder(model: Any) -> Any:
+    """The decoder inside all wrappers; its attention is replaced, not that of image encoders."""
+    decoder = model.get_decoder()
+    return getattr(decoder, "_orig_mod", decoder)
+
+
 def input_device(model: Any) -> torch.device:
     """The device on which the model expects its token ids."""
     # Quantised embeddings may recreate their weight on every access.

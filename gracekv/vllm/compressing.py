@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gracekv.cache import RaggedCache, RaggedEntries, dequantised
-from gracekv.cache.closing import from_zero, with_closed_gaps
+from gracekv.cache.closing import from_zero, known_reach, with_closed_gaps
 from gracekv.cache.joining import joined_cache, joined_scores
 from gracekv.cache.sharding import gathered_cache
 from gracekv.decode.cut import entries_within
@@ -26,7 +26,6 @@ from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import GracekvError, StoreError
 from gracekv.kernels.compiled import limit_threads
 from gracekv.prefill.options import free_bytes
-from gracekv.prefill.supported import closable_length
 from gracekv.vllm.exporting import describe, moved, write_context
 from gracekv.vllm.header import ContextHeader
 from gracekv.vllm.orders import Compression
@@ -214,7 +213,7 @@ class Compressor:
                     f"Entries of {order.source!r} have no scores, so no limit can cut them. "
                     f"Compress the context again, with a recipe that scores tokens."
                 )
-            known = closable_length(model) if order.limit.positions == "closed" else None
+            known = known_reach(model, order.limit.positions)
             if (masks := entries_within(order.limit, cache, scores, shard, known)) is not None:
                 cache = replace(cache, layers=tuple(map(RaggedEntries.where, cache.layers, masks)))
             if known is not None:
