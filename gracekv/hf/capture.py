@@ -16,17 +16,9 @@ import torch
 from gracekv.allocate import BudgetPlan
 from gracekv.distributed.agreement import call_facts, in_step
 from gracekv.distributed.sharding import check_works_sharded, head_shard
-from gracekv.errors import (
-    CaptureMemoryError,
-    ConfigError,
-    LayerOrderError,
-    PromptError,
-    WholeCacheWarning,
-    expect,
-)
+from gracekv.errors import ConfigError, LayerOrderError, PromptError, WholeCacheWarning, expect
 from gracekv.hf.reading import Reading, layer_by_layer
-from gracekv.pipeline import Pipeline
-from gracekv.pipeline.compression import Compression
+from gracekv.pipeline.compression import Compression, Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.prefill.base import Prefill
 from gracekv.prefill.fingerprint import fingerprint
@@ -40,7 +32,7 @@ from gracekv.prefill.options import (
     chunk_room,
     free_bytes,
     is_out_of_memory,
-    memory_advice,
+    memory_error,
     trim_memory,
 )
 from gracekv.prefill.passes import ModelPasses, queries_again
@@ -225,7 +217,7 @@ def _read(
     left = max(0, sum(map(free_bytes, gpus or {model.device})) - int(entries))
     length -= prompt.spans.past
     opening = f"Capturing {length} tokens ran out of memory"
-    raise CaptureMemoryError(memory_advice(opening, length, size, len(held), sizes, left))
+    raise memory_error(opening, length, size, len(held), sizes, left)
 
 
 def _whole(reading: Reading) -> Prefill:

@@ -79,7 +79,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def chunk_room(length: int, held: int, sizes: CaptureSizes, free: int) -> int:
-    """The number of tokens whose activations fit into `free` bytes; see `memory_advice`.
+    """The number of tokens whose activations fit into `free` bytes; see `memory_error`.
 
     Uses at most half of the bytes left by held tensors, since allocators keep blocks and scores
     need memory, too.
@@ -88,16 +88,16 @@ def chunk_room(length: int, held: int, sizes: CaptureSizes, free: int) -> int:
 
 
 def check_memory(length: int, chunk: int, held: int, sizes: CaptureSizes, free: int) -> None:
-    """Raise `CaptureMemoryError` if a capture exceeds `free` bytes; see `memory_advice`."""
+    """Raise `CaptureMemoryError` if a capture exceeds `free` bytes; see `memory_error`."""
     if sizes.held(length, held) + min(chunk, length) * sizes.activations > free:
         opening = f"Capturing {length} tokens needs more memory than is free"
-        raise CaptureMemoryError(memory_advice(opening, length, chunk, held, sizes, free))
+        raise memory_error(opening, length, chunk, held, sizes, free)
 
 
-def memory_advice(
+def memory_error(
     opening: str, length: int, chunk: int, held: int, sizes: CaptureSizes, free: int
-) -> str:
-    """An error message that says what did not fit and what would.
+) -> CaptureMemoryError:
+    """An error whose message says what did not fit and what would.
 
     Args:
         opening: what happened.
@@ -125,7 +125,8 @@ def memory_advice(
     # A fifth is left for one chunk's activations and the allocator.
     fits = int(0.8 * free / (kv + sizes.stream))
     enough = f"a prompt of about {fits:,} tokens" if fits < length else "this prompt"
-    return f"{text} {free / mib:,.0f} MiB are free, which is enough for {enough}."
+    text += f" {free / mib:,.0f} MiB are free, which is enough for {enough}."
+    return CaptureMemoryError(text)
 
 
 def trim_memory() -> None:
