@@ -9,8 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from gracekv.allocate import Budget
-from gracekv.allocate.budget import Number
+from gracekv.allocate.budget import Budget, Number
 from gracekv.decode.base import DECODERS, Decoder
 from gracekv.errors import BudgetError
 from gracekv.registry import Configurable, bounded

@@ -14,8 +14,7 @@ from transformers.cache_utils import Cache
 from gracekv.backends import Auto, Backend
 from gracekv.backends.base import sequence_of_row
 from gracekv.cache import CompressedCache, Occupancy
-from gracekv.decode import Limit
-from gracekv.decode.limit import CutHistory
+from gracekv.decode.limit import CutHistory, Limit
 from gracekv.distributed import head_shard
 from gracekv.errors import CacheError
 from gracekv.hf.layer import GraceLayer

@@ -15,9 +15,8 @@ from gracekv.cache.closing import known_reach, oldest_position, with_closed_gaps
 from gracekv.cache.joining import joined_cache, joined_scores, past_of
 from gracekv.decode import Limit
 from gracekv.decode.cut import entries_within
-from gracekv.distributed import HeadShard, head_shard
 from gracekv.distributed.agreement import call_facts
-from gracekv.distributed.sharding import WHOLE
+from gracekv.distributed.sharding import WHOLE, HeadShard, head_shard
 from gracekv.errors import CacheError, expect
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.capture import prefilled_run

@@ -7,18 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from gracekv import recipes
-from gracekv.allocate import (
-    ALLOCATORS,
-    FLOORS,
-    QUOTAS,
-    Allocator,
-    Budget,
-    BudgetPlan,
-    Floor,
-    NoFloor,
-    Quota,
-    RecentWindow,
-)
+from gracekv.allocate import BudgetPlan, NoFloor
+from gracekv.allocate.base import ALLOCATORS, FLOORS, QUOTAS, Allocator, Floor, Quota
+from gracekv.allocate.budget import Budget, RecentWindow
 from gracekv.backends import BACKENDS, Auto, Backend
 from gracekv.cache import PACKERS, Packer
 from gracekv.decode import DECODERS, Decoder, NoCut

@@ -27,15 +27,13 @@ from gracekv.fit.base import check_dtype, value_change
 from gracekv.pipeline.comparison import Auction, AuctionResult, Compared, compare
 from gracekv.pipeline.composition import Composition
 from gracekv.pipeline.run import Run, accounted
-from gracekv.precision import AllocatingPrecision
-from gracekv.precision.base import EXACT
+from gracekv.precision.base import EXACT, AllocatingPrecision
 from gracekv.prefill import CaptureInfo, LayerCapture, Needs, Prefill, Region
 from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.observations import Clock, seconds_by_stage
 from gracekv.segment.tokens import token_slots
 from gracekv.undo import full_float32
-from gracekv.value import Memory, Relevance
-from gracekv.value.base import mean_seed_scores
+from gracekv.value.base import Memory, Relevance, mean_seed_scores
 
 
 class Compression:
