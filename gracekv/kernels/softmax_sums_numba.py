@@ -215,16 +215,9 @@ def softmax_columns(asked: Columns) -> Tensor:
         weights=address("weights", weights, single, count),
         sinks=address("sinks", sinks, single, heads, count),
         total=address("total", total, single, heads, items, length),
-        counter=ctypes.addressof(counter),
-        heads=heads,
-        kv_heads=kv_heads,
-        count=count,
-        length=length,
-        dim=dim,
-        items=items,
-        maximum=int(asked.maximum),
-        power=asked.power,
-    )
+        counter=ctypes.addressof(counter), heads=heads, kv_heads=kv_heads, count=count,
+        length=length, dim=dim, items=items, maximum=int(asked.maximum), power=asked.power,
+    )  # fmt: skip
     with torch.profiler.record_function("softmax_columns (numba)"):
         on_all_threads(pack_keys(keys.dtype), ctypes.addressof(args))
         counter.value = 0

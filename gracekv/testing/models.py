@@ -125,21 +125,13 @@ def tiny_model(
         extra["sliding_window"] = window
     config = transformers.AutoConfig.for_model(
         family,
-        vocab_size=vocabulary,
-        hidden_size=heads * dim,
-        intermediate_size=2 * heads * dim,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=dim,
-        max_position_embeddings=positions,
-        attention_bias=bias,
-        rope_parameters=parameters,
-        tie_word_embeddings=False,
-        attn_implementation=attention,
+        vocab_size=vocabulary, hidden_size=heads * dim, intermediate_size=2 * heads * dim,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        head_dim=dim, max_position_embeddings=positions, attention_bias=bias,
+        rope_parameters=parameters, tie_word_embeddings=False, attn_implementation=attention,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **extra,
-    )
+    )  # fmt: skip
     # Gemma multiplies its embeddings by sqrt(D).
     embedding = (heads * dim) ** -0.5 if family.startswith("gemma") else 1.0
     with torch.random.fork_rng():
