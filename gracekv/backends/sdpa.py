@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionStep, Partial, combine
 from gracekv.cache.base import RaggedEntries
-from gracekv.cache.coded import CodedEntries
+from gracekv.cache.coded import CodedEntries, by_coding
 from gracekv.cache.quantised import QuantisedEntries
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels.linalg import capped
@@ -46,31 +46,31 @@ class HeadViews:
         sequences: S.
         threads: number of threads that read a head's entries in parallel.
         exact: keys [n, d], values [n, d] and log multiplicities [n] of each of S*G rows.
-        coded: quantised parts of one coding that are dequantised at once, and the range [first,
-            stop) of their entries; all of them if there are several parts.
+        coded: the quantised parts of each coding.
     """
 
     heads: int
     sequences: int
     threads: int
-    exact: tuple[tuple[Tensor, Tensor, Tensor], ...]
-    coded: tuple[tuple[tuple[CodedEntries, ...], int, int], ...]
+    exact: tuple[tuple[Tensor, ...], ...]
+    coded: tuple[tuple[CodedEntries, ...], ...]
 
-    def pieces(self) -> Iterator[Sequence[tuple[Tensor, Tensor, Tensor]]]:
+    def pieces(self) -> Iterator[Sequence[tuple[Tensor, ...]]]:
         """Yield keys and values [n, d] and log multiplicities [n] of each row, piece by piece.
 
         Quantised entries become float32, at most `_PIECE` at once.
         """
         yield self.exact
-        rows = len(self.exact)
-        for parts, first, stop in self.coded:
-            part = CodedEntries.stack(parts) if len(parts) > 1 else parts[0]
-            counts = part.offsets.clamp(first, stop).diff().tolist()
-            columns = (*part.numbers(first, stop), part.log_multiplicity[first:stop])
-            keys, values, log_m = (x.split(counts) for x in columns)
-            # Row r of every part.
-            own = [slice(row, None, rows) for row in range(rows)]
-            yield [(torch.cat(keys[at]), torch.cat(values[at]), torch.cat(log_m[at])) for at in own]
+        # Row r of every passage.
+        own = [slice(row, None, len(self.exact)) for row in range(len(self.exact))]
+        for parts in self.coded:
+            part = CodedEntries.stack(parts)
+            for first in range(0, part.entries, _PIECE):
+                stop = min(first + _PIECE, part.entries)
+                counts = part.offsets.clamp(first, stop).diff().tolist()
+                columns = (*part.numbers(first, stop), part.log_multiplicity[first:stop])
+                split = [x.split(counts) for x in columns]
+                yield [tuple(torch.cat(x[at]) for x in split) for at in own]
 
 
 @BACKENDS.register("sdpa")
@@ -97,9 +97,8 @@ class Sdpa(AttentionBackend):
         threads = torch.get_num_threads() if self._fused(layer.device) else 1
         rows = [layer.exact.head(g, s) for s in range(layer.sequences) for g in range(layer.heads)]
         exact = tuple((keys, values, log_m) for keys, values, _, log_m in rows)
-        return HeadViews(
-            layer.heads, layer.sequences, threads, exact, tuple(_together(layer.coded))
-        )
+        coded = by_coding(layer.coded)
+        return HeadViews(layer.heads, layer.sequences, threads, exact, coded)
 
     def held_bytes(self, prepared: HeadViews) -> int:
         return 0
@@ -209,24 +208,6 @@ def plain(
     # Rows that see nothing get weights of 0.
     weights = (logits - lse.clamp(min=torch.finfo(torch.float32).min)).exp()
     return (weights @ values.float()).to(rows.dtype), lse[..., 0]
-
-
-def _together(parts: Sequence[CodedEntries]) -> Iterator[tuple[tuple[CodedEntries, ...], int, int]]:
-    """`HeadViews.coded` of all parts; a context that was extended has many small ones."""
-    groups = list[tuple[CodedEntries, ...]]()
-    for part in parts:
-        group = groups.pop() if groups else ()
-        if group and group[0].coding == part.coding and _entries((*group, part)) <= _PIECE:
-            groups.append((*group, part))
-        else:
-            groups += [x for x in (group, (part,)) if x]
-    for group in groups:
-        for first in range(0, _entries(group), _PIECE):
-            yield group, first, min(first + _PIECE, _entries(group))
-
-
-def _entries(parts: Sequence[CodedEntries]) -> int:
-    return sum(part.entries for part in parts)
 
 
 def _windowed(

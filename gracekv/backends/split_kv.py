@@ -106,18 +106,10 @@ def _split(layer: Layer, batch: int, group: int, rows: tuple[int, ...] | None) -
         keys=address("keys", exact.keys, layer.dtype, exact.entries, exact.dim),
         values=address("values", exact.values, layer.dtype, exact.entries, exact.dim),
         bias=address("bias", exact.log_multiplicity, torch.float32, exact.entries),
-        part_count=len(described),
-        entries=exact.entries,
-        dim=exact.dim,
-        heads=layer.heads,
-        group=group,
-        rows=len(layer.lengths),
-        batch=batch,
-        packed_splits=len(order),
-        packed_slots=int(slots[-1]),
-        longest=_ENTRIES,
-        most_queries=most_queries,
-    )
+        part_count=len(described), entries=exact.entries, dim=exact.dim, heads=layer.heads,
+        group=group, rows=len(layer.lengths), batch=batch, packed_splits=len(order),
+        packed_slots=int(slots[-1]), longest=_ENTRIES, most_queries=most_queries,
+    )  # fmt: skip
     held = {f"blocks.{number}": table for number, table in enumerate(blocks)}
     return SplitKV({**tables, **held}, bytes(args))
 
@@ -129,12 +121,9 @@ def _described(coded: CodedEntries, blocks: Tensor) -> bytes:
         bias=address("bias", coded.log_multiplicity, torch.float32, coded.entries),
         offsets=address("offsets", coded.offsets, torch.int64, len(coded.offsets)),
         blocks=address("blocks", blocks, torch.int64, len(coded.offsets)),
-        entries=coded.entries,
-        block_count=int(blocks[-1]),
-        columns=coded.dim // min(coding.group, coded.dim),
-        bits=coding.bits,
-        group_size=coding.group,
-    )
+        entries=coded.entries, block_count=int(blocks[-1]), bits=coding.bits,
+        columns=coded.dim // min(coding.group, coded.dim), group_size=coding.group,
+    )  # fmt: skip
     for name in ("key", "value"):
         made: Codes = getattr(coded, f"{name}s")
         for part in ("codes", "scale", "zero"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Self
 
 import numpy as np
@@ -181,6 +183,8 @@ class CodedEntries:
     @classmethod
     def stack(cls, parts: Sequence[CodedEntries]) -> CodedEntries:
         """Join the sequences of all `parts`, which share one coding."""
+        if len(parts) == 1:
+            return parts[0]
         columns = [part.columns() for part in parts]
         joined = {name: torch.cat([each[name] for each in columns]) for name in columns[0]}
         joined["offsets"] = ragged.offsets(torch.cat([part.lengths for part in parts]))
@@ -220,3 +224,11 @@ class CodedEntries:
     def kv_bytes(self) -> int:
         """Bytes of codes, scales and zero points."""
         return self.keys.bytes + self.values.bytes
+
+
+def by_coding(parts: Sequence[CodedEntries]) -> tuple[tuple[CodedEntries, ...], ...]:
+    """The parts of each coding, which are neighbours.
+
+    A context that was extended has many small parts, which are faster to dequantise when stacked.
+    """
+    return tuple(tuple(same) for _, same in groupby(parts, attrgetter("coding")))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedCache, RaggedEntries
-from gracekv.cache.coded import CodedEntries, Coding
+from gracekv.cache.coded import CodedEntries, Coding, by_coding
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.errors import ShapeError
 from gracekv.kernels import ragged
@@ -63,9 +62,8 @@ class QuantisedEntries(LayerEntries):
 
     def dequantised(self) -> RaggedEntries:
         """All entries, with keys and values [E, d] in float32."""
-        # Parts of equal codings are neighbours, and dequantised at once.
-        same = (CodedEntries.stack(list(x)) for _, x in groupby(self.coded, lambda x: x.coding))
-        numbers = [part.numbers(0, part.entries) for part in same]
+        stacked = map(CodedEntries.stack, by_coding(self.coded))
+        numbers = [part.numbers(0, part.entries) for part in stacked]
         keys = torch.cat([self.exact.keys.float(), *(x for x, _ in numbers)])
         values = torch.cat([self.exact.values.float(), *(x for _, x in numbers)])
         positions = torch.cat([part.positions for part in self.parts])

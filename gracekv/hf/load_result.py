@@ -46,9 +46,9 @@ def load(
     """Read a file that `result.save(path)` wrote, and attach the model.
 
     The loaded result generates what the saved one did. The file holds no scores, so a limit never
-    drops the loaded entries, and may then keep other tokens of an answer. If the model's heads are spread over
-    processes, all of them must call this, and their number may differ from when it was saved. The
-    file does not hold the results of the stages: `result.details` is None.
+    drops the loaded entries, and may then keep other tokens of an answer. If the model's heads are
+    spread over processes, all of them must call this, and their number may differ from when it was
+    saved. The file does not hold the results of the stages: `result.details` is None.
 
     Args:
         path: the file.
