@@ -20,6 +20,7 @@ from gracekv.cache.base import RaggedEntries
 from gracekv.cache.coded import CodedEntries, by_coding
 from gracekv.cache.quantised import QuantisedEntries
 from gracekv.errors import BackendUnavailableError
+from gracekv.kernels import ragged
 from gracekv.kernels.linalg import capped
 
 # Maximum logits (query rows x tail entries) of the tail at once; longer turns run in blocks.
@@ -27,7 +28,7 @@ _TAIL_LOGITS = 1 << 22
 # Likewise for a head's packed entries.
 _PACKED_LOGITS = 1 << 25
 # Quantised entries of a layer that are dequantised at once. Ours.
-_PIECE = 2**14
+_PIECE = 2**12
 # Query rows per thread of the fused kernel, and minimum number of entries of a window. Ours.
 _THREAD_ROWS, _SHORTEST = 32, 64
 
@@ -46,14 +47,15 @@ class HeadViews:
         sequences: S.
         threads: number of threads that read a head's entries in parallel.
         exact: keys [n, d], values [n, d] and log multiplicities [n] of each of S*G rows.
-        coded: the quantised parts of each coding.
+        coded: the quantised parts of each coding, stacked when they are read, and their pieces:
+            first entry, and number of entries in each row of each part.
     """
 
     heads: int
     sequences: int
     threads: int
     exact: tuple[tuple[Tensor, ...], ...]
-    coded: tuple[tuple[CodedEntries, ...], ...]
+    coded: tuple[tuple[tuple[CodedEntries, ...], list[tuple[int, list[int]]]], ...]
 
     def pieces(self) -> Iterator[Sequence[tuple[Tensor, ...]]]:
         """Yield keys and values [n, d] and log multiplicities [n] of each row, piece by piece.
@@ -61,16 +63,17 @@ class HeadViews:
         Quantised entries become float32, at most `_PIECE` at once.
         """
         yield self.exact
-        # Row r of every passage.
-        own = [slice(row, None, len(self.exact)) for row in range(len(self.exact))]
-        for parts in self.coded:
+        rows = len(self.exact)
+        for parts, steps in self.coded:
             part = CodedEntries.stack(parts)
-            for first in range(0, part.entries, _PIECE):
-                stop = min(first + _PIECE, part.entries)
-                counts = part.offsets.clamp(first, stop).diff().tolist()
+            for first, counts in steps:
+                stop = first + sum(counts)
                 columns = (*part.numbers(first, stop), part.log_multiplicity[first:stop])
                 split = [x.split(counts) for x in columns]
-                yield [tuple(torch.cat(x[at]) for x in split) for at in own]
+                if len(parts) == 1:
+                    yield list(zip(*split, strict=True))
+                else:  # row r of every passage
+                    yield [tuple(torch.cat(x[r::rows]) for x in split) for r in range(rows)]
 
 
 @BACKENDS.register("sdpa")
@@ -97,7 +100,7 @@ class Sdpa(AttentionBackend):
         threads = torch.get_num_threads() if self._fused(layer.device) else 1
         rows = [layer.exact.head(g, s) for s in range(layer.sequences) for g in range(layer.heads)]
         exact = tuple((keys, values, log_m) for keys, values, _, log_m in rows)
-        coded = by_coding(layer.coded)
+        coded = tuple((parts, _pieces(parts)) for parts in by_coding(layer.coded))
         return HeadViews(layer.heads, layer.sequences, threads, exact, coded)
 
     def held_bytes(self, prepared: HeadViews) -> int:
@@ -208,6 +211,13 @@ def plain(
     # Rows that see nothing get weights of 0.
     weights = (logits - lse.clamp(min=torch.finfo(torch.float32).min)).exp()
     return (weights @ values.float()).to(rows.dtype), lse[..., 0]
+
+
+def _pieces(parts: Sequence[CodedEntries]) -> list[tuple[int, list[int]]]:
+    """First entry and counts by row of the pieces of all `parts`, one after another."""
+    offsets = ragged.offsets(torch.cat([part.lengths for part in parts]))
+    firsts = range(0, int(offsets[-1]), _PIECE)
+    return [(first, offsets.clamp(first, first + _PIECE).diff().tolist()) for first in firsts]
 
 
 def _windowed(

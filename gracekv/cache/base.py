@@ -90,7 +90,7 @@ class RaggedEntries(LayerEntries):
         at = slice(int(self.offsets[row]), int(self.offsets[row + 1]))
         return self.keys[at], self.values[at], self.positions[at], self.log_multiplicity[at]
 
-    def dequantised(self) -> RaggedEntries:
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> RaggedEntries:
         """These entries, none of which is quantised."""
         return self
 

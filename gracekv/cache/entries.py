@@ -79,8 +79,8 @@ class LayerEntries(abc.ABC):
         """
 
     @abc.abstractmethod
-    def dequantised(self) -> Any:
-        """All entries as `RaggedEntries`; in float32 if some are quantised."""
+    def dequantised(self, dtype: torch.dtype = ...) -> Any:
+        """All entries as `RaggedEntries`; in `dtype` (float32) if some are quantised."""
 
     @abc.abstractmethod
     def index(self) -> tuple[Tensor, Tensor, Tensor]:

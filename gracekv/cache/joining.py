@@ -23,9 +23,9 @@ def past_of(cache: CompressedCache, shard: HeadShard = WHOLE, places: int | None
     """
     layers = []
     for layer in cache.layers:
-        entries = layer.dequantised()
+        entries = layer.dequantised(layer.dtype)
         heads = (entries.head(g) for g in range(layer.heads))
-        layers.append([(k.to(layer.dtype), v.to(layer.dtype), log_m) for k, v, _, log_m in heads])
+        layers.append([(keys, values, log_m) for keys, values, _, log_m in heads])
     if places is None:
         places = max(1, int(shard.maximum(cache.entries().amax())))
     return Past(layers, places, cache.length, cache.other_layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -15,6 +15,9 @@ from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.errors import ShapeError
 from gracekv.kernels import ragged
 from gracekv.kernels.linalg import rounded
+
+# Entries that are dequantised at once, which bounds the additional memory. Ours.
+_STEP = 2**14
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,18 +63,24 @@ class QuantisedEntries(LayerEntries):
         row = sequence * self.heads + g
         return self._rows(row, row + 1).dequantised().head(0)
 
-    def dequantised(self) -> RaggedEntries:
-        """All entries, with keys and values [E, d] in float32."""
-        stacked = map(CodedEntries.stack, by_coding(self.coded))
-        numbers = [part.numbers(0, part.entries) for part in stacked]
-        keys = torch.cat([self.exact.keys.float(), *(x for x, _ in numbers)])
-        values = torch.cat([self.exact.values.float(), *(x for _, x in numbers)])
-        positions = torch.cat([part.positions for part in self.parts])
-        log_m = torch.cat([part.log_multiplicity for part in self.parts])
-        _, order = self._order()
-        keys, values, positions, log_m = (
-            x[order.to(x.device)] for x in (keys, values, positions, log_m)
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> RaggedEntries:
+        """All entries, with keys and values [E, d] in `dtype`."""
+        order, at = self._order()[1], self.exact.entries
+        place = order.argsort().to(self.device)
+        keys, values = (self.exact.keys.new_empty(len(order), self.dim, dtype=dtype) for _ in "kv")
+        keys[place[:at]], values[place[:at]] = (
+            self.exact.keys.to(dtype),
+            self.exact.values.to(dtype),
         )
+        for part in map(CodedEntries.stack, by_coding(self.coded)):
+            for first in range(0, part.entries, _STEP):
+                numbers = part.numbers(first, min(first + _STEP, part.entries))
+                where = place[at : at + len(numbers[0])]
+                keys[where], values[where] = (rounded(x, dtype) for x in numbers)
+                at += len(where)
+        order = order.to(self.device)
+        positions = torch.cat([part.positions for part in self.parts])[order]
+        log_m = torch.cat([part.log_multiplicity for part in self.parts])[order]
         offsets = ragged.offsets(self.lengths)
         return RaggedEntries(keys, values, positions, log_m, offsets, self.sequences)
 
@@ -162,15 +171,8 @@ def dequantised(cache: CompressedCache) -> RaggedCache:
 
     For readers that do not support codes. Takes the memory that codes save. Source: ours.
     """
-    layers = []
-    for layer in cache.layers:
-        if isinstance(layer, RaggedEntries):
-            layers.append(layer)
-            continue
-        found = layer.dequantised()
-        keys, values = (rounded(x, layer.dtype) for x in (found.keys, found.values))
-        layers.append(replace(found, keys=keys, values=values))
-    return RaggedCache(tuple(layers), cache.length, cache.padding, cache.other_layers)
+    layers = tuple(layer.dequantised(layer.dtype) for layer in cache.layers)
+    return RaggedCache(layers, cache.length, cache.padding, cache.other_layers)
 
 
 Entries = TypeVar("Entries", RaggedEntries, QuantisedEntries)
