@@ -112,8 +112,8 @@ def capture(
             limits = options.chunk, options.memory_limit
             shard.agree(**call_facts([prompt], None, None, options=limits))
         needs = EVERYTHING if needs is None else needs
-        if needs.context_samples:
-            # A pipeline with a shorter window samples the context at other positions.
+        if needs.context_samples and not CaptureSizes.of(model).again:
+            # A shorter window samples other positions, which this model cannot run again.
             needs = replace(needs, later_queries=True)
         return run_capture(model, prompt, None, needs, options)
 
