@@ -218,7 +218,7 @@ def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         if hashlib.sha256(text.encode()).hexdigest() != metadata.get("gracekv_sha256"):
             raise SavedCacheError(f"The header of {path} is damaged: its checksum differs. {AGAIN}")
         header = json.loads(text)
-        json.dumps(header, allow_nan=False)  # no report can show NaN or infinity
+        json.dumps(header.get("prompts"), allow_nan=False)  # no report can show NaN or infinity
         version = str(header.get("gracekv_version", VERSION))
         if re.match(r"0\.[01]\.", version):
             raise SavedCacheError(

@@ -111,4 +111,6 @@ def about(table: Table) -> str:
 def _grid(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """A markdown table whose first column is text and whose others are numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *body]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    # A name may hold a line break or a bar.
+    plain = ([" ".join(x.split()).replace("|", "\\|") for x in cells] for cells in lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in plain)

@@ -180,9 +180,6 @@ def _row(line: bytes) -> Row:
         raise ValueError("its protocol, versions, metric or error is not a string")
     if not all(isinstance(part, dict) for part in row.get("questions") or ()):
         raise ValueError("its 'questions' are not mappings")
-    names = [row.get(x) or "" for x in ("method", "model", "task", "group", "source")]
-    if not all(x.isprintable() and "|" not in x and not x.startswith(tuple("=+-@")) for x in names):
-        raise ValueError(f"a table cannot show one of its names, {names!r:.200}")
     if not _COLUMN.fullmatch(row["column"]):
         raise ValueError(f"its 'column' is {row['column']!r:.100}")
     return row

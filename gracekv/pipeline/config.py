@@ -81,11 +81,13 @@ def parsed(path: Path) -> Any:
         # Aliases of aliases are small, until a message writes them out.
         left, waiting = _MOST, [found]
         while waiting:
-            left, value = left - 1, waiting.pop()
-            if left < 0:
-                raise ValueError(f"with its aliases it has more than {_MOST:,} values")
-            waiting += value.values() if isinstance(value, dict) else ()
-            waiting += value if isinstance(value, list) else ()
+            value = waiting.pop()
+            within = value.values() if isinstance(value, dict) else value
+            if isinstance(value, dict | list | tuple | set):
+                left -= len(within)
+                if left < 0:
+                    raise ValueError(f"it has more than {_MOST:,} values, aliases included")
+                waiting += within
         return found
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid {path.suffix[1:]}: {error}") from error

@@ -9,8 +9,10 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from gracekv import recipes
@@ -88,9 +90,13 @@ def write_all(
         )
     path, written = path_of(path), []
     check_output(path)
-    for number in range(len(batch.prompts)):
+    for number, (prompt, run) in enumerate(zip(batch.prompts, batch._runs, strict=True)):
         page = path.with_name(f"{path.stem}-{number + 1}{path.suffix}")
-        write(page, batch[number], answer=None if answers is None else answers[number])
+        # The backend's copies are those of the whole batch.
+        kept = replace(run.accounting, backend_bytes=None)
+        shared = {"model": batch.model, "pipeline": batch.pipeline}
+        row: Any = SimpleNamespace(prompt=prompt, _run=replace(run, accounting=kept), **shared)
+        write(page, row, answer=None if answers is None else answers[number])
         written.append(page)
     return tuple(written)
 

@@ -22,8 +22,8 @@ from gracekv.vllm.stored_context import LoadedContexts, StoredContext
 # The default limit is a quarter of the machine's memory, or a twenty-fifth of a GPU's: half of what
 # vLLM leaves; the other half is for documents that are being read. Source: ours.
 _SHARE, _SHARE_OF_GPU = 4, 25
-# Maximum bytes of an entry's position, multiplicity and score, and of a file's header.
-_INDEX, _HEADER = 16, 2**24
+# Maximum bytes of an entries file's header. Positions and scores take less than keys and values.
+_HEADER = 2**24
 
 
 @dataclass(slots=True)
@@ -228,7 +228,7 @@ class ContextStore:
             self.loaded.check(name, header.bytes)
         try:
             # Before anything is read: the file is as large as the header says.
-            if not 0 <= path.stat().st_size - header.bytes <= _INDEX * header.entries + _HEADER:
+            if not header.bytes <= path.stat().st_size <= 2 * header.bytes + _HEADER:
                 raise ValueError("the header's bytes are not those of the file")
             cache = read_cache(path, [torch.device("cpu")] * model["layers"], header.digest)
             layers = tuple(x for x in cache.layers if isinstance(x, RaggedEntries))

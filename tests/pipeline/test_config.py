@@ -72,10 +72,13 @@ def test_broken_files_are_refused(tmp_path: Path, name: str, text: str) -> None:
         load_pipeline(path)
 
 
-def test_aliases_of_aliases_are_refused(tmp_path: Path) -> None:
-    text = "[x, x]"
+@pytest.mark.parametrize("tag", ["", "!!pairs", "itself"])
+def test_aliases_of_aliases_are_refused(tmp_path: Path, tag: str) -> None:
+    text, key = "[x: 1]" if tag else "[x]", "k: " if tag else ""
     for n in range(20):
-        text = f"&a{n} [{text}, *a{n - 1}]" if n else f"&a0 {text}"
+        text = f"&a{n} {tag} [{key}{text}, {key}*a{n - 1}]" if n else f"&a0 {tag} {text}"
+    if tag == "itself":
+        text = f"&a [{', '.join(['*a'] * 500)}]"
     (tmp_path / "p.yaml").write_text(f"value: {text}")
     with pytest.raises(ConfigError, match="more than 100,000 values") as caught:
         load_pipeline(tmp_path / "p.yaml")

@@ -125,7 +125,7 @@ def test_damage_is_found(root, damage, said):
 def test_a_file_that_is_larger_than_its_header_says_is_not_read(root, monkeypatch):
     monkeypatch.setattr(store, "read_cache", read := Mock())
     monkeypatch.setattr(store, "_HEADER", 2**12)
-    forge(root / "c0", bytes=0)
+    forge(root / "c0", bytes=0, entries=2**40)
     with pytest.raises(StoreError, match="are damaged"):
         ContextStore(root).load("c0")
     assert not read.called
