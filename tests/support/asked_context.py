@@ -1,7 +1,5 @@
 """A context to ask about, and greedy answers to it by hand."""
 
-from __future__ import annotations
-
 import torch
 
 import gracekv

@@ -1,7 +1,5 @@
 """Prompts of a batch that share nothing, and a tokenizer for their answers."""
 
-from __future__ import annotations
-
 import torch
 
 import gracekv

@@ -5,8 +5,6 @@ processes that reach a kernel at the same time would each compile it. Tests find
 cache (NUMBA_CACHE_DIR, or next to the sources).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from concurrent.futures import ProcessPoolExecutor

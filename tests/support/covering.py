@@ -1,7 +1,5 @@
 """The daily selection from a long list of cases: few, but every parameter value occurs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

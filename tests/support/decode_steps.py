@@ -1,7 +1,5 @@
 """Ragged layers and decoding steps inside buffers of NaN, so that reading past an end shows."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decoding over a compressed cache as dense masked attention in float64: slow but obvious."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The model families tested against the stock model, for tests and the table in the docs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Greedy generation over stock and compressed caches, with the logits behind each choice."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

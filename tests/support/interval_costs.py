@@ -1,7 +1,5 @@
 """Run a distortion engine on some nodes, and compare the costs of two engines."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from functools import partial

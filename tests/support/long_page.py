@@ -1,7 +1,5 @@
 """The page of `make test-long`: outcomes and seconds per folder and per test marked `long`."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections import Counter, defaultdict

@@ -5,8 +5,6 @@ that compares two ways to compute the same choice states what counts as a tie; a
 fails. Exact comparison is right if one computation runs twice, or if entries are copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Broken versions of valid files: bytes, lengths, headers, shapes, sizes, values."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

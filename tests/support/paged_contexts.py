@@ -1,7 +1,5 @@
 """Random steps of an inference engine: contexts of ragged heads, and requests with pages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Attention over a context and a sequence's own keys and values, in loops and float64."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from gracekv.backends.base import AttentionStep

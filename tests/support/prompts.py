@@ -1,7 +1,5 @@
 """Prompts of random ids."""
 
-from __future__ import annotations
-
 import torch
 
 from gracekv import Prompt

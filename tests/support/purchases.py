@@ -1,7 +1,5 @@
 """Compares frontiers of two computed paths: nodes may differ only if their gains tie."""
 
-from __future__ import annotations
-
 from gracekv.allocate import Frontier
 
 # Other batch sizes round D differently, by at most 1e-5 of the utility.

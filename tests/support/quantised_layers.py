@@ -1,7 +1,5 @@
 """Random quantised layers for tests of backends."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random pipelines: random strategies in every stage, random values in their fields."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 import typing

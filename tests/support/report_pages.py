@@ -1,7 +1,5 @@
 """Pages of two results in a real browser, and the expected classes of their words."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Reports of prompts that are too long to compress in a test."""
 
-from __future__ import annotations
-
 import torch
 
 from gracekv.cache import Accounting, Timings

@@ -1,7 +1,5 @@
 """Pages of benchmarks/results whose lines are replaced one by one, to allow partial runs."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

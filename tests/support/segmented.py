@@ -1,7 +1,5 @@
 """Segmentation by curvature, with every step from the reference."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from gracekv.segment import reference

@@ -1,7 +1,5 @@
 """Checks of compressed caches that keep single tokens and spend their budget to the last entry."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@
 models whose weights are off by one part in a million.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

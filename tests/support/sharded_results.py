@@ -1,7 +1,5 @@
 """Compares one process's result with that of several, for tests of sharded models."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

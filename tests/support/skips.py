@@ -3,8 +3,6 @@
 `needs_smollm2` skips if the embedded model is not installed.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections import Counter
 

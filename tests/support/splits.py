@@ -1,7 +1,5 @@
 """Compares trees of two computed paths: splits may differ only if the float64 reference ties."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

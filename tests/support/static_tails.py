@@ -1,7 +1,5 @@
 """Prompts of given lengths, and decoding over a growing or a static tail, step by step."""
 
-from __future__ import annotations
-
 import torch
 
 from support.batches import prompts_of

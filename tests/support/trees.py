@@ -1,7 +1,5 @@
 """Random inputs for the tree stage, and random frontiers of its forests."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

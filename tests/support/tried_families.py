@@ -1,7 +1,5 @@
 """Tiny models of families without their own tests, for the check that decides about them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
