@@ -145,9 +145,6 @@ def test_queries_from_before_the_region_ask_for_nothing():
 def test_bad_input_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"least < most; got 2\.0, 1\.0"):
         LeastSquares(least=2.0, most=1.0)
-    prefill = read(1).without(RepeatedQueries)
-    with pytest.raises(MissingCaptureError, match="RepeatedQueries"):
-        RepeatedAttention()(prefill, prefill.spans.region(4))
     region, cache = packed(read(1), 3)
     with pytest.raises(MissingCaptureError, match="RepeatedQueries"):
-        fitted_cache(LeastSquares(), prefill, region, cache)
+        fitted_cache(LeastSquares(), read(1).without(RepeatedQueries), region, cache)

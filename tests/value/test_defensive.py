@@ -2,12 +2,10 @@
 
 import dataclasses
 
-import pytest
 import torch
 from hypothesis import given, settings
 from torch.nn import functional
 
-from gracekv.errors import MissingCaptureError
 from gracekv.testing import synthetic_prefill
 from gracekv.value import Defensive
 from gracekv.value.critical import WrittenNorms
@@ -64,9 +62,3 @@ def test_equals_the_public_code(seed, group, window, kernel):
             own = first[head].nonzero()[:, 0]
             order = own[mean[head, own].argsort(descending=True)]
             assert (got[layer, head, order].diff() <= 1e-7).all()
-
-
-def test_without_norms_it_is_refused_by_name():
-    prefill = synthetic_prefill().without(WrittenNorms)
-    with pytest.raises(MissingCaptureError, match="WrittenNorms"):
-        Defensive()(prefill, prefill.spans.region(4))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv import Budget, Pipeline
-from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.errors import ConfigError
 from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import (
@@ -116,9 +116,7 @@ def test_draft_attention_is_the_mean_of_the_first_rows():
     assert DraftAttention(3).needs() == Needs.observed(Draft(3))
 
 
-def test_draft_attention_without_a_draft_says_how_to_get_one():
-    with pytest.raises(MissingCaptureError, match="Draft"):
-        DraftAttention()(small().without(Draft), REGION)
+def test_draft_attention_needs_a_token_and_mean_attention_a_query():
     with pytest.raises(ConfigError, match="max_tokens"):
         DraftAttention(0)
     with pytest.raises(ConfigError, match="max_queries"):

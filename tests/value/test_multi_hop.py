@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from gracekv.errors import ConfigError, PromptError
 from gracekv.prefill import Needs, PromptSpans, Region
 from gracekv.testing import synthetic_prefill
-from gracekv.value import MultiHop, reference
+from gracekv.value import MultiHop, ReadAhead, reference
 from gracekv.value.multi_hop import select_seeds
 from support.draws import DTYPES, SEEDS, ints, lists, some
 
@@ -72,9 +72,14 @@ def test_seeds_equal_the_reference(scores, mass, limit):
     assert chosen.tolist() == sorted(reference.seeds(scores, mass, limit))
 
 
-def test_refuses_to_have_no_probes():
-    with pytest.raises(ConfigError, match="at least one"):
-        MultiHop(question_probes=0, tail_probes=0)
+@pytest.mark.parametrize("scorer", [MultiHop, ReadAhead])
+def test_refuses_to_have_no_probes(scorer):
+    with pytest.raises(ConfigError, match=rf"{scorer.__name__}.* takes at least one"):
+        scorer(question_probes=0, tail_probes=0)
+    prefill = small(question=0)
+    assert prefill.spans == PromptSpans(2, 42, 42, 44)
+    with pytest.raises(PromptError, match="Set tail_probes >= 1"):
+        scorer(question_probes=3, tail_probes=0)(prefill, Region(2, 30))
 
 
 @pytest.mark.parametrize(("scorer", "needed"), [
@@ -86,10 +91,3 @@ def test_refuses_to_have_no_probes():
 ])  # fmt: skip
 def test_declares_what_it_reads(scorer, needed):
     assert scorer.needs() == needed
-
-
-def test_refuses_a_prompt_without_any_probe():
-    prefill = small(question=0)
-    assert prefill.spans == PromptSpans(2, 42, 42, 44)
-    with pytest.raises(PromptError, match="Set tail_probes >= 1"):
-        MultiHop(tail_probes=0)(prefill, Region(2, 30))

@@ -183,8 +183,5 @@ def test_critical_by_hand():
     assert set(scores[1, 0].topk(11).indices.tolist()) == kept
 
 
-def test_critical_needs_the_norms_and_says_so():
+def test_critical_needs_the_norms():
     assert Critical().needs() == Needs(last_queries=32, observers=frozenset({WrittenNorms()}))
-    prefill = drawn(7).without(WrittenNorms)
-    with pytest.raises(MissingCaptureError, match="WrittenNorms"):
-        Critical()(prefill, prefill.spans.region(4))

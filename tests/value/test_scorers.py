@@ -13,8 +13,11 @@ from gracekv.testing import contracts, synthetic_prefill
 from gracekv.testing.models import tiny_llama
 from gracekv.value import SCORERS, KVzipTwoPass, OutputProjection, Recency, reference
 from gracekv.value.base import mean_seed_scores
+from gracekv.value.critical import WrittenNorms
+from gracekv.value.draft_attention import Draft
 from gracekv.value.kvzip_two_pass import Reconstruction
 from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
+from gracekv.value.repeated_attention import RepeatedQueries
 from support.covering import cases
 from support.draws import DTYPES, SEEDS, bools, ints, some
 
@@ -144,6 +147,13 @@ def test_sinks_in_the_region_outrank_everything(name):
 def test_needs_the_second_pass_and_says_so():
     assert KVzipTwoPass().needs().observers == {Reconstruction()}
     assert "second pass" in KVzipTwoPass.summary()
-    prefill = synthetic_prefill().without(Reconstruction)
-    with pytest.raises(MissingCaptureError, match="Reconstruction"):
-        KVzipTwoPass()(prefill, prefill.spans.region(4))
+
+
+@pytest.mark.parametrize(("name", "missing"), [
+    ("critical", WrittenNorms), ("defensive", WrittenNorms), ("draft_attention", Draft),
+    ("kvzip_two_pass", Reconstruction), ("repeated_attention", RepeatedQueries),
+])  # fmt: skip
+def test_what_was_not_observed_is_named(name, missing):
+    prefill = synthetic_prefill().without(missing)
+    with pytest.raises(MissingCaptureError, match=missing.__name__):
+        SCORERS.build(name)(prefill, prefill.spans.region(4))
