@@ -82,6 +82,16 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def precision():
+    """Set the precision of float32 products until the test ends."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
 @pytest.fixture(scope="session")
 def browser():
     """The system's Chromium without a window, or playwright's own, driven by playwright."""

@@ -52,18 +52,14 @@ def returned(action, *args):
     return found[0] if found else None
 
 
-def test_an_interrupt_at_any_line_leaves_the_setting_to_other_threads():
+def test_an_interrupt_at_any_line_leaves_the_setting_to_other_threads(precision):
     def change():
         with full_float32():
             return True
 
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        for place, count in sorted(executed_lines(change).items()):
-            for occurrence in range(1, count + 1):
-                assert returned(interrupted, change, place, occurrence), (place, occurrence)
-                assert torch.get_float32_matmul_precision() == "high", (place, occurrence)
-                assert returned(change), (place, occurrence)
-    finally:
-        torch.set_float32_matmul_precision(before)
+    precision("high")
+    for place, count in sorted(executed_lines(change).items()):
+        for occurrence in range(1, count + 1):
+            assert returned(interrupted, change, place, occurrence), (place, occurrence)
+            assert torch.get_float32_matmul_precision() == "high", (place, occurrence)
+            assert returned(change), (place, occurrence)

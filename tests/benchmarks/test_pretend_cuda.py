@@ -2,13 +2,12 @@
 
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.fresh_python import fresh_python
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or importlib.util.find_spec("triton") is None,
@@ -37,19 +36,15 @@ def counted(tmp_path_factory):
     # Trees as grown for models with logit softcapping.
     trees = path.with_name("trees.json")
     trees.write_text(json.dumps({"distortion": {"name": "prototype", "engine": "torch"}}))
-    # torch's own bfloat16 attention fails if this hides the CPU's instruction sets.
-    env = {name: x for name, x in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}
     # Small tensors are uploaded once per process: by the first runs, with one layer.
-    layers = [str(count) for count in (1, LAYERS // 2, LAYERS)]
-    done = subprocess.run(
-        [
-            sys.executable, str(SCRIPT), "plain", *MOST, "defensivekv", "cam", str(trees),
-            "--tokens", "256", "--top", "0", "--layers", *layers, "--json", str(path),
-        ],
-        env={**env, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    layers = (1, LAYERS // 2, LAYERS)
+    with pytest.MonkeyPatch.context() as patch:
+        # torch's own bfloat16 attention fails if this hides the CPU's instruction sets.
+        patch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+        fresh_python(
+            SCRIPT, "plain", *MOST, "defensivekv", "cam", trees, "--tokens", 256, "--top", 0,
+            "--layers", *layers, "--json", path, OMP_NUM_THREADS="1",
+        )  # fmt: skip
     rows = {}
     for row in json.loads(path.read_text()):
         rows.setdefault(row["layers"], {})[row["recipe"]] = row

@@ -1,8 +1,6 @@
 """Attaching to a model and restoring it; what importing registers."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from gracekv.errors import CacheError, UnsupportedModelError
 from gracekv.hf import attach, detach
 from gracekv.prefill import supported
 from gracekv.testing.models import tiny_llama, tiny_model
+from support.fresh_python import fresh_python
 
 PROMPT = gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
 
@@ -38,7 +37,7 @@ for table, known in zip(tables, before):
     assert table.keys() - known.keys() == {"gracekv", "gracekv_eager"}
     assert all(table[name] is known[name] for name in known)
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    fresh_python("-c", script)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
@@ -63,11 +62,11 @@ class Watched(LlamaAttention):
 
 
 def test_layers_may_have_a_class_of_the_user_s():
-    model, ids = tiny_llama(layers=4, attention="eager"), torch.arange(60)
+    model, ids = tiny_llama(layers=4, attention="eager"), PROMPT.ids
     for layer in model.model.layers:
         layer.self_attn.__class__ = Watched
-    want, prompt = model(ids[None]).logits, gracekv.Prompt.from_ids(ids, (4, 50))
-    gracekv.compress(model, prompt, ratio=2)
+    want = model(ids[None]).logits
+    gracekv.compress(model, PROMPT, ratio=2)
     assert torch.equal(model(ids[None]).logits, want)
 
 
@@ -87,7 +86,7 @@ def test_an_attached_model_reads_stock_sliding_layers_under_a_longer_mask():
 
 def test_an_attached_model_runs_in_another_process(tmp_path):
     model = tiny_llama(attention="eager")
-    result = gracekv.compress(model, gracekv.Prompt.from_ids(torch.arange(60), (4, 50)), ratio=2)
+    result = gracekv.compress(model, PROMPT, ratio=2)
     result.save(tmp_path / "cache")
     torch.save(model, tmp_path / "model")
     script = f"""
@@ -102,7 +101,7 @@ print(gracekv.compress(model, prompt, ratio=2).generate_ids(4).tolist())
 gracekv.hf.detach(model)
 print(model.config._attn_implementation)
 """
-    run = subprocess.run([sys.executable, "-c", script], check=True, text=True, capture_output=True)
+    run = fresh_python("-c", script)
     answer = str(result.generate_ids(4).tolist())
     likeliest = str(model(torch.arange(60)[None]).logits[0, -1].argmax())
     assert run.stdout.split("\n") == [likeliest, answer, answer, "eager", ""]
@@ -123,8 +122,7 @@ def hooks_of(model):
 
 def test_models_that_share_a_config_are_attached_and_detached_apart():
     one, other = two_of_one_config()
-    prompt = gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
-    results = [gracekv.compress(model, prompt, ratio=2) for model in (one, other)]
+    results = [gracekv.compress(model, PROMPT, ratio=2) for model in (one, other)]
     masked = results[1].inputs
     masked["attention_mask"][:, 10] = 0
     with pytest.raises(CacheError, match="hides tokens of the compressed prompt"):

@@ -1,8 +1,5 @@
 """Full float32 inside the block, the user's settings outside."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -12,13 +9,17 @@ from gracekv.testing import synthetic_prefill
 from gracekv.testing.models import tiny_llama
 from gracekv.undo import full_float32
 from gracekv.value import draft_attention, kvzip_two_pass
+from support.fresh_python import fresh_python
 
 
-@pytest.fixture
-def precision():
-    before = torch.get_float32_matmul_precision()
-    yield torch.set_float32_matmul_precision
-    torch.set_float32_matmul_precision(before)
+def watched(stock, seen):
+    """The function, which also notes the precision of each call."""
+
+    def call(*args, **kwargs):
+        seen.append(torch.get_float32_matmul_precision())
+        return stock(*args, **kwargs)
+
+    return call
 
 
 @pytest.mark.parametrize("setting", ["highest", "high", "medium"])
@@ -35,16 +36,8 @@ def test_the_setting_is_full_inside_and_as_before_outside(precision, setting):
 
 def test_stages_compute_in_full_float32(precision, monkeypatch):
     pipeline, seen = Pipeline.named("snapkv"), []
-
-    def watched(stock):
-        def call(*args, **kwargs):
-            seen.append(torch.get_float32_matmul_precision())
-            return stock(*args, **kwargs)
-
-        return call
-
     for stage in (pipeline.value, pipeline.sensitivity, pipeline.quota, pipeline.fit):
-        monkeypatch.setattr(type(stage), "layer", watched(type(stage).layer))
+        monkeypatch.setattr(type(stage), "layer", watched(type(stage).layer, seen))
     precision("high")
     pipeline.run(synthetic_prefill(context=150, layers=2), Budget.ratio(4))
     assert seen == ["highest"] * 8
@@ -58,17 +51,12 @@ def test_stages_compute_in_full_float32(precision, monkeypatch):
 def test_what_further_passes_see_is_computed_in_full_float32(
     precision, monkeypatch, recipe, module, product
 ):
-    stock, seen = getattr(module, product), set()
-
-    def watched(*args, **options):
-        seen.add(torch.get_float32_matmul_precision())
-        return stock(*args, **options)
-
-    monkeypatch.setattr(module, product, watched)
+    seen = []
+    monkeypatch.setattr(module, product, watched(getattr(module, product), seen))
     precision("high")
     prompt = gracekv.Prompt.from_ids(torch.arange(90), (4, 80))
     gracekv.compress(tiny_llama(), prompt, ratio=2, pipeline=recipe)
-    assert seen == {"highest"}
+    assert set(seen) == {"highest"}
 
 
 def test_settings_by_backend_are_kept_too():
@@ -83,4 +71,4 @@ assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 """
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip("this torch has no settings by backend")
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh_python("-c", code)
