@@ -1,20 +1,20 @@
 """The captured rotation is the model's own, and its inverse restores the unrotated keys."""
 
 import sys
-import warnings
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.errors import LengthWarning
 from gracekv.hf.capture import capture
 from gracekv.prefill.options import CaptureOptions
 from gracekv.testing.models import tiny_model
 from support.prompts import random_prompt
 
-LENGTH = 70
+pytestmark = pytest.mark.filterwarnings("ignore::gracekv.errors.LengthWarning")
+
+LENGTH, BEYOND = 70, CaptureOptions(beyond_positions=True)
 
 VARIANTS = [
     *[{"family": "llama", "rope": rope} for rope in ("default", "linear", "llama3")],
@@ -43,36 +43,24 @@ def captured(model, prompt):
 
     module.apply_rotary_pos_emb = listening
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LengthWarning)
-            options = CaptureOptions(beyond_positions=True)
-            return capture(model, prompt, options=options), before, own
+        return capture(model, prompt, options=BEYOND), before, own
     finally:
         module.apply_rotary_pos_emb = own
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@settings(max_examples=4)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**32 - 1), dim=st.sampled_from([16, 32, 64]))
-def test_unrotating_a_captured_key_gives_the_key_before_rotation(variant, seed, dim):
+def test_a_captured_key_is_unrotated_and_rotated_on_as_the_model_would(variant, seed, dim):
     model = tiny_model(**variant, dim=dim, seed=seed)
-    prefill, before, _ = captured(model, random_prompt(seed=seed))
-
+    prefill, before, own = captured(model, random_prompt(seed=seed))
+    assert prefill.rope.cos.shape == (LENGTH, round(dim * variant.get("partial", 1.0)))
+    # As in merging: the mean of unrotated keys, rotated to its node's position.
+    moved = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(seed))
+    cos, sin = prefill.rope.cos[moved][None], prefill.rope.sin[moved][None]
     for key, plain in zip(prefill.keys, before, strict=True):
         unrotated = prefill.rope.unrotate(key, torch.arange(LENGTH))
         torch.testing.assert_close(unrotated, plain, rtol=0, atol=1e-5)
-    assert prefill.rope.cos.shape == (LENGTH, round(dim * variant.get("partial", 1.0)))
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@settings(max_examples=4)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_a_key_moved_to_another_position_is_rotated_as_the_model_would(variant, seed):
-    """As in merging: the mean of unrotated keys, rotated to its node's position."""
-    prefill, before, own = captured(tiny_model(**variant, seed=seed), random_prompt(seed=seed))
-    moved = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(seed))
-    cos, sin = prefill.rope.cos[moved][None], prefill.rope.sin[moved][None]
-    for plain in before:
         _, want = own(plain[None], plain[None], cos, sin)
         torch.testing.assert_close(prefill.rope.rotate(plain, moved), want[0], rtol=0, atol=1e-6)
 
