@@ -1,7 +1,6 @@
 """RoPE kinds, windows and sizes of heads: capture and decoding against the stock model."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -14,6 +13,9 @@ from support.dense import dense_logits
 from support.families import FAMILIES
 from support.greedy_decoding import greedy, heavier
 from support.margins import assert_same_steps
+
+# Other tests cover its warnings.
+pytestmark = pytest.mark.filterwarnings("ignore::gracekv.errors.LengthWarning")
 
 LENGTH = 150
 IDS = torch.randint(0, 97, (LENGTH,), generator=torch.Generator().manual_seed(0))
@@ -54,37 +56,26 @@ def make(case, **options):
     return tiny_model(**({"seed": 3} | CASES[case] | options))
 
 
-def compress(model, ratio):
-    with warnings.catch_warnings():
-        # Other tests cover its warnings.
-        warnings.simplefilter("ignore", LengthWarning)
-        return gracekv.compress(model, PROMPT, ratio=ratio)
-
-
-def generated(model, cache=None, tokens=10):
-    return greedy(model, IDS, cache, tokens)
-
-
 @pytest.mark.parametrize("case", VARIANTS)
 def test_ratio_one_generates_what_the_stock_model_does(case):
-    expected, expected_logits = generated(make(case))
+    expected, expected_logits = greedy(make(case), IDS, tokens=10)
 
-    result = compress(make(case), 1)
-    ids, logits = generated(result.model, result.new_cache())
+    result = gracekv.compress(make(case), PROMPT, ratio=1)
+    ids, logits = greedy(result.model, IDS, result.new_cache(), 10)
 
     assert_same_steps(ids, logits, expected, expected_logits, margin=3e-4)
 
 
 @pytest.mark.parametrize("case", VARIANTS)
 def test_ratio_four_decodes_like_dense_masked_attention(case):
-    result = compress(make(case), 4)
+    result = gracekv.compress(make(case), PROMPT, ratio=4)
     packed = heavier(result.packed)
     entries = packed.entries()
     assert int(entries.sum()) < 0.45 * entries.numel() * LENGTH
     # Before decoding: dynamic RoPE remembers the longest sequence it has seen.
     fresh = copy.deepcopy(result.model)
 
-    ids, logits = generated(result.model, GraceCache(packed))
+    ids, logits = greedy(result.model, IDS, GraceCache(packed), 10)
 
     tokens = torch.cat([IDS[-1:], ids[:-1]])
     want = dense_logits(copy.deepcopy(fresh), packed, tokens)
@@ -98,11 +89,11 @@ def test_ratio_four_decodes_like_dense_masked_attention(case):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.025), (torch.float16, 0.0025)])
 @pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma"])
 def test_half_precision_decodes_like_dense_masked_attention(case, dtype, tolerance):
-    result = compress(make(case, dtype=dtype), 4)
+    result = gracekv.compress(make(case, dtype=dtype), PROMPT, ratio=4)
     packed = heavier(result.packed)
     assert {layer.keys.dtype for layer in packed.layers} == {dtype}
 
-    ids, logits = generated(result.model, GraceCache(packed), 8)
+    ids, logits = greedy(result.model, IDS, GraceCache(packed), 8)
 
     want = dense_logits(result.model, packed, torch.cat([IDS[-1:], ids[:-1]]))
     assert float((logits - want).norm() / want.norm()) < tolerance
@@ -110,12 +101,12 @@ def test_half_precision_decodes_like_dense_masked_attention(case, dtype, toleran
 
 def test_a_continuation_past_the_window_is_refused():
     """Up to the window it works; past it, neither way of generating gives wrong tokens silently."""
-    result = compress(make("mistral", window=155), 2)
+    result = gracekv.compress(make("mistral", window=155), PROMPT, ratio=2)
     assert result.generate_ids(6).shape == (1, 6)
     with pytest.raises(CacheError, match="Generate at most 6 tokens"):
         result.generate_ids(7)
     with pytest.raises(CacheError, match="grown to 156 tokens"):
-        generated(result.model, result.new_cache(), 7)
+        greedy(result.model, IDS, result.new_cache(), 7)
 
 
 @pytest.mark.parametrize("kind", ["phi3 longrope", "phi3 default", "llama longrope"])
@@ -125,7 +116,8 @@ def test_a_continuation_past_the_rope_switch_is_refused(kind):
     model = tiny_model(family, rope=rope, positions=155, original=155)
     with pytest.warns(LengthWarning, match="can continue this prompt for 6 tokens"):
         result = gracekv.compress(model, PROMPT, ratio=2)
-    assert torch.equal(result.generate_ids(6)[0], generated(result.model, result.new_cache(), 6)[0])
+    by_hand, _ = greedy(model, IDS, result.new_cache(), 6)
+    assert torch.equal(result.generate_ids(6)[0], by_hand)
     with pytest.raises(CacheError, match="drops the cache"):
         result.generate_ids(7)
     inside = {"custom_generate": gracekv.generate, "ratio": 2, "max_new_tokens": 7}
@@ -133,4 +125,4 @@ def test_a_continuation_past_the_rope_switch_is_refused(kind):
         model.generate(PROMPT.ids[None], **inside)
     if family == "llama":  # transformers drops the cache of a Phi-3 alone
         with pytest.raises(CacheError, match="grown to 156 tokens, past 155"):
-            generated(result.model, result.new_cache(), 7)
+            greedy(result.model, IDS, result.new_cache(), 7)

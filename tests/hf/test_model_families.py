@@ -31,10 +31,6 @@ SHORTER = gracekv.Prompt.from_ids(IDS[7:67], (3, 50), question_end=56)
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def generated(model, cache=None, tokens=8):
-    return greedy(model, IDS, cache, tokens)
-
-
 def test_the_list_is_that_of_the_check():
     assert set(FAMILIES) == TESTED_MODEL_TYPES
 
@@ -134,9 +130,9 @@ def test_keys_without_their_rotation_are_those_of_the_model(family):
 
 @every_family
 def test_ratio_one_generates_what_the_stock_model_does(family):
-    expected, expected_logits = generated(FAMILIES[family].model())
+    expected, expected_logits = greedy(FAMILIES[family].model(), IDS, tokens=8)
     result = gracekv.compress(FAMILIES[family].model(), PROMPT, ratio=1)
-    ids, logits = generated(result.model, result.new_cache())
+    ids, logits = greedy(result.model, IDS, result.new_cache(), 8)
     assert_same_steps(ids, logits, expected, expected_logits, margin=3e-4)
 
 
@@ -153,7 +149,7 @@ def test_a_quarter_of_the_entries_decodes_like_dense_masked_attention(family):
         assert set(kept.other_bytes) == (kinds if mixed else set())
     packed = heavier(result.packed)
 
-    ids, logits = generated(model, GraceCache(packed))
+    ids, logits = greedy(model, IDS, GraceCache(packed), 8)
 
     want = dense_logits(model, packed, torch.cat([IDS[-1:], ids[:-1]]))
     torch.testing.assert_close(logits.double(), want, rtol=0, atol=3e-4)

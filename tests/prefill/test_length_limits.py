@@ -1,6 +1,5 @@
 """The longest prompts and continuations: limits from the model's configuration, and messages."""
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -104,14 +103,13 @@ def test_lengths_that_are_warned_about(name, length, message):
             supported.check_prompt_length(MODELS[name], length)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("name", "length"), [
     ("llama", 4096), ("llama yarn", 16384), ("llama dynamic", 4096), ("mistral", 1000),
     ("qwen2 full", 4096), ("phi3 longrope", 1000), ("phi3 longrope", 4000),
 ])  # fmt: skip
 def test_usual_lengths_pass_silently(name, length):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        supported.check_prompt_length(MODELS[name], length)
+    supported.check_prompt_length(MODELS[name], length)
 
 
 def test_a_window_that_does_not_cover_the_prompt_is_refused():

@@ -1,7 +1,5 @@
 """Attention of a chunk in one call without a mask, against a masked one."""
 
-import warnings
-
 import pytest
 import torch
 from hypothesis import given
@@ -41,14 +39,13 @@ def test_the_last_tokens_attend_to_all_up_to_their_own(seed, groups, shared, row
     torch.testing.assert_close(output.double(), expected(*given, 0.3), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.filterwarnings("error")
 def test_what_flash_attention_does_not_take_goes_to_another_kernel(monkeypatch):
     given = states(0, dtype=torch.float32)
     with pytest.warns(SlowAttentionWarning, match="without FlashAttention"):
         assert causal_attention(*given, scale=0.3) is None  # no such kernel on a CPU
     monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda params: True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # given once
-        output = causal_attention(*given, scale=0.3)
+    output = causal_attention(*given, scale=0.3)  # warns once
     torch.testing.assert_close(output.double(), expected(*given, 0.3), rtol=1e-4, atol=1e-5)
 
 
