@@ -4,20 +4,12 @@ from support.covering import LONG
 from support.fuzzing import Tally, write_line
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    if report.when == "call":
-        item.passed = report.passed
-    return report
-
-
 @pytest.fixture
 def tally(request, capsys):
     """A `Tally` that is printed when the test ends, and recorded if the test passed."""
-    tally = Tally(request.node.name)
+    tally, failed = Tally(request.node.name), request.session.testsfailed
     yield tally
     with capsys.disabled():
         print(f"\n{tally.name}: {tally.counts()}; slowest {tally.slowest:.2f} s")
-    if LONG and getattr(request.node, "passed", False):
+    if LONG and request.session.testsfailed == failed:
         write_line(tally)

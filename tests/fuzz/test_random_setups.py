@@ -1,6 +1,6 @@
 """Random setups of a process and its model: answers equal the stock model's, and repeat."""
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from random import Random
 
 import torch
@@ -31,15 +31,6 @@ CHOICES = {
 MARGIN = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.25}
 
 
-@contextmanager
-def default_dtype(dtype):
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def last_logits(model, ids, **options):
     return model(ids[None], **options).logits[0, -1].detach()
 
@@ -54,7 +45,8 @@ def check(recipe, weights, autocast, default, attention, mode, compiled, chunk, 
     computes = autocast if autocast and weights != torch.float64 else weights
     options = gracekv.CaptureOptions(chunk=chunk, stream=stream)
     with ExitStack() as setup:
-        setup.enter_context(default_dtype(default))
+        setup.callback(torch.set_default_dtype, torch.float32)
+        torch.set_default_dtype(default)
         if autocast is not None:
             setup.enter_context(torch.autocast("cpu", dtype=autocast))
         setup.enter_context(getattr(torch, mode)())
