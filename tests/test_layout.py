@@ -64,16 +64,10 @@ def test_every_concrete_strategy_is_registered():
 
 
 @pytest.mark.parametrize(("stage", "name"), EVERY)
-def test_is_a_frozen_final_dataclass_with_a_line_for_users(stage, name):
+def test_is_final_and_has_a_short_line_for_users(stage, name):
     cls = REGISTRIES[stage].get(name)
-    assert dataclasses.is_dataclass(cls)
-    assert cls.__dataclass_params__.frozen
     assert [base for base in cls.__mro__ if vars(base).get("__final__")] == [cls]
-    line = cls.summary()
-    assert line.endswith(".")
-    assert len(line) <= 100
-    # A dataclass without a docstring shows its signature instead.
-    assert not line.startswith(f"{cls.__name__}(")
+    assert len(cls.summary()) <= 100
 
 
 def outside(bounds):

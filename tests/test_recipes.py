@@ -1,7 +1,6 @@
 """Named pipelines: plain data, the paper's recipe, the default, labels."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from gracekv.testing.models import tiny_llama
 
 
 @pytest.mark.parametrize("recipe", recipes.names())
-def test_recipes_are_plain_data_and_label_their_pipelines(recipe: str) -> None:
+def test_recipes_are_described_and_label_their_pipelines(recipe: str) -> None:
     pipeline = Pipeline.named(recipe)
-    assert Pipeline.from_dict(json.loads(json.dumps(pipeline.to_dict()))) == pipeline
     assert recipes.describe(recipe)
     assert recipes.label(pipeline) == recipe
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from gracekv.undo import full_float32, hooked, undone
+from gracekv.undo import full_float32, undone
 from support.interrupts import executed_lines, interrupted
 
 
@@ -33,14 +33,6 @@ def test_a_call_that_was_interrupted_is_made_again():
     with pytest.raises(KeyboardInterrupt), undone(undo):
         pass
     assert state == {"a": 0, "b": 0}
-
-
-def test_hooks_go():
-    module = torch.nn.Identity()
-    with hooked() as hooks:
-        hooks.append(module.register_forward_hook(lambda *_: None))
-        assert module._forward_hooks
-    assert not module._forward_hooks
 
 
 def returned(action, *args):

@@ -7,14 +7,11 @@ from hypothesis import strategies as st
 
 from gracekv.allocate import (
     ALLOCATORS,
-    QUOTAS,
     BudgetPlan,
     ExactDP,
     Frontier,
-    Global,
     Greedy,
     Lagrangian,
-    PerHead,
     Singleton,
     upper_bound,
 )
@@ -144,13 +141,6 @@ def test_check_frontier_sees_broken_frontiers():
             check_frontier(broken)
     with pytest.raises(AssertionError, match="quotas"):
         check_frontier(good, good.entries_per_head() - 1)
-
-
-def test_quotas():
-    plan, tokens = BudgetPlan(2, 3, 100, 250, recent=10), torch.ones(2, 3, 90)
-    assert Global()(tokens, plan) is None
-    assert PerHead()(tokens, plan).tolist() == [[31] * 3] * 2
-    assert {"global", "per_head"} <= set(QUOTAS)
 
 
 def test_bad_starts_and_forests_are_refused():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from gracekv.allocate import FLOORS, BudgetPlan, Frontier, NoFloor, Singleton
+from gracekv.allocate import BudgetPlan, NoFloor, Singleton
 from gracekv.allocate.reference import floor_candidates, realize_floor
 from gracekv.errors import ShapeError
 from gracekv.testing.selections import check_frontier, random_forest
@@ -95,15 +95,3 @@ def test_candidates_of_another_forest_are_refused():
     plan = BudgetPlan(2, 2, 30, 17, 0)
     with pytest.raises(ShapeError, match="one plan"):
         Singleton().realize(random_forest(1), torch.ones(2, 2, 999), plan, None)
-
-
-@pytest.mark.parametrize("name", list(FLOORS))
-def test_every_floor_builds_and_returns_a_frontier_on_the_base_budget(name):
-    forest = random_forest(2)
-    count = int(forest.end.max() - forest.start.min())
-    plan, floor = BudgetPlan(2, 2, count, 25, 0), FLOORS.build(name)
-    relevance = draw_relevance(2, 2, count, 0, ties=False)
-    frontier = floor.realize(forest, floor.candidates(relevance, plan), plan, None)
-    assert isinstance(frontier, Frontier)
-    assert frontier.budget == 25
-    check_frontier(frontier)

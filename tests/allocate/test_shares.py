@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.allocate import AdaptiveHeads, Budget, BudgetPlan, Density, PerHead, Pyramid
+from gracekv.allocate import AdaptiveHeads, Budget, BudgetPlan, Density, Global, PerHead, Pyramid
 from gracekv.allocate.adaptive_heads import winners
 from gracekv.allocate.density import proportional
 from gracekv.allocate.plan import equal_shares, largest_remainder
@@ -66,6 +66,7 @@ def test_equal_shares_spend_everything_and_favour_the_first(layers, heads, recen
     tokens = torch.zeros(layers, heads, 500 - recent)
     assert torch.equal(PerHead(remainder=True)(tokens, plan), shares)
     assert PerHead()(tokens, plan).eq(base // units).all()
+    assert Global()(tokens, plan) is None
 
 
 @given(

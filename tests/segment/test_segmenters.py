@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.prefill import Region
-from gracekv.segment import SEGMENTERS, Partition, Tokens, Uniform
+from gracekv.segment import SEGMENTERS, Partition, Uniform
 from gracekv.testing import contracts, synthetic_prefill
 from gracekv.testing.selections import check_partition
 
@@ -29,10 +29,6 @@ def test_covers_the_region_and_repeats_itself(name, context, recent, seed):
 def test_the_contract_check_bites(bounds, curvature, message):
     with pytest.raises(AssertionError, match=message):
         check_partition(Partition(torch.tensor(bounds), curvature), Region(5, 20), 30)
-
-
-def test_gives_every_token_a_slot():
-    assert Tokens()(synthetic_prefill(), Region(4, 8)).bounds.tolist() == [4, 5, 6, 7, 8]
 
 
 PREFILL = synthetic_prefill()
