@@ -34,14 +34,11 @@ PREFILLS = st.builds(
 )  # fmt: skip
 
 
-def selecting(name: str) -> Pipeline:
-    """The rival without its fit, since fitted entries differ from the captured ones."""
-    return dataclasses.replace(Pipeline.named(name), fit=NoFit())
-
-
 def run_of(name: str, prefill: Prefill, ratio: float):
+    """The rival's run without its fit, since fitted entries differ from the captured ones."""
+    pipeline = dataclasses.replace(Pipeline.named(name), fit=NoFit())
     try:
-        return selecting(name).run(prefill, Budget.ratio(ratio))
+        return pipeline.run(prefill, Budget.ratio(ratio))
     except BudgetError:
         assert ratio > prefill.spans.context_length / 4 - 1
         return None
