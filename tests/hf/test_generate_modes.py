@@ -22,6 +22,7 @@ import gracekv
 from gracekv.errors import CacheError
 from gracekv.hf import attach, detach
 from gracekv.testing.models import tiny_llama
+from support.byte_tokenizer import byte_tokenizer
 from support.forward_passes import fed_shapes
 from support.greedy_decoding import plain_answer
 from support.margins import assert_same_tokens, logits_over
@@ -40,15 +41,9 @@ def assistant():
 @pytest.fixture(scope="module")
 def tokenizer():
     """One token per printable character."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     characters = ["\u0120", *map(chr, range(33, 127))]  # A byte-level space, and the rest.
-    words = {word: number for number, word in enumerate(["<unk>", "<pad>", *characters])}
-    inner = Tokenizer(models.BPE(words, [], unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", pad_token="<pad>")
+    special = {"unk_token": "<unk>", "pad_token": "<pad>"}
+    return byte_tokenizer([*special.values(), *characters], **special)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 """Token texts concatenate to the prompt, with any tokenizer."""
 
 import pytest
-import transformers
 
 from gracekv import Prompt
 from gracekv.report.data import token_texts
+from support.byte_tokenizer import byte_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -14,15 +14,8 @@ TEXT = "Caf\u00e9 🙂\n\n<script>alert(1)</script> \u05d0\u05d1 end."
 @pytest.fixture(scope="module")
 def by_bytes():
     """A fast tokenizer with one token per byte, so that characters are split."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate(letters)}
-    vocabulary["<s>"] = len(vocabulary)
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    return byte_tokenizer([*letters, "<s>"], bos_token="<s>")
 
 
 def test_texts_are_cut_from_the_prompt(by_bytes):
