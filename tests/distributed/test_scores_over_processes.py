@@ -1,7 +1,5 @@
 """Scores and sensitivities of some heads equal those of one process that holds all heads."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from gracekv.segment.curvature import BlockInput
 from gracekv.segment.surprisal import Surprisal
 from gracekv.testing.prefills import synthetic_prefill
 from gracekv.value import SCORERS, SENSITIVITIES, Replay
-from support.thread_exchange import in_threads
+from support.thread_exchange import in_threads, part_of
 
 PREFILL = synthetic_prefill(kv_heads=4)
 REGION = PREFILL.spans.region(4)
@@ -23,15 +21,11 @@ CASES["replay"] = {"max_queries": 16}
 
 def part(shard):
     """The capture of one process."""
-    own = {
-        name: tuple(shard.own_heads(x, 0) for x in getattr(PREFILL, name))
-        for name in ("keys", "values", "queries")
-    }
     observed = {
         x: seen if isinstance(x, BlockInput | Surprisal) else shard.own_heads(seen, 1)
         for x, seen in PREFILL.observed.items()
     }
-    return dataclasses.replace(PREFILL, shard=shard, observed=observed, **own)
+    return part_of(PREFILL, shard, observed)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

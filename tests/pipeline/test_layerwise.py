@@ -21,7 +21,7 @@ from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
 from gracekv.value import Scorer
 from support.draws import bools, ints, some
-from support.thread_exchange import in_threads
+from support.thread_exchange import in_threads, part_of
 
 # Local to this file, so that no other test finds them.
 OWN: Registry[Scorer] = Registry("own", "scores for tests")
@@ -117,12 +117,7 @@ def test_processes_make_one_cut(ranks, levels):
     want = pipeline.run(prefill, Budget.ratio(4))
 
     def one(shard):
-        own = {
-            name: tuple(shard.own_heads(x, 0) for x in getattr(prefill, name))
-            for name in ("keys", "values", "queries")
-        }
-        mine = dataclasses.replace(prefill, shard=shard, observed={}, **own)
-        return layerwise(pipeline, mine, Budget.ratio(4))
+        return layerwise(pipeline, part_of(prefill, shard, observed={}), Budget.ratio(4))
 
     for rank, run in enumerate(in_threads(ranks, one)):
         each = 4 // ranks

@@ -1,5 +1,6 @@
 """Processes that share a model, simulated by threads of one process."""
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
 
@@ -40,6 +41,13 @@ def connected(ranks):
     posts, changed = [[] for _ in range(ranks)], Condition()
     exchanges = (_ThreadExchange(posts, changed, rank) for rank in range(ranks))
     return [HeadShard(rank, ranks, exchange) for rank, exchange in enumerate(exchanges)]
+
+
+def part_of(prefill, shard, observed):
+    """The capture of one process, which has observed `observed`."""
+    names = ("keys", "values", "queries")
+    own = {x: tuple(shard.own_heads(y, 0) for y in getattr(prefill, x)) for x in names}
+    return dataclasses.replace(prefill, shard=shard, observed=observed, **own)
 
 
 def in_threads(ranks, run):
