@@ -14,7 +14,7 @@ from gracekv.prefill.chat_text import turn_change
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
 from support.chapter import CHAPTER
-from support.margins import LOGITS, assert_same_tokens
+from support.margins import LOGITS, assert_same_tokens, logits_over
 
 QUESTION, PREFIX = 20, 3
 ARGUMENTS = {"ratio": 4, "question_tokens": QUESTION, "prefix_tokens": PREFIX, "device": "cpu"}
@@ -134,19 +134,7 @@ def test_rows_of_a_batch_have_their_own_contexts(folder, own):
     assert torch.equal(got[:, :length], context)
     for row, text in zip(got[:, length:], texts, strict=True):
         one = gracekv.compress(own.model, prompt_of(own, text), ratio=4)
-        assert_same_tokens(row, one.generate_ids(6)[0], continued(one))
-
-
-def continued(result):
-    """The next token's logits after new tokens; the whole question is fed first."""
-
-    @torch.no_grad()
-    def logits(tokens):
-        cache = result.new_cache()
-        fed = torch.cat([result.prompt.ids[cache.packed_length :], tokens])
-        return result.model(fed[None], past_key_values=cache).logits[0, -1]
-
-    return logits
+        assert_same_tokens(row, one.generate_ids(6)[0], logits_over(one))
 
 
 @pytest.fixture

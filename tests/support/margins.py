@@ -124,9 +124,10 @@ def logits_over(result: Any, said: Tensor | None = None) -> Callable[[Tensor], T
 
     @torch.no_grad()
     def logits(tokens: Tensor) -> Tensor:
-        before = [result.prompt.ids[-1:], *([] if said is None else [said]), tokens]
-        fed = torch.cat(before)[None].to(result.model.device)
-        return result.model(fed, past_key_values=result.new_cache()).logits[0, -1]
+        cache = result.new_cache()
+        unread = result.prompt.ids[cache.packed_length :]
+        fed = torch.cat([unread, *([] if said is None else [said]), tokens])
+        return result.model(fed[None].to(result.model.device), past_key_values=cache).logits[0, -1]
 
     return logits
 
