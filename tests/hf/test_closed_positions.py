@@ -8,17 +8,11 @@ from gracekv import Limit
 from gracekv.errors import CacheError, PromptError
 from gracekv.prefill.model_layers import rotations_up_to
 from gracekv.testing.models import tiny_model, tiny_tokenizer
+from support.static_tails import steps
 
 IDS = torch.arange(60) * 13 % 97
 PROMPT = gracekv.Prompt.from_ids(IDS, (4, 50))
 SIZES = {"entries_per_head": 80, "every": 16, "window": 8}
-
-
-@torch.no_grad()
-def fed(model, cache, ids):
-    for token in ids:
-        logits = model(input_ids=token[None, None], past_key_values=cache).logits[0, -1]
-    return logits
 
 
 @pytest.mark.parametrize(("family", "options"), [
@@ -33,7 +27,7 @@ def test_closed_keys_are_those_of_the_closed_positions(family, options):
     cache._known = known
     tokens = torch.arange(200) * 7 % 97
     for each in (plain, cache):
-        fed(model, each, tokens)
+        steps(model, each, tokens[None])
     layer, full = cache.grace_layers[0], plain.grace_layers[0]
     entries, places, now = layer.packed.entries, cache._places[0], cache.packed_length
     assert bool((places > entries.positions).any())
@@ -56,7 +50,8 @@ def test_within_the_positions_nothing_changes():
     model = tiny_model(positions=4096)
     book = gracekv.compress(model, PROMPT, ratio=2)
     caches = [book.new_cache(Limit(**SIZES, positions=x)) for x in ("counted", "closed")]
-    assert torch.equal(*(fed(model, cache, torch.arange(200) * 7 % 97) for cache in caches))
+    tokens = torch.arange(200)[None] * 7 % 97
+    assert torch.equal(*(steps(model, cache, tokens) for cache in caches))
 
 
 def test_a_conversation_goes_on_beyond_the_models_positions():

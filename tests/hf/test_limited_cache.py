@@ -16,6 +16,7 @@ from gracekv.testing.models import tiny_model
 from support.covering import cases
 from support.families import FAMILIES
 from support.margins import assert_same_tokens
+from support.static_tails import steps
 from support.stored_bytes import stored_bytes
 
 MODEL = {"positions": 16384}
@@ -165,9 +166,7 @@ def test_after_a_cut_the_model_sees_what_a_mask_leaves(rope):
     result = gracekv.compress(model, PROMPT, ratio=1)
     cache = result.new_cache(Limit(entries_per_head=70, every=12, window=4, strategy="recent"))
     ids = torch.cat([IDS, torch.arange(34) * 7 % 97])
-    with torch.no_grad():
-        for token in ids[59:]:
-            logits = model(input_ids=token[None, None], past_key_values=cache).logits[0]
+    logits = steps(model, cache, ids[None, 59:])[-1]
     kept = {int(x) for layer in cache.packed.layers for x in layer.positions}
     tail = cache.grace_layers[0].tail_length
     dropped = set(range(len(ids) - tail)) - kept
@@ -178,13 +177,10 @@ def test_after_a_cut_the_model_sees_what_a_mask_leaves(rope):
     torch.testing.assert_close(logits[-1], want[-1], rtol=1e-3, atol=1e-4)
 
 
-@torch.no_grad()
 def logits_under(result, limit, tokens):
     """The next token's logits [V] after new tokens, fed one by one under a limit."""
-    cache = result.new_cache(limit)
-    for token in torch.cat([result.prompt.ids[-1:], tokens]):
-        logits = result.model(input_ids=token[None, None], past_key_values=cache).logits
-    return logits[0, -1]
+    fed = torch.cat([result.prompt.ids[-1:], tokens])
+    return steps(result.model, result.new_cache(limit), fed[None])[-1, 0]
 
 
 @pytest.mark.parametrize(("other", "budget", "keep_prompt", "new"), [

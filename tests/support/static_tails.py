@@ -21,7 +21,7 @@ def steps(model, cache, ids):
 
 def yield_room(cache):
     """A tail twice as long if the static one is full."""
-    layer = cache.layers[0]
+    layer = cache.grace_layers[0]
     if layer.length is not None and layer.tail_length == layer.capacity:
         return cache.with_static_tail(2 * layer.capacity)
     return cache
