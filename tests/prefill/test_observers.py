@@ -8,12 +8,17 @@ import torch
 
 import gracekv.pipeline.composition  # noqa: F401  (imports every strategy)
 from gracekv.errors import MissingCaptureError, NonFiniteError, ObserverError, ShapeError
+from gracekv.hf.capture import capture, run_capture
 from gracekv.prefill import LayerObserver, Needs, Observer
 from gracekv.prefill.observations import Observations, check_observers
 from gracekv.prefill.observer import TokenRun
+from gracekv.prefill.options import DEFAULTS
+from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.spans import Past
 from gracekv.segment.curvature import BlockInput
 from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import check_observer, synthetic_prefill
+from gracekv.testing.models import tiny_llama
 from gracekv.value.block_replay import BlockReplaySums
 from gracekv.value.column_sums import ReceivedAttention
 from gracekv.value.critical import WrittenNorms
@@ -22,6 +27,7 @@ from gracekv.value.expected_attention import QueryMoments
 from gracekv.value.kvzip_two_pass import Reconstruction
 from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
 from gracekv.value.repeated_attention import RepeatedQueries
+from support.families import FAMILIES
 from support.observers import HeadOutputs
 
 OURS = [
@@ -125,13 +131,6 @@ def test_a_driver_refuses_what_it_cannot_give_by_name():
 
 
 def test_the_model_does_not_run_for_what_is_refused():
-    pytest.importorskip("transformers")
-    from gracekv.hf.capture import capture, run_capture
-    from gracekv.prefill.options import DEFAULTS
-    from gracekv.prefill.prompt import Prompt
-    from gracekv.prefill.spans import Past
-    from support.families import FAMILIES
-
     model = FAMILIES["gemma2"].model()
     prompt = Prompt.from_ids(torch.arange(1, 60), (2, 50))
     model.register_forward_pre_hook(lambda *_: pytest.fail("The model runs."))
@@ -142,11 +141,6 @@ def test_the_model_does_not_run_for_what_is_refused():
 
 
 def test_wrong_shapes_and_nan_are_named_by_the_capture():
-    pytest.importorskip("transformers")
-    from gracekv.hf.capture import capture
-    from gracekv.prefill.prompt import Prompt
-    from gracekv.testing.models import tiny_llama
-
     model, prompt = tiny_llama(), Prompt.from_ids(torch.arange(60), (2, 50))
     with pytest.raises(ShapeError, match=r"Sums\(fault='shape'\) must .* \[2, 60\] .* \[2, 59\]"):
         capture(model, prompt, Needs.observed(Sums("shape")))

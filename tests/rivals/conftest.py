@@ -2,6 +2,7 @@
 
 import pytest
 
+from support import kvpress_cases
 from support.skips import needs_smollm2
 
 
@@ -10,7 +11,4 @@ from support.skips import needs_smollm2
     params=["tiny", pytest.param("smollm2", marks=[pytest.mark.model, needs_smollm2])],
 )
 def case(request):
-    pytest.importorskip("transformers")
-    from support import kvpress_cases
-
     return getattr(kvpress_cases, request.param)()
