@@ -3,17 +3,16 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.allocate import Frontier, Selection
 from gracekv.cache import EvictPacker, PrototypePacker
 from gracekv.tree import REFINERS, PrototypeRule, Unit, build_forest
-from support.draws import ints, some
+from support.draws import bools, ints, some
 from support.trees import random_frontier, tree_context
 
 
 @settings(max_examples=20)
-@given(seed=ints(0, 10_000), refiner=some(["binary", "leaf_only", "two_level"]), tied=st.booleans())
+@given(seed=ints(0, 10_000), refiner=some(["binary", "leaf_only", "two_level"]), tied=bools())
 def test_every_entry_is_an_original_token(seed, refiner, tied):
     context = tree_context(seed)
     frontier = random_frontier(build_forest(context, Unit(), REFINERS.build(refiner)), seed)

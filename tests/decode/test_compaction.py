@@ -4,11 +4,10 @@ import itertools
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 import gracekv
 from gracekv.errors import ConfigError
-from support.draws import ints, lists, some
+from support.draws import ints, lists, some, tuples
 
 TURNS = [("user", 40), ("assistant", 100), ("user", 50), ("assistant", 10)]
 
@@ -57,7 +56,7 @@ def test_short_runs_stay_whole():
 
 
 @given(
-    tail=lists(st.tuples(some(["user", "assistant"]), ints(1, 200))), recent=ints(0, 5),
+    tail=lists(tuples(some(["user", "assistant"]), ints(1, 200))), recent=ints(0, 5),
     keep=some([(), ("user",), ("assistant", 2), (0, 1)]),
 )  # fmt: skip
 def test_runs_hold_older_messages_once_and_in_order(tail, recent, keep):

@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from gracekv.decode import Attention, Fitted, reference
 from gracekv.decode.cut import packed_entries
 from gracekv.fit.values_and_mass import LEAST, MOST
-from support.draws import ints, some
+from support.draws import bools, ints, some
 from support.held_layers import held_layer
 
 TRUST, MASS_TRUST, TRUST_READ = 0.1, 0.2, 0.3
@@ -60,7 +59,7 @@ def test_scores_are_what_is_read_or_remembered(seed, memory, norm):
 
 
 @pytest.mark.parametrize("queries", [3, 12])
-@given(seed=ints(0, 2**20), softcap=some([None, 3.0]), sinks=st.booleans())
+@given(seed=ints(0, 2**20), softcap=some([None, 3.0]), sinks=bools())
 def test_fitted_entries_are_those_of_plain_least_squares(queries, seed, softcap, sinks):
     held = held_layer(seed, queries=queries, packed=(12, 7), softcap=softcap, sinks=sinks)
     rng = torch.Generator().manual_seed(seed)

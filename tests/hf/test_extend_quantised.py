@@ -3,7 +3,6 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import gracekv
 from gracekv import Prompt
@@ -11,7 +10,7 @@ from gracekv.cache import dequantised
 from gracekv.hf import GraceCache
 from gracekv.pipeline import Pipeline
 from gracekv.testing.models import tiny_llama
-from support.draws import floats, ints, lists, some
+from support.draws import floats, ints, lists, some, tuples
 from support.quantised_layers import CODED
 
 IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))
@@ -67,7 +66,7 @@ def test_codes_stay_and_budgets_are_in_bytes(name, tail, dtype):
 @given(
     name=some(sorted(CODED)), backend=some(["auto", "numba", "sdpa", "eager"]),
     first=ints(20, END), tokens=some([1, 6]),
-    passages=lists(st.tuples(ints(1, 60), floats(1, 4)), min_size=1, max_size=3),
+    passages=lists(tuples(ints(1, 60), floats(1, 4)), min_size=1, max_size=3),
 )  # fmt: skip
 def test_decoding_reads_what_the_codes_say(model, name, backend, first, passages, tokens):
     prompt = Prompt.from_ids(IDS[: first + TAIL], context=(START, first), question_end=first)

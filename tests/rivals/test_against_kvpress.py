@@ -5,13 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from gracekv.allocate import BudgetPlan, Pyramid
 from gracekv.prefill import Region
 from gracekv.registry import Registry
 from gracekv.value import ColumnSums, Scorer, WindowAttention
-from support.draws import ints, some
+from support.draws import floats, ints, some
 from support.kvpress_cases import RATIOS, WINDOW, assert_same_kept, exactly, ours, theirs
 
 
@@ -99,7 +98,7 @@ def test_column_sums_over_their_queries_are_observed_attention(case, kvpress_mod
         assert ours(case, "h2o", n, window=0)[0] != want
 
 
-@given(layers=some([2, 7, 28, 30, 32, 80]), length=ints(200, 20_000), share=st.floats(0.02, 0.95))
+@given(layers=some([2, 7, 28, 30, 32, 80]), length=ints(200, 20_000), share=floats(0.02, 0.95))
 def test_pyramid_layer_budgets(kvpress_module, layers, length, share):
     entries = max(21, int(share * length))  # below 20 the press makes all layers equal
     press = kvpress_module("presses.pyramidkv_press").PyramidKVPress(window_size=1)

@@ -5,14 +5,13 @@ import dataclasses
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels.rope import Rope
 from gracekv.tree import IntervalCosts, Nodes, Prototype, PrototypeRule
 from gracekv.tree.engines.reference import ReferenceDistortion
 from support.covering import LONG
-from support.draws import SEEDS, ints
+from support.draws import SEEDS, ints, lists
 from support.interval_costs import assert_same_costs, evaluator_of, some_nodes
 from support.trees import assert_same_growth, in_slots, tree_context
 
@@ -27,7 +26,7 @@ def check(context, lengths, distortion=None, seed=0):
 
 
 @settings(max_examples=6 if LONG else 4)
-@given(seed=SEEDS, group=ints(1, 3), lengths=st.lists(ints(1, 80), min_size=1, max_size=6))
+@given(seed=SEEDS, group=ints(1, 3), lengths=lists(ints(1, 80), min_size=1, max_size=6))
 def test_equals_the_torch_engine(seed, group, lengths):
     check(in_slots(tree_context(seed % 1000, group=group, context=170), 80), lengths, seed=seed)
 

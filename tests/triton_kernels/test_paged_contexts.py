@@ -3,12 +3,11 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.testing.attention import TOLERANCES
 from gracekv.vllm.triton_attention import plan_gpu_batch
 from support.covering import LONG
-from support.draws import SEEDS, ints, lists, some
+from support.draws import SEEDS, ints, lists, some, tuples
 from support.paged_contexts import LAYOUTS, check_step, paged_step, step_attention
 
 CONTEXTS = {"a": [70, 0], "b": [3, 41], "empty": [0, 0]}
@@ -36,7 +35,7 @@ def test_shapes_and_layouts(dim, group, block, layout, dtype):
     seed=SEEDS, group=ints(1, 7), layout=some(LAYOUTS),
     lengths=lists(ints(0, 90), min_size=4, max_size=4),
     requests=lists(
-        st.tuples(some(["a", "b", None]), ints(0, 60), ints(1, 40)), min_size=1, max_size=5
+        tuples(some(["a", "b", None]), ints(0, 60), ints(1, 40)), min_size=1, max_size=5
     ),
 )  # fmt: skip
 def test_any_step(seed, lengths, requests, group, layout):

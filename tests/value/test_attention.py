@@ -3,7 +3,6 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracekv.errors import MissingCaptureError
 from gracekv.prefill import Region
@@ -11,7 +10,7 @@ from gracekv.testing import synthetic_prefill
 from gracekv.value import reference
 from gracekv.value.base import attention_sums
 from gracekv.value.scissorhands import attention_probabilities
-from support.draws import DTYPES, SEEDS, bools, ints, lists, some
+from support.draws import DTYPES, SEEDS, bools, ints, lists, some, tuples
 from support.lean_prefills import without_context_queries
 
 # float32 sums of a few dozen terms against float64. bfloat16 inputs need no more: both sides
@@ -47,7 +46,7 @@ def test_probabilities_match_the_definition(seed, kv_heads, group, dtype, probes
 
 @settings(max_examples=25)
 @given(
-    seed=SEEDS, bounds=st.tuples(ints(0, 33), ints(0, 33)).map(sorted),
+    seed=SEEDS, bounds=tuples(ints(0, 33), ints(0, 33)).map(sorted),
     probes=lists(ints(0, 33), min_size=1, max_size=6, unique=True),
     power=some([1.0, 2.0, 3.0]), maximum=bools(),
 )  # fmt: skip
