@@ -97,11 +97,11 @@ def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
             f"The sequence has grown to {cached + new} tokens, past {switch}, where the model's "
             f"RoPE changes. Generate fewer tokens, or use a longer prompt."
         )
-    limit, shortest = dynamic_limit(module), cache.packed_length - max(cache.padding)
-    if limit and any(cache.padding) and shortest < limit < cached + new:
+    limit = dynamic_limit(module) if any(cache.padding) else None
+    if limit and cached + new > limit:
         raise CacheError(
-            f"The longest row has grown to {cached + new} tokens, and beyond {limit} the model "
-            f"rotates all rows by it (dynamic RoPE). Continue prompts alone: batch[0].new_cache()."
+            f"The longest row has {cached + new} tokens, and beyond {limit} the model rotates all "
+            f"rows by it (dynamic RoPE). Continue each prompt alone: batch[0].new_cache()."
         )
     hides_nothing = _hides_nothing(mask)
     if flat is not None:

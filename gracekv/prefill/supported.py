@@ -298,8 +298,9 @@ def check_prompt_length(model: Any, length: int, *, beyond_positions: bool = Fal
 def check_continuation(model: Any, lengths: Sequence[int], new_tokens: int) -> None:
     """Check that `new_tokens` may follow the cached prompts of these `lengths`, as one batch.
 
-    Raises `CacheError` if they exceed `longest_sequence`, or if the rows lie on both sides of the
-    `switch_point` or the `dynamic_limit`: a batch rotates by its longest row, padding included.
+    Raises `CacheError` if they exceed `longest_sequence`, if the rows lie on both sides of the
+    `switch_point`, or if rows of different lengths pass the `dynamic_limit`: a batch rotates by its
+    longest row, padding included.
     """
     name, longest, switch = type(model).__name__, max(lengths), switch_point(model)
     if switch is not None and min(lengths) <= switch < longest:
@@ -308,15 +309,11 @@ def check_continuation(model: Any, lengths: Sequence[int], new_tokens: int) -> N
             f"both sides. Generate for the shorter and the longer ones in separate batches."
         )
     limit = dynamic_limit(model)
-    if (
-        limit is not None
-        and min(lengths) <= limit < longest + new_tokens - 1
-        and len(set(lengths)) > 1
-    ):
+    if limit is not None and min(lengths) < longest and longest + new_tokens - 1 > limit:
         raise CacheError(
             f"{name} rotates a batch by its longest row beyond {limit} tokens (dynamic RoPE); "
-            f"{new_tokens} new tokens after prompts of {sorted(lengths)} would change the others' "
-            f"rotation. Generate for each prompt alone."
+            f"{new_tokens} new tokens after prompts of {sorted(lengths)} would rotate the others "
+            f"unlike their entries. Generate for each prompt alone."
         )
     bound = longest_sequence(model, longest)
     if bound is not None and longest + new_tokens - 1 > bound[0]:

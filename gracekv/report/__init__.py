@@ -20,7 +20,7 @@ from gracekv.report.token_status import token_statuses as token_statuses
 if not TYPE_CHECKING:  # which would accept any name
 
     def __getattr__(name: str) -> object:
-        why = "Figures went in 0.3: the page of `result.report` shows them."
+        why = " Figures went in 0.3: the page of `result.report` shows them."
         raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}. {why if 'plot_' in name else ''}"
+            f"module {__name__!r} has no attribute {name!r}.{why if 'plot_' in name else ''}"
         )

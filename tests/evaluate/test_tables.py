@@ -151,6 +151,8 @@ def test_formats_mark_best_and_second():
     assert "| theirs | <u>50.0</u> [" in text
     assert "| theirs | 16x | +25.0 [" in text
     assert "| fullkv | 87.5 [" in text
+    odd = [row("a | b\nc", "2x", n, 1.0) for n in range(2)]
+    assert "\n| a \\| b c | 100.0 [" in markdown(make_tables(odd, SCORE), SCORE)
     table = list(csv.DictReader(io.StringIO(as_csv(found, SCORE))))
     table = [c for c in table if (c["method"], c["column"], c["samples"]) == ("theirs", "16x", "4")]
     assert {c["measure"]: float(c["mean"]) for c in table} == {"score": 50, "score minus ours": 25}

@@ -190,6 +190,7 @@ def stock_recursion_limit():
     (emptied("layers.1.positions"), "does not hold a whole cache"),
     (reheaded(pipeline={"value": NESTED}), r"pipeline cannot be made here\. .*recursion"),
     (headed("{"), "does not hold a header"),
+    (reheaded(prompts=[{"accounting": {"utility": float("inf")}}]), "not JSON compliant"),
     (headed("[" * 100_000), "does not hold a header"),
 ])  # fmt: skip
 def test_what_cannot_be_trusted_is_refused(model, saved, change, message):

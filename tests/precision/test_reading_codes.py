@@ -82,6 +82,20 @@ def test_all_passages_are_dequantised_at_once(monkeypatch):
     assert len(calls) == 4
 
 
+def test_a_step_over_several_passages_compiles_as_one_graph():
+    rng = torch.Generator().manual_seed(5)
+    layer = reduce(of_two_passages, [quantised(rng, [9, 4], 16, torch.float32, 1)] * 3)
+    query, tail, backend = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 3, 16), Sdpa()
+    held = backend.prepare(layer)
+
+    def step(query):
+        return backend(AttentionStep(query, held, tail, tail, 0.25))
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(query), step(query))
+    torch._dynamo.reset()
+
+
 def test_auto_takes_a_backend_that_reads_codes():
     layer = quantised(torch.Generator().manual_seed(3), [9], 16, torch.float32, 1)
     spec = AttentionSpec.of(layer)
