@@ -164,7 +164,7 @@ class CodedEntries:
 
     def numbers(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values float32 [stop - first, d] of entries [first, stop), of any rows."""
-        entry = torch.arange(first, stop)
+        entry = torch.arange(first, stop, device="cpu")
         row = torch.searchsorted(self.offsets, entry, right=True) - 1
         block = self.block_offsets[row] + (entry - self.offsets[row]) // self.coding.group
         keys = self.keys.numbers(first, stop, self.coding.bits, block)
