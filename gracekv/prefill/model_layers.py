@@ -235,22 +235,18 @@ def rotary_positions(model: Any, places: Tensor) -> Tensor:
     return places.expand(3, 1, -1) if "mrope_section" in rope_parameters(model) else places
 
 
-def rotations_up_to(model: Any, last: int) -> list[Rope]:
-    """The rotations of positions 0..last for each compressed layer."""
-    return rotations_at(model, torch.arange(last + 1))
-
-
-def rotations_at(model: Any, places: Tensor) -> list[Rope]:
-    """The rotations of positions `places` [n] for each compressed layer.
+def rotations_up_to(model: Any, last: int, step: int = 1) -> list[Rope]:
+    """The rotations of positions 0, `step`, ... up to `last` for each compressed layer.
 
     The model's weights may be on the device "meta".
     """
     layers = compressed_layers(model)
     if not has_rope(model):
-        return [Rope.none(len(places)) for _ in layers]
+        return [Rope.none(last // step + 1) for _ in layers]
     device = next(rotary_module(model.get_decoder()).buffers()).device
     like = torch.zeros((), device=device, dtype=torch.float32)
-    made = rotation_table(model, like, places.to(device)[None])
+    places = torch.arange(0, last + 1, step, device=device)
+    made = rotation_table(model, like, places[None])
     cos, sin = (x[0].float() for x in made)
     return [rope_of_table(cos, sin, layer.rotation) for layer in layers]
 

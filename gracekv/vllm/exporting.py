@@ -23,7 +23,7 @@ from gracekv.errors import StoreError
 from gracekv.files import VERSION, check_output, path_of, replacing
 from gracekv.hf.base_result import BaseResult
 from gracekv.prefill.fingerprint import check_same_model, tokenizer_marks
-from gracekv.prefill.model_layers import rotations_at
+from gracekv.prefill.model_layers import rotations_up_to
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import trained_length
 from gracekv.vllm.header import HEADER, ContextHeader, Continuation, check_name, is_ours, is_served
@@ -123,9 +123,9 @@ def moved(model: Any, cache: RaggedCache, by: int | None = None) -> RaggedCache:
     """
     by = cache.length if by is None else by
     layers = []
-    places = torch.tensor([0, by])
-    for layer, rope in zip(cache.layers, rotations_at(model, places), strict=True):
-        turn = rope.moved(torch.tensor([1]), 0)
+    ropes = rotations_up_to(model, by, step=max(1, by))
+    for layer, rope in zip(cache.layers, ropes, strict=True):
+        turn = rope.moved(torch.tensor([-1]), 0)
         keys = turn.rotate(layer.keys.float(), torch.zeros(1, dtype=torch.int64))
         layers.append(replace(layer, keys=keys.to(layer.keys.dtype)))
     return RaggedCache(tuple(layers), cache.length)
