@@ -132,7 +132,7 @@ class Sdpa(AttentionBackend):
                     )
                     found = before.united(found)
                 output[place] = found.output.view(-1, group, tokens, dim)
-                lse[place] = found.lse.view(-1, group, tokens)
+                lse[place] = found.lse.view(-1, group, tokens).to(lse)
         return Partial(output, lse)
 
     def tail(self, step: AttentionStep) -> Partial:

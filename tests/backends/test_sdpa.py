@@ -11,6 +11,7 @@ from gracekv.backends.reference import attention
 from gracekv.testing.attention import TOLERANCES, attention_problem, check_attention, relative_error
 from support.covering import LONG
 from support.draws import SEEDS, bools, ints, lists, some
+from support.quantised_layers import layer_of
 
 
 def prepared(problem):
@@ -94,3 +95,13 @@ def test_a_step_can_be_differentiated():
     Sdpa()(AttentionStep(query, prepared(problem).packed, tail, tail, 0.125)).sum().backward()
 
     assert bool(query.grad.isfinite().all())
+
+
+def test_reordered_rows_of_64_bits():
+    rng, rows = torch.Generator().manual_seed(1), torch.tensor([1, 0, 1, 0])
+    layer = layer_of(rng, [9, 4, 7, 5], 16, torch.float64, 2)
+    query, tail = (torch.randn(4, 2, n, 16, generator=rng).double() for n in (1, 3))
+    asked = (tail, tail, 0.25, None, None, rows)
+    want, _ = attention(AttentionStep(query, layer, *asked))
+    output = Sdpa()(AttentionStep(query, Sdpa().prepare(layer), *asked))
+    torch.testing.assert_close(output, want, rtol=1e-5, atol=1e-5)
