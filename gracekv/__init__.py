@@ -53,7 +53,8 @@ _HOMES = {
 __all__ = ["__version__", "recipes", *_HOMES]
 
 
-if not TYPE_CHECKING:  # which would accept any name
+# If type checkers saw this, they would accept any name.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name in ("recipes", "report"):

@@ -90,7 +90,8 @@ class Sdpa(AttentionBackend):
             is two matrix products in float32, on any device; "auto" uses "fused" on the CPU. The
             fused kernel does not cap logits: with a softcap, "plain" is used.
 
-    Keys and values are never copied or padded; quantised entries are dequantised in pieces. If a
+    Keys and values are never copied or padded; quantised entries are dequantised in pieces, and a
+    step copies the codes of an extended context, one width at a time, to read them at once. If a
     head has too few queries for all threads, each thread reads a window of its entries.
     """
 

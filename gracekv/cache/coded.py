@@ -118,6 +118,7 @@ class CodedEntries:
     sequences: int = 1
 
     def __post_init__(self) -> None:
+        # Dynamo cannot read numbers from tensors; what is stacked in a step was checked before.
         if torch.compiler.is_compiling():
             return
         entries, blocks = (int(x.numpy()[-1]) for x in (self.offsets, self.block_offsets))

@@ -65,7 +65,7 @@ class QuantisedEntries(LayerEntries):
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> RaggedEntries:
         """All entries, with keys and values [E, d] in `dtype`."""
-        order, at = self._order()[1], self.exact.entries
+        order, at = self._order()[2], self.exact.entries
         place = order.argsort().to(self.device)
         keys, values = (self.exact.keys.new_empty(len(order), self.dim, dtype=dtype) for _ in "kv")
         keys[place[:at]], values[place[:at]] = (
@@ -86,18 +86,17 @@ class QuantisedEntries(LayerEntries):
 
     def index(self) -> tuple[Tensor, Tensor, Tensor]:
         """Row int64 [E], position int64 [E] and log m float32 [E] of all entries, on the CPU."""
-        row, order = self._order()
-        position = torch.cat([part.positions for part in self.parts]).cpu().long()
+        row, position, order = self._order()
         log_m = torch.cat([part.log_multiplicity for part in self.parts]).cpu()
         return row[order], position[order], log_m[order]
 
-    def _order(self) -> tuple[Tensor, Tensor]:
-        """Row int64 [E] of each entry, part after part, and the order by row and position."""
+    def _order(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row and position int64 [E] of each entry, part after part, and the order by both."""
         lengths = torch.cat([part.lengths for part in self.parts])
         row = ragged.rows(lengths) % (len(self.exact.offsets) - 1)
         position = torch.cat([part.positions for part in self.parts]).cpu().long()
         last = int(position.max()) + 1 if len(position) else 1
-        return row, (row * last + position).argsort()
+        return row, position, (row * last + position).argsort()
 
     def sequence(self, s: int) -> QuantisedEntries:
         """Views of sequence s."""

@@ -26,7 +26,8 @@ _HOMES = {
 __all__ = ["Experiment", "Panel", "Summary", "make_tables", "read_rows", "run"]
 
 
-if not TYPE_CHECKING:  # which would accept any name
+# If type checkers saw this, they would accept any name.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:

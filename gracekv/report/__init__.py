@@ -17,7 +17,8 @@ from gracekv.report.page import write_all as write_all
 from gracekv.report.token_status import TokenStatuses as TokenStatuses
 from gracekv.report.token_status import token_statuses as token_statuses
 
-if not TYPE_CHECKING:  # which would accept any name
+# If type checkers saw this, they would accept any name.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         why = " Figures went in 0.3: the page of `result.report` shows them."

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from gracekv.vllm.exporting import export as export
 
 
-if not TYPE_CHECKING:  # which would accept any name
+# If type checkers saw this, they would accept any name.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         # `export` imports transformers, which serving does not need.
