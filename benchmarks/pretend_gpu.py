@@ -94,8 +94,9 @@ class _Stream:
 def _patch_cuda() -> None:
     cuda: Any = torch.cuda
     properties = SimpleNamespace(
-        multi_processor_count=132, total_memory=80 << 30, major=9, minor=0, name="a pretended H100"
-    )
+        multi_processor_count=132, total_memory=80 << 30, major=9, minor=0, is_integrated=False,
+        name="a pretended H100",
+    )  # fmt: skip
     for name, value in {
         "is_available": True, "device_count": 1, "current_device": 0, "_lazy_init": None,
         "mem_get_info": (70 << 30, 80 << 30), "memory_reserved": 0, "memory_allocated": 0,

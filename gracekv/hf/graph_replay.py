@@ -10,8 +10,10 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from gracekv.hf.cache import GraceCache
 from gracekv.hf.input_checks import before_forward, before_masks
 from gracekv.prefill.cache_keyword import NAMES, cache_keyword, given_cache
 from gracekv.prefill.model_layers import own_decoder, rope_parameters
+from gracekv.prefill.options import is_out_of_memory
 from gracekv.undo import undone
 
 # Places of the first static tail; each further one is twice as long. Ours.
@@ -41,6 +44,11 @@ _UNSUITED = (
     "use_mtp",
 )  # fmt: skip
 _lock = threading.Lock()
+# A second recording at the same time would end both.
+_recording = threading.Lock()
+# Models whose step could not be recorded. Each attempt takes several steps, and with torch before
+# 2.14 some of the GPU's memory.
+_unrecordable: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
@@ -59,6 +67,9 @@ def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[s
     """
     return (
         isinstance(model, GenerationMixin)
+        and model not in _unrecordable
+        # Layers of bitsandbytes in 8 bits look for outliers, for which the host waits.
+        and not getattr(model, "is_loaded_in_8bit", False)
         and model._compiled_call_impl is None
         and not cache.packed.other_layers
         and cache.grace_layers[0].packed.entries.device.type == "cuda"
@@ -109,6 +120,12 @@ def replaying(model: Any, cache: GraceCache, max_new_tokens: int) -> Iterator[Gr
         yield cache if forward is None else forward.cache
 
 
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all recordings on a GPU: cuBLAS holds a workspace for each stream it met."""
+    return torch.cuda.Stream(device)
+
+
 class ReplayedForward:
     """A `model.forward` that replays a recorded step of one token per row over its own cache.
 
@@ -127,7 +144,7 @@ class ReplayedForward:
     """
 
     def __init__(self, model: Any, cache: GraceCache, max_new_tokens: int) -> None:
-        self._forward, self._model_name = model.forward, type(model).__name__
+        self._forward, self._model = model.forward, model
         # `generate` reads the signature to decide which arguments to pass.
         self.__signature__ = inspect.signature(self._forward)
         self._used = int(cache.grace_layers[0].tail_length)
@@ -162,7 +179,8 @@ class ReplayedForward:
         if (options, experts) != (self._options, self._experts):
             self._options, self._experts, self._graph = options, experts, None
             if self.records:
-                self._record()
+                with _recording:
+                    self._record()
         if self._graph is None:
             return self._step()
         self._graph.replay()
@@ -199,7 +217,7 @@ class ReplayedForward:
         lengths = [layer.length for layer in self.cache.layers if layer.length is not None]
         before = [length.clone() for length in lengths]
         device = self._ids.device
-        current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        current, side = torch.cuda.current_stream(device), _side_stream(device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(_WARM_UP_STEPS):
@@ -219,8 +237,12 @@ class ReplayedForward:
                 # to draw any. A copy of the generator's state resets that.
                 generator = torch.cuda.default_generators[device.index]
                 generator.graphsafe_set_state(generator.clone_state())
+                self.records = False
+                # There may be more memory the next time.
+                if not is_out_of_memory(error):
+                    _unrecordable.add(self._model)
                 warnings.warn(
-                    f"A decoding step of {self._model_name} could not be recorded as a "
+                    f"A decoding step of {type(self._model).__name__} could not be recorded as a "
                     f"CUDA graph ({error}); generation continues without one.",
                     stacklevel=2,
                 )

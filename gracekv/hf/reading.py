@@ -255,19 +255,11 @@ def layer_by_layer(reading: Reading, *, each: Callable[[LayerCapture], None], tr
         keys, values, queries = record.layer(number)
         devices.append(keys.device)
         info = CaptureInfo(
-            spans=reading.prompt.spans,
-            layers=count,
-            kv_heads=len(keys),
-            query_heads=len(queries),
-            head_dim=keys.shape[-1],
-            dtype=keys.dtype,
-            device=devices[0],
-            query_positions=record.query_positions,
-            scale=record.scale,
-            softcap=record.softcap,
-            token_ids=reading.prompt.ids,
-            shard=reading.shard,
-        )
+            spans=reading.prompt.spans, layers=count, kv_heads=len(keys), query_heads=len(queries),
+            head_dim=keys.shape[-1], dtype=keys.dtype, device=devices[0],
+            query_positions=record.query_positions, scale=record.scale, softcap=record.softcap,
+            token_ids=reading.prompt.ids, shard=reading.shard,
+        )  # fmt: skip
         rope, sinks = record.rope_of(number), record.sinks.get(number)
         observed = reading.observations.layer_results(number, keys.device)
         capture = LayerCapture(info, number, keys, values, queries, rope, sinks, observed)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gracekv.errors import CacheError
 from gracekv.hf.layer import GraceLayer, PackedStates
+from gracekv.registry.hyperparameter import parts_of
 
 
 class StaticGraceLayer(GraceLayer):
@@ -49,8 +50,10 @@ class StaticGraceLayer(GraceLayer):
         self.capacity = capacity
         self.is_initialized = True
         if not torch.compiler.is_compiling():
-            for tensor in (self._keys, self._values, self.length):
-                torch._dynamo.mark_static_address(tensor)
+            # Others would be copied in every step of a compiled model with CUDA graphs.
+            for tensor in (self._keys, self._values, self.length, *parts_of(self.packed.prepared)):
+                if isinstance(tensor, Tensor):
+                    torch._dynamo.mark_static_address(tensor)
 
     @property
     def tail_length(self) -> int:

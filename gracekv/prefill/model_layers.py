@@ -245,8 +245,7 @@ def rotations_up_to(model: Any, last: int, step: int = 1) -> list[Rope]:
         return [Rope.none(last // step + 1) for _ in layers]
     device = next(rotary_module(model.get_decoder()).buffers()).device
     like = torch.zeros((), device=device, dtype=torch.float32)
-    places = torch.arange(0, last + 1, step, device=device)
-    made = rotation_table(model, like, places[None])
+    made = rotation_table(model, like, torch.arange(0, last + 1, step, device=device)[None])
     cos, sin = (x[0].float() for x in made)
     return [rope_of_table(cos, sin, layer.rotation) for layer in layers]
 

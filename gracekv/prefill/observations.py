@@ -186,9 +186,10 @@ class Clock(Generic[Name]):
             self._add(name, time.perf_counter() - started)
 
     def seconds(self) -> dict[Name, float]:
-        """The seconds of each name so far. Synchronises once with each GPU of timed blocks."""
-        for device in {device for _, device, _, _ in self._events}:
-            torch.cuda.synchronize(device)
+        """The seconds of each name so far. Waits for the last timed block of each GPU."""
+        # Not for the whole GPU, which CUDA forbids while another thread records a graph.
+        for last in {device: last for _, device, _, last in self._events}.values():
+            last.synchronize()
         for name, _, first, last in self._events:
             self._add(name, first.elapsed_time(last) / 1000)
         self._events.clear()

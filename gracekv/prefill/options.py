@@ -66,7 +66,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def free_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on `device`."""
-    if device.type == "cuda":
+    # Where a GPU shares the host's memory, CUDA counts the page cache as used.
+    if device.type == "cuda" and not torch.cuda.get_device_properties(device).is_integrated:
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + reserved
     psutil = required("psutil", "hf")

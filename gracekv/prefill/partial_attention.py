@@ -94,7 +94,9 @@ class PartialAttention:
 
         `keys` and `values` are [G, T, d] at least up to the last position.
         """
-        if query.device.type == "cuda" and self._masks is not None and self._base == "sdpa":
+        # On AMD GPUs the mask of fewer queries than keys begins at the other end.
+        cuda = query.device.type == "cuda" and torch.version.hip is None
+        if cuda and self._masks is not None and self._base == "sdpa":
             stop = int(self._positions[-1]) + 1
             output = causal_attention(query, keys[:, :stop], values[:, :stop], call.scale)
             if output is not None:

@@ -141,6 +141,7 @@ def test_a_recorded_step_is_replayed_with_the_tail_where_it_was(replay, model, m
 
 def test_a_step_that_cannot_be_recorded_runs_as_it_is(replay, model, monkeypatch, batch):
     want, generator = batch.generate_ids(20, eos_token_id=None), MagicMock()
+    monkeypatch.setattr(graph_replay, "_unrecordable", set())
     monkeypatch.setattr(torch.cuda, "default_generators", {None: generator})
 
     class Failing(graph_replay.ReplayedForward):
@@ -160,7 +161,8 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(replay, model, monkeypatch
     with pytest.warns(UserWarning, match="could not be recorded as a CUDA graph"):
         answer = batch.generate_ids(20, eos_token_id=None)
     assert torch.equal(answer, want)
-    generator.graphsafe_set_state.assert_called_with(generator.clone_state())
+    generator.graphsafe_set_state.assert_called_once_with(generator.clone_state())
+    assert model in graph_replay._unrecordable
 
 
 class Collected(list):
@@ -170,6 +172,11 @@ class Collected(list):
         self.append(1)
 
 
+def test_all_recordings_of_a_gpu_use_one_stream(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    assert graph_replay._side_stream("one") is graph_replay._side_stream("one")
+
+
 def test_what_is_replayed(model, monkeypatch):
     entries, backend = SimpleNamespace(device=torch.device("cuda")), SimpleNamespace(name="triton")
     monkeypatch.setitem(vars(model), "parameters", lambda: [entries])
@@ -177,6 +184,12 @@ def test_what_is_replayed(model, monkeypatch):
     cache = SimpleNamespace(grace_layers=[layer], packed=SimpleNamespace(other_layers=()))
     assert graph_replay.suits(model, cache, 64, {"do_sample": True, "top_k": 5})
     assert not graph_replay.suits(model, cache, 8, {})
+    monkeypatch.setattr(graph_replay, "_unrecordable", {model})
+    assert not graph_replay.suits(model, cache, 64, {})
+    graph_replay._unrecordable.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "is_loaded_in_8bit", True, raising=False)
+        assert not graph_replay.suits(model, cache, 64, {})
     for options in (
         {"num_beams": 2}, {"num_return_sequences": 3}, {"prompt_lookup_num_tokens": 2},
         {"assistant_model": model}, {"use_cache": False}, {"output_hidden_states": True},

@@ -6,6 +6,7 @@ from transformers import CompileConfig
 
 import gracekv
 from gracekv.errors import CacheError
+from gracekv.registry.hyperparameter import parts_of
 from gracekv.testing.models import tiny_model
 from support.greedy_decoding import plain_answer
 from support.margins import assert_same_beams
@@ -30,6 +31,14 @@ def test_each_step_equals_the_growing_tail_also_past_the_first_capacity(model, r
     want = steps(model, result.new_cache(), ids)
 
     same(steps(model, result.new_cache().with_static_tail(8), ids), want)
+
+
+@pytest.mark.parametrize("result", ["eager", "sdpa"], indirect=True)
+def test_nothing_of_the_packed_part_is_copied_by_a_compiled_step_s_graph(result):
+    for layer in result.new_cache().with_static_tail(8).layers:
+        tensors = [x for x in parts_of(layer.packed.prepared) if isinstance(x, torch.Tensor)]
+        assert tensors
+        assert all(x._dynamo_static_input_type == "unguarded" for x in tensors)
 
 
 def test_places_are_not_tokens_of_a_sliding_window():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,8 +171,14 @@ def test_a_cpu_gets_what_its_cache_bears() -> None:
 def test_a_gpu_gives_an_eighth_of_what_is_free(
     free: int, unused: int, want: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used = 2**33
+    used, properties = 2**33, SimpleNamespace(is_integrated=False)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, 2**40))
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: used)
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: used + unused)
     assert scratch_bytes(torch.device("cuda", 0)) == want
+    # One that shares the host's memory, of which CUDA does not know what is free.
+    properties.is_integrated = True
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**32))
+    monkeypatch.setattr("psutil.LINUX", False)
+    assert scratch_bytes(torch.device("cuda", 0)) == 2**29
