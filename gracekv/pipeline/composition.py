@@ -119,7 +119,9 @@ class Composition(Configurable):
         if self.quota.uses_column_sums:
             needs |= Needs.observed(ReceivedAttention())
         needs |= Needs(recent=self.window.size)
-        return needs | Curvature().needs() if self.refine.uses_curvature else needs
+        # Slots of one token are not cut.
+        cuts = self.refine.uses_curvature and not self._chooses_tokens
+        return needs | Curvature().needs() if cuts else needs
 
     def plan(self, prefill: Prefill, budget: Budget) -> BudgetPlan:
         """`budget` in entries of this prefill; raises `BudgetError` if it is too small."""
@@ -163,10 +165,10 @@ class Composition(Configurable):
         compared = [f"{part.name!r} ({stage})" for part, stage in parts if part.compares_layers]
         by_bytes = plan.bytes is not None and not self.quota.monotone
         read = {state for observer in self.needs().observers for state in observer.reads}
-        tokens = isinstance(self.segment, Tokens) and self.keeps_or_drops
+        tokens = self._chooses_tokens and self.pack.by_entry
         reasons = {
             "it keeps everything": self.keeps_everything(plan, entry_bytes),
-            "it does more than choose among single tokens": not tokens or not self.pack.by_entry,
+            "it does more than choose among single tokens": not tokens,
             f"{' and '.join(compared)} compare layers": compared,
             "its quotas read column sums of all layers": self.quota.uses_column_sums,
             "quotas depend on how many entries the bytes buy, known only at the end": by_bytes,
@@ -178,6 +180,10 @@ class Composition(Configurable):
     def selects_tokens(self, partition: Partition) -> bool:
         """Whether slots are single tokens that are kept or dropped, each with a gain of omega R."""
         return partition.slots == partition.region.length and self.keeps_or_drops
+
+    @property
+    def _chooses_tokens(self) -> bool:
+        return isinstance(self.segment, Tokens) and self.keeps_or_drops
 
     @property
     def keeps_or_drops(self) -> bool:

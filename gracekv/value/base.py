@@ -198,12 +198,16 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
         Raises `MissingCaptureError` if a query or an observation was not captured.
         """
 
+    def _scores_past(self) -> bool:
+        """Whether this scorer and all that it combines score the entries before a passage."""
+        return self.reads_past and all(part._scores_past() for part in self.parts)
+
     def with_past(self, capture: LayerCapture, region: Region, memory: Memory) -> list[Tensor]:
         """The scores of `layer`, then those [G, P] of entries before a passage.
 
         The latter are missing if there is no passage or `layer` cannot score them.
         """
-        places = capture.spans.past if all(x.reads_past for x in (self, *self.parts)) else 0
+        places = capture.spans.past if self._scores_past() else 0
         if not places:
             return [part_scores(self, capture, region, memory)]
         every = part_scores(self, capture, Region(0, region.end), memory)

@@ -132,7 +132,8 @@ class ExpectedAttention(Scorer):
             )
         observer, end = QueryMoments(self.sinks), capture.spans.context_end
         counted, moments = observer.seen(capture.spans), capture.observation(observer)
-        rotation = mean_rotation(capture.rope, capture.head_dim, end, self.future_positions)
+        dim, past = capture.head_dim, capture.spans.past
+        rotation = mean_rotation(capture.rope, dim, end, self.future_positions, past)
         seen = self._expected(capture, moments, counted, rotation)
         whole = torch.nn.functional.pad(seen, (counted.start, 0), value=float(seen.max()) + 1)
         return whole[:, region.start : region.end]
@@ -162,16 +163,17 @@ class ExpectedAttention(Scorer):
         return score
 
 
-def mean_rotation(rope: Rope, dim: int, start: int, count: int) -> Tensor:
+def mean_rotation(rope: Rope, dim: int, start: int, count: int, past: int = 0) -> Tensor:
     """float32 [d, d] M with x M = mean of R(t) x over t in [start, start + count), for rows x.
 
-    The table ends with the prompt. R(p + n) = R(p) U^n, U the rotation by one position without the
-    attention factor, so the mean is R(start - 1) times a mean of powers of U.
+    The table ends with the prompt, and its first `past` rows may have any positions. R(p + n) =
+    R(p) U^n, U the rotation by one position without the attention factor, so the mean is
+    R(start - 1) times a mean of powers of U.
     """
     half = rope.cos.shape[1] // 2
     first, last = (
         torch.complex(rope.cos[at, :half].double(), rope.sin[at, :half].double())
-        for at in (slice(2), start - 1)
+        for at in (slice(past, past + 2), start - 1)
     )
     step = torch.angle(first[1] / first[0])
     ahead = torch.arange(1, count + 1, dtype=torch.float64, device=step.device)

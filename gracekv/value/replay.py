@@ -54,7 +54,7 @@ class Replay(Scorer):
             below, so it can be scored as soon as it is read; or 0 for all layers.
         context_share: share of a longer context whose queries are replayed, at most twice
             `max_queries`. The uniform weight then goes to all queries, not only to the evenly
-            spaced ones. 0 means `max_queries` at any length.
+            spaced ones. 0 means `max_queries` at any length, and so does `uniform_weight` 1.
     """
 
     query_scorer: ReadAhead = field(default_factory=lambda: ReadAhead(lookahead=12, max_weight=1.0))

@@ -21,6 +21,7 @@ from gracekv.errors import (
 from gracekv.fit import FITTERS, Regression, attended
 from gracekv.hf.capture import run_capture
 from gracekv.kernels import linalg
+from gracekv.pipeline import Pipeline
 from gracekv.prefill import Needs, PromptSpans, partial_attention
 from gracekv.prefill.options import CaptureOptions
 from gracekv.testing.models import tiny_llama, tiny_model
@@ -231,6 +232,13 @@ def test_budgets_are_for_the_passage_alone(model):
         longer = book.extend(PASSAGE, **amount)
         assert longer.accounting.budget - book.accounting.budget == entries
         assert longer.accounting.spent - book.accounting.spent == entries
+
+
+def test_a_score_within_two_others_is_of_the_passage_alone(model):
+    weighted = {"name": "value_norm", "scorer": "mean_attention"}
+    pipeline = Pipeline.from_dict({"value": {"name": "value_norm", "scorer": weighted}}, "snapkv")
+    book = compressed(model, 4, pipeline)
+    assert book.extend(PASSAGE, ratio=2).packed.length == book.packed.length + len(PASSAGE)
 
 
 def test_short_passages_are_read_as_far_back_as_they_go(model):

@@ -230,3 +230,7 @@ def test_strategies_lists_every_stage_with_descriptions() -> None:
         assert all(line and not line.endswith(("(", ",")) for line in names.values())
     assert {f.name for f in dataclasses.fields(Pipeline)} >= set(REGISTRIES)
     assert all(isinstance(getattr(Pipeline.named("gracekv"), stage), Strategy) for stage in listed)
+
+
+def test_slots_of_one_token_are_not_cut():
+    assert not Pipeline.from_dict({"refine": "binary_extract"}, "snapkv").needs().observers

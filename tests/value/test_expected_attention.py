@@ -42,3 +42,6 @@ def test_the_mean_rotation_continues_the_table(factor):
         want = sum(whole.rotate(rows, torch.tensor(start + i)) for i in range(512)) / 512
         got = rows @ mean_rotation(short, 16, start, 512)
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+        # The rows of entries before a passage have other positions.
+        mixed = Rope(*(torch.cat([x[:1].expand(30, -1), x[30:]]) for x in (short.cos, short.sin)))
+        torch.testing.assert_close(rows @ mean_rotation(mixed, 16, start, 512, 30), got)

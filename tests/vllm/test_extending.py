@@ -22,12 +22,12 @@ from support.compressing_engine import tokens_of
 from support.recording_worker import Worker, engine
 from support.thread_exchange import connected
 
-LENGTH, PASSAGE = 60, 40
+LENGTH, PASSAGE = 60, 100
 
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(0, 97, (200,), generator=torch.Generator().manual_seed(3))
+    return torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(3))
 
 
 def compressed(model, ids, recipe="gracekv-agnostic"):
@@ -214,17 +214,17 @@ def test_positions_are_closed_as_a_conversation_s_are(ids, tmp_path, ranks):
 def test_passages_that_keep_all_entries_stay_and_the_windows_of_others_do_not(model, ids, tmp_path):
     result, limit = compressed(model, ids), {"entries_per_head": 90, "every": 8, "window": 8}
     export(result, tmp_path / "talk")
-    worker, stay = Worker(model, tmp_path), []
+    worker, stay, size = Worker(model, tmp_path), [], 40
     for number in range(8):
         length = worker.store.header("talk").length
         ratio = 1 if number == 2 else 2
-        passage = torch.cat([ids[:PASSAGE], ids[-1:]])
+        passage = torch.cat([ids[:size], ids[-1:]])
         context, _ = extend(worker, model, result, passage, ratio=ratio, limit=limit)
         stay.append([int(layer.scores.isinf().sum()) for layer in context.layers])
         if ratio == 1:
-            whole = set(range(length, length + PASSAGE))
+            whole = set(range(length, length + size))
     added = [b - a for a, b in zip(stay[0], stay[-1], strict=True)]
-    assert added == [4 * PASSAGE] * len(context.layers)
+    assert added == [4 * size] * len(context.layers)
     for layer in context.layers:
         assert all(whole <= set(layer.head(g)[2].tolist()) for g in range(4))
 
