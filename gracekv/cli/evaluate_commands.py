@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -105,7 +106,8 @@ def evaluate(
         experiment = Experiment.load(config)
         if options.data is not None:
             experiment = replace(experiment, data=str(options.data))
-    if options.run(experiment):
+    # torchrun would end the other processes.
+    if options.run(experiment) and "TORCHELASTIC_RUN_ID" not in os.environ:
         raise typer.Exit(1)
 
 
@@ -149,7 +151,7 @@ def ablate(
         options.run(options.experiment(methods))
     rows = _rows(options.out, methods)
     typer.echo(_tables(rows, measures, base, "markdown"))
-    if any(row["error"] is not None for row in rows):
+    if any(row["error"] is not None for row in rows) and "TORCHELASTIC_RUN_ID" not in os.environ:
         raise typer.Exit(1)
 
 

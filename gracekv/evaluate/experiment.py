@@ -215,11 +215,11 @@ def parse_method(spec: str, recent_share: float | None = None) -> Pipeline:
             f"gracekv[value.lambda_graph=0.1;floor=none]; got {spec!r}."
         )
     pipeline = load_pipeline(match["base"])
-    for change in filter(None, (match["changes"] or "").split(";")):
-        pipeline = changed(pipeline, change)
     if recent_share is not None:
         window = dataclasses.replace(pipeline.window, share=recent_share)
         pipeline = dataclasses.replace(pipeline, window=window)
+    for change in filter(None, (match["changes"] or "").split(";")):
+        pipeline = changed(pipeline, change)
     return pipeline
 
 

@@ -59,6 +59,7 @@ def test_methods_are_recipes_with_changes():
     floor = {"name": "singleton", "alpha": 0.2}
     assert plain == Pipeline.from_dict({"floor": floor, "quota": "per_head"})
     assert parse_method("gracekv-no-floor", 0.5).window.share == 0.5
+    assert parse_method("gracekv[window.share=0.1]", 0.5).window.share == 0.1
     assert parse_method("gracekv").window.share == 1.0
     depths = parse_method("gracekv[segment.curvature={depths: [0.3, 0.5]}]").segment.curvature
     assert depths.depths == (0.3, 0.5)
@@ -140,18 +141,25 @@ def test_the_commands_from_model_to_table(cli, refused, model_folder, small_data
     assert "'latex' is not one of 'markdown', 'csv'" in refused("table", out, "--format", "latex")
 
 
-def test_the_exit_code_tells_of_failures_and_rows_of_their_settings(cli, model_folder, tmp_path):
-    code, _, told = cli(
+def test_the_exit_code_tells_of_failures_and_rows_of_their_settings(
+    cli, model_folder, tmp_path, monkeypatch
+):
+    argv = (
         "evaluate", "--model", model_folder, "--out", tmp_path / "runs", "--tasks", "ruler:fwe",
         "--length", "512", "--samples", "1", "--ratios", "2,1000", "--max-new-tokens", "2",
         "--seed", "7", "--no-fidelity", "--truncate", "start", "--max-prompt", "2000",
     )  # fmt: skip
+    code, _, told = cli(*argv)
     row = read_rows(tmp_path / "runs")[0]
     set_to = [row["settings"][name] for name in ("fidelity", "truncate", "max_prompt")]
     assert (row["seed"], set_to) == (7, [False, "start", 2000])
     assert code == 1
     # FullKV once, gracekv-plus and gracekv at both ratios.
     assert "5 cells run, 0 kept from before, 2 failed" in told
+    # torchrun would end the other processes.
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    code, _, told = cli(*argv)
+    assert (code, "0 cells run, 5 kept from before, 2 failed" in told) == (0, True)
 
 
 def test_ablate_shows_differences(cli, model_folder, tmp_path):

@@ -1,6 +1,7 @@
 """Compression inside transformers' own `generate`, as a callable and as a folder."""
 
 import inspect
+import shutil
 from itertools import chain
 from pathlib import Path
 
@@ -38,6 +39,21 @@ def test_the_folder_does_the_same_and_streams(model, monkeypatch, tmp_path):
         assert list(chain(*each.pieces)) == want[0].tolist()
     with pytest.raises(ConfigError, match=r"cannot use stop_strings. Use gracekv.compress"):
         model.generate(IDS, stop_strings=["a"], **options)
+
+
+def test_a_model_s_own_repository_may_hold_the_folder(model, monkeypatch, tmp_path):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "x"))
+    model.save_pretrained(tmp_path / "model")
+    shutil.copytree(FOLDER / "custom_generate", tmp_path / "model" / "custom_generate")
+    load = type(model).from_pretrained
+    own = load(tmp_path / "model", trust_remote_code=True).eval()
+    options = {"max_new_tokens": 8, "pad_token_id": 1, "attention_mask": IDS**0}
+    want = model.generate(IDS, custom_generate=gracekv.generate, ratio=4, **options)
+    assert own.generate(input_ids=IDS, ratio=4, **options).equal(want)
+    assert own.generate(input_ids=IDS, **options).equal(model.generate(IDS, **options))
+    prompt = gracekv.Prompt.from_ids(IDS, (0, 136))
+    results = [gracekv.compress(x, prompt, ratio=4).generate_ids(8) for x in (own, model)]
+    assert results[0].equal(results[1])
 
 
 def test_sampling_limits_and_other_outputs_work(model):

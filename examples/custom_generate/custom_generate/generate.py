@@ -9,6 +9,11 @@ def generate(model: Any, **arguments: Any) -> Any:
 
     # None means not given.
     given = {name: value for name, value in arguments.items() if value is not None}
+    stock = type(model).generate
+    # In a model's own repository, every `model.generate` is this function.
+    budgets = ("ratio", "compression_ratio", "entries_per_head", "kv_bytes")
+    if "generate" in vars(model) and not given.keys() & {*budgets}:
+        return stock(model, **given)
     for name in ("assistant_model", "stop_strings"):
         if name in given:
             raise gracekv.errors.ConfigError(
@@ -16,4 +21,4 @@ def generate(model: Any, **arguments: Any) -> Any:
                 f"result.generate({name}=...)."
             )
     given["text_streamer"] = given.pop("streamer", None)
-    return model.generate(**given, custom_generate=gracekv.generate)
+    return stock(model, **given, custom_generate=gracekv.generate)
