@@ -106,9 +106,7 @@ def evaluate(
         experiment = Experiment.load(config)
         if options.data is not None:
             experiment = replace(experiment, data=str(options.data))
-    # torchrun would end the other processes.
-    if options.run(experiment) and "TORCHELASTIC_RUN_ID" not in os.environ:
-        raise typer.Exit(1)
+    _end(failed=bool(options.run(experiment)))
 
 
 def table(
@@ -151,7 +149,12 @@ def ablate(
         options.run(options.experiment(methods))
     rows = _rows(options.out, methods)
     typer.echo(_tables(rows, measures, base, "markdown"))
-    if any(row["error"] is not None for row in rows) and "TORCHELASTIC_RUN_ID" not in os.environ:
+    _end(failed=any(row["error"] is not None for row in rows))
+
+
+def _end(*, failed: bool) -> None:
+    """Exit with 1 if cells have failed; not under torchrun, which would end other processes."""
+    if failed and "TORCHELASTIC_RUN_ID" not in os.environ:
         raise typer.Exit(1)
 
 

@@ -7,13 +7,13 @@ is recorded. Source: CUDA graphs; ours: what is recorded, and growth by a new ta
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ def replaying(model: Any, cache: GraceCache, max_new_tokens: int) -> Iterator[Gr
         yield cache if forward is None else forward.cache
 
 
-@cache
+@functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One stream for all recordings on a GPU: cuBLAS holds a workspace for each stream it met."""
     return torch.cuda.Stream(device)

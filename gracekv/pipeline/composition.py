@@ -183,6 +183,7 @@ class Composition(Configurable):
 
     @property
     def _chooses_tokens(self) -> bool:
+        """Whether every slot is a single token that is kept or dropped."""
         return isinstance(self.segment, Tokens) and self.keeps_or_drops
 
     @property

@@ -44,4 +44,5 @@ def test_the_mean_rotation_continues_the_table(factor):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
         # The rows of entries before a passage have other positions.
         mixed = Rope(*(torch.cat([x[:1].expand(30, -1), x[30:]]) for x in (short.cos, short.sin)))
-        torch.testing.assert_close(rows @ mean_rotation(mixed, 16, start, 512, 30), got)
+        got = rows @ mean_rotation(mixed, 16, start, 512, 30)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)

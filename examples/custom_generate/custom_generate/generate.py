@@ -11,8 +11,8 @@ def generate(model: Any, **arguments: Any) -> Any:
     given = {name: value for name, value in arguments.items() if value is not None}
     stock = type(model).generate
     # In a model's own repository, every `model.generate` is this function.
-    budgets = ("ratio", "compression_ratio", "entries_per_head", "kv_bytes")
-    if "generate" in vars(model) and not given.keys() & {*budgets}:
+    budgets = {"ratio", "entries_per_head", "kv_bytes"}
+    if "generate" in vars(model) and not given.keys() & budgets:
         return stock(model, **given)
     for name in ("assistant_model", "stop_strings"):
         if name in given:
