@@ -187,8 +187,9 @@ def compress(
         err=True,
     )
     if save is not None and not question:
-        asked = shlex.join(["gracekv", "ask", str(save), "Your question?", "--model", model])
-        typer.echo(f"ask about it with: {asked}", err=True)
+        more = [word for name in imports or () for word in ("--import", name)]
+        words = ["gracekv", "ask", str(save), "Your question?", "--model", model, *more]
+        typer.echo(f"ask about it with: {shlex.join(words)}", err=True)
 
 
 @app.command("list")

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # Options that may be combined with a file; all others are fields of an experiment.
 _BESIDE = ("out", "data", "shard", "retry_failed", "imports")
+# Set by torchrun.
+_LAUNCHED = "TORCHELASTIC_RUN_ID"
 MeasureNames = Annotated[str, Option("--metric", help="Metrics to show, such as score,kl.")]
 
 
@@ -138,7 +140,10 @@ def ablate(
     ] = None,
     metric: MeasureNames = "score",
 ) -> None:
-    """Run a method and its variants; show paired differences. At 8x if no budget is given."""
+    """Run a method and its variants; show paired differences. At 8x if no budget is given.
+
+    Under torchrun, `gracekv table` shows them afterwards.
+    """
     from gracekv.evaluate.experiment import variants
 
     settings, measures = set_ or [], _measures(metric)
@@ -147,6 +152,8 @@ def ablate(
         if not options.ratios and not options.entries:
             options = replace(options, ratios="8")
         options.run(options.experiment(methods))
+    if _LAUNCHED in os.environ:  # other processes may still make rows
+        return
     rows = _rows(options.out, methods)
     typer.echo(_tables(rows, measures, base, "markdown"))
     _end(failed=any(row["error"] is not None for row in rows))
@@ -154,7 +161,7 @@ def ablate(
 
 def _end(*, failed: bool) -> None:
     """Exit with 1 if cells have failed; not under torchrun, which would end other processes."""
-    if failed and "TORCHELASTIC_RUN_ID" not in os.environ:
+    if failed and _LAUNCHED not in os.environ:
         raise typer.Exit(1)
 
 

@@ -32,7 +32,7 @@ class Fitted(Decoder):
 
     Attributes:
         queries: how many of the last queries score the entries.
-        references: how many of them, evenly spaced, the fit uses.
+        references: at most how many of them, evenly spaced, the fit uses.
         memory: factor of an older score at the next cut.
         norm: exponent of the value's norm in the score.
         trust: prior of the values of all entries, as in `gracekv.fit.Values`.
@@ -62,7 +62,7 @@ class Fitted(Decoder):
 
         `kept` is bool [G, N], the entries in `packed`.
         """
-        step = max(1, held.moved.shape[2] // self.references)
+        step = max(1, -(-held.moved.shape[2] // self.references))
         held = dataclasses.replace(held, moved=held.moved[:, :, ::step])
         if not held.moved.shape[2]:
             return packed

@@ -64,8 +64,8 @@ class Panel(Configurable):
             "query_agnostic" compresses before the question is seen, except for the one token
             after the context, so that several questions can be asked of one cache. They rank
             methods differently and never share a table.
-        recent_share: maximum share of the budget for the recent window, in every method, or None
-            for each method's own.
+        recent_share: maximum share of the budget for the recent window, in every method whose
+            brackets do not set it, or None for each method's own.
         generate: whether answers are generated and scored.
         max_new_tokens: a lower cap than the tasks' own, or None. The cap is part of set recall,
             since nothing else penalises long answers.
@@ -205,9 +205,9 @@ class Experiment(Configurable):
 def parse_method(spec: str, recent_share: float | None = None) -> Pipeline:
     """The pipeline of ``recipe``, ``file.yaml``, or ``recipe[stage.field=value;stage=name]``.
 
-    `recent_share` replaces the share of the budget that the recent window may take. Raises
-    `ConfigError` if `spec` cannot be read, `UnknownStrategyError` for an unknown recipe or
-    strategy.
+    `recent_share` replaces the share of the budget that the recent window may take, unless a change
+    sets it. Raises `ConfigError` if `spec` cannot be read, `UnknownStrategyError` for an unknown
+    recipe or strategy.
     """
     if (match := _SPEC.fullmatch(spec.strip())) is None:
         raise ConfigError(
@@ -215,12 +215,13 @@ def parse_method(spec: str, recent_share: float | None = None) -> Pipeline:
             f"gracekv[value.lambda_graph=0.1;floor=none]; got {spec!r}."
         )
     pipeline = load_pipeline(match["base"])
-    if recent_share is not None:
-        window = dataclasses.replace(pipeline.window, share=recent_share)
-        pipeline = dataclasses.replace(pipeline, window=window)
-    for change in filter(None, (match["changes"] or "").split(";")):
+    changes = match["changes"] or ""
+    for change in filter(None, changes.split(";")):
         pipeline = changed(pipeline, change)
-    return pipeline
+    if recent_share is None or re.search(r"\bwindow\b[^;]*\bshare\b", changes):
+        return pipeline
+    window = dataclasses.replace(pipeline.window, share=recent_share)
+    return dataclasses.replace(pipeline, window=window)
 
 
 def changed(pipeline: Pipeline, change: str) -> Pipeline:

@@ -57,6 +57,8 @@ def footer(rows: Sequence[Row]) -> str:
     lines = [f"{len(chosen):,} cells; versions: {'; '.join(made)}; data: {'; '.join(sources)}."]
     if len(made) > 1:
         lines.append("The rows were made with different versions: compare them with care.")
+    if cut := len({row["sample"] for row in chosen if row.get("removed_tokens")}):
+        lines.append(f"Prompts cut to the model's length: {cut:,}.")
     failures = [row for row in chosen if row.get("error") is not None]
     failed = Counter((x["task"], x["method"], x["column"], x["error"]["type"]) for x in failures)
     for (task, method, column, error), count in failed.items():

@@ -116,9 +116,10 @@ class Table:
     def ranks(self, column: str, higher: bool) -> dict[str, int]:
         """1 for the best compressed methods of a column, 2 for the second best; ties share a rank.
 
-        Empty if all are equal.
+        Means that only rounding tells apart are equal. Empty if all are equal.
         """
-        means = {m: self.cells[m, column].mean for m in self.methods if (m, column) in self.cells}
+        held = [method for method in self.methods if (method, column) in self.cells]
+        means = {method: float(f"{self.cells[method, column].mean:.9g}") for method in held}
         if len(set(means.values())) < 2:
             return {}
         order = sorted(set(means.values()), reverse=higher)[:2]

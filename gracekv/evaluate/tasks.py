@@ -141,8 +141,13 @@ class Task:
         )
 
     def available(self, samples: int, sources: Sources, first: int = 0) -> range:
-        """Numbers of `samples` samples from `first` on, or of as many as there are."""
+        """Numbers of `samples` samples from `first` on, or of as many as there are.
+
+        Raises `TaskError` if there are none.
+        """
         end, there = first + samples, self._given(sources) if self.length is None else None
+        if there is not None and first >= there:
+            raise TaskError(f"{self.name} has {there:,} samples: none from number {first:,} on.")
         return range(first, end if there is None else min(end, there))
 
     def _given(self, sources: Sources) -> int | None:

@@ -178,7 +178,8 @@ class ReplayedForward:
         experts = getattr(self._config, "_experts_implementation", None)
         if (options, experts) != (self._options, self._experts):
             self._options, self._experts, self._graph = options, experts, None
-            if self.records:
+            # The first token's `grouped_mm` waits for the GPU in most dtypes and on most GPUs.
+            if self.records and experts != "grouped_mm":
                 with _recording:
                     self._record()
         if self._graph is None:
@@ -237,13 +238,14 @@ class ReplayedForward:
                 # to draw any. A copy of the generator's state resets that.
                 generator = torch.cuda.default_generators[device.index]
                 generator.graphsafe_set_state(generator.clone_state())
-                self.records = False
                 # There may be more memory the next time.
-                if not is_out_of_memory(error):
+                self.records, again = False, is_out_of_memory(error)
+                if not again:
                     _unrecordable.add(self._model)
                 warnings.warn(
                     f"A decoding step of {type(self._model).__name__} could not be recorded as a "
-                    f"CUDA graph ({error}); generation continues without one.",
+                    f"CUDA graph ({error}); {'this answer is' if again else 'its answers are'} "
+                    f"generated without one.",
                     stacklevel=2,
                 )
                 return

@@ -115,7 +115,9 @@ def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
         if flat is not None:
             _check_hidden(flat, flat.new_ones(1, cache.packed_length, dtype=torch.bool))
             if positions is not None and new == 1 and flat.shape[1] == cached + 1:
-                _check_last(positions, (flat.long().sum(dim=-1) - 1).expand(rows))
+                # One token may be the padding of a shorter row.
+                last, real = flat.long().sum(dim=-1) - 1, flat[:, -1].bool()
+                _check_last(positions, last.expand(rows), real.expand(rows))
         return (), kwargs
     seen = cache.packed_mask(rows, kwargs[name].device)
     if mask is None:

@@ -53,7 +53,7 @@ class StaticGraceLayer(GraceLayer):
             # Others would be copied in every step of a compiled model with CUDA graphs.
             for tensor in (self._keys, self._values, self.length, *parts_of(self.packed.prepared)):
                 if isinstance(tensor, Tensor):
-                    torch._dynamo.mark_static_address(tensor)
+                    torch._dynamo.mark_static_address(tensor, guard=False)
 
     @property
     def tail_length(self) -> int:

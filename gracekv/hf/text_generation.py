@@ -63,9 +63,11 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
 
         Raises:
             PromptError: `question` is an empty list; with `reuse`, as `CompressionResult.ask`.
-            ConfigError: `reuse` with an `answer_prefix`, which would come before the question; or
-                the pipeline has no tokenizer.
+            ConfigError: an argument of kvpress's task; `reuse` with an `answer_prefix`, which would
+                come before the question; or the pipeline has no tokenizer.
         """
+        if others := options.keys() & {"questions", "press", "cache"}:
+            raise ConfigError(f"Give question= and pipeline= instead of {', '.join(others)}.")
         expect(question, Iterable, "question takes a string or a list of strings", PromptError)
         questions = [question] if isinstance(question, str) else list(question)
         if not questions:

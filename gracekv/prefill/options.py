@@ -66,17 +66,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def free_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on `device`."""
-    # Where a GPU shares the host's memory, CUDA counts the page cache as used.
-    if device.type == "cuda" and not torch.cuda.get_device_properties(device).is_integrated:
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + reserved
+    unused = 0
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        # Where an NVIDIA GPU shares the host's memory, CUDA counts the page cache as used.
+        shared = torch.cuda.get_device_properties(device).is_integrated
+        if not shared or torch.version.hip is not None:
+            return int(torch.cuda.mem_get_info(device)[0]) + unused
     psutil = required("psutil", "hf")
     free = int(psutil.virtual_memory().available)
     if psutil.LINUX:
         process = psutil.Process()
         if (limit := process.rlimit(psutil.RLIMIT_AS)[0]) != psutil.RLIM_INFINITY:
             free = max(0, min(free, limit - process.memory_info().vms))
-    return free
+    return free + unused
 
 
 def chunk_room(length: int, held: int, sizes: CaptureSizes, free: int) -> int:

@@ -99,17 +99,10 @@ def describe(
         digest: digest of the entries' file, or a random number instead.
     """
     return ContextHeader(
-        length=cache.length,
-        entries=int(cache.entries().sum()),
-        bytes=cache.kv_bytes,
-        digest=digest,
-        dtype=str(model.dtype).removeprefix("torch."),
-        model=model_facts(model),
-        recipe=recipe,
-        positions=trained_length(model),
-        gracekv_version=VERSION,
-        **asdict(follow),
-    )
+        length=cache.length, entries=int(cache.entries().sum()), bytes=cache.kv_bytes,
+        digest=digest, dtype=str(model.dtype).removeprefix("torch."), model=model_facts(model),
+        recipe=recipe, positions=trained_length(model), gracekv_version=VERSION, **asdict(follow),
+    )  # fmt: skip
 
 
 def moved(model: Any, cache: RaggedCache, by: int | None = None) -> RaggedCache:

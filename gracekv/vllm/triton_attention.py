@@ -126,18 +126,10 @@ def attend(batch: ContextBatch, layer: int, call: LayerCall, scale: float) -> No
         attend_units[(len(batch.units), heads)](
             *(*work, *tokens, *asked, *held, *result),
             *(part_output, part_lse, scale, query_heads),
-            GROUP=query_heads // heads,
-            D=dim,
-            BLOCK_D=block_d,
-            BLOCK=block,
-            BLOCK_M=tile.queries,
-            BLOCK_N=tile.keys,
-            UPCAST=upcast,
-            PRECISION=tile.precision,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            enable_fp_fusion=True,
-        )
+            GROUP=query_heads // heads, D=dim, BLOCK_D=block_d, BLOCK=block, BLOCK_M=tile.queries,
+            BLOCK_N=tile.keys, UPCAST=upcast, PRECISION=tile.precision, num_warps=tile.warps,
+            num_stages=tile.stages, enable_fp_fusion=True,
+        )  # fmt: skip
         if batch.merged:
             merge_units[(batch.merged, query_heads)](
                 *(part_output, part_lse, batch.first_slot, batch.places, *result, query_heads),

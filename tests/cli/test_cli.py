@@ -177,11 +177,13 @@ def test_other_budgets_replace_the_ratio(cli, calls, story):
 
 
 def test_without_a_question_the_cache_is_saved_for_later(cli, refused, calls, story, tmp_path):
-    status, out, err = cli("compress", "--context", story, "--save", tmp_path / "Tom's book")
+    status, out, err = cli(
+        "compress", "--context", story, "--save", tmp_path / "Tom's book", "--import", "json"
+    )
     assert (status, out) == (0, "")
     assert "gracekv-plus kept 60" in err
     asked = shlex.join(["gracekv", "ask", f"{tmp_path}/Tom's book", "Your question?"])
-    assert err.endswith(f"\nask about it with: {asked} --model smollm2\n")
+    assert err.endswith(f"\nask about it with: {asked} --model smollm2 --import json\n")
     (call,) = calls
     told = [call[x] for x in ("model", "question", "budget", "pipeline")]
     # `gracekv.compress` decides which recipe that is.

@@ -8,6 +8,7 @@ from hypothesis import given
 
 from gracekv.decode import Attention, Fitted, reference
 from gracekv.decode.cut import packed_entries
+from gracekv.fit.attended import KeptMass
 from gracekv.fit.values_and_mass import LEAST, MOST
 from support.draws import bools, ints, some
 from support.held_layers import held_layer
@@ -56,6 +57,18 @@ def test_scores_are_what_is_read_or_remembered(seed, memory, norm):
     for own, now, old in zip(got.double(), read, held.carried.double().clamp(min=0), strict=True):
         level = now[old > 0].sum() / old.sum() if old.any() else 0.0
         torch.testing.assert_close(own, now.maximum(memory * level * old), rtol=1e-4, atol=1e-6)
+
+
+def test_at_most_that_many_references_are_used(monkeypatch):
+    held = held_layer(0, queries=12, packed=(12, 7))
+    packed, seen = packed_entries(held, held.used, Attention()), []
+    monkeypatch.setattr(
+        "gracekv.decode.fitted.KeptMass",
+        lambda *parts: (seen.append(parts[1]), KeptMass(*parts))[1],
+    )
+    for count in (1, 5, 7, 12):
+        Fitted(references=count).fit(held, held.used, packed)
+    assert [len(mass[0]) // 2 for mass in seen] == [1, 4, 6, 12]
 
 
 @pytest.mark.parametrize("queries", [3, 12])

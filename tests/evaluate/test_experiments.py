@@ -60,6 +60,8 @@ def test_methods_are_recipes_with_changes():
     assert plain == Pipeline.from_dict({"floor": floor, "quota": "per_head"})
     assert parse_method("gracekv-no-floor", 0.5).window.share == 0.5
     assert parse_method("gracekv[window.share=0.1]", 0.5).window.share == 0.1
+    assert parse_method("gracekv[window={size: 8, share: 0.1}]", 0.5).window.share == 0.1
+    assert parse_method("gracekv[window={size: 8};floor.alpha=0]", 0.5).window.share == 0.5
     assert parse_method("gracekv").window.share == 1.0
     depths = parse_method("gracekv[segment.curvature={depths: [0.3, 0.5]}]").segment.curvature
     assert depths.depths == (0.3, 0.5)
@@ -162,7 +164,7 @@ def test_the_exit_code_tells_of_failures_and_rows_of_their_settings(
     assert (code, "0 cells run, 5 kept from before, 2 failed" in told) == (0, True)
 
 
-def test_ablate_shows_differences(cli, model_folder, tmp_path):
+def test_ablate_shows_differences(cli, model_folder, tmp_path, monkeypatch):
     shown = ["--out", tmp_path, "--set", "floor.alpha=0.2,0.4", "--metric", "kl"]
     code, text, _ = cli(
         "ablate", "--model", model_folder, "--tasks", "ruler:fwe", "--length", "512",
@@ -172,6 +174,10 @@ def test_ablate_shows_differences(cli, model_folder, tmp_path):
     # A failure that later succeeded does not count.
     written(tmp_path, [{**read_rows(tmp_path)[0], "error": {"type": "X", "message": ""}}], "early")
     assert cli("ablate", *shown)[0] == 0
+    # Other processes of torchrun may not be done.
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", "1")
+        assert cli("ablate", *shown)[:2] == (0, "")
     assert "Difference from gracekv" in text
     assert "| gracekv[floor.alpha=0.2] | 4x |" in text
     other = ["--out", tmp_path, "--base", "snapkv", "--set", "window.size=4"]

@@ -50,6 +50,8 @@ def test_a_sample_holds_the_whole_trace(name, sources, tokenizer):
     assert sample.reference(3) == sample.answers[0].strip()
     assert task.group == "long_output"
     assert list(task.available(9, sources)) == [0, 1]
+    with pytest.raises(TaskError, match="2 samples: none from number 2 on"):
+        task.available(9, sources, first=2)
     assert "0.5k" in task.source(sources)
 
 

@@ -69,6 +69,8 @@ def test_blocks_hold_methods_by_budgets():
     assert table.ranks("2x", True) == {"ours": 1, "theirs": 2}
     assert table.ranks("16x", True) == {"theirs": 1, "ours": 2}
     assert table.against["theirs", "16x"].mean == 25
+    equal = grid({("a", "2x"): [1, 1 / 3, 2 / 3], ("b", "2x"): [1, 2 / 3, 1 / 3]})
+    assert make_tables(equal, SCORE)[0].ranks("2x", True) == {}
     assert make_tables(ROWS, SCORE, "fullkv")[0].against["theirs", "2x"].mean == -37.5
 
 
@@ -95,6 +97,9 @@ def test_a_failed_method_leaves_the_others_in_the_table():
     (table,) = make_tables(rows, SCORE)
     assert ("third", "2x") not in table.cells
     assert table.cells["ours", "2x"].samples == 4
+    cut = [{**row, "removed_tokens": 3 * (row["index"] == 1)} for row in rows]
+    assert "Prompts cut to the model's length: 1." in footer(cut)
+    assert "cut to" not in footer(rows)
     assert "Failed: ruler:cwe, third at 2x: 4 x BudgetError." in footer(rows)
 
 

@@ -49,8 +49,12 @@ def test_a_model_s_own_repository_may_hold_the_folder(model, monkeypatch, tmp_pa
     own = load(tmp_path / "model", trust_remote_code=True).eval()
     options = {"max_new_tokens": 8, "pad_token_id": 1, "attention_mask": IDS**0}
     want = model.generate(IDS, custom_generate=gracekv.generate, ratio=4, **options)
-    assert own.generate(input_ids=IDS, ratio=4, **options).equal(want)
-    assert own.generate(input_ids=IDS, **options).equal(model.generate(IDS, **options))
+    for more in ({}, {"custom_generate": gracekv.generate}, {"custom_generate": str(FOLDER)}):
+        assert own.generate(input_ids=IDS, ratio=4, **options, **more).equal(want)
+    assert own.generate(IDS, ratio=4, **options).equal(want)
+    assert own.generate(IDS, **options).equal(model.generate(IDS, **options))
+    with pytest.raises(BudgetError, match="exactly one budget"):
+        own.generate(IDS, pipeline="snapkv", **options)
     prompt = gracekv.Prompt.from_ids(IDS, (0, 136))
     results = [gracekv.compress(x, prompt, ratio=4).generate_ids(8) for x in (own, model)]
     assert results[0].equal(results[1])

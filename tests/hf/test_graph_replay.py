@@ -137,6 +137,15 @@ def test_a_recorded_step_is_replayed_with_the_tail_where_it_was(replay, model, m
     options = {"eos_token_id": None, "logits_processor": [change]}
     continue_ids(model, rows, batch.new_cache(), None, 40, options)
     assert fakes[-1].forward.recordings == 3
+    # A first token by `grouped_mm` is not recorded.
+    monkeypatch.setattr(model.config, "_experts_implementation_internal", "grouped_mm")
+
+    def switch(ids, scores):
+        monkeypatch.setattr(model.config, "_experts_implementation_internal", "batched_mm")
+        return scores
+
+    batch.generate_ids(8, eos_token_id=None, logits_processor=[switch])
+    assert (fakes[-1].forward.recordings, fakes[-1].steps) == (1, 7)
 
 
 def test_a_step_that_cannot_be_recorded_runs_as_it_is(replay, model, monkeypatch, batch):

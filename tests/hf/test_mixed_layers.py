@@ -122,6 +122,17 @@ def test_assisted_decoding_and_resets_go_back_to_the_prompt():
     assert torch.equal(model.generate(**result.inputs, **options), first)
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "cohere2"])
+def test_a_continuation_with_gradients_can_be_copied(family):
+    model = model_of(family)
+    cache = gracekv.compress(model, PROMPT, ratio=3).new_cache()
+    attach(model)
+    model(IDS[-1:][None], past_key_values=cache)
+    twin = copy.deepcopy(cache)
+    logits = [model(IDS[:1][None], past_key_values=x).logits for x in (cache, twin)]
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
 def test_each_continuation_has_its_own_states(family):
     model = model_of(family)

@@ -54,6 +54,9 @@ def test_questions_of_any_lengths_are_answered_together(model, tokenizer, book):
         want, logits = steps(model, asked(tokenizer, question), book.new_cache(), 8)
         same_greedy(row, want, logits)
     assert len(book.ask(QUESTIONS, max_new_tokens=4)) == 3
+    limits = [gracekv.Limit(entries_per_head=10**4, every=every, window=1) for every in (1, 2)]
+    one, two = (book.ask(QUESTIONS, max_new_tokens=4, limit=limit) for limit in limits)
+    assert one == two
     assert book.ask([QUESTIONS[0]], max_new_tokens=4) == [book.ask(QUESTIONS[0], max_new_tokens=4)]
 
 

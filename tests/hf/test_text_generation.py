@@ -101,6 +101,7 @@ def test_reused_questions_are_asked_about_one_compressed_context(model, tokenize
     ({"question": "w1", "ratio": 2, "kv_bytes": 9}, BudgetError, "got ratio and kv_bytes"),
     ({"question": 3, "ratio": 2}, PromptError, "a string or a list of strings; got int"),
     ({"question": [3], "ratio": 2}, PromptError, "question must be text; got int"),
+    ({"questions": ["w1"], "ratio": 2}, ConfigError, "Give question= and pipeline= instead of que"),
     ({"context": " ", "question": "w1", "ratio": 2}, PromptError, "context is empty"),
 ])  # fmt: skip
 def test_bad_calls_are_refused(pipe, options, error, message):

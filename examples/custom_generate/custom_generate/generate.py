@@ -3,16 +3,17 @@
 from typing import Any
 
 
-def generate(model: Any, **arguments: Any) -> Any:
+def generate(*inputs: Any, model: Any, **arguments: Any) -> Any:
     """`model.generate` over a compressed cache; see `gracekv.generate` for its arguments."""
     import gracekv
 
+    given = dict(zip(("inputs", "generation_config"), inputs, strict=False))
     # None means not given.
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given |= {name: value for name, value in arguments.items() if value is not None}
     stock = type(model).generate
     # In a model's own repository, every `model.generate` is this function.
-    budgets = {"ratio", "entries_per_head", "kv_bytes"}
-    if "generate" in vars(model) and not given.keys() & budgets:
+    ours = {"ratio", "entries_per_head", "kv_bytes", "pipeline", "limit", "question_tokens"}
+    if "generate" in vars(model) and not given.keys() & {*ours, "custom_generate"}:
         return stock(model, **given)
     for name in ("assistant_model", "stop_strings"):
         if name in given:
@@ -21,4 +22,4 @@ def generate(model: Any, **arguments: Any) -> Any:
                 f"result.generate({name}=...)."
             )
     given["text_streamer"] = given.pop("streamer", None)
-    return stock(model, **given, custom_generate=gracekv.generate)
+    return stock(model, **given | {"custom_generate": gracekv.generate})
