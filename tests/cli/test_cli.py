@@ -114,7 +114,7 @@ def test_help_and_a_mistyped_context_import_no_model_and_any_answer_is_shown(sta
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
 def test_a_full_disk_beneath_the_output_is_one_message():
-    argv = [sys.executable, "-c", "from gracekv.cli.main import main; main()", "list", "--recipes"]
+    argv = [sys.executable, "-c", "from gracekv.cli.main import main; main()", "-h"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(argv, check=False, text=True, stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 2
