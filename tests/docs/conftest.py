@@ -12,7 +12,7 @@ from support.chapter import CHAPTER
 from support.context_server import context_server
 
 VOCABULARY = 2000
-LONGEST = 300
+LONGEST = 60
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,7 @@ def tiny(request):
 
 
 @pytest.fixture
-def reader(tiny, tmp_path, monkeypatch):
+def reader(tiny, tmp_path, monkeypatch, commands):
     """The reader's folder: a checkout's files, a book, and models that load at once.
 
     - No answer has more than `LONGEST` tokens.

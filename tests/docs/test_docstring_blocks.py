@@ -43,12 +43,14 @@ def parses(code):
     return True
 
 
-BLOCKS = [
-    (f"{path.relative_to(PACKAGE).as_posix()}:{line}", block)
-    for path in sorted(PACKAGE.rglob("*.py"))
-    for line, text in docstrings(path)
-    for block in indented(text)
-]
+@pytest.fixture(scope="module")
+def blocks():
+    return [
+        (f"{path.relative_to(PACKAGE).as_posix()}:{line}", block)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, text in docstrings(path)
+        for block in indented(text)
+    ]
 
 
 @pytest.fixture
@@ -58,16 +60,16 @@ def names(reader):
     return space
 
 
-def test_blocks_run(names, reader):
+def test_blocks_run(names, reader, blocks):
     import yaml
 
     (reader / "suite.yaml").write_text(yaml.safe_dump(names["suite"].to_dict()))
-    for place, block in BLOCKS:
+    for place, block in blocks:
         if place.partition(":")[0] not in FORMULAS:
             exec(compile(block, place, "exec"), dict(names))
 
 
-def test_formulas_are_no_code():
-    blocks = [(place.partition(":")[0], code) for place, code in BLOCKS]
-    assert not [place for place, code in blocks if place in FORMULAS and parses(code)]
-    assert {place for place, _ in blocks} > FORMULAS
+def test_formulas_are_no_code(blocks):
+    found = [(place.partition(":")[0], code) for place, code in blocks]
+    assert not [place for place, code in found if place in FORMULAS and parses(code)]
+    assert {place for place, _ in found} > FORMULAS

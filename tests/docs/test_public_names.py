@@ -15,21 +15,25 @@ from public_names import (
 
 from gracekv.pipeline.composition import REGISTRIES
 
-CLASSES, FUNCTIONS = classes_and_functions()
 STAGES = ("segment", "value", "tree", "allocate", "cache", "backends", "prefill")
 SOURCE = re.compile(r"Eqs?\.|[Pp]aper|Source|\b[Oo]urs\b|arXiv|departures")
 
 
-def test_every_name_has_a_docstring():
-    assert not list(undocumented(CLASSES, FUNCTIONS))
+@pytest.fixture(scope="module")
+def public():
+    return classes_and_functions()
 
 
-def test_tensors_have_shapes():
-    assert not list(without_shapes(CLASSES, FUNCTIONS))
+def test_every_name_has_a_docstring(public):
+    assert not list(undocumented(*public))
 
 
-def test_errors_are_named():
-    assert not list(without_errors(FUNCTIONS))
+def test_tensors_have_shapes(public):
+    assert not list(without_shapes(*public))
+
+
+def test_errors_are_named(public):
+    assert not list(without_errors(public[1]))
 
 
 @pytest.mark.parametrize("stage", REGISTRIES)
