@@ -212,6 +212,18 @@ def _reduce_columns(
     return 2 * len(queries) * queries.shape[1] * int(seen.sum()) * queries.shape[-1]
 
 
+def _turn_and_look_back(
+    *, queries: Any, keys: Any, cos: Any, sin: Any, moved: Any, lse: Any, near: int, scale: float,
+    SHARED: int, **_: Any,
+) -> int:  # fmt: skip
+    from gracekv.kernels.rope import Rope
+    from gracekv.value.block_replay import near_logits
+
+    Rope(cos, sin, interleaved=SHARED == 2).rotate(queries.float(), None, moved)
+    lse.copy_(near_logits(queries.float() * (scale * _LN_2), keys, near))
+    return 2 * len(queries) * queries.shape[1] * near * queries.shape[-1]
+
+
 def _costs(found: Any) -> Any:
     """The trees' kernel, with results in `found`: the first part of the probes gets them all."""
 
@@ -223,4 +235,7 @@ def _costs(found: Any) -> Any:
 
 
 _LN_2 = 0.6931471805599453
-_KERNELS: dict[str, Any] = {"row_logsumexp": _row_logsumexp, "reduce_columns": _reduce_columns}
+_KERNELS: dict[str, Any] = {
+    "row_logsumexp": _row_logsumexp, "reduce_columns": _reduce_columns,
+    "turn_and_look_back": _turn_and_look_back,
+}  # fmt: skip
