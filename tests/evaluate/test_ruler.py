@@ -14,6 +14,7 @@ from gracekv.evaluate.sample import chat_prompt
 from gracekv.evaluate.sources import Sources, ruler_forms
 from gracekv.evaluate.tasks import Task
 from gracekv.evaluate.texts import largest
+from support.covering import cases
 
 # The smallest unit that a task can add, in tokens of the test tokenizer, where it exceeds 2 %.
 UNIT = {"niah_multikey_2": 45, "niah_multikey_3": 140, "qa_1": 60, "qa_2": 80}
@@ -60,7 +61,7 @@ def test_a_prompt_leaves_no_slot_of_its_template_open(make, name):
 
 @pytest.mark.parametrize("name", [name for name in ruler.TASKS if name.startswith("niah")])
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=5)
+@settings(max_examples=cases(2, 5))
 def test_every_needle_is_present_once_and_the_answer_is_derivable(make, name, seed):
     sample = make(name, 1536, seed)
     # One of wonderwords' adjectives contains a space.

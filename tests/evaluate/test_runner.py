@@ -217,8 +217,7 @@ def test_another_file_under_the_same_name_has_the_samples_of_the_rows(
     assert read_rows(finished) == before
 
 
-@pytest.mark.parametrize("finished", [True, False])
-@pytest.mark.parametrize("change", ["config", "weights"])
+@pytest.mark.parametrize(("finished", "change"), [(True, "config"), (False, "weights")])
 def test_another_model_under_the_same_name_is_refused(experiment, tiny, tmp_path, finished, change):
     one = replace(experiment, panels=(replace(experiment.panels[0], samples=1),))
     run(one, tmp_path, **tiny)
