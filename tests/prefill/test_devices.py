@@ -25,10 +25,9 @@ from gracekv.testing import synthetic_prefill  # noqa: E402
 from gracekv.testing.models import tiny_model  # noqa: E402
 from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms  # noqa: E402
 from support.covering import covering, every  # noqa: E402
-from support.devices import SECOND_DEVICE, MixedDevicesError, two_devices  # noqa: E402
+from support.devices import CPU, SECOND_DEVICE, MixedDevicesError, two_devices  # noqa: E402
 from support.margins import assert_same_tokens, logits_over  # noqa: E402
 
-CPU = torch.device("cpu")
 IDS = torch.randint(0, 97, (120,), generator=torch.Generator().manual_seed(0))
 PROMPT = gracekv.Prompt.from_ids(IDS, (4, 108), question_end=116)
 

@@ -10,7 +10,7 @@ real device are not imitated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+CPU = torch.device("cpu")
 SECOND_DEVICE = torch.device("meta")
 """The `device` of the second device's tensors; real "meta" tensors hold no values."""
 
@@ -69,11 +69,11 @@ def two_devices() -> Iterator[torch.device]:
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    leaves: list[Tensor] = []
+    _changed((args, kwargs), leaves.append)
     far = [x for x in leaves if isinstance(x, SecondDeviceTensor)]
-    near = [x for x in leaves if not isinstance(x, SecondDeviceTensor)]
     packet = func.overloadpacket
-    if any(x.is_meta for x in near):
+    if any(x.is_meta for x in leaves if not isinstance(x, SecondDeviceTensor)):
         raise MixedDevicesError(f"{func} was given a tensor whose values were lost on the way.")
     indexed = packet in _INDEXING and isinstance(args[0], SecondDeviceTensor)
     others = [args[0], *args[2:]] if indexed else leaves
@@ -81,25 +81,29 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if far and mixed and packet not in _COPIES:
         shapes = [(list(x.shape), str(x.device)) for x in leaves]
         raise MixedDevicesError(f"{func} was given tensors of both devices: {shapes}.")
-    device = kwargs.get("device")
+    remote, device = bool(far), kwargs.get("device")
     if device is not None:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    owners = {id(x.held): x for x in far}
-
-    def unwrap(x: Any) -> Any:
-        return x.held if isinstance(x, SecondDeviceTensor) else x
-
-    remote = bool(far) if device is None else torch.device(device) == SECOND_DEVICE
+        kwargs, remote = {**kwargs, "device": CPU}, torch.device(device) == SECOND_DEVICE
     if packet is _aten.copy_:
         remote = isinstance(args[0], SecondDeviceTensor)
+    if far:
+        args, kwargs = _changed((args, kwargs), lambda x: getattr(x, "held", x))
+    result = func(*args, **kwargs)
+    if not remote:
+        return result
+    owners = {id(x.held): x for x in far}
+    return _changed(result, lambda x: owners[id(x)] if id(x) in owners else SecondDeviceTensor(x))
 
-    def wrap(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not remote:
-            return x
-        owner = owners.get(id(x))
-        return SecondDeviceTensor(x) if owner is None else owner
 
-    return tree_map(wrap, func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs)))
+def _changed(x: Any, change: Callable[[Tensor], Any]) -> Any:
+    """`x` with all tensors in it changed; torch's own `tree_map` takes several times as long."""
+    if isinstance(x, Tensor):
+        return change(x)
+    if isinstance(x, tuple | list):
+        return type(x)([_changed(part, change) for part in x])
+    if isinstance(x, dict):
+        return {name: _changed(part, change) for name, part in x.items()}
+    return x
 
 
 class _Dispatch(TorchDispatchMode):
