@@ -13,6 +13,7 @@ from gracekv.errors import NonFiniteError, ShapeError
 from gracekv.segment import Partition
 from gracekv.testing import synthetic_prefill
 from gracekv.tree import LeafOnly, PrototypeRule, TreeContext, Unit, build_forest
+from support.covering import cases
 from support.draws import SEEDS, bools, floats, ints, lists, some
 
 PREFILL = synthetic_prefill(layers=3, kv_heads=2, context=40, dim=4)
@@ -32,7 +33,7 @@ def drawn(kind, generator):
     return close if kind == "close" else torch.rand(shape, generator=generator) ** 4
 
 
-@settings(max_examples=300)
+@settings(max_examples=cases(100, 300))
 @given(
     seed=SEEDS, kind=some(["spread", "whole numbers", "close", "tiny", "zeros"]),
     weights=some(["ones", "spread", "whole numbers"]), budget=ints(0, 6 * REGION.length),

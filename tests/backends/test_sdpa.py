@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from gracekv.backends import AttentionStep, Eager, Sdpa, sdpa
 from gracekv.backends.reference import attention
 from gracekv.testing.attention import TOLERANCES, attention_problem, check_attention, relative_error
-from support.covering import LONG
+from support.covering import cases
 from support.draws import SEEDS, bools, ints, lists, some
 from support.quantised_layers import layer_of
 
@@ -27,7 +27,7 @@ def threads(request, monkeypatch):
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("backend", [Sdpa(), Sdpa(kernel="plain")], ids=repr)
-@settings(max_examples=30 if LONG else 12)
+@settings(max_examples=cases(6, 30))
 @given(
     seed=SEEDS, lengths=lists(ints(0, 3) | ints(0, 400), min_size=1, max_size=4),
     group=some([1, 3, 8]), sequences=ints(1, 3), copies=ints(1, 2), tokens=some([1, 1, 2, 40]),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from gracekv import Budget, Pipeline
 from gracekv.cache import CamPacker
@@ -16,7 +16,6 @@ from support.selections import kept_positions
 from support.token_pipelines import pipeline
 
 
-@settings(max_examples=25)
 @given(
     seed=SEEDS, length=ints(4, 80), merge=ints(1, 40), prefix=ints(0, 5), question=ints(1, 4),
     ratio=floats(1.1, 3.0),

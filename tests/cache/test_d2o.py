@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from gracekv import Budget
 from gracekv.cache.d2o import best_matches
@@ -15,7 +15,6 @@ from support.token_pipelines import pipeline
 WINDOW = {"size": 4, "minimum": 1}
 
 
-@settings(max_examples=25)
 @given(
     seed=SEEDS, length=ints(4, 60), prefix=ints(0, 4),
     quota=some(["per_head", "global", "density"]), ratio=floats(1.1, 4.0),

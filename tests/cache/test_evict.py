@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from gracekv.allocate import Frontier, Selection
 from gracekv.cache import EvictPacker, PrototypePacker
@@ -11,7 +11,6 @@ from support.draws import bools, ints, some
 from support.trees import random_frontier, tree_context
 
 
-@settings(max_examples=20)
 @given(seed=ints(0, 10_000), refiner=some(["binary", "leaf_only", "two_level"]), tied=bools())
 def test_every_entry_is_an_original_token(seed, refiner, tied):
     context = tree_context(seed)

@@ -3,7 +3,7 @@
 import dataclasses
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from gracekv.allocate import Greedy, Singleton
 from gracekv.allocate.plan import BudgetPlan
@@ -38,7 +38,6 @@ def part(forest, shard):
     SEEDS, some([1, 2, 4]), bools(), bools(), some(["normal", "heavy", "ties", "zeros"]),
     floats(0, 1),
 )  # fmt: skip
-@settings(max_examples=80)
 def test_floor_and_auction(seed, ranks, capped, elastic, gains, share):
     rng = torch.Generator().manual_seed(seed)
     forest = random_forest(seed, layers=2, heads=4, gains=gains)
@@ -67,7 +66,6 @@ def test_floor_and_auction(seed, ranks, capped, elastic, gains, share):
 
 
 @given(SEEDS, some([2, 4]))
-@settings(max_examples=15)
 def test_floor_candidates_where_values_are_exact(seed, ranks):
     # Sixteenths add up without rounding, in any order.
     scores = torch.randint(0, 5, (2, 4, 40), generator=torch.Generator().manual_seed(seed)) / 16

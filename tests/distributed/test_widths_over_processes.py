@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from gracekv.allocate.budget import EntryBytes
 from gracekv.allocate.plan import BudgetPlan
@@ -39,7 +39,6 @@ def entries_of(seed, kind):
 
 
 @given(SEEDS, some([1, 2, 4]), some(["random", "ties"]), floats(0, 1.1))
-@settings(max_examples=60)
 def test_allocated_widths(seed, ranks, kind, share):
     entries, costs = entries_of(seed, kind)
     budget = round(share * 16 * len(entries.head))
@@ -63,7 +62,6 @@ def test_allocated_widths(seed, ranks, kind, share):
 
 
 @given(SEEDS, some([2, 3]))
-@settings(max_examples=60)
 def test_affordable_against_its_definition(seed, ranks):
     rng = torch.Generator().manual_seed(seed)
     count = int(torch.randint(1, 20, (), generator=rng))
@@ -97,7 +95,6 @@ def test_equal_offers_go_to_the_earlier(offers, first):
 
 
 @given(SEEDS, some([2, 4]), ints(0, 3))
-@settings(max_examples=30)
 def test_entries_within_bytes(seed, ranks, sinks):
     rng = torch.Generator().manual_seed(seed)
     scores = torch.rand(LAYERS, HEADS, 20, generator=rng)

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from gracekv.allocate import Budget
 from gracekv.errors import NonFiniteError
@@ -36,7 +36,6 @@ def compressed(recipe="gracekv-plus", ratio=3, fit="none", softcap=None, sinks=F
     return prefill, prefill.spans.region(run.plan.recent), run.cache
 
 
-@settings(max_examples=20)
 @given(
     seed=ints(0, 2**16), group=ints(1, 3), ratio=some([1.5, 3, 8]), trust=some([0.02, 0.3]),
     trust_read=some([0.0, 0.5]), recipe=some(["gracekv-plus", "gracekv"]), mass=some([None, 0.1]),

@@ -85,7 +85,6 @@ def test_nan_stays_nan(engine, power):
 
 
 @pytest.mark.skipif("numba" not in ENGINES, reason="needs numba")
-@settings(max_examples=20)
 @given(seed=ints(0, 2**32), scale=floats(1, 30), power=some([1.5, 2.0, 3.0]))
 def test_no_number_is_denormal(seed, scale, power):
     """Denormal numbers, which distant keys' shares become, take a hundred times as long."""

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from gracekv import Budget, Pipeline, recipes, strategies
 from gracekv.allocate import ALLOCATORS
@@ -29,7 +29,6 @@ def assert_same_entries(first: Run, second: Run) -> None:
         torch.testing.assert_close(a.tensors(), b.tensors(), rtol=0, atol=0)
 
 
-@settings(max_examples=25)
 @given(
     seed=ints(0, 10_000), ratio=floats(1.0, 40.0), layers=ints(1, 3), heads=ints(1, 3),
     context=ints(5, 200), recipe=some(recipes.names()),

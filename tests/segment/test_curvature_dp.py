@@ -22,7 +22,6 @@ WEIGHTS = ("curvature_weight", "surprisal_weight", "dispersion_weight", "length_
 TINY = CurvatureDP(min_length=3, max_length=9, target_length=5, curvature=Curvature(windows=(2, 3)))
 
 
-@settings(max_examples=25)
 @given(
     context=ints(10, 40), recent=ints(0, 8), cut_cost=some([0.0, 1.0]), seed=SEEDS,
     weights=st.fixed_dictionaries(dict.fromkeys(WEIGHTS, some([0.0, 0.3, 1.0]))),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from gracekv.errors import MissingCaptureError
 from gracekv.prefill import Region
@@ -25,7 +25,6 @@ def small(seed, kv_heads=2, group=2, dtype=torch.float32):
     )  # fmt: skip
 
 
-@settings(max_examples=25)
 @given(
     seed=SEEDS, kv_heads=ints(1, 3), group=ints(1, 3), dtype=DTYPES,
     probes=lists(ints(0, 33), min_size=1, max_size=5, unique=True),
@@ -44,7 +43,6 @@ def test_probabilities_match_the_definition(seed, kv_heads, group, dtype, probes
             assert not fast[head, i, probe + 1 :].any()
 
 
-@settings(max_examples=25)
 @given(
     seed=SEEDS, bounds=tuples(ints(0, 33), ints(0, 33)).map(sorted),
     probes=lists(ints(0, 33), min_size=1, max_size=6, unique=True),

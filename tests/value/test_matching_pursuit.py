@@ -1,7 +1,7 @@
 """The order of Attention Matching's pursuit, against least squares from scratch at every step."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from gracekv.testing import synthetic_prefill
 from gracekv.value import MatchingPursuit, RepeatedAttention, reference
@@ -9,7 +9,6 @@ from gracekv.value.matching_pursuit import pursued
 from support.draws import ints, some
 
 
-@settings(max_examples=20)
 @given(
     seed=ints(0, 2**16), rows=ints(2, 30), length=ints(1, 30), most=ints(1, 40),
     largest=some([1.5, 1000.0]),

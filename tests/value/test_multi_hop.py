@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from gracekv.errors import ConfigError, PromptError
 from gracekv.prefill import Needs, PromptSpans, Region
@@ -21,7 +21,6 @@ def small(seed=0, context=40, **shape):
     return synthetic_prefill(context=context, seed=seed, **shape)
 
 
-@settings(max_examples=20)
 @given(
     seed=SEEDS, layers=ints(1, 4), kv_heads=ints(1, 2), group=ints(1, 3), context=ints(6, 40),
     question=ints(0, 4), recent=ints(0, 5), hops=ints(0, 3), max_seeds=ints(1, 8),
