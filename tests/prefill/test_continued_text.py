@@ -125,10 +125,14 @@ FORMATS = {
 }
 
 
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
 @pytest.mark.parametrize("count", range(1, 5))
 @pytest.mark.parametrize("name", FORMATS)
-def test_messages_follow_those_of_the_context_as_the_template_shows_them(name, count):
-    tokenizer = tiny_tokenizer()
+def test_messages_follow_those_of_the_context_as_the_template_shows_them(name, count, tokenizer):
     tokenizer.chat_template = FORMATS[name]
     roles = ("system", "user", "assistant", "user")
     said = [{"role": x, "content": TEXT[9 * n : 9 * n + 9].strip()} for n, x in enumerate(roles)]

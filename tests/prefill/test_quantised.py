@@ -1,6 +1,7 @@
 """Models whose weights are not plain tensors: the capture only calls their modules."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from gracekv.value.output_projection import (
     projected_norms,
     projection_norms,
 )
+from support.covering import every
 from support.margins import assert_same_tokens, logits_over
 
 IDS = torch.randint(0, 97, (120,), generator=torch.Generator().manual_seed(0))
@@ -136,6 +138,7 @@ class Single(Packed):
 
 
 KINDS = [Eight, Packed, Four, Scaled, Adapted, Single]
+TWINS = [*product(KINDS, ["llama", "qwen2", "phi3"], [torch.float32, torch.bfloat16])]
 
 
 def seen(linear):
@@ -220,9 +223,7 @@ def replaced(model, kind):
     return model, twin
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "family", "dtype"), every(5, TWINS))
 def test_a_quantised_model_is_captured_and_compressed_like_its_plain_twin(kind, family, dtype):
     """Including head and projections; equal up to rounding in float32."""
     model, twin = replaced(tiny_model(family, dtype=dtype), kind)

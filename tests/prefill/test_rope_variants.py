@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gracekv.hf.capture import capture
 from gracekv.prefill.options import CaptureOptions
 from gracekv.testing.models import tiny_model
+from support.covering import cases
 from support.prompts import random_prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::gracekv.errors.LengthWarning")
@@ -49,7 +50,7 @@ def captured(model, prompt):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@settings(max_examples=8)
+@settings(max_examples=cases(3, 8))
 @given(seed=st.integers(0, 2**32 - 1), dim=st.sampled_from([16, 32, 64]))
 def test_a_captured_key_is_unrotated_and_rotated_on_as_the_model_would(variant, seed, dim):
     model = tiny_model(**variant, dim=dim, seed=seed)
