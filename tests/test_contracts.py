@@ -14,6 +14,7 @@ from gracekv.registry import Registry
 from gracekv.segment import Partition, Segmenter, Uniform
 from gracekv.testing import contracts
 from gracekv.value import SCORERS, MeanAttention, Scorer, TokenScores
+from support.covering import LONG
 
 EVERY = [(stage, name) for stage, registry in REGISTRIES.items() for name in registry]
 
@@ -26,7 +27,8 @@ def test_every_registered_strategy_keeps_its_promises(stage, name):
         obstacle = strategy.resolve(spec).obstacle(spec)
         if obstacle is not None:
             pytest.skip(obstacle)
-    contracts.check(strategy, seeds=range(2))
+    # Daily, every other one in bfloat16.
+    contracts.check(strategy, seeds=range(2) if LONG else [EVERY.index((stage, name)) % 2])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 import gracekv
 from gracekv import recipes
-from support.covering import covering
+from support.covering import every
 
 PACKAGE = Path(gracekv.__file__).parent
 MAKERS = {"empty", "eye", "linspace", "logspace", "ones", "rand", "randn", "zeros"}
@@ -75,12 +75,10 @@ def test_pages_cuts_and_closed_positions_lie_on_the_cpu_whatever_the_default(tmp
 
 # 1 / 5 has no exact value in any 16-bit dtype.
 FIFTHS = gracekv.Pipeline.from_dict({"pack": {"name": "cam", "merge": 5}}, "cam")
+CASES = [*itertools.product((FIFTHS, *recipes.names()), (torch.bfloat16, torch.float64))]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "dtype"),
-    covering(list(itertools.product((*recipes.names(), FIFTHS), (torch.bfloat16, torch.float64)))),
-)
+@pytest.mark.parametrize(("recipe", "dtype"), every(3, CASES))
 def test_recipes_keep_the_same_under_every_default_dtype_and_device(recipe, dtype):
     run = compressed(recipe)
     wanted = parts(run())
