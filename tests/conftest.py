@@ -18,6 +18,9 @@ from support.skips import pytest_collection_modifyitems, pytest_terminal_summary
 
 __all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
 
+# Until the tests begin, nothing that is made is garbage.
+gc.disable()
+
 # torch's first call exceeds hypothesis's deadline, and our tests do not measure time.
 settings.register_profile(
     "gracekv",
@@ -38,6 +41,7 @@ def pytest_collection_finish():
     """Freeze imported objects: otherwise every garbage collection scans them for half a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     # Full collections take 4 % of the time; tests that count objects ask for one.
     gc.set_threshold(700, 10, 50)
 
@@ -114,8 +118,8 @@ def browser():
     with sync_api.sync_playwright() as driver:
         if found is None and not Path(driver.chromium.executable_path).exists():
             pytest.skip("there is no Chromium on this machine; .ci/browser installs one")
-        # Containers run as root and have little shared memory.
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+        # Containers run as root, have little shared memory, and no GPU.
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
         started = driver.chromium.launch(executable_path=found, args=arguments)
         yield started
         started.close()

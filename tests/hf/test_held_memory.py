@@ -18,6 +18,12 @@ KV = ("keys", "values")
 PROMPT = Prompt.from_ids(torch.arange(400) % 90, (10, 400))
 
 
+def setup_module():
+    """What other tests left is no part of the collections here."""
+    gc.collect()
+    gc.freeze()
+
+
 def live():
     """The memory of all live tensors."""
     gc.collect()
