@@ -19,27 +19,6 @@ from support.fresh_python import fresh_python
 PROMPT = gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
 
 
-def test_importing_hf_registers_the_task_and_the_attention_of_attached_models():
-    script = """
-import sys
-import gracekv
-assert "transformers" not in sys.modules
-import gracekv.pipeline
-from transformers.pipelines import PIPELINE_REGISTRY
-assert "gracekv-text-generation" not in PIPELINE_REGISTRY.supported_tasks
-from transformers import AttentionInterface, AttentionMaskInterface
-tables = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
-before = [dict(table) for table in tables]
-import gracekv.hf
-from gracekv.hf import GraceCache, attach
-assert "gracekv-text-generation" in PIPELINE_REGISTRY.supported_tasks
-for table, known in zip(tables, before):
-    assert table.keys() - known.keys() == {"gracekv", "gracekv_eager"}
-    assert all(table[name] is known[name] for name in known)
-"""
-    fresh_python("-c", script)
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_an_attached_model_with_eager_attention_gives_its_attention_weights(family):
     model = tiny_model(family, attention="eager")
@@ -84,14 +63,24 @@ def test_an_attached_model_reads_stock_sliding_layers_under_a_longer_mask():
     torch.testing.assert_close(read(), want)
 
 
-def test_an_attached_model_runs_in_another_process(tmp_path):
+def test_an_attached_model_runs_in_another_process_and_what_that_registers(tmp_path):
+    """Loading the model imports `gracekv.hf`, without which nothing is registered."""
     model = tiny_llama(attention="eager")
     result = gracekv.compress(model, PROMPT, ratio=2)
     result.save(tmp_path / "cache")
     torch.save(model, tmp_path / "model")
     script = f"""
-import pickle, torch
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.pipelines import PIPELINE_REGISTRY
+tables = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+before = [dict(table) for table in tables]
+assert "gracekv-text-generation" not in PIPELINE_REGISTRY.supported_tasks
 model = torch.load({str(tmp_path / "model")!r}, weights_only=False)
+assert "gracekv-text-generation" in PIPELINE_REGISTRY.supported_tasks
+for table, known in zip(tables, before):
+    assert table.keys() - known.keys() == {{"gracekv", "gracekv_eager"}}
+    assert all(table[name] is known[name] for name in known)
 print(model(torch.arange(60)[None]).logits[0, -1].argmax())
 import gracekv
 result = gracekv.load({str(tmp_path / "cache")!r}, model)
