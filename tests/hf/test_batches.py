@@ -14,6 +14,7 @@ import gracekv
 from gracekv.errors import CacheError, PromptError
 from gracekv.testing.models import tiny_model
 from support.batches import SPANS, Numbers, prompts_of
+from support.covering import cases
 from support.greedy_decoding import with_logits
 from support.margins import assert_same_beams, assert_same_steps, assert_same_tokens, logits_over
 
@@ -43,7 +44,7 @@ def generated(model, result, cache=None, **kwargs):
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
-@settings(max_examples=5)
+@settings(max_examples=cases(3, 5))
 @given(seed=st.integers(0, 2**32 - 1), order=st.permutations(SPANS), count=st.integers(1, 3))
 def test_each_row_is_what_its_prompt_gives_alone(model, backend, seed, order, count):
     prompts = prompts_of(seed, order[:count])

@@ -25,7 +25,7 @@ def test_closed_keys_are_those_of_the_closed_positions(family, options):
     book = gracekv.compress(model, PROMPT, ratio=2)
     plain, cache = book.new_cache(), book.new_cache(Limit(**SIZES, positions="closed"))
     cache._known = known
-    tokens = torch.arange(200) * 7 % 97
+    tokens = torch.arange(120) * 7 % 97
     for each in (plain, cache):
         steps(model, each, tokens[None])
     layer, full = cache.grace_layers[0], plain.grace_layers[0]
@@ -50,7 +50,7 @@ def test_within_the_positions_nothing_changes():
     model = tiny_model(positions=4096)
     book = gracekv.compress(model, PROMPT, ratio=2)
     caches = [book.new_cache(Limit(**SIZES, positions=x)) for x in ("counted", "closed")]
-    tokens = torch.arange(200)[None] * 7 % 97
+    tokens = torch.arange(120)[None] * 7 % 97
     assert torch.equal(*(steps(model, cache, tokens) for cache in caches))
 
 
@@ -65,8 +65,8 @@ def test_a_conversation_goes_on_beyond_the_models_positions():
         assert chat.ask(f"word {text[:90]}", max_new_tokens=8) == said
         with pytest.raises(PromptError, match="512 positions"):
             plain.ask(text * 4, max_new_tokens=8)
-        for turn in range(40):
-            chat.ask(f"word{turn} {text[:90]}", max_new_tokens=8)
+        for turn in range(20):
+            chat.ask(f"word{turn} {text[:180]}", max_new_tokens=4)
         assert len(chat._ids) > 1024
         assert chat._cache._reach + chat._cache.grace_layers[0].tail_length <= 512
         assert chat.accounting.most_entries <= 4 * (160 + 32)

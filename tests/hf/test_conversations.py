@@ -75,8 +75,8 @@ def test_a_conversation_that_compresses_itself_grows_less(book):
     held = []
     for compact in (policy, kept, None):
         with book.chat(compact=compact) as chat:
-            for question in questions(8):
-                chat.ask(question, max_new_tokens=40, eos_token_id=1999)
+            for question in questions(6):
+                chat.ask(question, max_new_tokens=32, eos_token_id=1999)
             held.append(chat.accounting.entries)
     assert held == sorted(held)
     assert len(set(held)) == 3

@@ -22,7 +22,7 @@ from support.stored_bytes import stored_bytes
 MODEL = {"positions": 16384}
 IDS = torch.arange(60) * 13 % 97
 PROMPT = gracekv.Prompt.from_ids(IDS, (4, 50))
-TOKENS = cases(1000, 4000)
+TOKENS = cases(500, 4000)
 EVERY = [name for name in DECODERS if name != "none"]
 SMALL = {"entries_per_head": 80, "every": 16, "window": 8}
 

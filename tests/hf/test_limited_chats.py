@@ -28,8 +28,8 @@ def test_a_chat_stays_within_its_bytes_however_long_it_gets(monkeypatch):
     book = compressed(8192, 1, "fullkv")
     size = book.packed.kv_bytes * 2
     chat = book.chat(Limit(kv_bytes=size, every=16, window=8))
-    for turn in range(12):
-        chat.ask(f"word{turn} {TEXT[: 40 * turn + 5]}", max_new_tokens=20)
+    for turn in range(8):
+        chat.ask(f"word{turn} {TEXT[: 60 * turn + 5]}", max_new_tokens=8)
         assert chat.accounting.most_bytes <= size
     assert chat._cache.cuts > 5
     before, ids = chat._cache.get_seq_length(), chat._ids.clone()

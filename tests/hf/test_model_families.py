@@ -130,9 +130,9 @@ def test_keys_without_their_rotation_are_those_of_the_model(family):
 
 @every_family
 def test_ratio_one_generates_what_the_stock_model_does(family):
-    expected, expected_logits = greedy(FAMILIES[family].model(), IDS, tokens=8)
+    expected, expected_logits = greedy(FAMILIES[family].model(), IDS, tokens=5)
     result = gracekv.compress(FAMILIES[family].model(), PROMPT, ratio=1)
-    ids, logits = greedy(result.model, IDS, result.new_cache(), 8)
+    ids, logits = greedy(result.model, IDS, result.new_cache(), 5)
     assert_same_steps(ids, logits, expected, expected_logits, margin=3e-4)
 
 
@@ -149,13 +149,13 @@ def test_a_quarter_of_the_entries_decodes_like_dense_masked_attention(family):
         assert set(kept.other_bytes) == (kinds if mixed else set())
     packed = heavier(result.packed)
 
-    ids, logits = greedy(model, IDS, GraceCache(packed), 8)
+    ids, logits = greedy(model, IDS, GraceCache(packed), 5)
 
     want = dense_logits(model, packed, torch.cat([IDS[-1:], ids[:-1]]))
     torch.testing.assert_close(logits.double(), want, rtol=0, atol=3e-4)
 
 
-@pytest.mark.parametrize("family", every(2, list(FAMILIES)))
+@pytest.mark.parametrize("family", every(3, list(FAMILIES)))
 def test_batches_beams_and_files_give_what_one_prompt_gives(family, tmp_path):
     model = FAMILIES[family].model()
     alone = [gracekv.compress(model, prompt, ratio=3) for prompt in (PROMPT, SHORTER)]

@@ -9,13 +9,13 @@ import torch
 import gracekv
 from gracekv.hf import detach
 from gracekv.testing.models import tiny_llama
-from support.covering import LONG
+from support.covering import cases
 from support.margins import assert_same_tokens, logits_over
 
 IDS = torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(0))
 # The answers differ in length, and so do the threads' tails.
 COUNTS = (14, 9)
-LOOPS = 40 if LONG else 4
+LOOPS = cases(2, 40)
 
 
 def prompt_of(ids):
@@ -41,7 +41,7 @@ def at_once(*works):
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
 def test_two_threads_generate_from_one_result(model, backend):
     alone = [result_of(model, backend=backend).generate_ids(count) for count in COUNTS]
-    for _ in range(4):
+    for _ in range(LOOPS):
         # A fresh result, so both threads run the backend's first-call setup.
         result = result_of(model, backend=backend)
         together = at_once(*(lambda n=count: result.generate_ids(n) for count in COUNTS))  # noqa: B023
@@ -56,7 +56,7 @@ def test_two_results_of_one_model_generate_at_once(model, backend):
         for ids, ratio in ((IDS, 3), (IDS.flip(0)[:120], 5))
     ]
     alone = [result.generate_ids(10) for result in results]
-    for _ in range(4):
+    for _ in range(LOOPS):
         # Also where the first call attaches the model again.
         detach(model)
         together = at_once(*(lambda r=result: r.generate_ids(10) for result in results))
