@@ -135,5 +135,6 @@ def test_what_cannot_stand_side_by_side(make, tmp_path, results, answers, messag
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_two_results_of_32k_tokens_stay_below_15_megabytes():
     assert len(render(long_report(32768, layers=28, heads=4, ratio=4)).encode()) < 15e6

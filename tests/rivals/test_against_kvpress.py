@@ -1,5 +1,6 @@
 """Our rivals against kvpress's own press modules, on the same tensors."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from gracekv.allocate import BudgetPlan, Pyramid
 from gracekv.prefill import Region
 from gracekv.registry import Registry
 from gracekv.value import ColumnSums, Scorer, WindowAttention
+from support.covering import covering
 from support.draws import floats, ints, some
 from support.kvpress_cases import RATIOS, WINDOW, assert_same_kept, exactly, ours, theirs
 
@@ -23,8 +25,7 @@ def test_streaming_llm(case, kvpress_module, ratio):
     assert kept == theirs(case, press(exactly(n, case.length), n_sink=4))
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("kernel", [1, 5, 7])
+@pytest.mark.parametrize(("ratio", "kernel"), covering([*product(RATIOS, [1, 5, 7])]))
 def test_snapkv(case, kvpress_module, ratio, kernel):
     press = kvpress_module("presses.snapkv_press").SnapKVPress
     n = case.entries(ratio)
@@ -33,8 +34,7 @@ def test_snapkv(case, kvpress_module, ratio, kernel):
     assert_same_kept(kept, theirs(case, press(exactly(n, case.length), WINDOW, kernel)), scores)
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("floor", [0.0, 0.2, 0.7])
+@pytest.mark.parametrize(("ratio", "floor"), covering([*product(RATIOS, [0.0, 0.2, 0.7])]))
 def test_ada_snapkv_with_the_safeguard_rule(case, kvpress_module, ratio, floor):
     snap = kvpress_module("presses.snapkv_press").SnapKVPress
     press = kvpress_module("presses.adakv_press").AdaKVPress

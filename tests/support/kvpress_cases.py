@@ -13,10 +13,11 @@ from gracekv.value import Scorer
 from gracekv.value.column_sums import ReceivedAttention
 from gracekv.value.critical import WrittenNorms
 from support.chapter import CHAPTER
+from support.covering import every
 from support.margins import assert_same_choice, indicator
 
 WINDOW = 20
-RATIOS = (1.5, 2, 4, 6)
+RATIOS = every(2, (1.5, 2, 4, 6))
 
 
 @dataclass
