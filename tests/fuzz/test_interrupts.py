@@ -134,11 +134,10 @@ def session(tmp_path_factory):
 def test_interrupts_at_random_lines_harm_nothing(session, tally):
     lines = {}
     for action in ACTIONS:
-        session.prepare(action)
-        # Work done once per process, such as compiling, is not counted.
-        getattr(session, action)()
-        session.prepare(action)
-        lines[action] = executed_lines(getattr(session, action))
+        for call in (lambda act: act(), executed_lines):
+            # Work done once per process, such as compiling, is not counted.
+            session.prepare(action)
+            lines[action] = call(getattr(session, action))
     for seed in range(CASES):
         rng = Random(seed)
         action = ACTIONS[seed % len(ACTIONS)]

@@ -91,7 +91,7 @@ def test_chunks_do_not_change_the_costs() -> None:
 
 def test_a_spike_beside_a_flat_interval_is_not_drowned() -> None:
     """Differences of running sums would lose the flat interval's mass (departures 4)."""
-    context = tree_context(1)
+    context = tree_context(1, layers=1)
     keys = [k.clone() for k in context.prefill.keys]
     query = context.prefill.queries[0][0, -1]
     keys[0][0, context.partition.region.start] = 40 * query / query.norm()
