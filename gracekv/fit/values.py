@@ -20,7 +20,7 @@ from gracekv.value import Memory
 # Bytes of logits of the layers that are fitted together on a GPU.
 _BATCH = 192 * 2**20
 # Rows of queries above which a CPU fits one head at a time.
-_ROWS = 256
+_ROWS = 192
 
 
 @dataclass(frozen=True)
