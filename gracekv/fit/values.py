@@ -63,7 +63,7 @@ class QueryFitter(Fitter):
             if packed.device.type == "cpu" and reference.asked.shape[1] > _ROWS:
                 # Head by head without padding; with few rows, products are too small for this to
                 # pay.
-                rows = [packed.rows(g, g + 1) for g in range(packed.heads)]
+                rows = [packed.rows(g, g + 1) for g in range(len(packed.lengths))]
                 parts = list(zip(rows, reference.heads(), strict=True))
             done = [self.layer(own, asked, region) if own.entries else own for own, asked in parts]
             together, sizes = RaggedEntries.stack(done), [layer.entries for layer in layers]

@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -46,8 +46,7 @@ _UNSUITED = (
 _lock = threading.Lock()
 # A second recording at the same time would end both.
 _recording = threading.Lock()
-# Models whose step could not be recorded. Each attempt takes several steps, and with torch before
-# 2.14 some of the GPU's memory.
+# Models whose step could not be recorded. Each attempt takes several steps.
 _unrecordable: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -70,7 +69,8 @@ def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[s
         and model not in _unrecordable
         # Layers of bitsandbytes in 8 bits look for outliers, for which the host waits.
         and not getattr(model, "is_loaded_in_8bit", False)
-        and model._compiled_call_impl is None
+        and all(x._compiled_call_impl is None for x in model.modules())
+        and not hasattr(model.forward, "_torchdynamo_orig_callable")
         and not cache.packed.other_layers
         and cache.grace_layers[0].packed.entries.device.type == "cuda"
         and max_new_tokens >= _FEWEST_TOKENS
@@ -83,6 +83,17 @@ def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[s
         and all(layer.packed.backend.name == "triton" for layer in cache.grace_layers)
         and not _has_hooks(model)
     )
+
+
+def _end_failed(device: torch.device, pool: Any) -> None:
+    """Reset what torch before 2.13 still believes after a recording that failed."""
+    # That it records random numbers, so that it refuses to draw any.
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state())
+    # That it allocates for a graph, so that it never frees cached memory; later versions refuse.
+    with suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
 
 
 def _has_hooks(model: Any) -> bool:
@@ -220,26 +231,33 @@ class ReplayedForward:
         device = self._ids.device
         current, side = torch.cuda.current_stream(device), _side_stream(device)
         side.wait_stream(current)
+        graph, pool, began = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), False
+        kind: dict[str, Any] = {"pool": pool, "stream": side, "capture_error_mode": "thread_local"}
         with torch.cuda.stream(side):
-            for _ in range(_WARM_UP_STEPS):
-                self._step()
-                for length, old in zip(lengths, before, strict=True):
-                    length.copy_(old)
-            current.wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
             try:
+                for _ in range(_WARM_UP_STEPS):
+                    self._step()
+                    for length, old in zip(lengths, before, strict=True):
+                        length.copy_(old)
+                current.wait_stream(side)
+                began = True
                 # torch's default capture stream is on the GPU that was current when it was made, so
                 # nothing of a model on another GPU would be recorded. A failed recording leaves its
                 # stream current; the outer block resets that.
-                with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, **kind):
                     self._output = self._step()
             except RuntimeError as error:
-                # torch before 2.13 then still believes that it records random numbers, and refuses
-                # to draw any. A copy of the generator's state resets that.
-                generator = torch.cuda.default_generators[device.index]
-                generator.graphsafe_set_state(generator.clone_state())
                 # There may be more memory the next time.
                 self.records, again = False, is_out_of_memory(error)
+                if began:
+                    _end_failed(device, pool)
+                elif again:
+                    # Some layers may be a step ahead.
+                    for length, old in zip(lengths, before, strict=True):
+                        length.copy_(old)
+                    current.wait_stream(side)
+                else:
+                    raise
                 if not again:
                     _unrecordable.add(self._model)
                 warnings.warn(

@@ -110,18 +110,12 @@ def plan_batch(
     rows = same.int().argmax(1)[request]
     new = starts[1:] - starts[:-1]
     return ContextBatch(
-        contexts=tuple(contexts.values()),
-        addresses=addresses,
-        units=units,
-        places=torch.where(found, starts[rows] + step, -1),
+        contexts=tuple(contexts.values()), addresses=addresses, units=units, rows=rows,
+        places=torch.where(found, starts[rows] + step, -1), first_slot=first_slot,
         positions=torch.where(found, metadata.seq_lens[: len(new)][rows] - new[rows] + step, -1),
-        rows=rows,
-        first_slot=first_slot,
-        slots=sum(slots),
-        merged=sum(map(bool, slots)),
-        longest=max(count for _, _, _, count, _, _ in work),
+        slots=sum(slots), merged=sum(map(bool, slots)), longest=max(unit[3] for unit in work),
         covers_all=int(counts.sum()) == metadata.num_actual_tokens,
-    )
+    )  # fmt: skip
 
 
 def last_pages(metadata: Any, block: int) -> Tensor:

@@ -81,7 +81,7 @@ class FakeCuda:
     def __init__(self, forward):
         self.forward, self.steps = forward, 0
 
-    def graph(self, graph, stream, capture_error_mode):
+    def graph(self, graph, pool, stream, capture_error_mode):
         fake = self
         assert stream.device == self.forward._ids.device, "a GPU that is not the current one"
 
@@ -106,6 +106,7 @@ class FakeCuda:
         for name in ("current_stream", "Stream"):
             monkeypatch.setattr(torch.cuda, name, stream)
         monkeypatch.setattr(torch.cuda, "stream", MagicMock())
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=self.replay))
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
 
@@ -148,10 +149,43 @@ def test_a_recorded_step_is_replayed_with_the_tail_where_it_was(replay, model, m
     assert (fakes[-1].forward.recordings, fakes[-1].steps) == (1, 7)
 
 
+@pytest.mark.parametrize("where", ["warm-up", "recording"])
+def test_without_memory_for_a_recording_the_step_runs_as_it_is(replay, batch, monkeypatch, where):
+    want, unrecordable = batch.generate_ids(20, eos_token_id=None), set()
+    monkeypatch.setattr(graph_replay, "_unrecordable", unrecordable)
+    monkeypatch.setattr(graph_replay, "_end_failed", lambda *_: None)
+
+    class Full(graph_replay.ReplayedForward):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.records = True
+            FakeCuda(self).install(monkeypatch)
+            if where == "recording":
+                monkeypatch.setattr(torch.cuda, "graph", self.refuse)
+
+        def refuse(self, *args, **kwargs):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        def _step(self):
+            output = super()._step()
+            if self.records and where == "warm-up":
+                self.cache.layers[0].length.add_(1)  # a layer that is ahead
+                self.refuse()
+            return output
+
+    monkeypatch.setattr(graph_replay, "ReplayedForward", Full)
+    with pytest.warns(UserWarning, match="this answer is generated without one"):
+        assert torch.equal(batch.generate_ids(20, eos_token_id=None), want)
+    assert not unrecordable
+
+
 def test_a_step_that_cannot_be_recorded_runs_as_it_is(replay, model, monkeypatch, batch):
     want, generator = batch.generate_ids(20, eos_token_id=None), MagicMock()
     monkeypatch.setattr(graph_replay, "_unrecordable", set())
     monkeypatch.setattr(torch.cuda, "default_generators", {None: generator})
+    ended = []
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda *x, name=name: ended.append((name, *x)), False)
 
     class Failing(graph_replay.ReplayedForward):
         def __init__(self, *args):
@@ -172,6 +206,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(replay, model, monkeypatch
     assert torch.equal(answer, want)
     generator.graphsafe_set_state.assert_called_once_with(generator.clone_state())
     assert model in graph_replay._unrecordable
+    assert [call[0] for call in ended] == ["_cuda_endAllocateToPool", "_cuda_releasePool"]
 
 
 class Collected(list):
@@ -225,7 +260,11 @@ def test_what_is_replayed(model, monkeypatch):
     # Their `generate` runs a forward that is not their own.
     compiled, wrapped = copy.deepcopy(model), torch.compile(model, backend="eager")
     compiled.compile(backend="eager")
-    assert not any(graph_replay.suits(x, cache, 64, {}) for x in (compiled, wrapped))
+    inside, forward = copy.deepcopy(model), copy.deepcopy(model)
+    inside.model.compile(backend="eager")
+    forward.forward = torch.compile(forward.forward, backend="eager")
+    each = (compiled, wrapped, inside, forward)
+    assert not any(graph_replay.suits(x, cache, 64, {}) for x in each)
     layer.packed.backend.name = "sdpa"
     assert not graph_replay.suits(model, cache, 64, {})
     layer.packed.backend.name, entries.device = "triton", torch.device("cpu")
