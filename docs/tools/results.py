@@ -34,7 +34,7 @@ _INTRO = (
     "<!-- Written by docs/tools/results.py from benchmarks/results; change those. -->\n\n"
     "# Results\n\n"
     f"What was measured, where, and by which command. `make results` measures all but the "
-    f"last section anew, at one commit, in at most {MOST_MINUTES} minutes on two cores. "
+    f"last section anew, at one commit, in {MOST_MINUTES} minutes on two fast cores. "
     "`make results-page` writes this page from the files in `benchmarks/results/`, and a test "
     "fails if it is out of date. The meaning of the figures is under "
     "[Keeping the answers](quality.md) and [Limits and failure cases](limits.md). SmolLM2 is "
