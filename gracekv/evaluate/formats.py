@@ -58,7 +58,7 @@ def footer(rows: Sequence[Row]) -> str:
     if len(made) > 1:
         lines.append("The rows were made with different versions: compare them with care.")
     if cut := len({row["sample"] for row in chosen if row.get("removed_tokens")}):
-        lines.append(f"Prompts cut to the model's length: {cut:,}.")
+        lines.append(f"Prompts cut to the model's or the panel's length: {cut:,}.")
     failures = [row for row in chosen if row.get("error") is not None]
     failed = Counter((x["task"], x["method"], x["column"], x["error"]["type"]) for x in failures)
     for (task, method, column, error), count in failed.items():

@@ -98,7 +98,7 @@ def test_a_failed_method_leaves_the_others_in_the_table():
     assert ("third", "2x") not in table.cells
     assert table.cells["ours", "2x"].samples == 4
     cut = [{**row, "removed_tokens": 3 * (row["index"] == 1)} for row in rows]
-    assert "Prompts cut to the model's length: 1." in footer(cut)
+    assert "Prompts cut to the model's or the panel's length: 1." in footer(cut)
     assert "cut to" not in footer(rows)
     assert "Failed: ruler:cwe, third at 2x: 4 x BudgetError." in footer(rows)
 

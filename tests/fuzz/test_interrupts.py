@@ -152,6 +152,9 @@ def test_interrupts_at_random_lines_harm_nothing(session, tally):
             where = f"{Path(place[0]).relative_to(PACKAGE)}:{place[1]}"
             raise AssertionError(f"seed {seed}: {action} at {where}, {occurrence}") from error
         tally.add(f"{action} interrupted" if came else f"{action} not interrupted")
+    again = gracekv.compress(session.model, session.prompt, ratio=2)
+    for one, other in zip(again.packed.layers, session.result.packed.layers, strict=True):
+        assert torch.equal(one.values, other.values)
 
 
 @pytest.mark.parametrize("action", ["compress_in_chunks", "generate_by_replay"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import gracekv
 from gracekv.errors import BudgetError, ConfigError, PromptError
@@ -55,6 +56,13 @@ def test_a_model_s_own_repository_may_hold_the_folder(model, monkeypatch, tmp_pa
     assert own.generate(IDS, **options).equal(model.generate(IDS, **options))
     with pytest.raises(BudgetError, match="exactly one budget"):
         own.generate(IDS, pipeline="snapkv", **options)
+    # Arguments by position and functions of the caller's own, as in the stock `generate`.
+    fives = transformers.LogitsProcessorList(
+        [lambda ids, x: x.index_fill(1, ids.new_tensor(5), 99)]
+    )
+    assert own.generate(IDS, None, fives, **options)[0, 200:].tolist() == 8 * [5]
+    theirs = own.generate(IDS, custom_generate=lambda *_, **given: "theirs", **options)
+    assert theirs == "theirs"
     prompt = gracekv.Prompt.from_ids(IDS, (0, 136))
     results = [gracekv.compress(x, prompt, ratio=4).generate_ids(8) for x in (own, model)]
     assert results[0].equal(results[1])

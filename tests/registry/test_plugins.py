@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import threading
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -31,7 +32,10 @@ def installed(tmp_path_factory):
     """The template package, built and installed into its own folder."""
     folder = tmp_path_factory.mktemp("plugin")
     shutil.copytree(ROOT / "examples" / "plugin", folder / "source")
-    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    project = tomllib.loads((folder / "source" / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["requires-python"] == ">=3.11"
+    backend = project["build-system"]["build-backend"]
+    build = f"import sys; from {backend} import build_wheel; build_wheel(sys.argv[1])"
     fresh_python("-c", build, folder, cwd=folder / "source")
     # pip, which takes seconds, does no more with a wheel of Python files alone.
     shutil.unpack_archive(next(folder.glob("*.whl")), folder / "site", "zip")

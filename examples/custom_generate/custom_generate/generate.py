@@ -1,5 +1,6 @@
 """Compression of the prompt's cache for `model.generate(..., custom_generate=FOLDER, ratio=8)`."""
 
+import inspect
 from typing import Any
 
 
@@ -7,10 +8,14 @@ def generate(*inputs: Any, model: Any, **arguments: Any) -> Any:
     """`model.generate` over a compressed cache; see `gracekv.generate` for its arguments."""
     import gracekv
 
-    given = dict(zip(("inputs", "generation_config"), inputs, strict=False))
-    # None means not given.
-    given |= {name: value for name, value in arguments.items() if value is not None}
     stock = type(model).generate
+    names = [*inspect.signature(stock).parameters][1:]
+    given = {**dict(zip(names, inputs, strict=False)), **arguments}
+    # None means not given.
+    given = {name: value for name, value in given.items() if value is not None}
+    own = given.get("custom_generate", gracekv.generate)
+    if callable(own) and own is not gracekv.generate:
+        return stock(model, **given)
     # In a model's own repository, every `model.generate` is this function.
     ours = {"ratio", "entries_per_head", "kv_bytes", "pipeline", "limit", "question_tokens"}
     if "generate" in vars(model) and not given.keys() & {*ours, "custom_generate"}:
