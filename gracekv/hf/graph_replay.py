@@ -46,7 +46,8 @@ _UNSUITED = (
 _lock = threading.Lock()
 # A second recording at the same time would end both.
 _recording = threading.Lock()
-# Models whose step could not be recorded. Each attempt takes several steps.
+# Models whose step could not be recorded. Each attempt takes several steps, and with torch before
+# 2.14 some of the GPU's memory.
 _unrecordable: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -69,8 +70,6 @@ def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[s
         and model not in _unrecordable
         # Layers of bitsandbytes in 8 bits look for outliers, for which the host waits.
         and not getattr(model, "is_loaded_in_8bit", False)
-        and all(x._compiled_call_impl is None for x in model.modules())
-        and not hasattr(model.forward, "_torchdynamo_orig_callable")
         and not cache.packed.other_layers
         and cache.grace_layers[0].packed.entries.device.type == "cuda"
         and max_new_tokens >= _FEWEST_TOKENS
@@ -82,17 +81,29 @@ def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[s
         and rope_parameters(model).get("rope_type") not in ("dynamic", "longrope")
         and all(layer.packed.backend.name == "triton" for layer in cache.grace_layers)
         and not _has_hooks(model)
+        and not any(map(_is_compiled, model.modules()))
     )
+
+
+def _is_compiled(part: Any) -> bool:
+    """Whether torch.compile has been applied to a module, in place or as a wrapper."""
+    own = vars(part).get("forward")
+    return part._compiled_call_impl is not None or hasattr(own, "_torchdynamo_orig_callable")
 
 
 def _end_failed(device: torch.device, pool: Any) -> None:
     """Reset what torch before 2.13 still believes after a recording that failed."""
+    if torch.__version__ >= "2.13":  # torch compares the numbers
+        return
     # That it records random numbers, so that it refuses to draw any.
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
-    # That it allocates for a graph, so that it never frees cached memory; later versions refuse.
-    with suppress(RuntimeError, AttributeError):
-        torch._C._cuda_endAllocateToPool(device.index, pool)
+    # That it allocates for a graph, so that it never frees cached memory.
+    before = "_cuda_endAllocateCurrentStreamToPool"  # before 2.8
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None) or getattr(torch._C, before)
+    # It refuses if the recording itself ended well.
+    with suppress(RuntimeError):
+        end(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
 
 
@@ -131,9 +142,13 @@ def replaying(model: Any, cache: GraceCache, max_new_tokens: int) -> Iterator[Gr
         yield cache if forward is None else forward.cache
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all recordings on a GPU: cuBLAS holds a workspace for each stream it met."""
+@functools.lru_cache(maxsize=32)
+def _side_stream(device: torch.device, model: int) -> torch.cuda.Stream:
+    """One stream for all recordings of a model, whose `id` this takes.
+
+    cuBLAS holds a workspace for each stream that it met; since torch 2.12, the end of a graph frees
+    that of its stream, which another model's graph may still use.
+    """
     return torch.cuda.Stream(device)
 
 
@@ -229,7 +244,7 @@ class ReplayedForward:
         lengths = [layer.length for layer in self.cache.layers if layer.length is not None]
         before = [length.clone() for length in lengths]
         device = self._ids.device
-        current, side = torch.cuda.current_stream(device), _side_stream(device)
+        current, side = torch.cuda.current_stream(device), _side_stream(device, id(self._model))
         side.wait_stream(current)
         graph, pool, began = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), False
         kind: dict[str, Any] = {"pool": pool, "stream": side, "capture_error_mode": "thread_local"}
@@ -251,13 +266,13 @@ class ReplayedForward:
                 self.records, again = False, is_out_of_memory(error)
                 if began:
                     _end_failed(device, pool)
-                elif again:
+                else:
                     # Some layers may be a step ahead.
                     for length, old in zip(lengths, before, strict=True):
                         length.copy_(old)
                     current.wait_stream(side)
-                else:
-                    raise
+                    if not again:
+                        raise
                 if not again:
                     _unrecordable.add(self._model)
                 warnings.warn(

@@ -89,16 +89,12 @@ def attention_problem(
         seen = normal(rng, batch, 1, tokens, tail)
     rows = torch.randint(sequences, (batch,), generator=rng) if shuffled else None
     return AttentionStep(
-        query=normal(rng, batch, heads * group, tokens, dim).to(device, dtype),
-        packed=layer,
-        keys=poisoned(batch, heads, tail, dim),
-        values=poisoned(batch, heads, tail, dim),
-        scale=dim**-0.5,
-        mask=None if seen is None else seen.to(device),
+        query=normal(rng, batch, heads * group, tokens, dim).to(device, dtype), packed=layer,
+        keys=poisoned(batch, heads, tail, dim), values=poisoned(batch, heads, tail, dim),
+        scale=dim**-0.5, mask=None if seen is None else seen.to(device), softcap=softcap,
         rows=None if rows is None else rows.to(device),
-        softcap=softcap,
         sink_logits=normal(rng, heads * group).to(device, dtype) if sinks else None,
-    )
+    )  # fmt: skip
 
 
 def check_attention(

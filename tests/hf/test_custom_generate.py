@@ -63,6 +63,8 @@ def test_a_model_s_own_repository_may_hold_the_folder(model, monkeypatch, tmp_pa
     assert own.generate(IDS, None, fives, **options)[0, 200:].tolist() == 8 * [5]
     theirs = own.generate(IDS, custom_generate=lambda *_, **given: "theirs", **options)
     assert theirs == "theirs"
+    with pytest.raises((OSError, ValueError), match="no-such-folder"):
+        own.generate(IDS, custom_generate="./no-such-folder", trust_remote_code=True, **options)
     prompt = gracekv.Prompt.from_ids(IDS, (0, 136))
     results = [gracekv.compress(x, prompt, ratio=4).generate_ids(8) for x in (own, model)]
     assert results[0].equal(results[1])

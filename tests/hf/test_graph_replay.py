@@ -183,6 +183,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(replay, model, monkeypatch
     want, generator = batch.generate_ids(20, eos_token_id=None), MagicMock()
     monkeypatch.setattr(graph_replay, "_unrecordable", set())
     monkeypatch.setattr(torch.cuda, "default_generators", {None: generator})
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.12.1+cu130"))
     ended = []
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
         monkeypatch.setattr(torch._C, name, lambda *x, name=name: ended.append((name, *x)), False)
@@ -216,9 +217,11 @@ class Collected(list):
         self.append(1)
 
 
-def test_all_recordings_of_a_gpu_use_one_stream(monkeypatch):
+def test_all_recordings_of_a_model_use_one_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
-    assert graph_replay._side_stream("one") is graph_replay._side_stream("one")
+    one, again, other = (graph_replay._side_stream("gpu", number) for number in (-1, -1, -2))
+    assert one is again
+    assert one is not other
 
 
 def test_what_is_replayed(model, monkeypatch):
@@ -260,10 +263,11 @@ def test_what_is_replayed(model, monkeypatch):
     # Their `generate` runs a forward that is not their own.
     compiled, wrapped = copy.deepcopy(model), torch.compile(model, backend="eager")
     compiled.compile(backend="eager")
-    inside, forward = copy.deepcopy(model), copy.deepcopy(model)
+    inside, forward, part = (copy.deepcopy(model) for _ in range(3))
     inside.model.compile(backend="eager")
     forward.forward = torch.compile(forward.forward, backend="eager")
-    each = (compiled, wrapped, inside, forward)
+    part.model.layers[1] = torch.compile(part.model.layers[1], backend="eager")
+    each = (compiled, wrapped, inside, forward, part)
     assert not any(graph_replay.suits(x, cache, 64, {}) for x in each)
     layer.packed.backend.name = "sdpa"
     assert not graph_replay.suits(model, cache, 64, {})

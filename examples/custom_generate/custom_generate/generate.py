@@ -13,11 +13,11 @@ def generate(*inputs: Any, model: Any, **arguments: Any) -> Any:
     given = {**dict(zip(names, inputs, strict=False)), **arguments}
     # None means not given.
     given = {name: value for name, value in given.items() if value is not None}
+    ours = {"ratio", "entries_per_head", "kv_bytes", "pipeline", "limit", "question_tokens"}
     own = given.get("custom_generate", gracekv.generate)
-    if callable(own) and own is not gracekv.generate:
+    if own is not gracekv.generate and (callable(own) or not given.keys() & ours):
         return stock(model, **given)
     # In a model's own repository, every `model.generate` is this function.
-    ours = {"ratio", "entries_per_head", "kv_bytes", "pipeline", "limit", "question_tokens"}
     if "generate" in vars(model) and not given.keys() & {*ours, "custom_generate"}:
         return stock(model, **given)
     for name in ("assistant_model", "stop_strings"):
