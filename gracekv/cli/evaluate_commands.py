@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # Options that may be combined with a file; all others are fields of an experiment.
 _BESIDE = ("out", "data", "shard", "retry_failed", "imports")
-# Set by torchrun.
-_LAUNCHED = "TORCHELASTIC_RUN_ID"
+# torchrun sets this variable in each of its processes.
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
 MeasureNames = Annotated[str, Option("--metric", help="Metrics to show, such as score,kl.")]
 
 
@@ -152,7 +152,7 @@ def ablate(
         if not options.ratios and not options.entries:
             options = replace(options, ratios="8")
         options.run(options.experiment(methods))
-    if _LAUNCHED in os.environ:  # other processes may still make rows
+    if _TORCHRUN in os.environ:  # other processes may still make rows
         return
     rows = _rows(options.out, methods)
     typer.echo(_tables(rows, measures, base, "markdown"))
@@ -161,7 +161,7 @@ def ablate(
 
 def _end(*, failed: bool) -> None:
     """Exit with 1 if cells have failed; not under torchrun, which would end other processes."""
-    if failed and _LAUNCHED not in os.environ:
+    if failed and _TORCHRUN not in os.environ:
         raise typer.Exit(1)
 
 

@@ -84,6 +84,7 @@ class FakeCuda:
     def graph(self, graph, pool, stream, capture_error_mode):
         fake = self
         assert stream.device == self.forward._ids.device, "a GPU that is not the current one"
+        assert stream is graph_replay._side_stream(stream.device, id(self.forward._model))
 
         class Recording:
             def __enter__(self):
