@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ _FIELDS: dict[str, Any] = {
     "method": str, "column": str, "length": int | None, "seed": int, "index": int,
     "settings": dict, "versions": dict, "error": dict | None, "metric": str | None,
     "prompt_hash": str | None, "source": str | None, "marks": dict | None, "questions": list | None,
+    "day": str | None,
 }  # fmt: skip
 # "full", "8x" or "512 entries".
 _COLUMN = re.compile(r"full|\d+(\.\d+)?(e[+-]\d\d\d?)?(x| entries)")
@@ -180,6 +182,7 @@ def _row(line: bytes) -> Row:
         raise ValueError("its protocol, versions, metric or error is not a string")
     if not all(isinstance(part, dict) for part in row.get("questions") or ()):
         raise ValueError("its 'questions' are not mappings")
+    date.fromisoformat(row.get("day") or "2026-01-01")
     if not _COLUMN.fullmatch(row["column"]):
         raise ValueError(f"its 'column' is {row['column']!r:.100}")
     return row

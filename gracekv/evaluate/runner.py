@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ def run(
             rank = os.environ.get("LOCAL_RANK") if torch.cuda.is_available() else None
             device = None if rank is None else f"cuda:{rank}"
             loaded = load_model(experiment.model, experiment.dtype, device)
-        ready = Worker(experiment.model, experiment.dtype, *loaded, sources)
+        day = next((row["day"] for row in rows if row.get("day")), date.today().isoformat())
+        ready = Worker(experiment.model, experiment.dtype, *loaded, sources, day)
         note_marks(ready.named, marks)
         for sample in schedule.changed:
             ready.check(sample)

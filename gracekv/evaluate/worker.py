@@ -7,8 +7,9 @@ import json
 import platform
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from functools import reduce
 from importlib.metadata import version
 from itertools import zip_longest
@@ -63,16 +64,20 @@ class Worker:
         model: a transformers causal language model of a tested family, in evaluation mode.
         tokenizer: the model's tokenizer.
         sources: the sources of texts.
+        day: ISO date that chat templates show as today's, so that a run continues on another day.
     """
 
-    def __init__(self, name: str, dtype: str, model: Any, tokenizer: Any, sources: Sources) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.sources = sources
+    def __init__(
+        self, name: str, dtype: str, model: Any, tokenizer: Any, sources: Sources, day: str
+    ) -> None:
+        self.model, self.tokenizer, self.sources = model, copy(tokenizer), sources
+        if "strftime_now" in (template := getattr(tokenizer, "chat_template", None) or ""):
+            self.tokenizer.chat_template = _dated(template, date.fromisoformat(day))
         # Rows of a continued run must have the same marks; earlier versions lack the last two.
         beside = ("model_name", "config_fields", "plain_weights")
         marks = {k: v for k, v in fingerprint(model, tokenizer).items() if k not in beside}
         # The fields of every row about the model.
-        self.named: dict[str, Any] = {"model": name, "dtype": dtype, "marks": marks}
+        self.named: dict[str, Any] = {"model": name, "dtype": dtype, "marks": marks, "day": day}
 
     def longest_prompt(self, panel: Panel, task: Task) -> int:
         """Maximum prompt tokens: the panel's, or the model's positions minus the answer."""
@@ -267,6 +272,13 @@ def over_questions(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     averaged = {"fidelity", "score", "new_tokens", "ms_per_token"} & measured[0].keys()
     means = {name: mean([one[name] for one in measured]) for name in sorted(averaged)}
     return {**means, "questions": [dict(one) for one in measured]}
+
+
+def _dated(template: str, day: date) -> str:
+    """A chat template with a fixed date; its own function of that name returns today's."""
+    shown = "".join(f"|replace('%{x}', '{day:%{x}}')" for x in "aAbBdmyYjHIMSp")
+    # Templates are rendered without the newline after a block.
+    return f"{{% macro strftime_now(format) %}}{{{{ format{shown} }}}}{{% endmacro %}}\n{template}"
 
 
 def _told(error: Exception) -> dict[str, str]:

@@ -6,14 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from copy import copy
 from dataclasses import replace
+from datetime import date
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 
 from gracekv.errors import ConfigError, TaskError
-from gracekv.evaluate import run, worker
+from gracekv.evaluate import run, runner, worker
 from gracekv.evaluate.row_files import read_rows
 from gracekv.evaluate.runner import Shard
 from gracekv.evaluate.sources import Sources
@@ -261,6 +264,25 @@ def test_a_killed_run_goes_on_without_repeating_or_losing_a_row(experiment, mode
     assert len(rows) == len({row["key"] for row in rows}) == CELLS
 
 
+def test_a_run_goes_on_on_another_day(experiment, tiny, tmp_path, monkeypatch):
+    """Templates of Llama 3.2 and others show the date: it stays that of the first row."""
+    dated = copy(tiny["tokenizer"])
+    dated.chat_template = "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
+
+    def on(day):
+        monkeypatch.setattr(runner, "date", SimpleNamespace(today=lambda: day))
+        model = {"model": tiny["model"], "tokenizer": dated}
+        seen, done = prompts_of(lambda: run(experiment, tmp_path, **model))
+        assert all(prompt.parts[0].startswith("31 Dec 2029 ") for prompt in seen)
+        return done
+
+    assert on(date(2029, 12, 31)).failed == 0
+    file = tmp_path / "rows-main.jsonl"
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:-1]))
+    after = on(date(2030, 1, 1))
+    assert (after.written, after.failed, after.kept) == (1, 0, CELLS - 1)
+
+
 def test_progress_shows_every_row_and_failure(experiment, tiny, tmp_path, capsys):
     panel = replace(experiment.panels[0], tasks=("ruler:cwe",), lengths=(256,), samples=1)
     run(replace(experiment, panels=(panel,)), tmp_path, progress=True, **tiny)
@@ -283,6 +305,6 @@ def test_prompts_are_as_long_as_the_model_was_made_for(experiment, tokenizer):
     # A model that reads images has a separate text config.
     images.config = transformers.LlavaConfig(text_config=images.config)
     for model, positions in ((stretched, 4 * 256), (images, 300)):
-        ready = worker.Worker("tiny", "float32", model, tokenizer, None)
+        ready = worker.Worker("tiny", "float32", model, tokenizer, None, "2026-01-01")
         longest = ready.longest_prompt(experiment.panels[0], Task("longbench:qasper", None, 0))
         assert longest == positions - PANEL["max_new_tokens"]
