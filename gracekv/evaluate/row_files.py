@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +181,6 @@ def _row(line: bytes) -> Row:
         raise ValueError("its protocol, versions, metric or error is not a string")
     if not all(isinstance(part, dict) for part in row.get("questions") or ()):
         raise ValueError("its 'questions' are not mappings")
-    date.fromisoformat(row.get("day") or "2026-01-01")
     if not _COLUMN.fullmatch(row["column"]):
         raise ValueError(f"its 'column' is {row['column']!r:.100}")
     return row

@@ -7,9 +7,8 @@ import json
 import platform
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
-from datetime import UTC, date, datetime
+from datetime import UTC, datetime
 from functools import reduce
 from importlib.metadata import version
 from itertools import zip_longest
@@ -34,7 +33,7 @@ from gracekv.files import VERSION
 from gracekv.hf.capture import capture
 from gracekv.hf.result import CompressionResult
 from gracekv.prefill import Needs, Prefill
-from gracekv.prefill.chat_text import has_chat_template, turn_change
+from gracekv.prefill.chat_text import dated, has_chat_template, turn_change
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import trained_length
@@ -70,9 +69,7 @@ class Worker:
     def __init__(
         self, name: str, dtype: str, model: Any, tokenizer: Any, sources: Sources, day: str
     ) -> None:
-        self.model, self.tokenizer, self.sources = model, copy(tokenizer), sources
-        if "strftime_now" in (template := getattr(tokenizer, "chat_template", None) or ""):
-            self.tokenizer.chat_template = _dated(template, date.fromisoformat(day))
+        self.model, self.tokenizer, self.sources = model, dated(tokenizer, day), sources
         # Rows of a continued run must have the same marks; earlier versions lack the last two.
         beside = ("model_name", "config_fields", "plain_weights")
         marks = {k: v for k, v in fingerprint(model, tokenizer).items() if k not in beside}
@@ -272,13 +269,6 @@ def over_questions(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     averaged = {"fidelity", "score", "new_tokens", "ms_per_token"} & measured[0].keys()
     means = {name: mean([one[name] for one in measured]) for name in sorted(averaged)}
     return {**means, "questions": [dict(one) for one in measured]}
-
-
-def _dated(template: str, day: date) -> str:
-    """A chat template with a fixed date; its own function of that name returns today's."""
-    shown = "".join(f"|replace('%{x}', '{day:%{x}}')" for x in "aAbBdmyYjHIMSp")
-    # Templates are rendered without the newline after a block.
-    return f"{{% macro strftime_now(format) %}}{{{{ format{shown} }}}}{{% endmacro %}}\n{template}"
 
 
 def _told(error: Exception) -> dict[str, str]:

@@ -237,7 +237,7 @@ def prompt_facts(prompt: Prompt, run: Run) -> dict[str, Any]:
     entries = {"entries": kept.entries.tolist(), "backend_bytes": 0, "widths": widths}
     return {
         "spans": asdict(prompt.spans),
-        "format": [prompt.separator, prompt.template, prompt.messages],
+        "format": [prompt.separator, prompt.template, prompt.messages, prompt.day],
         "plan": asdict(run.plan),
         "accounting": {f.name: getattr(kept, f.name) for f in fields(kept)} | entries,
         "timings": dict(run.timings.as_dict()),

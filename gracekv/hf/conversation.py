@@ -288,14 +288,14 @@ class Conversation(AbstractContextManager["Conversation"]):
         if known and tools != self._tools:
             raise EditedHistoryError("The tools are not those that the conversation began with.")
         if prompt.messages and not known:
-            begun = Prompt.from_messages(prompt.tokenizer, messages[: prompt.messages], tools=tools)
+            how: Any = {"tools": tools, "day": prompt.day}
+            begun = Prompt.from_messages(prompt.tokenizer, messages[: prompt.messages], **how)
             end = begun.spans.context_end  # passages may follow
             if not torch.equal(begun.ids[:end], self._ids[:end]):
                 raise EditedHistoryError(
-                    f"The first {prompt.messages} messages or tools are not those of the context. "
-                    "A template that shows today's date changes every day."
+                    f"The first {prompt.messages} messages or tools are not those of the context."
                 )
-        how: Any = {"separator": prompt.separator, "template": prompt.template, "tools": tools}
+        how = {"separator": prompt.separator, "template": prompt.template, "tools": tools}
         how["read"] = self._ids[-ENDING:].tolist() if known else ()
         return new_turns(prompt.tokenizer, known, messages, prompt.messages, **how)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
+from datetime import date
 from itertools import count
 from typing import Any
 
@@ -93,6 +95,24 @@ def _with_mappings(message: Message) -> Message:
                 call = {**call, "function": {**function, "arguments": read}}
         calls.append(call)
     return {**message, "tool_calls": calls} if calls else message
+
+
+def dated(tokenizer: Any, day: str) -> Any:
+    """A tokenizer whose chat template shows `day`, an ISO date, as today's.
+
+    The tokenizer itself if its template shows no date. Raises `PromptError` for another format.
+    """
+    try:
+        when = date.fromisoformat(day)
+    except (TypeError, ValueError) as error:
+        raise PromptError(f"day takes a date such as '2026-11-30'; got {day!r}.") from error
+    if "strftime_now" not in (template := getattr(tokenizer, "chat_template", None) or ""):
+        return tokenizer
+    shown = "".join(f"|replace('%{x}', '{when:%{x}}')" for x in "aAbBdmyYjHIMSp")
+    macro = f"{{% macro strftime_now(format) %}}{{{{ format{shown} }}}}{{% endmacro %}}\n"
+    made = copy(tokenizer)
+    made.chat_template = macro + template  # rendered without the newline after a block
+    return made
 
 
 def turn_change(tokenizer: Any) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from gracekv.prefill.chat_text import (
     check_question,
     check_text,
     continued,
+    dated,
     encode,
     has_chat_template,
     render,
@@ -36,6 +38,7 @@ class Prompt:
         separator: text between the context and a later question.
         template: whether the tokenizer's chat format is used, if it has one.
         messages: how many whole messages the context consists of; 0 if it is part of one.
+        day: the ISO date that was today's for the template of these messages, else None.
         tail: int64 [n], the ids after the question if `ids` end before them, else None.
 
     Raises:
@@ -50,6 +53,7 @@ class Prompt:
     template: bool = True
     messages: int = 0
     tail: Tensor | None = field(default=None, repr=False)
+    day: str | None = None
 
     def __post_init__(self) -> None:
         if self.ids.shape != (self.spans.length,) or self.ids.dtype != torch.int64:
@@ -148,7 +152,12 @@ class Prompt:
 
     @classmethod
     def from_messages(
-        cls, tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
+        cls,
+        tokenizer: Any,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        day: str | None = None,
     ) -> Prompt:
         """Make a prompt whose context is the first messages of a conversation.
 
@@ -160,15 +169,17 @@ class Prompt:
             tokenizer: a Hugging Face tokenizer with a chat template.
             messages: in OpenAI's format, for example a system prompt and the first question.
             tools: tool definitions, which the template puts where the model expects them.
+            day: the ISO date that a template with a date shows; default: today.
 
         Raises `PromptError` if there is no message or no chat template, or if a message has no text
         or a mistyped role.
         """
         if not messages or not has_chat_template(tokenizer):
             raise PromptError("Give at least one message, and a tokenizer with a chat template.")
-        context, ids = encoded_messages(tokenizer, plain_messages(messages), tools)
+        day, known = day or date.today().isoformat(), plain_messages(messages)
+        context, ids = encoded_messages(dated(tokenizer, day), known, tools)
         spans = PromptSpans(0, context, context, len(ids))
-        return cls(checked_ids(ids), spans, None, tokenizer, messages=len(messages))
+        return cls(checked_ids(ids), spans, None, tokenizer, messages=len(messages), day=day)
 
     @property
     def has_question(self) -> bool:

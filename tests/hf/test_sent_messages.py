@@ -1,6 +1,7 @@
 """Histories of messages as OpenAI's clients send them, with tools, edits and compaction."""
 
 from copy import deepcopy
+from datetime import date
 
 import pytest
 import torch
@@ -62,6 +63,23 @@ def test_a_history_is_read_as_the_template_shows_it(model, tokenizer, agent, mes
         want, logits = steps(model, ids, agent.new_cache(), 6)
         same_greedy(chat._ids[-6:], want, logits)
         assert chat.messages == [*messages, {"role": "assistant", "content": told}]
+
+
+def test_saved_messages_under_a_template_that_shows_the_date(model, tokenizer, tmp_path):
+    shown = deepcopy(tokenizer)
+    shown.chat_template = "{{ strftime_now('%d %b %Y, a %A') }}\n" + TEMPLATE
+    prompt = gracekv.Prompt.from_messages(shown, BEGUN, tools=TOOLS, day="2026-01-31")
+    assert shown.decode(prompt.ids).startswith("31 Jan 2026, a Saturday")
+    made = gracekv.compress(model, prompt, ratio=1)
+    made.save(tmp_path / "agent.gkv")
+    later = gracekv.load(tmp_path / "agent.gkv", model, tokenizer=shown)
+    with made.chat() as today, later.chat() as other:
+        assert today.send(LATER, 6, tools=TOOLS) == other.send(LATER, 6, tools=TOOLS)
+    with pytest.raises(EditedHistoryError, match="not those of the context"):
+        later.chat().send([{**BEGUN[0], "content": "Answer."}, *BEGUN[1:]], 6, tools=TOOLS)
+    assert gracekv.Prompt.from_messages(shown, BEGUN).day == date.today().isoformat()
+    with pytest.raises(PromptError, match=r"day takes a date such as .*; got '31.1.2026'"):
+        gracekv.Prompt.from_messages(shown, BEGUN, day="31.1.2026")
 
 
 def test_messages_may_be_followed_by_a_passage(agent):
@@ -142,7 +160,7 @@ def test_what_cannot_follow_the_context_is_refused(model, tokenizer, agent, tmp_
             chat.send(chat.messages)
     with agent.chat() as chat:
         for messages, tools in ((LATER[1:], TOOLS), (BEGUN, None)):
-            with pytest.raises(EditedHistoryError, match=r"context.*today's date"):
+            with pytest.raises(EditedHistoryError, match="not those of the context"):
                 chat.send(messages, tools=tools)
         for ask in (chat.ask, agent.ask):
             with pytest.raises(PromptError, match="consists of messages"):
