@@ -22,7 +22,7 @@ class Defensive(Scorer):
     Attention is first pooled along the compressible tokens, which keeps its sum. The score is
     multiplied by the token's |W_O v|_1, as a share of the sum over all KV heads of its layer.
     Tokens that hold the first 0.9 of the mean attention, less that on the last `window` tokens,
-    come before all others of their layer.
+    come before all others of their layer. Sums and means include the prompt's prefix.
 
     Source: Feng et al. (2025), DefensiveKV, arXiv:2510.13334, with the numbers of its code. Ours:
     those first tokens rank by mean attention, since the code gives them one score and limits their
@@ -47,6 +47,8 @@ class Defensive(Scorer):
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """[G, N], not normalised; `MissingCaptureError` without the norms of projected values."""
+        # The shares and the mean are those of all tokens: the prefix holds the attention sink.
+        begin, region = region.start - capture.spans.past, Region(capture.spans.past, region.end)
         probes, groups = capture.spans.last(self.window), capture.kv_heads
         shares = attention_probabilities(capture, probes)[..., region.start : region.end]
         pooled = functional.avg_pool1d(shares, self.kernel, stride=1, padding=self.kernel // 2)
@@ -62,4 +64,5 @@ class Defensive(Scorer):
         ranks = torch.arange(region.length, 0, -1, device=best.device, dtype=torch.float32)
         # Above all scores, and the same in all layers: heads take turns.
         first = torch.where(held < self.mass - near, 2.0 + ranks, 0.0)
-        return torch.maximum(scores, torch.zeros_like(scores).scatter_(-1, order.indices, first))
+        first = torch.zeros_like(scores).scatter_(-1, order.indices, first)
+        return torch.maximum(scores, first)[:, begin:]
