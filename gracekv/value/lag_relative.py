@@ -26,12 +26,12 @@ class LagRelative(Scorer):
     Cost: a few passes over keys and values.
 
     Attributes:
-        sinks: number of first prompt tokens, which score higher than all others (LagKV's 4).
+        sinks: number of first prompt tokens, which score higher than all others (kvpress's 4).
         lag: tokens per partition (LagKV's 128). A context of less than two partitions keeps its
             latest tokens.
     """
 
-    sinks: int = bounded(4, at_least=0, hint="LagKV's is 4.")
+    sinks: int = bounded(4, at_least=0, hint="kvpress's is 4.")
     lag: int = bounded(128, at_least=2, hint="LagKV's is 128.")
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:

@@ -68,8 +68,8 @@ def test_distortion_within_1e_4_of_float64(prefill):
                 inside = torch.randint(0, j - i, (6,), generator=rng).tolist()
                 for k in sorted({0, j - i - 1, *inside}):
                     both = torch.tensor([want.node(i, i + k + 1), want.node(i + k, j)]).double()
-                    # A cost is a squared difference of masses, so rounding a logit changes it by its
-                    # root; float32 rounds by up to 4e-6 here, where |q| |k| reaches 62.
+                    # A cost is a squared difference of masses, so rounding a logit changes it by
+                    # its root. Float32 rounds by up to 4e-6 here, where |q| |k| reaches 62.
                     whole = want.drop(a, b)
                     rounding = 1e-9 * whole + 4e-6 * (both * whole).sqrt()
                     for own in costs:
