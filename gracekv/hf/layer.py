@@ -79,7 +79,6 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
             or None if the sequences are in order, each with as many consecutive rows.
     """
 
-    is_sliding = False
     is_croppable = True
     supports_early_init = False
 
@@ -105,7 +104,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.packed.length + self._used
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self._grow(key_states.shape[0], max(_FIRST_CAPACITY, key_states.shape[2]))
+        """Do nothing: `update` makes the tail for states [B, G, q, d]."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -158,7 +157,6 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         """Allocate storage for `batch` rows and `capacity` places, and copy the tail to it."""
         self._keys, self._values = self.resized(batch, capacity, self._used)
         self.rows = self.rows_of(batch)
-        self.is_initialized = True
 
     def resized(self, batch: int, capacity: int, used: int) -> tuple[Tensor, Tensor]:
         """Zeros [B, G, capacity, d] for keys and for values, with the first `used` tokens copied.
@@ -208,7 +206,6 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget the tail; the packed part stays."""
         self._used, self.rows = 0, None
         self._keys = self._values = None
-        self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -`tokens_to_remove` tokens (transformers counts them negatively).

@@ -145,7 +145,6 @@ class HybridLayer(ResumedStates, cache_utils.LinearAttentionAndFullAttentionLaye
         attention: the compressed part.
     """
 
-    is_compileable = False
     # Delegated to the compressed part.
     update = property(attrgetter("attention.update"))
     get_seq_length = property(attrgetter("attention.get_seq_length"))

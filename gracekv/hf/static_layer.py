@@ -48,7 +48,6 @@ class StaticGraceLayer(GraceLayer):
             self.rows = source.rows_of(rows)
             self.length = torch.full((rows,), used, device=self._keys.device)
         self.capacity = capacity
-        self.is_initialized = True
         if not torch.compiler.is_compiling():
             # Others would be copied in every step of a compiled model with CUDA graphs.
             for tensor in (self._keys, self._values, self.length, *parts_of(self.packed.prepared)):

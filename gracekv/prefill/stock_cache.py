@@ -26,9 +26,6 @@ _COUNT = "cumulative_length"
 class PassedOn(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """A compressed layer while the prompt is read: its keys and values are recorded elsewhere."""
 
-    is_sliding = False
-    is_croppable = True
-
     def __init__(self, seen: int) -> None:
         super().__init__()
         self.cumulative_length = seen
