@@ -47,14 +47,14 @@ class CostTable:
         forced: Tensor,
     ) -> None:
         self.nodes, self.forced, self.mass = nodes, forced, intervals.mass
-        self._batch, self._width = batch, intervals.mass.shape[1]
+        self._batch, width = batch, intervals.mass.shape[1]
         self.last = nodes.length - 1
-        self.step = torch.arange(self._width, device=self.last.device)
+        self.step = torch.arange(width, device=self.last.device)
         self.padding = self.step > self.last[:, None]
         self.node_cost = node_cost[:, None]
         # Column k: D of the tokens before k, and of those from k on. There is nothing before the
         # first token, so prefixes start in the second column.
-        columns = self._width + 1
+        columns = width + 1
         self._costs = node_cost.new_zeros(2, len(nodes), columns)
         strides = self._costs.stride(0) - 1, columns, 1
         inner = self._costs.as_strided(intervals.costs.shape, strides, 1)
@@ -65,8 +65,7 @@ class CostTable:
     @cached_property
     def _rows(self) -> Tensor:
         """int64 [V, w], flat row of token k; padding repeats the last one."""
-        first = self._batch.first_row(self.nodes)
-        return first[:, None] + torch.minimum(self.step, self.last[:, None])
+        return self._batch.token_rows(self.nodes, len(self.step))
 
     def curvatures(self) -> Tensor:
         """kappa of token k, float64 [V, w]; padding repeats the last token's."""

@@ -50,10 +50,8 @@ class Workspace:
 
     def take(self, *shape: int) -> Tensor:
         """The next contiguous tensor [*shape], float32; its contents are undefined."""
-        first, reserved = self._taken, self._buffer.numel()
+        first = self._taken
         self._taken += math.prod(shape)
-        if self._taken > reserved:
-            raise MemoryError(f"The batch reserved {reserved} numbers but takes {self._taken}.")
         return self._buffer[first : self._taken].view(shape)
 
 
@@ -199,11 +197,8 @@ class TreeBatch:
     def token_rows(self, nodes: Nodes, width: int) -> Tensor:
         """int64 [V, width]: flat row of each token; padding repeats the last token."""
         step = torch.arange(width, device=nodes.tree.device)
-        return self.first_row(nodes)[:, None] + torch.minimum(step, nodes.length[:, None] - 1)
-
-    def first_row(self, nodes: Nodes) -> Tensor:
-        """int64 [V]: flat row of each node's first token."""
-        return self.slot_row[nodes.tree] + nodes.start
+        first = self.slot_row[nodes.tree] + nodes.start
+        return first[:, None] + torch.minimum(step, nodes.length[:, None] - 1)
 
     def known_curvature(self) -> Tensor:
         """kappa [T] float64; raises `ConfigError` if none was computed."""
