@@ -81,7 +81,7 @@ TABLE = {
     "ratio NaN": (lambda: run(float("nan")), BudgetError, "finite"),
     "ratio infinite": (lambda: run(float("inf")), BudgetError, "finite"),
     "ratio not a number": (lambda: run("eight"), BudgetError, "finite number"),
-    "ratio True": (lambda: run(True), BudgetError, "must be a number"),
+    "ratio True": (lambda: run(True), BudgetError, "must be a finite number"),
     "no budget": (compress, BudgetError, "ratio=8"),
     "two budgets": (lambda: compress(ratio=2, kv_bytes="1MB"), BudgetError, "exactly one"),
     "entries 0": (lambda: compress(entries_per_head=0), BudgetError, "positive whole"),

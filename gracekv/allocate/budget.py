@@ -288,18 +288,15 @@ class Budget:
 
 def _rational(value: object, name: str) -> Fraction:
     """The exact value as written: 0.1 is 1/10, not the nearest double."""
-    if isinstance(value, bool) or not isinstance(value, Real | str):
-        raise BudgetError(
-            f"{name} must be a number such as 8 or 8.5; got {value!r} ({type(value).__name__})."
-        )
     if isinstance(value, Fraction):
         return value
     try:
+        if isinstance(value, bool) or not isinstance(value, Real | str):
+            raise ValueError("type")
         # Fraction("1e999999999") would compute that power of ten.
         if re.search(r"e[+-]?[\d_]{4}", str(value), re.IGNORECASE):
             raise ValueError("exponent")
         return Fraction(str(value))
     except (ValueError, ZeroDivisionError) as error:
-        raise BudgetError(
-            f"{name} must be a finite number such as 8 or 8.5; got {value!r}."
-        ) from error
+        said = f"{value!r} ({type(value).__name__})"
+        raise BudgetError(f"{name} must be a finite number such as 8; got {said}.") from error
