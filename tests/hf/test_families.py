@@ -10,7 +10,6 @@ from gracekv.errors import CacheError, LengthWarning
 from gracekv.hf import GraceCache
 from gracekv.testing.models import tiny_model
 from support.dense import dense_logits
-from support.families import FAMILIES
 from support.greedy_decoding import greedy, heavier
 from support.margins import assert_same_steps
 
@@ -21,8 +20,8 @@ LENGTH = 150
 IDS = torch.randint(0, 97, (LENGTH,), generator=torch.Generator().manual_seed(0))
 PROMPT = gracekv.Prompt.from_ids(IDS, (4, 138), question_end=146)
 
+# The families as they are by default: `test_model_families`.
 CASES = {
-    "llama": {},
     "llama linear": {"rope": "linear"},
     "llama dynamic within its length": {"rope": "dynamic"},
     "llama dynamic beyond its length": {"rope": "dynamic", "positions": 100},
@@ -31,32 +30,24 @@ CASES = {
     "llama longrope short": {"rope": "longrope", "original": 2048},
     "llama longrope long": {"rope": "longrope"},
     "llama one KV head": {"kv_heads": 1},
-    "mistral": {"family": "mistral"},
     "mistral in its window": {"family": "mistral", "window": 170},
     "mistral yarn": {"family": "mistral", "rope": "yarn", "original": 1024, "kv_heads": 4},
-    "qwen2": {"family": "qwen2"},
     "qwen2 beyond its window": {"family": "qwen2", "window": 100, "layers": 3},
     "qwen2 yarn": {"family": "qwen2", "rope": "yarn", "original": 1024},
-    "qwen3": {"family": "qwen3"},
     "qwen3 dim 64": {"family": "qwen3", "dim": 64, "heads": 2, "kv_heads": 1},
-    "phi3": {"family": "phi3"},
     "phi3 in its window": {"family": "phi3", "window": 170},
     "phi3 longrope short": {"family": "phi3", "rope": "longrope", "original": 2048},
     "phi3 longrope long": {"family": "phi3", "rope": "longrope"},
     "phi3 longrope partial": {"family": "phi3", "rope": "longrope", "partial": 0.5},
-    "phi3 partial": {"family": "phi3", "partial": 0.75},
-    "gemma": {"family": "gemma"},
     "gemma dim 256": {"family": "gemma", "dim": 256, "heads": 2, "kv_heads": 1},
 }
-# The others are families, which `test_model_families` checks.
-VARIANTS = [x for x in CASES if x not in {*FAMILIES, "phi3 partial"}]
 
 
-def make(case, **options):
-    return tiny_model(**({"seed": 3} | CASES[case] | options))
+def make(case):
+    return tiny_model(**({"seed": 3} | CASES[case]))
 
 
-@pytest.mark.parametrize("case", VARIANTS)
+@pytest.mark.parametrize("case", CASES)
 def test_ratio_one_generates_what_the_stock_model_does(case):
     expected, expected_logits = greedy(make(case), IDS, tokens=10)
 
@@ -66,7 +57,7 @@ def test_ratio_one_generates_what_the_stock_model_does(case):
     assert_same_steps(ids, logits, expected, expected_logits, margin=3e-4)
 
 
-@pytest.mark.parametrize("case", VARIANTS)
+@pytest.mark.parametrize("case", CASES)
 def test_ratio_four_decodes_like_dense_masked_attention(case):
     result = gracekv.compress(make(case), PROMPT, ratio=4)
     packed = heavier(result.packed)
@@ -87,9 +78,10 @@ def test_ratio_four_decodes_like_dense_masked_attention(case):
 # Relative to the logits: twice the error from rounding every layer's output in these models.
 # Leaving the multiplicities out costs 30% and more.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.025), (torch.float16, 0.0025)])
-@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma"])
-def test_half_precision_decodes_like_dense_masked_attention(case, dtype, tolerance):
-    result = gracekv.compress(make(case, dtype=dtype), PROMPT, ratio=4)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma"])
+def test_half_precision_decodes_like_dense_masked_attention(family, dtype, tolerance):
+    model = tiny_model(family, seed=3, dtype=dtype)
+    result = gracekv.compress(model, PROMPT, ratio=4)
     packed = heavier(result.packed)
     assert {layer.keys.dtype for layer in packed.layers} == {dtype}
 
@@ -101,7 +93,8 @@ def test_half_precision_decodes_like_dense_masked_attention(case, dtype, toleran
 
 def test_a_continuation_past_the_window_is_refused():
     """Up to the window it works; past it, neither way of generating gives wrong tokens silently."""
-    result = gracekv.compress(make("mistral", window=155), PROMPT, ratio=2)
+    model = tiny_model("mistral", seed=3, window=155)
+    result = gracekv.compress(model, PROMPT, ratio=2)
     assert result.generate_ids(6).shape == (1, 6)
     with pytest.raises(CacheError, match="Generate at most 6 tokens"):
         result.generate_ids(7)
