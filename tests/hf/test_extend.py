@@ -26,8 +26,9 @@ from gracekv.prefill import Needs, PromptSpans, partial_attention
 from gracekv.prefill.options import CaptureOptions
 from gracekv.testing.models import tiny_llama, tiny_model
 from gracekv.value import LagRelative, block_replay
-from support.asked_context import same_greedy, stock_steps
+from support.asked_context import same_greedy
 from support.chapter import CHAPTER
+from support.greedy_decoding import greedy
 from support.lean_prefills import without_queries
 from support.margins import assert_same_choice
 from support.quantised_layers import CODED
@@ -177,7 +178,7 @@ def test_where_nothing_is_removed_it_is_the_stock_models_answer(model, tail):
     longer = compressed(model, 1, tail=tail)
     for first in range(END, 150, 20):
         longer = longer.extend(IDS[first : first + 20], ratio=1)
-    same_greedy(longer.generate_ids(6)[0], *stock_steps(model, longer.prompt.ids, 6))
+    same_greedy(longer.generate_ids(6)[0], *greedy(model, longer.prompt.ids, tokens=6))
 
 
 @pytest.mark.parametrize("recipe", [None, CODED["allocated"]])

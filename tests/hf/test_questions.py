@@ -11,8 +11,9 @@ from transformers import GenerationConfig, LogitsProcessorList
 import gracekv
 from gracekv import recipes
 from gracekv.errors import ConfigError, PromptError
-from support.asked_context import TEXT, same_greedy, steps, stock_steps
+from support.asked_context import TEXT, same_greedy, steps
 from support.forward_passes import fed_shapes
+from support.greedy_decoding import greedy
 
 QUESTIONS = ["Who fell?", "Where is Alice sitting, and what does she see first of all?", "Why?"]
 SEVERAL = GenerationConfig(do_sample=True, num_return_sequences=2)
@@ -45,7 +46,7 @@ def test_an_answer_is_that_of_decoding_by_hand(model, tokenizer, book, question)
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_where_nothing_is_removed_it_is_the_stock_models_answer(model, tokenizer, whole, question):
     got = gracekv.hf.result.ask_ids(whole, [question], 8, {"eos_token_id": 1999})[0]
-    same_greedy(got, *stock_steps(model, asked(tokenizer, question), 8))
+    same_greedy(got, *greedy(model, asked(tokenizer, question), tokens=8))
 
 
 def test_questions_of_any_lengths_are_answered_together(model, tokenizer, book):

@@ -2,7 +2,6 @@
 
 import torch
 
-import gracekv
 from support.chapter import CHAPTER
 from support.margins import assert_same_tokens
 
@@ -18,17 +17,6 @@ def steps(model, ids, cache, count):
             chosen.append(int(logits[-1].argmax()))
             fed = torch.tensor(chosen[-1:])
     return torch.tensor(chosen), torch.stack(logits)
-
-
-def stock_steps(model, ids, count):
-    """Greedy ids after `ids` [T] of the stock model, without a cache, and the logits."""
-    gracekv.hf.detach(model)
-    start, logits = len(ids), []
-    with torch.no_grad():
-        for _ in range(count):
-            logits.append(model(ids[None]).logits[0, -1])
-            ids = torch.cat([ids, logits[-1].argmax()[None]])
-    return ids[start:], torch.stack(logits)
 
 
 def same_greedy(got, want, logits):

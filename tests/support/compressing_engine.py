@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from support.engine_answers import MARGIN
+from support.engine_answers import assert_same_logprobs, own_logprobs
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 8
 PAGE, PAGES, LONGEST, SEQUENCES = 32, 30, 768, 12
@@ -61,16 +59,10 @@ class Compressing:
 
     def check(self, answer, result):
         """Check that an answer's log-probabilities are those over a result's cache."""
-        asked, tokens = self.question(), list(answer.token_ids)
-        with torch.inference_mode():
-            ids = torch.tensor([asked + tokens[:-1]])
-            logits = self.model(ids, past_key_values=result.new_cache()).logits[0, len(asked) - 1 :]
-        logprobs = logits.float().log_softmax(-1)
-        own = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        got = torch.tensor([next(iter(step.values())).logprob for step in answer.logprobs])
-        assert len(got) == TOKENS
-        assert (got - own).abs().max() < MARGIN
-        assert (logprobs.max(-1).values - own).max() < MARGIN
+        tokens = list(answer.token_ids)
+        assert len(tokens) == TOKENS
+        own = own_logprobs(self.model, self.question(), tokens, result.new_cache())
+        assert_same_logprobs(answer, *own)
 
 
 @contextlib.contextmanager

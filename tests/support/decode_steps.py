@@ -1,6 +1,7 @@
 """Ragged layers and decoding steps inside buffers of NaN, so that reading past an end shows."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from gracekv.backends import AttentionStep
 from gracekv.cache.base import RaggedEntries
+from support.quantised_layers import layer_of
 
 
 def inside_nan(x: Tensor) -> Tensor:
@@ -22,15 +24,9 @@ def ragged(
     sequences: int = 1,
 ) -> RaggedEntries:  # fmt: skip
     """A layer whose heads hold so many entries."""
-    entries = sum(lengths)
-    return RaggedEntries(
-        keys=inside_nan(torch.randn(entries, dim, generator=rng).to(dtype)),
-        values=inside_nan(torch.randn(entries, dim, generator=rng).to(dtype)),
-        positions=torch.arange(entries, dtype=torch.int32),
-        log_multiplicity=inside_nan(torch.rand(entries, generator=rng) * 4),
-        offsets=torch.tensor([0, *lengths]).cumsum(0),
-        sequences=sequences,
-    )
+    layer = layer_of(rng, lengths, dim, dtype, sequences)
+    read = ("keys", "values", "log_multiplicity")
+    return replace(layer, **{name: inside_nan(getattr(layer, name)) for name in read})
 
 
 def step(

@@ -31,6 +31,7 @@ from gracekv.errors import GracekvError, NonFiniteError
 from gracekv.value.output_projection import OutputProjection
 from gracekv.vllm import export
 from support.free_port import free_port
+from support.prompts import random_prompt
 from support.sharded_books import (
     MIXED,
     PLANS,
@@ -42,14 +43,7 @@ from support.sharded_books import (
     load_model,
 )
 
-PROMPTS = [
-    gracekv.Prompt.from_ids(
-        torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length)),
-        (4, length - 20),
-        length - 4,
-    )
-    for length in (180, 150)
-]
+PROMPTS = [random_prompt(length, (4, length - 20), seed=length) for length in (180, 150)]
 RECIPES = ("gracekv-plus", "gracekv", "gracekv-agnostic", "snapkv", "pyramidkv", "global-eviction")
 
 
