@@ -6,7 +6,6 @@ import torch
 import gracekv
 from gracekv import recipes
 from gracekv.allocate import Budget
-from gracekv.errors import ConfigError
 from gracekv.hf.compress import per_byte
 from gracekv.testing.models import tiny_llama
 from support.asked_context import TEXT
@@ -50,23 +49,6 @@ def test_the_four_defaults(model, prompt, asked, question):
     assert by_ratio.accounting.spent_bytes <= by_ratio.accounting.budget_bytes
     assert {share.bits for share in by_ratio.accounting.widths} >= {4, 16}
     assert recipes.label(gracekv.compress(model, given, entries_per_head=20).pipeline) == name
-
-
-def test_at_ratio_1_it_is_the_full_cache_bit_for_bit(model, asked):
-    prefill = gracekv.capture(model, asked)
-    ours, full = (
-        gracekv.compress(model, asked, prefill=prefill, ratio=1, pipeline=name).packed
-        for name in (None, "fullkv")
-    )
-    for own, whole in zip(ours.layers, full.layers, strict=True):
-        assert sum(part.entries for part in own.coded) == 0
-        assert torch.equal(own.exact.keys, whole.keys)
-        assert torch.equal(own.exact.values, whole.values)
-
-
-def test_prompts_of_both_kinds_are_told_their_defaults(model, prompt, asked):
-    with pytest.raises(ConfigError, match="pipeline='gracekv-agnostic-allocated'"):
-        gracekv.compress(model, [prompt, asked], ratio=4)
 
 
 def test_static_tails_saving_extending_and_limits_take_it(model, prompt, tmp_path):

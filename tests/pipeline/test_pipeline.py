@@ -19,7 +19,7 @@ from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
 from gracekv.testing.selections import check_run
 from gracekv.value.kvzip_two_pass import Reconstruction
-from gracekv.value.output_projection import ProjectedNorms
+from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
 from support.draws import floats, ints, some
 from support.lean_prefills import without_context_queries
 
@@ -189,7 +189,7 @@ def test_bad_configurations(data: dict, error: type[Exception], message: str) ->
         Pipeline.from_dict(data)
 
 
-@pytest.mark.parametrize("missing", [Surprisal, BlockInput, ProjectedNorms])
+@pytest.mark.parametrize("missing", [Surprisal, BlockInput, ProjectionNorms, ProjectedNorms])
 def test_missing_captures_are_named(missing: type[Observer]) -> None:
     prefill = synthetic_prefill(context=150).without(missing)
     with pytest.raises(MissingCaptureError, match=missing.__name__):

@@ -131,13 +131,6 @@ def test_merged_entries_are_worth_what_their_tokens_are():
     torch.testing.assert_close(got, torch.stack(want), rtol=1e-9, atol=1e-12)
 
 
-def test_what_fits_as_it_is_stays():
-    prefill = synthetic_prefill(context=100, dim=32, dtype=torch.bfloat16)
-    pipeline = Pipeline.from_dict({"precision": "allocated"}, base="gracekv-plus")
-    kept = pipeline.run(prefill, Budget.ratio(1)).accounting
-    assert (kept.spent, [share.bits for share in kept.widths]) == (400, [16])
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_numbers_that_cannot_be_rounded_are_refused(bad):
     prefill = synthetic_prefill(context=60, dim=8, layers=2)

@@ -95,8 +95,8 @@ def test_what_fits_as_it_is_stays_and_what_fits_quantised_is_not_dropped(ratio, 
 
 
 @pytest.mark.parametrize("recipe", ["gracekv-plus-allocated", "snapkv-4bit", "rdkv"])
-@pytest.mark.parametrize("context", [1, 2, 3, 33, 34])
-def test_at_ratio_1_contexts_that_cost_more_coded_are_whole(recipe, context):
+@pytest.mark.parametrize("context", [1, 2, 3, 33, 34, 100])
+def test_at_ratio_1_contexts_are_whole_even_where_codes_cost_more(recipe, context):
     prefill = synthetic_prefill(context=context, prefix=5, dim=64, dtype=torch.bfloat16)
     made = Pipeline.named(recipe).run(prefill, Budget.ratio(1)).accounting
     assert (made.spent, [x.bits for x in made.widths if x.entries]) == (4 * context, [16])

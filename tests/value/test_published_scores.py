@@ -181,7 +181,3 @@ def test_critical_by_hand():
     kept = set(base.argsort(descending=True).tolist()[:5])
     kept |= set([token for token in by_both if token not in kept][:6])
     assert set(scores[1, 0].topk(11).indices.tolist()) == kept
-
-
-def test_critical_needs_the_norms():
-    assert Critical().needs() == Needs(last_queries=32, observers=frozenset({WrittenNorms()}))

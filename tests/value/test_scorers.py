@@ -11,12 +11,11 @@ from gracekv.errors import ConfigError, MissingCaptureError, NonFiniteError
 from gracekv.prefill import Needs
 from gracekv.testing import contracts, synthetic_prefill
 from gracekv.testing.models import tiny_llama
-from gracekv.value import SCORERS, KVzipTwoPass, OutputProjection, Recency, reference
+from gracekv.value import SCORERS, OutputProjection, Recency, reference
 from gracekv.value.base import mean_seed_scores
 from gracekv.value.critical import WrittenNorms
 from gracekv.value.draft_attention import Draft
 from gracekv.value.kvzip_two_pass import Reconstruction
-from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
 from gracekv.value.repeated_attention import RepeatedQueries
 from support.covering import cases
 from support.draws import DTYPES, SEEDS, bools, ints, some
@@ -60,14 +59,6 @@ def test_a_scorer_that_may_wrap_another_has_no_part_without_it():
     optional = type("Optional", (Recency,), {"scorer": None})
     assert optional().parts == ()
     assert optional().needs() == Needs()
-
-
-@pytest.mark.parametrize("missing", [ProjectionNorms, ProjectedNorms])
-def test_output_projection_needs_the_norms(missing):
-    assert OutputProjection().needs() == Needs.observed(ProjectionNorms(), ProjectedNorms())
-    prefill = synthetic_prefill().without(missing)
-    with pytest.raises(MissingCaptureError, match=missing.__name__):
-        OutputProjection()(prefill)
 
 
 # Drawn fields, tokens of question and tail, and the relative and absolute tolerance of float32
@@ -142,11 +133,6 @@ def test_sinks_in_the_region_outrank_everything(name):
     if name == "kvzip_two_pass":
         assert torch.equal(sinks[..., 3:], plain[..., 3:])
         assert torch.equal(plain, prefill.observation(Reconstruction())[..., :33])
-
-
-def test_needs_the_second_pass_and_says_so():
-    assert KVzipTwoPass().needs().observers == {Reconstruction()}
-    assert "second pass" in KVzipTwoPass.summary()
 
 
 @pytest.mark.parametrize(("name", "missing"), [
