@@ -171,11 +171,18 @@ def mean_rotation(rope: Rope, dim: int, start: int, count: int, past: int = 0) -
     R(start - 1) times a mean of powers of U.
     """
     half = rope.cos.shape[1] // 2
-    first, last = (
-        torch.complex(rope.cos[at, :half].double(), rope.sin[at, :half].double())
-        for at in (slice(past, past + 2), start - 1)
-    )
-    step = torch.angle(first[1] / first[0])
+
+    def row(at: int) -> Tensor:
+        return torch.complex(rope.cos[at, :half].double(), rope.sin[at, :half].double())
+
+    first, last, span = row(past), row(start - 1), 1
+    step = torch.angle(row(past + 1) / first)
+    while past and past + 2 * span < start:
+        # A table in 16 bits is rounded except at position 0, so the angle is taken over many rows.
+        span *= 2
+        angle = torch.angle(row(past + span) / first)
+        turns = ((span * step - angle) / (2 * torch.pi)).round()
+        step = (angle + 2 * torch.pi * turns) / span
     ahead = torch.arange(1, count + 1, dtype=torch.float64, device=step.device)
     mean = torch.exp(1j * ahead[:, None] * step).mean(dim=0) * last
     c, s = torch.diag(mean.real), torch.diag(mean.imag)
