@@ -170,7 +170,8 @@ def _checked_plans(
         expect(prompt, Prompt, f"compress takes a list of Prompts or one {PROMPT}", PromptError)
         if prefill is not None:
             check_prefill(model, prompt, prefill)
-        plans.append(pipe.plan_for(model, prompt.spans, budget))
+        planned = prefill is not None and pipe.plan(prefill, budget)
+        plans.append(planned or pipe.plan_for(model, prompt.spans, budget))
     if len({id(prompt.tokenizer) for prompt in prompts}) != 1:
         raise PromptError(
             "The prompts of a batch must share one tokenizer object (or have none), which decodes "

@@ -87,7 +87,8 @@ class GraceLM(HFLM):  # type: ignore[misc]
         self._attention = backend
         super().__init__(pretrained, backend="causal", **options)
         check_model(self.model)
-        by_byte = per_byte(self.model, self._budget)
+        with self._precision():
+            by_byte = per_byte(self.model, self._budget)
         self._pipeline = named or Pipeline.default(question=question_seen, per_byte=by_byte)
 
     def _prompt(self, ids: Tensor) -> Prompt:

@@ -23,6 +23,11 @@ def test_a_result_of_autocast_is_saved_and_loaded_under_it(tmp_path):
         assert gracekv.load(tmp_path / "cache", model).generate_ids(6).equal(answer)
     with pytest.raises(CacheError, match="autocast"):
         result.generate_ids(6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        prefill = gracekv.capture(model, PROMPT)
+    # Bytes count the prefill's numbers, which take half of the model's.
+    outside = gracekv.compress(model, PROMPT, prefill=prefill, kv_bytes=1_536, pipeline="snapkv")
+    assert outside.accounting.spent == 1_536 // prefill.info.entry_bytes
     sliding = gracekv.compress(tiny_model("gemma3_text", layers=4, window=32), PROMPT, ratio=4)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(CacheError, match="autocast"):
         sliding.generate_ids(6)
