@@ -15,9 +15,10 @@ from torch import Tensor
 
 from gracekv.allocate import BudgetOptions
 from gracekv.cache import Occupancy
+from gracekv.cache.closing import known_reach
 from gracekv.decode import Compaction, Limit
 from gracekv.distributed import head_shard
-from gracekv.errors import CacheError, EditedHistoryError, PromptError, expect, one_of
+from gracekv.errors import CacheError, ConfigError, EditedHistoryError, PromptError, expect, one_of
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.extend import check_extends, closed_run, limited_run
@@ -50,13 +51,19 @@ class Conversation(AbstractContextManager["Conversation"]):
         """Begin after the context of `result`; stay within `limit`, and compress as `compact` says.
 
         Raises `PromptError` as `result.ask` does, `CacheError` if the model has changed,
-        `ConfigError` if `compact` is not a `Compaction`, what `result.new_cache(limit)` raises, and
-        with `compact` what `extend` raises for a model or recipe that it does not support.
+        `ConfigError` if `compact` is not a `Compaction` or the recipe keeps everything, what
+        `result.new_cache(limit)` raises, and with `compact` what `extend` raises for a model or
+        recipe that it does not support.
         """
         check_context(result.prompts[0])
         expect(compact, Compaction | None, "compact takes a gracekv.Compaction(after=..., ratio=4)")
         result.check_model(fingerprint)
         if compact is not None:
+            if result.pipeline.keep_all:
+                raise ConfigError(
+                    "A conversation compresses by its context's recipe, and this one keeps "
+                    "everything. To keep the context whole, compress it by another at ratio=1."
+                )
             check_extends(result.model)
             check_needs(result.model, result.pipeline.needs(), passage=True)
         self._closed, self._limit, self._compact = False, limit, compact
@@ -187,7 +194,7 @@ class Conversation(AbstractContextManager["Conversation"]):
     def _extend(self, turns: Tensor, runs: Sequence[tuple[int, dict[str, Any]]]) -> None:
         """Extend the context by runs of `turns`, given as numbers of tokens and options.
 
-        Before each, gaps are closed if the limit says so; finally all entries are cut to it.
+        Before each, gaps are closed if the limit says so; after each, all entries are cut to it.
         """
         result: Any = self._result
         for tokens, how in runs:
@@ -195,8 +202,8 @@ class Conversation(AbstractContextManager["Conversation"]):
                 # The token after the run is read, too.
                 result = _of_run(result, closed_run(result, tokens + 1))
             result, turns = result.extend(turns[:tokens], **how), turns[tokens:]
-        if self._limit is not None:
-            result = _of_run(result, limited_run(result, self._limit))
+            if self._limit is not None:
+                result = _of_run(result, limited_run(result, self._limit))
         self._begin_after(result)
 
     @property
@@ -285,7 +292,7 @@ class Conversation(AbstractContextManager["Conversation"]):
         """Role and ids of each message not read yet; raises as `new_turns` does."""
         messages = plain_messages(messages)
         prompt, known = self._prompt, self._messages
-        if known and tools != self._tools:
+        if known and (tools or None) != (self._tools or None):
             raise EditedHistoryError("The tools are not those that the conversation began with.")
         if prompt.messages and not known:
             how: Any = {"tools": tools, "day": prompt.day}
@@ -343,6 +350,10 @@ class Conversation(AbstractContextManager["Conversation"]):
         left, ids, kept = sum(tokens for tokens, _ in runs), self._ids, list(self._tail)
         if runs:
             self._failed = waiting
+            if reach := known_reach(self._model, getattr(self._limit, "positions", "")):
+                # A quarter of the positions is free once gaps are closed.
+                parts = [(n, x, -(-4 * n // reach)) for n, x in runs]
+                runs = [((n + part) // of, x) for n, x, of in parts for part in range(of)]
             tail = ids[len(ids) - sum(tokens for _, tokens in kept) :]
             # A context longer than the model supports may be extended, as by turns.
             known = trained_length(self._model) or sys.maxsize
@@ -359,13 +370,16 @@ class Conversation(AbstractContextManager["Conversation"]):
     def _generate(
         self, ids: Tensor, most: int, options: dict[str, Any], cache: GraceCache
     ) -> Tensor:
-        """int64 [n], the answer of at most `most` tokens without its end-of-sequence token."""
+        """int64 [n], the answer, at most `most` tokens; its end token stays only if it is text."""
         model, tokenizer = self._model, self._prompt.tokenizer
         rows = continue_ids(model, [ids], cache, tokenizer, most, options, keep_cache=True)
         answer = rows[0].cpu()
         ends = setting(model, options, "eos_token_id")
         known = () if ends is None else torch.as_tensor(ends).flatten().tolist()
-        return answer[:-1] if len(answer) and int(answer[-1]) in known else answer
+        if not len(answer) or (last := int(answer[-1])) not in known:
+            return answer
+        marks = {*getattr(tokenizer, "get_added_vocab", dict)().values()}
+        return answer if last not in marks and tokenizer.decode([last]).strip() else answer[:-1]
 
     def _add(self, message: Message, turn: Tensor, answer: Tensor) -> str:
         """Make the turn part of the conversation; returns the answer's text."""

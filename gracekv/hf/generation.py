@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor
 from transformers import StoppingCriteriaList, TextIteratorStreamer
 
+from gracekv.cache.closing import known_reach
 from gracekv.decode import Limit
 from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sharding import WHOLE, HeadShard
@@ -136,13 +137,13 @@ def continue_ids(
     even = len(rows) == len(cache.padding) and bool(new_tokens.all())
     limit, ahead = cache.limit, inputs["input_ids"].shape[1] - int(cache.get_seq_length())
     replays = even and not keep_cache and shard.ranks == 1 and limit is None
-    if limit is not None and ahead > limit.every:
+    if limit is not None and ahead > (most := _piece(model, limit)):
         if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21):
             raise ConfigError(
                 f"transformers before 5.21 cannot read {ahead} tokens over a cache in pieces of "
-                f"{limit.every}. Install a newer one, or use Limit(every={ahead})."
+                f"{most}. Install a newer one, or use Limit(every={ahead})."
             )
-        options = {"prefill_chunk_size": limit.every} | options
+        options = {"prefill_chunk_size": most} | options
     for part in model.modules():
         # Models that read images would number tokens as the rows and images of their last call.
         if vars(part).get("rope_deltas") is not None:
@@ -157,6 +158,12 @@ def continue_ids(
         output = model.generate(**inputs, max_new_tokens=max_new_tokens, **options)
     sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
     return sequences[:, inputs["input_ids"].shape[1] :]
+
+
+def _piece(model: Any, limit: Limit) -> int:
+    """The most tokens that are read at once; with closed positions a quarter of them is free."""
+    known = known_reach(model, limit.positions)
+    return limit.every if known is None else min(limit.every, max(1, known // 4))
 
 
 def check_one(model: Any, options: Any, names: Sequence[str], rule: str, advice: str) -> None:

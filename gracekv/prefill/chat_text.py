@@ -74,7 +74,7 @@ def shown(tokenizer: Any, messages: Sequence[Message], answers: bool, tools: Any
     options = {"tools": tools, "tokenize": False, "add_generation_prompt": answers}
     try:
         with suppress(Exception):  # some templates only take arguments as text
-            return str(tokenizer.apply_chat_template([*map(_with_mappings, messages)], **options))
+            return str(tokenizer.apply_chat_template([*map(with_mappings, messages)], **options))
         return str(tokenizer.apply_chat_template(messages, **options))
     except Exception as error:  # a template may raise anything
         roles = ", ".join(str(one["role"]) for one in messages)
@@ -84,7 +84,7 @@ def shown(tokenizer: Any, messages: Sequence[Message], answers: bool, tools: Any
         ) from error
 
 
-def _with_mappings(message: Message) -> Message:
+def with_mappings(message: Message) -> Message:
     """A message with the arguments of its tool calls as mappings; OpenAI's clients send JSON."""
     calls = []
     for call in message.get("tool_calls") or ():

@@ -20,6 +20,7 @@ from gracekv.prefill.chat_text import (
     placeholder,
     plain_ids,
     shown,
+    with_mappings,
 )
 
 _PLAIN = ({"role": "user", "content": "."}, {"role": "assistant", "content": "."})
@@ -306,6 +307,8 @@ def _plain(number: int, message: Any) -> Message:
 
 def is_same(old: Message, given: Message) -> bool:
     """Whether `given` is `old`; an answer may come back as the tool calls parsed from it."""
-    if old["role"] == given["role"] == "assistant" and given.get("tool_calls"):
-        return old.get("tool_calls") in (None, given["tool_calls"])
+    old, given = with_mappings(old), with_mappings(given)
+    parsed = given.get("tool_calls") and not old.get("tool_calls")
+    if parsed and old["role"] == given["role"] == "assistant":
+        return True
     return all((old.get(name) or "") == (given.get(name) or "") for name in _COMPARED)

@@ -130,7 +130,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
     def _new_turns(self, messages: Any, tools: Any) -> list[tuple[str, list[int]]]:
         """Role and ids of each message that is new; raises as `new_turns` does."""
         tokenizer, known = self._client._tokenizer, self._messages
-        if known and tools != self._tools:
+        if known and (tools or None) != (self._tools or None):
             raise EditedHistoryError("The tools are not those that the conversation began with.")
         read = [x for _, ids in self._tail for x in ids][-ENDING:]
         how: Any = {"read": read, "tools": tools, "separator": SEPARATOR}
@@ -221,5 +221,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         self._closed = True
         self._delete()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: object, *_: object) -> None:
+        # A server that is gone must not hide the error that ends the block.
+        with contextlib.suppress(*[Exception] * (error is not None)):
+            self.close()

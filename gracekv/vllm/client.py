@@ -232,9 +232,13 @@ class Client:
     def _choices(self, asked: Request, max_tokens: int, options: dict[str, Any]) -> Iterator[Any]:
         """The parts of a streamed answer."""
         _check_options(options)
+        ended = False
         with _refusals():
             for piece in self._send(asked.body(self._model, max_tokens, **options, stream=True)):
+                ended = ended or any(choice.finish_reason for choice in piece.choices)
                 yield from _ended_by_model(piece.choices)
+        if not ended:
+            raise StoreError("The connection ended before the answer did. Send it again.")
 
     def _order(self, order: Mapping[str, Any], ids: Sequence[int] = (0,)) -> dict[str, Any]:
         """The server's reply to an order."""

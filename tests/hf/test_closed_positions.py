@@ -74,6 +74,29 @@ def test_a_conversation_goes_on_beyond_the_models_positions():
         book.chat(Limit(entries_per_head=600, positions="closed")).ask(text * 3, max_new_tokens=1)
 
 
+@pytest.mark.parametrize("every", [32, 400])
+def test_long_messages_and_restarts_stay_within_the_positions(every):
+    """A history, or one message, that is longer than what a compaction may read at once."""
+    text = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
+    tokenizer = tiny_tokenizer([text])
+    model = tiny_model(vocabulary=len(tokenizer), positions=512)
+    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=text), ratio=2)
+    limit = Limit(entries_per_head=160, every=every, window=8, positions="closed")
+    policy = gracekv.Compaction(after=64, ratio=4, recent=1)
+    with book.chat(limit, policy) as chat, book.chat(limit, policy) as again:
+        for turn in range(12):
+            chat.ask(f"word{turn} {text[: 1500 if turn == 6 else 180]}", max_new_tokens=4)
+        assert len(chat._ids) > 1024
+        for one in (again, chat):  # begun with the history, and begun anew after an edit
+            asked = [*chat.messages, {"role": "user", "content": "word3"}]
+            asked[0] = {"role": "user", "content": f"word5 {text[:180]}"}
+            one.send(asked, 4, edited="compress")
+            for turn in range(6):
+                one.ask(f"word{turn} {text[:180]}", max_new_tokens=4)
+            assert len(one._tail) < 8
+            assert one._cache._reach + one._cache.grace_layers[0].tail_length <= 512
+
+
 @pytest.mark.parametrize(("family", "options", "said"), [
     ("llama", {"rope": "dynamic"}, "dynamic RoPE"),
     ("phi3", {}, "drops the cache"),

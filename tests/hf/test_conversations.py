@@ -26,6 +26,25 @@ def test_a_conversation_appends_its_turns(model, tokenizer, book):
         assert repr(chat).startswith("Conversation(2 turns, ")
 
 
+def test_a_word_that_ends_an_answer_stays_in_it(tokenizer, book):
+    with book.chat() as plain, book.chat() as chat:
+        plain.ask("Who fell?", max_new_tokens=6)
+        at = len(plain._ids) - 4
+        end = {"max_new_tokens": 6, "eos_token_id": [int(plain._ids[at]), 1999]}
+        told = chat.ask("Who fell?", **end)
+        assert told == "".join(book.ask("Who fell?", **end, stream=True))
+        assert chat._ids.equal(plain._ids[: len(chat._ids)])
+        assert int(chat._ids[-1]) == int(plain._ids[at])
+        # No tools are no tools, however they are given.
+        chat.send([*chat.messages, {"role": "user", "content": "Why?"}], 3, tools=[])
+
+
+def test_a_recipe_that_keeps_everything_cannot_compress_turns(model, prompt):
+    book = gracekv.compress(model, prompt, ratio=1, pipeline="fullkv")
+    with pytest.raises(ConfigError, match=r"keeps everything\. .* at ratio=1"):
+        book.chat(compact=gracekv.Compaction(after=64))
+
+
 def test_turns_are_compressed_behind_the_context(model, tokenizer, book):
     with book.chat() as chat, book.chat() as plain:
         for one in (chat, plain):

@@ -1,5 +1,6 @@
 """Histories of messages as OpenAI's clients send them, with tools, edits and compaction."""
 
+import json
 from copy import deepcopy
 from datetime import date
 
@@ -101,8 +102,13 @@ def test_only_new_messages_are_read_and_answers_may_come_back_as_calls(tokenizer
         assert isinstance(chat.ask("Why?", 3), str)
         assert [x["role"] for x in chat.messages[-2:]] == ["user", "assistant"]
         other = {**CALLED, "tool_calls": [{**CALL, "id": "2"}]}
-        with pytest.raises(EditedHistoryError, match=r"Message 2 \(role 'assistant'\)"):
-            chat.send([*BEGUN, other, *chat.messages[3:], BEGUN[1]], tools=TOOLS)
+        for edited in (other, {**CALLED, "content": "I do nothing."}):
+            with pytest.raises(EditedHistoryError, match=r"Message 2 \(role 'assistant'\)"):
+                chat.send([*BEGUN, edited, *chat.messages[3:], BEGUN[1]], tools=TOOLS)
+        # The same call with its arguments as JSON.
+        function = {**CALL["function"], "arguments": json.dumps(CALL["function"]["arguments"])}
+        same = {**CALLED, "tool_calls": [{**CALL, "function": function}]}
+        chat.send([*BEGUN, same, *chat.messages[3:], BEGUN[1]], 3, tools=TOOLS)
 
 
 def test_messages_are_copies_that_can_be_continued(agent):

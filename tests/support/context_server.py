@@ -25,7 +25,7 @@ class ContextServer(ThreadingHTTPServer):
         self.contexts, self.waiting, self.bodies = {}, {}, []
         self.headers, self.told, self.connector = [], {}, True
         self.failing = self.refusing = False
-        self.ended = None
+        self.ended = "stop"
         self.daemon_threads = True
 
     @property

@@ -152,12 +152,25 @@ def test_what_a_stopping_server_cuts_short_is_no_answer(client, server):
     assert chat.messages == []
 
 
+def test_an_answer_whose_connection_ends_early_is_none(client, server):
+    client.compress("book", TEXT, ratio=4)
+    chat, server.ended = client.chat("book"), None
+    for asking in (lambda: list(client.stream("book", QUESTION)), lambda: chat.ask(QUESTION)):
+        with pytest.raises(StoreError, match="connection ended before the answer did"):
+            asking()
+    assert chat.messages == []
+
+
 def test_other_errors_are_openai_s(tokenizer):
     with context_server(tokenizer) as gone:
         lost = Client(gone.url, MODEL, tokenizer)
     lost.__dict__["_openai"] = lost._openai.with_options(max_retries=0)
     with pytest.raises(openai.APIConnectionError):
         lost.ask("book", QUESTION)
+    chat = lost.chat("book")
+    chat._own.append("chat-1")
+    with pytest.raises(ZeroDivisionError), chat:  # not that of the context that cannot be deleted
+        _ = 1 / 0
 
 
 def test_what_is_given_is_not_asked_for(server, tokenizer):
