@@ -15,10 +15,10 @@ from einops import reduce
 from torch import Tensor
 
 from gracekv.distributed.sharding import WHOLE, HeadShard
-from gracekv.errors import PluginError, ShapeError
+from gracekv.errors import ConfigError, PluginError, ShapeError
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, PrefillReader, PromptSpans, Region
-from gracekv.registry import Registry, Strategy
+from gracekv.registry import Registry, Strategy, bounded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,6 +227,34 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
         each = [part_scores(self, x, region, memory).to(prefill.keys[0].device) for x in prefill]
         scores = torch.stack(each)
         return TokenScores(scores, mean_seed_scores(scores, shard=prefill.shard))
+
+
+@dataclass(frozen=True)
+class ProbeScorer(Scorer):
+    """Scores by the attention of the prompt's last positions and of the question's.
+
+    Attributes:
+        question_probes: last question positions whose attention counts (the paper's 32).
+        tail_probes: last prompt positions whose attention counts (the paper's 16).
+    """
+
+    question_probes: int = bounded(32, at_least=0, hint="The paper's is 32.")
+    tail_probes: int = bounded(16, at_least=0, hint="The paper's is 16.")
+
+    def check(self) -> None:
+        """Raise `ConfigError` if there is no probe."""
+        if self.question_probes + self.tail_probes < 1:
+            raise ConfigError(
+                f"{type(self).__name__} takes at least one probe; got question_probes=0 and "
+                f"tail_probes=0."
+            )
+
+    def needs(self) -> Needs:
+        """Queries of the probes."""
+        return Needs(question_queries=self.question_probes, last_queries=self.tail_probes)
+
+    def _probes(self, spans: PromptSpans, region: Region) -> Sequence[int]:
+        return spans.direct_probes(self.question_probes, self.tail_probes)
 
 
 def part_scores(part: Scorer, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from gracekv.errors import ConfigError
-from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region, depth_layers
+from gracekv.prefill import LayerCapture, Needs, Prefill, Region, depth_layers
 from gracekv.registry import bounded
 from gracekv.value.base import (
     SCORERS,
     Memory,
-    Scorer,
+    ProbeScorer,
     TokenScores,
     attention_sums,
     mean_seed_scores,
@@ -21,7 +18,7 @@ from gracekv.value.base import (
 
 
 @SCORERS.register("multi_hop", works_sharded=True)
-class MultiHop(Scorer):
+class MultiHop(ProbeScorer):
     """Attention from the question, plus two hops along the attention of the tokens it attends to.
 
     R = (1 - lambda) s-hat + lambda d-hat (Eq. (V6)). A head's R sums to 1, up to epsilon over its
@@ -49,8 +46,6 @@ class MultiHop(Scorer):
             1 even if the context receives a millionth of its attention.
     """
 
-    question_probes: int = bounded(32, at_least=0, hint="The paper's is 32.")
-    tail_probes: int = bounded(16, at_least=0, hint="The paper's is 16.")
     hops: int = bounded(2, at_least=0, at_most=3, hint="Give 0 for direct relevance alone.")
     decay: float = bounded(0.5, at_least=0, at_most=1)
     lambda_graph: float = bounded(0.3, at_least=0, at_most=1)
@@ -61,28 +56,14 @@ class MultiHop(Scorer):
     max_seeds: int = bounded(64, at_least=1, hint="Give hops=0 to do without hops.")
     epsilon: float = bounded(1e-12, above=0, at_most=1e-3, hint="It keeps denominators from 0.")
 
-    def check(self) -> None:
-        """Raise `ConfigError` if there is no probe."""
-        if self.question_probes + self.tail_probes < 1:
-            raise ConfigError(
-                "MultiHop takes at least one probe; got question_probes=0 and tail_probes=0."
-            )
-
     def needs(self) -> Needs:
         """Queries of the probes and of the hops' seeds, which are chosen later."""
-        return Needs(
-            question_queries=self.question_probes,
-            last_queries=self.tail_probes,
-            later_queries=self._propagates,
-        )
+        return super().needs() | Needs(later_queries=self._propagates)
 
     @property
     def compares_layers(self) -> bool:
         """True with hops, which start from scores averaged over all layers."""
         return self._propagates
-
-    def _probes(self, spans: PromptSpans, region: Region) -> Sequence[int]:
-        return spans.direct_probes(self.question_probes, self.tail_probes)
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """s-hat [G, N], the direct relevance in one layer, Eq. (V2)."""

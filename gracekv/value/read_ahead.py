@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gracekv.errors import ConfigError
 from gracekv.kernels.uploads import filled, stream_of, upload_all
-from gracekv.prefill import LayerCapture, Needs, PromptSpans, Region
+from gracekv.prefill import LayerCapture, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums, noted
+from gracekv.value.base import SCORERS, Memory, ProbeScorer, attention_sums, noted
 
 # Tokens per block, summed by one matrix product.
 _BLOCK = 256
 
 
 @SCORERS.register("read_ahead", works_sharded=True)
-class ReadAhead(Scorer):
+class ReadAhead(ProbeScorer):
     """Attention from the prompt's end, spread to the tokens that follow the attended ones.
 
     The question's last tokens attend to where an answer begins. The answer's later tokens are
@@ -44,25 +42,9 @@ class ReadAhead(Scorer):
     """
 
     removed_fields = (("kernel", "geometric"),)
-    question_probes: int = bounded(32, at_least=0)
-    tail_probes: int = bounded(16, at_least=0)
     lookahead: int = bounded(25, at_least=1, hint="In tokens; 1 with power=1 is mean attention.")
     power: float = bounded(1.0, at_least=1)
     max_weight: float = bounded(0.0, at_least=0, at_most=1)
-
-    def check(self) -> None:
-        """Raise `ConfigError` without any probe."""
-        if self.question_probes + self.tail_probes < 1:
-            raise ConfigError(
-                "ReadAhead takes at least one probe; got question_probes=0 and tail_probes=0."
-            )
-
-    def needs(self) -> Needs:
-        """Queries of the probes."""
-        return Needs(question_queries=self.question_probes, last_queries=self.tail_probes)
-
-    def _probes(self, spans: PromptSpans, region: Region) -> Sequence[int]:
-        return spans.direct_probes(self.question_probes, self.tail_probes)
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Attention shares [G, N], not normalised; attention to the prefix is not spread.
