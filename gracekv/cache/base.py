@@ -98,10 +98,6 @@ class RaggedEntries(LayerEntries):
         """Row int64 [E], position int64 [E] and log m float32 [E] of all entries, on the CPU."""
         return ragged.rows(self.lengths), self.positions.cpu().long(), self.log_multiplicity.cpu()
 
-    def sequence(self, s: int) -> RaggedEntries:
-        """Views of sequence s."""
-        return self.rows(s * self.heads, (s + 1) * self.heads)
-
     def rows(self, begin: int, end: int) -> RaggedEntries:
         """Views of rows [begin, end), as one sequence."""
         offsets = self.offsets.numpy()[begin : end + 1]
@@ -126,14 +122,9 @@ class RaggedEntries(LayerEntries):
         changed: dict[str, Any] = {name: change(x) for name, x in self.columns().items()}
         return replace(self, **changed)
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values."""
-        return 2 * self.keys.nbytes
-
     def widths(self) -> Mapping[int, tuple[int, int]]:
         """Entries and bytes of keys and values by bits per number: a single width."""
-        return {8 * self.keys.element_size(): (self.entries, self.kv_bytes)}
+        return {8 * self.keys.element_size(): (self.entries, 2 * self.keys.nbytes)}
 
     def tensors(self) -> Mapping[str, Tensor]:
         """All stored tensors by name: [E, d] keys, [E] positions and so on."""

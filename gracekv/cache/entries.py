@@ -89,9 +89,13 @@ class LayerEntries(abc.ABC):
         Row after row, by position.
         """
 
-    @abc.abstractmethod
     def sequence(self, s: int) -> Self:
         """Views of sequence s alone."""
+        return self.rows(s * self.heads, (s + 1) * self.heads)
+
+    @abc.abstractmethod
+    def rows(self, begin: int, end: int) -> Self:
+        """Views of rows [begin, end), as one sequence."""
 
     @abc.abstractmethod
     def tensors(self) -> Mapping[str, Tensor]:
@@ -102,9 +106,9 @@ class LayerEntries(abc.ABC):
         """Entries and bytes of keys and values by bits per number."""
 
     @property
-    @abc.abstractmethod
     def kv_bytes(self) -> int:
         """Bytes of keys and values, including scales and zero points."""
+        return sum(size for _, size in self.widths().values())
 
     @property
     def metadata_bytes(self) -> int:

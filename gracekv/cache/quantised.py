@@ -61,7 +61,7 @@ class QuantisedEntries(LayerEntries):
     def head(self, g: int, sequence: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys and values float32 [E_g, d], positions [E_g] and log m [E_g], by position."""
         row = sequence * self.heads + g
-        return self._rows(row, row + 1).dequantised().head(0)
+        return self.rows(row, row + 1).dequantised().head(0)
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> RaggedEntries:
         """All entries, with keys and values [E, d] in `dtype`."""
@@ -98,11 +98,7 @@ class QuantisedEntries(LayerEntries):
         last = int(position.max()) + 1 if len(position) else 1
         return row, position, (row * last + position).argsort()
 
-    def sequence(self, s: int) -> QuantisedEntries:
-        """Views of sequence s."""
-        return self._rows(s * self.heads, (s + 1) * self.heads)
-
-    def _rows(self, begin: int, end: int) -> QuantisedEntries:
+    def rows(self, begin: int, end: int) -> QuantisedEntries:
         """Views of rows [begin, end), as one sequence."""
         coded = tuple(part.rows(begin, end) for part in self.coded)
         return QuantisedEntries(self.exact.rows(begin, end), coded)
@@ -129,11 +125,6 @@ class QuantisedEntries(LayerEntries):
         """The same entries with `change` applied to each tensor [...] except offsets, in order."""
         exact = self.exact.mapped(change)
         return QuantisedEntries(exact, tuple(part.mapped(change) for part in self.coded))
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values, including scales and zero points."""
-        return self.exact.kv_bytes + sum(part.kv_bytes for part in self.coded)
 
     @classmethod
     def stack(cls, layers: Sequence[QuantisedEntries]) -> QuantisedEntries:
