@@ -141,14 +141,10 @@ def ragged_attention(
                 *mask_strides,
                 **attending,
                 **placed,
-                tail_size=size,
-                tail_chunk=chunk,
-                packed_splits=packed_splits,
-                HAS_PACKED=packed_splits > 0,
-                HAS_TAIL=splits > 0,
-                HAS_LENGTH=tail_length is not None,
-                KIND=int(kind.value),
-            )
+                tail_size=size, tail_chunk=chunk, packed_splits=packed_splits,
+                HAS_PACKED=packed_splits > 0, HAS_TAIL=splits > 0,
+                HAS_LENGTH=tail_length is not None, KIND=int(kind.value),
+            )  # fmt: skip
         for part in range(len(codings) // _CODINGS):
             stored = codes[part * _CODES : (part + 1) * _CODES]
             bits, size, most = codings[part * _CODINGS : (part + 1) * _CODINGS]

@@ -229,19 +229,14 @@ def _whole(reading: Reading) -> Prefill:
     observed = reading.observations.results(reading.device, passes)
     return Prefill(
         **fields,
-        rope=record.rope(),
-        unrotated=record.unrotated(),
-        softcap=record.softcap,
+        rope=record.rope(), unrotated=record.unrotated(), softcap=record.softcap,
         sink_logits=tuple(record.sinks[layer] for layer in sorted(record.sinks)),
-        other_layers=reading.others.states,
-        observed=observed,
+        other_layers=reading.others.states, observed=observed,
         query_source=None if reading.others.states else partial(queries_again, reading.model),
-        logits=last,
-        token_ids=reading.prompt.ids,
-        fingerprint=fingerprint(reading.model, reading.prompt.tokenizer),
-        shard=reading.shard,
+        logits=last, token_ids=reading.prompt.ids,
+        fingerprint=fingerprint(reading.model, reading.prompt.tokenizer), shard=reading.shard,
         seconds={"prefill": reading.seconds} | reading.observations.seconds,
-    )
+    )  # fmt: skip
 
 
 def prefilled_run(

@@ -220,19 +220,12 @@ def accounted(
     fixed = spans.context_start - spans.past + max(0, covered - spans.context_end)
     spent = None if plan.bytes is None else sizes["bytes"] - units * fixed * info.entry_bytes
     return Accounting(
-        budget=plan.total,
-        spent=int(entries.sum()),
-        floor_spent=floor_spent,
-        recent=plan.recent,
+        budget=plan.total, spent=int(entries.sum()), floor_spent=floor_spent, recent=plan.recent,
         entries=entries,
         # All tokens but the last, which decoding feeds again.
         full_bytes=units * covered * (info.entry_bytes if costs is None else costs.full),
-        utility=utility,
-        bound=bound,
-        budget_bytes=plan.bytes,
-        spent_bytes=spent,
-        **sizes,
-    )
+        utility=utility, bound=bound, budget_bytes=plan.bytes, spent_bytes=spent, **sizes,
+    )  # fmt: skip
 
 
 def physical_sizes(cache: CompressedCache, shard: HeadShard) -> dict[str, Any]:
