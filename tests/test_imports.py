@@ -146,17 +146,13 @@ import random, sys, warnings, numpy, torch
 
 def state():
     return {
-        "default dtype": torch.get_default_dtype(),
-        "default device": torch.get_default_device(),
-        "threads": torch.get_num_threads(),
-        "grad": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(), "default device": torch.get_default_device(),
+        "threads": torch.get_num_threads(), "grad": torch.is_grad_enabled(),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "torch rng": torch.get_rng_state().tolist(),
-        "python rng": random.getstate(),
-        "numpy rng": numpy.random.get_state()[1].tolist(),
-        "filters": list(warnings.filters),
-    }
+        "torch rng": torch.get_rng_state().tolist(), "python rng": random.getstate(),
+        "numpy rng": numpy.random.get_state()[1].tolist(), "filters": list(warnings.filters),
+    }  # fmt: skip
 
 def changed():
     global before

@@ -45,8 +45,7 @@ def test_cells_are_methods_times_budgets_and_fullkv_once():
     ({"lengths": []}, ConfigError, "lengths takes at least one item"),
     ({"generate": False, "fidelity": False}, ConfigError, "nothing to measure"),
     ({"protocol": "query-blind"}, ConfigError, "takes one of"),
-    ({"recent_share": 0}, ConfigError, "share"),
-    ({"model": None}, ConfigError, "takes a string"),
+    ({"recent_share": 0}, ConfigError, "share"), ({"model": None}, ConfigError, "takes a string"),
     ({"colour": 1}, ConfigError, "has no field 'colour'"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(changes, error, message):

@@ -132,8 +132,7 @@ CODED = {"quota": "pyramid", "precision": {"name": "uniform", "bits": 4}}
 
 @pytest.mark.parametrize(("fields", "base", "reason"), [
     ({}, "gracekv", "it does more than choose among single tokens"),
-    ({}, "cam", "it does more than choose"),
-    ({}, "fullkv", "it keeps everything"),
+    ({}, "cam", "it does more than choose"), ({}, "fullkv", "it keeps everything"),
     ({"value": "multi_hop"}, "snapkv", r"'multi_hop' \(value\) compare layers"),
     ({"value": "kvzip_two_pass"}, "snapkv", "the model runs once more"),
     ({"value": "draft_attention"}, "snapkv", "the model runs once more"),

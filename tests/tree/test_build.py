@@ -21,6 +21,7 @@ from gracekv.tree import (
     Prototype,
     build_forest,
 )
+from gracekv.tree import distortion as distortion_module
 from gracekv.tree.engines.reference import ReferenceDistortion
 from gracekv.tree.reference import grow_tree
 from gracekv.tree.tree_batch import TreeBatch, TreeContext, scratch_bytes
@@ -157,6 +158,11 @@ def test_curvature_refiners_say_what_they_miss() -> None:
 def test_engines_agree_on_paths_to_floor_candidates(refiner: str, seed: int) -> None:
     """The numba engine computes only the two sides of a candidate that must be extracted."""
     assert_same_growth(with_floor(tree_context(seed), seed), "numba", refiner)
+
+
+def test_nodes_of_similar_length_are_evaluated_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(distortion_module._SMALL_GRID, "cpu", 0)
+    assert_same_growth(tree_context(7), "numba")
 
 
 def test_a_cpu_gets_what_its_cache_bears() -> None:

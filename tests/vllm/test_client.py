@@ -27,12 +27,9 @@ def test_a_document_becomes_a_context(client, server, tokenizer):
     assert made == Context(*facts, saved=True)
     assert client.list() == (made,)
     assert server.bodies[0] == {
-        "model": MODEL,
-        "prompt": ids,
-        "max_tokens": 1,
-        "temperature": 0.0,
+        "model": MODEL, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
         "kv_transfer_params": {"gracekv": {"compress": {"name": "book", "ratio": 4, "save": True}}},
-    }
+    }  # fmt: skip
     assert server.bodies[1]["kv_transfer_params"] == {"gracekv": {"list": "book"}}
 
 

@@ -173,6 +173,9 @@ def test_a_context_that_is_made_anew_says_so(jobs, headers):
     assert listed(jobs)["c0"]["entries"] > 0
     jobs.update([Outcome("0", headers[1].header, 1.0)], set())
     assert listed(jobs)["c0"]["saved"] is False
+    add(jobs, "1", asked("c0", save=True))
+    jobs.update([Outcome("1", headers[2].header, 1.0)], set())
+    assert listed(jobs)["c0"]["saved"] is True
 
 
 def test_deleted_and_expired_contexts_are_gone(jobs, headers, root):

@@ -51,10 +51,8 @@ def header(made_with, **fields):
 def chat(tokenizer, *messages, role="user", **options):
     text = tokenizer.apply_chat_template(
         [{"role": role if n == 0 else "user", "content": m} for n, m in enumerate(messages)],
-        tokenize=False,
-        add_generation_prompt=True,
-        **options,
-    )
+        tokenize=False, add_generation_prompt=True, **options,
+    )  # fmt: skip
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

@@ -150,12 +150,9 @@ def test_graphs_of_whole_steps_are_for_engines_without_contexts(
     monkeypatch.setattr(platform, "check_and_update_config", classmethod(lambda *_: None))
     store = KVTransferConfig(**kv_transfer_config(tiny_served.store)) if with_store else None
     config = EngineArgs(
-        model=str(tiny_served.folder),
-        dtype="float32",
-        max_model_len=256,
-        kv_transfer_config=store,
+        model=str(tiny_served.folder), dtype="float32", max_model_len=256, kv_transfer_config=store,
         compilation_config={"mode": "VLLM_COMPILE", "cudagraph_mode": mode},
-    ).create_engine_config()
+    ).create_engine_config()  # fmt: skip
     got = config.compilation_config.cudagraph_mode.name
     assert got == ("PIECEWISE" if with_store and mode != "NONE" else mode)
 

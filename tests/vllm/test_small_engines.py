@@ -23,12 +23,10 @@ def engine(served, limit=None, **options):
     from gracekv.vllm import kv_transfer_config
 
     made = LLM(
-        str(served.folder),
-        dtype="float32",
-        max_model_len=256,
+        str(served.folder), dtype="float32", max_model_len=256,
         kv_transfer_config=KVTransferConfig(**kv_transfer_config(served.store, limit_bytes=limit)),
         **{"enforce_eager": True, **options},
-    )
+    )  # fmt: skip
     try:
         yield made
     finally:
