@@ -33,6 +33,9 @@ from gracekv.prefill.model_layers import input_device
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_continuation, trained_length
 
+# Whether transformers can read new tokens in pieces over a cache.
+_IN_PIECES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
+
 
 def padded_inputs(
     model: Any, rows: Sequence[Tensor], cache: GraceCache, tokenizer: Any
@@ -138,7 +141,7 @@ def continue_ids(
     limit, ahead = cache.limit, inputs["input_ids"].shape[1] - int(cache.get_seq_length())
     replays = even and not keep_cache and shard.ranks == 1 and limit is None
     if limit is not None and ahead > (most := _piece(model, limit)):
-        if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21):
+        if not _IN_PIECES:
             raise ConfigError(
                 f"transformers before 5.21 cannot read {ahead} tokens over a cache in pieces of "
                 f"{most}. Install a newer one, or use Limit(every={ahead})."
@@ -162,7 +165,7 @@ def continue_ids(
 
 def _piece(model: Any, limit: Limit) -> int:
     """The most tokens that are read at once; with closed positions a quarter of them is free."""
-    known = known_reach(model, limit.positions)
+    known = known_reach(model, limit.positions) if _IN_PIECES else None
     return limit.every if known is None else min(limit.every, max(1, known // 4))
 
 
