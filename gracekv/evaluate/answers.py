@@ -42,16 +42,13 @@ def greedy(
 
     `ids` is the whole prompt, int64 [T], and `cache` a fresh `GraceCache` of it, which is modified.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"repetition_penalty": 1.0}  # not the model's own
     if sample.stop is not None:
-        # As in LongBench: the first token may not end the answer, and a stop text of one token is
-        # an end-of-sequence token.
+        # As in LongBench: the last token of the stop text ends the answer, but not at once.
         stop = tokenizer(sample.stop, add_special_tokens=False)["input_ids"]
-        options = {"min_new_tokens": 1, "stop_strings": [sample.stop]}
-        if len(stop) == 1:
-            ends = model.generation_config.eos_token_id
-            ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-            options = {"min_new_tokens": 1, "eos_token_id": [*ends, stop[0]]}
+        ends = model.generation_config.eos_token_id
+        ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        options |= {"min_new_tokens": 1, "eos_token_id": [*ends, stop[-1]]}
     device = input_device(model)
     start = _now(device)
     new = continue_ids(model, [ids], cache, tokenizer, max_new_tokens, options)[0]

@@ -145,7 +145,7 @@ class Task:
 
         Raises `TaskError` if there are none.
         """
-        end, there = first + samples, self._given(sources) if self.length is None else None
+        end, there = first + samples, self._given(sources)
         if there is not None and first >= there:
             raise TaskError(f"{self.name} has {there:,} samples: none from number {first:,} on.")
         return range(first, end if there is None else min(end, there))

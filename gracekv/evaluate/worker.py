@@ -7,9 +7,10 @@ import json
 import platform
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import reduce
+from functools import partial, reduce
 from importlib.metadata import version
 from itertools import zip_longest
 from operator import or_
@@ -69,7 +70,11 @@ class Worker:
     def __init__(
         self, name: str, dtype: str, model: Any, tokenizer: Any, sources: Sources, day: str
     ) -> None:
-        self.model, self.tokenizer, self.sources = model, dated(tokenizer, day), sources
+        self.model, self.tokenizer, self.sources = model, copy(dated(tokenizer, day)), sources
+        if has_chat_template(tokenizer):
+            # A thought would take up all tokens of a short answer.
+            apply = partial(self.tokenizer.apply_chat_template, enable_thinking=False)
+            self.tokenizer.apply_chat_template = apply
         # Rows of a continued run must have the same marks; earlier versions lack the last two.
         beside = ("model_name", "config_fields", "plain_weights")
         marks = {k: v for k, v in fingerprint(model, tokenizer).items() if k not in beside}

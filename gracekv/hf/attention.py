@@ -171,12 +171,9 @@ def attention(
         key.keys,
         key.values,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        mask=attention_mask,
-        length=layer.length if attention_mask is None else None,
-        rows=layer.rows,
-        softcap=kwargs.get("softcap"),
-        sink_logits=kwargs.get("s_aux"),
-    )
+        mask=attention_mask, length=layer.length if attention_mask is None else None,
+        rows=layer.rows, softcap=kwargs.get("softcap"), sink_logits=kwargs.get("s_aux"),
+    )  # fmt: skip
     layer.record(step)
     # The tail has no gradients either, and autograd could not save entries made in inference mode.
     with without_autocast(), torch.no_grad():

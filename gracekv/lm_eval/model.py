@@ -40,7 +40,7 @@ class Parts(Configurable):
         prefix_tokens: how many of a prompt's first tokens are kept whole: attention sinks.
     """
 
-    question_tokens: int = bounded(64, at_least=1)
+    question_tokens: int = bounded(128, at_least=1)
     question_seen: bool = False
     prefix_tokens: int = bounded(4, at_least=0)
 
@@ -76,7 +76,7 @@ class GraceLM(HFLM):  # type: ignore[misc]
         *,
         pipeline: str | None = None,
         backend: str | None = None,
-        question_tokens: int = 64,
+        question_tokens: int = 128,
         question_seen: bool = False,
         prefix_tokens: int = 4,
         **options: Any,

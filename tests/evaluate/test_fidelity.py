@@ -78,12 +78,14 @@ def test_numbers_are_their_definitions(model, setting):
     assert str(compare(broken, full, answer)["kl"]) == "nan"
 
 
-def test_greedy_is_generate_and_stops_where_it_should(model, setting, tokenizer):
+def test_greedy_is_generate_and_stops_where_it_should(model, setting, tokenizer, monkeypatch):
     prompt, _, _ = setting
     result = cached(model, setting, ratio=4, pipeline=Pipeline.named("gracekv"))
     texts = {"instruction": "", "context": "c", "question": "q", "answer_prefix": ""}
     plain = Sample("t", 0, **texts, answers=("a",), metric="qa_f1")
+    monkeypatch.setattr(model.generation_config, "repetition_penalty", 9.0)
     answer = greedy(model, tokenizer, prompt.ids, result.new_cache(), plain, 12)
+    monkeypatch.undo()
     expected = result.generate_ids(max_new_tokens=12)[0]
     assert answer.text == tokenizer.decode(expected, skip_special_tokens=True)
     assert answer.tokens == 12

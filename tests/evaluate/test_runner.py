@@ -267,13 +267,14 @@ def test_a_killed_run_goes_on_without_repeating_or_losing_a_row(experiment, mode
 def test_a_run_goes_on_on_another_day(experiment, tiny, tmp_path, monkeypatch):
     """Templates of Llama 3.2 and others show the date: it stays that of the first row."""
     dated = copy(tiny["tokenizer"])
-    dated.chat_template = "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
+    dated.chat_template = (
+        "{{ strftime_now('%d.%m') }} {{ enable_thinking }} {{ messages[0].content }}"
+    )
 
     def on(day):
         monkeypatch.setattr(runner, "date", SimpleNamespace(today=lambda: day))
-        model = {"model": tiny["model"], "tokenizer": dated}
-        seen, done = prompts_of(lambda: run(experiment, tmp_path, **model))
-        assert all(prompt.parts[0].startswith("31 Dec 2029 ") for prompt in seen)
+        seen, done = prompts_of(lambda: run(experiment, tmp_path, **tiny | {"tokenizer": dated}))
+        assert all(prompt.parts[0].startswith("31.12 False ") for prompt in seen)
         return done
 
     assert on(date(2029, 12, 31)).failed == 0

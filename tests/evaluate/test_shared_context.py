@@ -56,7 +56,8 @@ def test_lookups_ask_for_the_objects_own_values(rendered):
         assert one.answers == (str(values[one.question.split('"')[1]]),)
 
 
-def test_passages_of_different_samples_are_of_different_articles(rendered):
+def test_passages_of_different_samples_are_of_different_articles(rendered, sources):
+    assert Task("shared_context:squad", 700, 3).available(99, sources).stop == len(sources.articles)
     one, other = (rendered("shared_context:squad", index)[0] for index in (0, 1))
     texts = [set(sample.context.split("\n")[1::3]) for sample in (one, other)]
     assert not texts[0] & texts[1]
