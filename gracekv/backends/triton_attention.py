@@ -154,13 +154,9 @@ def ragged_attention(
         merge_splits[(count, heads, batch)](
             row_first=row_first,
             sink_logits=None if sink_logits is None else sink_logits.float().contiguous(),
-            output=output,
-            **placed,
-            **shared,
-            BLOCK_S=max(8, _MERGE_TILE // block_d),
-            HAS_PACKED=slots > 0,
-            HAS_SINKS=sink_logits is not None,
-        )
+            output=output, **placed, **shared, BLOCK_S=max(8, _MERGE_TILE // block_d),
+            HAS_PACKED=slots > 0, HAS_SINKS=sink_logits is not None,
+        )  # fmt: skip
     return output.to(query.dtype).transpose(1, 2)
 
 

@@ -25,6 +25,7 @@ from gracekv.hf.extend import check_extends, closed_run, limited_run
 from gracekv.hf.generation import check_context, check_one, check_room, continue_ids, stream_text
 from gracekv.hf.graph_replay import setting
 from gracekv.pipeline.run import Run
+from gracekv.precision import FullPrecision
 from gracekv.prefill.chat_text import Message, check_question
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.messages import ENDING, new_turns, plain_messages
@@ -59,7 +60,8 @@ class Conversation(AbstractContextManager["Conversation"]):
         expect(compact, Compaction | None, "compact takes a gracekv.Compaction(after=..., ratio=4)")
         result.check_model(fingerprint)
         if compact is not None:
-            if result.pipeline.keep_all:
+            kept = result.pipeline
+            if kept.keep_all and isinstance(kept.precision, FullPrecision):
                 raise ConfigError(
                     "A conversation compresses by its context's recipe, and this one keeps "
                     "everything. To keep the context whole, compress it by another at ratio=1."
@@ -189,7 +191,10 @@ class Conversation(AbstractContextManager["Conversation"]):
             turns = self._ids[self._prompt.spans.context_end :]
             if not len(turns):
                 raise PromptError("No turn is left to compress. Ask something first.")
-            self._extend(turns, [(len(turns), {"capture": capture, **budget})])
+            parts = [len(turns)]
+            if not {"ratio", "compression_ratio"}.isdisjoint(budget):
+                parts = self._parts(len(turns))
+            self._extend(turns, [(n, {"capture": capture, **budget}) for n in parts])
 
     def _extend(self, turns: Tensor, runs: Sequence[tuple[int, dict[str, Any]]]) -> None:
         """Extend the context by runs of `turns`, given as numbers of tokens and options.
@@ -205,6 +210,12 @@ class Conversation(AbstractContextManager["Conversation"]):
             if self._limit is not None:
                 result = _of_run(result, limited_run(result, self._limit))
         self._begin_after(result)
+
+    def _parts(self, tokens: int) -> list[int]:
+        """Sizes of parts of a run that are read one by one, since closed gaps free a quarter."""
+        reach = known_reach(self._model, getattr(self._limit, "positions", "")) or sys.maxsize
+        count = -(-4 * tokens // reach)
+        return [(tokens + part) // count for part in range(count)]
 
     @property
     def messages(self) -> list[Message]:
@@ -350,10 +361,9 @@ class Conversation(AbstractContextManager["Conversation"]):
         left, ids, kept = sum(tokens for tokens, _ in runs), self._ids, list(self._tail)
         if runs:
             self._failed = waiting
-            if reach := known_reach(self._model, getattr(self._limit, "positions", "")):
-                # A quarter of the positions is free once gaps are closed.
-                parts = [(n, x, -(-4 * n // reach)) for n, x in runs]
-                runs = [((n + part) // of, x) for n, x, of in parts for part in range(of)]
+            runs = [
+                (part, min(x, max(1.0, part / least))) for n, x in runs for part in self._parts(n)
+            ]
             tail = ids[len(ids) - sum(tokens for _, tokens in kept) :]
             # A context longer than the model supports may be extended, as by turns.
             known = trained_length(self._model) or sys.maxsize

@@ -174,8 +174,7 @@ def saved_prompt(facts: Mapping[str, Any], ids: Tensor, tokenizer: Any) -> Promp
     Raises `ConfigError` or another `ValueError` or `TypeError` if no result wrote them.
     """
     # Files of 0.2 have no "messages".
-    names = ("separator", "template", "messages", "day")
-    written = dict(zip(names, facts["format"], strict=False))
+    written = dict(zip(("separator", "template", "messages", "day"), facts["format"], strict=False))
     check_values(Prompt, written)
     return Prompt(ids, _made_of(PromptSpans, facts["spans"]), None, tokenizer, **written)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -88,10 +89,9 @@ def with_mappings(message: Message) -> Message:
     """A message with the arguments of its tool calls as mappings; OpenAI's clients send JSON."""
     calls = []
     for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        arguments: Any = function.get("arguments")
-        with suppress(TypeError, ValueError):  # not text or not JSON
-            if isinstance(read := json.loads(arguments), dict):
+        with suppress(AttributeError, TypeError, ValueError):  # no mapping, not text, or not JSON
+            function: Any = call.get("function") or {}
+            if isinstance(read := json.loads(function.get("arguments")), dict):
                 call = {**call, "function": {**function, "arguments": read}}
         calls.append(call)
     return {**message, "tool_calls": calls} if calls else message
@@ -106,12 +106,17 @@ def dated(tokenizer: Any, day: str) -> Any:
         when = date.fromisoformat(day)
     except (TypeError, ValueError) as error:
         raise PromptError(f"day takes a date such as '2026-11-30'; got {day!r}.") from error
-    if "strftime_now" not in (template := getattr(tokenizer, "chat_template", None) or ""):
+    if "strftime_now" not in str(template := getattr(tokenizer, "chat_template", "")):
         return tokenizer
-    shown = "".join(f"|replace('%{x}', '{when:%{x}}')" for x in "aAbBdmyYjHIMSp")
+    codes = dict.fromkeys(re.findall(r"%-?[a-zA-Z]", str(template)))
+    shown = "".join(f"|replace('{x}', '{when:{x}}')" for x in codes)
+    # Rendered without the newline after a block.
     macro = f"{{% macro strftime_now(format) %}}{{{{ format{shown} }}}}{{% endmacro %}}\n"
     made = copy(tokenizer)
-    made.chat_template = macro + template  # rendered without the newline after a block
+    if isinstance(template, dict):  # by name
+        made.chat_template = {x: macro + y for x, y in template.items()}
+    else:
+        made.chat_template = macro + template
     return made
 
 

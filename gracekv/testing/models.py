@@ -210,9 +210,8 @@ def tiny_tokenizer(texts: Sequence[str] = (), vocabulary: int = 2000) -> Any:
     trainer = BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=["<s>", "</s>", "<|user|>", "<|end|>", "<|assistant|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
     raw.train_from_iterator([chapter, *texts], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = _CHAT

@@ -47,22 +47,21 @@ class Defensive(Scorer):
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """[G, N], not normalised; `MissingCaptureError` without the norms of projected values."""
-        # The shares and the mean are those of all tokens: the prefix holds the attention sink.
-        begin, region = region.start - capture.spans.past, Region(capture.spans.past, region.end)
         probes, groups = capture.spans.last(self.window), capture.kv_heads
-        shares = attention_probabilities(capture, probes)[..., region.start : region.end]
+        # Of all tokens: the prefix holds the attention sink.
+        shares = attention_probabilities(capture, probes)[..., : region.end]
         pooled = functional.avg_pool1d(shares, self.kernel, stride=1, padding=self.kernel // 2)
         sums = shares.sum(dim=-1, keepdim=True) / pooled.sum(dim=-1, keepdim=True).clamp_min(1e-30)
         best = reduce(pooled * sums, "(g n) p t -> g t", "max", g=groups)
         best = torch.maximum(best, best.mean(dim=-1, keepdim=True))
         norms = capture.observation(WrittenNorms())[:, region.start : region.end].to(best)
-        scores = best * norms / norms.sum(dim=0).clamp_min(1e-30)
+        scores = best[:, region.start :] * norms / norms.sum(dim=0).clamp_min(1e-30)
         mean = reduce(shares, "(g n) p t -> g t", "mean", g=groups)
         order = mean.sort(dim=-1, descending=True, stable=True)
         held = running_sums(order.values) / mean.sum(dim=-1, keepdim=True).clamp_min(1e-30)
         near = shares[..., -self.window :].sum(dim=-1).mean()
-        ranks = torch.arange(region.length, 0, -1, device=best.device, dtype=torch.float32)
+        ranks = torch.arange(region.end, 0, -1, device=best.device, dtype=torch.float32)
         # Above all scores, and the same in all layers: heads take turns.
         first = torch.where(held < self.mass - near, 2.0 + ranks, 0.0)
-        first = torch.zeros_like(scores).scatter_(-1, order.indices, first)
-        return torch.maximum(scores, first)[:, begin:]
+        first = torch.zeros_like(best).scatter_(-1, order.indices, first)
+        return torch.maximum(scores, first[:, region.start :])

@@ -114,7 +114,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
                     plain_messages(x)[: self._count] for x in (messages, self._messages)
                 )
                 same = len(given) == len(known) and all(map(is_same, known, given))
-                if self._count and not (same and tools == self._tools):
+                if self._count and not (same and (tools or None) == (self._tools or None)):
                     raise
                 before = dict(vars(self))
                 self._begin()

@@ -34,9 +34,7 @@ def test_messages_to_keep_are_named_by_role_or_index(keep, first, runs):
 
 @pytest.mark.parametrize(("one", "message"), [
     ("usr", r"\(system, developer, user, assistant, tool\) and .*'usr'. Did you mean 'user'"),
-    (-1, "indices of messages, from 0; got -1"),
-    (True, "got True"),
-    (1.0, "got 1.0"),
+    (-1, "indices of messages, from 0; got -1"), (True, "got True"), (1.0, "got 1.0"),
 ])  # fmt: skip
 def test_what_names_no_message_is_refused(one, message):
     with pytest.raises(ConfigError, match=message):

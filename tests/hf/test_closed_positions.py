@@ -82,7 +82,12 @@ def test_long_messages_and_restarts_stay_within_the_positions(every):
     model = tiny_model(vocabulary=len(tokenizer), positions=512)
     book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=text), ratio=2)
     limit = Limit(entries_per_head=160, every=every, window=8, positions="closed")
-    policy = gracekv.Compaction(after=64, ratio=4, recent=1)
+    policy = gracekv.Compaction(after=64, ratio=2, recent=1)
+    with book.chat(limit) as plain:
+        for asked in (text[:180], text, " ".join(f"word{i % 37}" for i in range(150)), text, text):
+            plain.ask(f"word1 {asked}", max_new_tokens=4)
+        plain.compress(ratio=4)
+        assert len(plain.ask("word1", max_new_tokens=4))
     with book.chat(limit, policy) as chat, book.chat(limit, policy) as again:
         for turn in range(12):
             chat.ask(f"word{turn} {text[: 1500 if turn == 6 else 180]}", max_new_tokens=4)

@@ -43,6 +43,8 @@ def test_a_recipe_that_keeps_everything_cannot_compress_turns(model, prompt):
     book = gracekv.compress(model, prompt, ratio=1, pipeline="fullkv")
     with pytest.raises(ConfigError, match=r"keeps everything\. .* at ratio=1"):
         book.chat(compact=gracekv.Compaction(after=64))
+    book = gracekv.compress(model, prompt, ratio=1, pipeline="fullkv-8bit")
+    assert book.chat(compact=gracekv.Compaction(after=64)).messages == []
 
 
 def test_turns_are_compressed_behind_the_context(model, tokenizer, book):

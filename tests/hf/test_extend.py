@@ -83,7 +83,9 @@ FIT = replace(gracekv.Pipeline.named("snapkv"), fit=SMOOTH)
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk": 23}, {"memory_limit": 0}])
-@pytest.mark.parametrize("recipe", ["gracekv-agnostic", "snapkv", "h2o", "scissorhands", LAG, FIT])
+@pytest.mark.parametrize(
+    "recipe", ["gracekv-agnostic", "snapkv", "h2o", "scissorhands", LAG, FIT, "defensivekv"]
+)
 def test_after_a_whole_past_it_keeps_what_the_full_cache_would(model, recipe, options, monkeypatch):
     """Nothing is missing, so the passage's scores equal those of one prefill of everything.
 

@@ -68,9 +68,9 @@ def test_a_history_is_read_as_the_template_shows_it(model, tokenizer, agent, mes
 
 def test_saved_messages_under_a_template_that_shows_the_date(model, tokenizer, tmp_path):
     shown = deepcopy(tokenizer)
-    shown.chat_template = "{{ strftime_now('%d %b %Y, a %A') }}\n" + TEMPLATE
+    shown.chat_template = {"default": "{{ strftime_now('%-d %b %Y, %A, %j') }}\n" + TEMPLATE}
     prompt = gracekv.Prompt.from_messages(shown, BEGUN, tools=TOOLS, day="2026-01-31")
-    assert shown.decode(prompt.ids).startswith("31 Jan 2026, a Saturday")
+    assert shown.decode(prompt.ids).startswith("31 Jan 2026, Saturday, 031")
     made = gracekv.compress(model, prompt, ratio=1)
     made.save(tmp_path / "agent.gkv")
     later = gracekv.load(tmp_path / "agent.gkv", model, tokenizer=shown)
@@ -102,7 +102,7 @@ def test_only_new_messages_are_read_and_answers_may_come_back_as_calls(tokenizer
         assert isinstance(chat.ask("Why?", 3), str)
         assert [x["role"] for x in chat.messages[-2:]] == ["user", "assistant"]
         other = {**CALLED, "tool_calls": [{**CALL, "id": "2"}]}
-        for edited in (other, {**CALLED, "content": "I do nothing."}):
+        for edited in (other, {**CALLED, "content": "No."}, {**CALLED, "tool_calls": ["f(1)"]}):
             with pytest.raises(EditedHistoryError, match=r"Message 2 \(role 'assistant'\)"):
                 chat.send([*BEGUN, edited, *chat.messages[3:], BEGUN[1]], tools=TOOLS)
         # The same call with its arguments as JSON.

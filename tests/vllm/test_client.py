@@ -160,6 +160,8 @@ def test_other_errors_are_openai_s(tokenizer):
     chat._own.append("chat-1")
     with pytest.raises(ZeroDivisionError), chat:  # not that of the context that cannot be deleted
         _ = 1 / 0
+    with pytest.raises(openai.APIConnectionError), chat:
+        pass
 
 
 def test_what_is_given_is_not_asked_for(server, tokenizer):

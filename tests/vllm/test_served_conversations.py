@@ -100,7 +100,7 @@ def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
         sent = [body["prompt"] for body in server.bodies if body.get("stream")]
         assert sent == [whole[prompt.spans.context_end :]]
         more = {"role": "user", "content": "Why?"}
-        chat.send([*history, more])
+        chat.send([*history, more], tools=[])
         open_stream = chat.stream("And?")
         next(open_stream)
         chat.ask("Is it?")
@@ -123,7 +123,7 @@ def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
         server.contexts["agent"] = held
         assert chat.messages[1]["content"] == "Who?"
         assert chat.context in {x.name for x in client.list()}
-        chat.send([system, *changed], edited="compress")
+        chat.send([system, *changed], tools=[], edited="compress")
         assert chat.messages[1:5] == changed
         asked = [x["kv_transfer_params"] for x in server.bodies if "stream" in x]
         assert asked[-1] == {"gracekv": "agent", "gracekv_exact": True}
