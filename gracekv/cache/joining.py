@@ -71,8 +71,6 @@ def joined_scores(
     that score, so that entries of different passages can be compared.
     """
     (old, known), (new, scores) = parts
-    # A passage that is not compressed stays whole.
-    scores = scores if any(bool(x.isfinite().any()) for x in scores or ()) else None
     before, after = _by_head(old, known), _by_head(new, scores)
     for own, given in zip(before, seen or (), strict=False):
         own[:] = [x.maximum(y[len(y) - len(x) :]) for x, y in zip(own, given, strict=True)]

@@ -48,7 +48,7 @@ def greedy(
         stop = tokenizer(sample.stop, add_special_tokens=False)["input_ids"]
         ends = model.generation_config.eos_token_id
         ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-        options |= {"min_new_tokens": 1, "eos_token_id": [*ends, stop[-1]]}
+        options |= {"min_new_tokens": 1, "eos_token_id": [*ends, *stop[-1:]]}
     device = input_device(model)
     start = _now(device)
     new = continue_ids(model, [ids], cache, tokenizer, max_new_tokens, options)[0]

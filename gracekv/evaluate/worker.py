@@ -71,7 +71,7 @@ class Worker:
         self, name: str, dtype: str, model: Any, tokenizer: Any, sources: Sources, day: str
     ) -> None:
         self.model, self.tokenizer, self.sources = model, copy(dated(tokenizer, day)), sources
-        if has_chat_template(tokenizer):
+        if getattr(tokenizer, "chat_template", None):
             # A thought would take up all tokens of a short answer.
             apply = partial(self.tokenizer.apply_chat_template, enable_thinking=False)
             self.tokenizer.apply_chat_template = apply

@@ -13,7 +13,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from gracekv.allocate import BudgetOptions
+from gracekv.allocate import Budget, BudgetOptions
 from gracekv.cache import Occupancy
 from gracekv.cache.closing import known_reach
 from gracekv.decode import Compaction, Limit
@@ -61,7 +61,7 @@ class Conversation(AbstractContextManager["Conversation"]):
         result.check_model(fingerprint)
         if compact is not None:
             kept = result.pipeline
-            if kept.keep_all and isinstance(kept.precision, FullPrecision):
+            if kept.keep_all and (limit or isinstance(kept.precision, FullPrecision)):
                 raise ConfigError(
                     "A conversation compresses by its context's recipe, and this one keeps "
                     "everything. To keep the context whole, compress it by another at ratio=1."
@@ -191,10 +191,9 @@ class Conversation(AbstractContextManager["Conversation"]):
             turns = self._ids[self._prompt.spans.context_end :]
             if not len(turns):
                 raise PromptError("No turn is left to compress. Ask something first.")
-            parts = [len(turns)]
-            if not {"ratio", "compression_ratio"}.isdisjoint(budget):
-                parts = self._parts(len(turns))
-            self._extend(turns, [(n, {"capture": capture, **budget}) for n in parts])
+            total = Budget.of(budget)
+            parts = self._parts(len(turns)) if total.kind == "ratio" else [len(turns)]
+            self._extend(turns, [(n, {"capture": capture, "budget": total}) for n in parts])
 
     def _extend(self, turns: Tensor, runs: Sequence[tuple[int, dict[str, Any]]]) -> None:
         """Extend the context by runs of `turns`, given as numbers of tokens and options.

@@ -53,7 +53,9 @@ class Defensive(Scorer):
         pooled = functional.avg_pool1d(shares, self.kernel, stride=1, padding=self.kernel // 2)
         sums = shares.sum(dim=-1, keepdim=True) / pooled.sum(dim=-1, keepdim=True).clamp_min(1e-30)
         best = reduce(pooled * sums, "(g n) p t -> g t", "max", g=groups)
-        best = torch.maximum(best, best.mean(dim=-1, keepdim=True))
+        # Places without an entry, before a passage, have no attention.
+        held_by = (best > 0).sum(dim=-1, keepdim=True).clamp_min(1)
+        best = torch.maximum(best, best.sum(dim=-1, keepdim=True) / held_by)
         norms = capture.observation(WrittenNorms())[:, region.start : region.end].to(best)
         scores = best[:, region.start :] * norms / norms.sum(dim=0).clamp_min(1e-30)
         mean = reduce(shares, "(g n) p t -> g t", "mean", g=groups)

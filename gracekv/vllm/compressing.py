@@ -203,7 +203,7 @@ class Compressor:
             # The earlier entries were rotated for a question right after them.
             added = cache.length - places
             before = RaggedCache(past.layers, past.header.length)
-            parts = (before, before.scores), (cache, scores)
+            parts = (before, before.scores), (cache, run.entry_scores())
             scores = joined_scores(parts, run.past) if before.scores else None
             cache = dequantised(joined_cache(before, cache, places, shard))
         cache = cache.with_scores(scores)

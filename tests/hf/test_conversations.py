@@ -40,11 +40,12 @@ def test_a_word_that_ends_an_answer_stays_in_it(tokenizer, book):
 
 
 def test_a_recipe_that_keeps_everything_cannot_compress_turns(model, prompt):
-    book = gracekv.compress(model, prompt, ratio=1, pipeline="fullkv")
-    with pytest.raises(ConfigError, match=r"keeps everything\. .* at ratio=1"):
-        book.chat(compact=gracekv.Compaction(after=64))
-    book = gracekv.compress(model, prompt, ratio=1, pipeline="fullkv-8bit")
-    assert book.chat(compact=gracekv.Compaction(after=64)).messages == []
+    policy = gracekv.Compaction(after=64)
+    for recipe, limit in (("fullkv", None), ("fullkv-8bit", gracekv.Limit(entries_per_head=600))):
+        book = gracekv.compress(model, prompt, ratio=1, pipeline=recipe)
+        with pytest.raises(ConfigError, match=r"keeps everything\. .* at ratio=1"):
+            book.chat(limit, policy)
+    assert book.chat(compact=policy).messages == []
 
 
 def test_turns_are_compressed_behind_the_context(model, tokenizer, book):

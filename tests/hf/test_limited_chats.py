@@ -49,6 +49,14 @@ def test_a_chat_stays_within_its_bytes_however_long_it_gets(monkeypatch):
     assert isinstance(chat.ask("word4", max_new_tokens=8), str)
 
 
+def test_turns_of_which_only_a_recent_window_is_kept_can_be_cut():
+    policy = gracekv.Compaction(after=64, ratio=4)
+    with compressed(4096, 4, "snapkv").chat(Limit(entries_per_head=160, every=64), policy) as chat:
+        for turn in range(9):
+            chat.ask(f"word{turn} {TEXT[:180]}", max_new_tokens=4)
+        assert chat._result.packed.entries().float().mean() <= 160
+
+
 def test_what_a_conversation_compresses_stays_within_its_limit():
     """Once it is reached, the entries with the highest scores stay, whatever their message."""
     limit = Limit(entries_per_head=150, every=192, window=8, positions="closed")

@@ -1,6 +1,5 @@
 """Histories of messages as OpenAI's clients send them, with tools, edits and compaction."""
 
-import json
 from copy import deepcopy
 from datetime import date
 
@@ -106,7 +105,7 @@ def test_only_new_messages_are_read_and_answers_may_come_back_as_calls(tokenizer
             with pytest.raises(EditedHistoryError, match=r"Message 2 \(role 'assistant'\)"):
                 chat.send([*BEGUN, edited, *chat.messages[3:], BEGUN[1]], tools=TOOLS)
         # The same call with its arguments as JSON.
-        function = {**CALL["function"], "arguments": json.dumps(CALL["function"]["arguments"])}
+        function = {"name": "search", "arguments": '{"for": "cat"}'}
         same = {**CALLED, "tool_calls": [{**CALL, "function": function}]}
         chat.send([*BEGUN, same, *chat.messages[3:], BEGUN[1]], 3, tools=TOOLS)
 
