@@ -29,6 +29,15 @@ def known_reach(model: Any, positions: str) -> int | None:
     return closable_length(model) if positions == "closed" else None
 
 
+def free_reach(model: Any, positions: str) -> int | None:
+    """The tokens that may be read at once: the quarter of the positions that closing leaves free.
+
+    None if positions are not "closed".
+    """
+    known = known_reach(model, positions)
+    return None if known is None else max(1, known // 4)
+
+
 def with_closed_gaps(
     cache: CompressedCache, model: Any, tokens: int = 0, shard: HeadShard = WHOLE
 ) -> RaggedCache | None:

@@ -166,10 +166,7 @@ def attention(
         )
     step = AttentionStep(
         # Under autocast, rotated queries are float32; values and entries have the products' dtype.
-        query.to(key.keys.dtype),
-        packed.prepared,
-        key.keys,
-        key.values,
+        query.to(key.keys.dtype), packed.prepared, key.keys, key.values,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         mask=attention_mask, length=layer.length if attention_mask is None else None,
         rows=layer.rows, softcap=kwargs.get("softcap"), sink_logits=kwargs.get("s_aux"),

@@ -168,10 +168,11 @@ def _checked_plans(
     plans = []
     for prompt, prefill in zip(prompts, prefills, strict=True):
         expect(prompt, Prompt, f"compress takes a list of Prompts or one {PROMPT}", PromptError)
-        if prefill is not None:
+        if prefill is None:
+            plans.append(pipe.plan_for(model, prompt.spans, budget))
+        else:
             check_prefill(model, prompt, prefill)
-        planned = prefill is not None and pipe.plan(prefill, budget)
-        plans.append(planned or pipe.plan_for(model, prompt.spans, budget))
+            plans.append(pipe.plan(prefill, budget))
     if len({id(prompt.tokenizer) for prompt in prompts}) != 1:
         raise PromptError(
             "The prompts of a batch must share one tokenizer object (or have none), which decodes "

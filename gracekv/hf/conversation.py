@@ -15,16 +15,14 @@ from torch import Tensor
 
 from gracekv.allocate import Budget, BudgetOptions
 from gracekv.cache import Occupancy
-from gracekv.cache.closing import known_reach
 from gracekv.decode import Compaction, Limit
 from gracekv.distributed import head_shard
 from gracekv.errors import CacheError, ConfigError, EditedHistoryError, PromptError, expect, one_of
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
-from gracekv.hf.extend import check_extends, closed_run, limited_run
+from gracekv.hf.extend import check_extends, extended_by, parts_of
 from gracekv.hf.generation import check_context, check_one, check_room, continue_ids, stream_text
 from gracekv.hf.graph_replay import setting
-from gracekv.pipeline.run import Run
 from gracekv.precision import FullPrecision
 from gracekv.prefill.chat_text import Message, check_question
 from gracekv.prefill.fingerprint import fingerprint
@@ -192,29 +190,11 @@ class Conversation(AbstractContextManager["Conversation"]):
             if not len(turns):
                 raise PromptError("No turn is left to compress. Ask something first.")
             total = Budget.of(budget)
-            parts = self._parts(len(turns)) if total.kind == "ratio" else [len(turns)]
-            self._extend(turns, [(n, {"capture": capture, "budget": total}) for n in parts])
-
-    def _extend(self, turns: Tensor, runs: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        """Extend the context by runs of `turns`, given as numbers of tokens and options.
-
-        Before each, gaps are closed if the limit says so; after each, all entries are cut to it.
-        """
-        result: Any = self._result
-        for tokens, how in runs:
-            if self._limit is not None and self._limit.positions == "closed":
-                # The token after the run is read, too.
-                result = _of_run(result, closed_run(result, tokens + 1))
-            result, turns = result.extend(turns[:tokens], **how), turns[tokens:]
-            if self._limit is not None:
-                result = _of_run(result, limited_run(result, self._limit))
-        self._begin_after(result)
-
-    def _parts(self, tokens: int) -> list[int]:
-        """Sizes of parts of a run that are read one by one, since closed gaps free a quarter."""
-        reach = known_reach(self._model, getattr(self._limit, "positions", "")) or sys.maxsize
-        count = -(-4 * tokens // reach)
-        return [(tokens + part) // count for part in range(count)]
+            parts = [len(turns)]
+            if total.kind == "ratio":  # another budget is one for all parts
+                parts = parts_of(self._model, self._limit, len(turns))
+            runs = [(n, {"capture": capture, "budget": total}) for n in parts]
+            self._begin_after(extended_by(self._result, self._limit, turns, runs))
 
     @property
     def messages(self) -> list[Message]:
@@ -302,7 +282,7 @@ class Conversation(AbstractContextManager["Conversation"]):
         """Role and ids of each message not read yet; raises as `new_turns` does."""
         messages = plain_messages(messages)
         prompt, known = self._prompt, self._messages
-        if known and (tools or None) != (self._tools or None):
+        if known and (tools or None) != self._tools:
             raise EditedHistoryError("The tools are not those that the conversation began with.")
         if prompt.messages and not known:
             how: Any = {"tools": tools, "day": prompt.day}
@@ -334,7 +314,7 @@ class Conversation(AbstractContextManager["Conversation"]):
                 self._tail = [*self._tail, *((role, len(ids)) for role, ids in older)]
                 self._ids = torch.cat([self._ids, *(self._ids.new_tensor(ids) for _, ids in older)])
                 # Copies, so that edits by the caller are noticed.
-                self._messages, self._tools = deepcopy(list(messages[:-1])), deepcopy(tools)
+                self._messages, self._tools = deepcopy(list(messages[:-1])), deepcopy(tools or None)
                 self._compress_older()
                 ids = torch.cat([self._ids, self._ids.new_tensor(last)])
                 check_room(self._model, self._prompt, len(ids), max_new_tokens, self._limit)
@@ -360,9 +340,8 @@ class Conversation(AbstractContextManager["Conversation"]):
         left, ids, kept = sum(tokens for tokens, _ in runs), self._ids, list(self._tail)
         if runs:
             self._failed = waiting
-            runs = [
-                (part, min(x, max(1.0, part / least))) for n, x in runs for part in self._parts(n)
-            ]
+            parts = [(n, x) for size, x in runs for n in parts_of(self._model, self._limit, size)]
+            runs = [(n, min(x, max(1.0, n / least))) for n, x in parts]
             tail = ids[len(ids) - sum(tokens for _, tokens in kept) :]
             # A context longer than the model supports may be extended, as by turns.
             known = trained_length(self._model) or sys.maxsize
@@ -370,7 +349,8 @@ class Conversation(AbstractContextManager["Conversation"]):
             how = {"capture": CaptureOptions(beyond_positions=beyond)}
             # A ratio of 1 may count bytes in 16 bits, into which wider numbers do not fit.
             sizes = [{"entries_per_head": n} if x == 1 else {"ratio": x} for n, x in runs]
-            self._extend(tail, [(n, how | x) for (n, _), x in zip(runs, sizes, strict=True)])
+            sized = [(n, how | x) for (n, _), x in zip(runs, sizes, strict=True)]
+            self._begin_after(extended_by(self._result, self._limit, tail, sized))
             self._ids = torch.cat([self._ids, tail[left:]])
             while left > 0:
                 left -= kept.pop(0)[1]
@@ -412,8 +392,3 @@ class Conversation(AbstractContextManager["Conversation"]):
     def _check_open(self) -> None:
         if self._closed:
             raise CacheError("This conversation is closed. Begin another with result.chat().")
-
-
-def _of_run(result: Any, run: Run) -> Any:
-    """A result like `result`, but of this run."""
-    return type(result).from_runs(result.model, result.prompts, [run], result.pipeline)

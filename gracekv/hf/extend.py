@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracekv.allocate import Budget
 from gracekv.cache import Accounting, CompressedCache, RaggedEntries, Timings, dequantised
-from gracekv.cache.closing import known_reach, oldest_position, with_closed_gaps
+from gracekv.cache.closing import free_reach, known_reach, oldest_position, with_closed_gaps
 from gracekv.cache.joining import joined_cache, joined_scores, past_of
 from gracekv.decode import Limit
 from gracekv.decode.cut import entries_within
@@ -150,6 +150,34 @@ def closed_run(result: BaseResult, tokens: int) -> Run:
     run = result._runs[0]
     made = with_closed_gaps(run.cache, result.model, tokens)
     return run if made is None else _with_layers(run, made, made.layers, run.entry_scores())
+
+
+def parts_of(model: Any, limit: Limit | None, tokens: int) -> list[int]:
+    """Sizes of the parts in which a run of `tokens` is read: one, unless positions are closed."""
+    most = None if limit is None else free_reach(model, limit.positions)
+    count = 1 if most is None else -(-tokens // most)
+    return [(tokens + part) // count for part in range(count)]
+
+
+def extended_by(result: Any, limit: Limit | None, turns: Tensor, runs: Sequence[Any]) -> Any:
+    """The result extended by runs of `turns`, int64 [n].
+
+    A run is the number of its tokens, and the options of `extend`.
+    Before each, gaps are closed if the limit says so; after each, all entries are cut to it.
+    """
+    for tokens, how in runs:
+        if limit is not None and limit.positions == "closed":
+            # The token after the run is read, too.
+            result = _of_run(result, closed_run(result, tokens + 1))
+        result, turns = result.extend(turns[:tokens], **how), turns[tokens:]
+        if limit is not None:
+            result = _of_run(result, limited_run(result, limit))
+    return result
+
+
+def _of_run(result: Any, run: Run) -> Any:
+    """A result like `result`, but of this run."""
+    return type(result).from_runs(result.model, result.prompts, [run], result.pipeline)
 
 
 def _with_layers(run: Run, cache: CompressedCache, layers: Any, scores: Any) -> Run:

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 from transformers import StoppingCriteriaList, TextIteratorStreamer
 
-from gracekv.cache.closing import known_reach
+from gracekv.cache.closing import free_reach
 from gracekv.decode import Limit
 from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sharding import WHOLE, HeadShard
@@ -164,9 +164,9 @@ def continue_ids(
 
 
 def _piece(model: Any, limit: Limit) -> int:
-    """The most tokens that are read at once; with closed positions a quarter of them is free."""
-    known = known_reach(model, limit.positions) if _IN_PIECES else None
-    return limit.every if known is None else min(limit.every, max(1, known // 4))
+    """The most tokens that are read at once."""
+    free = free_reach(model, limit.positions) if _IN_PIECES else None
+    return limit.every if free is None else min(limit.every, free)
 
 
 def check_one(model: Any, options: Any, names: Sequence[str], rule: str, advice: str) -> None:

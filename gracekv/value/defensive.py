@@ -19,7 +19,7 @@ from gracekv.value.scissorhands import attention_probabilities
 class Defensive(Scorer):
     """The largest attention from the window's queries and a group's heads, at least its mean.
 
-    Attention is first pooled along the compressible tokens, which keeps its sum. The score is
+    Attention is first pooled along the tokens, which keeps its sum. The score is
     multiplied by the token's |W_O v|_1, as a share of the sum over all KV heads of its layer.
     Tokens that hold the first 0.9 of the mean attention, less that on the last `window` tokens,
     come before all others of their layer. Sums and means include the prompt's prefix.
@@ -54,8 +54,8 @@ class Defensive(Scorer):
         sums = shares.sum(dim=-1, keepdim=True) / pooled.sum(dim=-1, keepdim=True).clamp_min(1e-30)
         best = reduce(pooled * sums, "(g n) p t -> g t", "max", g=groups)
         # Places without an entry, before a passage, have no attention.
-        held_by = (best > 0).sum(dim=-1, keepdim=True).clamp_min(1)
-        best = torch.maximum(best, best.sum(dim=-1, keepdim=True) / held_by)
+        tokens = (best > 0).sum(dim=-1, keepdim=True).clamp_min(1)
+        best = torch.maximum(best, best.sum(dim=-1, keepdim=True) / tokens)
         norms = capture.observation(WrittenNorms())[:, region.start : region.end].to(best)
         scores = best[:, region.start :] * norms / norms.sum(dim=0).clamp_min(1e-30)
         mean = reduce(shares, "(g n) p t -> g t", "mean", g=groups)

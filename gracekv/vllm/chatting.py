@@ -114,7 +114,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
                     plain_messages(x)[: self._count] for x in (messages, self._messages)
                 )
                 same = len(given) == len(known) and all(map(is_same, known, given))
-                if self._count and not (same and (tools or None) == (self._tools or None)):
+                if self._count and not (same and (tools or None) == self._tools):
                     raise
                 before = dict(vars(self))
                 self._begin()
@@ -130,7 +130,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
     def _new_turns(self, messages: Any, tools: Any) -> list[tuple[str, list[int]]]:
         """Role and ids of each message that is new; raises as `new_turns` does."""
         tokenizer, known = self._client._tokenizer, self._messages
-        if known and (tools or None) != (self._tools or None):
+        if known and (tools or None) != self._tools:
             raise EditedHistoryError("The tools are not those that the conversation began with.")
         read = [x for _, ids in self._tail for x in ids][-ENDING:]
         how: Any = {"read": read, "tools": tools, "separator": SEPARATOR}
@@ -163,7 +163,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         self._tail = [*tail, ("assistant", answer)]
         # Copies, so that edits by the caller are noticed.
         answered = {"role": "assistant", "content": text}
-        self._messages, self._tools = [*deepcopy(messages), answered], deepcopy(tools)
+        self._messages, self._tools = [*deepcopy(messages), answered], deepcopy(tools or None)
         self._take_over()
 
     def _take_over(self) -> None:
@@ -223,5 +223,5 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
 
     def __exit__(self, error: object, *_: object) -> None:
         # A server that is gone must not hide the error that ends the block.
-        with contextlib.suppress(*[Exception] * (error is not None)):
+        with contextlib.nullcontext() if error is None else contextlib.suppress(Exception):
             self.close()
