@@ -77,6 +77,21 @@ def test_a_failure_is_told_and_the_next_one_goes_on(model, prefill, tmp_path, mo
     assert worker.outcome().header is not None
 
 
+def test_a_context_that_cannot_be_held_is_logged_and_the_next_one_is_made(
+    model, prefill, tmp_path, monkeypatch, caplog
+):
+    worker = Worker(model, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(ContextStore, "put", lambda *_: 1 / 0)
+        worker.read(prefill, "0", asked("book"))
+        assert worker.outcome().header is not None
+    assert "Context 'book' cannot be held." in caplog.text
+    assert worker.store.names() == []
+    worker.read(prefill, "1", asked("book"))
+    worker.outcome()
+    assert worker.store.names() == ["book"]
+
+
 @pytest.fixture
 def headers(root):
     """Contexts that were made but not saved."""
@@ -176,6 +191,14 @@ def test_a_context_that_is_made_anew_says_so(jobs, headers):
     add(jobs, "1", asked("c0", save=True))
     jobs.update([Outcome("1", headers[2].header, 1.0)], set())
     assert listed(jobs)["c0"]["saved"] is True
+
+
+def test_only_so_many_failures_are_remembered(jobs, monkeypatch):
+    monkeypatch.setattr("gracekv.vllm.jobs._REMEMBERED", 2)
+    for request in ("0", "1", "0", "2"):
+        add(jobs, request, asked(f"f{request}"))
+        jobs.update([Outcome(request, None, 0.5, "Too long.")], set())
+    assert sorted(listed(jobs).keys() - {"c0", "c1", "c2"}) == ["f0", "f2"]
 
 
 def test_deleted_and_expired_contexts_are_gone(jobs, headers, root):
