@@ -155,6 +155,8 @@ def ablate(
     if _TORCHRUN in os.environ:  # other processes may still make rows
         return
     rows = _rows(options.out, methods)
+    if missing := sorted(set(methods).difference(row["method"] for row in rows)):
+        typer.echo(f"No rows of {', '.join(missing)}. Give --model and --tasks.", err=True)
     typer.echo(_tables(rows, measures, base, "markdown"))
     _end(failed=any(row["error"] is not None for row in rows))
 

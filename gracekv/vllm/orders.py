@@ -173,6 +173,11 @@ def _compression(given: Mapping[str, Any], recipe_of: Callable[[str], str] | Non
             f"{expires!r}. A saved one stays until it is deleted."
         )
     budget = Budget.of({x: given[x] for x in _BUDGETS & given.keys()}, _BUDGETS)
+    if source and pipeline.keep_all and "recipe" not in given and budget != Budget.ratio(1):
+        raise StoreError(
+            f"Context {source!r} was made by {recipe!r}, which removes nothing. Name a recipe that "
+            f"compresses, such as recipe={DEFAULT_WITHOUT_QUESTION!r}, or give ratio=1."
+        )
     limit = None if given.get("limit") is None else Limit.from_dict(given["limit"])
     if limit and (limit.strategy or limit.history):
         raise StoreError(f"A context's limit has neither 'strategy' nor 'history'; got {limit}.")

@@ -173,6 +173,8 @@ def test_ablate_shows_differences(cli, model_folder, tmp_path, monkeypatch):
     # A failure that later succeeded does not count.
     written(tmp_path, [{**read_rows(tmp_path)[0], "error": {"type": "X", "message": ""}}], "early")
     assert cli("ablate", *shown)[0] == 0
+    told = cli("ablate", *shown, "--set", "floor.alpha=0.9")[2]
+    assert "No rows of gracekv[floor.alpha=0.9]. Give --model and --tasks." in told
     # Other processes of torchrun may not be done.
     with monkeypatch.context() as patch:
         patch.setenv("TORCHELASTIC_RUN_ID", "1")

@@ -21,6 +21,17 @@ def test_names_are_no_orders():
     assert order_of({"delete": "book"}) == Deletion("book")
 
 
+def test_a_context_of_all_entries_is_extended_by_another_recipe_or_whole():
+    def extended(**fields):
+        return order_of({"extend": {"name": "book", **fields}}, recipe_of=lambda name: "fullkv")
+
+    with pytest.raises(StoreError, match=r"'book' was made by 'fullkv'.*gracekv-agnostic.*ratio=1"):
+        extended(ratio=4)
+    assert extended(ratio=1).recipe == "fullkv"
+    assert extended(ratio=4, recipe="fullkv").recipe == "fullkv"
+    assert extended(ratio=4, recipe="knorm").recipe == "knorm"
+
+
 def test_an_order_says_how_to_compress():
     follow = {"tokenizer": {"tokenizer": "0"}, "template": True}
     order = order_of(compress(recipe="knorm", expires=60.0), {"start": 3, "follow": follow})
