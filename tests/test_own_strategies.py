@@ -311,6 +311,23 @@ def test_a_precision_that_takes_more_bytes_than_it_says_is_found():
         contracts.check(LateExact())
 
 
+def test_codes_counted_in_entries_are_compared_with_16_bits():
+    @PRECISIONS.register("entries_only")
+    class EntriesOnly(Precision):
+        """4 bits, but no bytes to plan with."""
+
+        codings = UniformPrecision(bits=4).codings
+        widths = UniformPrecision(bits=4).widths
+
+    pipeline = gracekv.Pipeline.from_dict({"precision": "entries_only"}, base="snapkv")
+    prompt = gracekv.Prompt.from_ids(torch.arange(90), (4, 80))
+    found = gracekv.compress(tiny_llama(layers=2), prompt, ratio=2, pipeline=pipeline).accounting
+    by_bytes = gracekv.Pipeline.from_dict({"precision": "uniform"}, base="snapkv")
+    same = gracekv.compress(tiny_llama(layers=2), prompt, ratio=2, pipeline=by_bytes).accounting
+    assert found.full_in_16_bits
+    assert found.full_bytes == same.full_bytes
+
+
 @pytest.mark.parametrize("forgets", ["rows", "codes", "length"])
 def test_a_backend_that_forgets_a_part_of_the_step_is_found(forgets):
     @BACKENDS.register("forgetful")

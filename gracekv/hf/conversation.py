@@ -334,8 +334,9 @@ class Conversation(AbstractContextManager["Conversation"]):
         waiting = sum(tokens for _, tokens in self._tail)
         if self._compact is None or waiting - self._failed <= self._compact.after:
             return
-        # Entries of a recent window may be twice as wide as others.
-        least = 2 * max(4, self._result.pipeline.window.minimum)
+        # Entries of a recent window may be wider than the 16 bits that a ratio counts.
+        wide = max(2, self._model.dtype.itemsize // 2)
+        least = wide * max(4, self._result.pipeline.window.minimum)
         runs = self._compact.runs(self._tail, len(self._messages) - len(self._tail), least)
         left, ids, kept = sum(tokens for tokens, _ in runs), self._ids, list(self._tail)
         if runs:

@@ -263,7 +263,7 @@ class Compression:
     def _stored_whole(self) -> CompressedCache:
         """Every token of every layer, stored by the precision."""
         pipe, plan, region = self._pipeline, self._plan, self._region(self._info)
-        if not pipe.keep_all and plan.bytes is not None and plan.holds(self._info.entry_bytes):
+        if not pipe.keep_all and plan.holds(self._info.entry_bytes):
             region = Region(region.start, region.start)
         cache = RaggedCache(tuple(self._whole), length=self._info.spans.length - 1)
         with self._stage("precision", self._info.device):

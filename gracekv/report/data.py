@@ -17,6 +17,7 @@ from gracekv.decode.limit import CutHistory
 from gracekv.errors import ReportError, expect
 from gracekv.pipeline.run import CodedRelevance
 from gracekv.prefill import PromptSpans
+from gracekv.prefill.chat_text import continued
 from gracekv.prefill.fingerprint import differences
 from gracekv.report.entries import KeptEntries, Result, check_result, kept_entries
 
@@ -176,11 +177,16 @@ def token_texts(ids: Tensor, tokenizer: Any) -> list[str]:
         return [f"⟨{number}⟩ " for number in ids.tolist()]
     texts: list[str] = []
     first = read = 0
+    real: list[int] = []
     for at in range(len(ids)):
         before = tokenizer.decode(ids[first:read], skip_special_tokens=False) if read else ""
         after = tokenizer.decode(ids[first : at + 1], skip_special_tokens=False)
         # A character has at most four bytes; bytes that stay incomplete for longer are not text.
         waits = after.endswith(_INCOMPLETE) and at - read < 3 and at + 1 < len(ids)
+        if waits:
+            # A text may hold the character itself.
+            real = real or continued(tokenizer, _INCOMPLETE)
+            waits = ids[: at + 1][-len(real) :].tolist() != real
         texts.append("" if waits else after[len(before) :])
         if not waits:
             first, read = read, at + 1

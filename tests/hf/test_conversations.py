@@ -1,5 +1,6 @@
 """Conversations about a context that was compressed once."""
 
+import copy
 import threading
 
 import pytest
@@ -104,10 +105,10 @@ def test_a_conversation_that_compresses_itself_grows_less(book):
     assert len(set(held)) == 3
 
 
-def test_what_is_kept_keeps_all_its_entries(model, prompt):
+@pytest.mark.parametrize("pipeline", ["gracekv-agnostic-allocated", "snapkv-4bit"])
+def test_what_is_kept_keeps_all_its_entries(model, prompt, pipeline):
     """32-bit numbers do not fit into the bytes that ratio 1 allows."""
-    kept = {"pipeline": "gracekv-agnostic-allocated", "kv_bytes": "40kB"}
-    book = gracekv.compress(model, prompt, **kept)
+    book = gracekv.compress(model, prompt, pipeline=pipeline, kv_bytes="40kB")
     policy = gracekv.Compaction(after=64, ratio=16, recent=0, keep=("user", "assistant"))
     with book.chat(compact=policy) as chat:
         for question in questions(4):
@@ -116,11 +117,17 @@ def test_what_is_kept_keeps_all_its_entries(model, prompt):
         added = result.prompt.spans.context_end - book.prompt.spans.context_end
         assert added > 64
         assert torch.equal(result.accounting.entries, book.accounting.entries + added)
+        coded = [sum(x.entries for x in y.accounting.widths if x.bits < 16) for y in (result, book)]
+        assert coded[0] == coded[1]
 
 
-@pytest.mark.parametrize(("ratio", "minimum"), [(4, 4), (16, 4), (16, 16)])
-def test_older_messages_may_be_compressed_far(model, prompt, ratio, minimum):
+@pytest.mark.parametrize(("ratio", "minimum", "dtype"), [
+    (4, 4, None), (16, 4, None), (16, 16, None), (8, 4, torch.float64),
+])  # fmt: skip
+def test_older_messages_may_be_compressed_far(model, prompt, ratio, minimum, dtype):
     window = {"window": {"size": 32, "minimum": minimum}}
+    if dtype is not None:
+        model, window["precision"] = copy.deepcopy(model).to(dtype), "allocated"
     pipeline = gracekv.Pipeline.from_dict(window, base="gracekv-agnostic")
     book = gracekv.compress(model, prompt, ratio=4, pipeline=pipeline)
     with book.chat(compact=gracekv.Compaction(after=64, ratio=ratio, recent=0)) as chat:

@@ -1,6 +1,7 @@
 """Token texts concatenate to the prompt, with any tokenizer."""
 
 import pytest
+import torch
 
 from gracekv import Prompt
 from gracekv.report.data import token_texts
@@ -38,6 +39,14 @@ def test_bytes_that_are_no_text_do_not_swallow_the_rest(by_bytes):
     texts = token_texts(prompt.ids, prompt.tokenizer)
     assert len(texts) == 9
     assert "".join(texts).endswith("abc")
+
+
+@pytest.mark.parametrize("text", ["e \ufffd\ufffd 🙂 end", "\ufffd🙂\ufffd" * 2 + "\n\nx"])
+def test_a_replacement_character_of_the_text_does_not_swallow_others(by_bytes, text):
+    ids = by_bytes(text, add_special_tokens=False)["input_ids"]
+    texts = token_texts(torch.tensor(ids), by_bytes)
+    assert "".join(texts) == text
+    assert texts.count("🙂") == text.count("🙂")
 
 
 def test_a_special_token_shows_its_name(by_bytes):

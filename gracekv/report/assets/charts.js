@@ -266,7 +266,7 @@ function picture(column, wide) {
       });
       for (let at = 0; at < wide; at++) {
         // The square root brightens coarse entries, which are most of a compressed cache.
-        image.data.set([...viridis(Math.sqrt(share[at] / size[at])), 255], 4 * (unit * wide + at));
+        image.data.set([...viridis(Math.sqrt(share[at] / (size[at] || 1))), 255], 4 * (unit * wide + at));
       }
     }
     return image;
