@@ -10,6 +10,7 @@ import torch
 import gracekv
 from gracekv import recipes
 from support.covering import every
+from support.prompts import PROMPT
 
 PACKAGE = Path(gracekv.__file__).parent
 MAKERS = {"empty", "eye", "linspace", "logspace", "ones", "rand", "randn", "zeros"}
@@ -45,10 +46,8 @@ def test_tensors_are_made_with_a_dtype():
 def compressed(recipe):
     from gracekv.testing.models import tiny_llama
 
-    ids = torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(0))
-    prompt = gracekv.Prompt.from_ids(ids, (4, 138), question_end=146)
     model = tiny_llama()
-    return lambda: gracekv.compress(model, prompt, ratio=4, pipeline=recipe)
+    return lambda: gracekv.compress(model, PROMPT, ratio=4, pipeline=recipe)
 
 
 def parts(result):

@@ -4,17 +4,15 @@ import pytest
 import torch
 
 import gracekv
-from gracekv import Limit, Prompt
+from gracekv import Limit
 from gracekv.decode.cut import entries_within
 from gracekv.testing.models import tiny_llama
-
-IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))
+from support.prompts import BOOK, book_prompt
 
 
 @pytest.fixture(scope="module")
 def book():
-    prompt = Prompt.from_ids(IDS[:94], context=(4, 90), question_end=90)
-    return gracekv.compress(tiny_llama(layers=3, vocabulary=97), prompt, ratio=3)
+    return gracekv.compress(tiny_llama(layers=3, vocabulary=97), book_prompt(), ratio=3)
 
 
 def by_head(result):
@@ -25,7 +23,7 @@ def by_head(result):
 
 
 def test_entries_that_a_passage_reads_rise_to_its_scores_and_none_falls(book):
-    longer = book.extend(IDS[90:170], ratio=4)
+    longer = book.extend(BOOK[90:170], ratio=4)
     rose, stayed = 0, 0
     for old, new in zip(by_head(book), by_head(longer), strict=True):
         new = new[: len(old)]
@@ -38,7 +36,7 @@ def test_entries_that_a_passage_reads_rise_to_its_scores_and_none_falls(book):
 
 
 def test_a_passage_that_stays_whole_leaves_scores_as_they_are(book):
-    longer = book.extend(IDS[90:130], ratio=1)
+    longer = book.extend(BOOK[90:130], ratio=1)
     for old, new in zip(by_head(book), by_head(longer), strict=True):
         assert torch.equal(new[: len(old)], old)
         assert bool(new[len(old) :].isinf().all())
@@ -47,7 +45,7 @@ def test_a_passage_that_stays_whole_leaves_scores_as_they_are(book):
 def test_a_passage_whose_tokens_all_fit_in_fewer_bits_has_scores(book):
     prompt, recipe = book.prompt, "gracekv-agnostic-allocated"
     begun = gracekv.compress(book.model, prompt, ratio=3, pipeline=recipe)
-    longer = begun.extend(IDS[90:170], ratio=1.2)
+    longer = begun.extend(BOOK[90:170], ratio=1.2)
     assert all(bool(own[-80:].isfinite().all()) for own in by_head(longer))
 
 

@@ -9,10 +9,9 @@ import gracekv
 from gracekv.errors import GracekvError
 from gracekv.testing.models import tiny_llama
 from support.covering import cases
+from support.prompts import IDS, PROMPT
 
 SETUPS = cases(15, 2000)
-IDS = torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(0))
-PROMPT = gracekv.Prompt.from_ids(IDS, (4, 138), question_end=146)
 # One or two of each kind: top-k, quotas, trees, merging, fits, codes, all layers, a second pass.
 RECIPES = (
     "gracekv-plus", "gracekv-agnostic", "gracekv", "global-eviction", "snapkv", "ada-snapkv",

@@ -6,9 +6,9 @@ import torch
 import gracekv
 from gracekv.hf import detach
 from gracekv.testing.models import tiny_llama
+from support.prompts import random_prompt
 
-IDS = torch.randint(0, 97, (90,), generator=torch.Generator().manual_seed(0))
-PROMPT = gracekv.Prompt.from_ids(IDS, (4, 78), question_end=86)
+PROMPT = random_prompt(90, (4, 78))
 
 
 def whole(model):
@@ -69,5 +69,5 @@ def test_a_compiled_model_keeps_and_answers_what_it_does_uncompiled(compiled, pl
     # The model is compiled again afterwards.
     torch._dynamo.utils.counters.clear()
     with torch.no_grad():
-        model(IDS[None])
+        model(PROMPT.ids[None])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -10,13 +10,12 @@ from gracekv.hf import CompressionResult, detach
 from gracekv.testing.models import tiny_llama
 from support.batches import Numbers
 from support.margins import assert_same_tokens, logits_over
-
-IDS = torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(0))
+from support.prompts import IDS, random_prompt
 
 
 @pytest.fixture(scope="module")
 def prompt():
-    return gracekv.Prompt.from_ids(IDS, (4, 138), question_end=146, tokenizer=Numbers())
+    return random_prompt(150, (4, 138), tokenizer=Numbers())
 
 
 @pytest.fixture(scope="module")

@@ -31,26 +31,16 @@ from support.chapter import CHAPTER
 from support.greedy_decoding import greedy
 from support.lean_prefills import without_queries
 from support.margins import assert_same_choice
+from support.prompts import BOOK, END, book_prompt
 from support.quantised_layers import CODED
 from support.tried_families import tried_model
 
 MODEL = {"layers": 3, "vocabulary": 97}
-IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))
-# Prefix, context, and the template's tail.
-START, END, TAIL = 4, 90, 5
-PASSAGE = IDS[END : END + 80]
+PASSAGE = BOOK[END : END + 80]
 
 
-def prompt_of(ids, context, tail=TAIL):
-    """A prompt without a question: `ids` up to the context's end, and a tail."""
-    return Prompt.from_ids(
-        torch.cat([ids[: context[1]], IDS[:tail]]), context=context, question_end=context[1]
-    )
-
-
-def compressed(model, ratio, pipeline="gracekv-agnostic", tail=TAIL):
-    prompt = prompt_of(IDS, (START, END), tail)
-    return gracekv.compress(model, prompt, ratio=ratio, pipeline=pipeline)
+def compressed(model, ratio, pipeline="gracekv-agnostic", tail=5):
+    return gracekv.compress(model, book_prompt(tail=tail), ratio=ratio, pipeline=pipeline)
 
 
 def kept(result, context):
@@ -65,7 +55,7 @@ def kept(result, context):
 
 
 def test_a_context_of_which_nothing_was_kept_goes_on(model, monkeypatch):
-    ids = Prompt.from_ids(IDS[:60], context=(0, 60))
+    ids = Prompt.from_ids(BOOK[:60], context=(0, 60))
     book = gracekv.compress(model, ids, entries_per_head=1, pipeline="streaming-llm")
     assert book.packed.kv_bytes == 0
     assert book.extend(PASSAGE, ratio=2).packed.entries().unique().tolist() == [40]
@@ -94,7 +84,7 @@ def test_after_a_whole_past_it_keeps_what_the_full_cache_would(model, recipe, op
     monkeypatch.setattr(block_replay, "_BEYOND", 0)
     context = (END, END + len(PASSAGE))
     got = compressed(model, 1, recipe).extend(PASSAGE, ratio=2, capture=CaptureOptions(**options))
-    want = gracekv.compress(model, prompt_of(IDS, context), ratio=2, pipeline=recipe, keep_run=True)
+    want = gracekv.compress(model, book_prompt(context), ratio=2, pipeline=recipe, keep_run=True)
     relevance, recent = want.details.relevance, want.accounting.recent
     scores = relevance.scores * relevance.sensitivity[..., None]
     new, other = (kept(x, context)[..., : len(PASSAGE) - recent] for x in (got, want))
@@ -146,7 +136,7 @@ def test_the_passage_is_read_over_the_packed_entries(family, options, recipe, ch
 
 
 @pytest.mark.parametrize("recipe", ["gracekv", "gracekv-agnostic", "cam", "fit"])
-@pytest.mark.parametrize("tail", [0, TAIL])
+@pytest.mark.parametrize("tail", [0, 5])
 def test_what_is_packed_stays_bit_for_bit(model, recipe, tail):
     pipeline = gracekv.Pipeline.named("gracekv-agnostic" if recipe == "fit" else recipe)
     if recipe == "fit":
@@ -154,7 +144,7 @@ def test_what_is_packed_stays_bit_for_bit(model, recipe, tail):
     book = compressed(model, 3, pipeline, tail)
     longer = book
     for number in range(3):
-        before, added = longer, IDS[100 + 60 * number : 160 + 60 * number]
+        before, added = longer, BOOK[100 + 60 * number : 160 + 60 * number]
         longer = before.extend(added, ratio=3)
         heads = zip(before.packed.layers, longer.packed.layers, strict=True)
         for one, other in ((a.head(g), b.head(g)) for a, b in heads for g in range(a.heads)):
@@ -175,11 +165,11 @@ def test_what_is_packed_stays_bit_for_bit(model, recipe, tail):
     assert longer.details is None
 
 
-@pytest.mark.parametrize("tail", [0, TAIL])
+@pytest.mark.parametrize("tail", [0, 5])
 def test_where_nothing_is_removed_it_is_the_stock_models_answer(model, tail):
     longer = compressed(model, 1, tail=tail)
     for first in range(END, 150, 20):
-        longer = longer.extend(IDS[first : first + 20], ratio=1)
+        longer = longer.extend(BOOK[first : first + 20], ratio=1)
     same_greedy(longer.generate_ids(6)[0], *greedy(model, longer.prompt.ids, tokens=6))
 
 
@@ -246,10 +236,10 @@ def test_a_score_within_two_others_is_of_the_passage_alone(model):
 
 def test_short_passages_are_read_as_far_back_as_they_go(model):
     book = compressed(model, 4)
-    for passage in ([7], IDS[:5], IDS[:12][None]):
+    for passage in ([7], BOOK[:5], BOOK[:12][None]):
         longer = book.extend(passage, ratio=1)
         assert longer.packed.length == book.packed.length + torch.as_tensor(passage).numel()
-    assert len(book.extend(IDS[:12], ratio=2).generate_ids(3)[0]) == 3
+    assert len(book.extend(BOOK[:12], ratio=2).generate_ids(3)[0]) == 3
 
 
 def test_without_the_padding_of_heads_a_passage_is_read_alike(model, monkeypatch):
@@ -259,12 +249,12 @@ def test_without_the_padding_of_heads_a_passage_is_read_alike(model, monkeypatch
     assert lengths.min() < lengths.max() - 3
     plain, sizes = linalg.linear, set()
     monkeypatch.setattr(linalg, "linear", lambda x, rows: sizes.add(rows.shape) or plain(x, rows))
-    own = book.extend(IDS[:40], ratio=2)
+    own = book.extend(BOOK[:40], ratio=2)
     # oneDNN compiles for each size, so head lengths must not add sizes.
     assert len(sizes) == 4
     for reader in (partial_attention, block_replay, attended):
         monkeypatch.setattr(reader, "first_entries", lambda keys, past: [0] * len(keys))
-    padded = book.extend(IDS[:40], ratio=2)
+    padded = book.extend(BOOK[:40], ratio=2)
     for one, other in zip(own.packed.layers, padded.packed.layers, strict=True):
         assert torch.equal(one.positions, other.positions)
         torch.testing.assert_close(one.values, other.values, atol=1e-3, rtol=1e-3)
@@ -277,7 +267,7 @@ def test_queries_of_what_was_read_before_are_gone(model):
     past = past_of(compressed(model, 4).packed)
     end = past.places + 9
     spans = PromptSpans(past.places, end, end, end + 1, past.places)
-    ids = torch.cat([IDS.new_zeros(past.places), IDS[:10]])
+    ids = torch.cat([BOOK.new_zeros(past.places), BOOK[:10]])
     needs = Needs(later_queries=True)
     prefill = run_capture(model, Prompt(ids, spans), past, needs, CaptureOptions())
     again = run_capture(model, Prompt(ids, spans), past, Needs(), CaptureOptions(memory_limit=0))
@@ -304,7 +294,7 @@ def test_bad_passages_are_refused(model, passage, options, error, message):
 
 
 def test_results_that_cannot_go_on_are_refused(model):
-    asked = gracekv.compress(model, Prompt.from_ids(IDS[:120], context=(4, 90)), ratio=2)
+    asked = gracekv.compress(model, Prompt.from_ids(BOOK[:120], context=(4, 90)), ratio=2)
     with pytest.raises(PromptError, match="a question of its own"):
         asked.extend([1], ratio=1)
     twice = compressed(model, 2, "kvzip-two-pass")

@@ -5,22 +5,13 @@ import torch
 from hypothesis import given, settings
 
 import gracekv
-from gracekv import Prompt
 from gracekv.cache import dequantised
 from gracekv.hf import GraceCache
 from gracekv.pipeline import Pipeline
 from gracekv.testing.models import tiny_llama
 from support.draws import floats, ints, lists, some, tuples
+from support.prompts import BOOK, END, book_prompt
 from support.quantised_layers import CODED
-
-IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))
-START, END, TAIL = 4, 90, 5
-
-
-def compressed(model, name, tail=TAIL, **budget):
-    ids = torch.cat([IDS[:END], IDS[:tail]])
-    prompt = Prompt.from_ids(ids, context=(START, END), question_end=END)
-    return gracekv.compress(model, prompt, pipeline=CODED[name], **(budget or {"ratio": 3}))
 
 
 def stored_bytes(layer):
@@ -30,12 +21,13 @@ def stored_bytes(layer):
 
 
 @pytest.mark.parametrize("name", CODED)
-@pytest.mark.parametrize("tail", [0, TAIL])
+@pytest.mark.parametrize("tail", [0, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_stay_and_budgets_are_in_bytes(name, tail, dtype):
-    longer = compressed(tiny_llama(layers=2, vocabulary=97, dtype=dtype), name, tail)
+    model = tiny_llama(layers=2, vocabulary=97, dtype=dtype)
+    longer = gracekv.compress(model, book_prompt(tail=tail), ratio=3, pipeline=CODED[name])
     for number, amount in enumerate([{"ratio": 4}, {"kv_bytes": 6000}, {"compression_ratio": 0.7}]):
-        before, added = longer, IDS[100 + 70 * number : 170 + 70 * number]
+        before, added = longer, BOOK[100 + 70 * number : 170 + 70 * number]
         longer = before.extend(added, **amount)
         for old, new in zip(before.packed.layers, longer.packed.layers, strict=True):
             parts = list(new.coded)
@@ -69,15 +61,15 @@ def test_codes_stay_and_budgets_are_in_bytes(name, tail, dtype):
     passages=lists(tuples(ints(1, 60), floats(1, 4)), min_size=1, max_size=3),
 )  # fmt: skip
 def test_decoding_reads_what_the_codes_say(model, name, backend, first, passages, tokens):
-    prompt = Prompt.from_ids(IDS[: first + TAIL], context=(START, first), question_end=first)
+    prompt = book_prompt((4, first))
     result = gracekv.compress(model, prompt, ratio=2, pipeline=CODED[name], backend=backend)
     for length, ratio in passages:
         # A passage that is too short to compress is kept whole.
         budget = {"ratio": ratio} if length > 35 else {"kv_bytes": "1MB"}
-        result = result.extend(IDS[200 : 200 + length], **budget)
+        result = result.extend(BOOK[200 : 200 + length], **budget)
     plain = GraceCache(dequantised(result.packed), Pipeline.named("gracekv").backend)
     asked = result.prompt.ids[result.packed.length :][None]
-    asked = torch.cat([asked, IDS[None, :tokens]], dim=1)
+    asked = torch.cat([asked, BOOK[None, :tokens]], dim=1)
     with torch.no_grad():
         found = [model(asked, past_key_values=x).logits for x in (result.new_cache(), plain)]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)

@@ -12,13 +12,11 @@ from gracekv.testing.models import tiny_model
 from support.dense import dense_logits
 from support.greedy_decoding import greedy, heavier
 from support.margins import assert_same_steps
+from support.prompts import IDS, PROMPT
 
 # Other tests cover its warnings.
 pytestmark = pytest.mark.filterwarnings("ignore::gracekv.errors.LengthWarning")
 
-LENGTH = 150
-IDS = torch.randint(0, 97, (LENGTH,), generator=torch.Generator().manual_seed(0))
-PROMPT = gracekv.Prompt.from_ids(IDS, (4, 138), question_end=146)
 
 # The families as they are by default: `test_model_families`.
 CASES = {
@@ -60,7 +58,7 @@ def test_ratio_four_decodes_like_dense_masked_attention(case):
     result = gracekv.compress(make(case), PROMPT, ratio=4)
     packed = heavier(result.packed)
     entries = packed.entries()
-    assert int(entries.sum()) < 0.45 * entries.numel() * LENGTH
+    assert int(entries.sum()) < 0.45 * entries.numel() * len(IDS)
     # Before decoding: dynamic RoPE remembers the longest sequence it has seen.
     fresh = copy.deepcopy(result.model)
 

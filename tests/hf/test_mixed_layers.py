@@ -18,6 +18,7 @@ from gracekv.vllm import export
 from support.families import FAMILIES
 from support.greedy_decoding import greedy, plain_answer
 from support.margins import assert_same_beams, assert_same_steps, assert_same_tokens, logits_over
+from support.prompts import random_prompt
 
 WINDOW, VOCABULARY = 24, 300
 IDS = torch.arange(100) * 13 % VOCABULARY
@@ -247,11 +248,10 @@ def test_a_file_whose_states_are_not_whole_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("length", [12, 23, 24, 25, 26])
 def test_prompts_around_the_window(length):
     model, plain = (tiny_model("gemma3_text", layers=2, window=WINDOW, seed=3) for _ in range(2))
-    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(1))
-    prompt = gracekv.Prompt.from_ids(ids, (1, length - 2))
-    want, want_logits = greedy(plain, ids, tokens=4)
+    prompt = random_prompt(length, (1, length - 2), length, seed=1)
+    want, want_logits = greedy(plain, prompt.ids, tokens=4)
     result = gracekv.compress(
         model, prompt, prefill=capture(model, prompt, options=CaptureOptions(chunk=5)), ratio=1
     )
-    got, logits = greedy(model, ids, result.new_cache(), 4)
+    got, logits = greedy(model, prompt.ids, result.new_cache(), 4)
     assert_same_steps(got, logits, want, want_logits, margin=5e-4)

@@ -9,9 +9,7 @@ import gracekv
 from gracekv.errors import CacheError, UnsupportedModelError
 from gracekv.fit import LeastSquares, Regression, ValuesAndMass
 from gracekv.testing.models import tiny_llama, tiny_model
-
-IDS = torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(0))
-PROMPT = gracekv.Prompt.from_ids(IDS, (4, 138), question_end=146)
+from support.prompts import IDS, PROMPT
 
 
 def test_a_result_of_autocast_is_saved_and_loaded_under_it(tmp_path):

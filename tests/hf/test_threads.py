@@ -11,8 +11,8 @@ from gracekv.hf import detach
 from gracekv.testing.models import tiny_llama
 from support.covering import cases
 from support.margins import assert_same_tokens, logits_over
+from support.prompts import IDS
 
-IDS = torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(0))
 # The answers differ in length, and so do the threads' tails.
 COUNTS = (14, 9)
 LOOPS = cases(2, 40)

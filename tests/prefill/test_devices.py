@@ -27,9 +27,9 @@ from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms  # n
 from support.covering import covering, every  # noqa: E402
 from support.devices import CPU, SECOND_DEVICE, MixedDevicesError, two_devices  # noqa: E402
 from support.margins import assert_same_tokens, logits_over  # noqa: E402
+from support.prompts import random_prompt  # noqa: E402
 
-IDS = torch.randint(0, 97, (120,), generator=torch.Generator().manual_seed(0))
-PROMPT = gracekv.Prompt.from_ids(IDS, (4, 108), question_end=116)
+PROMPT = random_prompt(120, (4, 108))
 
 # Which of four layers are on the second device.
 MAPS = {
@@ -150,7 +150,7 @@ def test_a_sharded_model_is_captured_continued_and_cut(family, where):
         assert [layer.keys.device for layer in result.packed.layers] == devices
         cache = result.new_cache()
         attach(model)
-        token, new = IDS[-1:], []
+        token, new = PROMPT.ids[-1:], []
         for _ in range(6):
             token = model(token[None], past_key_values=cache).logits[0, -1:].argmax(-1)
             new.append(int(token))
@@ -159,7 +159,7 @@ def test_a_sharded_model_is_captured_continued_and_cut(family, where):
         limit, kept = gracekv.Limit(entries_per_head=60, every=4, window=2), []
         for one in (whole, result):
             cache = one.new_cache(limit)
-            for token in IDS[:20]:
+            for token in PROMPT.ids[:20]:
                 one.model(token[None, None], past_key_values=cache)
             assert cache.cuts
             kept.append([layer.packed.entries.index()[1].tolist() for layer in cache.grace_layers])
@@ -191,12 +191,12 @@ def test_weights_that_their_layer_fetches_are_read_while_it_runs(classes):
 
 
 def test_a_context_of_a_model_that_was_moved_is_not_extended():
-    prompt = gracekv.Prompt.from_ids(IDS, (4, 120))
+    prompt = gracekv.Prompt.from_ids(PROMPT.ids, (4, 120))
     with two_devices():
         result = gracekv.compress(tiny_model(layers=4), prompt, ratio=2)
         shard(result.model, MAPS["second half"])
         with pytest.raises(CacheError, match="context is on cpu, but the model computes on meta"):
-            result.extend(IDS[:9], ratio=2)
+            result.extend(PROMPT.ids[:9], ratio=2)
 
 
 def test_a_file_is_loaded_to_where_offloaded_layers_compute():

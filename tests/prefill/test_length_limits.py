@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,8 +10,8 @@ from gracekv.errors import CacheError, LengthWarning, PromptError, UnsupportedMo
 from gracekv.hf.capture import capture
 from gracekv.prefill import supported
 from gracekv.prefill.options import CaptureOptions
-from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_model
+from support.prompts import random_prompt
 
 LONGROPE = {"rope": "longrope", "original": 2048, "positions": 32768}
 # Models, and values from their configurations: the window, the length at which rotation switches,
@@ -131,8 +130,7 @@ def test_dynamic_rope_is_warned_about_up_to_its_factor():
 
 
 def test_capture_refuses_long_prompts_before_the_model_runs():
-    ids = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(0))
-    model, prompt = tiny_model(positions=50), Prompt.from_ids(ids, (2, 50))
+    model, prompt = tiny_model(positions=50), random_prompt(60, (2, 50))
     with pytest.warns(LengthWarning, match="trained for 50"):
         capture(model, prompt, options=CaptureOptions(beyond_positions=True))
     model.model.forward = None

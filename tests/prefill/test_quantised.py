@@ -22,9 +22,9 @@ from gracekv.value.output_projection import (
 )
 from support.covering import every
 from support.margins import assert_same_tokens, logits_over
+from support.prompts import random_prompt
 
-IDS = torch.randint(0, 97, (120,), generator=torch.Generator().manual_seed(0))
-PROMPT = gracekv.Prompt.from_ids(IDS, (4, 108), question_end=116)
+PROMPT = random_prompt(120, (4, 108))
 
 
 def quantise(weight):

@@ -10,9 +10,10 @@ from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama
 from gracekv.value.repeated_attention import RepeatedQueries
+from support.prompts import random_prompt
 
-IDS = torch.randint(0, 97, (70,), generator=torch.Generator().manual_seed(0))
-PROMPT = Prompt.from_ids(IDS, (5, 60), 66)
+PROMPT = random_prompt()
+IDS = PROMPT.ids
 
 
 @pytest.mark.parametrize("count", [512, 7])

@@ -5,16 +5,15 @@ import torch
 
 from gracekv import Budget, Pipeline, recipes
 from gracekv.hf.capture import EVERYTHING, capture
-from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama
+from support.prompts import random_prompt
 
 NAMES = [name for name in recipes.names() if not name.startswith("gracekv")]
 
 
 @pytest.fixture(scope="module")
 def setting():
-    ids = torch.randint(0, 97, (160,), generator=torch.Generator().manual_seed(2))
-    return tiny_llama(), Prompt.from_ids(ids, context=(3, 150))
+    return tiny_llama(), random_prompt(160, (3, 150), 160, seed=2)
 
 
 @pytest.mark.parametrize("name", NAMES)

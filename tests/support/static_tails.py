@@ -10,21 +10,15 @@ def prompts(*lengths):
 
 
 def steps(model, cache, ids):
-    """Logits of the ids [B, n], fed one by one; the cache may be replaced between steps."""
+    """Logits of the ids [B, n], fed one by one; a full static tail is replaced by a longer one."""
     logits = []
     with torch.no_grad():
         for column in ids.T:
-            cache = yield_room(cache)
+            layer = cache.grace_layers[0]
+            if layer.length is not None and layer.tail_length == layer.capacity:
+                cache = cache.with_static_tail(2 * layer.capacity)
             logits.append(model(column[:, None], past_key_values=cache).logits[:, -1])
     return torch.stack(logits)
-
-
-def yield_room(cache):
-    """A tail twice as long if the static one is full."""
-    layer = cache.grace_layers[0]
-    if layer.length is not None and layer.tail_length == layer.capacity:
-        return cache.with_static_tail(2 * layer.capacity)
-    return cache
 
 
 def assert_same_answer(model, result, answer):
