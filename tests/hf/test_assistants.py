@@ -14,9 +14,9 @@ from gracekv.testing.models import tiny_tokenizer
 from support.asked_context import steps
 from support.families import FAMILIES
 from support.margins import assert_same_tokens, logits_over
+from support.prompts import WORDS
 
 VOCABULARY = 300
-TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
 IDS = torch.arange(100) * 13 % VOCABULARY
 PROMPT = gracekv.Prompt.from_ids(IDS, (4, 90))
 GOES_BACK = [x for x, family in FAMILIES.items() if family.is_mixed and family.can_go_back]
@@ -65,7 +65,7 @@ def test_an_assistant_changes_no_answer(family, cropped):
 def test_a_conversation_goes_on_after_an_assisted_turn(family, cropped):
     tokenizer = tiny_tokenizer(vocabulary=VOCABULARY)
     model = FAMILIES[family].model(vocabulary=VOCABULARY)
-    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=3)
+    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=WORDS), ratio=3)
     assistant = assistant_of(family)
     with book.chat() as plain, book.chat() as assisted:
         for question, options in (

@@ -7,7 +7,8 @@ import gracekv
 from gracekv import Limit
 from gracekv.errors import CacheError, PromptError
 from gracekv.prefill.model_layers import rotations_up_to
-from gracekv.testing.models import tiny_model, tiny_tokenizer
+from gracekv.testing.models import tiny_model
+from support.prompts import WORDS, words_book
 from support.static_tails import steps
 
 IDS = torch.arange(60) * 13 % 97
@@ -55,49 +56,44 @@ def test_within_the_positions_nothing_changes():
 
 
 def test_a_conversation_goes_on_beyond_the_models_positions():
-    text = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
-    tokenizer = tiny_tokenizer([text])
-    model = tiny_model(vocabulary=len(tokenizer), positions=512)
-    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=text), ratio=2)
+    book = words_book(512, 2)
     sizes = {"entries_per_head": 160, "every": 32, "window": 8}
     with book.chat(Limit(**sizes)) as plain, book.chat(Limit(**sizes, positions="closed")) as chat:
-        said = plain.ask(f"word {text[:90]}", max_new_tokens=8)
-        assert chat.ask(f"word {text[:90]}", max_new_tokens=8) == said
+        said = plain.ask(f"word {WORDS[:90]}", max_new_tokens=8)
+        assert chat.ask(f"word {WORDS[:90]}", max_new_tokens=8) == said
         with pytest.raises(PromptError, match="512 positions"):
-            plain.ask(text * 4, max_new_tokens=8)
+            plain.ask(WORDS * 4, max_new_tokens=8)
         for turn in range(20):
-            chat.ask(f"word{turn} {text[:180]}", max_new_tokens=4)
+            chat.ask(f"word{turn} {WORDS[:180]}", max_new_tokens=4)
         assert len(chat._ids) > 1024
         assert chat._cache._reach + chat._cache.grace_layers[0].tail_length <= 512
         assert chat.accounting.most_entries <= 4 * (160 + 32)
     with pytest.raises(CacheError, match="smaller limit"):
-        book.chat(Limit(entries_per_head=600, positions="closed")).ask(text * 3, max_new_tokens=1)
+        book.chat(Limit(entries_per_head=600, positions="closed")).ask(WORDS * 3, max_new_tokens=1)
 
 
 @pytest.mark.parametrize("every", [32, 400])
 def test_long_messages_and_restarts_stay_within_the_positions(every):
     """A history, or one message, that is longer than what a compaction may read at once."""
-    text = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
-    tokenizer = tiny_tokenizer([text])
-    model = tiny_model(vocabulary=len(tokenizer), positions=512)
-    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=text), ratio=2)
+    book = words_book(512, 2)
     limit = Limit(entries_per_head=160, every=every, window=8, positions="closed")
     policy = gracekv.Compaction(after=64, ratio=2, recent=1)
     with book.chat(limit) as plain:
-        for asked in (text[:180], text, " ".join(f"word{i % 37}" for i in range(150)), text, text):
+        others = " ".join(f"word{i % 37}" for i in range(150))
+        for asked in (WORDS[:180], WORDS, others, WORDS, WORDS):
             plain.ask(f"word1 {asked}", max_new_tokens=4)
         plain.compress(budget=gracekv.Budget.ratio(4))
         assert len(plain.ask("word1", max_new_tokens=4))
     with book.chat(limit, policy) as chat, book.chat(limit, policy) as again:
         for turn in range(12):
-            chat.ask(f"word{turn} {text[: 1500 if turn == 6 else 180]}", max_new_tokens=4)
+            chat.ask(f"word{turn} {WORDS[: 1500 if turn == 6 else 180]}", max_new_tokens=4)
         assert len(chat._ids) > 1024
         for one in (again, chat):  # begun with the history, and begun anew after an edit
             asked = [*chat.messages, {"role": "user", "content": "word3"}]
-            asked[0] = {"role": "user", "content": f"word5 {text[:180]}"}
+            asked[0] = {"role": "user", "content": f"word5 {WORDS[:180]}"}
             one.send(asked, 4, edited="compress")
             for turn in range(6):
-                one.ask(f"word{turn} {text[:180]}", max_new_tokens=4)
+                one.ask(f"word{turn} {WORDS[:180]}", max_new_tokens=4)
             assert one._cache._reach + one._cache.grace_layers[0].tail_length <= 512
 
 

@@ -18,12 +18,11 @@ from gracekv.vllm import export
 from support.families import FAMILIES
 from support.greedy_decoding import greedy, plain_answer
 from support.margins import assert_same_beams, assert_same_steps, assert_same_tokens, logits_over
-from support.prompts import random_prompt
+from support.prompts import WORDS, random_prompt
 
 WINDOW, VOCABULARY = 24, 300
 IDS = torch.arange(100) * 13 % VOCABULARY
 PROMPT = gracekv.Prompt.from_ids(IDS, (4, 90))
-TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ def model_of(family, **options):
 def test_questions_turns_and_passages_at_ratio_one_are_the_stock_model(family, tokenizer):
     """Several tokens at once over every kind of layer: questions, further turns, extensions."""
     model, plain = model_of(family), model_of(family)
-    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=1)
+    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=WORDS), ratio=1)
     cache = book.new_cache()
     ids = book.prompt.ids[: book.prompt.spans.context_end]
     more = torch.arange(40, 59)
@@ -63,7 +62,7 @@ def test_questions_turns_and_passages_at_ratio_one_are_the_stock_model(family, t
 
 def test_questions_of_different_lengths_are_answered_as_alone(tokenizer):
     model = model_of("gemma3_text")
-    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=3)
+    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=WORDS), ratio=3)
     questions = ["Who?", "Where is the longest word of all these words?"]
     assert book.ask(questions, 6) == [book.ask(question, 6) for question in questions]
     prompts = [gracekv.Prompt.from_ids(IDS[:end], (4, 90), question_end=90) for end in (95, 99)]
@@ -74,7 +73,7 @@ def test_questions_of_different_lengths_are_answered_as_alone(tokenizer):
 @pytest.mark.parametrize("family", ["olmo3", "qwen3_next"])
 def test_a_turn_that_fails_is_undone_in_all_layers(family, tokenizer, monkeypatch):
     model = model_of(family)
-    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=3)
+    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=WORDS), ratio=3)
     with book.chat() as chat, book.chat() as other:
         assert chat.ask("Who?", 5) == other.ask("Who?", 5)
         calls = []

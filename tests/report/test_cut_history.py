@@ -12,18 +12,15 @@ from gracekv import Limit
 from gracekv.errors import CacheError, ReportError
 from gracekv.report import CutHistory, ReportData
 from gracekv.report.encoding import encode
-from gracekv.testing.models import tiny_model, tiny_tokenizer
+from support.prompts import WORDS, words_book
 from support.report_pages import ATTACK
 
-TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
 SMALL = {"entries_per_head": 90, "every": 16, "window": 8}
 
 
 @pytest.fixture(scope="module")
 def book():
-    tokenizer = tiny_tokenizer([TEXT])
-    model = tiny_model(vocabulary=len(tokenizer), positions=4096)
-    return gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=2)
+    return words_book(4096, 2)
 
 
 def written(result, limit, count=120):
@@ -101,7 +98,7 @@ def test_the_page_holds_the_texts_and_the_counts(book, tmp_path):
 
 @pytest.mark.parametrize("other", ["length", "prompt", "recipe"])
 def test_a_cache_of_another_result_is_refused(book, tmp_path, other):
-    context = {"length": TEXT[:200], "prompt": TEXT.replace("word5 ", "word6 ")}.get(other, TEXT)
+    context = {"length": WORDS[:200], "prompt": WORDS.replace("word5 ", "word6 ")}.get(other, WORDS)
     recipe = "snapkv" if other == "recipe" else None
     prompt = gracekv.Prompt.from_chat(book.tokenizer, context=context)
     second = gracekv.compress(book.model, prompt, ratio=2, pipeline=recipe or book.pipeline)
