@@ -112,8 +112,8 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
 
 
-def test_a_recorded_step_is_replayed_with_the_tail_where_it_was(replay, model, monkeypatch, batch):
-    want = batch.generate_ids(30, eos_token_id=None)
+def record(monkeypatch):
+    """From now on steps are recorded; the fake GPUs, one per forward."""
     fakes = []
 
     class Recording(graph_replay.ReplayedForward):
@@ -124,6 +124,11 @@ def test_a_recorded_step_is_replayed_with_the_tail_where_it_was(replay, model, m
             fakes[-1].install(monkeypatch)
 
     monkeypatch.setattr(graph_replay, "ReplayedForward", Recording)
+    return fakes
+
+
+def test_a_recorded_step_is_replayed_with_the_tail_where_it_was(replay, model, monkeypatch, batch):
+    want, fakes = batch.generate_ids(30, eos_token_id=None), record(monkeypatch)
     assert torch.equal(batch.generate_ids(30, eos_token_id=None), want)
     assert fakes[0].steps == 30
     assert fakes[0].forward.recordings == 3  # 8, 16 and 30 places
@@ -156,25 +161,23 @@ def test_without_memory_for_a_recording_the_step_runs_as_it_is(replay, batch, mo
     monkeypatch.setattr(graph_replay, "_unrecordable", unrecordable)
     monkeypatch.setattr(graph_replay, "_end_failed", lambda *_: None)
 
-    class Full(graph_replay.ReplayedForward):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.records = True
-            FakeCuda(self).install(monkeypatch)
-            if where == "recording":
-                monkeypatch.setattr(torch.cuda, "graph", self.refuse)
+    record(monkeypatch)
+    step = graph_replay.ReplayedForward._step
 
-        def refuse(self, *args, **kwargs):
-            raise torch.OutOfMemoryError("CUDA out of memory")
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
-        def _step(self):
-            output = super()._step()
-            if self.records and where == "warm-up":
-                self.cache.layers[0].length.add_(1)  # a layer that is ahead
-                self.refuse()
-            return output
+    def ahead(forward):
+        output = step(forward)
+        if forward.records:
+            forward.cache.layers[0].length.add_(1)  # a layer that is ahead
+            refuse()
+        return output
 
-    monkeypatch.setattr(graph_replay, "ReplayedForward", Full)
+    if where == "recording":
+        monkeypatch.setattr(FakeCuda, "graph", refuse)
+    else:
+        monkeypatch.setattr(graph_replay.ReplayedForward, "_step", ahead)
     with pytest.warns(UserWarning, match="this answer is generated without one"):
         assert torch.equal(batch.generate_ids(20, eos_token_id=None), want)
     assert not unrecordable
@@ -189,20 +192,14 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(replay, model, monkeypatch
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
         monkeypatch.setattr(torch._C, name, lambda *x, name=name: ended.append((name, *x)), False)
 
-    class Failing(graph_replay.ReplayedForward):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.records = True
-            FakeCuda(self).install(monkeypatch)
-            monkeypatch.setattr(torch.cuda, "graph", self.refuse)
+    def refuse(*_, **__):
+        # torch leaves the stream current; leaving a block around it restores the other one.
+        block = torch.cuda.stream.return_value
+        assert block.__enter__.call_count > block.__exit__.call_count
+        raise RuntimeError("operation not permitted when stream is capturing")
 
-        def refuse(self, *args, **kwargs):
-            # torch leaves the stream current; leaving a block around it restores the other one.
-            block = torch.cuda.stream.return_value
-            assert block.__enter__.call_count > block.__exit__.call_count
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(graph_replay, "ReplayedForward", Failing)
+    record(monkeypatch)
+    monkeypatch.setattr(FakeCuda, "graph", refuse)
     with pytest.warns(UserWarning, match="could not be recorded as a CUDA graph"):
         answer = batch.generate_ids(20, eos_token_id=None)
     assert torch.equal(answer, want)
