@@ -21,7 +21,7 @@ from gracekv.errors import (
 )
 from gracekv.hf import detach
 from gracekv.testing import synthetic_prefill
-from gracekv.testing.models import tiny_llama, tiny_tokenizer
+from gracekv.testing.models import tiny_llama, tiny_model, tiny_tokenizer
 
 IDS = torch.arange(90)
 
@@ -48,14 +48,6 @@ def poisoned(name: str, value: float) -> object:
 def reshaped(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
     prefill = synthetic_prefill()
     return dataclasses.replace(prefill, **{name: tuple(map(change, getattr(prefill, name)))})
-
-
-def other_model(config: type, **fields: object) -> object:
-    sizes = {
-        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2,
-    }  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config(**sizes, **fields)).eval()
 
 
 def without_rope() -> object:
@@ -94,8 +86,6 @@ TABLE = {
         "mean 'ada-snapkv'"),
     "strategy misspelt": (lambda: Pipeline.from_dict({"refine": "binary_extrat"}),
         UnknownStrategyError, "Did you mean 'binary_extract'"),
-    "stage misspelt": (lambda: Pipeline.from_dict({"reffine": "binary"}), ConfigError,
-        "Did you mean 'refine'"),
     "keys NaN": (lambda: poisoned("keys", float("nan")), NonFiniteError, "bfloat16"),
     "values infinite": (lambda: poisoned("values", float("inf")), NonFiniteError, "layer 1"),
     "queries NaN": (lambda: poisoned("queries", float("nan")), NonFiniteError, "weights"),
@@ -103,12 +93,8 @@ TABLE = {
     "values too short": (lambda: reshaped("values", lambda v: v[:, 1:]), ShapeError, "layer 0"),
     "heads that do not divide": (lambda: reshaped("queries", lambda q: q[:3]), ShapeError, "multi"),
     "no RoPE": (lambda: compress(without_rope(), ratio=2), UnsupportedModelError, "rotary"),
-    "sliding window": (
-        lambda: compress(other_model(transformers.MistralConfig, sliding_window=8), ratio=2),
+    "sliding window": (lambda: compress(tiny_model("mistral", window=8), ratio=2),
         UnsupportedModelError, "sliding window of 8"),
-    "attention modules of other names": (
-        lambda: compress(other_model(transformers.GPTNeoXConfig), ratio=2), UnsupportedModelError,
-        "without the modules self_attn"),
     "training mode": (lambda: compress(tiny_llama().train(), ratio=2), UnsupportedModelError,
         r"model\.eval\(\)"),
     "not a model": (lambda: compress(object(), ratio=2), UnsupportedModelError, "got object"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gracekv.allocate import Greedy
-from gracekv.backends import AttentionSpec, Eager
+from gracekv.backends import AttentionSpec
 from gracekv.errors import PluginError
 from gracekv.pipeline.composition import REGISTRIES
 from gracekv.registry import Registry
@@ -114,18 +114,6 @@ def test_a_segmenter_that_leaves_a_gap_is_named(monkeypatch):
     )
     with pytest.raises(AssertionError, match="from end to end"):
         contracts.check_stage(Uniform(), seed=0)
-
-
-def test_a_backend_that_forgets_the_multiplicities_is_named(monkeypatch):
-    real = Eager.prepare
-
-    def forgetful(self, layer):
-        plain = torch.zeros_like(layer.log_multiplicity)
-        return real(self, dataclasses.replace(layer, log_multiplicity=plain))
-
-    monkeypatch.setattr(Eager, "prepare", forgetful)
-    with pytest.raises(AssertionError):
-        contracts.check_stage(Eager(), seed=0)
 
 
 def test_a_scorer_of_the_last_release_is_told_what_to_change():

@@ -328,7 +328,7 @@ def test_codes_counted_in_entries_are_compared_with_16_bits():
     assert found.full_bytes == same.full_bytes
 
 
-@pytest.mark.parametrize("forgets", ["rows", "codes", "length"])
+@pytest.mark.parametrize("forgets", ["rows", "codes", "length", "multiplicities"])
 def test_a_backend_that_forgets_a_part_of_the_step_is_found(forgets):
     @BACKENDS.register("forgetful")
     class Forgetful(AttentionBackend):
@@ -338,13 +338,16 @@ def test_a_backend_that_forgets_a_part_of_the_step_is_found(forgets):
             return None if forgets == "codes" or not spec.codings else "It reads no codes."
 
         def prepare(self, layer):
+            if forgets == "multiplicities":
+                plain = torch.zeros_like(layer.log_multiplicity)
+                layer = replace(layer, log_multiplicity=plain)
             return Eager().prepare(layer.exact if forgets == "codes" else layer)
 
         def held_bytes(self, prepared):
             return 0
 
         def __call__(self, step):
-            names = {"codes": (), "rows": ("rows",), "length": ("length",)}[forgets]
+            names = {forgets} & {"rows", "length"}
             return Eager()(replace(step, **dict.fromkeys(names)))
 
     with pytest.raises(AssertionError):

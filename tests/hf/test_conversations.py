@@ -176,24 +176,6 @@ def test_a_streamed_turn_counts_when_it_is_read_to_its_end(book):
         assert other.ask("Why?", max_new_tokens=6) == alone
 
 
-def test_a_turn_that_fails_is_undone(model, book):
-    layer = model.model.layers[1]
-    with book.chat() as chat, book.chat() as plain:
-        for one in (chat, plain):
-            one.ask("Who fell?", max_new_tokens=4)
-        before = [x.logical_length for x in chat._cache.layers]
-
-        def fail(*_):
-            raise RuntimeError("in the middle")
-
-        hook = layer.register_forward_pre_hook(fail)
-        with pytest.raises(RuntimeError, match="in the middle"):
-            chat.ask("Why?")
-        hook.remove()
-        assert [x.logical_length for x in chat._cache.layers] == before
-        assert chat.ask("Why?", max_new_tokens=4) == plain.ask("Why?", max_new_tokens=4)
-
-
 def test_turns_that_a_limit_has_no_room_for_stay_as_they_are(book, monkeypatch):
     def refuse(*_):
         raise BudgetError("325 must stay")

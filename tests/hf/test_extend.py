@@ -198,7 +198,9 @@ def test_a_text_is_asked_saved_chatted_about_and_extended_again(tokenizer, tmp_p
     assert again.timings == longer.timings
     questions = ["Who fell?", "Where is Alice sitting, and why?"]
     assert again.ask(questions, max_new_tokens=6) == longer.ask(questions, max_new_tokens=6)
-    with longer.chat() as chat:
+    with pytest.raises(PromptError, match="need a tokenizer"):
+        gracekv.load(tmp_path / "book.gracekv", reader).ask("Who?")
+    with again.chat() as chat:
         assert chat.ask(questions[0], 6) == longer.ask(questions[0], 6)
         chat.compress(kv_bytes="1MB")
         assert chat.ask(questions[1], 3)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -70,25 +71,21 @@ def test_questions_of_different_lengths_are_answered_as_alone(tokenizer):
         gracekv.compress(model, prompts, ratio=2).generate_ids(2)
 
 
-@pytest.mark.parametrize("family", ["olmo3", "qwen3_next"])
-def test_a_turn_that_fails_is_undone_in_all_layers(family, tokenizer, monkeypatch):
+@pytest.mark.parametrize(("family", "part", "tokens"), [
+    ("llama", "model.layers.1", 0), ("olmo3", "lm_head", 2), ("qwen3_next", "lm_head", 2),
+])  # fmt: skip
+def test_a_turn_that_fails_is_undone_in_all_layers(family, part, tokens, tokenizer):
     model = model_of(family)
     book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=WORDS), ratio=3)
     with book.chat() as chat, book.chat() as other:
         assert chat.ask("Who?", 5) == other.ask("Who?", 5)
-        calls = []
-        own = model.lm_head.forward
-
-        def failing(x):
-            calls.append(x)
-            if len(calls) == 3:
-                raise RuntimeError("no power")
-            return own(x)
-
-        monkeypatch.setattr(model.lm_head, "forward", failing)
+        before = [layer.logical_length for layer in chat._cache.grace_layers]
+        run = Mock(side_effect=[None] * tokens + [RuntimeError("no power")])
+        hook = model.get_submodule(part).register_forward_pre_hook(run)
         with pytest.raises(RuntimeError, match="no power"):
             chat.ask("And then?", 5)
-        monkeypatch.undo()
+        hook.remove()
+        assert [layer.logical_length for layer in chat._cache.grace_layers] == before
         assert chat.ask("And then?", 5) == other.ask("And then?", 5)
 
 

@@ -125,17 +125,6 @@ def test_an_error_inside_a_stream_holds_nothing_once_it_is_handled(book):
     assert seen() is None
 
 
-def test_saved_books_can_be_asked(model, tokenizer, book, tmp_path):
-    book.save(tmp_path / "book.gracekv")
-    again = gracekv.load(tmp_path / "book.gracekv", model, tokenizer=tokenizer)
-    assert again.ask(QUESTIONS, max_new_tokens=6) == book.ask(QUESTIONS, max_new_tokens=6)
-    with again.chat() as chat:
-        assert chat.ask(QUESTIONS[0], max_new_tokens=6) == book.ask(QUESTIONS[0], max_new_tokens=6)
-    bare = gracekv.load(tmp_path / "book.gracekv", model)
-    with pytest.raises(PromptError, match="need a tokenizer"):
-        bare.ask("Who?")
-
-
 def test_the_prompt_itself_can_still_be_continued(model, prompt, book, whole):
     assert book.generate_ids(4).shape == (1, 4)
     want, logits = steps(model, prompt.ids, whole.new_cache(), 6)
