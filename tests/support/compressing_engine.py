@@ -1,6 +1,5 @@
 """An engine that compresses documents for tests, and the same results by transformers."""
 
-import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +63,12 @@ class Compressing:
         own = own_logprobs(self.model, self.question(), tokens, result.new_cache())
         assert_same_logprobs(answer, *own)
 
+    def check_about(self, name, result):
+        """Ask about the context, and check the answer."""
+        (answer,) = self.run((self.question(), asking(name)))
+        self.check(answer.outputs[0], result)
 
-@contextlib.contextmanager
+
 def started(folder):
     """A tiny model, and an engine with few pages and short steps, whose store is empty."""
     from vllm import LLM
@@ -84,8 +87,7 @@ def started(folder):
         num_gpu_blocks_override=PAGES, disable_log_stats=False,
         kv_transfer_config=KVTransferConfig(**kv_transfer_config(folder / "store")),
     )  # fmt: skip
-    yield Compressing(model, tokenizer, engine, folder / "store")
-    engine.llm_engine.engine_core.shutdown()
+    return Compressing(model, tokenizer, engine, folder / "store")
 
 
 def params(order=None, tokens=1, **options):

@@ -13,6 +13,7 @@ TOKENS, QUESTION = 24, "Why is she tired?"
 def loaded_server(folder):
     """A running server with short steps, whose store is empty."""
     from gracekv.testing.models import tiny_llama, tiny_tokenizer
+    from gracekv.vllm import Client
 
     tokenizer = tiny_tokenizer(vocabulary=500)
     # Conversations are longer than a single request may be.
@@ -25,6 +26,7 @@ def loaded_server(folder):
     line = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     with vllm_server(folder, folder / "model", folder / "store", *line) as running:
         running.tokenizer = tokenizer
+        running.client = Client(f"{running.url}/v1", tokenizer=tokenizer)
         yield running
 
 

@@ -54,7 +54,17 @@ def made(tmp_path_factory):
     """A tiny model, and an engine that compresses, with an empty store."""
     from support.compressing_engine import started
 
-    with started(tmp_path_factory.mktemp("made")) as running:
+    running = started(tmp_path_factory.mktemp("made"))
+    yield running
+    running.engine.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """A server for tests under load."""
+    from support.loaded_server import loaded_server
+
+    with loaded_server(tmp_path_factory.mktemp("load")) as running:
         yield running
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from support.loaded_server import answer, asked, loaded_server, same, words
+from support.loaded_server import answer, asked, same, words
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
@@ -17,26 +17,13 @@ TURNS = int(os.environ.get("GRACEKV_TEST_TURNS", 20))
 KILLS = int(os.environ.get("GRACEKV_TEST_KILLS", 3))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with loaded_server(tmp_path_factory.mktemp("talk")) as running:
-        yield running
-
-
-@pytest.fixture
-def client(server):
-    from gracekv.vllm import Client
-
-    return Client(f"{server.url}/v1", tokenizer=server.tokenizer)
-
-
-def test_four_conversations_at_once_stay_within_their_limit(server, client):
+def test_four_conversations_at_once_stay_within_their_limit(loaded):
     from gracekv import Compaction, Limit
 
     limit = Limit(entries_per_head=150, every=64, window=8)
     policy = Compaction(after=64, ratio=2, recent=2)
-    client.compress("book", words("book", 60), ratio=2)
-    chats = [client.chat("book", limit, policy) for _ in range(4)]
+    loaded.client.compress("book", words("book", 60), ratio=2)
+    chats = [loaded.client.chat("book", limit, policy) for _ in range(4)]
     entries, memory = [], []
 
     def talk(numbered, turn):
@@ -46,9 +33,9 @@ def test_four_conversations_at_once_stay_within_their_limit(server, client):
     with ThreadPoolExecutor(4) as pool:
         for turn in range(TURNS):
             list(pool.map(talk, enumerate(chats), itertools.repeat(turn)))
-            listed = [one for one in client.list() if one.entries is not None]
+            listed = [one for one in loaded.client.list() if one.entries is not None]
             entries.append(max(one.entries for one in listed))
-            memory.append(server.memory())
+            memory.append(loaded.memory())
             # Each has the version that it reads, and at most one being made.
             assert len(listed) <= 1 + 2 * len(chats)
     # Memory is printed, for long manual runs.
@@ -60,29 +47,29 @@ def test_four_conversations_at_once_stay_within_their_limit(server, client):
         chat.close()
 
 
-def test_a_server_that_is_killed_while_it_extends_serves_the_old_or_the_new_context(server, client):
+def test_a_server_that_is_killed_while_it_extends_serves_the_old_or_the_new_context(loaded):
     """At random times: the context on disk is complete, old or new, and answers as before."""
     from gracekv.vllm import ContextStore
 
-    ids = server.tokenizer(words("further", 100)).input_ids
+    ids = loaded.tokenizer(words("further", 100)).input_ids
     moments = random.Random(0)
-    client.compress("talk", words("talk"), ratio=3, save=True)
-    old = ContextStore(server.store).header("talk")
+    loaded.client.compress("talk", words("talk"), ratio=3, save=True)
+    old = ContextStore(loaded.store).header("talk")
     begun = time.monotonic()
-    client.extend("talk", ids, ratio=3, into="longer", save=True)
+    loaded.client.extend("talk", ids, ratio=3, into="longer", save=True)
     took = time.monotonic() - begun
-    lengths = old.length, ContextStore(server.store).header("longer").length
-    wanted = [answer(server, asked(server, name), name) for name in ("talk", "longer")]
+    lengths = old.length, ContextStore(loaded.store).header("longer").length
+    wanted = [answer(loaded, asked(loaded, name), name) for name in ("talk", "longer")]
     assert not same(*wanted)
     seen = []
     for _ in range(KILLS):
-        client.extend("talk", ids, ratio=3, save=True, wait=False)
+        loaded.client.extend("talk", ids, ratio=3, save=True, wait=False)
         time.sleep(moments.uniform(0, took))
-        server.kill()
-        seen.append(lengths.index(ContextStore(server.store).load("talk").header.length))
-        server.start()
-        assert same(answer(server, asked(server, "talk"), "talk"), wanted[seen[-1]])
+        loaded.kill()
+        seen.append(lengths.index(ContextStore(loaded.store).load("talk").header.length))
+        loaded.start()
+        assert same(answer(loaded, asked(loaded, "talk"), "talk"), wanted[seen[-1]])
         if seen[-1]:
-            client.compress("talk", words("talk"), ratio=3, save=True)
-            assert ContextStore(server.store).header("talk").length == old.length
+            loaded.client.compress("talk", words("talk"), ratio=3, save=True)
+            assert ContextStore(loaded.store).header("talk").length == old.length
     print(f"old {seen.count(0)}, new {seen.count(1)}")

@@ -32,8 +32,7 @@ def test_a_context_is_extended_as_in_transformers(made, recipe):
             made.check(answer.outputs[0], result)
         after = made.wait("talk")
         result = result.extend(passage, ratio=3)
-        (answer,) = made.run(asked)
-        made.check(answer.outputs[0], result)
+        made.check_about("talk", result)
         kept = tokens_of(result.packed.layers)
         assert (after["state"], after["recipe"]) == ("ready", recipe)
         assert after["length"] == before["length"] + (number + 1) * len(passage)
@@ -42,8 +41,7 @@ def test_a_context_is_extended_as_in_transformers(made, recipe):
     made.run((passage, extend("talk", into="longer")))
     assert made.wait("longer")["recipe"] == recipe
     for name, want in (("talk", result), ("longer", result.extend(passage, ratio=3))):
-        (answer,) = made.run((made.question(), asking(name)))
-        made.check(answer.outputs[0], want)
+        made.check_about(name, want)
         made.run(([0], params({"delete": name})))
     assert made.usage("kv_cache_usage_perc") == 0
 
@@ -69,8 +67,7 @@ def test_a_context_that_is_extended_stays_within_its_limit(made):
         same = len(tokens_of(ContextStore(made.store).load("talk").layers) & kept) / sizes[-1]
         assert same >= 0.99
         if same == 1:  # answers differ after a tie
-            (answer,) = made.run((made.question(), asking("talk")))
-            made.check(answer.outputs[0], result)
+            made.check_about("talk", result)
     assert sizes[0] <= sizes[1] == sizes[2] == 72 * result.packed.entries().numel()
 
 
@@ -137,8 +134,7 @@ def test_a_passage_that_cannot_follow_is_refused_and_the_context_stays(
     # The reason is listed with the context, which answers as before.
     facts = ("length", "entries", "bytes")
     assert [after["kept"][x] for x in facts] == [before["kept"][x] for x in facts]
-    (answer,) = made.run((made.question(), asking("kept")))
-    made.check(answer.outputs[0], kept)
+    made.check_about("kept", kept)
 
 
 def test_a_context_that_is_being_made_is_not_extended(made, kept):
@@ -147,8 +143,7 @@ def test_a_context_that_is_being_made_is_not_extended(made, kept):
     assert said(one)["state"] == "compressing"
     assert "is being made. Extend it afterwards" in said(other)["reason"]
     assert made.wait("first")["length"] == 2 * len(ids)
-    (answer,) = made.run((made.question(), asking("kept")))
-    made.check(answer.outputs[0], kept)
+    made.check_about("kept", kept)
 
 
 def test_an_aborted_passage_leaves_the_old_context(made):
@@ -163,5 +158,4 @@ def test_an_aborted_passage_leaves_the_old_context(made):
         core.step()
     assert made.wait("after")["state"] == "ready"
     assert made.listing()["kept"] == before
-    (answer,) = made.run((made.question(), asking("kept")))
-    made.check(answer.outputs[0], made.by_transformers(ids))
+    made.check_about("kept", made.by_transformers(ids))

@@ -110,8 +110,7 @@ def test_two_ranks_extend_a_context_as_one_process(two_ranks):
     result = result.from_runs(two_ranks.model, result.prompts, [kept], result.pipeline)
     assert (one["state"], one["entries"]) == ("ready", int(result.packed.entries().sum()))
     assert one["length"] == before["length"] + len(passage)
-    (answer,) = two_ranks.run((two_ranks.question(), asking("talk")))
-    two_ranks.check(answer.outputs[0], result)
+    two_ranks.check_about("talk", result)
 
 
 def test_what_one_rank_cannot_hold_is_refused_and_the_engine_goes_on(two_ranks, big):
