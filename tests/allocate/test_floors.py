@@ -14,8 +14,8 @@ from support.draws import SEEDS, bools, floats, ints, some
 COMPILED = [10**9, 0] if importlib.util.find_spec("numba") else [10**9]
 
 
-def draw_relevance(layers, heads, count, seed, *, ties):
-    rng, shape = torch.Generator().manual_seed(seed), (layers, heads, count)
+def draw_relevance(heads, count, seed, ties):
+    rng, shape = torch.Generator().manual_seed(seed), (2, heads, count)
     if ties:
         relevance = torch.randint(0, 3, shape, generator=rng).double() + 1e-3
     else:
@@ -30,7 +30,7 @@ def draw_relevance(layers, heads, count, seed, *, ties):
 )  # fmt: skip
 def test_candidates_match_the_reference(seed, count, base, alpha, pool, eta, consensus, ties, unit):
     floor = Singleton(alpha=alpha, pool=pool, eta=eta, consensus=consensus)
-    plan, drawn = BudgetPlan(2, 3, count, base, 0), draw_relevance(2, 3, count, seed, ties=ties)
+    plan, drawn = BudgetPlan(2, 3, count, base, 0), draw_relevance(3, count, seed, ties)
     fast, slow = floor.candidates(unit * drawn, plan), floor_candidates(floor, unit * drawn, plan)
     if slow is None:
         assert fast is None
@@ -42,7 +42,7 @@ def test_candidates_match_the_reference(seed, count, base, alpha, pool, eta, con
 
 @given(seed=SEEDS, count=ints(1, 40), base=ints(2, 120), ties=bools())
 def test_candidates_do_not_depend_on_the_unit_of_scores(seed, count, base, ties):
-    plan, relevance = BudgetPlan(2, 3, count, base, 0), draw_relevance(2, 3, count, seed, ties=ties)
+    plan, relevance = BudgetPlan(2, 3, count, base, 0), draw_relevance(3, count, seed, ties)
     own = Singleton().candidates(relevance, plan)
     # Powers of two, which cause no rounding.
     for unit in (2**-6, 2**6):
@@ -64,7 +64,7 @@ def test_realize_matches_the_reference_and_respects_its_caps(
     floor = Singleton(alpha=alpha, head_cap=head_cap)
     rng = torch.Generator().manual_seed(seed)
     quota = torch.randint(0, 12, (2, 2), generator=rng) if capped else None
-    wanted = draw_relevance(2, 2, count, seed, ties=ties)
+    wanted = draw_relevance(2, count, seed, ties)
     wanted[torch.rand(wanted.shape, generator=rng) < 0.4] = -torch.inf
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("gracekv.allocate.singleton._COMPILED", compiled)

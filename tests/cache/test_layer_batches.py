@@ -12,8 +12,8 @@ from gracekv.precision import base as precision
 from gracekv.testing import synthetic_prefill
 
 
-def entries(count, heads=2):
-    states = torch.randn(heads, count, 4, generator=torch.Generator().manual_seed(count))
+def entries(count):
+    states = torch.randn(2, count, 4, generator=torch.Generator().manual_seed(count))
     return RaggedEntries.dense(states, states + 1)
 
 

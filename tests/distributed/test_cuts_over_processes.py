@@ -11,8 +11,8 @@ from support.draws import SEEDS, bools, floats, some
 from support.thread_exchange import in_threads
 
 
-def own(shard, tensor, dim=1):
-    return None if tensor is None else shard.own_heads(tensor, dim)
+def own(shard, tensor):
+    return None if tensor is None else shard.own_heads(tensor, 1)
 
 
 @given(SEEDS, some([1, 2, 4]), bools(), bools(), floats(0, 1))

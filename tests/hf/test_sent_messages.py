@@ -47,18 +47,13 @@ def agent(model, tokenizer):
     return gracekv.compress(model, prompt, ratio=1)
 
 
-def rendered(tokenizer, messages, tools=TOOLS):
-    text = tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=True
-    )
-    return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
 @pytest.mark.parametrize("messages", [BEGUN, LATER])
 def test_a_history_is_read_as_the_template_shows_it(model, tokenizer, agent, messages):
     with agent.chat() as chat:
         told = chat.send(messages, 6, tools=TOOLS, eos_token_id=1999)
-        ids = rendered(tokenizer, messages)
+        shown = {"tools": TOOLS, "tokenize": False, "add_generation_prompt": True}
+        text = tokenizer.apply_chat_template(messages, **shown)
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
         assert torch.equal(chat._ids[:-6], ids)
         want, logits = steps(model, ids, agent.new_cache(), 6)
         same_greedy(chat._ids[-6:], want, logits)

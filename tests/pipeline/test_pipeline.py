@@ -137,9 +137,9 @@ def test_the_certificate_bounds_every_allocator(recipe: str, ratio: int) -> None
     assert_same_entries(plain, without)
 
 
-def fingerprint(pipeline: Pipeline, prefill: Prefill, ratio: int = 6) -> dict[str, list[float]]:
+def fingerprint(pipeline: Pipeline, prefill: Prefill) -> dict[str, list[float]]:
     """The output of each stage, as comparable numbers."""
-    run = pipeline.run(prefill, Budget.ratio(ratio))
+    run = pipeline.run(prefill, Budget.ratio(6))
     assert run.partition is not None
     assert run.relevance is not None
     assert run.forest is not None

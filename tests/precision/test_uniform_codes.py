@@ -88,10 +88,10 @@ def test_constant_groups_are_exact(seed, dtype, side, bits, size):
         assert torch.equal(got.to(dtype), x)
 
 
-def quantised(layer, region=(3, 40), **fields):
+def quantised(layer, **fields):
     cache = RaggedCache((layer,), 60, (0,) * layer.sequences)
     strategy = UniformPrecision(**{"group": 8, **fields})
-    return strategy(cache, [strategy.widths(layer.positions, Region(*region))]).layers[0]
+    return strategy(cache, [strategy.widths(layer.positions, Region(3, 40))]).layers[0]
 
 
 @settings(max_examples=15)

@@ -10,9 +10,9 @@ from gracekv.prefill.partial_attention import causal_attention
 from support.draws import SEEDS, ints
 
 
-def states(seed, groups=2, heads=4, rows=5, length=9, dim=16, dtype=torch.bfloat16):
+def states(seed, groups=2, heads=4, rows=5, length=9, dtype=torch.bfloat16):
     rng = torch.Generator().manual_seed(seed)
-    shapes = (1, heads, rows, dim), (groups, length, dim), (groups, length, dim)
+    shapes = (1, heads, rows, 16), (groups, length, 16), (groups, length, 16)
     return [torch.randn(shape, generator=rng).to(dtype) for shape in shapes]
 
 

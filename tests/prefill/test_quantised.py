@@ -27,7 +27,8 @@ from support.prompts import random_prompt
 PROMPT = random_prompt(120, (4, 108))
 
 
-def quantise(weight):
+def quantise(linear):
+    weight = linear.weight.detach()
     scale = weight.abs().amax(dim=1, keepdim=True) / 127
     return (weight / scale).round().to(torch.int8), scale
 
@@ -38,7 +39,7 @@ class Eight(torch.nn.Module):
     def __init__(self, linear):
         super().__init__()
         self.in_features, self.bias = linear.in_features, linear.bias
-        weight, self.scale = quantise(linear.weight.detach())
+        weight, self.scale = quantise(linear)
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
 
     def plain(self):
@@ -54,7 +55,7 @@ class Packed(Eight):
     def __init__(self, linear):
         torch.nn.Module.__init__(self)
         self.bias = None if linear.bias is None else linear.bias.detach()
-        weight, scale = quantise(linear.weight.detach())
+        weight, scale = quantise(linear)
         self.register_buffer("qweight", weight.flatten())
         self.register_buffer("scales", scale)
 
@@ -88,8 +89,7 @@ class Scaled(torch.nn.Linear):
     def plain(self):
         return self.weight.float() * self.scale
 
-    def forward(self, x):
-        return torch.nn.functional.linear(x, self.plain().to(x.dtype), self.bias)
+    forward = Eight.forward
 
 
 class Calibrated(Eight):

@@ -19,10 +19,10 @@ def interleaved(rope):
     return Rope(rope.cos, rope.sin, interleaved=True)
 
 
-def pairs(partial, dim=DIM):
+def pairs(partial):
     """A rotation of adjacent features, and the order in which its features form halves."""
-    rope = interleaved(Rope.of_theta(40, int(dim * partial)))
-    return rope, rope.in_halves(dim)[1]
+    rope = interleaved(Rope.of_theta(40, int(DIM * partial)))
+    return rope, rope.in_halves(DIM)[1]
 
 
 @pytest.mark.parametrize("partial", [0.5, 1.0])

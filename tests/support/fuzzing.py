@@ -49,6 +49,6 @@ class Tally:
         )
 
 
-def write_line(tally, page=RESULTS / "fuzz.md"):
+def write_line(tally):
     """Put the test's line on the page, replacing its earlier one."""
-    replace_lines(page, HEAD, [tally.line(commit())])
+    replace_lines(RESULTS / "fuzz.md", HEAD, [tally.line(commit())])

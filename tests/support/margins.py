@@ -19,19 +19,18 @@ LOGITS_OF_30_LAYERS = 5e-3
 SCORES = 1e-5
 
 
-def assert_same_order(got: Tensor, want: Tensor, scores: Tensor, margin: float = SCORES) -> None:
-    """Two orders of the same items have equal scores at each place, up to the margin.
+def assert_same_order(got: Tensor, want: Tensor, scores: Tensor) -> None:
+    """Two orders of the same items have equal scores at each place, up to `SCORES`.
 
     Args:
         got: int64 [..., k], distinct items from first to last.
         want: int64 [..., k].
         scores: [..., N] of the items.
-        margin: relative to the larger score.
     """
     assert got.shape == want.shape
     assert bool((got.sort(-1).values.diff() > 0).all()), "an item occurs twice"
     one, two = scores.double().gather(-1, got), scores.double().gather(-1, want)
-    _assert_ties(one, two, got, want, margin)
+    _assert_ties(one, two, got, want, SCORES)
 
 
 def assert_same_choice(got: Tensor, want: Tensor, scores: Tensor, margin: float = SCORES) -> None:
@@ -132,16 +131,16 @@ def logits_over(result: Any, said: Tensor | None = None) -> Callable[[Tensor], T
     return logits
 
 
-def assert_same_beams(got: Tensor, want: Tensor, result: Any, margin: float = LOGITS) -> None:
+def assert_same_beams(got: Tensor, want: Tensor, result: Any) -> None:
     """Two sets of beams [rows, n]: sequences may differ only at equal sums of log-probabilities.
 
-    The sums are taken over a fresh cache of a `CompressionResult`; `margin` is per token.
+    The sums are over a fresh cache of a `CompressionResult`; `LOGITS` is the margin per token.
     """
     assert got.shape == want.shape
     for one, two in zip(got, want, strict=True):
         if not torch.equal(one, two):
             sums = [_log_probability(result, tokens) for tokens in (one, two)]
-            assert abs(sums[0] - sums[1]) <= margin * len(one), (one, two, sums)
+            assert abs(sums[0] - sums[1]) <= LOGITS * len(one), (one, two, sums)
 
 
 @torch.no_grad()

@@ -15,8 +15,11 @@ from gracekv.tree.engines.reference import ReferenceDistortion
 from support.interval_costs import evaluator_of
 from support.trees import tree_context
 
+# float32 products of exponentials against float64 definitions; about 5e-5 is expected.
+TOLERANCE = 2e-4
 
-def compare(context: TreeContext, distortion: Prototype, tolerance: float) -> None:
+
+def compare(context: TreeContext, distortion: Prototype) -> None:
     """The CPU engines against the definitions, in every head."""
     bounds, slots = context.partition.bounds.tolist(), context.partition.slots
     engines = ("torch", "numba") if context.prefill.softcap is None else ("torch",)
@@ -39,18 +42,17 @@ def compare(context: TreeContext, distortion: Prototype, tolerance: float) -> No
                 for row, (i, j) in enumerate(spans):
                     for k in range(j - i):
                         assert float(costs.prefix[row, k]) == pytest.approx(
-                            want[i, i + k + 1], rel=tolerance, abs=1e-8
+                            want[i, i + k + 1], rel=TOLERANCE, abs=1e-8
                         ), (i, i + k + 1)
                         assert float(costs.suffix[row, k]) == pytest.approx(
-                            want[i + k, j], rel=tolerance, abs=1e-8
+                            want[i + k, j], rel=TOLERANCE, abs=1e-8
                         ), (i + k, j)
 
 
 @settings(max_examples=3)
 @given(seed=st.integers(0, 10_000), group=st.integers(1, 3))
 def test_costs_match_the_definitions(seed: int, group: int) -> None:
-    # float32 products of exponentials against float64 definitions; about 5e-5 is expected.
-    compare(tree_context(seed, group=group, context=30), Prototype(), tolerance=2e-4)
+    compare(tree_context(seed, group=group, context=30), Prototype())
 
 
 def test_every_term_and_option_reaches_the_costs() -> None:
@@ -61,15 +63,15 @@ def test_every_term_and_option_reaches_the_costs() -> None:
         Prototype(evidence_slots=0),
         Prototype(question_probes=2, tail_probes=1, evidence_slots=2, evidence_per_slot=1),
     ):
-        compare(context, distortion, tolerance=2e-4)
+        compare(context, distortion)
     flat = dataclasses.replace(context, rule=PrototypeRule(uniform_base=1.0, multiplicity=False))
-    compare(flat, Prototype(), tolerance=2e-4)
+    compare(flat, Prototype())
 
 
 def test_capped_logits_reach_the_costs() -> None:
     context = tree_context(3, context=24, layers=1)
     capped = dataclasses.replace(context.prefill, softcap=1.5)
-    compare(dataclasses.replace(context, prefill=capped), Prototype(), tolerance=2e-4)
+    compare(dataclasses.replace(context, prefill=capped), Prototype())
     with pytest.raises(BackendUnavailableError, match="does not cap logits"):
         select_engine("numba", torch.zeros(3, 8), softcap=1.5)
 
@@ -96,7 +98,7 @@ def test_a_spike_beside_a_flat_interval_is_not_drowned() -> None:
     query = context.prefill.queries[0][0, -1]
     keys[0][0, context.partition.region.start] = 40 * query / query.norm()
     spiked = dataclasses.replace(context.prefill, keys=tuple(keys))
-    compare(dataclasses.replace(context, prefill=spiked), Prototype(), tolerance=2e-4)
+    compare(dataclasses.replace(context, prefill=spiked), Prototype())
 
 
 def test_numba_without_numba_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

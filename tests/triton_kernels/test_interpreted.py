@@ -8,17 +8,16 @@ import torch
 from hypothesis import given, settings
 
 from gracekv.backends import AttentionSpec, Auto, Triton
-from gracekv.backends.reference import attention
 from gracekv.errors import BackendUnavailableError, ShapeError
-from gracekv.testing.attention import TOLERANCES, attention_problem, check_attention, relative_error
+from gracekv.testing.attention import TOLERANCES, attention_problem, check_attention
 from support.covering import LONG, covering
 from support.draws import SEEDS, bools, ints, lists, some
 
 BACKEND = Triton()
 
 
-def ask(backend, problem):
-    return backend(replace(problem, packed=backend.prepare(problem.packed)))
+def ask(problem):
+    return BACKEND(replace(problem, packed=BACKEND.prepare(problem.packed)))
 
 
 @settings(max_examples=15 if LONG else 6)
@@ -63,7 +62,7 @@ def test_an_empty_tail_changes_nothing():
     problem.mask.fill_(False)
     empty = {name: getattr(problem, name)[:, :, :0] for name in ("keys", "values")}
 
-    assert torch.equal(ask(BACKEND, problem), ask(BACKEND, replace(problem, **empty, mask=None)))
+    assert torch.equal(ask(problem), ask(replace(problem, **empty, mask=None)))
 
 
 def test_a_turn_of_many_tokens_takes_several_query_tiles():
@@ -75,9 +74,7 @@ def test_a_turn_of_many_tokens_takes_several_query_tiles():
 
 @pytest.mark.parametrize("batch", [4, 16, 64])
 def test_every_table_reads_all_entries(batch):
-    problem = attention_problem(7, [260], dim=16, batch=batch)
-    want, _ = attention(problem)
-    assert relative_error(ask(BACKEND, problem), want) <= TOLERANCES[torch.float32]
+    check_attention(BACKEND, attention_problem(7, [260], dim=16, batch=batch))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
@@ -85,12 +82,12 @@ def test_repeats_to_the_bit(dtype):
     problem = attention_problem(
         8, [200, 9, 0, 80], group=3, batch=2, tokens=2, tail=30, dtype=dtype, sequences=2
     )
-    first = ask(BACKEND, problem)
-    assert torch.equal(ask(BACKEND, problem), first)
+    first = ask(problem)
+    assert torch.equal(ask(problem), first)
     # A batch row's result must not depend on the other rows.
     rows = torch.tensor([1, 0])
     flipped = {name: getattr(problem, name).flip(0) for name in ("query", "keys", "values")}
-    assert torch.equal(ask(BACKEND, replace(problem, **flipped, rows=rows)).flip(0), first)
+    assert torch.equal(ask(replace(problem, **flipped, rows=rows)).flip(0), first)
 
 
 def test_masks_of_other_strides_and_of_huge_negative_numbers():
@@ -128,7 +125,7 @@ def test_what_the_kernels_cannot_read_is_refused():
 
 def call(**changes):
     p = attention_problem(13, [9, 4, 3, 6], group=2, batch=2, tail=3, sequences=2)
-    return ask(BACKEND, replace(p, **{name: change(p) for name, change in changes.items()}))
+    return ask(replace(p, **{name: change(p) for name, change in changes.items()}))
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -21,9 +21,9 @@ from support.lean_prefills import without_context_queries
 BLIND = ("key_norm", "key_difference", "lag_relative", "compactor", "expected_attention")
 
 
-def drawn(seed, context=60, dtype=torch.float32, prefix=3):
+def drawn(seed, context=60, dtype=torch.float32):
     return synthetic_prefill(
-        layers=2, kv_heads=2, group=2, dim=8, prefix=prefix, context=context, question=5, tail=3,
+        layers=2, kv_heads=2, group=2, dim=8, prefix=3, context=context, question=5, tail=3,
         seed=seed, dtype=dtype,
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from gracekv.vllm.orders import order_of
 from gracekv.vllm.recording import Recording
 from gracekv.vllm.served_model import ServedModel
 from support.compressing_engine import tokens_of
+from support.prompts import random_prompt
 from support.recording_worker import engine
 
 CPU = torch.device("cpu")
@@ -33,9 +34,8 @@ def served(model):
     return ServedModel.of(engine(model))
 
 
-def prompt(length, start):
-    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length))
-    return gracekv.Prompt.from_ids(ids, (start, length - 1), question_end=length - 1)
+def prompt(start):
+    return random_prompt(90, (start, 89), 89, seed=90)
 
 
 def recorded(served, prefill, order, pieces, begin=0, pool=None):
@@ -56,7 +56,7 @@ def recorded(served, prefill, order, pieces, begin=0, pool=None):
 def test_a_recording_compresses_as_a_capture(model, served, recipe, pieces):
     pipeline = Pipeline.named(recipe)
     everything = gracekv.prefill.Needs(later_queries=True)
-    prefill = capture.capture(model, prompt(90, 5), pipeline.needs() | everything)
+    prefill = capture.capture(model, prompt(5), pipeline.needs() | everything)
     order = order_of({"compress": {"name": "book", "ratio": 3, "recipe": recipe}}, {"start": 5})
     found = recorded(served, prefill, order, pieces).prefill()
     assert found.spans == prefill.spans
@@ -80,7 +80,7 @@ def behind():
 @pytest.fixture
 def shown(model):
     order = order_of({"compress": {"name": "book", "ratio": 3}})
-    return capture.capture(model, prompt(90, 0), gracekv.prefill.Needs(later_queries=True)), order
+    return capture.capture(model, prompt(0), gracekv.prefill.Needs(later_queries=True)), order
 
 
 def test_sizes_are_told_while_a_thread_empties_the_recording(served, shown):
