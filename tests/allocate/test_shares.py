@@ -14,7 +14,6 @@ from gracekv.allocate.plan import equal_shares, largest_remainder
 from gracekv.allocate.reference import adaptive_heads
 from gracekv.errors import BudgetError, ConfigError
 from support.draws import SEEDS, floats, ints, lists, some
-from support.scored_plans import scored_plans
 
 
 # Fewer examples would miss a share that is rounded the wrong way.
@@ -159,6 +158,18 @@ def test_pyramid_by_hand():
     # The first layer cannot hold more than there is; the last one gets the difference.
     short = BudgetPlan(layers=3, heads=2, context=170, total=6 * 120, recent=20)
     assert Pyramid().layer_shares(short) == [150, 100, 50]
+
+
+@st.composite
+def scored_plans(draw):
+    """Scores [L, G, N] and a `BudgetPlan`."""
+    layers, heads, count = (draw(st.integers(1, most)) for most in (3, 4, 20))
+    recent = draw(st.integers(0, 6))
+    base = draw(st.integers(0, layers * heads * count))
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    levels = draw(st.sampled_from([1, 3, 1000]))
+    tokens = torch.randint(0, levels, (layers, heads, count), generator=rng) / levels
+    return tokens, BudgetPlan(layers, heads, count + recent, base + layers * heads * recent, recent)
 
 
 @given(problem=scored_plans(), floor=some([0.0, 0.2, 0.35, 1.0]), rule=some(["mix", "safeguard"]))

@@ -1,16 +1,21 @@
 """Random pipelines at random budgets satisfy the invariants of every compressed cache."""
 
+import dataclasses
+import types
+import typing
 from random import Random
+from typing import Any
 
 import torch
 
 from gracekv.allocate import Budget
 from gracekv.errors import GracekvError
 from gracekv.pipeline import Pipeline
+from gracekv.registry import Configurable, Strategy
+from gracekv.registry.hyperparameter import bounds_of
 from gracekv.testing import synthetic_prefill
 from gracekv.testing.selections import check_forest, check_frontier, check_run
 from support.covering import cases
-from support.random_pipelines import random_pipeline
 
 PIPELINES = cases(60, 10_000)
 # Errors that may refuse a random pipeline, and words of each message.
@@ -19,6 +24,59 @@ REFUSALS = {
     "MissingCaptureError": "has not observed", "NonFiniteError": "beyond 65504",
     "PromptError": "There are no probes", "ShapeError": "do not fit a head dimension",
 }  # fmt: skip
+
+
+def random_pipeline(rng: Random) -> dict[str, Any]:
+    """Plain data of a pipeline, which usually works; sometimes its fields are incompatible."""
+    data = fields_of(Pipeline, rng, depth=0)
+    # Nothing here reads caches, as backends do; tight limits only cost time.
+    for name in ("backend", "keep_all"):
+        data.pop(name, None)
+    return data
+
+
+def fields_of(cls: type[Configurable], rng: Random, depth: int) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    data = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        hint = hints[field.name]
+        stage = isinstance(hint, type) and issubclass(hint, Strategy)
+        # Most fields keep their defaults; stages are drawn.
+        if rng.random() < (0.7 if stage and not depth else 0.2):
+            data[field.name] = value_of(hint, bounds_of(field), rng, depth)
+    return data
+
+
+def value_of(hint: Any, bounds: Any, rng: Random, depth: int) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        inner = [arg for arg in args if arg is not type(None)]
+        return None if rng.random() < 0.3 else value_of(rng.choice(inner), bounds, rng, depth)
+    if origin is typing.Literal:
+        return rng.choice(args)
+    if origin is tuple:
+        return [value_of(args[0], bounds, rng, depth + 1) for _ in range(rng.randint(1, 3))]
+    if isinstance(hint, type) and issubclass(hint, Strategy):
+        # A field may hold a strategy, such as the replay of reference queries.
+        name = rng.choice([x for x in hint.registry if issubclass(hint.registry.get(x), hint)])
+        inside = fields_of(hint.registry.get(name), rng, depth + 1) if depth < 3 else {}
+        return {"name": name, **inside}
+    if isinstance(hint, type) and issubclass(hint, Configurable):
+        return fields_of(hint, rng, depth + 1)
+    if hint is bool:
+        return rng.random() < 0.5
+    low = max(x for x in (bounds and bounds.at_least, bounds and bounds.above, 0) if x is not None)
+    highest = (bounds and bounds.at_most, bounds and bounds.below, low + 8)
+    high = min(x for x in highest if x is not None)
+    if hint is int:
+        value = rng.randint(int(low), max(int(low), int(high)))
+        return value | 1 if bounds and bounds.odd else value
+    if hint is not float:
+        return "x"
+    # An excluded bound is drawn, too, but rarely.
+    ends = [x for x, no in ((low, "above"), (high, "below")) if getattr(bounds, no, None) != x]
+    inside = [*ends, *(rng.uniform(low, high) for _ in range(2))]
+    return rng.choice([low, high]) if rng.random() < 0.1 else rng.choice(inside)
 
 
 def random_prefill(rng):

@@ -9,11 +9,16 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from gracekv.cache import Accounting, Timings
 from gracekv.errors import ReportError
+from gracekv.pipeline.run import CodedRelevance
+from gracekv.prefill import PromptSpans
 from gracekv.report import ReportData, compare, write
+from gracekv.report.data import ReportColumn
+from gracekv.report.entries import KeptEntries
 from gracekv.report.page import default_label, labelled, render
-from support.reports import long_report
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -133,6 +138,57 @@ def test_what_cannot_stand_side_by_side(make, tmp_path, results, answers, messag
     with pytest.raises(ReportError, match=message):
         compare(results(make), tmp_path / "page.html", answers=answers)
     assert not list(tmp_path.iterdir())
+
+
+WORDS = (" the", " rabbit", " ran", " away", ".\n", " because", " it", " was", " late", ",")
+
+
+def long_report(tokens: int, *, layers: int, heads: int, ratio: int) -> ReportData:
+    """Two random columns over a context of `tokens` tokens, as scattered and large as possible.
+
+    In the first one, half of the entries are merged and extend to the next one; the others hold
+    single tokens.
+
+    Args:
+        tokens: N_ctx.
+        layers: L.
+        heads: G.
+        ratio: the context keeps `tokens // ratio` entries in each head.
+    """
+    begin, end = 40, 40 + tokens
+    spans = PromptSpans(begin, end, end + 30, end + 40)
+    made = [column(number, tokens, layers, heads, tokens // ratio) for number in range(2)]
+    words = tuple(WORDS[i * i % 10] for i in range(spans.length))
+    return ReportData("a model", spans, words, tuple(made))
+
+
+def column(number: int, tokens: int, layers: int, heads: int, kept: int) -> ReportColumn:
+    rng = torch.Generator().manual_seed(number)
+    units, begin = layers * heads, 40
+    start = torch.rand(units, tokens, generator=rng).argsort(1)[:, :kept].sort(1).values
+    reach = torch.cat([start[:, 1:], torch.full((units, 1), tokens)], 1)
+    merged = (torch.rand(start.shape, generator=rng) < 0.5) & (number == 0)
+    end = torch.where(merged, reach, start + 1)
+    start, end = start.flatten() + begin, end.flatten() + begin
+    entries = KeptEntries(
+        layers=layers, heads=heads, region=(begin, begin + tokens),
+        offsets=torch.arange(units + 1) * kept, start=start, end=end,
+        multiplicity=1 + 0.7 * (end - start - 1).float(),
+        depth=torch.randint(0, 9, start.shape, generator=rng).to(torch.int16),
+        floor=torch.rand(start.shape, generator=rng) < 0.3,
+    )  # fmt: skip
+    return ReportColumn(
+        label=f"made {number}", pipeline={}, represents="node", entries=entries,
+        slots=torch.arange(begin, begin + tokens + 1, 64),
+        relevance=CodedRelevance.of(torch.rand(layers, heads, tokens - 32, generator=rng) ** 6),
+        curve=None,
+        accounting=Accounting(
+            budget=len(start), spent=len(start), floor_spent=0, recent=32,
+            entries=entries.offsets.diff().view(entries.layers, entries.heads),
+            bytes=256 * len(start), metadata_bytes=8 * len(start), full_bytes=256 * units * tokens,
+        ),
+        timings=Timings(),
+    )  # fmt: skip
 
 
 @pytest.mark.long
