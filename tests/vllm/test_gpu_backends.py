@@ -13,7 +13,7 @@ import torch
 
 from gracekv.errors import ConfigError
 from gracekv.vllm import kv_transfer_config, request
-from support.engine_answers import MARGIN, check_answer
+from support.engine_answers import assert_same_logprobs, check_answer, own_logprobs
 from support.fresh_python import fresh_python
 
 pytestmark = pytest.mark.vllm
@@ -175,11 +175,8 @@ def test_an_engine_answers_as_gracekv(tiny_served, name, eager):
     with pytest.raises(AssertionError):
         check_answer(tiny_served, contexts[0], "Why?", plain)
     asked = request(tiny_served.store, contexts[0], "Why?", tiny_served.tokenizer).prompt_ids
-    ids = torch.tensor([[*asked, *plain.token_ids[:-1]]])
-    with torch.inference_mode():
-        logprobs = tiny_served.model(ids).logits[0, len(asked) - 1 :].float().log_softmax(-1)
-    own = logprobs.gather(1, torch.tensor(plain.token_ids)[:, None])[:, 0]
-    assert (own - torch.tensor(found["answers"][-1][1])).abs().max() < MARGIN
+    own = own_logprobs(tiny_served.model, list(asked), plain.token_ids, None)
+    assert_same_logprobs(plain, *own, greedy=False)
 
 
 def answer(ids, logprobs):
