@@ -246,12 +246,9 @@ def test_two_threads_do_not_share_a_conversation(model, book):
     assert len(chat.messages) == 2
 
 
-def test_a_template_that_hides_answers_is_refused(model, tokenizer, book):
-    template, tokenizer.chat_template = tokenizer.chat_template, "{{ messages[-1]['content'] }}"
-    try:
-        chat = book.chat()
-        chat.ask("Who fell?", max_new_tokens=2)
-        with pytest.raises(PromptError, match="chat template does not show"):
-            chat.ask("Why?")
-    finally:
-        tokenizer.chat_template = template
+def test_a_template_that_hides_answers_is_refused(tokenizer, book, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[-1]['content'] }}")
+    chat = book.chat()
+    chat.ask("Who fell?", max_new_tokens=2)
+    with pytest.raises(PromptError, match="chat template does not show"):
+        chat.ask("Why?")

@@ -148,8 +148,7 @@ def test_messages_follow_those_of_the_context_as_the_template_shows_them(name, c
     assert ids == plain_ids(tokenizer, text)
 
 
-def test_a_tool_s_result_follows_a_call_and_the_call_s_own_end():
-    tokenizer = tiny_tokenizer()
+def test_a_tool_s_result_follows_a_call_and_the_call_s_own_end(tokenizer):
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls"
         " %}{{ raise_exception('no call') }}{% endif %}<|user|>{{ m.content or 'search' }}"
@@ -175,9 +174,8 @@ TOLD.append({"role": "tool", "content": "A cat."})
 
 @pytest.mark.parametrize("wrote", ['{"for": "a cat"}<s>', "(its own way)<s>", "(its own way)"])
 @pytest.mark.parametrize("tools", [None, [{"call": '{"for": <what>}<s>'}]])
-def test_a_call_that_nothing_follows_may_be_shown_with_more(tools, wrote):
+def test_a_call_that_nothing_follows_may_be_shown_with_more(tools, wrote, tokenizer):
     """As in Qwen 3: with a thought, so that the two renderings differ before the call."""
-    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{{ tools[0].call if tools }}{% for m in messages %}<|user|>{{ '(thought)' if loop.last "
         "and m.tool_calls }}{{ m.content or m.tool_calls[0].function.arguments | tojson + '<s>' }}"
@@ -195,8 +193,7 @@ def test_a_call_that_nothing_follows_may_be_shown_with_more(tools, wrote):
      "for=a cat"),
     ("{{ m.tool_calls[0].function.arguments + '.' }}", '{"for": "a cat"}.'),
 ])  # fmt: skip
-def test_arguments_may_come_as_json(show, shown):
-    tokenizer = tiny_tokenizer()
+def test_arguments_may_come_as_json(show, shown, tokenizer):
     tokenizer.chat_template = "{% for m in messages %}<|user|>{% if m.content %}{{ m.content }}"
     tokenizer.chat_template += "{% else %}" + show + "{% endif %}<|end|>{% endfor %}" + OPENS
     prompt = Prompt.from_messages(tokenizer, TOLD)
@@ -228,8 +225,7 @@ def test_a_text_keeps_its_own_last_end_token():
     assert BYTES.decode(Prompt.from_chat(BYTES, context=text, template=False).ids) == text
 
 
-def test_what_the_model_wrote_of_an_answer_s_end_is_not_read_again():
-    tokenizer = tiny_tokenizer()
+def test_what_the_model_wrote_of_an_answer_s_end_is_not_read_again(tokenizer):
     tokenizer.chat_template = EACH + SHOWN.replace("<|end|>", "</s><|end|>") + OPENS
     said = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Alice"}]
     for end, rest in (("</s>", ""), ("", "</s>")):

@@ -42,11 +42,9 @@ def captured(model, prompt):
         before.append(key[0])
         return own(query, key, *args, **kwargs)
 
-    module.apply_rotary_pos_emb = listening
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "apply_rotary_pos_emb", listening)
         return capture(model, prompt, options=BEYOND), before, own
-    finally:
-        module.apply_rotary_pos_emb = own
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
