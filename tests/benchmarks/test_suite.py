@@ -89,8 +89,8 @@ def test_tasks_weigh_the_same_and_methods_share_prompts(suite):
         for index, score in enumerate(found)
     ]
     found = suite.make_tables(rows, log_kl, made.ours)
-    means = [line.split(" | ")[1:] for line in suite.tables.means(
-        found, (made.ours, "other"), log_kl, made).splitlines()[2:]]  # fmt: skip
+    table = suite.tables.means(found, (made.ours, "other"), log_kl, made)
+    means = [line.split(" | ")[1:] for line in table.splitlines()[2:]]
     ours, other = (float(cells[0].strip(" |")) for cells in means)
     text = suite.tables.differences(rows, found, log_kl, made, made.ours)
     gap = float(text.split("| other | ")[1].split(" [")[0])

@@ -118,13 +118,12 @@ def test_keys_move_in_the_text(page, data):
 
 
 def test_everything_is_reached_by_the_tab_key(page):
+    focused = "(document.activeElement.id || document.activeElement.className)"
+    focused += " + (document.activeElement.value ?? '')"
     reached = []
     for _ in range(30):
         page.keyboard.press("Tab")
-        reached.append(page.evaluate(
-            "(document.activeElement.id || document.activeElement.className)"
-            " + (document.activeElement.value ?? '')"
-        ))  # fmt: skip
+        reached.append(page.evaluate(focused))
     names = " ".join(reached)
     for control in ("skip", "head", "layer", "left", "right", "slots", "query", "cell", "words"):
         assert control in names, control

@@ -84,10 +84,8 @@ def compactor(prefill, sinks=8, chunk=13, blending=0.5, ridge=1e-2):
     for layer in range(2):
         leverage, drawn_to = [], []
         for head in range(2):
-            plain = torch.stack(
-                [prefill.rope.unrotate(prefill.keys[layer][head, t].float(), torch.tensor(t))
-                 for t in at]
-            ).double()  # fmt: skip
+            keys, rope = prefill.keys[layer][head].float(), prefill.rope
+            plain = torch.stack([rope.unrotate(keys[t], torch.tensor(t)) for t in at]).double()
             plain = plain - plain.mean(0)
             inverse = torch.linalg.inv(plain.T @ plain + ridge * torch.eye(8, dtype=torch.float64))
             leverage.append([float(k @ inverse @ k) for k in plain])

@@ -43,8 +43,8 @@ def recorded(served, prefill, order, pieces, begin=0, pool=None):
     made = Recording(order, prefill.spans.length, served, CPU, pool)
     for start, end in itertools.pairwise([begin, *pieces, prefill.spans.length]):
         for layer in range(prefill.layers):
-            parts = [x[layer][:, start:end].transpose(0, 1).clone()
-                     for x in (prefill.queries, prefill.keys, prefill.values)]  # fmt: skip
+            states = prefill.queries[layer], prefill.keys[layer], prefill.values[layer]
+            parts = [x[:, start:end].transpose(0, 1).clone() for x in states]
             made.add(layer, start, *parts, prefill.scale)
             for part in parts:
                 part.fill_(torch.nan)  # as engines reuse their memory
