@@ -23,9 +23,11 @@ gc.disable()
 
 # torch's first call exceeds hypothesis's deadline, and our tests do not measure time.
 settings.register_profile(
-    "gracekv", deadline=None, max_examples=200 if LONG else 20,
+    "gracekv",
+    deadline=None,
+    max_examples=200 if LONG else 20,
     suppress_health_check=[HealthCheck.too_slow],
-)  # fmt: skip
+)
 settings.load_profile("gracekv")
 
 

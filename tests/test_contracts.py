@@ -50,10 +50,12 @@ class Spoiled(Scorer):
 
 FAULTS = {"draws": lambda _: torch.rand(1), "writes": lambda prefill: prefill.keys[0].mul_(1)}
 SPOILED = {
-    "negative": lambda scores: scores - 1, "double": lambda scores: scores.double(),
-    "shape": lambda scores: scores[:1], "random": lambda scores: scores + torch.rand(scores.shape),
+    "negative": lambda scores: scores - 1,
+    "double": lambda scores: scores.double(),
+    "shape": lambda scores: scores[:1],
+    "random": lambda scores: scores + torch.rand(scores.shape),
     "compares": lambda scores: scores / scores.mean(),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

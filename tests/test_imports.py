@@ -152,7 +152,7 @@ def state():
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "torch rng": torch.get_rng_state().tolist(), "python rng": random.getstate(),
         "numpy rng": numpy.random.get_state()[1].tolist(), "filters": list(warnings.filters),
-    }  # fmt: skip
+    }
 
 def changed():
     global before

@@ -19,9 +19,10 @@ from support.draws import SEEDS, floats, ints, lists, some
 # Fewer examples would miss a share that is rounded the wrong way.
 @settings(max_examples=200)
 @given(
-    weights=lists(ints(0, 40), min_size=1, max_size=9).filter(any), total=ints(0, 300),
+    weights=lists(ints(0, 40), min_size=1, max_size=9).filter(any),
+    total=ints(0, 300),
     slack=ints(0, 60),
-)  # fmt: skip
+)
 def test_shares_add_up_stay_below_the_cap_and_near_what_was_wanted(weights, total, slack):
     wanted = [Fraction(total * weight, sum(weights)) for weight in weights]
     cap = -(-total // len(weights)) + slack
@@ -109,9 +110,11 @@ def test_what_limits_take_is_redistributed_in_proportion():
 
 
 @given(
-    weights=lists(ints(1, 1000), min_size=1, max_size=20), least=ints(0, 20),
-    extra=ints(0, 100), share=st.fractions(0, 1),
-)  # fmt: skip
+    weights=lists(ints(1, 1000), min_size=1, max_size=20),
+    least=ints(0, 20),
+    extra=ints(0, 100),
+    share=st.fractions(0, 1),
+)
 def test_one_scale_explains_all_proportional_shares(weights, least, extra, share):
     most = least + extra
     total = len(weights) * least + int(share * len(weights) * extra)

@@ -22,9 +22,11 @@ TWO_REGISTERS = 8
 # Spills without either. The float32 tile takes every available register, and neighbouring sizes
 # spill no less.
 SPILLS = {
-    (256, BF16, 1, 89): TWO_REGISTERS, (128, BF16, 32, 90): TWO_REGISTERS, (128, F32, 32, 89): 24,
+    (256, BF16, 1, 89): TWO_REGISTERS,
+    (128, BF16, 32, 90): TWO_REGISTERS,
+    (128, F32, 32, 89): 24,
     (128, F32, 32, 90): 32,
-}  # fmt: skip
+}
 
 
 def constants_of(dim, tile):

@@ -39,12 +39,14 @@ def test_no_sample_is_in_both_agnostic_halves():
             (task.name, None if given else task.seed, index if given else None)
             for panel in Experiment.load(BENCHMARKS / name).panels
             for task in panel.all_tasks()
-            for given in [task.name in ("ruler:qa_1", "ruler:qa_2", "shared_context:squad")
-                          or task.length is None]
+            for given in [
+                task.name in ("ruler:qa_1", "ruler:qa_2", "shared_context:squad")
+                or task.length is None
+            ]
             for index in range(panel.first, panel.first + panel.samples)
         }
         for name in AGNOSTIC
-    ]  # fmt: skip
+    ]
     assert all(found)
     assert not found[0] & found[1]
 

@@ -17,9 +17,11 @@ safetensors = pytest.importorskip("safetensors.torch")
 FOLDER = Path(__file__).parent / "written_by_0_2_0"
 # Bits of the exact entries and of each coded part, and the format of the file.
 FILES = {
-    "as-it-is": ([], "1"), "uniform": ([4], "2"), "allocated": ([8, 4], "3"),
+    "as-it-is": ([], "1"),
+    "uniform": ([4], "2"),
+    "allocated": ([8, 4], "3"),
     "two-passages": ([8, 8, 4, 4], "4"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FILES)

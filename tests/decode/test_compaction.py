@@ -54,9 +54,10 @@ def test_short_runs_stay_whole():
 
 
 @given(
-    tail=lists(tuples(some(["user", "assistant"]), ints(1, 200))), recent=ints(0, 5),
+    tail=lists(tuples(some(["user", "assistant"]), ints(1, 200))),
+    recent=ints(0, 5),
     keep=some([(), ("user",), ("assistant", 2), (0, 1)]),
-)  # fmt: skip
+)
 def test_runs_hold_older_messages_once_and_in_order(tail, recent, keep):
     runs = gracekv.Compaction(after=100, ratio=4, recent=recent, keep=keep).runs(tail, 0)
     older = tail[: max(0, len(tail) - recent)]

@@ -34,9 +34,11 @@ def printed(reader, tiny):
     command = [sys.executable, "-m", "torch.distributed.run", "--master-port", free_port()]
     run = subprocess.run(
         [*command, option, "2", name, "tiny"],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}, cwd=reader,
-        capture_output=True, timeout=240,
-    )  # fmt: skip
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        cwd=reader,
+        capture_output=True,
+        timeout=240,
+    )
     assert run.returncode == 0, run.stderr.decode()[-3000:]
     return run.stdout.decode()
 

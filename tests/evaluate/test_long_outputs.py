@@ -14,13 +14,14 @@ TASK = "long_output:countdown"
 TRACE = "\n".join(f"{n} + {n} = {2 * n}" for n in range(30))
 RECORDS = {
     "path_traversal": {
-        "question_repr": ["Aba", "Bab"], "context_nl": "Aba leads to Bab.",
+        "question_repr": ["Aba", "Bab"],
+        "context_nl": "Aba leads to Bab.",
         "answer_nl": "From Aba, take a bus to Bab.",
     },
     "countdown": {"nums": [1, 2], "target": 3, "demonstration": TRACE},
     "tom_tracking": {"story": "Step 0: none.", "question": "Where?", "solution": "- Step 0: here"},
     "pseudo_to_code": {"pseudocode_lines": ["print"], "code_lines": ["int main() {", "}"]},
-}  # fmt: skip
+}
 PROMPTS = {
     "path_traversal": "Rules. {city_context}\n\nNow find the route from {src_city} to {dst_city}.",
     "countdown": "Rules. {demonstration}\n\n[Problem]\nNumbers: {nums}\nTarget: {target}",

@@ -57,9 +57,11 @@ def published(K, V, Q, indices, least, most, iterations):
 
 @settings(max_examples=10)
 @given(
-    seed=st.integers(0, 2**16), group=st.integers(1, 3), ratio=st.sampled_from([1.5, 3, 6]),
+    seed=st.integers(0, 2**16),
+    group=st.integers(1, 3),
+    ratio=st.sampled_from([1.5, 3, 6]),
     bounds=st.sampled_from([(math.exp(-3), math.exp(3), 2), (1e-12, math.exp(7), 0)]),
-)  # fmt: skip
+)
 @example(seed=776, group=1, ratio=1.5, bounds=(math.exp(-3), math.exp(3), 2))
 def test_equals_the_public_formulas(seed, group, ratio, bounds):
     prefill = read(seed, group)

@@ -220,10 +220,12 @@ def test_budgets_are_for_the_passage_alone(model):
     units = book.accounting.entries.numel()
     entry = 2 * book.packed.layers[0].keys[0].nbytes
     for amount, entries in [
-        ({"ratio": 2}, units * 40), ({"compression_ratio": 0.75}, units * 20),
-        ({"entries_per_head": 10}, units * 10), ({"kv_bytes": units * 15 * entry}, units * 15),
+        ({"ratio": 2}, units * 40),
+        ({"compression_ratio": 0.75}, units * 20),
+        ({"entries_per_head": 10}, units * 10),
+        ({"kv_bytes": units * 15 * entry}, units * 15),
         ({"budget": Budget.ratio(8)}, units * 10),
-    ]:  # fmt: skip
+    ]:
         longer = book.extend(PASSAGE, **amount)
         assert longer.accounting.budget - book.accounting.budget == entries
         assert longer.accounting.spent - book.accounting.spent == entries

@@ -56,10 +56,12 @@ def test_codes_stay_and_budgets_are_in_bytes(name, tail, dtype):
 
 @settings(max_examples=12)
 @given(
-    name=some(sorted(CODED)), backend=some(["auto", "numba", "sdpa", "eager"]),
-    first=ints(20, END), tokens=some([1, 6]),
+    name=some(sorted(CODED)),
+    backend=some(["auto", "numba", "sdpa", "eager"]),
+    first=ints(20, END),
+    tokens=some([1, 6]),
     passages=lists(tuples(ints(1, 60), floats(1, 4)), min_size=1, max_size=3),
-)  # fmt: skip
+)
 def test_decoding_reads_what_the_codes_say(model, name, backend, first, passages, tokens):
     prompt = book_prompt((4, first))
     result = gracekv.compress(model, prompt, ratio=2, pipeline=CODED[name], backend=backend)

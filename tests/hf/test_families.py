@@ -20,12 +20,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::gracekv.errors.LengthWarning")
 
 # The families as they are by default: `test_model_families`.
 CASES = {
-    "llama linear": {"rope": "linear"}, "llama dynamic within its length": {"rope": "dynamic"},
+    "llama linear": {"rope": "linear"},
+    "llama dynamic within its length": {"rope": "dynamic"},
     "llama dynamic beyond its length": {"rope": "dynamic", "positions": 100},
     "llama llama3": {"rope": "llama3", "bias": True},
     "llama yarn": {"rope": "yarn", "original": 1024},
     "llama longrope short": {"rope": "longrope", "original": 2048},
-    "llama longrope long": {"rope": "longrope"}, "llama one KV head": {"kv_heads": 1},
+    "llama longrope long": {"rope": "longrope"},
+    "llama one KV head": {"kv_heads": 1},
     "mistral in its window": {"family": "mistral", "window": 170},
     "mistral yarn": {"family": "mistral", "rope": "yarn", "original": 1024, "kv_heads": 4},
     "qwen2 beyond its window": {"family": "qwen2", "window": 100, "layers": 3},
@@ -36,7 +38,7 @@ CASES = {
     "phi3 longrope long": {"family": "phi3", "rope": "longrope"},
     "phi3 longrope partial": {"family": "phi3", "rope": "longrope", "partial": 0.5},
     "gemma dim 256": {"family": "gemma", "dim": 256, "heads": 2, "kv_heads": 1},
-}  # fmt: skip
+}
 
 
 def make(case):

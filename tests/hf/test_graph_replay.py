@@ -244,9 +244,10 @@ def test_what_is_replayed(model, monkeypatch):
         assert not graph_replay.suits(model, cache, 64, options), options
     rope, offloaded = model.config.rope_parameters, [torch.empty(0, device="meta")]
     for there, name, value in (
-        (rope, "rope_type", "dynamic"), (rope, "rope_type", "longrope"),
+        (rope, "rope_type", "dynamic"),
+        (rope, "rope_type", "longrope"),
         (vars(model), "parameters", lambda: offloaded),
-    ):  # fmt: skip
+    ):
         with monkeypatch.context() as patch:
             patch.setitem(there, name, value)
             assert not graph_replay.suits(model, cache, 64, {}), value

@@ -117,9 +117,10 @@ def test_masks_are_checked_where_the_model_prepares_its_own(family):
         model.generate(ids, attention_mask=ones, past_key_values=batch.new_cache())
     hidden = torch.cat([ones[:1, :9], 0 * ones[:1, :9], ones[:1, :52]], dim=1)
     for x, mask, reason in (
-        (batch, ones, "not hide the padding"), (batch, ones[:, :69], "up to position 68"),
+        (batch, ones, "not hide the padding"),
+        (batch, ones[:, :69], "up to position 68"),
         (one, hidden, "hides tokens of the compressed prompt"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(CacheError, match=reason):
             model(ids[: len(mask), -1:], attention_mask=mask, past_key_values=x.new_cache())
     # Cuts of a limit know which tokens are padding without such a mask.

@@ -78,8 +78,9 @@ def emptied(model):
 
 def test_weights_that_come_and_go_are_called_and_have_no_marks():
     model = emptied(tiny_llama())
-    one, other = (gracekv.compress(x, PROMPT, ratio=4, pipeline="gracekv")
-                  for x in (model, tiny_llama()))  # fmt: skip
+    one, other = (
+        gracekv.compress(x, PROMPT, ratio=4, pipeline="gracekv") for x in (model, tiny_llama())
+    )
     assert one.accounting.entries.equal(other.accounting.entries)
     assert "weights" not in gracekv.prefill.fingerprint.fingerprint(model)
 

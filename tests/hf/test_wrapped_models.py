@@ -26,9 +26,11 @@ def llama():
 def lora():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM",
+        r=4,
+        target_modules=["q_proj", "v_proj", "o_proj"],
+        task_type="CAUSAL_LM",
         init_lora_weights=False,
-    )  # fmt: skip
+    )
     return peft.get_peft_model(llama(), config).eval()
 
 

@@ -158,9 +158,11 @@ def test_mixed_precision_is_that_of_hf(own, made):
     mixed._loglikelihood_tokens([(None, list(range(5, 105)), [7])])
     assert [x.packed.layers[0].dtype for x in made] == [torch.bfloat16] * 2
     large = type(own)(
-        tiny_llama(vocabulary=2000, dim=32), tokenizer=own.tokenizer, **ARGUMENTS,
+        tiny_llama(vocabulary=2000, dim=32),
+        tokenizer=own.tokenizer,
+        **ARGUMENTS,
         mixed_precision_dtype="bfloat16",
-    )  # fmt: skip
+    )
     assert gracekv.recipes.label(large._pipeline) == "gracekv-agnostic-allocated"
 
 

@@ -126,8 +126,10 @@ def test_queries_that_are_computed_again_leave_those_of_the_prompts_end():
     held = torch.arange(169, 201)
     # As after a capture for another recent window: the fit's own queries are missing.
     other = dataclasses.replace(
-        full, queries=tuple(x[:, held] for x in prefill.queries), query_positions=held,
+        full,
+        queries=tuple(x[:, held] for x in prefill.queries),
+        query_positions=held,
         query_source=lambda view, at, layers: [x[:, at] for x in prefill.queries],
-    )  # fmt: skip
+    )
     got, want = (pipeline.run(x, budget).cache.layers for x in (other, full))
     assert [x.kv_bytes for x in got] == [x.kv_bytes for x in want]

@@ -71,9 +71,11 @@ def bisected(scores, mean_bits):
 
 @settings(max_examples=40)
 @given(
-    seed=SEEDS, count=ints(1, 60), spread=some([0.1, 1.5, 4.0]),
+    seed=SEEDS,
+    count=ints(1, 60),
+    spread=some([0.1, 1.5, 4.0]),
     mean=some([0.3, 1.0, 2.0, 5.0, 9.0, 16.0]),
-)  # fmt: skip
+)
 def test_gives_what_the_published_solver_gives(seed, count, spread, mean):
     rng = torch.Generator().manual_seed(seed)
     scores = (spread * torch.randn(2 * count, generator=rng).double()).exp()

@@ -72,9 +72,11 @@ def test_a_chat_prompt_is_cut_where_the_texts_meet(slow):
     )  # fmt: skip
 
     assert pieces(prompt, tokenizer) == [
-        "<s><|user|>\nRead this:\n\n", "The code of room seven is 419.", "\n\nWhat is the code?",
+        "<s><|user|>\nRead this:\n\n",
+        "The code of room seven is 419.",
+        "\n\nWhat is the code?",
         "<|end|>\n<|assistant|>\nThe code is",
-    ]  # fmt: skip
+    ]
     assert tuple(pieces(prompt, tokenizer)) == prompt.parts
     assert prompt.ids.tolist().count(tokenizer.bos_token_id) == 1
 

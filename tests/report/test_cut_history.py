@@ -111,9 +111,11 @@ def test_a_cache_of_another_result_is_refused(book, tmp_path, other):
 
 def test_quantised_and_loaded_results_report_their_own_caches(book, tmp_path):
     quantised = gracekv.compress(
-        book.model, book.prompt, kv_bytes=book.accounting.bytes,
+        book.model,
+        book.prompt,
+        kv_bytes=book.accounting.bytes,
         pipeline="gracekv-agnostic-allocated",
-    )  # fmt: skip
+    )
     assert quantised.packed.layers[-1].coded
     cache, _ = written(quantised, Limit(**{**SMALL, "entries_per_head": 400}, history=True))
     quantised.report(tmp_path / "quantised.html", cache=cache)

@@ -12,9 +12,11 @@ from gracekv.tree.tree_batch import TreeBatch, Workspace
 
 
 def evaluator_of(
-    context: TreeContext, engine: Engine, distortion: Prototype | None = None,
+    context: TreeContext,
+    engine: Engine,
+    distortion: Prototype | None = None,
     layers: Sequence[int] | None = None,
-) -> tuple[DistortionEvaluator, TreeBatch]:  # fmt: skip
+) -> tuple[DistortionEvaluator, TreeBatch]:
     """The evaluator for some layers of `context` (None: all), and their trees."""
     layers = list(range(context.prefill.layers)) if layers is None else layers
     batch = TreeBatch.of(context, layers)

@@ -34,9 +34,10 @@ def layer_of(
         keys=torch.randn(total, dim, generator=rng).to(device, dtype),
         values=torch.randn(total, dim, generator=rng).to(device, dtype),
         positions=torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]).to(device),
-        log_multiplicity=(torch.rand(total, generator=rng) * 2).to(device), offsets=offsets(counts),
+        log_multiplicity=(torch.rand(total, generator=rng) * 2).to(device),
+        offsets=offsets(counts),
         sequences=sequences,
-    )  # fmt: skip
+    )
 
 
 def quantised(

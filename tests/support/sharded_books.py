@@ -83,12 +83,13 @@ def facts(result):
     """The entries of a result, as plain data."""
     kept = result.accounting
     return {
-        "positions": positions(result.packed), "ids": result.generate_ids(TOKENS).tolist(),
+        "positions": positions(result.packed),
+        "ids": result.generate_ids(TOKENS).tolist(),
         "entries": kept.entries.tolist(),
         "numbers": [kept.budget, kept.spent, kept.bytes, kept.full_bytes, kept.spent_bytes],
         "widths": [[share.bits, share.entries, share.bytes] for share in kept.widths],
         "kept": dict(kept.other_bytes),
-    }  # fmt: skip
+    }
 
 
 def book_facts(model, path: Path):

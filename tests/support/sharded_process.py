@@ -100,10 +100,12 @@ def message(call):
 def findings(folder, ranks):
     """Start `ranks` processes in `folder`; returns the findings of each."""
     variables = {
-        "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(gracekv.__file__).parents[1]), *sys.path]),
-    }  # fmt: skip
+    }
     command = [sys.executable, __file__, str(folder)]
     started = subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
     try:

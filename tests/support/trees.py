@@ -28,10 +28,12 @@ def tree_context(
     return TreeContext(
         prefill=prefill,
         partition=Partition(torch.tensor(sorted({region.start, region.end, *cuts}))),
-        scores=tokens.to(device), seed_scores=tokens.mean((0, 1)).to(device),
-        sensitivity=(torch.rand(layers, 2, generator=rng) + 0.5).to(device), rule=PrototypeRule(),
+        scores=tokens.to(device),
+        seed_scores=tokens.mean((0, 1)).to(device),
+        sensitivity=(torch.rand(layers, 2, generator=rng) + 0.5).to(device),
+        rule=PrototypeRule(),
         curvature=torch.rand(prefill.spans.length, generator=rng).to(device),
-    )  # fmt: skip
+    )
 
 
 def in_slots(context: TreeContext, size: int) -> TreeContext:

@@ -32,12 +32,14 @@ def test_shapes_and_layouts(dim, group, block, layout, dtype):
 
 @settings(max_examples=12 if LONG else 5)
 @given(
-    seed=SEEDS, group=ints(1, 7), layout=some(LAYOUTS),
+    seed=SEEDS,
+    group=ints(1, 7),
+    layout=some(LAYOUTS),
     lengths=lists(ints(0, 90), min_size=4, max_size=4),
     requests=lists(
         tuples(some(["a", "b", None]), ints(0, 60), ints(1, 40)), min_size=1, max_size=5
     ),
-)  # fmt: skip
+)
 def test_any_step(seed, lengths, requests, group, layout):
     contexts = {"a": lengths[:2], "b": lengths[2:]}
     # The first request has a context, as otherwise nothing is planned.

@@ -44,10 +44,12 @@ def test_probabilities_match_the_definition(seed, kv_heads, group, dtype, probes
 
 
 @given(
-    seed=SEEDS, bounds=tuples(ints(0, 33), ints(0, 33)).map(sorted),
+    seed=SEEDS,
+    bounds=tuples(ints(0, 33), ints(0, 33)).map(sorted),
     probes=lists(ints(0, 33), min_size=1, max_size=6, unique=True),
-    power=some([1.0, 2.0, 3.0]), maximum=bools(),
-)  # fmt: skip
+    power=some([1.0, 2.0, 3.0]),
+    maximum=bools(),
+)
 def test_attention_sums_match_the_definition(seed, bounds, probes, power, maximum):
     prefill, region = small(seed), Region(bounds[0], bounds[1] + 1)
     weights = torch.rand(len(probes), generator=torch.Generator().manual_seed(seed))

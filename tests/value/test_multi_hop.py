@@ -62,9 +62,10 @@ def test_a_head_that_ignores_the_region_adds_nothing_but_the_hops():
 
 
 @given(
-    scores=lists(ints(0, 5), min_size=1, max_size=12), mass=some([0.1, 0.5, 0.9, 1.0]),
+    scores=lists(ints(0, 5), min_size=1, max_size=12),
+    mass=some([0.1, 0.5, 0.9, 1.0]),
     limit=ints(1, 12),
-)  # fmt: skip
+)
 def test_seeds_equal_the_reference(scores, mass, limit):
     # Small integers tie often, and their sums are exact on both sides.
     chosen = select_seeds(torch.tensor(scores, dtype=torch.float32), mass, limit)
