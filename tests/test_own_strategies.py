@@ -238,7 +238,6 @@ def test_fields_named_as_what_the_stage_calls_are_refused(registry, base, field)
         registry.register("odd")(type("Odd", (base,), annotated))
 
 
-@SCORERS.register("of_two_types")
 @dataclass(frozen=True)
 class OfTwoTypes(Scorer):
     """Lengths of keys in some layers."""
@@ -252,15 +251,8 @@ class OfTwoTypes(Scorer):
         return capture.keys[:, region.start : region.end].float().norm(dim=-1)
 
 
-SCORERS._classes.pop("of_two_types")
-
-
-@pytest.fixture
-def two_types():
-    SCORERS._classes["of_two_types"] = OfTwoTypes
-
-
-def test_fields_of_two_types_are_checked_and_come_back_from_a_file(two_types, tmp_path):
+def test_fields_of_two_types_are_checked_and_come_back_from_a_file(tmp_path):
+    SCORERS.register("of_two_types")(OfTwoTypes)
     for field, wrong, said in [
         ("power", -3, "a whole number > 0; got -3. Or: "),
         ("power", "two", "takes a number > 0; got 'two'"),

@@ -10,21 +10,13 @@ from support.fresh_python import fresh_python
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 
-def words(out, *options):
-    return [str(SCRIPT), "--device", "cpu", "--geometry", "tiny", "--out", str(out), *options]
-
-
-def written(out):
-    """Finished rows and page."""
+def run(out, *options):
+    """Finished rows and page of the script, run as from a bare checkout."""
+    always = ["--device", "cpu", "--geometry", "tiny", "--out", out]
+    fresh_python(SCRIPT, *always, *options, cwd=out, OMP_NUM_THREADS="1")
     lines = (out / "gpu.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines if line.endswith("}")]
     return [row for row in rows if row["status"] != "begun"], (out / "gpu.md").read_text()
-
-
-def run(out, *options):
-    """Rows and page of the script, run as from a bare checkout."""
-    fresh_python(*words(out, *options), cwd=out, OMP_NUM_THREADS="1")
-    return written(out)
 
 
 @pytest.mark.long

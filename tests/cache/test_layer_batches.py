@@ -12,13 +12,10 @@ from gracekv.precision import base as precision
 from gracekv.testing import synthetic_prefill
 
 
-def entries(count):
-    states = torch.randn(2, count, 4, generator=torch.Generator().manual_seed(count))
-    return RaggedEntries.dense(states, states + 1)
-
-
 def test_layers_come_apart_in_memory_of_their_own():
-    layers = [entries(count) for count in (5, 1, 9)]
+    rng = torch.Generator().manual_seed(0)
+    states = [torch.randn(2, count, 4, generator=rng) for count in (5, 1, 9)]
+    layers = [RaggedEntries.dense(x, x + 1) for x in states]
     for layer, own in zip(layers, apart(RaggedEntries.stack(layers), 3), strict=True):
         for name, tensor in layer.tensors().items():
             assert torch.equal(own.tensors()[name], tensor)

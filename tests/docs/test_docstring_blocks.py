@@ -53,16 +53,11 @@ def blocks():
     ]
 
 
-@pytest.fixture
-def names(reader):
-    space = {"__name__": "__main__"}
-    exec(compile(PREAMBLE.read_text(), str(PREAMBLE), "exec"), space)
-    return space
-
-
-def test_blocks_run(names, reader, blocks):
+def test_blocks_run(reader, blocks):
     import yaml
 
+    names = {"__name__": "__main__"}
+    exec(compile(PREAMBLE.read_text(), str(PREAMBLE), "exec"), names)
     (reader / "suite.yaml").write_text(yaml.safe_dump(names["suite"].to_dict()))
     for place, block in blocks:
         if place.partition(":")[0] not in FORMULAS:

@@ -2,9 +2,6 @@
 
 import json
 from random import Random
-from types import SimpleNamespace
-
-import pytest
 
 import gracekv
 from gracekv.errors import PromptError, StoreError
@@ -17,15 +14,6 @@ from support.mutations import JUNK, mutated_bytes
 
 HEADERS = cases(150, 2000)
 SECONDS = 1.0
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    model, tokenizer = tiny_model(vocabulary=500), tiny_tokenizer(vocabulary=500)
-    root = tmp_path_factory.mktemp("store")
-    prompt = gracekv.Prompt.from_chat(tokenizer, context="Alice was tired of sitting. " * 4)
-    export(gracekv.compress(model, prompt, ratio=2), root / "book")
-    return SimpleNamespace(root=root, facts=model_facts(model), tokenizer=tokenizer)
 
 
 def crafted(good, rng):
@@ -49,22 +37,24 @@ def crafted(good, rng):
     return fits, (signed(data) if fits else json.dumps(data))
 
 
-def test_crafted_headers_are_refused(served, tally):
-    path = served.root / "book" / "header.json"
-    good = path.read_text(encoding="utf-8")
-    want = ContextStore(served.root).header("book")
+def test_crafted_headers_are_refused(tmp_path, tally):
+    model, tokenizer = tiny_model(vocabulary=500), tiny_tokenizer(vocabulary=500)
+    prompt = gracekv.Prompt.from_chat(tokenizer, context="Alice was tired of sitting. " * 4)
+    path = export(gracekv.compress(model, prompt, ratio=2), tmp_path / "book") / "header.json"
+    good, facts_of_model = path.read_text(encoding="utf-8"), model_facts(model)
+    want = ContextStore(tmp_path).header("book")
     for seed in range(HEADERS):
         fits, text = crafted(good, Random(seed))
         path.write_text(text, encoding="utf-8")
-        store = ContextStore(served.root, model=served.facts)
+        store = ContextStore(tmp_path, model=facts_of_model)
         try:
             with tally:
                 header = store.admit({"gracekv": "book"})
                 store.load("book")
-                request(store, "book", "Who is tired?", served.tokenizer)
+                request(store, "book", "Who is tired?", tokenizer)
         except (StoreError, PromptError) as error:
             said = str(error)
-            short = len(said) < 1000 and str(served.root) not in said
+            short = len(said) < 1000 and str(tmp_path) not in said
             tally.add("refused" if short else f"refused with too much: {said}")
             continue
         # A header with a forged checksum may have other text, but never other entries.

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from random import Random
 
-import pytest
-
 from gracekv.errors import ConfigError
 from gracekv.evaluate import Experiment
 from gracekv.evaluate.formats import FORMATS, footer
@@ -22,29 +20,6 @@ CASES = cases(120, 2000)
 METHODS = ("fullkv", "gracekv", "snapkv")
 
 
-@pytest.fixture(scope="module")
-def experiment():
-    panel = {"tasks": ["ruler:vt"], "methods": METHODS, "ratios": [2], "lengths": [1024]}
-    return Experiment.from_dict({"model": "tiny", "samples": 3, **panel})
-
-
-@pytest.fixture(scope="module")
-def rows():
-    """Rows of three methods, with every field that rows can hold."""
-    costs = {
-        "entries": {"spent": 10, "full": 40}, "bytes": {"kv": 10, "full_kv": 40},
-        "construction_seconds": 0.5, "ms_per_token": 3.0, "prediction": "a",
-    }  # fmt: skip
-    found = [
-        row(method, "full" if method == "fullkv" else "2x", index, index / 3, "ruler:vt", **costs)
-        for method in METHODS
-        for index in range(3)
-    ]
-    found[4] |= {"error": {"type": "BudgetError", "message": "small", "where": "at:1"}}
-    found[5] |= {"questions": [{"fidelity": {"kl": 0.1}}, {"fidelity": {"kl": 0.2}}]}
-    return found
-
-
 def use(folder, experiment, rng):
     """Everything that reads rows: the schedule of a resumed run, and tables."""
     rows = read_rows(folder)
@@ -57,7 +32,21 @@ def use(folder, experiment, rng):
             form(make_tables(rows, measure, "gracekv"), measure).encode()
 
 
-def test_crafted_rows_are_refused(rows, experiment, tmp_path, tally):
+def test_crafted_rows_are_refused(tmp_path, tally):
+    panel = {"tasks": ["ruler:vt"], "methods": METHODS, "ratios": [2], "lengths": [1024]}
+    experiment = Experiment.from_dict({"model": "tiny", "samples": 3, **panel})
+    # Rows of three methods, with every field that rows can hold.
+    costs = {
+        "entries": {"spent": 10, "full": 40}, "bytes": {"kv": 10, "full_kv": 40},
+        "construction_seconds": 0.5, "ms_per_token": 3.0, "prediction": "a",
+    }  # fmt: skip
+    rows = [
+        row(method, "full" if method == "fullkv" else "2x", index, index / 3, "ruler:vt", **costs)
+        for method in METHODS
+        for index in range(3)
+    ]
+    rows[4] |= {"error": {"type": "BudgetError", "message": "small", "where": "at:1"}}
+    rows[5] |= {"questions": [{"fidelity": {"kl": 0.1}}, {"fidelity": {"kl": 0.2}}]}
     folder = written(tmp_path / "runs", rows)
     path = Path(folder / "rows-main.jsonl")
     good = path.read_bytes()

@@ -96,21 +96,15 @@ print(model.config._attn_implementation)
     assert run.stdout.split("\n") == [likeliest, answer, answer, "eager", ""]
 
 
-def two_of_one_config():
-    one, other = tiny_llama(), tiny_llama(seed=1)
-    other.config = one.config
-    for module in other.modules():
-        if hasattr(module, "config"):
-            module.config = one.config
-    return one, other
-
-
 def hooks_of(model):
     return list(model.get_decoder()._forward_pre_hooks)
 
 
 def test_models_that_share_a_config_are_attached_and_detached_apart():
-    one, other = two_of_one_config()
+    one, other = tiny_llama(), tiny_llama(seed=1)
+    for module in other.modules():
+        if hasattr(module, "config"):
+            module.config = one.config
     results = [gracekv.compress(model, PROMPT, ratio=2) for model in (one, other)]
     masked = results[1].inputs
     masked["attention_mask"][:, 10] = 0

@@ -21,11 +21,6 @@ def model():
     return llama()
 
 
-@pytest.fixture(scope="module")
-def asked(tokenizer):
-    return gracekv.Prompt.from_chat(tokenizer, context=TEXT, question="Who fell?")
-
-
 BUDGETS = [Budget.ratio(4), Budget.kv_bytes(10**6), Budget.entries_per_head(20)]
 
 
@@ -41,7 +36,8 @@ def test_bits_are_allocated_where_budgets_count_16_bit_numbers(dtype, dim, want)
 
 
 @pytest.mark.parametrize("question", [True, False])
-def test_the_four_defaults(model, prompt, asked, question):
+def test_the_four_defaults(model, tokenizer, prompt, question):
+    asked = gracekv.Prompt.from_chat(tokenizer, context=TEXT, question="Who fell?")
     given = asked if question else prompt
     name = recipes.DEFAULT if question else recipes.DEFAULT_WITHOUT_QUESTION
     by_ratio = gracekv.compress(model, given, ratio=4)

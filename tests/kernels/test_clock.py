@@ -24,15 +24,6 @@ class Event:
         return 1000.0 * (other.at - self.at)
 
 
-@pytest.fixture
-def waits(monkeypatch):
-    waits = []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(Event, "synchronize", lambda self: waits.append(self.at), raising=False)
-    return waits
-
-
 def test_adds_up_by_name_and_leaves_out_what_failed():
     clock = Clock()
     for _ in range(2):
@@ -47,8 +38,11 @@ def test_adds_up_by_name_and_leaves_out_what_failed():
     assert clock.seconds()["score"] > first["score"] > 0
 
 
-def test_waits_for_a_gpu_once_when_the_seconds_are_read(waits):
-    clock = Clock()
+def test_waits_for_a_gpu_once_when_the_seconds_are_read(monkeypatch):
+    clock, waits = Clock(), []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(Event, "synchronize", lambda self: waits.append(self.at), raising=False)
     with clock.time("prefill", GPU):
         for _ in range(2):
             with clock.time("score", GPU):

@@ -42,14 +42,6 @@ def installed(tmp_path_factory):
     return folder / "site"
 
 
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny_llama(vocabulary=2000).save_pretrained(folder)
-    tiny_tokenizer(vocabulary=2000).save_pretrained(folder)
-    return folder
-
-
 def python(code, *argv, site=None, **options):
     """Run `code` in a fresh process."""
     paths = os.pathsep.join(str(path) for path in (ROOT, site) if path is not None)
@@ -83,12 +75,14 @@ def shells(*commands, **options):
 
 
 @pytest.mark.long
-def test_an_installed_plugin_is_known_in_every_process(installed, model_folder, tmp_path):
+def test_an_installed_plugin_is_known_in_every_process(installed, tmp_path):
+    for part in (tiny_llama(vocabulary=2000), tiny_tokenizer(vocabulary=2000)):
+        part.save_pretrained(tmp_path / "model")
     story = tmp_path / "story.txt"
     story.write_text("Alice fell. The rabbit ran. Who sat there? " * 12)
     asked = ["--context", story, "--question", "Who?", "--ratio", 2]
     saved = tmp_path / "saved.gracekv"
-    model = ["--model", model_folder, "--max-new-tokens", 2]
+    model = ["--model", tmp_path / "model", "--max-new-tokens", 2]
     compress = ["compress", *model, *asked, "--pipeline", "rare-tokens", "--save", saved]
     out = shells(["list"], compress, site=installed).stdout
     assert "rare_tokens" in out

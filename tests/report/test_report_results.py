@@ -90,24 +90,14 @@ def test_a_loaded_result_reports_or_says_why_not(model, prompt, tmp_path):
     assert not page.exists()
 
 
-@pytest.fixture
-def run(cli, monkeypatch, model, tmp_path):
-    """Run `gracekv compress` on the tiny model: (exit status, stdout, stderr)."""
+def test_the_command_writes_a_report(cli, monkeypatch, model, tmp_path):
     monkeypatch.setattr("gracekv.hf.smollm2.load_model", lambda name, dtype: (model, Letters()))
-    story = tmp_path / "story.txt"
+    story, page = tmp_path / "story.txt", tmp_path / "new" / "page.html"
     story.write_text(TEXT)
-
-    def run(*argv):
-        always = ["--model", "m", "--context", story, "--question", "Who?", "--max-new-tokens", 6]
-        return cli("compress", *always, *argv)
-
-    return run
-
-
-def test_the_command_writes_a_report(run, tmp_path):
-    status, out, _ = run("--report", tmp_path / "new" / "page.html")
+    asked = ["--model", "m", "--context", story, "--question", "Who?", "--max-new-tokens", 6]
+    status, out, _ = cli("compress", *asked, "--report", page)
     assert status == 0
-    (column,) = header(tmp_path / "new" / "page.html")["columns"]
+    (column,) = header(page)["columns"]
     assert column["answer"] + "\n" == out
 
 

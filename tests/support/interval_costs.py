@@ -46,8 +46,5 @@ def assert_same_costs(
         ours, theirs = getattr(got, name), getattr(want, name)
         if name != "drop":
             ours, theirs = ours[:, :width][valid], theirs[valid]
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=floor, msg=partial(_of, name))
-
-
-def _of(name: str, text: str) -> str:
-    return f"{name}: {text}"
+        said = partial("{}: {}".format, name)
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=floor, msg=said)
