@@ -23,11 +23,9 @@ from gracekv.hf import detach
 from gracekv.testing import synthetic_prefill
 from gracekv.testing.models import tiny_llama, tiny_model, tiny_tokenizer
 
-IDS = torch.arange(90)
-
 
 def prompt() -> Prompt:
-    return Prompt.from_ids(IDS, context=(4, 80))
+    return Prompt.from_ids(torch.arange(90), context=(4, 80))
 
 
 def compress(model: object = None, **options: object) -> object:

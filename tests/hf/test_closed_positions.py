@@ -11,8 +11,7 @@ from gracekv.testing.models import tiny_model
 from support.prompts import WORDS, words_book
 from support.static_tails import steps
 
-IDS = torch.arange(60) * 13 % 97
-PROMPT = gracekv.Prompt.from_ids(IDS, (4, 50))
+PROMPT = gracekv.Prompt.from_ids(torch.arange(60) * 13 % 97, (4, 50))
 SIZES = {"entries_per_head": 80, "every": 16, "window": 8}
 
 

@@ -13,10 +13,9 @@ from support.margins import assert_same_beams
 from support.static_tails import assert_same_answer, prompts, steps
 
 MODEL = {"layers": 2}
-BACKENDS = ["eager", "sdpa", "numba"]
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=["eager", "sdpa", "numba"])
 def result(request, model):
     return gracekv.compress(model, prompts(80)[0], ratio=4, backend=request.param)
 

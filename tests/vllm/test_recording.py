@@ -21,8 +21,6 @@ from support.compressing_engine import tokens_of
 from support.prompts import random_prompt
 from support.recording_worker import engine
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(scope="module")
 def model():
@@ -40,7 +38,7 @@ def prompt(start):
 
 def recorded(served, prefill, order, pieces, begin=0, pool=None):
     """A recording of a prefill with all queries, fed as by an engine."""
-    made = Recording(order, prefill.spans.length, served, CPU, pool)
+    made = Recording(order, prefill.spans.length, served, torch.device("cpu"), pool)
     for start, end in itertools.pairwise([begin, *pieces, prefill.spans.length]):
         for layer in range(prefill.layers):
             states = prefill.queries[layer], prefill.keys[layer], prefill.values[layer]
