@@ -8,7 +8,7 @@ import torch
 
 import gracekv
 from gracekv.cache.quantised import QuantisedEntries
-from gracekv.errors import BackendUnavailableError, BudgetError, SavedCacheError, ShapeError
+from gracekv.errors import BudgetError, SavedCacheError, ShapeError
 from gracekv.pipeline import Pipeline
 from gracekv.testing.models import tiny_llama
 
@@ -125,8 +125,3 @@ def test_what_cannot_work_is_refused_before_the_model_runs(model, monkeypatch):
         gracekv.compress(model, prompt(), ratio=500, pipeline=pipeline())
     with pytest.raises(ShapeError, match="do not fit a head dimension of 16"):
         gracekv.compress(model, prompt(), ratio=2, pipeline=pipeline(group=6))
-
-
-def test_a_backend_without_codes_is_refused(model):
-    with pytest.raises(BackendUnavailableError, match="'triton' cannot run"):
-        gracekv.compress(model, prompt(), ratio=3, pipeline=pipeline(), backend="triton")
