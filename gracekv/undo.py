@@ -36,6 +36,23 @@ def hooked() -> Iterator[list[Any]]:
         yield hooks
 
 
+@contextmanager
+def replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace `module.forward` inside the `with` block, unless it is replaced again meanwhile."""
+    before = vars(module).get("forward")
+
+    def undo() -> None:
+        if vars(module).get("forward") is forward:
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+
+    with undone(undo):
+        module.forward = forward
+        yield
+
+
 class _ProcessSetting:
     """A process-wide setting that `with` blocks in several threads may change at once.
 

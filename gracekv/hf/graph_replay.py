@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from gracekv.hf.input_checks import before_forward, before_masks
 from gracekv.prefill.cache_keyword import NAMES, cache_keyword, given_cache
 from gracekv.prefill.model_layers import own_decoder, rope_parameters
 from gracekv.prefill.options import is_out_of_memory
-from gracekv.undo import undone
+from gracekv.undo import replaced_forward
 
 # Places of the first static tail; each further one is twice as long. Ours.
 _FIRST_CAPACITY = 128
@@ -122,24 +122,13 @@ def replaying(model: Any, cache: GraceCache, max_new_tokens: int) -> Iterator[Gr
 
     Yields `cache` itself if another thread replays steps of the same model.
     """
-    own: Any = None
-    forward: ReplayedForward | None = None
-
-    def undo() -> None:
+    with ExitStack() as stack:
         with _lock:
-            patched = forward is not None and model.__dict__.get("forward") is forward
-            if patched and own is None:
-                del model.forward
-            elif patched:
-                model.forward = own
-
-    with undone(undo):
-        with _lock:
-            own = model.__dict__.get("forward")
-            if not isinstance(own, ReplayedForward):
+            if not isinstance(vars(model).get("forward"), ReplayedForward):
                 forward = ReplayedForward(model, cache, max_new_tokens)
-                model.forward = forward
-        yield cache if forward is None else forward.cache
+                stack.enter_context(replaced_forward(model, forward))
+                cache = forward.cache
+        yield cache
 
 
 @functools.lru_cache(maxsize=32)

@@ -23,7 +23,7 @@ from gracekv.kernels.device import capability
 from gracekv.prefill.attention_patch import AttentionCall, own_thread
 from gracekv.prefill.model_layers import rotary_module
 from gracekv.prefill.spans import first_entries
-from gracekv.undo import undone
+from gracekv.undo import replaced_forward
 
 # Elements of the mask of a second pass, read by every layer, and its fewest and most tokens.
 _MASK, _LEAST, _MOST = 2**25, 128, 1024
@@ -264,9 +264,7 @@ def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> 
             f"{type(decoder).__name__} has no module rotary_emb, so its prompts cannot be read in "
             f"chunks. Use a chunk at least as long as the prompt."
         )
-    before = vars(rotary).get("forward")
-    own = rotary.forward
-    made: dict[Any, Any] = {}
+    own, made = rotary.forward, dict[Any, Any]()
 
     def forward(x: Tensor, position_ids: Tensor, layer_type: Any = None) -> tuple[Tensor, ...]:
         # Layer kinds that rotate differently have their own tables.
@@ -282,13 +280,6 @@ def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> 
             return tuple(part[:, first : last + 1] for part in made[layer_type])
         return tuple(part[:, places.to(part.device)] for part in made[layer_type])
 
-    def undo() -> None:
-        if before is not None:
-            rotary.forward = before
-        elif "forward" in vars(rotary):
-            del rotary.forward
-
-    with undone(undo):
-        # Other threads that run the model use their own rotations.
-        rotary.forward = own_thread(forward, own)
+    # Other threads that run the model use their own rotations.
+    with replaced_forward(rotary, own_thread(forward, own)):
         yield

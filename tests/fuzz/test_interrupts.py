@@ -16,7 +16,7 @@ from gracekv.hf import attach, graph_replay
 from gracekv.prefill.attention_patch import patched_attention
 from gracekv.prefill.partial_attention import rotations
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
-from gracekv.undo import hooked, undone
+from gracekv.undo import hooked, replaced_forward, undone
 from support.covering import LONG, cases
 from support.interrupts import executed_lines, interrupted
 
@@ -160,7 +160,14 @@ def test_interrupts_at_random_lines_harm_nothing(session, tally):
 @pytest.mark.parametrize("action", ["compress_in_chunks", "generate_by_replay"])
 def test_interrupts_where_a_model_is_set_back_harm_nothing(session, action):
     """Every line of code that changes a model and restores it, at its first and last execution."""
-    changes = (patched_attention, rotations, undone, hooked, graph_replay.replaying)
+    changes = (
+        patched_attention,
+        rotations,
+        undone,
+        hooked,
+        replaced_forward,
+        graph_replay.replaying,
+    )
     sources = [inspect.getsourcelines(change.__wrapped__) for change in changes]
     lines = {
         (change.__wrapped__.__code__.co_filename, first + number)
