@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -37,22 +37,6 @@ def together(shard: HeadShard) -> Iterator[HeadShard]:
         if shard.exchange is not None:
             shard.exchange.fail()
         raise
-
-
-def call_facts(
-    prompts: Sequence[Any], pipeline: object, budget: object, **others: object
-) -> dict[str, bytes]:
-    """Arguments that must be equal on all processes, for `HeadShard.agree`.
-
-    Args:
-        prompts: each with `ids` and `spans`.
-        pipeline: the pipeline that compresses them, or None.
-        budget: the budget of each prompt, or None.
-        others: further arguments, by their names in error messages.
-    """
-    given = {"pipeline": pipeline, "budget": budget, **others}
-    shown = b"".join(repr((x.ids.tolist(), x.spans)).encode() for x in prompts)
-    return {"prompt": shown, **{name: repr(value).encode() for name, value in given.items()}}
 
 
 _GOES_ON, _FAILED = 0, 1

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from gracekv.allocate import BudgetPlan
-from gracekv.distributed.agreement import call_facts, in_step
+from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sharding import check_works_sharded, head_shard
 from gracekv.errors import ConfigError, LayerOrderError, PromptError, WholeCacheWarning, expect
 from gracekv.hf.reading import Reading, layer_by_layer
@@ -108,9 +108,8 @@ def capture(
         expect(prompt, Prompt, f"capture takes one {PROMPT}", PromptError)
         expect(options, CaptureOptions, "capture's options are a gracekv.CaptureOptions")
         expect(needs, Needs | None, "capture's needs are a gracekv.prefill.Needs")
-        if shard.ranks > 1:
-            limits = options.chunk, options.memory_limit
-            shard.agree(**call_facts([prompt], None, None, options=limits))
+        facts = prompt.ids.tolist(), prompt.spans
+        shard.agree(prompt=facts, options=(options.chunk, options.memory_limit))
         needs = EVERYTHING if needs is None else needs
         if needs.context_samples and not CaptureSizes.of(model).again:
             # A shorter window samples other positions, which this model cannot run again.

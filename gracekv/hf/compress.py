@@ -15,7 +15,7 @@ from gracekv.allocate import Budget, BudgetOptions, BudgetPlan
 from gracekv.allocate.budget import Number
 from gracekv.backends import BACKENDS, Backend
 from gracekv.decode import Limit
-from gracekv.distributed.agreement import call_facts, in_step
+from gracekv.distributed.agreement import in_step
 from gracekv.errors import CacheError, ConfigError, PromptError, expect
 from gracekv.hf.capture import PROMPT, prefilled_run
 from gracekv.hf.result import BatchResult, CompressionResult
@@ -134,10 +134,10 @@ def compress(
         plans = _checked_plans(model, prompts, prefills, pipe, chosen)
         if capture.stream and prefill is not None:
             raise ConfigError("A prefill holds all layers: leave out prefill, or stream=True.")
-        if shard.ranks > 1:
-            limits = ([x is not None for x in prefills], capture.chunk, capture.memory_limit)
-            others = {"prefill, chunk or memory_limit": limits}
-            shard.agree(**call_facts(prompts, pipe, chosen, **others))
+        limits = [x is not None for x in prefills], capture.chunk, capture.memory_limit
+        others = {"budget": chosen, "prefill, chunk or memory_limit": limits}
+        facts = [(x.ids.tolist(), x.spans) for x in prompts]
+        shard.agree(prompt=facts, pipeline=pipe, **others)
         runs = list[Run]()
         for one, given, plan in zip(prompts, prefills, plans, strict=True):
             if given is None:

@@ -15,7 +15,6 @@ from gracekv.cache.closing import free_reach, known_reach, oldest_position, with
 from gracekv.cache.joining import joined_cache, joined_scores, past_of
 from gracekv.decode import Limit
 from gracekv.decode.cut import entries_within
-from gracekv.distributed.agreement import call_facts
 from gracekv.distributed.sharding import WHOLE, HeadShard, head_shard
 from gracekv.errors import CacheError, expect
 from gracekv.hf.base_result import BaseResult
@@ -64,10 +63,9 @@ def extended_run(
     check_prompt_length(model, length - first, beyond_positions=capture.beyond_positions)
     check_extends(model)
     shard = head_shard(model)
-    if shard.ranks > 1:
-        limits = capture.chunk, capture.memory_limit
-        others = {"result": run.accounting.entries.tolist(), "limits": limits}
-        shard.agree(**call_facts([prompt], pipeline, budget, **others))
+    facts, kept = (prompt.ids.tolist(), prompt.spans), run.accounting.entries.tolist()
+    limits = capture.chunk, capture.memory_limit
+    shard.agree(prompt=facts, pipeline=pipeline, budget=budget, result=kept, limits=limits)
     past = past_of(old, shard)
     # If nothing followed the context, its last token has no entry.
     last = before.spans.context_end - old.length

@@ -104,9 +104,7 @@ def continue_ids(
                 f"compressed prompt. For others call model.generate with result.new_cache()."
             )
         check_continuation(model, [len(row) for row in rows], max_new_tokens)
-        if shard.ranks > 1:
-            ids = repr([row.tolist() for row in rows])
-            shard.agree(ids=ids.encode(), max_new_tokens=repr(max_new_tokens).encode())
+        shard.agree(ids=[row.tolist() for row in rows], max_new_tokens=max_new_tokens)
     if options.get("adapter_names") is not None:
         raise ConfigError(
             "Leave out adapter_names: the cache was made with the adapters that are active. Choose "

@@ -68,7 +68,7 @@ def load(
     path = path_of(path)
     check_model(model)
     with in_step(model) as shard, opened(path) as file:
-        shard.agree(file=file.digest.encode())
+        shard.agree(file=file.digest)
         header = file.header
         now = _checked_model(path, header, model, tokenizer)
         pipeline = _pipeline(path, header)

@@ -188,7 +188,7 @@ class Compressor:
         with torch.cuda.stream(stream), together(self._shard) as shard:
             if not isinstance(recording := job.recording, Recording):
                 raise recording or AssertionError("A document is compressed once.")
-            shard.agree(request=job.request.encode())
+            shard.agree(request=job.request)
             return self._compressed(job.order, recording)
 
     def _compressed(self, order: Compression, recording: Recording) -> StoredContext:
