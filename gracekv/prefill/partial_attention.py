@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gracekv.errors import SlowAttentionWarning, UnsupportedModelError
+from gracekv.errors import SlowAttentionWarning
 from gracekv.kernels.device import capability
 from gracekv.prefill.attention_patch import AttentionCall, own_thread
 from gracekv.prefill.model_layers import rotary_module
@@ -89,27 +89,33 @@ class PartialAttention:
         self._past = past
         self._made: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
-    def __call__(self, call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor) -> Any:
+    def __call__(
+        self, call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, None]:
         """The result of the model's attention function for query [1, H, C, d].
 
-        `keys` and `values` are [G, T, d] at least up to the last position.
+        `keys` and `values` are [G, T, d] at least up to the last position. All three may have more
+        columns than those of `call`, whose width the result has.
         """
+        output = self._attended(call, query, keys, values)
+        return output[..., : call.query.shape[-1]].contiguous(), None
+
+    def _attended(self, call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[1, C, H, d]."""
         # On AMD GPUs the mask of fewer queries than keys begins at the other end.
         cuda = query.device.type == "cuda" and torch.version.hip is None
         if cuda and self._masks is not None and self._base == "sdpa":
             stop = int(self._positions[-1]) + 1
             output = causal_attention(query, keys[:, :stop], values[:, :stop], call.scale)
             if output is not None:
-                return output, None
+                return output
         starts = first_entries(keys, self._past)
         # Eager attention takes all heads at once, since it may have one sink per head.
         if self._base == "eager" or not any(starts):
-            return self._masked(call, query, keys, values), None
-        heads = zip(
-            query.split(query.shape[1] // len(keys), dim=1), keys.split(1), values.split(1), starts,
-            strict=True,
-        )  # fmt: skip
-        return torch.cat([self._masked(call, *own) for own in heads], dim=2), None
+            return self._masked(call, query, keys, values)
+        queries = query.split(query.shape[1] // len(keys), dim=1)
+        heads = zip(queries, keys.split(1), values.split(1), starts, strict=True)
+        return torch.cat([self._masked(call, *own) for own in heads], dim=2)
 
     def _masked(
         self, call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, start: int = 0
@@ -135,9 +141,7 @@ class PartialAttention:
         if self._base == "eager":
             eager: Tensor = call.output(query, keys[None], values[None], mask)[0]
             return eager
-        rows, keys, values = _by_group(query, keys, values)
-        output = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=call.scale)
-        return output.reshape(1, *query.shape[1:3], -1).transpose(1, 2)
+        return _grouped_attention(query, keys, values, mask, call.scale)
 
     def _mask(self, rows: Tensor, first: int, stop: int) -> Tensor | None:
         """Additive mask [1, 1, n, stop] of the rows [1, H, n, d] from `first` on.
@@ -181,12 +185,11 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
         )
         return output.transpose(1, 2)
     _warn_once()
-    shared, keys, values = _by_group(query, keys, values)
-    params = torch.backends.cuda.SDPAParams(shared, keys, values, None, 0.0, False, False)
+    states = _by_group(query, keys, values)
+    params = torch.backends.cuda.SDPAParams(*states, None, 0.0, False, False)
     if not torch.backends.cuda.can_use_efficient_attention(params):
         return None
-    output = scaled_dot_product_attention(shared, keys, values, attn_mask=bias, scale=scale)
-    return output.reshape(1, *query.shape[1:3], -1).transpose(1, 2)
+    return _grouped_attention(query, keys, values, bias, scale)
 
 
 def _split_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor | None:
@@ -225,6 +228,15 @@ def _by_group(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tens
     return shared, keys[:, None].expand(size), values[:, None].expand(size)
 
 
+def _grouped_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """[1, C, H, d], with views of the keys for each query head; see `_by_group`."""
+    states = _by_group(query, keys, values)
+    output = scaled_dot_product_attention(*states, attn_mask=mask, scale=scale)
+    return output.reshape(1, *query.shape[1:3], -1).transpose(1, 2)
+
+
 def _takes_flash(query: Tensor, values: Tensor) -> bool:
     """Whether torch's FlashAttention supports these heads."""
     return (
@@ -253,17 +265,11 @@ def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> 
     some tokens must use the table of the whole prompt.
 
     Args:
-        decoder: decoder of the model.
+        decoder: decoder of the model, with a rotary module.
         table: called with the model's own function and the hidden states at the first use;
             returns (cos, sin).
-
-    Raises `UnsupportedModelError` if the decoder has no rotary module.
     """
-    if (rotary := rotary_module(decoder)) is None:
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__} has no module rotary_emb, so its prompts cannot be read in "
-            f"chunks. Use a chunk at least as long as the prompt."
-        )
+    rotary = rotary_module(decoder)
     own, made = rotary.forward, dict[Any, Any]()
 
     def forward(x: Tensor, position_ids: Tensor, layer_type: Any = None) -> tuple[Tensor, ...]:

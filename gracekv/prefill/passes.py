@@ -144,14 +144,13 @@ def queries_again(
         return cos[None].to(x.device, x.dtype), sin[None].to(x.device, x.dtype)
 
     def attend(rows: slice, attention: PartialAttention, call: AttentionCall) -> Any:
-        layer, dim = call.layer, call.query.shape[-1]
+        layer = call.layer
         query = widened(call.query, prefill.head_dim, 1 / prefill.scale)
         if layer in wanted:
             made[layer][:, rows] = query[0]
         if layer == layers[-1]:
             raise _LastLayer
-        output, *rest = attention(call, query, prefill.keys[layer], prefill.values[layer])
-        return output[..., :dim].contiguous(), *rest
+        return attention(call, query, prefill.keys[layer], prefill.values[layer])
 
     size, kind = chunk_length(prefill.spans.length), prefill.keys[layers[-1]].dtype
     # Stages run without the autocast under which the prompt was read.

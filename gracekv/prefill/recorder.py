@@ -111,7 +111,7 @@ class Recorder:
         """Record the tensors of a call and attend."""
         if call.layer not in self._index:
             return call.output(call.query, call.key, call.value, call.mask)
-        layer, dim = self._index[call.layer], call.query.shape[-1]
+        layer = self._index[call.layer]
         self.softcap, sinks = call.logits["softcap"], call.logits["sinks"]
         if sinks is not None:
             self.sinks[layer] = sinks.detach().float()
@@ -119,8 +119,7 @@ class Recorder:
         if self._partial is None:
             output = call.output(query, key, value, call.mask)
         else:
-            output, *rest = self._partial(call, query, self.keys[layer], self.values[layer])
-            output = output[..., :dim].contiguous(), *rest
+            output = self._partial(call, query, self.keys[layer], self.values[layer])
         self._observations.add(layer, lambda: self._run(call.module, layer, query[0], output[0]))
         return output
 
