@@ -6,9 +6,9 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -74,49 +74,32 @@ class AttentionCall:
         return self.stock(self.module, query, key, value, mask, **self.options)
 
 
-class _Entry:
-    """A model's entry in transformers' table of attention functions, used while it is read.
-
-    It lives as long as the model, so other threads that run the model always find it.
-
-    Attributes:
-        name: its name in the table.
-        lock: held by the thread that reads the model, or switches its attention.
-        reading: the thread that reads, its attention function and its mask function.
-        others: the functions that other threads keep using.
-    """
-
-    def __init__(self, decoder: Any) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface
-
-        self.name, self.lock = f"gracekv_capture_{next(_numbers)}", threading.RLock()
-        self.reading: tuple[int, Any, Any] = (0, None, None)
-        self.others: tuple[Any, Any] = (None, None)
-        # Without a mask function of the same name, the attention would silently get no mask.
-        for table, place in ((AttentionInterface, 0), (AttentionMaskInterface, 1)):
-            table.register(self.name, partial(self._call, place))
-            finalize(decoder, table._global_mapping.pop, self.name, None)
-
-    def _call(self, place: int, *args: Any, **kwargs: Any) -> Any:
-        thread, *own = self.reading
-        chosen = own if thread == threading.get_native_id() else self.others
-        return chosen[place](*args, **kwargs)
+class Enough(Exception):
+    """Raised by the `attend` of `patched_attention` to end the model's forward, and the block."""
 
 
-_entries: WeakKeyDictionary[Any, _Entry] = WeakKeyDictionary()
+# For each decoder, the lock of the thread that reads the model or switches its attention, and the
+# name in transformers' tables of the functions that run while it is read. The name lasts as long as
+# the model, so other threads that run the model always find it.
+_entries: WeakKeyDictionary[Any, tuple[threading.RLock, str]] = WeakKeyDictionary()
 
 
-def _entry(model: Any) -> _Entry:
+def _entry(model: Any) -> tuple[threading.RLock, str]:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     decoder = own_decoder(model)
     with _new_entry:
         if decoder not in _entries:
-            _entries[decoder] = _Entry(decoder)
+            name = f"gracekv_capture_{next(_numbers)}"
+            for table in (AttentionInterface, AttentionMaskInterface):
+                finalize(decoder, table._global_mapping.pop, name, None)
+            _entries[decoder] = threading.RLock(), name
         return _entries[decoder]
 
 
 def model_lock(model: Any) -> threading.RLock:
     """The lock of the thread that reads `model` or switches its attention; re-entrant."""
-    return _entry(model).lock
+    return _entry(model)[0]
 
 
 def own_thread(
@@ -138,16 +121,17 @@ def own_thread(
 def patched_attention(model: Any, attend: Callable[[AttentionCall], Any]) -> Iterator[None]:
     """Route this thread's calls of the model's attention function to `attend`.
 
-    Lasts for the `with` block. Other threads that run the model are not affected; those that read
-    or attach it wait. In the block the model runs uncompiled, and `attend` runs without autocast:
-    queries and keys are converted to the dtype of the values.
+    Lasts for the `with` block, which ends early if `attend` raises `Enough`. Other threads that run
+    the model are not affected; those that read or attach it wait. In the block the model runs
+    uncompiled, and `attend` runs without autocast: queries and keys are converted to the dtype of
+    the values.
 
     Raises `UnsupportedModelError` like `base_attention`.
     """
-    from transformers import AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    entry, masks = _entry(model), AttentionMaskInterface._global_mapping
-    decoder = own_decoder(model)
+    (lock, name), decoder = _entry(model), own_decoder(model)
+    masks = AttentionMaskInterface._global_mapping
 
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
@@ -157,19 +141,24 @@ def patched_attention(model: Any, attend: Callable[[AttentionCall], Any]) -> Ite
         with without_autocast():
             return attend(AttentionCall(stock, module, query, key, value, attention_mask, kwargs))
 
-    with entry.lock:
+    def register(attention: Any, mask: Any) -> None:
+        # Without a mask function of the same name, the attention would silently get no mask.
+        AttentionMaskInterface.register(name, mask)
+        AttentionInterface.register(name, attention)
+
+    with lock:
         before, base = decoder.config._attn_implementation, base_attention(model)
-        stock, reading = attention_function(model, base), entry.reading
+        stock, others = attention_function(model, base), attention_function(model, before)
 
         def undo() -> None:
-            entry.reading = reading
+            # Threads that began meanwhile still look it up.
+            register(others, masks[before])
             decoder.config._attn_implementation = before
 
-        with uncompiled(), undone(undo):
-            entry.others = attention_function(model, before), masks[before]
-            entry.reading = threading.get_native_id(), attention, masks[base]
+        with uncompiled(), undone(undo), suppress(Enough):
+            register(own_thread(attention, others), own_thread(masks[base], masks[before]))
             # `set_attn_implementation` reads source files, which packaged programs lack.
-            decoder.config._attn_implementation = entry.name
+            decoder.config._attn_implementation = name
             yield
 
 

@@ -36,8 +36,8 @@ _ONLY_SLIDING_ROTATES = frozenset({"cohere2"})
 # Families that multiply by `logits_scaling`; others divide.
 _MULTIPLIES = frozenset({"hyperclovax"})
 
-# Rotations that the self-check found in unlisted families.
-_found: WeakKeyDictionary[Any, Mapping[int, Rotation]] = WeakKeyDictionary()
+CHECKED: WeakKeyDictionary[Any, Mapping[int, Rotation]] = WeakKeyDictionary()
+"""Models that passed the self-check, and the rotations by layer that it found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def model_layers(model: Any) -> tuple[ModelLayer, ...]:
     """All decoder layers of `model`."""
     modules, config = model.get_decoder().layers, text_config(model)
     window, family = getattr(config, "sliding_window", None), config.model_type
-    found, rope = _found.get(model), has_rope(model)
+    found, rope = CHECKED.get(model), has_rope(model)
     made = []
     for number, (layer, kind) in enumerate(zip(modules, layer_kinds(config), strict=True)):
         own = found.get(number, "none") if found is not None else _rotation(family, rope, layer)
@@ -248,11 +248,6 @@ def rotations_up_to(model: Any, last: int, step: int = 1) -> list[Rope]:
     made = rotation_table(model, like, torch.arange(0, last + 1, step, device=device)[None])
     cos, sin = (x[0].float() for x in made)
     return [rope_of_table(cos, sin, layer.rotation) for layer in layers]
-
-
-def remember_rotations(model: Any, rotations: Mapping[int, Rotation]) -> None:
-    """Use these rotations, by layer number, for `model` from now on."""
-    _found[model] = dict(rotations)
 
 
 def _rotation(family: str, rope: bool, layer: Any) -> Rotation:

@@ -11,7 +11,6 @@ Source: ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
-from gracekv.prefill.attention_patch import AttentionCall, base_attention, patched_attention
+from gracekv.prefill.attention_patch import AttentionCall, Enough, base_attention, patched_attention
 from gracekv.prefill.base import Prefill
 from gracekv.prefill.model_layers import compressed_layers, input_device, rotating, table_of_rope
 from gracekv.prefill.observer import TokenRun
@@ -115,10 +114,6 @@ class _ModelContinuation:
         return last
 
 
-class _LastLayer(Exception):
-    """Ends a pass after the last layer whose queries are wanted."""
-
-
 @torch.no_grad()
 def queries_again(
     model: Any, prefill: Prefill, positions: Tensor, layers: Sequence[int]
@@ -139,9 +134,8 @@ def queries_again(
     base, decoder, device = base_attention(model), model.get_decoder(), input_device(model)
     assert prefill.token_ids is not None  # `capture`, which sets this source, keeps them
 
-    def table(own: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = table_of_rope(prefill.rope, rotating(compressed))
-        return cos[None].to(x.device, x.dtype), sin[None].to(x.device, x.dtype)
+    def table(own: Any, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part[None].to(x) for part in table_of_rope(prefill.rope, rotating(compressed)))
 
     def attend(rows: slice, attention: PartialAttention, call: AttentionCall) -> Any:
         layer = call.layer
@@ -149,7 +143,7 @@ def queries_again(
         if layer in wanted:
             made[layer][:, rows] = query[0]
         if layer == layers[-1]:
-            raise _LastLayer
+            raise Enough
         return attention(call, query, prefill.keys[layer], prefill.values[layer])
 
     size, kind = chunk_length(prefill.spans.length), prefill.keys[layers[-1]].dtype
@@ -159,6 +153,6 @@ def queries_again(
         some = positions[first : first + size]
         own = partial(attend, slice(first, first + size), PartialAttention(base, some))
         row, places = (x[None].to(device) for x in (prefill.token_ids[some], some))
-        with casts, patched_attention(model, own), rotations(decoder, table), suppress(_LastLayer):
+        with casts, patched_attention(model, own), rotations(decoder, table):
             decoder(input_ids=row, position_ids=places, use_cache=False)
     return made

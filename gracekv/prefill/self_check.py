@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError, UntestedModelWarning
 from gracekv.kernels.linalg import capped, softmax
-from gracekv.prefill.attention_patch import AttentionCall, own_thread, patched_attention
+from gracekv.prefill.attention_patch import AttentionCall, Enough, own_thread, patched_attention
 from gracekv.prefill.model_layers import (
+    CHECKED,
     ROTATIONS,
     Rotation,
     attention_module,
@@ -31,7 +30,6 @@ from gracekv.prefill.model_layers import (
     input_device,
     model_layers,
     output_projection,
-    remember_rotations,
     rope_of_table,
     rotation_table,
 )
@@ -41,12 +39,6 @@ _TOKENS = 24
 # The largest relative difference that is rounding, by bytes per number.
 _TOLERANCE = {8: 1e-6, 4: 1e-3, 2: 0.1}
 
-_passed: WeakSet[Any] = WeakSet()
-
-
-class _Enough(Exception):
-    """Ends an attention module's forward once its key is known."""
-
 
 @torch.no_grad()
 def self_check(model: Any) -> None:
@@ -55,7 +47,7 @@ def self_check(model: Any) -> None:
     Warns (`UntestedModelWarning`) if all are as expected. Raises `UnsupportedModelError` with the
     first layer, or other part, that differs.
     """
-    if model in _passed:
+    if model in CHECKED:
         return
     family, layers = model.config.model_type, model.get_decoder().layers
     numbers = [layer.number for layer in model_layers(model) if layer.has_attention]
@@ -114,8 +106,7 @@ def self_check(model: Any) -> None:
             f"keys, values and states: its attention is not a softmax over its keys, it keeps more "
             f"than them between steps, or its states start anew with several tokens",
         )
-    remember_rotations(model, rotations)
-    _passed.add(model)
+    CHECKED[model] = rotations
     warnings.warn(
         f"{type(model).__name__} of family {family!r} is not tested with gracekv. A short random "
         f"prompt gave the model's own results, so it is used; compare some answers at ratio=1.",
@@ -141,11 +132,11 @@ def _rotation(model: Any, call: AttentionCall, args: Any, kwargs: Any) -> Rotati
 
     def catch(own: AttentionCall) -> Any:
         plain.append(own.key[0].float())
-        raise _Enough
+        raise Enough
 
     cos, sin = pair
     still = kwargs | {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
-    with patched_attention(model, catch), suppress(_Enough):
+    with patched_attention(model, catch):
         call.module(*args, **still)
     places, differences = torch.arange(cos.shape[1]), dict[Rotation, float]()
     for rotation in ROTATIONS:
