@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from datetime import date
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 from gracekv.errors import PromptError
@@ -164,8 +164,7 @@ def encode(tokenizer: Any, parts: _Parts, *, special: bool) -> tuple[list[int], 
     # An end-of-turn token of the text itself has a nonempty offset.
     ids = _without_eos(tokenizer, ids, special and offsets[-1:] == [(0, 0)])
     offsets = offsets[: len(ids)]
-    prefix, context, question, _ = (len(part) for part in parts)
-    borders = [prefix, prefix + context, prefix + context + question]
+    borders = list(accumulate(map(len, parts[:3])))
 
     # A token across a border belongs to the side with most of its characters; on a tie, to the
     # context rather than the template, and to the question rather than the tail. The template's own
@@ -176,7 +175,7 @@ def encode(tokenizer: Any, parts: _Parts, *, special: bool) -> tuple[list[int], 
         while first < len(ids):
             start, end = offsets[first]
             most = 2 * border - start - end < least
-            inside = border != prefix if ids[first] in own else most
+            inside = border != borders[0] if ids[first] in own else most
             if end > border and (start >= border or inside):
                 break
             first += 1

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain, pairwise
-from os.path import commonprefix
 from typing import Any, Literal
 
 from gracekv.errors import EditedHistoryError, PromptError, expect, suggestion
@@ -47,7 +46,7 @@ def encoded_messages(
     renderings = [plain_ids(tokenizer, text) for text in _renderings(tokenizer, messages, tools)]
     whole = renderings[0]
     most = len(whole) - (not messages[-1].get("tool_calls"))
-    if not (shared := min(len(commonprefix(renderings)), most)):  # noqa: RUF071
+    if not (shared := min(_shared(*renderings), most)):
         raise PromptError(
             "The chat template shows these messages only with a user's message. Add the first one."
         )
@@ -140,9 +139,8 @@ def turn_ids(
             end = [continued(tokenizer, text.partition(mark)[2]) for text in texts]
             how: Any = {"tools": tools, "answer_prefix": answer_prefix}
             turn, *rest = turn_ids(tokenizer, messages, separator, template, **how)
-            return [turn[len(commonprefix(end)) :], *rest]  # noqa: RUF071
-        text, *others = _renderings(tokenizer, after, tools)
-        place = min(_shared(text, other) for other in others)
+            return [turn[_shared(*end) :], *rest]
+        place = _shared(*_renderings(tokenizer, after, tools))
     borders = [place]
     for n, message in enumerate(messages[:-1], 1):
         # A template may show a message differently when another follows: it ends with its content.
@@ -158,11 +156,12 @@ def turn_ids(
     return [ids[a:b] for a, b in pairwise([start, *ends, len(ids)])]
 
 
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How long two texts or lists are equal from the start."""
+def _shared(*given: Sequence[Any]) -> int:
+    """The length of the longest common prefix of texts or lists."""
+    first, *others = given
     # Slices are compared much faster than single items in Python.
-    sizes = range(min(len(one), len(other)))
-    return bisect_left(sizes, True, key=lambda n: one[: n + 1] != other[: n + 1])
+    sizes = range(min(map(len, given)))
+    return bisect_left(sizes, True, key=lambda n: any(x[: n + 1] != first[: n + 1] for x in others))
 
 
 def new_turns(
@@ -265,9 +264,9 @@ def _written(read: Sequence[int], call: Sequence[int], added: set[int]) -> int:
     """
     last, found = [*reversed(read)], [(0, 0)]
     for n in range(len(call), 0, -1):
-        same = commonprefix([last, [*reversed(call[max(0, n - ENDING) : n])]])  # noqa: RUF071
-        if not added.isdisjoint(same):
-            found.append((len(same), n))
+        same = _shared(last, [*reversed(call[max(0, n - ENDING) : n])])
+        if not added.isdisjoint(last[:same]):
+            found.append((same, n))
     return max(found)[1]
 
 
