@@ -194,12 +194,12 @@ def _read(
     shard = head_shard(model)
     sizes = replace(sizes, kv=sizes.kv // shard.ranks, queries=sizes.queries // shard.ranks)
     gpus = {x.device for x in model.parameters() if x.device.type == "cuda"}
-    free = sum(map(free_bytes, gpus)) if model.device.type == "cuda" else None
-    if free is not None:
+    free = room = None
+    if model.device.type == "cuda":
         # Processes of one model run the same chunks, or none.
-        free = -int(shard.maximum(torch.tensor(-free)))
-    # Layers are spread over the GPUs; a chunk runs on one at a time.
-    room = None if free is None else chunk_room(length, len(held), sizes, free) // len(gpus)
+        free = -int(shard.maximum(torch.tensor(-sum(map(free_bytes, gpus)))))
+        # Layers are spread over the GPUs; a chunk runs on one at a time.
+        room = chunk_room(length, len(held), sizes, free) // len(gpus)
     splits = runs_in_parts(model)
     size = chunk_size(options, length, splits=splits, by_layers=stays is not None, room=room)
     if free is not None:
@@ -234,7 +234,7 @@ def _whole(reading: Reading) -> Prefill:
         query_source=None if reading.others.states else partial(queries_again, reading.model),
         logits=last, token_ids=reading.prompt.ids,
         fingerprint=fingerprint(reading.model, reading.prompt.tokenizer), shard=reading.shard,
-        seconds={"prefill": reading.seconds} | reading.observations.seconds,
+        seconds=reading.seconds,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from gracekv.prefill.model_layers import (
 )
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.observations import Clock, Observations
-from gracekv.prefill.observer import FinalRun, Observer
+from gracekv.prefill.observer import FinalRun, LayerObserver, Observer
 from gracekv.prefill.options import trim_memory
 from gracekv.prefill.partial_attention import CausalMasks, PartialAttention, rotations
 from gracekv.prefill.prompt import Prompt
@@ -73,7 +73,7 @@ class Reading:
         observations: the observers and their results.
         others: the layers that are not compressed.
         shard: which KV heads this process holds.
-        seconds: model forward time so far, excluding observers.
+        seconds: wall seconds so far, of the model's forward ("prefill") and of each observer.
     """
 
     def __init__(
@@ -96,9 +96,12 @@ class Reading:
         self._masks = CausalMasks(self._base, length)
 
     @property
-    def seconds(self) -> float:
-        """Model forward time so far, excluding observers."""
-        return self._clock.seconds()["prefill"] - self.observations.running_seconds
+    def seconds(self) -> Mapping[str | Observer, float]:
+        """Wall seconds so far, of the model's forward ("prefill") and of each observer."""
+        seen = self.observations.seconds
+        # These run inside the model's forward.
+        inside = sum(took for x, took in seen.items() if isinstance(x, LayerObserver))
+        return {"prefill": self._clock.seconds()["prefill"] - inside} | seen
 
     def by_chunks(self) -> Tensor:
         """Capture all layers in `record`; returns the last logits [V]."""
@@ -208,17 +211,14 @@ class Reading:
     def _patched(self) -> Iterator[None]:
         """Inside, the model records keys, values and queries; it is restored afterwards."""
         model, past, start = self.model, self._past, self.prompt.spans.past
-        with ExitStack() as undo:
-            undo.enter_context(patched_attention(model, self.record.attend))
-            undo.enter_context(self.record.hooks(model))
-            if self._in_parts and has_rope(model):
-                whole = self._places
-                if past is not None:
-                    whole = torch.where(whole < start, whole, whole - start + past.length)
-                every = rotary_positions(model, whole)
-                undo.enter_context(
-                    rotations(model.get_decoder(), lambda own, x: own(x, every.to(x.device)))
-                )
+        turned: AbstractContextManager[None] = nullcontext()
+        if self._in_parts and has_rope(model):
+            whole = self._places
+            if past is not None:
+                whole = torch.where(whole < start, whole, whole - start + past.length)
+            every = rotary_positions(model, whole)
+            turned = rotations(model.get_decoder(), lambda own, x: own(x, every.to(x.device)))
+        with patched_attention(model, self.record.attend), self.record.hooks(model), turned:
             if past is not None:
                 self.record.follow(past, _rotation(model, past, self._places[:, :start]))
             yield
@@ -275,5 +275,4 @@ def layer_by_layer(reading: Reading, *, each: Callable[[LayerCapture], None], tr
     # After the layers, so that the host reads weights while a GPU still computes.
     identity = fingerprint(reading.model, reading.prompt.tokenizer)
     checks.finish()
-    seconds = {"prefill": reading.seconds} | reading.observations.seconds
-    return reading.others.states, seconds, identity
+    return reading.others.states, reading.seconds, identity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Generic, TypeVar
@@ -97,11 +98,6 @@ class Observations:
         """The seconds of each observer so far. Synchronises with a GPU."""
         return dict.fromkeys((x.timed_as for x in self._observers), 0.0) | self._time.seconds()
 
-    @property
-    def running_seconds(self) -> float:
-        """The seconds of layer observers so far, which are part of the model's forward time."""
-        return sum(took for x, took in self.seconds.items() if isinstance(x, LayerObserver))
-
     def layer_results(self, layer: int, device: torch.device) -> dict[Observer, Tensor]:
         """The result of each observer for `layer`, [...]; called once per layer."""
         held, self._by_layer[layer] = self._by_layer[layer], {}
@@ -167,7 +163,7 @@ class Clock(Generic[Name]):
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[Name, float] = {}
+        self._seconds = defaultdict[Name, float](float)
         self._events: list[tuple[Name, torch.device, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
@@ -183,7 +179,7 @@ class Clock(Generic[Name]):
         else:
             started = time.perf_counter()
             yield
-            self._add(name, time.perf_counter() - started)
+            self._seconds[name] += time.perf_counter() - started
 
     def seconds(self) -> dict[Name, float]:
         """The seconds of each name so far. Waits for the last timed block of each GPU."""
@@ -191,9 +187,6 @@ class Clock(Generic[Name]):
         for last in {device: last for _, device, _, last in self._events}.values():
             last.synchronize()
         for name, _, first, last in self._events:
-            self._add(name, first.elapsed_time(last) / 1000)
+            self._seconds[name] += first.elapsed_time(last) / 1000
         self._events.clear()
         return dict(self._seconds)
-
-    def _add(self, name: Name, seconds: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
