@@ -57,14 +57,14 @@ class GraceCache(Cache):  # type: ignore[misc]
         self.padding, self._other_layers = packed.padding, packed.other_layers
         layers = [GraceLayer(x) for x in PackedLayer.all_of(packed.layers, backend, packed.length)]
         super().__init__(layers=[])
-        self._place(layers, packed.length)
+        self._place(layers)
 
-    def _place(self, compressed: Sequence[GraceLayer], length: int) -> None:
+    def _place(self, compressed: Sequence[GraceLayer]) -> None:
         """Make `layers`, in the model's order."""
         self.grace_layers = tuple(compressed)
         states, own = {state.number: state for state in self._other_layers}, iter(compressed)
         count = len(compressed) + sum(not x.beside_entries for x in self._other_layers)
-        self.layers = []
+        self.layers, length = [], self.packed_length
         for number in range(count):
             state = states.get(number)
             layer = next(own) if state is None or state.beside_entries else None
@@ -73,7 +73,7 @@ class GraceCache(Cache):  # type: ignore[misc]
     def with_empty_tail(self) -> GraceCache:
         """A cache with an empty tail over the same packed part."""
         twin = copy.copy(self)
-        twin._place([GraceLayer(layer.packed) for layer in self.grace_layers], self.packed_length)
+        twin._place([GraceLayer(layer.packed) for layer in self.grace_layers])
         return twin
 
     def with_static_tail(self, capacity: int, *, rows: int | None = None) -> GraceCache:
@@ -96,8 +96,7 @@ class GraceCache(Cache):  # type: ignore[misc]
             )
         rows = self.grace_layers[0].batch if rows is None else rows
         twin = copy.copy(self)
-        layers = [StaticGraceLayer(layer, rows, capacity) for layer in self.grace_layers]
-        twin._place(layers, self.packed_length)
+        twin._place([StaticGraceLayer(layer, rows, capacity) for layer in self.grace_layers])
         return twin
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -166,13 +165,12 @@ class GraceCache(Cache):  # type: ignore[misc]
         """Logical tokens that the packed part stands for."""
         return self.grace_layers[0].packed.length
 
-    def packed_padding(self, rows: int, device: torch.device | None = None) -> Tensor:
+    def packed_padding(self, rows: int, device: torch.device) -> Tensor:
         """int64 [rows]: by how many tokens each row's prompt is shorter than the longest.
 
         Raises `CacheError` if this many rows cannot continue the packed prompts.
         """
         layer = self.grace_layers[0]
-        device = layer.packed.entries.device if device is None else device
         of_row = sequence_of_row(layer.rows_of(rows), rows, len(self.padding), device)
         return torch.tensor(self.padding, device=device)[of_row.to(device)]
 

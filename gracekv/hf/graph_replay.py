@@ -162,10 +162,11 @@ class ReplayedForward:
         self._forward, self._model = model.forward, model
         # `generate` reads the signature to decide which arguments to pass.
         self.__signature__ = inspect.signature(self._forward)
-        self._used = int(cache.grace_layers[0].tail_length)
+        first = cache.grace_layers[0]
+        self._used = int(first.tail_length)
         self._most = self._used + max_new_tokens
-        self._rows = cache.grace_layers[0].batch
-        self._start = (cache.packed_length - cache.packed_padding(self._rows))[:, None]
+        self._rows, device = first.batch, first.packed.entries.device
+        self._start = (cache.packed_length - cache.packed_padding(self._rows, device))[:, None]
         self.cache = cache.with_static_tail(min(_FIRST_CAPACITY, self._most))
         # `generate` must neither compile the step nor make 4D masks for it.
         for layer in self.cache.layers:
@@ -173,7 +174,7 @@ class ReplayedForward:
         self.records, self.recordings = self._start.is_cuda, 0
         self._options: dict[str, Any] | None = None
         self._config, self._experts = own_decoder(model).config, None
-        self._ids = torch.zeros(self._rows, 1, dtype=torch.int64, device=self._start.device)
+        self._ids = torch.zeros(self._rows, 1, dtype=torch.int64, device=device)
         self._graph: Any = None
         self._output: Any = None
 
@@ -184,7 +185,7 @@ class ReplayedForward:
         self._most += ids.shape[1] - 1
         self._make_room(ids.shape[1])
         self._used += ids.shape[1]
-        given = (*NAMES, "input_ids", "attention_mask", "position_ids", "cache_position")
+        given = (*NAMES, "input_ids", "attention_mask", "position_ids")
         options = {name: value for name, value in kwargs.items() if name not in given}
         if ids.shape != self._ids.shape or any(isinstance(x, Tensor) for x in options.values()):
             return self._forward(**kwargs)
@@ -204,7 +205,7 @@ class ReplayedForward:
 
     def _make_room(self, tokens: int) -> None:
         """Make the tail hold `tokens` more; a longer one needs another graph."""
-        capacity = self.cache.layers[0].get_max_length() - self.cache.packed_length
+        capacity = self.cache.layers[0].capacity
         if self._used + tokens > capacity:
             capacity = max(self._used + tokens, min(2 * capacity, self._most))
             larger = self.cache.with_static_tail(capacity)
@@ -215,23 +216,24 @@ class ReplayedForward:
 
     def _step(self) -> Any:
         """One token per row, with every tensor read at its fixed address."""
-        options = dict(self._options or {})
-        length = self.cache.layers[0].length
-        assert length is not None
-        positions = self._start + length[:, None]
-        if "cache_position" in self.__signature__.parameters:
-            options["cache_position"] = length[:1] + self.cache.packed_length
+        options = {cache_keyword(self._forward): self.cache, **(self._options or {})}
+        places = self._start + self.cache.layers[0].length[:, None]
+        fed = {"input_ids": self._ids, "attention_mask": None, "position_ids": places}
         self.cache.is_replayed = True
         try:
-            options |= {cache_keyword(self._forward): self.cache, "attention_mask": None}
-            return self._forward(input_ids=self._ids, position_ids=positions, **options)
+            return self._forward(**fed, **options)
         finally:
             self.cache.is_replayed = False
 
     def _record(self) -> None:
         """Record a step on a side stream; afterwards the tail is as before."""
-        lengths = [layer.length for layer in self.cache.layers if layer.length is not None]
+        lengths = [layer.length for layer in self.cache.layers]
         before = [length.clone() for length in lengths]
+
+        def restore() -> None:
+            for length, old in zip(lengths, before, strict=True):
+                length.copy_(old)
+
         device = self._ids.device
         current, side = torch.cuda.current_stream(device), _side_stream(device, id(self._model))
         side.wait_stream(current)
@@ -241,8 +243,7 @@ class ReplayedForward:
             try:
                 for _ in range(_WARM_UP_STEPS):
                     self._step()
-                    for length, old in zip(lengths, before, strict=True):
-                        length.copy_(old)
+                    restore()
                 current.wait_stream(side)
                 began = True
                 # torch's default capture stream is on the GPU that was current when it was made, so
@@ -250,6 +251,7 @@ class ReplayedForward:
                 # stream current; the outer block resets that.
                 with torch.cuda.graph(graph, **kind):
                     self._output = self._step()
+                self._graph, self.recordings = graph, self.recordings + 1
             except RuntimeError as error:
                 # There may be more memory the next time.
                 self.records, again = False, is_out_of_memory(error)
@@ -257,8 +259,7 @@ class ReplayedForward:
                     _end_failed(device, pool)
                 else:
                     # Some layers may be a step ahead.
-                    for length, old in zip(lengths, before, strict=True):
-                        length.copy_(old)
+                    restore()
                     current.wait_stream(side)
                     if not again:
                         raise
@@ -270,6 +271,3 @@ class ReplayedForward:
                     f"generated without one.",
                     stacklevel=2,
                 )
-                return
-        self._graph = graph
-        self.recordings += 1

@@ -94,8 +94,7 @@ class LimitedCache(GraceCache):
         self.cuts = self._most = 0
         self._read: list[int] = []
         self._left: list[Tensor] = []
-        layers = [LimitedLayer(layer.packed, queries) for layer in start.grace_layers]
-        self._place(layers, start.packed_length)
+        self._place([LimitedLayer(layer.packed, queries) for layer in start.grace_layers])
         self._count()
 
     def with_empty_tail(self) -> LimitedCache:
@@ -147,9 +146,8 @@ class LimitedCache(GraceCache):
         return CutHistory(first, read, (*self._left,), keys)
 
     def _count(self) -> None:
-        """Count packed entries in all layers and heads, of all sequences and of each."""
+        """Count the packed entries of each sequence in all layers and heads."""
         self._each = self._sums([x.packed.entries.lengths for x in self.grace_layers])
-        self._packed_entries = sum(self._each)
 
     def _sums(self, counts: Sequence[Tensor]) -> list[int]:
         """The sum of each sequence over layers and heads; `counts` are L int64 [S G]."""
@@ -215,7 +213,7 @@ class LimitedCache(GraceCache):
         for layer in self.grace_layers:
             layer.places = room
         tail = self._units * first.batch * (used + new)
-        self._most = max(self._most, self._packed_entries + tail)
+        self._most = max(self._most, sum(self._each) + tail)
         if self.limit.history:
             # Tokens that were removed are read again.
             del self._read[self.packed_length + used - self._start.packed_length :]
