@@ -338,24 +338,26 @@ class Conversation(AbstractContextManager["Conversation"]):
         wide = max(2, self._model.dtype.itemsize // 2)
         least = wide * max(4, self._result.pipeline.window.minimum)
         runs = self._compact.runs(self._tail, len(self._messages) - len(self._tail), least)
-        left, ids, kept = sum(tokens for tokens, _ in runs), self._ids, list(self._tail)
-        if runs:
-            self._failed = waiting
-            parts = [(n, x) for size, x in runs for n in parts_of(self._model, self._limit, size)]
-            runs = [(n, min(x, max(1.0, n / least))) for n, x in parts]
-            tail = ids[len(ids) - sum(tokens for _, tokens in kept) :]
-            # A context longer than the model supports may be extended, as by turns.
-            known = trained_length(self._model) or sys.maxsize
-            beyond = self._first.prompts[0].spans.context_end > known
-            how = {"capture": CaptureOptions(beyond_positions=beyond)}
-            # A ratio of 1 may count bytes in 16 bits, into which wider numbers do not fit.
-            sizes = [{"entries_per_head": n} if x == 1 else {"ratio": x} for n, x in runs]
-            sized = [(n, how | x) for (n, _), x in zip(runs, sizes, strict=True)]
-            self._begin_after(extended_by(self._result, self._limit, tail, sized))
-            self._ids = torch.cat([self._ids, tail[left:]])
-            while left > 0:
-                left -= kept.pop(0)[1]
-            self._tail = kept
+        if not runs:
+            return
+        self._failed = waiting
+        # A context longer than the model supports may be extended, as by turns.
+        known = trained_length(self._model) or sys.maxsize
+        beyond = self._first.prompts[0].spans.context_end > known
+        capture, parts = CaptureOptions(beyond_positions=beyond), list[Any]()
+        for size, most in runs:
+            for n in parts_of(self._model, self._limit, size):
+                ratio = min(most, max(1.0, n / least))
+                # A ratio of 1 may count bytes in 16 bits, into which wider numbers do not fit.
+                budget = {"entries_per_head": n} if ratio == 1 else {"ratio": ratio}
+                parts.append((n, {"capture": capture, **budget}))
+        read, kept = sum(size for size, _ in runs), list(self._tail)
+        turns = self._ids[len(self._ids) - waiting :]
+        self._begin_after(extended_by(self._result, self._limit, turns, parts))
+        self._ids = torch.cat([self._ids, turns[read:]])
+        while read > 0:
+            read -= kept.pop(0)[1]
+        self._tail = kept
 
     def _generate(
         self, ids: Tensor, most: int, options: dict[str, Any], cache: GraceCache
@@ -377,11 +379,8 @@ class Conversation(AbstractContextManager["Conversation"]):
         added = len(turn) - len(self._ids)
         self._tail = [*self._tail, (message["role"], added), ("assistant", len(answer))]
         self._ids = torch.cat([turn, answer])
-        self._messages = [
-            *self._messages,
-            deepcopy(message),
-            {"role": "assistant", "content": text},
-        ]
+        said = {"role": "assistant", "content": text}
+        self._messages = [*self._messages, deepcopy(message), said]
         return text
 
     def _check_alone(self, options: dict[str, Any]) -> None:

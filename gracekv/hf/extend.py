@@ -98,19 +98,15 @@ def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:
     old = before.cache
     packed = joined_cache(old, run.cache, places, shard)
     sizes = physical_sizes(packed, shard)
-    plans, kept = (before.plan, run.plan), (before.accounting, run.accounting)
-    in_bytes = [x.bytes for x in plans if x.bytes is not None]
-    plan = dataclasses.replace(
-        run.plan,
-        context=sum(x.context for x in plans),
-        total=sum(x.total for x in plans),
-        bytes=sum(in_bytes) if len(in_bytes) == len(plans) else None,
-    )
+    kept = before.accounting, run.accounting
+    total, context = Accounting.total(kept), before.plan.context + run.plan.context
+    budget: dict[str, Any] = {"total": total.budget, "bytes": total.budget_bytes}
+    plan = dataclasses.replace(run.plan, context=context, **budget)
     spent = None if kept[1].spent_bytes is None else kept[0].spent_bytes
     # In 16 bits if either of them quantises.
     token_bytes = min(kept[0].full_bytes // old.length, kept[1].full_bytes // run.cache.length)
     accounting = dataclasses.replace(
-        Accounting.total(kept),
+        total,
         recent=plan.recent,
         entries=kept[0].entries + kept[1].entries,
         full_bytes=token_bytes * packed.length,
@@ -136,7 +132,8 @@ def limited_run(result: BaseResult, limit: Limit) -> Run:
     if scores is None or masks is None:
         return run
     kept = tuple(own[mask] for own, mask in zip(scores, masks, strict=True))
-    return _with_layers(run, cache, map(RaggedEntries.where, cache.layers, masks), kept)
+    layers = tuple(map(RaggedEntries.where, cache.layers, masks))
+    return _with_cache(run, dataclasses.replace(cache, layers=layers), kept)
 
 
 def closed_run(result: BaseResult, tokens: int) -> Run:
@@ -147,7 +144,7 @@ def closed_run(result: BaseResult, tokens: int) -> Run:
     """
     run = result._runs[0]
     made = with_closed_gaps(run.cache, result.model, tokens)
-    return run if made is None else _with_layers(run, made, made.layers, run.entry_scores())
+    return run if made is None else _with_cache(run, made, run.entry_scores())
 
 
 def parts_of(model: Any, limit: Limit | None, tokens: int) -> list[int]:
@@ -178,9 +175,8 @@ def _of_run(result: Any, run: Run) -> Any:
     return type(result).from_runs(result.model, result.prompts, [run], result.pipeline)
 
 
-def _with_layers(run: Run, cache: CompressedCache, layers: Any, scores: Any) -> Run:
-    """The run with other `layers` for its dequantised `cache`."""
-    packed = dataclasses.replace(cache, layers=tuple(layers))
+def _with_cache(run: Run, packed: CompressedCache, scores: Any) -> Run:
+    """The run with `packed` in place of its cache, and the scores of the entries in it."""
     kept = run.accounting
     entries = kept.entries - run.cache.entries() + packed.entries()
     spent = None if kept.spent_bytes is None else kept.spent_bytes + packed.kv_bytes - kept.bytes
