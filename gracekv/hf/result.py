@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from gracekv.allocate import Budget, BudgetOptions
 from gracekv.decode import Compaction, Limit
@@ -274,8 +274,9 @@ for _kind in (CompressionResult, BatchResult):
 
 
 def _check_one_answer(model: Any, options: dict[str, Any]) -> None:
-    rule, advice = "One text is returned for each prompt or question", "Use generate_ids and decode"
-    check_one(model, options, ["num_return_sequences"], rule, f"{advice} its rows.")
+    rule = "One text is returned for each prompt or question"
+    advice = "Use generate_ids and decode its rows."
+    check_one(model, options, ["num_return_sequences"], rule, advice)
 
 
 def ask_ids(
@@ -311,6 +312,5 @@ def ask_ids(
         continue_ids(model, some, result.new_cache(limit), tokenizer, max_new_tokens, options)
         for some in asked
     ]
-    width = max(answer.shape[1] for answer in answers)
-    fill = padding_id(model, tokenizer)
-    return torch.cat([functional.pad(x, (0, width - x.shape[1]), value=fill) for x in answers])
+    answered = [row for answer in answers for row in answer]
+    return pad_sequence(answered, batch_first=True, padding_value=padding_id(model, tokenizer))

@@ -213,11 +213,10 @@ class Prefill:
         count = len(self.query_positions)
         if bool(held.all()) and all(self.queries[x].shape[1] == count for x in chosen):
             return self
-        if bool((wanted < self.spans.past).any()):
+        if before := int((wanted < self.spans.past).sum()):
             raise MissingCaptureError(
-                f"{int((wanted < self.spans.past).sum())} of the requested queries are of tokens "
-                f"that were compressed before this passage. Extend with a longer passage, or use a "
-                f"recipe that looks back less far."
+                f"{before} of the requested queries are of tokens that were compressed before this "
+                f"passage. Extend with a longer passage, or use a recipe that looks back less far."
             )
         if self.query_source is None:
             raise MissingCaptureError(

@@ -23,8 +23,6 @@ from gracekv.errors import CacheError
 from gracekv.kernels.device import obstacle
 from gracekv.kernels.uploads import upload
 
-# The model's path may differ between machines; its computation may not.
-_INFORMATIVE = ("model_name",)
 # Config fields that do not affect a model's computation: those added by saving, and those set at
 # runtime.
 _SAVING = {"transformers_version", "architectures", "dtype", "name_or_path"}
@@ -88,7 +86,8 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     their common items, since config fields differ between versions of transformers.
     """
     found = []
-    names = made.keys() & now.keys() - set(_INFORMATIVE)
+    # The model's path may differ between machines; its computation may not.
+    names = made.keys() & now.keys() - {"model_name"}
     for name in sorted(x for x in names if _BETTER.get(x) not in names):
         mine, other = made[name], now[name]
         if mine == other or mine is None or other is None:

@@ -82,11 +82,7 @@ class Prompt:
         Raises `PromptError` if ids or spans are invalid.
         """
         checked = checked_ids(ids)
-        if (
-            not isinstance(context, tuple | list)
-            or len(context) != 2
-            or not all(isinstance(x, int) and not isinstance(x, bool) for x in context)
-        ):
+        if not isinstance(context, tuple | list) or [type(x) for x in context] != [int, int]:
             raise PromptError(
                 f"context takes two token positions, (start, end) with the end exclusive; got "
                 f"{context!r}."

@@ -19,9 +19,6 @@ from gracekv.prefill.cache_keyword import cache_keyword
 from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.model_layers import model_layers, other_layers
 
-# The attribute of stock cache layers for the number of tokens read.
-_COUNT = "cumulative_length"
-
 
 class PassedOn(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """A compressed layer while the prompt is read: its keys and values are recorded elsewhere."""
@@ -163,18 +160,18 @@ class StockLayers:
 
         A model makes its masks from this before the first layer runs.
         """
-        counting = [x for x in getattr(self._cache, "layers", ()) if hasattr(x, _COUNT)]
-        counts = [getattr(x, _COUNT) for x in counting]
-        for layer in counting:
-            setattr(layer, _COUNT, self._seen + tokens)
+        layers = getattr(self._cache, "layers", ())
+        counts = [(x, x.cumulative_length) for x in layers if hasattr(x, "cumulative_length")]
+        for layer, _ in counts:
+            layer.cumulative_length = self._seen + tokens
         yield
-        for layer, count in zip(counting, counts, strict=True):
-            setattr(layer, _COUNT, count)
+        for layer, count in counts:
+            layer.cumulative_length = count
 
     def edges(self, start: int, stop: int, size: int) -> list[int]:
         """Borders of chunks of at most `size` tokens from `start` to `stop`."""
-        end = stop - 1 if self._last_alone else stop
-        return [*range(start, end, size), *([end] if self._last_alone else []), stop]
+        ends = [stop - 1, stop] if self._last_alone else [stop]
+        return [*range(start, ends[0], size), *ends]
 
     def read(self, left: int, number: int | None = None) -> None:
         """Record that all layers, or only layer `number`, read a chunk; `left` tokens follow.

@@ -70,8 +70,7 @@ def check_model(model: Any) -> None:
     """
     check_decoder(model)
     check_sharding(model)
-    if (problem := _problem(model)) is not None:
-        raise UnsupportedModelError(problem)
+    _check_layers(model)
     head_sizes(model)
     if model.device.type == "mps":
         raise UnsupportedModelError(
@@ -91,12 +90,12 @@ def check_model(model: Any) -> None:
         self_check(model)
 
 
-def _problem(model: Any) -> str | None:
-    """The reason why the layers of `model` cannot be compressed, or None if they can."""
+def _check_layers(model: Any) -> None:
+    """Raise `UnsupportedModelError` if the layers of `model` cannot be compressed."""
     config, kinds = model.config, layer_kinds(text_config(model))
     name = f"{type(model).__name__} ({getattr(config, 'model_type', 'unknown')})"
     if any(getattr(config, x, False) for x in ("is_encoder_decoder", "add_cross_attention")):
-        return (
+        raise UnsupportedModelError(
             f"{name} also attends to an encoder's output, whose keys and values do not come from a "
             f"prompt; gracekv takes decoder-only models. {_TESTED}"
         )
@@ -108,54 +107,53 @@ def _problem(model: Any) -> str | None:
     refused = [str(getattr(x, "peft_type", "")).endswith(methods) for x in adapters]
     refused += [bool(getattr(x, name, None)) for x in adapters for name in others]
     if any(refused):
-        return (
+        raise UnsupportedModelError(
             f"{name} puts learned tokens before a prompt (prompt or prefix tuning), reads it twice "
             f"(Shadow, X-LoRA), or differently in each call (activated LoRA, Lily), which gracekv "
             f"does not support. It supports adapters that change weights, such as LoRA."
         )
     for number, kind in enumerate(kinds):
         if kind not in KINDS:
-            return (
+            raise UnsupportedModelError(
                 f"Layer {number} of {name} is of kind {kind}; gracekv compresses keys and values "
                 f"of kinds {', '.join(COMPRESSED)}, leaves those of "
                 f"{', '.join(sorted(KINDS - set(COMPRESSED)))}, and knows no others. {_TESTED}"
             )
         # `check_sharding` ensures that every process holds all states of linear layers.
         if kind in WITH_STATES - {"linear_attention"} and is_sharded(model):
-            return (
+            raise UnsupportedModelError(
                 f"Layer {number} of {name} is of kind {kind}, whose states are not divided among "
                 f"processes. Load the model without tp_plan."
             )
     if config.model_type == "jamba":  # in 16 bits, rounding hides the problem from the self-check
-        return (
+        raise UnsupportedModelError(
             f"The states of {name} start anew with several tokens in transformers, so a question "
             f"or a passage would forget the text before it. {_TESTED}"
         )
     has_states = bool(WITH_STATES & set(kinds))
     if has_states and not set(COMPRESSED) & set(kinds):
-        return (
+        raise UnsupportedModelError(
             f"{name} has no layer of kind full_attention, so its cache does not grow with the "
             f"prompt, and there is nothing to compress."
         )
     rope = rope_parameters(model).get("rope_type")
     if not (rope in TESTED_ROPE_TYPES if has_rope(model) else has_states):
-        return (
+        raise UnsupportedModelError(
             f"The RoPE variant {rope!r} of {name} is not supported; supported: "
             f"{', '.join(sorted(TESTED_ROPE_TYPES))}, by a rotary module of the decoder. Merging "
             f"keys relies on one, or on layers with states that encode positions."
         )
     count = len(getattr(model.get_decoder(), "layers", ()))
     if len(kinds) != count:
-        return (
+        raise UnsupportedModelError(
             f"The config of {name} describes {len(kinds)} layers, its decoder has {count} in a "
             f"list named layers; gracekv takes one attention per layer. {_TESTED}"
         )
     if shared := getattr(text_config(model), "num_kv_shared_layers", None) or 0:
-        return (
+        raise UnsupportedModelError(
             f"Layer {len(kinds) - shared} of {name} attends to the keys and values of an earlier "
             f"layer; caches shared by several layers cannot be compressed yet."
         )
-    return None
 
 
 def check_needs(model: Any, needs: Needs, *, passage: bool = False) -> None:
@@ -187,8 +185,7 @@ def check_passes(model: Any, needs: Needs, spans: PromptSpans) -> None:
 
 def sliding_window(model: Any) -> int | None:
     """Number of tokens that compressed layers see if all layers slide; None if they see all."""
-    window = compressed_layers(model)[0].window
-    return int(window) if window else None
+    return compressed_layers(model)[0].window
 
 
 def switch_point(model: Any) -> int | None:
