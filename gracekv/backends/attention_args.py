@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-
-def _integers(*names: str) -> list[tuple[str, type]]:
-    return [(name, ctypes.c_int64) for name in names]
+from gracekv.kernels.compiled import argument_fields
 
 
 class CodedArgs(ctypes.Structure):
@@ -22,10 +20,10 @@ class CodedArgs(ctypes.Structure):
         bits, group_size: fields of `Coding`.
     """
 
-    _fields_ = _integers(
-        "key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero", "bias",
-        "offsets", "blocks", "entries", "block_count", "columns", "bits", "group_size",
-    )  # fmt: skip
+    _fields_ = argument_fields(
+        "key_codes key_scale key_zero value_codes value_scale value_zero bias offsets blocks "
+        "entries block_count columns bits group_size"
+    )
 
 
 class AttentionArgs(ctypes.Structure):
@@ -56,14 +54,10 @@ class AttentionArgs(ctypes.Structure):
         most_queries: upper bound on the queries of any row.
     """
 
-    _fields_ = [
-        *_integers(
-            "keys", "values", "bias", "parts", "part_count", "splits", "row_splits",
-            "sequence_start", "continuations", "sequence_of", "query", "tail_keys", "tail_values",
-            "mask", "partial", "output", "counters", "sink_logits", "entries", "dim", "heads",
-            "group", "rows", "batch", "packed_splits", "packed_slots", "longest", "most_queries",
-            "tail", "tail_splits", "tail_batch", "tail_head",
-        ),
-        ("scale", ctypes.c_double),
-        ("softcap", ctypes.c_double),
-    ]  # fmt: skip
+    _fields_ = argument_fields(
+        "keys values bias parts part_count splits row_splits sequence_start continuations "
+        "sequence_of query tail_keys tail_values mask partial output counters sink_logits entries "
+        "dim heads group rows batch packed_splits packed_slots longest most_queries tail "
+        "tail_splits tail_batch tail_head",
+        "scale softcap",
+    )

@@ -33,6 +33,15 @@ def cached(compiler: Callable[..., Any], function: Callable[..., None]) -> Any:
     return compiler(cache=False)(function)
 
 
+def argument_fields(integers: str, floats: str = "") -> list[tuple[str, type]]:
+    """The fields of a `ctypes.Structure` of 8-byte numbers, named in texts separated by spaces.
+
+    Addresses are integers.
+    """
+    kinds = ((integers, ctypes.c_int64), (floats, ctypes.c_double))
+    return [(name, kind) for names, kind in kinds for name in names.split()]
+
+
 def numba_obstacle() -> str | None:
     """The reason why numba cannot compile kernels here, with a remedy; None if it can."""
     if importlib.util.find_spec("numba") is None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gracekv.kernels import intrinsics, matmul, numba_softmax, row_vectors
 from gracekv.kernels.addresses import address
-from gracekv.kernels.compiled import cached, on_all_threads
+from gracekv.kernels.compiled import argument_fields, cached, on_all_threads
 from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, inner, pointer
 from gracekv.kernels.linalg import Columns
 from gracekv.kernels.matmul import multiply
@@ -55,13 +55,11 @@ class SoftmaxSumsArgs(ctypes.Structure):
         power: exponent of the probabilities.
     """
 
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in (
-            "keys", "panels", "queries", "seen", "weights", "sinks", "total", "counter",
-            "heads", "kv_heads", "count", "length", "dim", "items", "maximum",
-        )),
-        ("power", ctypes.c_double),
-    ]  # fmt: skip
+    _fields_ = argument_fields(
+        "keys panels queries seen weights sinks total counter heads kv_heads count length dim "
+        "items maximum",
+        "power",
+    )
 
 
 _ARGS = np.dtype(SoftmaxSumsArgs)

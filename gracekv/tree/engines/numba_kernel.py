@@ -16,7 +16,7 @@ import numpy as np
 from numba import carray, cfunc, types  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.kernels import intrinsics, matmul, numba_softmax, row_vectors
-from gracekv.kernels.compiled import cached
+from gracekv.kernels.compiled import argument_fields, cached
 from gracekv.kernels.intrinsics import digest, fetch_and_add, inner, pointer
 from gracekv.tree.engines import numba_arrays, numba_interval_costs, numba_split_choice
 from gracekv.tree.engines.numba_arrays import HeadArrays, Node, new_scratch
@@ -49,19 +49,13 @@ class DistortionArgs(ctypes.Structure):
         part_costs: float64 [V, 2], D of the tokens before `low` and of those from `high` on.
     """
 
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in (
-            "exponentials", "probe_mass", "unrotated_keys", "key_norms", "values", "scores",
-            "queries", "max_logit", "inverse_sum", "visible_probes", "first_probe", "cos", "sin",
-            "kappa", "forced", "head", "first", "length", "counter", "prefix", "suffix", "mass",
-            "drop", "node_cost", "low", "high", "part_costs", "heads", "tokens", "probes",
-            "padded_probes", "dim", "positions", "rotary_dim", "region_start",
-            "multiplicity", "nodes", "max_length", "mode", "cuts", "extracts",
-        )),
-        *((name, ctypes.c_double) for name in (
-            "lambda_z", "lambda_m", "epsilon", "uniform_base", "rule_epsilon", "reward",
-        )),
-    ]  # fmt: skip
+    _fields_ = argument_fields(
+        "exponentials probe_mass unrotated_keys key_norms values scores queries max_logit "
+        "inverse_sum visible_probes first_probe cos sin kappa forced head first length counter "
+        "prefix suffix mass drop node_cost low high part_costs heads tokens probes padded_probes "
+        "dim positions rotary_dim region_start multiplicity nodes max_length mode cuts extracts",
+        "lambda_z lambda_m epsilon uniform_base rule_epsilon reward",
+    )
 
 
 EVALUATE, SPLIT, SPLIT_ROOTS = 0, 1, 2
