@@ -84,17 +84,16 @@ def auction(ops: Operations, executed: Tensor, left: RemainingBudget, *, elastic
         bought = _cut(ops, wanted, key, torch.tensor([left.total], device=key.device))
     else:
         at = where_true(wanted)
-        place = _tree_among_all(ops, at, shard)
-        fits = first_fitting(key[at], place, ops.cost[at], left.total, shard)
+        trees = _trees_among_all(ops, at, shard)
+        fits = first_fitting(key[at], trees, ops.cost[at], left.total, shard)
         bought = torch.zeros_like(executed)
         bought[at[fits]] = True
     return _finish(ops, executed | bought, left.after(ops, bought), elastic, shard)
 
 
-def _tree_among_all(ops: Operations, index: Tensor, shard: HeadShard) -> Tensor:
+def _trees_among_all(ops: Operations, index: Tensor, shard: HeadShard) -> Tensor:
     """int64 [n]: the trees of the operations at `index` [n], numbered over all processes."""
-    tree, slots = ops.tree[index], ops.forest.slots
-    return shard.among_all(tree // slots, ops.forest.heads) * slots + tree % slots
+    return shard.among_all(ops.tree[index], ops.forest.heads * ops.forest.slots)
 
 
 def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor:
@@ -175,7 +174,7 @@ class PurchaseQueue:
         self._unit: list[float] = ops.unit[local].tolist()
         columns = [
             ops.cost[local],
-            _tree_among_all(ops, local, shard),
+            _trees_among_all(ops, local, shard),
             ops.head(local),
             ops.forest.start[ops.node[local]],
             # Parents never decrease, so an operation's children are a range.

@@ -178,8 +178,7 @@ def _buy_paths(
         buy_paths(order, *given, budget, np.array(caps, np.int64), done, np.zeros_like(order))
     else:
         first, end = ops.forest.region
-        tokens = end - first
-        ties = shard.among_all(place // tokens, ops.forest.heads) * tokens + place % tokens
+        ties = shard.among_all(place, ops.forest.heads * (end - first))
         rows = (x.tolist() for x in (order, *given))
         done[:] = buy_together(*rows, score=score, ties=ties, budget=budget, caps=caps, shard=shard)
     return local[torch.from_numpy(np.flatnonzero(done)).to(local.device)]

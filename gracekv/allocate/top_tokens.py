@@ -81,9 +81,8 @@ def top_tokens(
         kept.view(-1)[tied] = True
     if shard.ranks > 1:
         at = where_true(kept.flatten())
-        row = at // tokens
-        gains = _gains(scores.flatten()[at], omega.flatten()[row])
-        place = shard.among_all(row, heads) * tokens + at % tokens
+        gains = _gains(scores.flatten()[at], omega.flatten()[at // tokens])
+        place = shard.among_all(at, heads * tokens)
         kept.view(-1)[at] = first_fitting(gains, place, torch.ones_like(at), budget, shard)
     return kept
 

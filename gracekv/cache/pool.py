@@ -105,8 +105,7 @@ class EntryPool:
         if shard.ranks == 1:
             return min(limit, len(gain))
         at = (gain > NEVER).nonzero().flatten()
-        length, place = self._length, rows[1, at]
-        ties = shard.among_all(place // length, self._info.kv_heads) * length + place % length
+        ties = shard.among_all(rows[1, at], self._info.kv_heads * self._length)
         fits = first_fitting(gain[at], ties, torch.ones_like(at), limit, shard)
         gain.index_fill_(0, at[~fits], NEVER)
         return max(known, int(fits.sum()))

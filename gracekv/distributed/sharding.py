@@ -99,13 +99,13 @@ class HeadShard:
         heads = tensor.shape[dim] // self.ranks
         return tensor.narrow(dim, self.rank * heads, heads)
 
-    def among_all(self, units: Tensor, heads: int) -> Tensor:
-        """int64 [n]: layer * R G + head in the whole model, of `units` [n], layer * G + head here.
+    def among_all(self, places: Tensor, size: int) -> Tensor:
+        """int64 [n]: the numbers of `places` [n] among those of all processes, layer by layer.
 
-        `heads` is G.
+        `size` is the number of places in a layer here: with n places in each head, (layer * G +
+        head) * n + i becomes (layer * R G + head in the whole model) * n + i.
         """
-        layer, head = units // heads, units % heads
-        return (layer * self.ranks + self.rank) * heads + head
+        return (places // size * self.ranks + self.rank) * size + places % size
 
     def agree(self, **facts: object) -> None:
         """Raise `RankError` on every process unless all pass `facts` with the same `repr`."""

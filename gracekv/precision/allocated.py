@@ -103,7 +103,7 @@ def _places(head: Tensor, info: CaptureInfo) -> Tensor | None:
     counts = torch.bincount(head, minlength=info.layers * info.kv_heads)
     most = int(info.shard.maximum(counts.max()))
     _, step = rows_and_steps(counts)
-    return info.shard.among_all(head, info.kv_heads) * most + step
+    return info.shard.among_all(head * most + step, info.kv_heads * most)
 
 
 # Number of evenly spaced tokens to round, and of last prompt queries that attend to them. Ours.
