@@ -1,4 +1,4 @@
-"""`compare`: the stages that need all layers at once, and `Auction`: which entries are bought."""
+"""`compare`: the stages that need all layers at once, and `auctioned`: which entries are bought."""
 
 from __future__ import annotations
 
@@ -121,44 +121,44 @@ class AuctionResult:
     widths: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Auction:
-    """Floor and allocator over the trees of one prompt, or a top-k where there are none.
+def auctioned(
+    pipe: Composition,
+    info: CaptureInfo,
+    compared: Compared,
+    plan: BudgetPlan,
+    costs: EntryBytes | None,
+) -> AuctionResult:
+    """Spend the budget by floor and allocator, or by a top-k where there are no trees.
 
-    Attributes:
+    Args:
         pipe: the pipeline; its `certify` asks for an upper bound on the utility of any allocation.
         info: metadata of the sequence.
         compared: scores, and the trees unless every token is a slot that stays or goes.
+        plan: the budget; its entries are counted over the heads of all processes.
+        costs: bytes of entries, to buy as many as fit in `plan.bytes`; None to buy `plan.base`.
     """
 
-    pipe: Composition
-    info: CaptureInfo
-    compared: Compared
-
-    def spend(self, plan: BudgetPlan, costs: EntryBytes | None) -> AuctionResult:
-        """Spend the budget; with `costs`, buy as many entries as fit in `plan.bytes`."""
-        if costs is None or plan.bytes is None:
-            return self.choose(plan)
-        return within_bytes(plan, costs, self.choose, self.info.shard)
-
-    def choose(self, plan: BudgetPlan) -> AuctionResult:
-        """Spend `plan.base` entries, counted over the heads of all processes."""
-        pipe, shard, compared = self.pipe, self.info.shard, self.compared
+    def choose(plan: BudgetPlan) -> AuctionResult:
         if (quota := compared.quota_of(pipe.quota, plan)) is not None:
-            quota = shard.own_heads(quota, 1)
+            quota = info.shard.own_heads(quota, 1)
+        elastic = pipe.allocate.elastic
         if compared.forest is None:
             prices = (compared.relevance.scores, compared.relevance.sensitivity)
-            kept = top_tokens(*prices, plan.base, quota, elastic=pipe.allocate.elastic, shard=shard)
-            selection = Selection.of_tokens(kept, self.info.spans.context_start)
+            kept = top_tokens(*prices, plan.base, quota, elastic=elastic, shard=info.shard)
+            selection = Selection.of_tokens(kept, info.spans.context_start)
             return AuctionResult(plan, selection, float(entry_gains(*prices, selection).sum()))
         floor = pipe.floor.realize(compared.forest, compared.candidates, plan, quota)
         frontier = pipe.allocate(floor, quota)
         if pipe.certify:
             empty = Frontier.empty(compared.forest, plan.base)
-            bound = upper_bound(empty, quota, elastic=pipe.allocate.elastic)
+            bound = upper_bound(empty, quota, elastic=elastic)
             frontier = replace(frontier, bound=max(bound, frontier.utility))
         selection = Selection.of_frontier(frontier, floor)
         return AuctionResult(plan, selection, frontier.utility, floor, frontier)
+
+    if costs is None or plan.bytes is None:
+        return choose(plan)
+    return within_bytes(plan, costs, choose, info.shard)
 
 
 def within_bytes(

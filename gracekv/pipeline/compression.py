@@ -24,7 +24,7 @@ from gracekv.cache.pool import EntryPool
 from gracekv.distributed.sharding import check_works_sharded
 from gracekv.fit import NoFit
 from gracekv.fit.base import check_dtype, value_change
-from gracekv.pipeline.comparison import Auction, AuctionResult, Compared, compare
+from gracekv.pipeline.comparison import AuctionResult, Compared, auctioned, compare
 from gracekv.pipeline.composition import Composition
 from gracekv.pipeline.run import Run, accounted
 from gracekv.precision.base import EXACT, AllocatingPrecision
@@ -218,8 +218,7 @@ class Compression:
             utility = pool.utility() if self._allocating is None else 0.0
             offered = AuctionResult(plan, pool.selection(), utility)
         else:
-            auction = Auction(pipe, info, compared)
-            offered = auction.spend(plan, costs if self._allocating is None else None)
+            offered = auctioned(pipe, info, compared, plan, None if self._allocating else costs)
         if self._allocating is None or plan.bytes is None or costs is None:
             return offered
         selection = offered.selection
