@@ -201,15 +201,11 @@ def rates(loss: Tensor, costs: WidthCosts) -> Tensor:
     """
     bytes_ = torch.nn.functional.pad(costs.mean(), (1, 0))
     lost = torch.nn.functional.pad(loss.clamp(0, 1), (1, 0), value=1.0)
-    slopes = []
-    for step in range(len(costs.bits)):
-        # Of all chords across the step: the steepest from each start, and the flattest of these.
-        steepest = []
-        for start in range(step + 1):
-            fall = lost[:, start, None] - lost[:, step + 1 :]
-            width = (bytes_[step + 1 :] - bytes_[start]).clamp(min=1)
-            steepest.append((fall / width).amax(dim=1))
-        slopes.append(torch.stack(steepest).amin(dim=0))
+    # [H, start, end]: the slopes of the chords between all pairs of widths.
+    chords = (lost[:, :, None] - lost[:, None]) / (bytes_ - bytes_[:, None]).clamp(min=1)
+    # Of all chords across a step: the steepest from each start, and the flattest of these.
+    steps = range(1, len(bytes_))
+    slopes = [chords[:, :step, step:].amax(dim=2).amin(dim=1) for step in steps]
     return torch.stack(slopes, dim=1).clamp_(min=0)
 
 

@@ -128,6 +128,7 @@ def typed_fields(cls: type) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
 def check_value(value: Any, hint: Any, bounds: Bounds | None = None, where: str = "") -> None:
     """Raise `ConfigError` unless `value`, of the field `where`, fits an annotation and bounds."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    wanted = ""
     if origin in (typing.Union, types.UnionType):
         inner = [arg for arg in args if arg is not type(None)]
         if value is None and len(inner) < len(args):
@@ -142,22 +143,22 @@ def check_value(value: Any, hint: Any, bounds: Bounds | None = None, where: str 
             raise ConfigError(" Or: ".join(problems))
     elif origin is typing.Literal:
         if value not in args or isinstance(value, bool) not in {isinstance(x, bool) for x in args}:
-            allowed = ", ".join(map(repr, args))
-            raise ConfigError(_message(where, f"one of {allowed}", value, bounds))
+            wanted = f"one of {', '.join(map(repr, args))}"
     elif origin is Callable:
-        if not callable(value):
-            raise ConfigError(_message(where, "a function", value, bounds))
+        wanted = "" if callable(value) else "a function"
     elif origin is tuple:
         if not isinstance(value, tuple):
-            raise ConfigError(_message(where, "a tuple (in plain data: a list)", value, bounds))
-        if bounds is not None and not value:
-            raise ConfigError(_message(where, "at least one item", value, bounds))
-        if Ellipsis not in args and len(value) != len(args):
-            raise ConfigError(_message(where, f"{len(args)} items", value, bounds))
-        if bounds is not None and bounds.distinct and len(set(value)) < len(value):
-            raise ConfigError(_message(where, "distinct items", value, bounds))
-        for item, kind in zip(value, args[:1] * len(value) if ... in args else args, strict=True):
-            check_value(item, kind, bounds, where)
+            wanted = "a tuple (in plain data: a list)"
+        elif bounds is not None and not value:
+            wanted = "at least one item"
+        elif Ellipsis not in args and len(value) != len(args):
+            wanted = f"{len(args)} items"
+        elif bounds is not None and bounds.distinct and len(set(value)) < len(value):
+            wanted = "distinct items"
+        else:
+            kinds = args[:1] * len(value) if ... in args else args
+            for item, kind in zip(value, kinds, strict=True):
+                check_value(item, kind, bounds, where)
     elif hint in _KINDS:
         bounds = bounds if hint in (int, float) else None
         fits = isinstance(value, int | float if hint is float else hint)
@@ -166,12 +167,9 @@ def check_value(value: Any, hint: Any, bounds: Bounds | None = None, where: str 
         # Whole numbers may exceed every float.
         fits = fits and not (hint is float and isinstance(value, int) and abs(value) > _LARGEST)
         if not fits or (bounds is not None and not bounds.allow(value)):
-            limits = f" {bounds}" if bounds is not None else ""
-            raise ConfigError(_message(where, f"{_KINDS[hint]}{limits}", value, bounds))
+            wanted = _KINDS[hint] if bounds is None else f"{_KINDS[hint]} {bounds}"
     elif isinstance(hint, type) and not isinstance(value, hint):
-        raise ConfigError(_message(where, f"an instance of {hint.__name__}", value, bounds))
-
-
-def _message(where: str, allowed: str, value: object, bounds: Bounds | None) -> str:
-    hint = f" {bounds.hint}" if bounds is not None and bounds.hint else ""
-    return f"{where} takes {allowed}; got {value!r}.{hint}"
+        wanted = f"an instance of {hint.__name__}"
+    if wanted:
+        advice = f" {bounds.hint}" if bounds is not None and bounds.hint else ""
+        raise ConfigError(f"{where} takes {wanted}; got {value!r}.{advice}")
