@@ -68,15 +68,20 @@ class CostTable:
         return self._batch.token_rows(self.nodes, len(self.step))
 
     def curvatures(self) -> Tensor:
-        """kappa of token k, float64 [V, w]; padding repeats the last token's."""
-        return self._batch.curvatures(self._rows)
+        """kappa of token k, float64 [V, w]; padding repeats the last token's.
+
+        Raises `ConfigError` if none was computed.
+        """
+        kappa = self._batch.known_curvature()[self._batch.region_start :]
+        return kappa[self._rows % self._batch.scores.shape[1]]
 
     def floor_scores(self) -> Tensor | None:
         """Floor score of token k (-inf: no candidate), float64 [V, w]; None without a floor.
 
         Padding repeats the last token's.
         """
-        return self._batch.floor_scores(self._rows)
+        forced = self._batch.forced
+        return None if forced is None else forced.flatten()[self._rows]
 
     def outer_costs(self, low: Tensor, high: Tensor) -> Tensor:
         """D float64 [V, 2] of the tokens before `low` and from `high` on, int64 [V] each.

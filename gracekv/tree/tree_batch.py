@@ -209,17 +209,6 @@ class TreeBatch:
             )
         return self.curvature
 
-    def curvatures(self, rows: Tensor) -> Tensor:
-        """kappa float64 [...] of the tokens in `rows` int64 [...].
-
-        Raises `ConfigError` if none was computed.
-        """
-        return self.known_curvature()[self.region_start :][rows % self.scores.shape[1]]
-
-    def floor_scores(self, rows: Tensor) -> Tensor | None:
-        """Floor scores float64 [...] of the tokens in `rows` int64 [...]; None without a floor."""
-        return None if self.forced is None else self.forced.flatten()[rows]
-
     def sums(self, nodes: Nodes) -> tuple[Tensor, Tensor]:
         """R float64 [V], and which nodes have a floor candidate, bool [V].
 

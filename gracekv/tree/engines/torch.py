@@ -133,8 +133,8 @@ class TorchEvaluator(DistortionEvaluator):
             # One product per head: a CPU multiplies tall matrices faster than many small ones.
             z_tilde = self.workspace.take(sequences, width, probes)
             first = 0
-            for u, size in zip(*(x.tolist() for x in head.unique_consecutive(return_counts=True)),
-                               strict=True):  # fmt: skip
+            heads, sizes = head.unique_consecutive(return_counts=True)
+            for u, size in zip(heads.tolist(), sizes.tolist(), strict=True):
                 block = slice(first, first := first + size)
                 flat = linear(features[block].flatten(0, 1), queries[u])
                 z_tilde[block] = flat.unflatten(0, (size, width))
