@@ -116,7 +116,7 @@ class EntryPool:
             return
         shard, layers = self._info.shard, self._info.layers
         size = min(self._budget // shard.ranks + layers * self._fixed, layers * new)
-        size = max(size, count, 2 * len(self._keys) if len(self._keys) else 0) + 1
+        size = max(size, count, 2 * len(self._keys)) + 1
         for name, like in (("_keys", capture.keys), ("_values", capture.values)):
             held: Tensor = getattr(self, name)
             made = held.new_empty(size, like.shape[-1])

@@ -68,10 +68,8 @@ class QuantisedEntries(LayerEntries):
         order, at = self._order()[2], self.exact.entries
         place = order.argsort().to(self.device)
         keys, values = (self.exact.keys.new_empty(len(order), self.dim, dtype=dtype) for _ in "kv")
-        keys[place[:at]], values[place[:at]] = (
-            self.exact.keys.to(dtype),
-            self.exact.values.to(dtype),
-        )
+        keys[place[:at]] = self.exact.keys.to(dtype)
+        values[place[:at]] = self.exact.values.to(dtype)
         for part in map(CodedEntries.stack, by_coding(self.coded)):
             for first in range(0, part.entries, _STEP):
                 numbers = part.numbers(first, min(first + _STEP, part.entries))

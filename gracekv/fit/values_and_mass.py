@@ -9,7 +9,7 @@ from torch import Tensor
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.attended import KeptMass, Reference, attended, scattered
 from gracekv.fit.base import FITTERS
-from gracekv.fit.values import RidgeFitter, inverse_penalty, ridge
+from gracekv.fit.values import RidgeFitter, ridge_change
 from gracekv.prefill import Region
 from gracekv.registry import bounded
 
@@ -51,7 +51,6 @@ def multiplicities(attention: KeptMass, trust: float, trust_read: float) -> Tens
     """float32 [G, W]: factors of the packed multiplicities; 1 for entries that are not free."""
     shares = attention.mass / attention.total[..., None]
     missing = 1.0 - (attention.sink / attention.total)[..., None] - shares.sum(dim=-1, keepdim=True)
-    inverse = inverse_penalty(shares, attention, trust, trust_read)
-    change = ridge(shares, missing, attention.weights, inverse)[..., 0]
-    factor = (1.0 + change.nan_to_num_(0.0, 0.0, 0.0)).clamp_(LEAST, MOST)
+    change = ridge_change(attention, shares, missing, trust, trust_read)[..., 0]
+    factor = (1.0 + change).clamp_(LEAST, MOST)
     return factor.masked_fill_(~attention.free, 1.0)

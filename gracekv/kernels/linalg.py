@@ -71,13 +71,13 @@ def rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     return (numbers.clamp(-65504, 65504) if dtype == torch.float16 else numbers).to(dtype)
 
 
-def running_sums(numbers: Tensor, dim: int = -1) -> Tensor:
-    """Running sums of floats [...] along `dim`, on their device.
+def running_sums(numbers: Tensor) -> Tensor:
+    """Running sums of floats [...] over the last axis, on their device.
 
     Computed on the CPU: a GPU's sums are not reproducible, and `torch.use_deterministic_algorithms`
     rejects them.
     """
-    return upload(numbers.cpu().cumsum(dim), numbers.device)
+    return upload(numbers.cpu().cumsum(-1), numbers.device)
 
 
 class Columns(NamedTuple):

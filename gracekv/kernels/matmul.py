@@ -84,16 +84,14 @@ def multiply(
         source, target = a + 4 * r * lda, c + 4 * r * ldc
         at = 0
         while at < columns:
-            left = columns - at
-            if _WIDE and left >= 64:
-                _four(source, lda, b + 4 * at, ldb, target + 4 * at, ldc, some, first, stop)
-                at += 64
-            elif _WIDE and left >= 48:
-                _three(source, lda, b + 4 * at, ldb, target + 4 * at, ldc, some, first, stop)
-                at += 48
-            elif _WIDE and left >= 32:
-                _two(source, lda, b + 4 * at, ldb, target + 4 * at, ldc, some, first, stop)
-                at += 32
+            width = min(columns - at, 64 if _WIDE else COLUMNS)
+            right, out = b + 4 * at, target + 4 * at
+            if width == 64:
+                _four(source, lda, right, ldb, out, ldc, some, first, stop)
+            elif width == 48:
+                _three(source, lda, right, ldb, out, ldc, some, first, stop)
+            elif width == 32:
+                _two(source, lda, right, ldb, out, ldc, some, first, stop)
             else:
-                _one(source, lda, b + 4 * at, ldb, target + 4 * at, ldc, some, first, stop)
-                at += 16
+                _one(source, lda, right, ldb, out, ldc, some, first, stop)
+            at += width

@@ -63,14 +63,12 @@ class _QuerySums:
 
     def add(self, run: TokenRun) -> None:
         first, last = max(self._counted.start, run.start), min(self._counted.end, run.end)
-        if first < last:
-            self._add(run.queries[:, first - run.start : last - run.start], run.rope, first)
-
-    def _add(self, queries: Tensor, rope: Rope, first: int) -> None:
-        heads, _, dim = queries.shape
-        for some in queries.split(_block_rows(heads, dim), dim=1):
+        if first >= last:
+            return
+        queries = run.queries[:, first - run.start : last - run.start]
+        for some in queries.split(_block_rows(len(queries), queries.shape[2]), dim=1):
             at = torch.arange(first, first + some.shape[1], device=queries.device)
-            plain, first = rope.unrotate(some.float(), at), first + some.shape[1]
+            plain, first = run.rope.unrotate(some.float(), at), first + some.shape[1]
             if not self._count:
                 self._pivot = plain.mean(dim=1, keepdim=True)
                 self._total = torch.zeros_like(self._pivot, dtype=torch.float64)
