@@ -21,6 +21,7 @@ from gracekv.cache.coded import CodedEntries, by_coding
 from gracekv.cache.quantised import QuantisedEntries
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import ragged
+from gracekv.kernels.addresses import contiguous_rows
 from gracekv.kernels.linalg import capped
 
 # Maximum logits (query rows x tail entries) of the tail at once; longer turns run in blocks.
@@ -128,10 +129,8 @@ class Sdpa(AttentionBackend):
                     continue
                 found = _windowed(attend, asked.to(keys), keys, values, bias, threads)
                 if number > 0:
-                    before = Partial(
-                        output[place].reshape(1, 1, -1, dim), lse[place].reshape(1, 1, -1)
-                    )
-                    found = before.united(found)
+                    before = output[place].reshape(1, 1, -1, dim), lse[place].reshape(1, 1, -1)
+                    found = Partial(*before).united(found)
                 output[place] = found.output.view(-1, group, tokens, dim)
                 lse[place] = found.lse.view(-1, group, tokens).to(lse)
         return Partial(output, lse)
@@ -179,7 +178,7 @@ def fused(
             bias = bias.double()
         bias = bias.expand(-1, -1, rows.shape[2], -1)
     # The kernel assumes contiguous rows.
-    keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
+    keys, values = contiguous_rows(keys, values)
     output, lse = torch._scaled_dot_product_flash_attention_for_cpu(
         rows, keys, values, attn_mask=bias, scale=scale
     )

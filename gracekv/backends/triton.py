@@ -20,6 +20,7 @@ from gracekv.cache.coded import CodedEntries
 from gracekv.cache.entries import LayerEntries
 from gracekv.errors import BackendUnavailableError, ShapeError
 from gracekv.kernels import device as gpu
+from gracekv.kernels.addresses import contiguous_rows
 from gracekv.registry import bounded
 
 
@@ -135,10 +136,7 @@ def _entries(
     layer: LayerEntries, tables: SplitTables, capability: tuple[int, int], programs: int
 ) -> TritonEntries:
     exact = layer.exact
-    keys, values = (
-        x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
-        for x in (exact.keys, exact.values)
-    )
+    keys, values = contiguous_rows(exact.keys, exact.values)
     pairs = ((keys, exact.keys), (values, exact.values))
     return TritonEntries(
         keys=keys, values=values, bias=exact.log_multiplicity.float().contiguous(),

@@ -16,6 +16,7 @@ from gracekv.backends.triton_merge_kernel import merge_splits
 from gracekv.backends.triton_split_kernel import ADDITIVE, BOOLEAN, CAUSAL, attend_splits
 from gracekv.backends.triton_splits import tail_splits
 from gracekv.backends.triton_tiles import padded_dim, tiles
+from gracekv.kernels.addresses import contiguous_rows
 from gracekv.kernels.device import capability, interpreted
 
 # Number of elements that the merging program holds at once, which determines its step over splits.
@@ -82,10 +83,7 @@ def ragged_attention(
     tile = tiles(dim, query.dtype, capability(query.device), count)
     block_d = padded_dim(dim)
     # The kernels need contiguous rows.
-    query, tail_keys, tail_values = (
-        x if x.stride(-1) == 1 else x.contiguous() for x in (query, tail_keys, tail_values)
-    )
-
+    query, tail_keys, tail_values = contiguous_rows(query, tail_keys, tail_values)
     readers = batch * -(-count // tile.queries)
     size = tail_keys.shape[2]
     splits, chunk = tail_splits(size, readers * heads, programs, tile.keys)

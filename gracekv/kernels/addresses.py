@@ -1,4 +1,4 @@
-"""Addresses of tensors for compiled kernels, which do not check what they read."""
+"""Tensors as compiled kernels take them: contiguous, by address, without a check of their own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from torch import Tensor
 from gracekv.errors import ShapeError
 
 CPU = torch.device("cpu")
+
+
+def contiguous_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """`tensors` [..., d]; those whose rows of d numbers are not contiguous as copies."""
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
 def address(

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gracekv.kernels.addresses import contiguous_rows
 from gracekv.kernels.device import interpreted
 from gracekv.kernels.rope import Rope
 
@@ -32,7 +33,7 @@ def moved_and_near(
 
     The logits are those of the unrotated queries, times `scale`, to keys [G, n, d].
     """
-    queries, keys = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys))
+    queries, keys = contiguous_rows(queries, keys)
     heads, count, dim = queries.shape
     moved = torch.empty(queries.shape, dtype=torch.float32, device=keys.device)
     lse = torch.empty(heads, count, dtype=torch.float32, device=keys.device)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gracekv.kernels.addresses import contiguous_rows
 from gracekv.kernels.device import capability, interpreted
 from gracekv.kernels.linalg import Columns
 from gracekv.kernels.uploads import filled
@@ -60,7 +61,7 @@ def softmax_columns(asked: Columns) -> Tensor:
     groups, length, _ = keys.shape
     of_rows, of_columns = block_sizes(dim, keys.dtype, capability(keys.device), count)
     # Only features must be contiguous: slices of prompts are read in place.
-    queries, keys = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys))
+    queries, keys = contiguous_rows(queries, keys)
     parts = queries[None]
     if queries.dtype != keys.dtype:
         parts = keys.new_empty(2, *queries.shape)
