@@ -81,10 +81,7 @@ class _Problem:
         """The operations that are `offered` (bool [M])."""
         index = offered.nonzero().flatten()
         index = index[torch.argsort(ops.tie_order(index))] if len(index) else index
-        place = torch.full((len(ops) + 1,), -1, device=index.device)
-        place[index] = torch.arange(len(index), device=index.device)
-        # Parent -1 (none) reads the extra last element.
-        columns = place[ops.parent[index]], ops.gain[index], ops.cost[index], ops.head(index)
+        columns = ops.parents_among(index), ops.gain[index], ops.cost[index], ops.head(index)
         return cls(index, *(column.cpu().numpy() for column in columns))
 
 

@@ -171,27 +171,24 @@ class PurchaseQueue:
         touched[ops.tree[index]] = True
         self._local = local = where_true(touched.index_select(0, ops.tree))
         parent = ops.parent[local]
-        self._unit: list[float] = ops.unit[local].tolist()
         columns = [
             ops.cost[local],
-            _trees_among_all(ops, local, shard),
             ops.head(local),
+            _trees_among_all(ops, local, shard),
             ops.forest.start[ops.node[local]],
             # Parents never decrease, so an operation's children are a range.
             torch.searchsorted(parent, local),
             torch.searchsorted(parent, local, right=True),
         ]
-        self._cost, self._tree, self._head, self._first_token, *rest = torch.stack(columns).tolist()
-        self._child_begin, self._child_end = rest
+        self._cost, self._head, tree, first_token, *children = torch.stack(columns).tolist()
+        self._child_begin, self._child_end = children
+        negative = (-ops.unit[local]).tolist()
+        self._order = list(zip(negative, tree, first_token, range(len(local)), strict=True))
         self._per_head = None if left.per_head is None else left.per_head.tolist()
         self._elastic, self._executed = elastic, executed
         self._chosen: list[int] = []
-        self._queue: list[tuple[float, int, int, int]] = []
-        for i in torch.searchsorted(local, index).tolist():
-            self._push(i)
-
-    def _push(self, i: int) -> None:
-        heapq.heappush(self._queue, (-self._unit[i], self._tree[i], self._first_token[i], i))
+        self._queue = [self._order[i] for i in torch.searchsorted(local, index).tolist()]
+        heapq.heapify(self._queue)
 
     def first(self, total: int) -> tuple[float, int, int] | None:
         """Unit utility, tree and cost of the first operation that fits in `total` entries.
@@ -216,7 +213,7 @@ class PurchaseQueue:
         if self._per_head is not None:
             self._per_head[self._head[i]] -= self._cost[i]
         for child in range(self._child_begin[i], self._child_end[i]):
-            self._push(child)
+            heapq.heappush(self._queue, self._order[child])
 
     def executed(self) -> Tensor:
         """bool [M]: all operations bought, before and by this queue."""

@@ -91,13 +91,11 @@ class _Dual:
         self.heads = ops.forest.layers * ops.forest.heads
         self.gain, self.cost = ops.gain[self.index], ops.cost[self.index].double()
         self.head = ops.head(self.index)
-        number = live.cumsum(0) - 1
-        before = ops.parent[self.index]
-        linked = (before >= 0) & live[before.clamp(min=0)]
+        parent = ops.parents_among(self.index)
         # The extra operation after the last one collects what the topmost operations pass up.
-        self.parent = torch.where(linked, number[before.clamp(min=0)], len(self.index))
-        self.top = (~linked).nonzero().flatten()
-        bounds = torch.tensor(ops.bounds, device=number.device)
+        self.parent = torch.where(parent < 0, len(self.index), parent)
+        self.top = (parent < 0).nonzero().flatten()
+        bounds = torch.tensor(ops.bounds, device=parent.device)
         self.levels = list(pairwise(torch.searchsorted(self.index, bounds).tolist()))
 
     def _net(self, price: Tensor) -> Tensor:

@@ -126,6 +126,13 @@ class Operations:
             torch.minimum(key[begin:end], above, out=key[begin:end])
         return key
 
+    def parents_among(self, index: Tensor) -> Tensor:
+        """int64 [n]: where the parent of each operation at `index` [n] is in `index`, else -1."""
+        place = torch.full((len(self) + 1,), -1, device=index.device)
+        place[index] = torch.arange(len(index), device=index.device)
+        # Parent -1 (none) reads the extra last element.
+        return place[self.parent[index]]
+
     def tie_order(self, index: Tensor) -> Tensor:
         """int64 [n]: sort key of the operations at `index` [n] by layer, head, slot, start, level.
 

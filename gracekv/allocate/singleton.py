@@ -164,13 +164,9 @@ def _buy_paths(
     for _ in ops.bounds[2:]:
         at = above[at]
         marked.index_fill_(0, at, True)
-    on_path = marked[:-1]
-    local = where_true(on_path)
-    number = torch.cumsum(on_path, 0) - 1
-    before = ops.parent[local]
-    parent = torch.where(before < 0, -1, number[before.clamp(min=0)])
-    order = number[last].cpu().numpy()
-    given = torch.stack([parent, ops.cost[local], ops.head(local)]).cpu().numpy()
+    local = where_true(marked[:-1])
+    order = torch.searchsorted(local, last).cpu().numpy()
+    given = torch.stack([ops.parents_among(local), ops.cost[local], ops.head(local)]).cpu().numpy()
     shard, done = ops.forest.shard, np.zeros(len(local), dtype=bool)
     if shard.ranks == 1 and len(local) >= _COMPILED and numba_obstacle() is None:
         from gracekv.allocate.paths_numba import buy_paths
