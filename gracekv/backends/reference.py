@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gracekv.backends.base import AttentionStep
 from gracekv.cache.entries import LayerEntries
+from gracekv.kernels.linalg import capped
 
 
 def attention(step: AttentionStep) -> tuple[Tensor, Tensor]:
@@ -29,9 +30,9 @@ def attention(step: AttentionStep) -> tuple[Tensor, Tensor]:
             held = (x.double().cpu() for x in layer.head(g, sequence))
             packed_keys, packed_values, _, log_multiplicity = held
             for t in range(tokens):
-                packed = _capped(packed_keys @ query[b, h, t] * step.scale, step.softcap)
+                packed = capped(packed_keys @ query[b, h, t] * step.scale, step.softcap)
                 packed = packed + log_multiplicity
-                tail = _capped(tail_keys[b, g] @ query[b, h, t] * step.scale, step.softcap)
+                tail = capped(tail_keys[b, g] @ query[b, h, t] * step.scale, step.softcap)
                 if mask is None:
                     tail[length - tokens + t + 1 :] = -torch.inf
                 else:
@@ -47,7 +48,3 @@ def attention(step: AttentionStep) -> tuple[Tensor, Tensor]:
                 if bool((logits > -torch.inf).any()):
                     output[b, h, t] = logits.softmax(0) @ everything
     return output, lse
-
-
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -59,7 +59,7 @@ class NumbaEvaluator(DistortionEvaluator):
         costs = torch.zeros(2, count, width, dtype=torch.float32)
         mass = torch.zeros(count, width, dtype=torch.float32)
         drop = torch.empty(count, dtype=torch.float32)
-        outputs = {"prefix": costs[0], "suffix": costs[1], "mass": mass, "drop": drop}
+        outputs = {"intervals": costs, "mass": mass, "drop": drop}
         self.run(nodes, EVALUATE, outputs, {})
         return IntervalCosts(costs, mass, drop)
 

@@ -40,7 +40,8 @@ class DistortionArgs(ctypes.Structure):
         max_length: tokens of the longest node.
         mode: `EVALUATE`, `SPLIT` or `SPLIT_ROOTS`.
     `EVALUATE` also reads and writes:
-        prefix, suffix, mass: float32 [V, max_length], and drop [V], as in `IntervalCosts`.
+        intervals: float32 [2, V, max_length], mass [V, max_length] and drop [V], as costs, mass and
+            drop of `IntervalCosts`.
     `SPLIT` and `SPLIT_ROOTS` also read and write:
         node_cost: float64 [V], D of each node. `SPLIT_ROOTS` fills it, and drop float32 [V].
         cuts, reward: as in `numba_split_choice`; cuts < 0: nodes are not cut.
@@ -52,8 +53,8 @@ class DistortionArgs(ctypes.Structure):
     _fields_ = argument_fields(
         "exponentials probe_mass unrotated_keys key_norms values scores queries max_logit "
         "inverse_sum visible_probes first_probe cos sin kappa forced head first length counter "
-        "prefix suffix mass drop node_cost low high part_costs heads tokens probes padded_probes "
-        "dim positions rotary_dim region_start multiplicity nodes max_length mode cuts extracts",
+        "intervals mass drop node_cost low high part_costs heads tokens probes padded_probes dim "
+        "positions rotary_dim region_start multiplicity nodes max_length mode cuts extracts",
         "lambda_z lambda_m epsilon uniform_base rule_epsilon reward",
     )
 
@@ -97,8 +98,7 @@ def _evaluate(
 ) -> None:
     """D of all prefixes and suffixes of a node."""
     n, width = node.length, args.max_length
-    prefix = carray(pointer(args.prefix), (args.nodes, width), np.float32)
-    suffix = carray(pointer(args.suffix), (args.nodes, width), np.float32)
+    intervals = carray(pointer(args.intervals), (2, args.nodes, width), np.float32)
     mass = carray(pointer(args.mass), (args.nodes, width), np.float32)
     drop = carray(pointer(args.drop), (args.nodes,), np.float32)
     drop[v] = token_masses(node, heads, mass[v])
@@ -108,7 +108,7 @@ def _evaluate(
     flush(node, heads, scratch, costs, pending)
     costs[0, 0] = costs[1, n - 1] = np.float32(0)
     for k in range(n):
-        prefix[v, k], suffix[v, k] = costs[0, k], costs[1, k]
+        intervals[0, v, k], intervals[1, v, k] = costs[0, k], costs[1, k]
 
 
 @inner(inline="always")
