@@ -19,17 +19,15 @@ def _numbers(
     scale,  # of its first block, or of the entry itself
     zero,
     n,  # [BLOCK_N] entries of the split
-    inside,
+    dim,  # [BLOCK_D]
+    used,  # see mask_of
     within,  # place of the first entry in its block
     D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
     KEYS: tl.constexpr,
 ):
     """float32 [BLOCK_N, BLOCK_D]: zero + scale * code; see `Codes`."""
-    dim = tl.arange(0, BLOCK_D)
-    used = mask_of(inside, D, BLOCK_D)
     if BITS == 8:
         code = tl.load(codes + n[:, None] * D + dim[None, :], mask=used, other=0).to(tl.int32)
     else:
@@ -108,41 +106,25 @@ def attend_coded_splits(
         )
         q = read(at, used, UPCAST)
         within = (place % SIZE).to(tl.int32)
-        row_bytes: tl.constexpr = D * BITS // 8
-        # Where the scales of the split that starts with `entry` begin.
-        k_scales = place // SIZE * D
-        v_scales = entry * (D // SIZE) if SIZE < D else entry
+        # Where the codes and scales of the split begin, whose first entry is `entry`.
+        key_codes += entry * (D * BITS // 8)
+        key_scale += place // SIZE * D
+        key_zero += place // SIZE * D
+        value_codes += entry * (D * BITS // 8)
+        value_scale += entry * (D // SIZE) if SIZE < D else entry
+        value_zero += entry * (D // SIZE) if SIZE < D else entry
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for start in range(0, length, BLOCK_N):
             n = start + step
             inside = n < length
+            here = mask_of(inside, D, BLOCK_D)
             k = _numbers(
-                key_codes + entry * row_bytes,
-                key_scale + k_scales,
-                key_zero + k_scales,
-                n,
-                inside,
-                within,
-                D,
-                BLOCK_D,
-                BITS,
-                SIZE,
-                True,
+                key_codes, key_scale, key_zero, n, dim, here, within, D, BITS, SIZE, True
             ).to(q.dtype)
             v = _numbers(
-                value_codes + entry * row_bytes,
-                value_scale + v_scales,
-                value_zero + v_scales,
-                n,
-                inside,
-                within,
-                D,
-                BLOCK_D,
-                BITS,
-                SIZE,
-                False,
+                value_codes, value_scale, value_zero, n, dim, here, within, D, BITS, SIZE, False
             ).to(q.dtype)
             logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             if CAPPED:
