@@ -60,6 +60,26 @@ def write_atomically(path: Path, data: bytes) -> None:
         scratch.write_bytes(data)
 
 
+def lock(handle: int, *, wait: bool = False) -> bool:
+    """Lock an open file or folder; return False if another process has locked it.
+
+    The lock ends with the process, however that ends, and leaves no file. Without Unix or file
+    locks this does nothing: users must avoid two writers themselves.
+
+    Args:
+        handle: descriptor of the file or folder.
+        wait: whether to wait for the other process.
+    """
+    with suppress(ImportError, OSError):
+        import fcntl
+
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+    return True
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield an empty file next to `path`, which replaces it if the block succeeds.

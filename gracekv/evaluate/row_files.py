@@ -13,11 +13,12 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from gracekv.errors import ConfigError, OutputError
+from gracekv.files import lock
 
 Row = dict[str, Any]
 
@@ -52,7 +53,11 @@ class RowFile(AbstractContextManager["RowFile"]):
                 f"written to."
             ) from error
         try:
-            self._lock()
+            if not lock(self._file.fileno()):
+                raise ConfigError(
+                    f"Another process is writing {self.path}. Wait for it, give each process its "
+                    f"own --shard, or use another folder."
+                )
             data = self.path.read_bytes()
             if _is_whole(data[(end := data.rfind(b"\n") + 1) :]):
                 self._file.write(b"\n")
@@ -86,20 +91,6 @@ class RowFile(AbstractContextManager["RowFile"]):
     def __exit__(self, *_: object) -> None:
         # Unlocks it for other writers.
         self._file.close()
-
-    def _lock(self) -> None:
-        # Without Unix or file locks, users must avoid two writers themselves.
-        with suppress(ImportError, OSError):
-            import fcntl
-
-            try:
-                # The lock ends with the process, however that ends.
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(
-                    f"Another process is writing {self.path}. Wait for it, give each process its "
-                    f"own --shard, or use another folder."
-                ) from error
 
 
 def read_rows(folder: str | Path) -> list[Row]:

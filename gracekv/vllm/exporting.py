@@ -20,7 +20,7 @@ from gracekv.cache import CompressedCache, RaggedCache, dequantised
 from gracekv.cache.serialization import read_digest, write_cache
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import StoreError
-from gracekv.files import VERSION, check_output, path_of, replacing
+from gracekv.files import VERSION, check_output, lock, path_of, replacing
 from gracekv.hf.base_result import BaseResult
 from gracekv.prefill.fingerprint import check_same_model, tokenizer_marks
 from gracekv.prefill.model_layers import rotations_up_to
@@ -217,15 +217,8 @@ def _locked(folder: Path, wait: bool) -> int | None:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
         opened.callback(os.close, handle)
-        # The lock ends with the process, however that ends, and leaves no file. Not all systems
-        # have it.
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                raise StoreError(f"{folder.name!r} is being written: delete it later.") from None
+        if not lock(handle, wait=wait):
+            raise StoreError(f"{folder.name!r} is being written: delete it later.")
         # A lock on a removed folder keeps nobody out of the new one.
         if os.path.samestat(os.fstat(handle), os.stat(folder)):
             opened.pop_all()
