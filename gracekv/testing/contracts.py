@@ -141,7 +141,7 @@ def check_scorer(scorer: Scorer, prefill: Prefill, region: Region) -> None:
     for name in ("scores", "seed_scores"):
         tensor: Tensor = getattr(first, name)
         hold(tensor.dtype == torch.float32, f"{name} must be float32; got {tensor.dtype}")
-        hold(bool((tensor >= 0).all()) and bool(tensor.isfinite().all()), f"{name} hold < 0 or NaN")
+        hold((tensor >= 0).all() and tensor.isfinite().all(), f"{name} hold < 0 or NaN")
         hold(torch.equal(tensor, getattr(second, name)), f"{name} differ between two calls")
     if not scorer.compares_layers:
         _check_by_layer(scorer, prefill, region, first.scores)
@@ -176,7 +176,7 @@ def check_sensitivity(sensitivity: Sensitivity, prefill: Prefill) -> None:
     omega = sensitivity(prefill)
     shape = (prefill.layers, prefill.kv_heads)
     hold(omega.shape == shape and omega.dtype == torch.float32, f"omega must be float32 {shape}")
-    hold(bool((omega > 0).all()), "omega must be positive")
+    hold((omega > 0).all(), "omega must be positive")
     hold(abs(float(omega.mean()) - 1) < 1e-4, f"omega must have mean 1; got {omega.mean()}")
     hold(torch.equal(omega, sensitivity(prefill)), "omega differs between two calls")
 
@@ -195,7 +195,7 @@ def check_quota(quota: Quota, prefill: Prefill) -> None:
         hold(caps is again, "one call returned caps, another None")
         return
     hold(caps.shape == (layers, heads), f"caps must be [L, G]; got {list(caps.shape)}")
-    hold(not caps.is_floating_point() and bool((caps >= 0).all()), "caps must be whole and >= 0")
+    hold(not caps.is_floating_point() and (caps >= 0).all(), "caps must be whole and >= 0")
     hold(torch.equal(caps, again), "caps differ between two calls")
 
 
@@ -210,7 +210,7 @@ def check_floor(floor: Floor, forest: Any, plan: BudgetPlan, tokens: Tensor) -> 
     """
     if (candidates := floor.candidates(tokens, plan)) is not None:
         hold(candidates.shape == tokens.shape, f"candidates must be {list(tokens.shape)}")
-        hold(not bool(candidates.isnan().any()), "candidates hold NaN")
+        hold(not candidates.isnan().any(), "candidates hold NaN")
     frontier = floor.realize(forest, candidates, plan, None)
     check_frontier(frontier)
     hold(frontier.budget == plan.base, "the budget of the floor's frontier is not B_base")
@@ -228,14 +228,14 @@ def check_allocator(allocator: Allocator, start: Frontier, quota: Tensor | None)
     check_frontier(result, quota)
     for name in ("added", "split"):
         before, after = getattr(start, name), getattr(result, name)
-        hold(not bool((before & ~after).any()), f"{name}: purchases of the floor are missing")
+        hold(not (before & ~after).any(), f"{name}: purchases of the floor are missing")
         hold(torch.equal(after, getattr(again, name)), f"{name} differs between two calls")
     same = (result.budget, result.floor_spent) == (start.budget, start.floor_spent)
     hold(same, "budget or floor_spent were changed")
     ops, executed, left = auction_start(result, quota)
     open_ = ops.available(executed) & ops.offered(executed, elastic=allocator.elastic)
     caps = left.total if left.per_head is None else left.per_head[ops.head()].clamp(max=left.total)
-    hold(not bool((open_ & (ops.cost <= caps)).any()), "an affordable operation is left")
+    hold(not (open_ & (ops.cost <= caps)).any(), "an affordable operation is left")
 
 
 def check_decoder(decoder: Decoder, prefill: Prefill) -> None:
@@ -252,7 +252,7 @@ def check_decoder(decoder: Decoder, prefill: Prefill) -> None:
     held = HeldLayer(0, keys, values, none, places, asked, asked, none, 3, now)
     first, second = decoder.scores(held), decoder.scores(held)
     hold(first.shape == places.shape, f"scores must be {list(places.shape)}")
-    hold(bool(first.isfinite().all()), "scores hold infinity or NaN")
+    hold(first.isfinite().all(), "scores hold infinity or NaN")
     hold(torch.equal(first, second), "scores differ between two calls")
     layers = [held, dataclasses.replace(held, number=1)]
     kept, _ = kept_entries(2, layers.__getitem__, decoder, places.numel(), 1)

@@ -17,8 +17,8 @@ from gracekv.segment.base import Partition
 from gracekv.tree.base import Forest
 
 
-def hold(promise: bool, broken: str) -> None:
-    """Raise `AssertionError` with the message `broken` unless `promise`."""
+def hold(promise: object, broken: str) -> None:
+    """Raise `AssertionError` with the message `broken` unless `promise`, which may be a tensor."""
     if not promise:
         raise AssertionError(broken)
 
@@ -45,12 +45,12 @@ def check_run(run: Run, prefill: Prefill, recent: int | None = None) -> None:
         for head in range(packed.heads):
             where = f"layer {layer}, head {head}"
             keys, values, positions, log_m = packed.head(head)
-            hold(bool((positions.diff() > 0).all()), f"{where}: positions do not strictly increase")
+            hold((positions.diff() > 0).all(), f"{where}: positions do not strictly increase")
             place = {int(position): i for i, position in enumerate(positions)}
             missing = [t for t in (*fixed, *window) if t not in place]
             hold(not missing, f"{where}: positions {missing} are missing")
             rows = torch.tensor([place[t] for t in fixed], dtype=torch.int64)
-            same = not bool(log_m[rows].any())
+            same = not log_m[rows].any()
             for got, states in ((keys, prefill.keys), (values, prefill.values)):
                 given = states[layer][head, fixed]
                 # Entries of a quantised layer are float32.
@@ -73,12 +73,12 @@ def check_partition(partition: Partition, region: Region, length: int) -> None:
     hold(whole, f"bounds must be one-dimensional int64 on the CPU; got {got}.")
     reaches = (int(bounds[0]), int(bounds[-1])) == (region.start, region.end)
     hold(reaches, f"bounds must run from end to end of {region}; got {got}.")
-    hold(bool((partition.lengths > 0).all()), f"bounds must strictly increase; got {got}.")
+    hold((partition.lengths > 0).all(), f"bounds must strictly increase; got {got}.")
     if kappa is not None:
         own = f"{kappa.dtype} {list(kappa.shape)}"
         fits = kappa.shape == (length,) and kappa.is_floating_point()
         hold(fits, f"curvature must be float [{length}]; got {own}.")
-        hold(bool(kappa.isfinite().all()), "curvature must be finite.")
+        hold(kappa.isfinite().all(), "curvature must be finite.")
 
 
 Gains = Literal["normal", "heavy", "ties", "zeros"]
@@ -172,17 +172,17 @@ def check_frontier(frontier: Frontier, quota: Tensor | None = None) -> None:
     for name, chosen, size in (("added", added, forest.trees), ("split", split, forest.nodes)):
         fits = chosen.shape == (size,) and chosen.dtype == torch.bool
         hold(fits, f"{name} must be bool [{size}]; got {chosen.shape}")
-    hold(not bool((split & forest.is_leaf).any()), "a leaf is split")
+    hold(not (split & forest.is_leaf).any(), "a leaf is split")
     unreached = split[: forest.trees] & ~added
-    hold(not bool(unreached.any()), "a root that was never added is split")
+    hold(not unreached.any(), "a root that was never added is split")
     unreached = split[forest.trees :] & ~split[forest.parent[forest.trees :]]
-    hold(not bool(unreached.any()), "a node is split although its parent is not")
+    hold(not unreached.any(), "a node is split although its parent is not")
     spent, floor_spent = frontier.spent, frontier.floor_spent
     hold(spent <= frontier.budget, f"{spent} entries spent of a budget of {frontier.budget}")
     hold(0 <= floor_spent <= spent, f"floor_spent {floor_spent} is not within spent {spent}")
     if quota is not None:
         held = frontier.entries_per_head()
-        within = bool((held <= quota.to(kept.device)).all())
+        within = (held <= quota.to(kept.device)).all()
         hold(within, f"heads hold {held.tolist()} of quotas {quota.tolist()}")
     if frontier.bound is not None:
         within = frontier.utility <= frontier.bound * (1 + 1e-9)
@@ -194,7 +194,7 @@ def check_frontier(frontier: Frontier, quota: Tensor | None = None) -> None:
     ones = torch.ones_like(row)
     covered.index_add_(0, row + forest.start[kept].cpu(), ones)
     covered.index_add_(0, row + forest.end[kept].cpu(), -ones)
-    once = bool((covered.view(-1, tokens + 1).cumsum(1) <= 1).all())
+    once = (covered.view(-1, tokens + 1).cumsum(1) <= 1).all()
     hold(once, "a token is in two kept intervals of its head")
 
 
@@ -213,10 +213,9 @@ def check_forest(forest: Forest) -> None:
     below = (parent >= 0).nonzero().flatten()
     sibling = below[1:][parent[below][1:] == parent[below][:-1]]
     hold(torch.equal(start[sibling], end[sibling - 1]), "children are not contiguous")
-    filled = bool((count >= 2).all()) and bool((forest.length > 0).all())
-    hold(filled, "a node has one child, or is empty")
+    hold((count >= 2).all() and (forest.length > 0).all(), "a node has one child, or is empty")
     known = (forest.entries == 1) | (forest.entries == forest.length)
-    hold(bool(known.all()), "a node's entries are neither 1 nor its tokens")
+    hold(known.all(), "a node's entries are neither 1 nor its tokens")
     for name in ("relevance", "distortion", "drop", "add_gain", "split_gain"):
-        hold(bool(getattr(forest, name).isfinite().all()), f"{name} holds NaN or infinity")
-    hold(bool((forest.distortion >= 0).all()), "a distortion is below 0")
+        hold(getattr(forest, name).isfinite().all(), f"{name} holds NaN or infinity")
+    hold((forest.distortion >= 0).all(), "a distortion is below 0")
