@@ -122,19 +122,18 @@ def order_of(
     """
     if not isinstance(given, Mapping):
         return None
+    kind, asked = next(iter(given.items())) if len(given) == 1 else ("", None)
     if given == {"list": True}:
         return Listing()
-    for word, kind_of in (("list", Listing), ("delete", Deletion)):
-        if list(given) == [word]:
-            return kind_of(check_name(given[word]))
-    for kind in ("compress", "extend"):
-        if list(given) == [kind] and isinstance(given[kind], Mapping):
-            known = {"start": 0, "follow": {}, **(front or {})}
-            try:
-                made = _compression(given[kind], recipe_of if kind == "extend" else None)
-            except (BudgetError, ConfigError) as error:
-                raise StoreError(str(error)) from error
-            return replace(made, start=known["start"], follow=Continuation(**known["follow"]))
+    if kind in ("list", "delete"):
+        return (Listing if kind == "list" else Deletion)(check_name(asked))
+    if kind in ("compress", "extend") and isinstance(asked, Mapping):
+        known = {"start": 0, "follow": {}, **(front or {})}
+        try:
+            made = _compression(asked, recipe_of if kind == "extend" else None)
+        except (BudgetError, ConfigError) as error:
+            raise StoreError(str(error)) from error
+        return replace(made, start=known["start"], follow=Continuation(**known["follow"]))
     raise StoreError(
         f'A request names a context, or is one of {{"compress": {{"name": "book", "ratio": 4}}}}, '
         f'{{"extend": {{"name": "book", "ratio": 4}}}}, {{"list": true}} and {{"delete": "book"}}; '
