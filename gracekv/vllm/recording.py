@@ -79,12 +79,9 @@ class Recording:
         shard: HeadShard = WHOLE,
         past: StoredContext | None = None,
     ) -> None:
-        needs = order.pipeline.needs()
-        self.past = past
         # All ranks begin in the same step, so they need no exchange here.
-        places = 0 if past is None else past.places
-        before = None if past is None else RaggedCache(past.layers, past.header.length)
-        self.order, self.spans, self._shard = order, order.spans(length, places), shard
+        needs, places = order.pipeline.needs(), 0 if past is None else past.places
+        self.past, self.spans, self._shard = past, order.spans(length, places), shard
         # An engine computes nothing twice, so hold from the start whatever may be needed later.
         once = CaptureSizes(kv=0, queries=0, again=False)
         # Evenly spaced queries end at the plan's recent window, which may be short.
@@ -93,8 +90,10 @@ class Recording:
         layers = model_layers(served.model)
         self._observations = Observations(needs.observers, len(layers), self.spans)
         self._record = Recorder(self._observations, positions, layers)
-        if before is not None:
+        if past is not None:
+            before = RaggedCache(past.layers, past.header.length)
             self._record.follow(past_of(before, places=places), None)
+        self._held = self._record.keys, self._record.values, self._record.queries
         # As in a capture, only differences of positions matter; places of `past` have position 0.
         self._rope, self._unrotated = served.rope(length, device, places), self._record.unrotated()
         self.failure: Exception | None = None
@@ -147,10 +146,9 @@ class Recording:
     @property
     def bytes(self) -> int:
         """Maximum bytes of keys, values and queries held in addition to vLLM's pages."""
-        record = self._record
         # Lists, since the thread that compresses empties them.
-        held = (list(x.values()) for x in (record.keys, record.values, record.queries))
-        return sum(x.nbytes for part in held for x in part) + self._run_bytes * len(self._ends)
+        held = sum(x.nbytes for part in self._held for x in list(part.values()))
+        return held + self._run_bytes * len(self._ends)
 
     def check_free(self, free: int, tokens: int) -> None:
         """Raise `StoreError` if the recording does not fit into `free` bytes.
@@ -170,8 +168,8 @@ class Recording:
         self._clear()
 
     def _clear(self) -> None:
-        for held in (self._record.keys, self._record.values, self._record.queries):
-            held.clear()
+        for part in self._held:
+            part.clear()
 
     def cancel(self) -> None:
         """Stop showing tokens to the observers; the recording is unusable afterwards."""
