@@ -25,8 +25,9 @@ class GraceCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):  # type:
     def plan(self, running: Step, metadata: Any, kv_cache: Tensor) -> ContextBatch | None:
         there = last_pages(metadata, kv_cache.shape[2]).tolist()
         asking = {block: running.asking[block] for block in there if block in running.asking}
-        group = self.num_heads // self.num_kv_heads
-        return plan_batch(asking, metadata, group, kv_cache, attention.DIVISION) if asking else None
+        if not asking:
+            return None
+        return plan_batch(asking, metadata, self.group, kv_cache, attention.DIVISION)
 
     def attend(self, batch: ContextBatch, call: LayerCall) -> None:
         if self._layout is None:
@@ -34,8 +35,7 @@ class GraceCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):  # type:
         number = extract_layer_index(call.layer.layer_name)
         attention.attend(batch, number, call, self._layout, self.scale)
 
-    @classmethod
-    def warm_up(cls, kv_cache: Tensor, group: int) -> None:
+    def warm_up(self, kv_cache: Tensor) -> None:
         work_kernel(kv_cache.dtype)
 
     def _find_layout(self, layer: Any, kv_cache: Tensor) -> PageLayout:

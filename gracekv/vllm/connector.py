@@ -56,8 +56,7 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
         if layers := attention_layers(self._vllm_config):
             check_attention(layers, self._vllm_config.cache_config.block_size)
             # Compiling takes seconds once per machine; no request should wait for it.
-            impl = layers[0].impl
-            impl.warm_up(layers[0].kv_cache, impl.num_heads // impl.num_kv_heads)
+            layers[0].impl.warm_up(layers[0].kv_cache)
 
     def bind_connector_metadata(self, connector_metadata: StepContexts) -> None:
         super().bind_connector_metadata(connector_metadata)

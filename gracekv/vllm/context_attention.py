@@ -125,6 +125,11 @@ class ContextAttention(abc.ABC):
     head_size: int
     scale: float
 
+    @property
+    def group(self) -> int:
+        """Number of query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
         attn_metadata: Any, output: Tensor, output_scale: Tensor | None = None,
@@ -173,12 +178,9 @@ class ContextAttention(abc.ABC):
     def attend(self, batch: Any, call: LayerCall) -> None:
         """Write those rows of `call.output` whose tokens have a context; `batch` is the plan."""
 
-    @classmethod
     @abc.abstractmethod
-    def warm_up(cls, kv_cache: Tensor, group: int) -> None:
+    def warm_up(self, kv_cache: Tensor) -> None:
         """Compile the kernels of `attend`, so that no request waits for the compiler.
 
-        Args:
-            kv_cache: [blocks, G, block, 2d] of any layer; only read.
-            group: query heads per KV head.
+        `kv_cache` [blocks, G, block, 2d] of any layer is only read.
         """

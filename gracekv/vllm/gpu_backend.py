@@ -34,15 +34,13 @@ class GPUContextAttention(ContextAttention):
         return not self._has_store and bool(stock.fused_output_quant_supported(quant_key))
 
     def plan(self, running: Step, metadata: Any, kv_cache: Tensor) -> ContextBatch:
-        group = self.num_heads // self.num_kv_heads
-        return plan_gpu_batch(running.asking, metadata, group, kv_cache)
+        return plan_gpu_batch(running.asking, metadata, self.group, kv_cache)
 
     def attend(self, batch: ContextBatch, call: LayerCall) -> None:
         attend(batch, extract_layer_index(call.layer.layer_name), call, self.scale)
 
-    @classmethod
-    def warm_up(cls, kv_cache: Tensor, group: int) -> None:
-        warm_up(kv_cache, group)
+    def warm_up(self, kv_cache: Tensor) -> None:
+        warm_up(kv_cache, self.group)
 
 
 class GraceFlashAttentionImpl(GPUContextAttention, FlashAttentionImpl):  # type: ignore[misc]
