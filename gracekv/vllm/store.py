@@ -83,8 +83,8 @@ class ContextStore:
 
     def names(self) -> list[str]:
         """Names of all contexts, saved or not."""
-        found = {path.parent.name for path in self.root.glob(f"*/{HEADER}")}
-        return sorted({name for name in found if is_name(name)} | self.loaded.made.keys())
+        saved = filter(is_name, (path.parent.name for path in self.root.glob(f"*/{HEADER}")))
+        return sorted({*saved, *self.loaded.made})
 
     def folder(self, name: object) -> Path:
         """The context's folder; raises `StoreError` if its name leads outside the store."""
