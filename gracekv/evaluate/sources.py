@@ -86,7 +86,7 @@ class Sources:
             raise TaskError(f"The data folder {folder} does not exist. Give an existing one.")
         self.folder = folder
         self._digests: dict[str, str] = {}
-        self._parsed: dict[str, Any] = {}
+        self._parsed: dict[tuple[str, Callable[[bytes], Any]], Any] = {}
 
     @property
     def essay(self) -> list[str]:
@@ -102,10 +102,10 @@ class Sources:
         questions, corpus = self._once(dataset, squad if dataset == "squad" else hotpot)
         return questions, corpus
 
-    @cached_property
+    @property
     def articles(self) -> list[list[Passage]]:
         """SQuAD's articles in file order, by paragraphs; `TaskError` if there is no file."""
-        return squad_articles(self._read("squad")[1])
+        return list(self._once("squad", squad_articles))
 
     def records(self, part: str) -> list[dict[str, Any]]:
         """The records of "longbench:NAME" or, at 0.5K, "longproc:NAME", in file order.
@@ -130,13 +130,13 @@ class Sources:
 
     def _once(self, part: str, parse: Callable[[bytes], Any]) -> Any:
         """The part's file, parsed on the first call; `TaskError` if it has another format."""
-        if part not in self._parsed:
+        if (part, parse) not in self._parsed:
             label, raw = self._read(part)
             try:
-                self._parsed[part] = parse(raw)
+                self._parsed[part, parse] = parse(raw)
             except (ValueError, TypeError, LookupError) as error:
                 raise TaskError(f"{label} is no {part} file: {error!r}. Get it again.") from error
-        return self._parsed[part]
+        return self._parsed[part, parse]
 
     def _read(self, part: str) -> tuple[str, bytes]:
         """Name and bytes of the part's first file, or of its substitute."""
