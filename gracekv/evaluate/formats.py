@@ -51,7 +51,7 @@ FORMATS = {"markdown": markdown, "csv": as_csv}
 
 def footer(rows: Sequence[Row]) -> str:
     """Versions and data behind the rows, and the cells that failed, as markdown."""
-    chosen = list(latest(list(rows)).values())
+    chosen = list(latest(rows).values())
     made = sorted({", ".join(f"{k} {v}" for k, v in row["versions"].items()) for row in chosen})
     sources = sorted({row["source"] for row in chosen if row.get("source")})
     lines = [f"{len(chosen):,} cells; versions: {'; '.join(made)}; data: {'; '.join(sources)}."]

@@ -29,10 +29,10 @@ TASKS = {
 }
 
 
-def forms() -> dict[str, dict[str, Any]]:
-    """The fixed facts of each task."""
-    form = {"group": "long_output", "max_new_tokens": 1024}
-    return {x: form | {"part": f"longproc:{x}"} for x in TASKS}
+FORMS: dict[str, dict[str, Any]] = {
+    x: {"group": "long_output", "max_new_tokens": 1024, "part": f"longproc:{x}"} for x in TASKS
+}
+"""The fixed facts of each task."""
 
 
 def record_sample(name: str, index: int, sources: Sources) -> Sample:

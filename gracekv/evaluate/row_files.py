@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -177,7 +177,7 @@ def _row(line: bytes) -> Row:
     return row
 
 
-def latest(rows: list[Row]) -> dict[str, Row]:
+def latest(rows: Iterable[Row]) -> dict[str, Row]:
     """One row for each key: results take precedence over failures, then later rows."""
     found: dict[str, Row] = {}
     for row in rows:

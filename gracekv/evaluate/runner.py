@@ -172,7 +172,7 @@ def make_schedule(
 
     Raises `TaskError` if data are missing.
     """
-    known = latest(list(rows))
+    known = latest(rows)
     if retry_failed:
         known = {key: row for key, row in known.items() if row.get("error") is None}
     hashes = {row["sample"]: row["prompt_hash"] for row in rows if row.get("prompt_hash")}

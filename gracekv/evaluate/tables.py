@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -111,7 +111,7 @@ class Table:
     against: dict[tuple[str, str], Interval]
     reference: str | None
     unpaired: int
-    without: dict[str, list[str]] = field(default_factory=dict)
+    without: dict[str, list[str]]
 
     def ranks(self, column: str, higher: bool) -> dict[str, int]:
         """1 for the best compressed methods of a column, 2 for the second best; ties share a rank.
@@ -152,7 +152,7 @@ def make_tables(rows: Sequence[Row], measure: Measure, against: str | None = Non
 
 def _trusted(rows: Sequence[Row]) -> list[Row]:
     """One row for each cell of a table; `ConfigError` if rows differ in settings or weights."""
-    chosen = list(latest(list(rows)).values())
+    chosen = list(latest(rows).values())
     seen: dict[tuple[object, ...], Row] = {}
     hashes: dict[tuple[object, ...], str] = {}
     marks: dict[tuple[str, str], Any] = {}

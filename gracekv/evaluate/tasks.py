@@ -23,7 +23,7 @@ FORMS: dict[str, Mapping[str, Any]] = {
     **{f"ruler:{name}": form for name, form in ruler_forms()["tasks"].items()},
     **{f"longbench:{name}": form for name, form in longbench_forms().items()},
     **{f"shared_context:{name}": form for name, form in shared_context.TASKS.items()},
-    **{f"long_output:{name}": form for name, form in long_outputs.forms().items()},
+    **{f"long_output:{name}": form for name, form in long_outputs.FORMS.items()},
 }
 """The fixed facts of each task, including `group` (the row of the tables), `max_new_tokens`, and
 the `part` of the sources that it uses, or None; LongBench's parts have their tasks' names.

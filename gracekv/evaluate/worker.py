@@ -27,7 +27,7 @@ from gracekv.evaluate.experiment import Cell, Panel, PendingSample
 from gracekv.evaluate.long_outputs import within
 from gracekv.evaluate.metrics import score
 from gracekv.evaluate.row_files import Row
-from gracekv.evaluate.sample import Rendered, Sample, joint_digest, render_questions
+from gracekv.evaluate.sample import Rendered, joint_digest, render_questions
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.tasks import LONG, Task
 from gracekv.files import VERSION
@@ -127,8 +127,8 @@ class Worker:
             except Exception as error:
                 yield {**row, **prepared.about, "error": _told(error)}
 
-    def check(self, pending: PendingSample) -> tuple[Sample, tuple[Rendered, ...], str]:
-        """A sample, its rendered questions and their hash.
+    def check(self, pending: PendingSample) -> tuple[tuple[Rendered, ...], str]:
+        """A sample's rendered questions and their hash.
 
         Raises `TaskError` if the hash is not that of earlier rows.
         """
@@ -142,12 +142,12 @@ class Worker:
                 f"Sample {index} of {task.name} differs from the one in earlier rows of this "
                 f"folder: data or tokenizer have changed. Use a new folder."
             )
-        return sample, rendered, digest
+        return rendered, digest
 
     def _prepare(self, pending: PendingSample) -> _Prepared:
         panel, task = pending.panel, pending.task
-        sample, rendered, digest = self.check(pending)
-        compressed = rendered[0].prompt
+        rendered, digest = self.check(pending)
+        sample, compressed = rendered[0].sample, rendered[0].prompt
         if panel.protocol == "query_agnostic":
             start, end = compressed.spans.context_start, compressed.spans.context_end
             # One token after the context stays: the last token of a prompt is fed again and has no
@@ -204,8 +204,7 @@ class Worker:
             forced = teacher_force(self.model, ids, answer, cache)
             measured["fidelity"] = compare(forced, full, answer)
             if limit is not None:
-                steps = range(0, len(answer), limit.every)
-                parts = [slice(first, first + limit.every) for first in steps]
+                parts = (slice(x, x + limit.every) for x in range(0, len(answer), limit.every))
                 each = [compare(forced.part(x), full.part(x), answer[x]) for x in parts]
                 measured["by_interval"] = each
         if panel.generate:
