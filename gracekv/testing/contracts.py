@@ -185,9 +185,8 @@ def check_quota(quota: Quota, prefill: Prefill) -> None:
     """Non-negative integer caps [L, G] or None, the same in each call; else `AssertionError`."""
     layers, heads, context = prefill.layers, prefill.kv_heads, prefill.spans.context_length
     plan = BudgetPlan(layers, heads, context, layers * heads * context // 2 + 1, recent=0)
-    shape = heads, context
-    if quota.uses_column_sums:
-        shape = prefill.query_heads, prefill.spans.length
+    sums = quota.uses_column_sums
+    shape = (prefill.query_heads, prefill.spans.length) if sums else (heads, context)
     rng = torch.Generator().manual_seed(context)
     read = torch.rand(layers, *shape, generator=rng, dtype=torch.float32)
     caps, again = quota(read, plan), quota(read, plan)

@@ -141,10 +141,9 @@ def tiny_model(
         # hide most bugs; with projections of unit scale, attention is selective.
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                if name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight")):
-                    weight.normal_(std=2.0 * weight.shape[1] ** -0.5)
-                elif name.endswith(_UNIT_SCALE):
-                    weight.normal_(std=weight.shape[-1] ** -0.5)
+                if name.endswith(_UNIT_SCALE):
+                    asks = name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight"))
+                    weight.normal_(std=(1 + asks) * weight.shape[-1] ** -0.5)
                 elif name.endswith("embed_tokens.weight"):
                     weight.normal_(std=embedding)
                 elif name.endswith(("bias", "sinks")):

@@ -237,7 +237,7 @@ class Compressor:
         # The others wait here until the first rank has written the file, or failed.
         digest = bytes(shard.gather(own)[0].tolist()).hex()
         longest = int(shard.maximum(cache.entries().max()))
-        context = StoredContext(replace(made, digest=digest), rotated.layers, longest)
+        context = StoredContext.of(replace(made, digest=digest), rotated.layers, longest)
         # If one rank had no room for the context, this raises on all ranks.
         shard.total(0)
         return context

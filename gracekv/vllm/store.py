@@ -247,7 +247,7 @@ class ContextStore:
         if self._heads is not None:
             # A copy, so that the other heads are freed.
             layers = tuple(layer.rows(*self._heads).mapped(torch.clone) for layer in layers)
-        return StoredContext(header, layers, int(cache.entries().max()))
+        return StoredContext.of(header, layers, int(cache.entries().max()))
 
 
 def _default_limit(device: torch.device) -> int:

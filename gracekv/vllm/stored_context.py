@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,12 +17,12 @@ from gracekv.vllm.header import ContextHeader
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredContext:
-    """A context in memory.
+    """A context in memory; `of` makes one.
 
     Attributes:
         header: describes it.
         layers: entries of each layer; keys are rotated so that the token after them has position 0.
-        places: number of entries of the longest head of all ranks; by default, of this one.
+        places: number of entries of the longest head of all ranks.
         offsets: int64 [L, G + 1] of the layers, on the device of the entries.
         addresses: int64 [L, 4] on the CPU: addresses of each layer's keys, values, log
             multiplicities and offsets.
@@ -31,15 +31,18 @@ class StoredContext:
 
     header: ContextHeader
     layers: tuple[RaggedEntries, ...]
-    places: int = 0
-    offsets: Tensor = field(init=False)
-    addresses: Tensor = field(init=False)
-    longest: int = field(init=False)
+    places: int
+    offsets: Tensor
+    addresses: Tensor
+    longest: int
 
-    def __post_init__(self) -> None:
-        offsets = torch.stack([layer.offsets for layer in self.layers])
-        longest = int(offsets.diff().max())
-        device = self.layers[0].device
+    @classmethod
+    def of(
+        cls, header: ContextHeader, layers: tuple[RaggedEntries, ...], places: int | None = None
+    ) -> StoredContext:
+        """A context of these entries; `places` are by default those of this rank."""
+        offsets = torch.stack([layer.offsets for layer in layers])
+        longest, device = int(offsets.diff().max()), layers[0].device
         offsets = offsets.to(device)
 
         def addresses_of(x: RaggedEntries, own: Tensor) -> list[int]:
@@ -50,11 +53,8 @@ class StoredContext:
                 address("offsets", own, torch.int64, x.heads + 1, device=device),
             ]
 
-        addresses = torch.tensor(list(map(addresses_of, self.layers, offsets)))
-        made = {"offsets": offsets, "addresses": addresses, "longest": longest}
-        made["places"] = self.places or longest
-        for name, value in made.items():
-            object.__setattr__(self, name, value)
+        addresses = torch.tensor(list(map(addresses_of, layers, offsets)))
+        return cls(header, layers, places or longest, offsets, addresses, longest)
 
     @property
     def bytes(self) -> int:
@@ -66,7 +66,7 @@ class StoredContext:
         if device == self.layers[0].device:
             return self
         layers = tuple(x.mapped(lambda tensor: tensor.to(device)) for x in self.layers)
-        return StoredContext(self.header, layers, self.places)
+        return StoredContext.of(self.header, layers, self.places)
 
 
 def heads_of_rank(heads: int, size: int, rank: int) -> tuple[int, int]:

@@ -80,7 +80,7 @@ def warm_up(pages: Tensor, group: int) -> None:
     ones = torch.zeros(heads, device=device, dtype=torch.float32)
     layer = RaggedEntries(entries, entries, ones.int(), ones, torch.arange(heads + 1, device="cpu"))
     header: Any = SimpleNamespace(digest="")
-    context = StoredContext(header, (layer,))
+    context = StoredContext.of(header, (layer,))
     for tokens in sorted({-(-rows // group) for rows in _TILES}):
         metadata = SimpleNamespace(
             query_start_loc=torch.tensor([0, tokens], dtype=torch.int32, device=device),

@@ -76,7 +76,7 @@ def paged_step(
     heads = len(next(iter(contexts.values())))
     entries = partial(layer_of, rng, dim=dim, dtype=dtype, device=device)
     stored = {
-        name: StoredContext(
+        name: StoredContext.of(
             SimpleNamespace(digest=name),  # type: ignore[arg-type]
             (entries([1] * heads), entries(list(lengths))),
         )

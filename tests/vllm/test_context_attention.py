@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_named_before_the_kernel_reads_it(name, change):
 
 def in_bfloat16(context):
     made = (replace(x, keys=x.keys.bfloat16(), values=x.values.bfloat16()) for x in context.layers)
-    return StoredContext(context.header, tuple(made))
+    return StoredContext.of(context.header, tuple(made))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
