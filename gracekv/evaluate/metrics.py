@@ -72,7 +72,7 @@ PAIRWISE = {metric.__name__: metric for metric in (qa_f1, rouge_l)}
 
 
 def _normal(text: str) -> str:
-    kept = "".join(c for c in text.lower() if c not in set(string.punctuation))
+    kept = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(_ARTICLES.sub(" ", kept).split())
 
 

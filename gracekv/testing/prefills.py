@@ -79,13 +79,11 @@ def synthetic_prefill(
     values = tuple(project(kv_heads, False) for _ in range(layers))
     queries = tuple(project(heads, True) for _ in range(layers))
 
-    observed: dict[Observer, Tensor] = {
-        # Any depth may be requested, so every layer's input is included.
-        BlockInput(layer / layers): (hidden + layer * draw(length, hidden_dim) * 0.1).to(dtype)
-        for layer in range(layers)
-    }
+    # Any depth may be requested, so every layer's input is included.
+    inputs = [(hidden + i * draw(length, hidden_dim) * 0.1).to(dtype) for i in range(layers)]
     repeated = torch.stack(queries)[:, :, prefix:][:, :, :context]
-    observed |= {
+    observed: dict[Observer, Tensor] = {
+        **{BlockInput(i / layers): x for i, x in enumerate(inputs)},
         Surprisal(): draw(length).abs().float(),
         ProjectedNorms(): draw(layers, kv_heads, len(spans.question_probes())).abs().float() + 0.1,
         ProjectionNorms(): draw(layers, heads).abs().float() + 0.1,
