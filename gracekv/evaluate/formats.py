@@ -7,7 +7,6 @@ import io
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple
 
 from gracekv.evaluate.measures import Measure
 from gracekv.evaluate.row_files import Row, latest
@@ -42,7 +41,7 @@ def as_csv(found: Sequence[Table], measure: Measure) -> str:
         gaps = f"{measure.name} minus {table.reference}"
         for name, cells in ((measure.name, table.cells), (gaps, table.against)):
             for cell, shown in cells.items():
-                writer.writerow([*astuple(table.title), name, *cell, *astuple(shown)])
+                writer.writerow([*table.title, name, *cell, *shown])
     return out.getvalue()
 
 

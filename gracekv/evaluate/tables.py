@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,7 @@ RESAMPLES = 9_999
 _PLACE = ("model", "dtype", "task", "length", "seed", "index")
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """A mean and its 95 % interval.
 
     Attributes:
@@ -63,8 +62,7 @@ def interval(tasks: Sequence[Values]) -> Interval:
     return Interval(mean, low, high, sum(map(len, tasks)))
 
 
-@dataclass(frozen=True, slots=True)
-class Title:
+class Title(NamedTuple):
     """The fields that all rows of a table share; scores on different scales are never mixed.
 
     Attributes:
