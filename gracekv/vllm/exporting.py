@@ -200,30 +200,24 @@ def _alone_in(folder: Path, *, wait: bool = True) -> Iterator[None]:
 
     Raises `StoreError` if another export holds it and this one does not `wait`.
     """
-    handle = None
-    while handle is None:
-        handle = _locked(folder, wait)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        os.close(handle)
-
-
-def _locked(folder: Path, wait: bool) -> int | None:
-    """A handle of the locked folder; None if another export removed the folder meanwhile."""
-    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as opened:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
-        opened.callback(os.close, handle)
-        if not lock(handle, wait=wait):
-            raise StoreError(f"{folder.name!r} is being written: delete it later.")
-        # A lock on a removed folder keeps nobody out of the new one.
-        if os.path.samestat(os.fstat(handle), os.stat(folder)):
-            opened.pop_all()
-            return handle
-    return None
+    with contextlib.ExitStack() as opened:
+        while True:
+            # Another export may remove the folder meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                folder.mkdir(parents=True, exist_ok=True)
+                handle = os.open(folder, os.O_RDONLY)
+                opened.callback(os.close, handle)
+                if not lock(handle, wait=wait):
+                    raise StoreError(f"{folder.name!r} is being written: delete it later.")
+                # A lock on a removed folder keeps nobody out of the new one.
+                if os.path.samestat(os.fstat(handle), os.stat(folder)):
+                    break
+            opened.close()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def _delete(folder: Path, unneeded: Callable[[str], bool]) -> None:
