@@ -77,10 +77,13 @@ def _follow(prompt: Prompt, cache: RaggedCache) -> Continuation:
     if tokenizer is not None and not prompt.has_question:
         text = question_text(tokenizer, prompt.separator, prompt.template)
     return Continuation(
-        tokenizer={} if tokenizer is None else tokenizer_marks(tokenizer), question_text=text,
-        separator=prompt.separator, template=prompt.template, has_question=prompt.has_question,
+        tokenizer={} if tokenizer is None else tokenizer_marks(tokenizer),
+        question_text=text,
+        separator=prompt.separator,
+        template=prompt.template,
+        has_question=prompt.has_question,
         prompt_ids=tuple(prompt.ids[cache.length : end].tolist()),
-    )  # fmt: skip
+    )
 
 
 def describe(
