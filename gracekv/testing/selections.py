@@ -182,8 +182,8 @@ def check_frontier(frontier: Frontier, quota: Tensor | None = None) -> None:
     hold(0 <= floor_spent <= spent, f"floor_spent {floor_spent} is not within spent {spent}")
     if quota is not None:
         held = frontier.entries_per_head()
-        within = (held <= quota.to(kept.device)).all()
-        hold(within, f"heads hold {held.tolist()} of quotas {quota.tolist()}")
+        obeyed = (held <= quota.to(kept.device)).all()
+        hold(obeyed, f"heads hold {held.tolist()} of quotas {quota.tolist()}")
     if frontier.bound is not None:
         within = frontier.utility <= frontier.bound * (1 + 1e-9)
         hold(within, f"utility {frontier.utility} exceeds its bound {frontier.bound}")
