@@ -3,8 +3,8 @@
 Rows are dequantised into a scratch array that stays in the processor's cache, like rows in half
 precision: only codes, scales and zero points are read from memory. Heads and groups of whole
 vectors are dequantised by vector operations, which every processor has in some width: loops over
-the channels of one head are too short for a compiler to vectorise well. Others are dequantised one
-number at a time.
+the channels of one head are too short for a compiler to vectorise well. Others, and codes of 2
+bits, are dequantised one number at a time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from gracekv.kernels.row_vectors import FLOATS, WIDTH, broadcast, multiply_add, 
 _INTS = ir.VectorType(ir.IntType(32), WIDTH)
 
 
-def _decoder(*, by_channel: bool) -> Any:
-    number = types.int64
-    given = (None, number, number, types.int32, types.int32, None, None, number, number, None)
+def _all(number: int) -> Any:
+    return ir.Constant(_INTS, [number] * WIDTH)
 
-    @emitted(types.void, *given, number, number, number)
+
+def _decoder(half: str, *, by_channel: bool) -> Any:
+    number = types.int64
+    given = (None, number, number, None, None, number, number, None, number, number, number)
+
+    @emitted(types.void, *given)
     def decode(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
-        codes, at, step, shift, most, scale, zero, place, stride, out, to, width, rows = arguments
-        pair = ((kinds[5], scale), (kinds[6], zero))
-        shift, most = (broadcast(builder, x) for x in (shift, most))
+        codes, at, step, scale, zero, place, stride, out, to, width, rows = arguments
+        pair = ((kinds[3], scale), (kinds[4], zero))
 
         def read(row: Any) -> list[Any]:
             index = builder.add(place, builder.mul(row, stride))
@@ -47,19 +50,24 @@ def _decoder(*, by_channel: bool) -> Any:
             kind = ir.VectorType(ir.IntType(8), WIDTH)
             found = vector_at(context, builder, kinds[0], codes, index, kind)
             code = builder.zext(builder.load(found, align=1), _INTS)
-            code = builder.and_(builder.lshr(code, shift), most)
+            if half == "low":
+                code = builder.and_(code, _all(15))
+            elif half == "high":
+                code = builder.lshr(code, _all(4))
             numbers = multiply_add(builder, builder.sitofp(code, FLOATS), s, z)
             index = builder.add(to, builder.mul(loop.index, width))
-            builder.store(numbers, vector_at(context, builder, kinds[9], out, index), align=4)
+            builder.store(numbers, vector_at(context, builder, kinds[7], out, index), align=4)
 
     return decode
 
 
 # out[to + r width + i] = zero + scale * code for i = 0, ..., 15 and r below `rows`, the codes from
-# the 16 bytes from `at` + r `step` on: their bits from `shift` on, up to `most`. Scale and zero
-# point are 16 numbers from `place` on, the same for all rows ("channel"), or one number, at `place`
-# + r `stride` ("token").
-_decode_by_channel, _decode_by_token = _decoder(by_channel=True), _decoder(by_channel=False)
+# the 16 bytes from `at` + r `step` on: whole bytes, their low halves or their high halves. Scale
+# and zero point are 16 numbers from `place` on, the same for all rows ("channel"), or one number,
+# at `place` + r `stride` ("token").
+_HALVES = ("whole", "low", "high")
+whole_by_channel, low_by_channel, high_by_channel = (_decoder(x, by_channel=True) for x in _HALVES)
+whole_by_token, low_by_token, high_by_token = (_decoder(x, by_channel=False) for x in _HALVES)
 
 
 @inner(fastmath={"contract"})
@@ -93,8 +101,8 @@ def coded_rows(
     # The index of the first row in its head, and the head's first block.
     inside = first - carray(pointer(p.offsets), row + 1, np.int64)[row]
     block = carray(pointer(p.blocks), row + 1, np.int64)[row]
-    step, width, most = codes.shape[1], dim // groups, (1 << p.bits) - 1
-    in_vectors = step % WIDTH == 0 and (of_keys or width % WIDTH == 0)
+    step, width, middle = codes.shape[1], dim // groups, dim // 2
+    in_vectors = p.bits > 2 and step % WIDTH == 0 and (of_keys or width % WIDTH == 0)
     done = 0
     while done < count:
         # Rows of one block share their scales; rows with their own scales are processed all at
@@ -105,27 +113,33 @@ def coded_rows(
         _widened(scales, begin, groups if of_keys else groups * rows, s)
         _widened(zeros, begin, groups if of_keys else groups * rows, z)
         at, to = (first + done) * step, done * dim
-        for part_of_byte in range(8 // p.bits):
-            shift = part_of_byte * p.bits
-            if not in_vectors:
-                for e in range(rows):
+        if not in_vectors:
+            for e in range(rows):
+                for part_of_byte in range(8 // p.bits):
+                    shift = part_of_byte * p.bits
                     for j in range(step):
                         c = part_of_byte * step + j
                         g = c if of_keys else e * groups + c // width
-                        code = codes[first + done + e, j] >> shift & most
+                        code = codes[first + done + e, j] >> shift & ((1 << p.bits) - 1)
                         wide[done + e, c] = z[0, g] + s[0, g] * np.float32(code)
-                continue
-            for j in range(0, step, WIDTH):
-                c = part_of_byte * step + j
-                if of_keys:
-                    _decode_by_channel(
-                        codes, at + j, step, shift, most, s, z, c, 0, wide, to + c, dim, rows
-                    )
+        elif of_keys:
+            for c in range(0, step, WIDTH):
+                if p.bits == 8:
+                    whole_by_channel(codes, at + c, step, s, z, c, 0, wide, to + c, dim, rows)
                 else:
-                    g = c // width
-                    _decode_by_token(
-                        codes, at + j, step, shift, most, s, z, g, groups, wide, c, dim, rows
-                    )
+                    h = middle + c
+                    low_by_channel(codes, at + c, step, s, z, c, 0, wide, to + c, dim, rows)
+                    high_by_channel(codes, at + c, step, s, z, h, 0, wide, to + h, dim, rows)
+        else:
+            for c in range(0, step, WIDTH):
+                g = c // width
+                if p.bits == 8:
+                    whole_by_token(codes, at + c, step, s, z, g, groups, wide, c, dim, rows)
+                else:
+                    h = middle + c
+                    low_by_token(codes, at + c, step, s, z, g, groups, wide, c, dim, rows)
+                    g = h // width
+                    high_by_token(codes, at + c, step, s, z, g, groups, wide, h, dim, rows)
         done = stop
 
 
