@@ -19,7 +19,7 @@ from gracekv.prefill.fingerprint import tokenizer_marks
 from gracekv.prefill.supported import check_needs
 from gracekv.recipes import DEFAULT_WITHOUT_QUESTION
 from gracekv.vllm.header import EXACT, PARAMETER, Continuation, check_name
-from gracekv.vllm.orders import FRONT, Compression, Order, names_of, order_of
+from gracekv.vllm.orders import FRONT, Compression, Deletion, Order, names_of, order_of
 from gracekv.vllm.requests import continuing, opened, passage, question_text
 from gracekv.vllm.served_model import ServedModel
 from gracekv.vllm.serving import has_store, open_store, refusal
@@ -129,8 +129,9 @@ def check(processor: Any, params: Any) -> str | Order | None:
         scores = ("logprobs", "prompt_logprobs", "prompt_logprob_token_ids")
         allowed = {"n": 1, **dict.fromkeys(scores)}
         others = [x for x, value in allowed.items() if getattr(params, x, value) != value]
-        if isinstance(order, Compression) and others:
-            raise StoreError(f"A request that compresses takes no {' and no '.join(others)}.")
+        if isinstance(order, Compression | Deletion) and others:
+            no = " and no ".join(others)
+            raise StoreError(f"A request that compresses or deletes takes no {no}.")
         found = check_name(transfer[PARAMETER]) if order is None else order
         for name in [found] if isinstance(found, str) else names_of(found):
             check_allowed(name)

@@ -42,7 +42,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         self._client, self._limit, self._compact = client, limit, compact
         expect(count, int, "messages takes the number of messages in the context")
         self._first, self._count, self._closed = context, count, False
-        self._name, self._made = f"chat-{secrets.token_hex(8)}", 0
+        self._name, self._made = f"{context[:80]}.chat-{secrets.token_hex(8)}", 0
         # This conversation's own contexts that the server may hold.
         self._own: list[str] = []
         self._begin()
@@ -84,6 +84,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             ConfigError: `options` ask for several answers or for the prompt with the answer, or
                 have `stream` or `max_new_tokens`; or another turn was answered meanwhile.
             PromptError: the question is empty.
+            openai.APIError: the server cannot be reached, or takes too long.
         """
         check_question(question, unread=bool(self._count and not self._messages))
         asked = [*self._messages, {"role": "user", "content": question}]
@@ -144,8 +145,8 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         if options.get("echo"):
             raise ConfigError("A turn returns the answer alone: leave out echo.")
         known = self._messages
-        client, tail = self._client, [*self._tail, *self._new_turns(messages, tools)]
-        ids = [x for _, tokens in tail for x in tokens]
+        client, new = self._client, self._new_turns(messages, tools)
+        ids = [x for _, tokens in (*self._tail, *new) for x in tokens]
         text, answer, end = "", list[int](), None
         made = Request(self.context, tuple(ids), None, exact=True)
         for choice in client._choices(made, max_tokens, {**options, "return_token_ids": True}):
@@ -160,7 +161,8 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             answer.pop()
         if self._messages is not known:
             raise ConfigError("Another turn was answered during this stream. Ask this one again.")
-        self._tail = [*tail, ("assistant", answer)]
+        # Another stream, which did not end, may have had older messages compressed.
+        self._tail = [*self._tail, *new, ("assistant", answer)]
         # Copies, so that edits by the caller are noticed.
         answered = {"role": "assistant", "content": text}
         self._messages, self._tools = [*deepcopy(messages), answered], deepcopy(tools or None)

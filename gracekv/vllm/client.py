@@ -16,7 +16,7 @@ from gracekv.prefill.chat_text import check_text, continued
 from gracekv.prefill.prompt import checked_ids
 from gracekv.vllm.chatting import ServedConversation
 from gracekv.vllm.header import PARAMETER
-from gracekv.vllm.requests import Request, document, request
+from gracekv.vllm.requests import Request, document, frame, opened, request
 
 # Seconds between polls for a context in the making. Source: ours.
 _LOOK = 0.2
@@ -104,7 +104,12 @@ class Client:
             PromptError: the text is empty or not a string, or the chat template changes it.
             MissingDependencyError: openai is not installed, or transformers if it is needed.
         """
-        ids = document(self._tokenizer, text) if isinstance(text, str) else text
+        ids = text
+        if isinstance(text, str):
+            ids = document(self._tokenizer, text)
+            # The server removes the end of a turn: not the text's own, but this one.
+            if opened(self._tokenizer, ids)[0] != ids:
+                ids += frame(self._tokenizer)[1]
         return self._make({"compress": {"name": name, **options}}, ids, wait)
 
     def extend(
@@ -233,8 +238,10 @@ class Client:
         """The parts of a streamed answer."""
         _check_options(options)
         ended = False
-        with _refusals():
-            for piece in self._send(asked.body(self._model, max_tokens, **options, stream=True)):
+        body = asked.body(self._model, max_tokens, **options, stream=True)
+        # If the caller stops reading, the connection closes at once, and the server stops.
+        with _refusals(), self._send(body) as pieces:
+            for piece in pieces:
                 ended = ended or any(choice.finish_reason for choice in piece.choices)
                 yield from _ended_by_model(piece.choices)
         if not ended:

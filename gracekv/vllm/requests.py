@@ -168,7 +168,7 @@ def opened(tokenizer: Any, ids: Sequence[int]) -> tuple[list[int], int | None]:
         number of tokens before the document, or None if it is not in the tokenizer's chat format.
     """
     ids = list(ids)
-    opening, closing = _frame(tokenizer)
+    opening, closing = frame(tokenizer)
     # The document's last token may hold the first one of the ending, if more than blanks follow it.
     rest = closing[1:] if tokenizer.decode(closing[1:]).strip() else []
     for ending in (closing, rest):
@@ -199,7 +199,7 @@ def passage(tokenizer: Any, ids: Sequence[int]) -> list[int]:
         raise StoreError("A passage is one user's message: leave the system prompt out.")
     if start:
         return found[start:]
-    special, _ = _frame(tokenizer, template=False)
+    special, _ = frame(tokenizer, template=False)
     ids = list(ids)
     return ids[len(special) :] if ids[: len(special)] == special else ids
 
@@ -229,7 +229,7 @@ def continuing(tokenizer: Any, name: str, follow: Continuation, ids: Sequence[in
     ids = list(ids)
     if not follow.tokenizer or follow.has_question:
         return ids
-    opening, closing = _frame(tokenizer, follow.separator, follow.template)
+    opening, closing = frame(tokenizer, follow.separator, follow.template)
     # The question's last token may have merged with the first one of the ending.
     ending = closing[1:] or closing
     ends = any(ids[at : at + len(ending)] == ending for at in range(len(ids)))
@@ -241,14 +241,19 @@ def continuing(tokenizer: Any, name: str, follow: Continuation, ids: Sequence[in
             f"gracekv.vllm.Client, or through /v1/chat/completions without a system message."
         )
     if opening and start is not None:
+        before = follow.separator
+        if start < len(opening):
+            # The message's first token also holds the end of the opening, which goes.
+            own, merged = (tokenizer.decode(x[start : start + 1]) for x in (opening, ids))
+            before, start = before + merged[len(own) :], start + 1
         ids = ids[start:]
         if closing:
             # Whitespace alone may be tokenised differently than before a word.
-            word, both = continued(tokenizer, "a"), continued(tokenizer, follow.separator + "a")
+            word, both = continued(tokenizer, "a"), continued(tokenizer, before + "a")
             cut = len(both) - len(word)
             # One token may hold the end of the separator and the start of the word.
             alone = both[cut:] != word
-            ids = (continued(tokenizer, follow.separator) if alone else both[:cut]) + ids
+            ids = (continued(tokenizer, before) if alone else both[:cut]) + ids
     return ids
 
 
@@ -268,7 +273,7 @@ def _message_start(tokenizer: Any, ids: list[int], opening: list[int]) -> int | 
     return None
 
 
-def _frame(
+def frame(
     tokenizer: Any, separator: str = SEPARATOR, template: bool = True
 ) -> tuple[list[int], list[int]]:
     """Token ids before and after the user's message; [] if the chat template hides them."""

@@ -142,8 +142,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        for line in [*map(json.dumps, chunks), "[DONE]"]:
-            self.wfile.write(f"data: {line}\n\n".encode())
+        with contextlib.suppress(ConnectionError):  # a client may stop reading
+            for line in [*map(json.dumps, chunks), "[DONE]"]:
+                self.wfile.write(f"data: {line}\n\n".encode())
 
     def _say(self, status, body):
         data = json.dumps(body).encode()

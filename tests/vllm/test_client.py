@@ -17,6 +17,7 @@ import gracekv
 from gracekv import Compaction, Limit
 from gracekv.errors import MissingDependencyError, PromptError, StoreError
 from gracekv.vllm import Client, Context, document, request
+from gracekv.vllm.requests import opened
 from support.context_server import MODEL, QUESTION, TEXT, context_server, extensions
 
 
@@ -31,6 +32,25 @@ def test_a_document_becomes_a_context(client, server, tokenizer):
         "kv_transfer_params": {"gracekv": {"compress": {"name": "book", "ratio": 4, "save": True}}},
     }  # fmt: skip
     assert server.bodies[1]["kv_transfer_params"] == {"gracekv": {"list": "book"}}
+
+
+def test_a_document_may_end_like_a_turn(client, server, tokenizer):
+    text = f"{TEXT}<|end|><|assistant|>"
+    client.compress("log", text, ratio=4)
+    ids = document(tokenizer, text)
+    assert opened(tokenizer, ids)[0] != ids
+    assert opened(tokenizer, server.bodies[0]["prompt"])[0] == ids
+
+
+def test_a_stream_that_is_left_early_is_closed(client, server):
+    client.compress("book", TEXT, ratio=4)
+    for stream in (client.stream("book", QUESTION), client.chat("book").stream(QUESTION)):
+        closed = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(openai.Stream, "close", lambda self, closed=closed: closed.append(self))
+            next(stream)
+            stream.close()
+        assert len(closed) == 1
 
 
 def test_ids_are_taken_as_they_are(client, server):

@@ -43,7 +43,7 @@ def test_a_conversation_sends_what_is_not_compressed(client, server, tokenizer):
     assert len(made) >= 2
     # Compressed and sent tokens are the whole conversation, each token once.
     name = sent[-1][0]
-    assert name.startswith("chat-")
+    assert name.startswith("book.chat-")
     assert compressed(server, name) + sent[-1][1] == whole_of(chat, tokenizer)
     assert len(sent[-1][1]) < len(whole)
     assert all(order["ratio"] == 4 for order, _ in made)
@@ -82,6 +82,19 @@ def test_the_token_that_ends_an_answer_is_in_no_turn(client, server):
     server.told["stop_reason"] = "\nUser:"
     text = chat.ask(QUESTION)
     assert chat._tail[-1] == ("assistant", continued(client._tokenizer, text))
+
+
+def test_a_stream_that_is_left_sends_no_message_twice(client, server, tokenizer):
+    chat, _ = talk(client, server, 4)
+    assert chat._pending is not None
+    first, left = chat.stream("Why?"), chat.stream("And?")
+    next(first)
+    # The second stream takes over the context that is ready.
+    next(left)
+    left.close()
+    assert "".join(first)
+    sent = compressed(server, chat.context) + [x for _, ids in chat._tail[:-1] for x in ids]
+    assert sent == whole_of(chat, tokenizer)
 
 
 def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
