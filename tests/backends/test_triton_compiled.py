@@ -64,7 +64,6 @@ def codes(dim, dtype, arch, bits, size):
     pointers |= dict.fromkeys(("items", "item_first", "rows"), "*i64")
     pointers |= {"query": TYPES[dtype]}
     constants = {"BITS": bits, "SIZE": size, "CAPPED": True}
-    constants |= {"KEYS_BY_CHANNEL": True, "VALUES_BY_CHANNEL": False}
     return splits(triton_codes_kernel.attend_coded_splits, pointers, constants, dim, tile, arch)
 
 
