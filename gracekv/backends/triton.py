@@ -77,7 +77,7 @@ class Triton(AttentionBackend):
 
     def obstacle(self, spec: AttentionSpec) -> str | None:
         """The reason why this backend cannot read a layer, with a remedy, or None if it can."""
-        reason = gpu.obstacle(spec.device, "backend 'sdpa'")
+        reason = gpu.obstacle(spec.device, _OTHERWISE)
         if reason is None and spec.dtype is not None and spec.dim is not None:
             try:
                 tiles(spec.dim, spec.dtype, (8, 0))
@@ -119,9 +119,12 @@ class Triton(AttentionBackend):
         readers = query.shape[0] * -(-count // tile.queries) // prepared.sequences
         table = prepared.tables.for_readers(readers)
         exact, *others = table.parts
-        coded = [x.arguments(own) for x, own in zip(others, prepared.coded, strict=True)]
-        codes = [tensor for tensors, _ in coded for tensor in tensors]
-        codings = [number for _, numbers in coded for number in numbers]
+        codes: list[Tensor] = []
+        codings: list[int] = []
+        for entries, coded_splits in zip(prepared.coded, others, strict=True):
+            tensors, numbers = coded_splits.arguments(entries)
+            codes += tensors
+            codings += numbers
         rows = None if rows is None else rows.contiguous()
         length = None if step.length is None else step.length.contiguous()
         packed = (prepared.keys, prepared.values, prepared.bias, exact.items, exact.item_first)
@@ -130,6 +133,9 @@ class Triton(AttentionBackend):
         given = (query, *packed, table.row_first, rows, *tail, *sizes, codes, codings)
         output: Tensor = ragged_attention(*given, step.softcap, step.sink_logits)
         return output
+
+
+_OTHERWISE = "backend 'sdpa'"
 
 
 def _entries(

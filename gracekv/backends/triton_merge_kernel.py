@@ -74,10 +74,11 @@ def add_splits(
     last,
     count,
     D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Add slots [first, last) to the running maximum, sum and output [BLOCK_D]."""
-    dim = tl.arange(0, acc.shape[0])
+    """Add slots [first, last) to the running maximum, sum and output."""
+    dim = tl.arange(0, BLOCK_D)
     for start in range(first, last, BLOCK_S):
         slot = start + tl.arange(0, BLOCK_S)
         lse = tl.load(part_lse + slot * count, mask=slot < last, other=float("-inf"))
@@ -140,10 +141,14 @@ def merge_splits(
         row = row_first + sequence * (heads + 1) + head
         first = tl.load(row)
         last = tl.load(row + 1)
-        top, total, acc = add_splits(top, total, acc, parts, lses, first, last, count, D, BLOCK_S)
+        top, total, acc = add_splits(
+            top, total, acc, parts, lses, first, last, count, D, BLOCK_D, BLOCK_S
+        )
     first = (slots + head * tail_splits).to(tl.int64)
     last = first + tail_splits
-    top, total, acc = add_splits(top, total, acc, parts, lses, first, last, count, D, BLOCK_S)
+    top, total, acc = add_splits(
+        top, total, acc, parts, lses, first, last, count, D, BLOCK_D, BLOCK_S
+    )
     safe = tl.where(total > 0, total, 1.0)
     token = m % tokens
     at = output + ((batch * tokens + token) * heads * group + query_head) * D + dim

@@ -55,6 +55,9 @@ _TABLE = {
     (256, 4): ((16, 16, 4),),
 }
 
+# Pipeline stages: two buffers in flight if two such programs fit in a processor's memory, else one.
+_STAGES = {True: 3, False: 2}
+
 # From this head dimension on, the split operands of tf32x3 do not fit in registers.
 _PLAIN_FROM = 256
 
@@ -90,7 +93,5 @@ def tiles(dim: int, dtype: torch.dtype, capability: tuple[int, int], queries: in
         )
     choices = _TABLE[padded_dim(dim), dtype.itemsize]
     chosen = next((choice for choice in choices if queries <= choice[0]), choices[-1])
-    # Two buffers in flight if two such programs fit in a processor's memory, else one.
-    stages = 3 if capability in _ROOMY else 2
     plain = dtype != torch.float32 or padded_dim(dim) >= _PLAIN_FROM
-    return Tiles(*chosen, stages, "ieee" if plain else "tf32x3")
+    return Tiles(*chosen, _STAGES[capability in _ROOMY], "ieee" if plain else "tf32x3")
