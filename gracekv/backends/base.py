@@ -200,21 +200,20 @@ class AttentionBackend(Backend):
         if (obstacle := self.obstacle(spec)) is not None:
             raise BackendUnavailableError(f"Backend {self.name!r} cannot run. {obstacle}")
 
+    @abc.abstractmethod
     def prepare(self, layer: Any) -> Any:
         """Build the state that the backend keeps for a layer, once per compression.
 
-        `layer` is a `RaggedEntries`, or a `QuantisedEntries` of a coding without `obstacle`. By
-        default it is the state.
+        `layer` is a `RaggedEntries`, or a `QuantisedEntries` of a coding without `obstacle`.
         """
-        return layer
 
     def prepare_all(self, layers: Sequence[Any]) -> list[Any]:
         """`prepare` of several layers that lie on one device."""
         return [self.prepare(layer) for layer in layers]
 
+    @abc.abstractmethod
     def held_bytes(self, prepared: Any) -> int:
         """Bytes that `prepared` holds in addition to the packed tensors (indices, copies)."""
-        return 0
 
     def warm_up(self, prepared: Any, query_heads: int) -> None:
         """Build in advance what a step of one token per sequence needs; by default nothing.

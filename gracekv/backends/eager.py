@@ -19,6 +19,12 @@ class Eager(AttentionBackend):
     Cost: a Python loop over sequences and heads.
     """
 
+    def prepare(self, layer: LayerEntries) -> LayerEntries:
+        return layer
+
+    def held_bytes(self, prepared: LayerEntries) -> int:
+        return 0
+
     def __call__(self, step: AttentionStep) -> Tensor:
         entries: LayerEntries = step.packed
         heads = step.query.shape[1]

@@ -105,6 +105,9 @@ class Sdpa(AttentionBackend):
         coded = tuple((parts, _pieces(parts)) for parts in by_coding(layer.coded))
         return HeadViews(layer.heads, layer.sequences, threads, exact, coded)
 
+    def held_bytes(self, prepared: HeadViews) -> int:
+        return 0
+
     def __call__(self, step: AttentionStep) -> Tensor:
         return combine(self.packed(step), self.tail(step), step.sink_logits).to(step.query.dtype)
 
