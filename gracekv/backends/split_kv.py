@@ -100,8 +100,9 @@ def _split(layer: Layer, batch: int, group: int, rows: tuple[int, ...] | None) -
         "sequence_of": of_row[continuations],
         "parts": torch.tensor(list(b"".join(described)), dtype=torch.uint8, device="cpu"),
     }
+    kinds = {name: torch.uint8 if name == "parts" else torch.int64 for name in tables}
     args = AttentionArgs(
-        **{name: address(name, x, x.dtype, *x.shape) for name, x in tables.items()},
+        **{name: address(name, x, kinds[name], *x.shape) for name, x in tables.items()},
         keys=address("keys", exact.keys, layer.dtype, exact.entries, exact.dim),
         values=address("values", exact.values, layer.dtype, exact.entries, exact.dim),
         bias=address("bias", exact.log_multiplicity, torch.float32, exact.entries),

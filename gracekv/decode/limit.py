@@ -58,7 +58,7 @@ class Limit(Configurable):
     @property
     def budget(self) -> Budget:
         """The size as a `Budget`; raises `BudgetError` unless exactly one size is given."""
-        names = self.own_checks
+        names = ("entries_per_head", "ratio", "kv_bytes")
         sizes = {name: size for name in names if (size := getattr(self, name)) is not None}
         if len(sizes) != 1:
             raise BudgetError(

@@ -164,12 +164,19 @@ def attention(
             f"A prepared attention mask must cover the {places} tokens since compression; it "
             f"covers {attention_mask.shape[-1]}. Pass a 2D mask over all tokens, or none."
         )
-    # Under autocast, rotated queries are float32; values and entries have the products' dtype.
-    states = query.to(key.keys.dtype), packed.prepared, key.keys, key.values
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    length = layer.length if attention_mask is None else None
-    logits: dict[str, Any] = {"softcap": kwargs.get("softcap"), "sink_logits": kwargs.get("s_aux")}
-    step = AttentionStep(*states, scale, attention_mask, length, layer.rows, **logits)
+    step = AttentionStep(
+        # Under autocast, rotated queries are float32; values and entries have the products' dtype.
+        query.to(key.keys.dtype),
+        packed.prepared,
+        key.keys,
+        key.values,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        mask=attention_mask,
+        length=layer.length if attention_mask is None else None,
+        rows=layer.rows,
+        softcap=kwargs.get("softcap"),
+        sink_logits=kwargs.get("s_aux"),
+    )
     layer.record(step)
     # The tail has no gradients either, and autograd could not save entries made in inference mode.
     with without_autocast(), torch.no_grad():

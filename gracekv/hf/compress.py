@@ -135,9 +135,9 @@ def compress(
         if capture.stream and prefill is not None:
             raise ConfigError("A prefill holds all layers: leave out prefill, or stream=True.")
         limits = [x is not None for x in prefills], capture.chunk, capture.memory_limit
-        others = {"budget": chosen, "prefill, chunk or memory_limit": limits}
         facts = [(x.ids.tolist(), x.spans) for x in prompts]
-        shard.agree(prompt=facts, pipeline=pipe, **others)
+        others = {"prefill, chunk or memory_limit": limits}
+        shard.agree(prompt=facts, pipeline=pipe, budget=chosen, **others)
         runs = list[Run]()
         for one, given, plan in zip(prompts, prefills, plans, strict=True):
             if given is None:

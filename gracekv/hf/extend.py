@@ -100,8 +100,9 @@ def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:
     sizes = physical_sizes(packed, shard)
     kept = before.accounting, run.accounting
     total, context = Accounting.total(kept), before.plan.context + run.plan.context
-    budget: dict[str, Any] = {"total": total.budget, "bytes": total.budget_bytes}
-    plan = dataclasses.replace(run.plan, context=context, **budget)
+    plan = dataclasses.replace(
+        run.plan, context=context, total=total.budget, bytes=total.budget_bytes
+    )
     spent = None if kept[1].spent_bytes is None else kept[0].spent_bytes
     # In 16 bits if either of them quantises.
     token_bytes = min(kept[0].full_bytes // old.length, kept[1].full_bytes // run.cache.length)

@@ -185,7 +185,7 @@ class ReplayedForward:
         self._most += ids.shape[1] - 1
         self._make_room(ids.shape[1])
         self._used += ids.shape[1]
-        given = (*NAMES, "input_ids", "attention_mask", "position_ids")
+        given = (*NAMES, "input_ids", "attention_mask", "position_ids", "cache_position")
         options = {name: value for name, value in kwargs.items() if name not in given}
         if ids.shape != self._ids.shape or any(isinstance(x, Tensor) for x in options.values()):
             return self._forward(**kwargs)
@@ -217,8 +217,12 @@ class ReplayedForward:
     def _step(self) -> Any:
         """One token per row, with every tensor read at its fixed address."""
         options = {cache_keyword(self._forward): self.cache, **(self._options or {})}
-        places = self._start + self.cache.layers[0].length[:, None]
+        length = self.cache.layers[0].length
+        places = self._start + length[:, None]
         fed = {"input_ids": self._ids, "attention_mask": None, "position_ids": places}
+        # `generate` still passes it to models of remote code.
+        if "cache_position" in self.__signature__.parameters:
+            fed["cache_position"] = length[:1] + self.cache.packed_length
         self.cache.is_replayed = True
         try:
             return self._forward(**fed, **options)

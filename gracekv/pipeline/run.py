@@ -219,8 +219,9 @@ def accounted(
     covered = spans.length - 1
     fixed = spans.context_start - spans.past + max(0, covered - spans.context_end)
     spent = None if plan.bytes is None else sizes["bytes"] - units * fixed * info.entry_bytes
-    full = info.entry_bytes if costs is None else costs.full
-    if costs is None and any(x.bits < 16 for x in sizes["widths"]):
+    full = info.entry_bytes
+    # Codes are compared with 16-bit numbers.
+    if costs is not None or any(x.bits < 16 for x in sizes["widths"]):
         full = 4 * info.entry_dim
     return Accounting(
         budget=plan.total, spent=int(entries.sum()), floor_spent=floor_spent, recent=plan.recent,

@@ -185,7 +185,7 @@ def check_passes(model: Any, needs: Needs, spans: PromptSpans) -> None:
 
 def sliding_window(model: Any) -> int | None:
     """Number of tokens that compressed layers see if all layers slide; None if they see all."""
-    return compressed_layers(model)[0].window
+    return compressed_layers(model)[0].window or None
 
 
 def switch_point(model: Any) -> int | None:

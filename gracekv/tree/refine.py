@@ -239,9 +239,10 @@ class RuleRefiner(Refiner):
 
     def __call__(self, nodes: Nodes, table: CostTable) -> Children:
         low, high = self.rule()(table)
-        split = Split.of_cuts(nodes, low, high, table.outer_costs(low, high))
-        kept = split.start < split.end
-        return Children(kept.sum(dim=1), split.start[kept], split.end[kept])
+        bounds = torch.stack([nodes.start, nodes.start + low, nodes.start + high, nodes.end], dim=1)
+        start, end = bounds[:, :3], bounds[:, 1:]
+        kept = start < end
+        return Children(kept.sum(dim=1), start[kept], end[kept])
 
 
 REFINERS = Registry("refine", "into which children a node splits", Refiner)

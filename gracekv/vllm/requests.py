@@ -276,7 +276,10 @@ def _message_start(tokenizer: Any, ids: list[int], opening: list[int]) -> int | 
 def frame(
     tokenizer: Any, separator: str = SEPARATOR, template: bool = True
 ) -> tuple[list[int], list[int]]:
-    """Token ids before and after the user's message; [] if the chat template hides them."""
+    """Token ids before and after the user's message; [] if the chat template hides them.
+
+    Raises `StoreError` if the tokenizer's chat template cannot be used.
+    """
     try:
         chat = template and has_chat_template(tokenizer)
     except PromptError as error:

@@ -46,6 +46,27 @@ def test_replayed_generation_grows_and_gives_the_same_answer(replay, family):
     assert_same_answer(model, result, answer)
 
 
+def test_a_model_of_remote_code_may_take_cache_positions(replay):
+    model, taken = tiny_model("llama"), []
+
+    class Remote(type(model)):
+        _auto_class = "AutoModelForCausalLM"
+
+        def forward(self, input_ids=None, cache_position=None, **kwargs):
+            taken.append(cache_position)
+            return super().forward(input_ids=input_ids, **kwargs)
+
+    model.__class__ = Remote
+    result = gracekv.compress(model, prompts(80)[0], ratio=4)
+    taken.clear()
+    answer = result.generate_ids(30, eos_token_id=None)
+    assert replay[0]._options is not None
+    # The first token is the prompt's last; the others follow one by one.
+    first = result.packed.length
+    assert [int(x[-1]) for x in taken] == list(range(first, first + 30))
+    assert_same_answer(model, result, answer)
+
+
 def test_replayed_generation_of_a_batch_with_sampling_and_penalties(replay, model, batch):
     options = {
         "do_sample": True, "top_k": 1, "repetition_penalty": 1.3, "eos_token_id": 3,

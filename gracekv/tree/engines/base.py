@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -143,6 +143,13 @@ probe's largest exponential the distortion is huge anyway, and its square over e
 finite in float32."""
 
 
+# Fields of `ProbeAttention`.
+_READ = (
+    "exponentials", "unrotated_keys", "key_norms", "values", "scores", "queries", "max_logit",
+    "inverse_sum", "visible_probes", "first_probe",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineInputs:
     """The inputs of an engine, for the heads of some layers.
@@ -164,8 +171,7 @@ class EngineInputs:
         """The tensors of `attention` that kernels read, by name; and cos and sin [T, d_rot]."""
         held = self.attention
         rotations = {"cos": self.rope.cos, "sin": self.rope.sin}
-        names = {field.name for field in fields(held)} - {"positions", "mass"}
-        kept = {name: getattr(held, name) for name in names}
+        kept = {name: getattr(held, name) for name in _READ}
         # A model on several devices has its table on the first layer's.
         return kept | {name: x.to(held.values.device) for name, x in rotations.items()}
 
