@@ -146,7 +146,7 @@ class Sources:
         if found:
             label, raw = found[0].name, found[0].read_bytes()
         elif kind == "essay":
-            label, raw = BUILT_IN, (files("gracekv") / "data" / BUILT_IN).read_bytes()
+            label, raw = BUILT_IN, _built_in()
         else:
             raise TaskError(
                 f"Tasks of {part} need {pattern}, and there is none under "
@@ -167,10 +167,13 @@ def longbench_forms() -> Any:
     return _packaged("longbench.json")["datasets"]
 
 
+def _built_in() -> bytes:
+    return (files("gracekv") / "data" / BUILT_IN).read_bytes()
+
+
 def _words(raw: bytes) -> list[str]:
     text = raw.decode("utf-8-sig")
-    # The chapter that comes with gracekv is plain text.
-    if text.startswith(("{", "[")):
+    if raw != _built_in():  # which is plain text
         data = json.loads(text)
         text = " ".join(x["text"] for x in (data if isinstance(data, list) else [data]))
     return text.split()

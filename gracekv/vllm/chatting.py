@@ -33,6 +33,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
     def __init__(
         self, client: Any, context: str, limit: Limit | None, compact: Compaction | None, count: int
     ) -> None:
+        expect(context, str, "A conversation takes the name of a context")
         expect(limit, Limit | None, "limit takes a gracekv.Limit(entries_per_head=512)")
         expect(compact, Compaction | None, "compact takes a gracekv.Compaction(after=..., ratio=4)")
         if limit is not None and compact is None:

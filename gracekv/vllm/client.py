@@ -104,13 +104,12 @@ class Client:
             PromptError: the text is empty or not a string, or the chat template changes it.
             MissingDependencyError: openai is not installed, or transformers if it is needed.
         """
-        ids = text
         if isinstance(text, str):
-            ids = document(self._tokenizer, text)
+            text = document(self._tokenizer, text)
             # The server removes the end of a turn: not the text's own, but this one.
-            if opened(self._tokenizer, ids)[0] != ids:
-                ids += frame(self._tokenizer)[1]
-        return self._make({"compress": {"name": name, **options}}, ids, wait)
+            if opened(self._tokenizer, text)[0] != text:
+                text += frame(self._tokenizer)[1]
+        return self._make({"compress": {"name": name, **options}}, text, wait)
 
     def extend(
         self,

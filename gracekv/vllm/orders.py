@@ -125,8 +125,10 @@ def order_of(
     kind, asked = next(iter(given.items())) if len(given) == 1 else ("", None)
     if given == {"list": True}:
         return Listing()
-    if kind in ("list", "delete"):
-        return (Listing if kind == "list" else Deletion)(check_name(asked))
+    if kind == "list":
+        return Listing(check_name(asked))
+    if kind == "delete":
+        return Deletion(check_name(asked))
     if kind in ("compress", "extend") and isinstance(asked, Mapping):
         known = {"start": 0, "follow": {}, **(front or {})}
         try:
@@ -172,10 +174,12 @@ def _compression(given: Mapping[str, Any], recipe_of: Callable[[str], str] | Non
             f"{expires!r}. A saved one stays until it is deleted."
         )
     budget = Budget.of({x: given[x] for x in _BUDGETS & given.keys()}, _BUDGETS)
-    if source and pipeline.keep_all and "recipe" not in given and budget != Budget.ratio(1):
+    shorter = budget.kind == "ratio" and budget.amount > 1
+    if source and pipeline.keep_all and shorter and "recipe" not in given:
         raise StoreError(
             f"Context {source!r} was made by {recipe!r}, which removes nothing. Name a recipe that "
-            f"compresses, such as recipe={DEFAULT_WITHOUT_QUESTION!r}, or give ratio=1."
+            f"compresses, such as recipe={DEFAULT_WITHOUT_QUESTION!r}, or give ratio=1. For a "
+            f"conversation that compresses, make the context by such a recipe at ratio=1."
         )
     limit = None if given.get("limit") is None else Limit.from_dict(given["limit"])
     if limit and (limit.strategy or limit.history):

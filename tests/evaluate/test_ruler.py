@@ -45,15 +45,16 @@ def test_fills_the_length_without_exceeding_it(make, tokenizer, name, long):
 def test_the_haystack_is_the_user_s_essays_if_there_are_any(tmp_path, tokenizer):
     file = tmp_path / "essays/PaulGrahamEssays.json"
     file.parent.mkdir()
-    for text in ('{"text": "Cats sleep. "}', '[{"text": "Cats"}, {"text": "sleep. "}]'):
+    for text in ('\n{"text": "Cats sleep. "}', '[{"text": "Cats"}, {"text": "sleep. "}]'):
         file.write_text(text, encoding="utf-8")
         sources = Sources(tmp_path)
         sample = Task("ruler:niah_single_2", 600, 7).sample(0, sources, tokenizer)
         assert sample.context.count("Cats sleep.") > 50
         assert sources.digest("essay").startswith(file.name)
-    file.write_text('{"texts": []}', encoding="utf-8")
-    with pytest.raises(TaskError, match="is no essay file"):
-        Sources(tmp_path).essay  # noqa: B018
+    for text in ('{"texts": []}', "<html>", ""):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(TaskError, match="is no essay file"):
+            Sources(tmp_path).essay  # noqa: B018
 
 
 @pytest.mark.parametrize("name", ruler.TASKS)

@@ -55,11 +55,13 @@ def case_of(model, ids):
 
     attentions = [block.self_attn for block in model.model.layers]
     hooks = [x.register_forward_pre_hook(note, with_kwargs=True) for x in attentions]
-    prompt = Prompt.from_ids(ids, context=(0, len(ids)))
-    observers = frozenset({ReceivedAttention(), WrittenNorms()})
-    prefill = capture(model, prompt, Needs(later_queries=True, observers=observers))
-    for hook in hooks:
-        hook.remove()
+    try:
+        prompt = Prompt.from_ids(ids, context=(0, len(ids)))
+        observers = frozenset({ReceivedAttention(), WrittenNorms()})
+        prefill = capture(model, prompt, Needs(later_queries=True, observers=observers))
+    finally:
+        for hook in hooks:
+            hook.remove()
     return Case(model, prefill, inputs)
 
 

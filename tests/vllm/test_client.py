@@ -120,6 +120,7 @@ REFUSED = {
     "needs the tokenizer": lambda x: request(None, "book", QUESTION),
     "leave out n and best_of": lambda x: list(x.stream("book", QUESTION, n=2)),
     "leave out echo": lambda x: x.chat("book").ask("Who?", echo=True),
+    "the name of a context; got int": lambda x: x.chat(5),
     "the number of messages": lambda x: x.chat("book", messages=[]),
     "no new message": lambda x: x.chat("book", messages=1).send([]),
     "limit takes a gracekv.Limit": lambda x: x.extend("book", TEXT, limit={"ratio": 2}),

@@ -108,11 +108,12 @@ def test_a_context_that_goes_before_its_request_begins_is_refused_by_name(made):
 @pytest.mark.parametrize(
     "options", [{"n": 2, "temperature": 1.0}, {"logprobs": 1}, {"prompt_logprobs": 0}]
 )
-def test_what_a_compressing_request_cannot_have_is_refused(made, options):
+@pytest.mark.parametrize("order", [{"compress": {"name": "bad", "ratio": 4}}, {"delete": "bad"}])
+def test_what_a_compressing_request_cannot_have_is_refused(made, order, options):
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    extra = {"kv_transfer_params": {"gracekv": {"compress": {"name": "bad", "ratio": 4}}}}
+    extra = {"kv_transfer_params": {"gracekv": order}}
     asked = SamplingParams(max_tokens=1, extra_args=extra, **options)
     with pytest.raises(VLLMValidationError, match="takes no"):
         made.run(([7] * 50, asked))
