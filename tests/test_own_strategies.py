@@ -311,13 +311,13 @@ def test_codes_counted_in_entries_are_compared_with_16_bits():
         codings = UniformPrecision(bits=4).codings
         widths = UniformPrecision(bits=4).widths
 
-    pipeline = gracekv.Pipeline.from_dict({"precision": "entries_only"}, base="snapkv")
-    prompt = gracekv.Prompt.from_ids(torch.arange(90), (4, 80))
-    found = gracekv.compress(tiny_llama(layers=2), prompt, ratio=2, pipeline=pipeline).accounting
-    by_bytes = gracekv.Pipeline.from_dict({"precision": "uniform"}, base="snapkv")
-    same = gracekv.compress(tiny_llama(layers=2), prompt, ratio=2, pipeline=by_bytes).accounting
-    assert found.full_in_16_bits
-    assert found.full_bytes == same.full_bytes
+    model, prompt = tiny_llama(layers=2), gracekv.Prompt.from_ids(torch.arange(90), (4, 80))
+    found = []
+    for precision in ("entries_only", "uniform"):
+        pipeline = Pipeline.from_dict({"precision": precision}, base="snapkv")
+        found.append(gracekv.compress(model, prompt, ratio=2, pipeline=pipeline).accounting)
+    assert found[0].full_in_16_bits
+    assert found[0].full_bytes == found[1].full_bytes
 
 
 @pytest.mark.parametrize("forgets", ["rows", "codes", "length", "multiplicities"])
