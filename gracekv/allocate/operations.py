@@ -82,12 +82,15 @@ class Operations:
         gain = gain.double().clamp(min=0) + 0.0
         ends = torch.searchsorted(levels, torch.arange(deepest + 1, device=levels.device))
         return cls(
-            forest=forest, node=torch.cat([adds, inner]),
+            forest=forest,
+            node=torch.cat([adds, inner]),
             parent=torch.cat([torch.full_like(adds, -1), above]),
             bounds=(0, *(roots + ends).tolist()),
-            tree=torch.cat([adds, forest.tree.index_select(0, inner)]), cost=cost, gain=gain,
+            tree=torch.cat([adds, forest.tree.index_select(0, inner)]),
+            cost=cost,
+            gain=gain,
             unit=gain / cost,
-        )  # fmt: skip
+        )
 
     def __len__(self) -> int:
         return len(self.node)

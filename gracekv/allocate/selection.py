@@ -89,12 +89,15 @@ class Selection:
         start = forest.start[node][row] + step
         end = torch.where(forest.entries[node] > 1, 1, forest.length[node])[row] + start
         return cls(
-            layers=forest.layers, heads=forest.heads, region=(first, last),
+            layers=forest.layers,
+            heads=forest.heads,
+            region=(first, last),
             offsets=offsets(frontier.entries_per_head().flatten().cpu()),
-            start=start.to(torch.int32), end=end.to(torch.int32),
+            start=start.to(torch.int32),
+            end=end.to(torch.int32),
             level=forest.level[node][row].to(torch.int16),
             from_floor=None if floor is None else floor.reached[node][row],
-        )  # fmt: skip
+        )
 
     @property
     def entries(self) -> int:

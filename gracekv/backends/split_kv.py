@@ -121,9 +121,12 @@ def _described(coded: CodedEntries, blocks: Tensor) -> bytes:
         bias=address("bias", coded.log_multiplicity, torch.float32, coded.entries),
         offsets=address("offsets", coded.offsets, torch.int64, len(coded.offsets)),
         blocks=address("blocks", blocks, torch.int64, len(coded.offsets)),
-        entries=coded.entries, block_count=int(blocks[-1]), bits=coding.bits,
-        columns=coded.dim // min(coding.group, coded.dim), group_size=coding.group,
-    )  # fmt: skip
+        entries=coded.entries,
+        block_count=int(blocks[-1]),
+        bits=coding.bits,
+        columns=coded.dim // min(coding.group, coded.dim),
+        group_size=coding.group,
+    )
     for name in ("key", "value"):
         made: Codes = getattr(coded, f"{name}s")
         for part in ("codes", "scale", "zero"):

@@ -119,11 +119,13 @@ class Accounting:
             each = [getattr(part, name) for part in parts]
             sums[name] = None if None in each else sum(each)
         return cls(
-            **sums, recent=max(part.recent for part in parts),
-            entries=torch.cat([part.entries for part in parts]), backend_bytes=backend_bytes,
+            **sums,
+            recent=max(part.recent for part in parts),
+            entries=torch.cat([part.entries for part in parts]),
+            backend_bytes=backend_bytes,
             other_bytes=dict(sum((Counter(part.other_bytes) for part in parts), Counter())),
             widths=WidthShare.summed(share for part in parts for share in part.widths),
-        )  # fmt: skip
+        )
 
     @property
     def full_in_16_bits(self) -> bool:

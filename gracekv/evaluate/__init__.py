@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     from gracekv.evaluate.tables import make_tables
 
 _HOMES = {
-    "Experiment": "experiment", "Panel": "experiment", "Summary": "runner",
-    "make_tables": "tables", "read_rows": "row_files", "run": "runner",
-}  # fmt: skip
+    "Experiment": "experiment",
+    "Panel": "experiment",
+    "Summary": "runner",
+    "make_tables": "tables",
+    "read_rows": "row_files",
+    "run": "runner",
+}
 
 __all__ = ["Experiment", "Panel", "Summary", "make_tables", "read_rows", "run"]
 

@@ -97,9 +97,12 @@ def run(
             ready.check(sample)
         written = failed = 0
         columns = (
-            rich.TextColumn("{task.percentage:.0f} %"), rich.BarColumn(), rich.MofNCompleteColumn(),
-            rich.TextColumn("left"), rich.TimeRemainingColumn(),
-        )  # fmt: skip
+            rich.TextColumn("{task.percentage:.0f} %"),
+            rich.BarColumn(),
+            rich.MofNCompleteColumn(),
+            rich.TextColumn("left"),
+            rich.TimeRemainingColumn(),
+        )
         new = chain.from_iterable(ready.rows(sample) for sample in schedule.samples)
         # Cells come in bursts after each prefill, so with a short window the estimate would jump.
         at, off = Console(stderr=True), not progress

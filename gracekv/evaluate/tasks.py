@@ -177,10 +177,13 @@ def record_sample(name: str, index: int, sources: Sources) -> Sample:
         # Not format(): queries hold braces.
         question=form["suffix"].replace("{input}", record["input"]),
         answers=tuple(text for answer in record["answers"] if (text := str(answer)).strip()),
-        answer_prefix="", metric=form["metric"], chat=form["chat_template"],
-        first_line=form["first_line_only"], stop=form["extra_stop"],
+        answer_prefix="",
+        metric=form["metric"],
+        chat=form["chat_template"],
+        first_line=form["first_line_only"],
+        stop=form["extra_stop"],
         classes=tuple(record.get("all_classes") or ()),
-    )  # fmt: skip
+    )
 
 
 def _tokens(sample: Sample, tokenizer: Any) -> int:

@@ -142,9 +142,13 @@ class Composition(Configurable):
     ) -> BudgetPlan:
         """The plan for heads of dimension `dim` whose numbers take `size` bytes."""
         return budget.plan(
-            layers=layers, heads=heads, context=spans.context_length, entry_bytes=2 * dim * size,
-            window=self.window, costs=self.precision.entry_bytes(dim, size, spans),
-        )  # fmt: skip
+            layers=layers,
+            heads=heads,
+            context=spans.context_length,
+            entry_bytes=2 * dim * size,
+            window=self.window,
+            costs=self.precision.entry_bytes(dim, size, spans),
+        )
 
     def keeps_everything(self, plan: BudgetPlan, entry_bytes: int) -> bool:
         """Whether every token stays; arguments as in `holds_all`."""

@@ -176,10 +176,13 @@ class Run:
         curve = auction_curve(selection, *prices, self.floor, self.frontier)
         slots = None if whole else partition.bounds.to("cpu", torch.int32)
         return RunRecord(
-            region=selection.region, selection=None if selection.end is None else selection.cpu(),
-            slots=slots, relevance=CodedRelevance.of(relevance.scores), curve=curve,
+            region=selection.region,
+            selection=None if selection.end is None else selection.cpu(),
+            slots=slots,
+            relevance=CodedRelevance.of(relevance.scores),
+            curve=curve,
             merges=self.merges,
-        )  # fmt: skip
+        )
 
     def entry_scores(self) -> tuple[Tensor, ...] | None:
         """L tensors [E] as from `RunRecord.entry_scores`; None without a record."""

@@ -69,9 +69,13 @@ class AllocatedPrecision(AllocatingPrecision):
         return (rounding_loss(*sampled, self.codings[::-1]),)
 
     def allocate(
-        self, info: CaptureInfo, measured: Sequence[tuple[Tensor, ...]], candidates: Selection,
-        worth: Tensor, budget: int
-    ) -> Tensor:  # fmt: skip
+        self,
+        info: CaptureInfo,
+        measured: Sequence[tuple[Tensor, ...]],
+        candidates: Selection,
+        worth: Tensor,
+        budget: int,
+    ) -> Tensor:
         costs = WidthCosts.of(self.stored, info)
         device = measured[0][0].device
         parts = [torch.cat([x.to(device) for x in own]) for own in zip(*measured, strict=True)]
@@ -85,10 +89,12 @@ class AllocatedPrecision(AllocatingPrecision):
         # Cuts over several processes are found on the CPU.
         device = worth.device if info.shard.ranks == 1 else torch.device("cpu")
         entries = Entries(
-            worth=worth.to(device).double().square(), head=upload(head, device),
+            worth=worth.to(device).double().square(),
+            head=upload(head, device),
             loss=torch.nn.functional.pad(loss.square(), (0, 1)),
-            fixed=candidates.start.to(device) < self.sinks, place=_places(head, info),
-        )  # fmt: skip
+            fixed=candidates.start.to(device) < self.sinks,
+            place=_places(head, info),
+        )
         level = allocated_widths(entries, costs, budget, info.shard)
         return torch.tensor((0, *costs.bits), dtype=torch.uint8)[level]
 

@@ -174,9 +174,13 @@ class AllocatingPrecision(Precision):
 
     @abc.abstractmethod
     def allocate(
-        self, info: CaptureInfo, measured: Sequence[Any], candidates: Selection,
-        worth: Tensor, budget: int
-    ) -> Tensor:  # fmt: skip
+        self,
+        info: CaptureInfo,
+        measured: Sequence[Any],
+        candidates: Selection,
+        worth: Tensor,
+        budget: int,
+    ) -> Tensor:
         """uint8 [E]: bits per number of each candidate, or 0 if it is dropped.
 
         Args:

@@ -48,9 +48,13 @@ class RateDistortion(AllocatingPrecision):
         return tuple(UniformPrecision(bits, self.group, sinks=0) for bits in (2, 4, 8))
 
     def allocate(
-        self, info: CaptureInfo, measured: Sequence[Any], candidates: Selection,
-        worth: Tensor, budget: int
-    ) -> Tensor:  # fmt: skip
+        self,
+        info: CaptureInfo,
+        measured: Sequence[Any],
+        candidates: Selection,
+        worth: Tensor,
+        budget: int,
+    ) -> Tensor:
         costs = WidthCosts.of(self.stored, info)
         head, heads = candidates.head_of_entry(), info.layers * info.kv_heads
         loss = torch.tensor([[*self.distortion, 0.0]] * heads, dtype=torch.float64)

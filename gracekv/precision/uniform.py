@@ -55,10 +55,12 @@ class UniformPrecision(Precision):
         pair = 2 * METADATA_BYTES
         return EntryBytes(
             exact=2 * dim * itemsize,
-            coded=2 * dim * self.bits // 8 + dim // min(self.group, dim) * pair, block=dim * pair,
-            per_block=self.group, full=2 * dim * 2,
+            coded=2 * dim * self.bits // 8 + dim // min(self.group, dim) * pair,
+            block=dim * pair,
+            per_block=self.group,
+            full=2 * dim * 2,
             sinks=max(0, min(self.sinks, spans.context_end) - spans.context_start),
-        )  # fmt: skip
+        )
 
     def widths(self, start: Tensor, region: Region) -> Tensor:
         chosen = (start >= max(region.start, self.sinks)) & (start < region.end)

@@ -148,9 +148,13 @@ class Prompt:
 
     @classmethod
     def from_messages(
-        cls, tokenizer: Any, messages: Sequence[Message], *,
-        tools: Sequence[Any] | None = None, day: str | None = None,
-    ) -> Prompt:  # fmt: skip
+        cls,
+        tokenizer: Any,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        day: str | None = None,
+    ) -> Prompt:
         """Make a prompt whose context is the first messages of a conversation.
 
             prompt = gracekv.Prompt.from_messages(tokenizer, messages, tools=tools)

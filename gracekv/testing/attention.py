@@ -76,11 +76,13 @@ def attention_problem(
 
     entries, heads = sum(lengths), len(lengths) // sequences
     layer = RaggedEntries(
-        keys=poisoned(entries, dim), values=poisoned(entries, dim),
+        keys=poisoned(entries, dim),
+        values=poisoned(entries, dim),
         positions=torch.arange(entries, dtype=torch.int32, device=device),
         log_multiplicity=(torch.rand(entries, generator=rng, dtype=torch.float32) * 4).to(device),
-        offsets=torch.tensor([0, *lengths]).cumsum(0), sequences=sequences,
-    )  # fmt: skip
+        offsets=torch.tensor([0, *lengths]).cumsum(0),
+        sequences=sequences,
+    )
     seen: Tensor | None = None
     if mask == "bool":
         seen = torch.rand(batch, 1, tokens, tail, generator=rng, dtype=torch.float32) < 0.6
@@ -89,12 +91,16 @@ def attention_problem(
         seen = normal(rng, batch, 1, tokens, tail)
     rows = torch.randint(sequences, (batch,), generator=rng) if shuffled else None
     return AttentionStep(
-        query=normal(rng, batch, heads * group, tokens, dim).to(device, dtype), packed=layer,
-        keys=poisoned(batch, heads, tail, dim), values=poisoned(batch, heads, tail, dim),
-        scale=dim**-0.5, mask=None if seen is None else seen.to(device), softcap=softcap,
+        query=normal(rng, batch, heads * group, tokens, dim).to(device, dtype),
+        packed=layer,
+        keys=poisoned(batch, heads, tail, dim),
+        values=poisoned(batch, heads, tail, dim),
+        scale=dim**-0.5,
+        mask=None if seen is None else seen.to(device),
+        softcap=softcap,
         rows=None if rows is None else rows.to(device),
         sink_logits=normal(rng, heads * group).to(device, dtype) if sinks else None,
-    )  # fmt: skip
+    )
 
 
 def check_attention(

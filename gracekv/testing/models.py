@@ -22,9 +22,11 @@ _OTHER_LAYERS = {
 }
 
 _EXPERT_SIZES = (
-    "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
     "moe_shared_expert_intermediate_size",
-)  # fmt: skip
+)
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "falcon_h1": {"lm_head_multiplier": 0.5},
     # Its own cap of 50 would hardly change such small logits.
@@ -209,8 +211,9 @@ def tiny_tokenizer(texts: Sequence[str] = (), vocabulary: int = 2000) -> Any:
     trainer = BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=["<s>", "</s>", "<|user|>", "<|end|>", "<|assistant|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-    )  # fmt: skip
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     raw.train_from_iterator([chapter, *texts], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = _CHAT

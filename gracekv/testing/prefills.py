@@ -96,12 +96,16 @@ def synthetic_prefill(
         Reconstruction(power=3.0): draw(layers, kv_heads, context).abs().float().tanh(),
     }
     return Prefill(
-        spans=spans, token_ids=torch.arange(length), scale=dim**-0.5,
-        keys=tuple(x.to(device) for x in keys), values=tuple(x.to(device) for x in values),
-        queries=tuple(x.to(device) for x in queries), query_positions=positions,
+        spans=spans,
+        token_ids=torch.arange(length),
+        scale=dim**-0.5,
+        keys=tuple(x.to(device) for x in keys),
+        values=tuple(x.to(device) for x in values),
+        queries=tuple(x.to(device) for x in queries),
+        query_positions=positions,
         rope=Rope(rope.cos.to(device), rope.sin.to(device)),
         observed={observer: x.to(device) for observer, x in observed.items()},
-    )  # fmt: skip
+    )
 
 
 _HIDDEN, _VOCABULARY = 24, 40

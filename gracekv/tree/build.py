@@ -90,9 +90,12 @@ def _forest(
         # Children are in their parents' order, one level after the other; roots have no parent.
         parent=torch.cat([torch.full((trees,), -1, device=device), rows(count)]),
         first_child=torch.where(count > 0, trees + offsets(count)[:-1], -1),
-        drop=drop, entries=entries, add_gain=weighted * (drop - distortion[:trees]),
-        shard=prefill.shard, **nodes,
-    )  # fmt: skip
+        drop=drop,
+        entries=entries,
+        add_gain=weighted * (drop - distortion[:trees]),
+        shard=prefill.shard,
+        **nodes,
+    )
 
 
 def grow(

@@ -222,9 +222,13 @@ class BlockReplay(Scorer):
 
 
 def next_attention(
-    queries: Tensor, keys: Tensor, count: int, scale: float, softcap: float | None,
-    sinks: Tensor | None
-) -> Tensor:  # fmt: skip
+    queries: Tensor,
+    keys: Tensor,
+    count: int,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """Mean attention that `count` tokens' moved queries pay to the token after their own: [H].
 
     Uses at most 64 of them, evenly spaced; arguments and softmax as in `softmax_columns`.

@@ -59,8 +59,10 @@ def prototype_of(
     multiplicity = min(max(count * coherence**2, 1.0), float(count)) if rule.multiplicity else 1.0
     return ReferencePrototype(
         key=rope.rotate(mean_key[None], torch.tensor([position]))[0],
-        value=value / (sum(weights) + rule.epsilon), position=position, multiplicity=multiplicity,
-    )  # fmt: skip
+        value=value / (sum(weights) + rule.epsilon),
+        position=position,
+        multiplicity=multiplicity,
+    )
 
 
 class ReferenceDistortion:
