@@ -134,7 +134,7 @@ class Sources:
             label, raw = self._read(part)
             try:
                 self._parsed[part, parse] = parse(raw)
-            except (ValueError, TypeError, LookupError) as error:
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
                 raise TaskError(f"{label} is no {part} file: {error!r}. Get it again.") from error
         return self._parsed[part, parse]
 

@@ -218,7 +218,9 @@ class Compression:
             utility = pool.utility() if self._allocating is None else 0.0
             offered = AuctionResult(plan, pool.selection(), utility)
         else:
-            offered = auctioned(pipe, info, compared, plan, None if self._allocating else costs)
+            offered = auctioned(
+                pipe, info, compared, plan, costs if self._allocating is None else None
+            )
         if self._allocating is None or plan.bytes is None or costs is None:
             return offered
         selection = offered.selection

@@ -177,7 +177,6 @@ def token_texts(ids: Tensor, tokenizer: Any) -> list[str]:
         return [f"⟨{number}⟩ " for number in ids.tolist()]
     texts: list[str] = []
     first = read = 0
-    real: list[int] = []
     for at in range(len(ids)):
         before = tokenizer.decode(ids[first:read], skip_special_tokens=False) if read else ""
         after = tokenizer.decode(ids[first : at + 1], skip_special_tokens=False)
@@ -185,8 +184,7 @@ def token_texts(ids: Tensor, tokenizer: Any) -> list[str]:
         waits = after.endswith(_INCOMPLETE) and at - read < 3 and at + 1 < len(ids)
         if waits:
             # A text may hold the character itself.
-            real = real or continued(tokenizer, _INCOMPLETE)
-            waits = ids[: at + 1][-len(real) :].tolist() != real
+            waits = continued(tokenizer, after[len(before) :]) != ids[read : at + 1].tolist()
         texts.append("" if waits else after[len(before) :])
         if not waits:
             first, read = read, at + 1

@@ -43,7 +43,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         self._client, self._limit, self._compact = client, limit, compact
         expect(count, int, "messages takes the number of messages in the context")
         self._first, self._count, self._closed = context, count, False
-        self._name, self._made = f"{context[:80]}.chat-{secrets.token_hex(8)}", 0
+        self._name, self._made = f"{context[:96]}.chat-{secrets.token_hex(8)}", 0
         # This conversation's own contexts that the server may hold.
         self._own: list[str] = []
         self._begin()

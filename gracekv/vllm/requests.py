@@ -242,11 +242,11 @@ def continuing(tokenizer: Any, name: str, follow: Continuation, ids: Sequence[in
         )
     if opening and start is not None:
         before = follow.separator
-        if start < len(opening):
-            # The message's first token also holds the end of the opening, which goes.
-            own, merged = (tokenizer.decode(x[start : start + 1]) for x in (opening, ids))
-            before, start = before + merged[len(own) :], start + 1
-        ids = ids[start:]
+        if ids[: (size := len(opening))] != opening:
+            # The last of these tokens also holds the beginning of the message.
+            own, merged = (tokenizer.decode(x[size - 1 : size]) for x in (opening, ids))
+            before += merged[len(own) :]
+        ids = ids[size:]
         if closing:
             # Whitespace alone may be tokenised differently than before a word.
             word, both = continued(tokenizer, "a"), continued(tokenizer, before + "a")

@@ -41,7 +41,7 @@ def test_bytes_that_are_no_text_do_not_swallow_the_rest(by_bytes):
     assert "".join(texts).endswith("abc")
 
 
-@pytest.mark.parametrize("text", ["e \ufffd\ufffd 🙂 end", "\ufffd🙂\ufffd" * 2 + "\n\nx"])
+@pytest.mark.parametrize("text", ["e \ufffd\ufffd\ufffd🙂 end", "\ufffd🙂\ufffd" * 2 + "\n\nx"])
 def test_a_replacement_character_of_the_text_does_not_swallow_others(by_bytes, text):
     ids = by_bytes(text, add_special_tokens=False)["input_ids"]
     texts = token_texts(torch.tensor(ids), by_bytes)
