@@ -140,8 +140,15 @@ class Accounting:
             f"full cache {self.full_bytes:,}{' in 16 bits' if self.full_in_16_bits else ''}"
         )
 
+    @property
+    def budget_text(self) -> str:
+        """The budget as text; of one in bytes, also what was spent."""
+        if self.budget_bytes is None:
+            return f"budget {self.budget:,}"
+        return f"{self.spent_bytes:,} of {self.budget_bytes:,} bytes"
+
     def __repr__(self) -> str:
-        return f"Accounting({self.spent:,} entries (budget {self.budget:,}); {self.sizes})"
+        return f"Accounting({self.spent:,} entries ({self.budget_text}); {self.sizes})"
 
     @property
     def certified_ratio(self) -> float | None:

@@ -179,10 +179,9 @@ def compress(
         result.report(report, answer=answer)
     kept, seconds = result.accounting, result.timings
     full = kept.entries.numel() * result.prompt.spans.context_length
-    budget = f"{kept.budget:,}" if kept.budget_bytes is None else f"{kept.budget_bytes:,} bytes"
     typer.echo(
         f"\n{pipeline or recipes.label(result.pipeline)} kept {kept.spent:,} of {full:,} context "
-        f"entries (budget {budget}); {kept.sizes}; "
+        f"entries ({kept.budget_text}); {kept.sizes}; "
         f"prefill {seconds.prefill:.2f} s, compression {seconds.construction:.2f} s",
         err=True,
     )

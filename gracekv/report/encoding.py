@@ -24,6 +24,7 @@ _RELEVANCE_BYTES = 7 * 2**20
 _ACCOUNTING = (
     "budget", "spent", "floor_spent", "recent", "bytes", "metadata_bytes", "full_bytes",
     "backend_bytes", "utility", "bound", "certified_ratio", "entries", "full_in_16_bits",
+    "budget_bytes", "spent_bytes",
 )  # fmt: skip
 _CURVE = ("entries", "utility", "floor_entries", "bound")
 

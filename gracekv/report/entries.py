@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.cache import CompressedCache
+from gracekv.cache.closing import oldest_position
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import ReportError
 from gracekv.kernels.ragged import offsets, rows
@@ -100,12 +101,19 @@ def check_result(result: object) -> None:
 def kept_entries(result: Result) -> KeptEntries:
     """The context entries of `result`, and the tokens that each stands for.
 
-    Raises `ReportError` if `result` was loaded from a file or extended and holds merged entries, or
-    if the packer did not pack the selected entries in order.
+    Raises `ReportError` if `result` was loaded from a file or extended and holds merged entries, if
+    gaps between its positions were closed, or if the packer did not pack the selected entries in
+    order.
     """
     check_whole(result.model, "report")
     run, spans, represents = result._run, result.prompt.spans, result.pipeline.pack.represents
     cache, record = run.cache, run.recorded()
+    # A prefix always stays, so its entries begin at 0 until they are moved.
+    if spans.context_start and oldest_position(cache):
+        raise ReportError(
+            "Gaps between positions were closed, so entries no longer say which tokens they are. "
+            'Write the report before that, or use a Limit with positions="counted".'
+        )
     region = (spans.context_start, min(spans.context_end, cache.length))
     position, multiplicity, head, change = _context_entries(cache, region, run.value_change)
     layers, heads = len(cache.layers), cache.layers[0].heads

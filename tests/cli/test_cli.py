@@ -30,7 +30,7 @@ class FakeResult:
         self.accounting = Accounting(
             budget=int(120 / float(ratio)), spent=60, floor_spent=7, recent=4, entries=entries,
             bytes=6000, metadata_bytes=600, full_bytes=12000, utility=0.5, bound=None,
-            budget_bytes=int(budget.amount) if budget.kind == "kv_bytes" else None,
+            budget_bytes=int(budget.amount) if budget.kind == "kv_bytes" else None, spent_bytes=9,
         )  # fmt: skip
 
     def generate(self, max_new_tokens=64, **kwargs):
@@ -170,7 +170,7 @@ def test_compress_prints_answer_and_accounting(cli, calls, story, tmp_path):
 def test_other_budgets_replace_the_ratio(cli, calls, story):
     base = ("compress", "--model", "m", "--context", story, "--question", "q")
     cli(*base, "--entries-per-head", 64)
-    assert "entries (budget 67,108,864 bytes); " in cli(*base, "--kv-bytes", "67108864")[2]
+    assert "entries (9 of 67,108,864 bytes); " in cli(*base, "--kv-bytes", "67108864")[2]
     cli(*base, "--compression-ratio", "0.5")
     given = ({"entries_per_head": 64}, {"kv_bytes": "64MiB"}, {"compression_ratio": "0.5"})
     assert [call["budget"] for call in calls] == [Budget.of(one) for one in given]

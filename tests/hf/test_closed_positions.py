@@ -5,8 +5,9 @@ import torch
 
 import gracekv
 from gracekv import Limit
-from gracekv.errors import CacheError, PromptError
+from gracekv.errors import CacheError, PromptError, ReportError
 from gracekv.prefill.model_layers import rotations_up_to
+from gracekv.report.entries import kept_entries
 from gracekv.testing.models import tiny_model
 from support.prompts import WORDS, words_book
 from support.static_tails import steps
@@ -87,6 +88,8 @@ def test_long_messages_and_restarts_stay_within_the_positions(every):
         for turn in range(12):
             chat.ask(f"word{turn} {WORDS[: 1500 if turn == 6 else 180]}", max_new_tokens=4)
         assert len(chat._ids) > 1024
+        with pytest.raises(ReportError, match="Gaps between positions"):
+            kept_entries(chat._result)
         for one in (again, chat):  # begun with the history, and begun anew after an edit
             asked = [*chat.messages, {"role": "user", "content": "word3"}]
             asked[0] = {"role": "user", "content": f"word5 {WORDS[:180]}"}

@@ -62,8 +62,7 @@ def test_a_model_of_remote_code_may_take_cache_positions(replay):
     answer = result.generate_ids(30, eos_token_id=None)
     assert replay[0]._options is not None
     # The first token is the prompt's last; the others follow one by one.
-    first = result.packed.length
-    assert [int(x[-1]) for x in taken] == list(range(first, first + 30))
+    assert [int(x[-1]) for x in taken] == [result.packed.length + step for step in range(30)]
     assert_same_answer(model, result, answer)
 
 

@@ -154,7 +154,7 @@ def shown(pair, data):
 def test_the_section_is_there_only_with_a_history(page, opened, shown):
     assert page.locator("#cutsSection").is_hidden()
     empty = opened(dataclasses.replace(shown, history=dataclasses.replace(shown.history, held=())))
-    assert "never reached" in empty.locator("#cutsHint").inner_text()
+    assert "never reached the limit" in empty.locator("#cutsHint").inner_text()
     assert empty.locator("#cuts").is_hidden()
 
 

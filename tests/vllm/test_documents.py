@@ -164,7 +164,6 @@ def test_a_message_s_first_token_may_hold_the_end_of_the_opening():
     assert opened(tokenizer, ids) == opened(tokenizer, chat(tokenizer, text)) == (ids, start)
     assert tokenizer.decode(passage(tokenizer, chat(tokenizer, text))) == f"\n{text}"
     got = continuing(tokenizer, "book", header(tokenizer), chat(tokenizer, "\n\nWho?"))
-    assert tokenizer.decode(got) == "\n\n\n\nWho?<|end|><|assistant|>"
     assert got == list(request(None, "book", "\n\nWho?", tokenizer).prompt_ids)
 
 

@@ -5,6 +5,8 @@ const FIGURES = [
   ["spent", "Kept context entries", count],
   ["floor_spent", "of them the floor's", count],
   ["recent", "Recent window, tokens per head", count],
+  ["budget_bytes", "Budget, bytes of context entries", count],
+  ["spent_bytes", "Kept bytes of context entries", count],
   ["bytes", "Keys and values, bytes", count],
   ["full_bytes", "Full cache, bytes", count],
   ["metadata_bytes", "Metadata, bytes", count],

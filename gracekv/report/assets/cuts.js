@@ -10,7 +10,7 @@ function drawCuts(report) {
   byId("cutsHint").textContent = rows
     ? `${count(rows)} cuts. Each row is the cache after a cut, the first on top; each column is a token. ` +
       "Brighter means that more heads hold the token as an entry of its own. Click a row or move the slider to see the text as that cut left it: more heads hold a word with a stronger shade."
-    : "The limit was never reached, so nothing was cut.";
+    : "Decoding never reached the limit, so nothing was cut after the text was compressed.";
   byId("cuts").hidden = !rows;
   if (!rows) return;
   const line = Math.min(PROMPT_SHARE, cuts.first / cuts.length);
