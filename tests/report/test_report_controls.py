@@ -94,6 +94,16 @@ def test_a_chosen_token_shows_its_entry_in_every_head(page, pair, data):
     assert f"in layer {page.locator('#layerShown').inner_text()}, head " in said
     page.locator("#inspector [data-unit='5']").first.click()
     assert shown_unit(page, data) == 5
+    # Tables that were opened stay open, and are the new token's.
+    page.locator("#words").press("ArrowRight")
+    rows = page.locator("#inspector section").first.locator("tbody tr")
+    rows.first.wait_for()
+    states = [row.split("\t")[2] for row in rows.all_inner_texts()]
+    assert states == [status.state for status in token_statuses(pair["Grace"], token + 1)]
+    # Keys go on in the text once the panel is closed.
+    page.locator("#inspector .close").press("Enter")
+    page.keyboard.press("ArrowLeft")
+    assert page.locator(".cursor").count() > 0
 
 
 def test_keys_move_in_the_text(page, data):

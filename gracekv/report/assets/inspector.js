@@ -84,7 +84,12 @@ function drawInspector(report, choose) {
     el("b", {}, visible(report.token(position))),
     el("span", { class: "place" }, ` #${position}, ${report.partOf(position)}`),
   );
-  const close = el("button", { type: "button", class: "close", "aria-label": "Close", onclick: () => choose(-1) }, "×");
+  const closed = () => {
+    choose(-1);
+    // The button is gone; keys go on in the text.
+    byId("words").focus({ preventScroll: true });
+  };
+  const close = el("button", { type: "button", class: "close", "aria-label": "Close", onclick: closed }, "×");
   const parts = view.shown(report).map((column) => {
     const status = column.status(view.layer * report.heads + view.head, position);
     const one = view.mode === "head";
@@ -101,7 +106,12 @@ function drawInspector(report, choose) {
       heads(report, column, position),
     );
   });
+  // Tables that were open stay so for the next token.
+  const open = [...panel.querySelectorAll("details[open]")].map((table) => table.closest("section").dataset.label);
   panel.replaceChildren(close, lead, ...parts);
+  for (const part of parts) {
+    if (open.includes(part.dataset.label)) part.querySelector("details")?.setAttribute("open", "");
+  }
   // Announced from a separate element that stays in the document, as screen readers need it.
   const said = parts.map((part) => `${part.dataset.label}: ${part.querySelector("p").textContent}`);
   byId("announce").textContent = `${visible(report.token(position))}, token ${position}. ${said.join(". ")}`;
