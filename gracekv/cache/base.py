@@ -98,6 +98,10 @@ class RaggedEntries(LayerEntries):
         """Row int64 [E], position int64 [E] and log m float32 [E] of all entries, on the CPU."""
         return ragged.rows(self.lengths), self.positions.cpu().long(), self.log_multiplicity.cpu()
 
+    def bits(self) -> Tensor:
+        """Bits per number of each entry, int64 [E] on the CPU: all alike."""
+        return torch.full((self.entries,), 8 * self.keys.element_size(), device="cpu")
+
     def rows(self, begin: int, end: int) -> RaggedEntries:
         """Views of rows [begin, end), as one sequence."""
         offsets = self.offsets.numpy()[begin : end + 1]

@@ -89,6 +89,10 @@ class LayerEntries(abc.ABC):
         Row after row, by position.
         """
 
+    @abc.abstractmethod
+    def bits(self) -> Tensor:
+        """Bits per number of each entry, int64 [E] on the CPU, in the order of `index`."""
+
     def sequence(self, s: int) -> Self:
         """Views of sequence s alone."""
         return self.rows(s * self.heads, (s + 1) * self.heads)

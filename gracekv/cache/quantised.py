@@ -88,6 +88,11 @@ class QuantisedEntries(LayerEntries):
         log_m = torch.cat([part.log_multiplicity for part in self.parts]).cpu()
         return row[order], position[order], log_m[order]
 
+    def bits(self) -> Tensor:
+        """Bits per number of each entry, int64 [E] on the CPU, in the order of `index`."""
+        coded = (torch.full((x.entries,), x.coding.bits, device="cpu") for x in self.coded)
+        return torch.cat([self.exact.bits(), *coded])[self._order()[2]]
+
     def _order(self) -> tuple[Tensor, Tensor, Tensor]:
         """Row and position int64 [E] of each entry, part after part, and the order by both."""
         lengths = torch.cat([part.lengths for part in self.parts])

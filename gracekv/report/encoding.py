@@ -76,6 +76,8 @@ def _column(parts: dict[str, bytes], number: int, data: ReportData) -> dict[str,
         parts[f"origins.{number}"] = _u8(depth + floor)
     if entries.value_change is not None:
         parts[f"changes.{number}"] = _u8((entries.value_change * 100).round())
+    if entries.bits is not None:
+        parts[f"bits.{number}"] = _u8(entries.bits)
     share = entries.multiplicity / entries.length
     # A file holds fitted multiplicities but no changes; exp(log(n)) may exceed n by rounding.
     if entries.value_change is not None or bool((share > 1.01).any()):

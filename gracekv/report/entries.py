@@ -59,6 +59,8 @@ class KeptEntries:
         floor: bool [E], whether the floor bought it, not the auction; None without a floor.
         value_change: float32 [E], how much the fit changed the value, relative to the value's norm,
             in steps of 0.01 up to 2.55; None if nothing was fitted or the result is from a file.
+        bits: int64 [E], bits per number of the entry's key and value; None if all are in the
+            model's dtype.
     """
 
     layers: int
@@ -71,6 +73,7 @@ class KeptEntries:
     depth: Tensor | None = None
     floor: Tensor | None = None
     value_change: Tensor | None = None
+    bits: Tensor | None = None
 
     @property
     def length(self) -> Tensor:
@@ -115,11 +118,11 @@ def kept_entries(result: Result) -> KeptEntries:
             'Write the report before that, or use a Limit with positions="counted".'
         )
     region = (spans.context_start, min(spans.context_end, cache.length))
-    position, multiplicity, head, change = _context_entries(cache, region, run.value_change)
+    position, multiplicity, head, *more = _context_entries(cache, region, run.value_change)
     layers, heads = len(cache.layers), cache.layers[0].heads
     starts = offsets(torch.bincount(head, minlength=layers * heads))
     own = (position, position + 1, multiplicity)
-    entries = KeptEntries(layers, heads, region, starts, *own, value_change=change)
+    entries = KeptEntries(layers, heads, region, starts, *own, None, None, *more)
     if record is None:
         # A packer of nodes merges tokens, and a file does not record which, unless all are kept.
         full = run.accounting.entries.numel() * spans.context_length
@@ -156,8 +159,8 @@ def kept_entries(result: Result) -> KeptEntries:
 
 def _context_entries(
     cache: CompressedCache, region: tuple[int, int], change: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Position, multiplicity, layer * G + head and value change of all entries in `region`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Position, multiplicity, layer * G + head, value change and bits of entries in `region`."""
     parts = []
     for number, layer in enumerate(cache.layers):
         row, *columns = layer.index()
@@ -166,4 +169,6 @@ def _context_entries(
     inside = (position >= region[0]) & (position < region[1])
     if change is not None:
         change = change[inside].float() / 100
-    return position[inside], log_multiplicity[inside].float().exp(), head[inside], change
+    coded = any(layer.coded for layer in cache.layers)
+    bits = torch.cat([layer.bits() for layer in cache.layers])[inside] if coded else None
+    return position[inside], log_multiplicity[inside].float().exp(), head[inside], change, bits

@@ -29,6 +29,8 @@ class TokenStatus:
             if unknown.
         value_change: how much the fit changed the entry's value, relative to its norm; None if
             nothing was fitted, or if unknown.
+        bits: bits per number of the entry's key and value; None if dropped or outside the context,
+            or if the cache is not quantised.
     """
 
     layer: int
@@ -41,6 +43,7 @@ class TokenStatus:
     floor: bool | None
     relevance: float | None
     value_change: float | None = None
+    bits: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +76,13 @@ class TokenStatuses:
         lines = [
             f"token {self.position}: exact in {self.count('exact')} heads, merged in "
             f"{self.count('merged')}, dropped in {self.count('dropped')}",
-            f"{'layer':>5} {'head':>4} {'state':<8} {'entry':>15} {'weight':>7} {'relevance':>9}",
+            "layer head state              entry  weight relevance bits",
         ]
         for row in self.rows:
             entry = "–" if row.end < 0 else f"[{row.start}, {row.end})"
             relevance = "–" if row.relevance is None else f"{row.relevance:.2e}"
             place = f"{row.layer:>5} {row.head:>4} {row.state:<8} {entry:>15}"
-            lines.append(f"{place} {row.multiplicity:>7.2f} {relevance:>9}")
+            lines.append(f"{place} {row.multiplicity:>7.2f} {relevance:>9} {row.bits or '–':>4}")
         return "\n".join(lines)
 
 
@@ -112,7 +115,7 @@ def token_statuses(result: Result, position: int) -> TokenStatuses:
         relevance = record.relevance.at(position - record.region[0]).flatten()
     rows = []
     for unit, entry in enumerate(holder.tolist()):
-        start, end, weight, depth, floor, change = -1, -1, 0.0, -1, None, None
+        start, end, weight, depth, floor, change, bits = -1, -1, 0.0, -1, None, None, None
         if entry == -2:
             start, end, weight = position, position + 1, 1.0
         elif entry >= 0:
@@ -121,8 +124,10 @@ def token_statuses(result: Result, position: int) -> TokenStatuses:
             depth = -1 if entries.depth is None else int(entries.depth[entry])
             floor = None if entries.floor is None else bool(entries.floor[entry])
             change = None if entries.value_change is None else float(entries.value_change[entry])
+            bits = None if entries.bits is None else int(entries.bits[entry])
         state = "dropped" if entry == -1 else "merged" if end - start > 1 else "exact"
         layer, head = numbers[unit // entries.heads], unit % entries.heads
         own = None if relevance is None else float(relevance[unit])
-        rows.append(TokenStatus(layer, head, state, start, end, weight, depth, floor, own, change))
+        facts = (start, end, weight, depth, floor, own, change, bits)
+        rows.append(TokenStatus(layer, head, state, *facts))
     return TokenStatuses(position, tuple(rows))

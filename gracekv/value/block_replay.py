@@ -282,7 +282,7 @@ def near_logits(queries: Tensor, keys: Tensor, near: int, softcap: float | None 
         some = functional.pad(asked, (0, 0, 0, more)).unflatten(1, (blocks, rows)).transpose(0, 1)
         logits = capped(some.flatten(1, 2) @ windows, softcap).unflatten(1, (-1, rows))
         logits.masked_fill_(hidden, -torch.inf)
-        # logsumexp takes five passes on a CPU, log_softmax one: x - log_softmax(x), at x the own token.
+        # x - log_softmax(x) of the own token: logsumexp takes five passes on a CPU, this takes one.
         total = logits.diagonal(back, 2, 3) - logits.log_softmax(dim=-1).diagonal(back, 2, 3)
         totals.append(total.transpose(0, 1).flatten(1)[:, :count])
     return torch.cat(totals)

@@ -25,6 +25,15 @@ def plain(entries):
     return lists
 
 
+def widths(layer):
+    """(head, position) of each entry of a layer, and its bits per number."""
+    for part in layer.parts:
+        bits = 32 if part is layer.exact else part.coding.bits
+        for head in range(layer.heads):
+            positions = part.positions[part.offsets[head] : part.offsets[head + 1]]
+            yield from (((head, int(p)), bits) for p in positions)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @settings(max_examples=cases(2, 4))
 @given(seed=st.integers(0, 99), ratio=st.sampled_from(["1.3", 2, 4, 7]))
@@ -49,6 +58,11 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
             starts, ends = layout.start[rows].tolist(), layout.end[rows].tolist()
             nodes = [(a, b) for a, b in zip(starts, ends, strict=True) if first <= a < last]
             assert mine == (nodes if merges else [(p, p + 1) for p in inside])
+        if packed.coded:
+            here = slice(*entries.offsets[[layer * entries.heads, (layer + 1) * entries.heads]])
+            stored = [bits for (_, p), bits in sorted(widths(packed)) if first <= p < last]
+            assert entries.bits[here].tolist() == stored
+    assert (entries.bits is None) == (not packed.coded)
     fit = result.pipeline.fit
     least, most = (1, 1) if fit.name == "none" else (LEAST, MOST)
     if fit.name == "least_squares":

@@ -198,7 +198,8 @@ def test_one_result_alone_and_the_other_side(opened, page, data):
 
 
 def test_the_table_of_a_token_tells_how_far_values_moved(opened, make, words):
-    result = make("snapkv", 2, tokenizer=words(), fields={"fit": "values_and_mass"})
+    fields = {"fit": "values_and_mass", "precision": {"name": "uniform", "bits": 4}}
+    result = make("snapkv", 4, tokenizer=words(), fields=fields)
     page, spans = opened(ReportData.of({"Fitted": result})), result.prompt.spans
     token, statuses = next(
         (token, found)
@@ -209,7 +210,8 @@ def test_the_table_of_a_token_tells_how_far_values_moved(opened, make, words):
     page.locator(f".pane [data-t='{token}']").click()
     for cells, status in table(page.locator("#inspector section").first, statuses):
         if status.state == "dropped":
-            assert cells[6] == "–"
+            assert cells[6] == cells[7] == "–"
             continue
-        assert float(cells[6].removesuffix(" %")) == pytest.approx(100 * status.value_change, abs=1)
+        assert int(cells[6]) == status.bits
+        assert float(cells[7].removesuffix(" %")) == pytest.approx(100 * status.value_change, abs=1)
         assert float(cells[5]) == pytest.approx(status.multiplicity, rel=0.03)

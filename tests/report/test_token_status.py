@@ -9,7 +9,7 @@ from gracekv.report import token_statuses
 from gracekv.report.entries import kept_entries
 
 
-@pytest.mark.parametrize("recipe", ["gracekv", "snapkv", "d2o", "fullkv"])
+@pytest.mark.parametrize("recipe", ["gracekv", "gracekv-plus-allocated", "d2o", "fullkv"])
 @settings(max_examples=8)
 @given(seed=st.integers(0, 99), data=st.data())
 def test_rows_are_the_entries(make, recipe, seed, data):
@@ -31,6 +31,7 @@ def test_rows_are_the_entries(make, recipe, seed, data):
             (e,) = held
             assert (row.start, row.end) == (int(entries.start[e]), int(entries.end[e]))
             assert row.multiplicity == float(entries.multiplicity[e])
+            assert row.bits == (None if entries.bits is None else int(entries.bits[e]))
             assert row.state == ("merged" if row.end - row.start > 1 else "exact")
         relevance = result._run.relevance
         if relevance is not None and row.relevance is not None:

@@ -102,6 +102,7 @@ class Column {
     // For others: multiplicity over tokens, in parts of 255.
     this.weights = report.has(`weights.${number}`) ? report.part(`weights.${number}`) : null;
     this.changes = report.has(`changes.${number}`) ? report.part(`changes.${number}`) : null;
+    this.bits = report.has(`bits.${number}`) ? report.part(`bits.${number}`) : null;
     this.masses = report.has(`masses.${number}`) ? report.part(`masses.${number}`) : null;
     this.slots = report.has(`slots.${number}`) ? report.numbers(`slots.${number}`) : null;
     this.codes = facts.relevance ? report.part(`relevance.${number}`) : null;
@@ -216,6 +217,7 @@ class Column {
         end: first + tokens,
         weight: kind ? this.weight(entry) : 0,
         change: this.changes && kind ? this.changes[entry] / 100 : null,
+        bits: this.bits && kind ? this.bits[entry] : null,
         depth: (origin & 127) === 127 ? null : origin & 127,
         floor: this.hasFloor && kind && (origin & 127) !== 127 ? origin >= 128 : null,
         relevance: this.relevanceAt(unit, position),

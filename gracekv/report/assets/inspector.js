@@ -5,7 +5,8 @@ function describe(report, column, status) {
   if (status.kept) return "kept whole in every head";
   if (status.state === "dropped") return "dropped";
   const others = status.end - status.start - 1;
-  if (!others) return column.represents === "mixture" ? "kept; parts of dropped tokens may have been added to it" : "exact";
+  if (!others && column.represents === "mixture") return "kept; parts of dropped tokens may have been added to it";
+  if (!others) return status.bits && status.bits < 16 ? `kept in ${status.bits} bits` : "exact";
   return `merged with ${others} ${others === 1 ? "neighbour" : "neighbours"}`;
 }
 
@@ -17,6 +18,7 @@ function details(report, column, status, position) {
     rows.push(["entry", `[${status.start}, ${status.end})`]);
     rows.push(["multiplicity", `${status.end - status.start} tokens, weighs as ${status.weight.toPrecision(3)}`]);
   }
+  if (status.bits) rows.push(["stored in", `${status.bits} bits per number`]);
   if (status.change !== null) {
     rows.push(["value moved by the fit", status.change >= 2.55 ? "by 255 % of its length or more" : `by ${Math.round(100 * status.change)} % of its length`]);
   }
@@ -165,7 +167,7 @@ function heads(report, column, position) {
 }
 
 function statusTable(report, column, statuses) {
-  const titles = ["layer", "head", "state", "entry", "tokens", "weighs", ...(column.changes ? ["value moved"] : []), "depth", "relevance"];
+  const titles = ["layer", "head", "state", "entry", "tokens", "weighs", ...(column.bits ? ["bits"] : []), ...(column.changes ? ["value moved"] : []), "depth", "relevance"];
   return el(
     "table",
     {},
@@ -182,6 +184,7 @@ function statusTable(report, column, statuses) {
           gone ? "–" : `[${status.start}, ${status.end})`,
           gone ? "–" : status.end - status.start,
           gone ? "–" : status.weight.toPrecision(3),
+          ...(column.bits ? [status.bits ?? "–"] : []),
           ...(column.changes ? [status.change === null ? "–" : `${Math.round(100 * status.change)} %`] : []),
           status.depth ?? "–",
           status.relevance === null ? "–" : short(status.relevance),
