@@ -75,9 +75,9 @@ class EntryPool:
 
         stays = largest(_gains(rows), count)
         reached = stays.cumsum(0)
-        # New slots, then those of losers, go to winners from the last to the first, so they fill
-        # `free` from its end. Other tokens go to one spare place, so no size depends on the
-        # winners.
+        # Winners, the last first, take new slots and then those of dropped entries, so these fill
+        # `free` from its end. All other tokens are written to one spare slot, so that no size
+        # depends on the data.
         new, ranks = count - known, self._ranks
         spare, free = ranks[len(self._keys) - 1], ranks.new_empty(count + 1)
         free[known + 1 :] = ranks[known:count]

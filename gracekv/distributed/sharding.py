@@ -266,7 +266,7 @@ def _problem(model: Any) -> str | None:
         if (attention := getattr(layer, "self_attn", None)) is None:
             if hasattr(layer, "linear_attn"):
                 continue
-            return f"layer {number} has no attention whose heads they could share"
+            return f"layer {number} has no attention heads to divide"
         for name, dim in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("o_proj", 1)):
             weight: Any = getattr(getattr(attention, name, None), "weight", None)
             if (

@@ -95,7 +95,7 @@ def attached(model: Any) -> Iterator[None]:
 
     Raises what `attach` raises.
     """
-    # Only a model can be detached.
+    # Check first: `undo` detaches, which only models can be.
     check_model(model)
     mine = object()
 

@@ -80,7 +80,7 @@ class BaseResult(ABC):
         runs = [replace(x, cache=packed.sequence(n)) for n, x in enumerate(runs)]
         cache = GraceCache(packed, pipeline.backend)
         cache.warm_up(model)
-        # It only serves to make other caches, which have their own layers.
+        # This cache is only a template; caches made from it get layers of their own.
         cache.layers.clear()
         set_attention(model)
         if not cls.is_batch:

@@ -46,11 +46,11 @@ from gracekv.value.output_projection import OutputProjection
 _Result = TypeVar("_Result")
 
 # Tokens of a chunk, and of the longest prompt that still runs in one pass: its keys and values are
-# then those of the stock model, bit for bit. Layer by layer, 2,000 tokens by 512 take a tenth less
-# than in one pass, since less memory is returned to the system and allocated again.
+# then those of the stock model, bit for bit. Layer by layer, 2,000 tokens in chunks of 512 take a
+# tenth less time than in one pass, since less memory is returned to the system and allocated again.
 _CHUNK, _ONE_PASS = 512, 2048
-# On GPUs each pass has launch overhead: 32K tokens of a 7B model take 5.3 s by 512, 4.0 s by 2,048
-# and 3.6 s by 8,192, for 0.2 and 0.9 GiB more (ours, one H100). Passes beyond 16,384 tokens would
+# On GPUs each pass has launch overhead: 32K tokens of a 7B model take 5.3 s in chunks of 512, 4.0 s
+# in 2,048 and 3.6 s in 8,192, for 0.2 and 0.9 GiB more (ours, one H100). Passes beyond 16,384 would
 # only raise the peak: smaller ones already fill any GPU.
 _GPU_LEAST, _GPU_MOST = 512, 2**14
 

@@ -196,10 +196,10 @@ def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
 
 
 def per_byte(model: Any, budget: Budget) -> bool:
-    """Whether the default recipe allocates bits per entry, since `budget` amounts to bytes.
+    """Whether the default is an `-allocated` recipe, which chooses bits per entry.
 
-    Budgets in bytes do, and so do ratios if the model computes in 16 bits. A head keeps the model's
-    dtype if its dimension is not a multiple of the group size. The model has passed `check_model`.
+    It is for budgets in bytes, and for ratios if the model computes in 16 bits, unless the head
+    dimension is not a multiple of the group size. The model has passed `check_model`.
     """
     halves = budget.kind == "ratio" and cache_dtype(model).itemsize == 2
     counts = budget.kind == "kv_bytes" or halves

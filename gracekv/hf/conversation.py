@@ -80,8 +80,9 @@ class Conversation(AbstractContextManager["Conversation"]):
         self._cache: GraceCache = result.new_cache(self._limit)
         self._result, self._model, self._prompt = result, result.model, result.prompts[0]
         self._ids = self._prompt.ids[: self._prompt.spans.context_end]
-        # Role and tokens of each uncompressed message; their sum at the last failed compression.
+        # Role and number of tokens of each uncompressed message.
         self._tail: list[tuple[str, int]] = []
+        # The sum of these numbers when a compression last failed.
         self._failed = 0
 
     @overload

@@ -55,8 +55,8 @@ def extended_run(
     bound = longest_sequence(model, held)
     if bound is not None and length > bound[0]:
         raise CacheError(
-            f"With the passage the prompt has {length} tokens and passes a length of {bound[0]}, "
-            f"where {type(model).__name__} no longer fits its cache: {bound[1]}. Extend by "
+            f"With this passage the prompt would have {length} tokens. {type(model).__name__} "
+            f"cannot use this cache beyond {bound[0]} tokens: {bound[1]}. Extend by "
             f"{max(0, bound[0] - held)} tokens at most, or compress the whole text again."
         )
     first = oldest_position(old)

@@ -294,6 +294,6 @@ def check_room(
     if room > 0:
         advice = f"Ask with max_new_tokens={room} or less."
     raise PromptError(
-        f"Context and question have {length} tokens, and with {new_tokens} new ones they pass the "
-        f"{most} positions of {type(model).__name__}. {advice}"
+        f"Context, question and {new_tokens} new tokens need {length + new_tokens - 1} positions; "
+        f"{type(model).__name__} has {most}. {advice}"
     )

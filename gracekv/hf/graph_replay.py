@@ -92,13 +92,13 @@ def _is_compiled(part: Any) -> bool:
 
 
 def _end_failed(device: torch.device, pool: Any) -> None:
-    """Reset what torch before 2.13 still believes after a recording that failed."""
+    """Undo what torch before 2.13 leaves set after a recording that failed."""
     if torch.__version__ >= "2.13":  # torch compares the numbers
         return
-    # That it records random numbers, so that it refuses to draw any.
+    # The generator is still marked as recording, and would refuse to draw numbers.
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
-    # That it allocates for a graph, so that it never frees cached memory.
+    # The allocator still serves the graph's pool, and would never free cached memory.
     before = "_cuda_endAllocateCurrentStreamToPool"  # before 2.8
     end = getattr(torch._C, "_cuda_endAllocateToPool", None) or getattr(torch._C, before)
     # It refuses if the recording itself ended well.
@@ -133,10 +133,10 @@ def replaying(model: Any, cache: GraceCache, max_new_tokens: int) -> Iterator[Gr
 
 @functools.lru_cache(maxsize=32)
 def _side_stream(device: torch.device, model: int) -> torch.cuda.Stream:
-    """One stream for all recordings of a model, whose `id` this takes.
+    """The stream for all recordings of the model with this `id`.
 
-    cuBLAS holds a workspace for each stream that it met; since torch 2.12, the end of a graph frees
-    that of its stream, which another model's graph may still use.
+    cuBLAS keeps a workspace for each stream that it has seen. Since torch 2.12, the end of a graph
+    frees that of its stream, which another model's graph may still use.
     """
     return torch.cuda.Stream(device)
 

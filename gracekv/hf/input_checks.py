@@ -80,9 +80,9 @@ def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
     if new > cached and _is_whole(flat, positions, new):
         if kwargs.get("output_hidden_states"):
             raise CacheError(
-                "A compressed prompt has no hidden states. Leave output_hidden_states out, and "
-                "draft by prompt lookup or a model that does not read them (not use_mtp, dflash or "
-                "an assistant of Gemma 4)."
+                "A compressed prompt has no hidden states. Leave output_hidden_states out. To "
+                "draft, use prompt lookup or an assistant that does not read hidden states "
+                "(use_mtp, dflash and Gemma 4's assistants do)."
             )
         kwargs[name] = kwargs[name][:, cached:]
         new -= cached

@@ -49,7 +49,7 @@ class LimitedLayer(GraceLayer):
         if take := min(query.shape[2], self._queries):
             places = torch.arange(self._used - take, self._used, device=query.device)
             self._asked[:, :, places % self._queries] = query[:, :, -take:].detach()
-        # The first place of the tail whose query the ring holds; removing tokens lowers `_used`.
+        # Oldest place of the tail whose query is still recorded; `crop` lowers `_used`.
         self._oldest = max(min(self._oldest, self._used - take), self._used - self._queries)
 
     def asked(self, row: int) -> tuple[Tensor, Tensor]:

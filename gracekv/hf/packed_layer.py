@@ -58,7 +58,7 @@ class PackedLayer:
 def repeats(known: int, rows: int, kind: str = "prompts") -> int:
     """How often each of the `known` rows of a cache is repeated to make `rows`.
 
-    Raises `CacheError`, which calls the known rows `kind`, if `rows` is not a multiple of `known`.
+    Raises `CacheError` if `rows` is not a multiple of `known`; `kind` names the rows in it.
     """
     if rows % known:
         raise CacheError(

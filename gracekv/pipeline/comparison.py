@@ -84,7 +84,7 @@ def compare(
         curvature = partition.curvature
         if curvature is None and pipe.refine.uses_curvature:
             curvature = Curvature()(prefill)
-        # Freed unless the caller also holds the prefill.
+        # Drop the inputs of blocks, which frees them unless the caller also holds the prefill.
         prefill = prefill.without(BlockInput)
         candidates = pipe.floor.candidates(relevance.scores, plan, prefill.shard)
         own = (relevance.scores, relevance.seed_scores, relevance.sensitivity)

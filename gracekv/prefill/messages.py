@@ -36,10 +36,10 @@ _CHANGED = (
 def encoded_messages(
     tokenizer: Any, messages: Sequence[Message], tools: Any = None
 ) -> tuple[int, list[int]]:
-    """Ids of messages and the start of an answer, and how many of them stay if messages follow.
+    """How many of the ids stay if messages follow, and the ids of messages and an answer's start.
 
     A template may put more at the end of unanswered messages, such as an end-of-text token. The
-    start of an answer keeps a token, so that a turn has one. A tool call waits for no answer.
+    start of an answer keeps a token, so that a turn has one. No answer is due after a tool call.
 
     Raises `PromptError` if the template does not show any of them yet.
     """
@@ -143,7 +143,8 @@ def turn_ids(
         place = _shared(*_renderings(tokenizer, after, tools))
     borders = [place]
     for n, message in enumerate(messages[:-1], 1):
-        # A template may show a message differently when another follows: it ends with its content.
+        # A template may render a message differently if another follows; it ends where its content
+        # ends.
         said = str(message.get("content") or "").strip()
         same = _shared(rendered(n), whole)
         found = whole.find(said, borders[-1])
@@ -234,7 +235,7 @@ def new_turns(
 def _after_call(
     read: Sequence[int], call: list[int], begin: int, count: int, first: list[int], added: set[int]
 ) -> list[int]:
-    """Ids from the end of the model's part of a call to the end of the first result.
+    """The ids after the model's own part of a tool call, up to the end of the first result.
 
     Args:
         read: the last ids that the model wrote.

@@ -196,7 +196,7 @@ class Observer(abc.ABC):
 
     @property
     def timed_as(self) -> Observer:
-        """The observer that its seconds count for: itself, or one that stands for a shared pass."""
+        """The observer that its time is charged to: itself, or the one of a shared pass."""
         return self
 
     @abc.abstractmethod

@@ -86,8 +86,8 @@ class Projection:
 def plain_weight(module: Any) -> Tensor | None:
     """The [out, in] weight if `module` multiplies by nothing else and it can be read as numbers.
 
-    None where it is packed or scaled (quantised), elsewhere (offloaded: "meta", or empty), added to
-    (adapters such as LoRA, whose modules are no plain Linear): such modules can only be called.
+    None if the weight is quantised, offloaded (on "meta", or empty) or has an adapter such as LoRA:
+    such modules can only be called.
     """
     weight = getattr(module, "weight", None)
     if (

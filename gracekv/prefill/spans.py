@@ -108,7 +108,7 @@ class PromptSpans:
 
 # Coordinates added to a head; GPU kernels need a multiple of 8.
 ADDED = 8
-# The logit of a place without an entry.
+# The logit of padding.
 NOWHERE = -1e4
 
 

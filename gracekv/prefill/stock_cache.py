@@ -156,9 +156,9 @@ class StockLayers:
 
     @contextmanager
     def beginning(self, tokens: int) -> Iterator[None]:
-        """In the block, each layer reports that it has read `tokens` of this prompt.
+        """Inside the `with` block, each layer reports `tokens` of this prompt as read.
 
-        A model makes its masks from this before the first layer runs.
+        A model makes its masks from this number before the first layer runs.
         """
         layers = getattr(self._cache, "layers", ())
         counts = [(x, x.cumulative_length) for x in layers if hasattr(x, "cumulative_length")]

@@ -115,9 +115,9 @@ def _check_layers(model: Any) -> None:
     for number, kind in enumerate(kinds):
         if kind not in KINDS:
             raise UnsupportedModelError(
-                f"Layer {number} of {name} is of kind {kind}; gracekv compresses keys and values "
-                f"of kinds {', '.join(COMPRESSED)}, leaves those of "
-                f"{', '.join(sorted(KINDS - set(COMPRESSED)))}, and knows no others. {_TESTED}"
+                f"Layer {number} of {name} is of kind {kind}. gracekv compresses layers of kind "
+                f"{', '.join(COMPRESSED)}, keeps {', '.join(sorted(KINDS - set(COMPRESSED)))} as "
+                f"they are, and supports no other kind. {_TESTED}"
             )
         # `check_sharding` ensures that every process holds all states of linear layers.
         if kind in WITH_STATES - {"linear_attention"} and is_sharded(model):
@@ -266,7 +266,8 @@ def check_prompt_length(model: Any, length: int, *, beyond_positions: bool = Fal
     if switch is not None and length == switch + 1:
         raise PromptError(
             f"{name} changes its RoPE after {switch} tokens and transformers then drops the cache; "
-            f"a prompt of {length} tokens lies on that edge. Make it one token longer or shorter."
+            f"a prompt of exactly {length} tokens hits that switch. Make it one token longer or "
+            f"shorter."
         )
     if trained is not None and length > trained:
         rope, reach = rope_parameters(model), float(trained)
@@ -309,14 +310,14 @@ def check_continuation(model: Any, lengths: Sequence[int], new_tokens: int) -> N
     if limit is not None and min(lengths) < longest and longest + new_tokens - 1 > limit:
         raise CacheError(
             f"{name} rotates a batch by its longest row beyond {limit} tokens (dynamic RoPE); "
-            f"{new_tokens} new tokens after prompts of {sorted(lengths)} would rotate the others "
-            f"unlike their entries. Generate for each prompt alone."
+            f"{new_tokens} new tokens after prompts of {sorted(lengths)} would rotate the shorter "
+            f"rows differently from their cached keys. Generate for each prompt alone."
         )
     bound = longest_sequence(model, longest)
     if bound is not None and longest + new_tokens - 1 > bound[0]:
         raise CacheError(
-            f"{new_tokens} new tokens after a prompt of {longest} exceed a length of {bound[0]}, "
-            f"where {name} no longer fits its cache: {bound[1]}. Generate at most "
+            f"A prompt of {longest} tokens and {new_tokens} new ones exceed {bound[0]} tokens, "
+            f"beyond which {name} cannot use this cache: {bound[1]}. Generate at most "
             f"{max(0, bound[0] - longest + 1)} tokens, or use a longer or shorter prompt."
         )
 

@@ -172,9 +172,9 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
         """int64 [P] on the CPU: positions whose queries `layer` reads, over all layers.
 
-        By default those of the parts, or without parts all that `needs` names. Called only where
-        all layers are held: layer by layer, their queries are there anyway. So it may leave
-        nothing in `memory` that `layer` cannot do without.
+        By default those of the parts, or without parts all that `needs` names. Only called if all
+        layers are held, not when a prompt is read layer by layer. So `layer` must not rely on
+        anything that this stores in `memory`.
         """
         if self.parts:
             return torch.cat([part.asks(prefill, region, memory) for part in self.parts])

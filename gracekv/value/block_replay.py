@@ -4,7 +4,7 @@ When a model repeats a text, its heads produce nearly the same queries as in the
 attend mostly to what followed. So the queries of each block of context tokens are moved to the
 block's end, from which they see the whole block. A second pass also sees what it has just read: a
 copy of the token itself and of those before it. These stay at their old distance and take their
-share of attention, so heads that only look at near tokens need nothing of the block.
+share of attention, so heads that attend only to near tokens give the block no score.
 
 The first pass misses one thing: in a copy, induction heads (Olsson et al. 2022, arXiv:2209.11895)
 read the token after the one that they copy, however often it occurs, and need all tokens for it.

@@ -87,7 +87,7 @@ class DraftAttention(Scorer):
         return Needs.observed(Draft(self.max_tokens))
 
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
-        """Attention shares, float32 [L, G, N], not normalised.
+        """Attention shares, float32 [G, N], not normalised.
 
         Raises `MissingCaptureError` if no answer was drafted.
         """

@@ -91,7 +91,8 @@ def process_outputs(stock: Any, self: Any, outputs: Any, *args: Any, **kwargs: A
         if not isinstance(reply, dict):
             continue
         if "status" not in reply:
-            # Fronts of this engine: another in the same process rarely shares the tokenizer.
+            # The fronts of this engine, found by their tokenizer: another engine of the process
+            # rarely shares it.
             for front in [x for of, x in _fronts.items() if of.tokenizer is self.tokenizer]:
                 front.hear(reply)
             continue
@@ -147,7 +148,7 @@ def _put_ids(processor: Any, found: str | Order, made: Any, params: Any) -> None
     if no_text and isinstance(found, str | Compression):
         raise StoreError("A request about a context is text only: no embeddings, images or audio.")
     if isinstance(found, str):
-        # Only the scheduler may know the context; then the prompt stays as it is.
+        # If only the scheduler knows the context, the prompt stays as it is.
         if tokenizer is not None and (follow := front.known(found)[1]):
             made.prompt_token_ids = ids = continuing(tokenizer, found, follow, ids)
             # vLLM checked the length before the separator was added.

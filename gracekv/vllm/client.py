@@ -106,7 +106,7 @@ class Client:
         """
         if isinstance(text, str):
             text = document(self._tokenizer, text)
-            # The server removes the end of a turn: not the text's own, but this one.
+            # The server removes one end of a turn. Append one, so that the text keeps its own.
             if opened(self._tokenizer, text)[0] != text:
                 text += frame(self._tokenizer)[1]
         return self._make({"compress": {"name": name, **options}}, text, wait)

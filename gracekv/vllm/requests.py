@@ -169,14 +169,15 @@ def opened(tokenizer: Any, ids: Sequence[int]) -> tuple[list[int], int | None]:
     """
     ids = list(ids)
     opening, closing = frame(tokenizer)
-    # The document's last token may hold the first one of the ending, if more than blanks follow it.
+    # The document's last token may have merged with the ending's first one. Its rest tells the
+    # ending if it is more than blanks.
     rest = closing[1:] if tokenizer.decode(closing[1:]).strip() else []
     for ending in (closing, rest):
         size, last = len(ending), len(ids) - len(ending)
         ends = [x for x in range(max(0, last - 16), last + 1) if size and ids[x:][:size] == ending]
         if ends:
             break
-    # A template may open the answer with more than by default: with tags, as of an empty thought.
+    # A template may add text before the answer, such as the tags of an empty thought.
     more = ids[ends[-1] + size :] if ends else []
     closed = ends and ending[0] not in more and _TAGS.fullmatch(tokenizer.decode(more))
     ids = ids[: ends[-1]] if closed else ids

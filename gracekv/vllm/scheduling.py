@@ -107,7 +107,7 @@ class SchedulerSide:
                 _hash_again(request)
             return
         request.cache_salt = f"{PARAMETER}:{key}:{request.cache_salt or ''}"
-        # Otherwise the scheduler would not let the request wait.
+        # vLLM lets no request wait that skips the prefix cache; `_skips` restores the flag later.
         self._skips[key] = request.skip_reading_prefix_cache
         request.skip_reading_prefix_cache = False
         try:

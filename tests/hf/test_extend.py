@@ -61,7 +61,7 @@ def test_a_context_of_which_nothing_was_kept_goes_on(model, monkeypatch):
     assert book.extend(PASSAGE, ratio=2).packed.entries().unique().tolist() == [40]
     # Length limits count all tokens, including those without an entry.
     monkeypatch.setattr("gracekv.hf.extend.longest_sequence", lambda *_: (100, "it ends"))
-    with pytest.raises(CacheError, match="has 140 tokens and passes a length of 100"):
+    with pytest.raises(CacheError, match="cannot use this cache beyond 100 tokens"):
         book.extend(PASSAGE, ratio=2)
 
 
