@@ -21,7 +21,7 @@ import torch
 from numba import carray, cfunc, types  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.kernels import intrinsics, numba_products, numba_softmax, row_vectors
-from gracekv.kernels.compiled import cached
+from gracekv.kernels.compiled import argument_fields, cached
 from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, inner, pointer
 from gracekv.kernels.numba_products import mixtures, products
 from gracekv.kernels.numba_softmax import exponentials, largest, merge
@@ -49,15 +49,12 @@ class PagedArgs(ctypes.Structure):
         longest: maximum query rows of a unit.
     """
 
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in (
-            "work", "units", "contexts", "context_count", "positions", "rows", "first_slot",
-            "tokens", "slots", "blocks", "table_rows", "block_stride", "pages", "page_elements",
-            "page_stride", "head_stride", "block", "key_places", "value_places", "query", "output",
-            "partial", "counters", "longest", "heads", "group", "dim",
-        )),
-        ("scale", ctypes.c_double),
-    ]  # fmt: skip
+    _fields_ = argument_fields(
+        "work units contexts context_count positions rows first_slot tokens slots blocks "
+        "table_rows block_stride pages page_elements page_stride head_stride block key_places "
+        "value_places query output partial counters longest heads group dim",
+        "scale",
+    )
 
 
 _ARGS = np.dtype(PagedArgs)
