@@ -157,7 +157,7 @@ docs: $(STAMP)
 figures: $(STAMP)
 	$(BIN)/python docs/figures/all.py
 
-# Measures all published results at one commit, in at most three hours on two idle cores. Resumes
+# Measures all published results at one commit, in three to five hours on two idle cores. Resumes
 # after an interruption. GRACEKV_EVAL_DATA names the data folder (docs/evaluation.md).
 results: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python benchmarks/results.py --vllm $(VLLM_VENV)/bin/python

@@ -36,6 +36,8 @@ def read(argument: str) -> dict[Key, float]:
         value = None if row.get("error") else LOG_KL.read(row)
         if row["method"] == method and value is not None:
             found[row["task"], row["length"] or 0, row["sample"], row["column"]] = value
+    if not found:
+        raise SystemExit(f"{folder} has no log KL of a method {method!r}.")
     return found
 
 
@@ -54,7 +56,8 @@ def table(before: dict[Key, float], after: dict[Key, float], *, short: bool) -> 
         "| | prompts | before | after | difference | better | largest loss of a task |",
         "|--:|--:|--:|--:|--:|--:|---|",
     ]
-    for column in sorted(pairs, key=lambda x: float(x.removesuffix("x"))):
+    # Ratios upwards, then numbers of entries.
+    for column in sorted(pairs, key=lambda x: (not x.endswith("x"), float(x.rstrip("x entris")))):
         rows = pairs[column]
         differences = [new - old for old, new, _ in rows]
         spread = interval([np.array(differences)])
@@ -91,6 +94,8 @@ def main() -> None:
     ]
     for argument in args.after:
         after = read(argument)
+        if not before.keys() & after.keys():
+            raise SystemExit(f"{args.before} and {argument} have no prompt and ratio in common.")
         if len(args.after) > 1:
             lines += ["", f"## {argument.rpartition(':')[2]}"]
         lines += [*table(before, after, short=True), *table(before, after, short=False)]

@@ -4,8 +4,8 @@
 
 A friend reads the demo's chapter aloud and tells twenty facts in turns 2 to 40; the replies are
 given, so that every way has the same history. At four checkpoints, each fact is asked for from the
-same state. Rows are stored in a folder per commit; the command skips ways that are already there,
-so they can be measured one by one. Ways:
+same state. Rows are stored in a folder per state of the code; the command skips ways that are
+already there, so they can be measured one by one. Ways:
 
 - compressed: older messages are compressed 4x, and a limit holds all entries, positions closed;
 - full: the history uncompressed, as long as the model's positions last;
@@ -35,7 +35,7 @@ from gracekv.files import write_atomically
 from gracekv.hf.smollm2 import load_smollm2
 
 RESULTS = Path(__file__).parent / "results"
-ROWS = Path("runs/conversation") / (machine.commit() or "none")
+ROWS = Path("runs/conversation") / machine.digest()
 ENTRIES, AFTER, EVERY, RATIO = 600, 256, 512, 4
 CHECKPOINTS = 4
 WAYS = ("compressed", "full", "window", "again")
@@ -267,9 +267,11 @@ def drawn(found: dict[str, list[dict[str, Any]]], count: int) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--turns", type=int, default=200, help=f"at least {2 * len(FACTS)}")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     args = parser.parse_args()
+    if args.turns < 2 * len(FACTS):
+        parser.error(f"the facts are told in {2 * len(FACTS)} turns; got --turns {args.turns}")
     turns = spoken(args.turns)
     marks = [args.turns * (n + 1) // CHECKPOINTS for n in range(CHECKPOINTS)]
     for way in args.ways:

@@ -31,6 +31,7 @@ sys.path.insert(0, str(_HERE.parent))
 sys.path.append(str(_HERE.parent / "tests"))
 
 import torch  # noqa: E402
+from decode_shapes import GEOMETRIES  # noqa: E402
 from gpu_bench import Bench  # noqa: E402
 from gpu_checks import kernels, replay, same, tests  # noqa: E402
 from gpu_contexts import paged  # noqa: E402
@@ -59,7 +60,7 @@ def arguments() -> argparse.Namespace:
     add("--seconds", type=float, default=limit, help="of this call; or $GRACEKV_GPU_SECONDS")
     add("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}, in this order")
     add("--device", choices=["cuda", "cpu"], default="cuda")
-    add("--geometry", default="qwen2.5-7b", help='of decode_shapes.GEOMETRIES; "tiny": few rows')
+    add("--geometry", default="qwen2.5-7b", choices=list(GEOMETRIES), help='"tiny": few rows')
     add("--weights", type=Path, help="a folder with a transformers model, in place of random ones")
     add("--lengths", type=numbers, default=[8192, 32768, 131072], help="contexts")
     add("--batches", type=numbers, default=[1, 8, 4, 16])

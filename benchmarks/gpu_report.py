@@ -46,7 +46,8 @@ class Case:
 class Log:
     """Rows in an append-only JSON-lines file, so that a run resumes where another ended.
 
-    A row counts if its run had the same header: code, machine and options.
+    A row counts if its run had the same header: code, machine and options. The commit's name does
+    not count, since the digest of the code says more.
 
     Args:
         path: the file.
@@ -55,7 +56,8 @@ class Log:
 
     def __init__(self, path: Path, header: Row) -> None:
         self._path, self._header = path, header
-        self._run = hashlib.sha256(json.dumps(header).encode()).hexdigest()[:12]
+        own = {name: value for name, value in header.items() if name != "commit"}
+        self._run = hashlib.sha256(json.dumps(own).encode()).hexdigest()[:12]
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         if text and not text.endswith("\n"):  # the process was killed while writing this line
             self._write("\n")

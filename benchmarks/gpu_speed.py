@@ -79,7 +79,11 @@ def decode(bench: Bench) -> Iterator[Case]:
             def work(length: int = length, batch: int = batch, graphs: bool = graphs) -> Row:
                 taken: dict[str, float] = {}
                 model = bench.model
-                weights = sum(p.numel() * p.element_size() for p in model.parameters())
+                weights = sum(p.nbytes for p in model.parameters())
+                # A step reads one row of input embeddings, all of them if they are the output's.
+                table = model.get_input_embeddings().weight
+                if table is not model.get_output_embeddings().weight:
+                    weights -= table.nbytes
                 ours = {"ours": compressed(geometry, batch, length, options.ratio, like)}
                 timed = functools.partial(
                     timed_caches, model, batch=batch, device=device, rounds=options.rounds,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -61,7 +62,10 @@ def one_round(model: torch.nn.Module, cache: GraceCache, every: int) -> list[tup
     """(step, cut) in CPU and in wall seconds, on a copy of `cache`."""
     token, cache = torch.zeros(1, 1, dtype=torch.long), copy.deepcopy(cache)
     steps = [seconds(lambda: model(input_ids=token, past_key_values=cache)) for _ in range(STEPS)]
+    before = cache.cuts
     cut = seconds(lambda: cache.make_room(torch.zeros(1, every), None))
+    if cache.cuts == before:
+        raise SystemExit(f"Nothing was cut: give more --entries, or --every above {every}.")
     return [
         (statistics.median(step), own)
         for step, own in zip(zip(*steps, strict=True), cut, strict=True)
@@ -114,7 +118,7 @@ def main() -> None:
 
 - machine: {cores()}, CPU ({cpu()}); {versions()}
 - commit: {commit()}
-- command: `python benchmarks/limit_cost.py --rounds {args.rounds}`
+- command: `python benchmarks/limit_cost.py {" ".join(sys.argv[1:])}`
 - model: SmolLM2-135M-Instruct, float32
 - config: {args.entries:,} entries per head, a cut every {args.every} tokens, strategies as they \
 are by default; medians of {args.rounds} interleaved rounds of {STEPS} steps and a cut in one \

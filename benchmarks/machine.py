@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import platform
 import subprocess
@@ -11,41 +12,50 @@ from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 # Not code: changes here affect no figure.
 _NO_CODE = (":!benchmarks/results", ":!docs", ":!*.md")
+# New files elsewhere, such as a log, affect none either.
+_CODE = ("benchmarks/", "gracekv/", "tests/")
 
 
 def changed() -> list[str]:
     """Files of code with uncommitted changes, including new files; none without git."""
-    return [
-        line[3:] for line in _git("status", "--porcelain", "--untracked-files=all").splitlines()
-    ]
+    lines = _git("status", "--porcelain", "--untracked-files=all").splitlines()
+    return [x[3:] for x in lines if not x.startswith("??") or x[3:].startswith(_CODE)]
 
 
 def commit() -> str:
     """The last commit that changed code, with "-dirty" if files differ; "" without git.
 
     Commits of only results and pages do not count: their figures were measured at their parent.
+    `SystemExit` if another gracekv than this checkout's would be measured.
     """
+    spec = importlib.util.find_spec("gracekv")
+    if spec and spec.origin and (home := Path(spec.origin).resolve().parents[1]) != ROOT:
+        raise SystemExit(
+            f"Python imports gracekv from {home}, so figures would not be those of the commit in "
+            f"{ROOT}. Set PYTHONPATH={ROOT}."
+        )
     found = _git("log", "-1", "--abbrev=7", "--format=%h").strip()
     return f"{found}-dirty" if found and changed() else found
 
 
 def digest() -> str:
     """A digest of all code; it tells changed trees apart, also without git."""
-    root, found = Path(__file__).parents[1], hashlib.sha256()
-    for folder in ("benchmarks", "gracekv", "tests"):
-        for path in sorted((root / folder).rglob("*.py")):
-            found.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    found = hashlib.sha256()
+    for folder in _CODE:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            found.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return found.hexdigest()[:12]
 
 
 def _git(*words: str) -> str:
     # A benchmark that is stopped here must not leave a lock behind.
     command = ["git", "--no-optional-locks", *words, "--", ".", *_NO_CODE]
-    root = Path(__file__).parents[1]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     except OSError:
         return ""
     return done.stdout
@@ -60,8 +70,9 @@ def cpu() -> str:
 
 
 def cores() -> str:
-    """Architecture and number of cores."""
-    return f"{platform.machine()}, {os.cpu_count()} cores"
+    """Architecture and number of cores that this process may use."""
+    usable = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return f"{platform.machine()}, {len(usable(0)) if usable else os.cpu_count()} cores"
 
 
 def threads() -> str:

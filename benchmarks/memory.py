@@ -7,7 +7,7 @@ recipe. Highest and held memory are relative to the loaded model: on a CPU, resi
 after writing 5 to /proc/self/clear_refs, and VmRSS, Linux); on CUDA, torch's allocated memory.
 glibc retains much of the memory that torch frees; with `--allocator direct` it returns every block
 from 128 KiB on immediately, so resident memory is what torch holds. Each measurement is appended to
-`--log` immediately; those of this commit that are already there are not repeated.
+`--log` immediately; those of the same code that are already there are not repeated.
 
     python benchmarks/memory.py                      # all missing rows
     python benchmarks/memory.py --allocator direct --rows prefill gracekv gracekv-plus
@@ -18,6 +18,7 @@ from 128 KiB on immediately, so resident memory is what torch holds. Each measur
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import json
@@ -36,6 +37,7 @@ import torch
 
 import gracekv
 from gracekv import Prompt, recipes
+from gracekv.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
@@ -158,15 +160,19 @@ def rows_of(args: argparse.Namespace) -> list[tuple[str, int, str]]:
 def where() -> dict[str, str]:
     """Machine and code, as recorded in every row."""
     place = f"{machine.cpu()}, {machine.cores()}"
-    return {"machine": place, "commit": machine.commit(), "versions": machine.versions()}
+    code = {"commit": machine.commit(), "code": machine.digest()}
+    return {"machine": place, **code, "versions": machine.versions()}
 
 
 def rows_in(log: Path) -> list[dict[str, Any]]:
-    """The measurements of this commit; the last one if repeated."""
-    lines = log.read_text().splitlines() if log.exists() else []
-    here = machine.commit()
-    found = (row for row in map(json.loads, lines) if row["commit"] == here)
-    return list({key_of(row): row for row in found}.values())
+    """The measurements of this code; the last one if repeated."""
+    here, found = machine.digest(), {}
+    for line in log.read_text().splitlines() if log.exists() else []:
+        with contextlib.suppress(ValueError):  # a line that was being written at a kill
+            row = json.loads(line)
+            if row.get("code") == here:
+                found[key_of(row)] = row
+    return list(found.values())
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -218,11 +224,14 @@ def main() -> None:
         else:
             line = json.dumps({**json.loads(child.stdout.splitlines()[-1]), **own})
         print(line, flush=True)
-        # In one call, since another process may write at the same time.
+        # In one call, since another process may write at the same time. The first line end closes
+        # a line that was not finished.
         with args.log.open("a") as file:
-            file.write(line + "\n")
-    if done := rows_in(args.log):
-        args.out.write_text(memory_model.report(done))
+            file.write(f"\n{line}\n")
+    if done := [row for row in rows_in(args.log) if row["ratio"] == args.ratio]:
+        write_atomically(args.out, memory_model.report(done).encode())
+    if failed := [row["row"] for row in done if "status" in row]:
+        raise SystemExit(f"Failed: {', '.join(failed)}.")
 
 
 if __name__ == "__main__":

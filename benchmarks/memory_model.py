@@ -142,7 +142,7 @@ def report(rows: list[dict[str, Any]]) -> str:
         "logits; held is what its cache keeps.",
         f"- machine: {'; '.join(sorted({row['machine'] for row in rows}))}; "
         f"{'; '.join(sorted({row['versions'] for row in rows}))}",
-        f"- commit: {machine.commit()}",
+        f"- commit: {machine.commit()}; ratio {rows[0]['ratio']}",
         f"- Models, in float32: {'; '.join(_MODELS[x] for x in _MODELS if x in names)}. Rows "
         "called whole read everything before they compress (`CaptureOptions(stream=False)`).",
         "",

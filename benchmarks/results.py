@@ -6,7 +6,7 @@
 **What.** `results_plan.PARTS`, in this order: quality with the question seen and not seen, answers,
 bits at equal bytes, 10x to 50x, ablations and the fit, long outputs, memory, construction,
 decoding, the cost of a limit, passages, ten questions, and three measurements of vLLM. A part is a
-few benchmark commands; sizes are chosen so that all parts take at most three hours on two cores.
+few benchmark commands; sizes are chosen so that all parts take three to five hours on two cores.
 Each part is stopped when its minutes are over. Quality and memory run as two single-threaded
 processes; timings run one after the other, with the machine to themselves.
 
@@ -47,7 +47,8 @@ def check(data: str | None, results: Path = RESULTS) -> Path:
     if not machine.commit():
         raise SystemExit("Results belong to a commit; this is not a git checkout.")
     folder = Path(data).resolve() if data else None
-    if folder is None or not (folder / "longbench").is_dir():
+    needed = ("essays", "qa", "longbench", "longproc")
+    if folder is None or not all((folder / name).is_dir() for name in needed):
         raise SystemExit(
             f"Give --data a folder with essays/, qa/, longbench/ and longproc/, or name it in "
             f"GRACEKV_EVAL_DATA; got {data!r}. docs/evaluation.md describes them."

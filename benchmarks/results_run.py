@@ -2,8 +2,8 @@
 
 The state, `benchmarks/results/run.json`, says for each part whether it is done or has failed. A
 part that is done is not run again. A failed one is, and an interrupted one resumes from its rows if
-it has any. At another commit than the state's, or on another machine, everything starts over, and
-the files of the earlier run are deleted first.
+it has any. At another commit than the state's, on another machine or with other versions,
+everything starts over, and the files of the earlier run are deleted first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +112,9 @@ class Run:
         return self.results / "run.json"
 
     def begin(self) -> State:
-        """The state to resume from; a new one at another commit or on another machine."""
+        """The state to resume from; a new one at another commit, machine or version of torch."""
         known, now = State.read(self.state_file), State.here()
-        if known and (known.commit, known.machine) == (now.commit, now.machine):
+        if known and replace(now, parts=known.parts) == known:
             return known
         shutil.rmtree(self.rows, ignore_errors=True)
         for part in self.parts:

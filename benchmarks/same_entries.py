@@ -134,6 +134,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     names = [name for name in recipes.names() if re.search(args.k, name)]
+    if not names:
+        raise SystemExit(f"No recipe's name matches {args.k!r}.")
+    old = json.loads(args.against.read_text())["rows"] if args.against else {}
     page: dict[str, Any] = {"commit": machine.commit(), "machine": machine.threads(), "rows": {}}
     if args.fresh and len(names) > 1:
         for name in names:
@@ -146,7 +149,6 @@ def main() -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         page["rows"] = {key: {**row, "mib": peak} for key, row in page["rows"].items()}
     args.out.write_text(json.dumps(page) + "\n")
-    old = json.loads(args.against.read_text())["rows"] if args.against else {}
     changed = 0
     for key, row in page["rows"].items():
         said = difference(old[key], row) or "same" if key in old else "not compared"

@@ -107,7 +107,7 @@ def main() -> None:
     apart = quality([result for _, result in built], asked[: args.apart])
     told = sum(one.expected in tokenizer.decode(one.answer) for one in asked)
     rows = [
-        ("FullKV, its prefix reused", "once", prefill, answers, f"0 | {told} of {len(asked)}"),
+        ("FullKV, its prefix reused", "once", prefill, answers, f"– | {told} of {len(asked)}"),
         ("a saved context, loaded and asked", "never", loaded, one_by_one, alike),
         ("the same, all ten as one list", "never", loaded, together, alike),
         ("the same, compressed and saved before", "once", made + saved + loaded, one_by_one, alike),

@@ -20,8 +20,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from machine import commit, cpu, threads, versions
+from machine import RESULTS, commit, cpu, threads, versions
 
+from gracekv.files import write_atomically
 from gracekv.hf.smollm2 import load_smollm2
 from gracekv.vllm import kv_transfer_config
 
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8000])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--recipe", default="gracekv-agnostic")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm_compress.md"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "vllm_compress.md")
     options = parser.parse_args()
     _, tokenizer = load_smollm2()
     with tempfile.TemporaryDirectory() as store:
@@ -166,7 +167,7 @@ def main() -> None:
         "| ratio of latencies |\n"
         "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n"
     )
-    options.out.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
+    write_atomically(options.out, (head + "\n".join(lines) + "\n").encode())
 
 
 if __name__ == "__main__":

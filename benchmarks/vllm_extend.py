@@ -15,9 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from machine import commit, cpu, threads, versions
+from machine import RESULTS, commit, cpu, threads, versions
 from vllm_compress import RATIO, TOKENS, cells, cost, engine, gaps, story
 
+from gracekv.files import write_atomically
 from gracekv.hf.smollm2 import load_smollm2
 
 ASKED = "book"
@@ -61,7 +62,7 @@ def main() -> None:
     parser.add_argument("--passages", type=int, nargs="+", default=[250, 1000])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--recipe", default="gracekv-agnostic")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm_extend.md"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "vllm_extend.md")
     options = parser.parse_args()
     _, tokenizer = load_smollm2()
     with tempfile.TemporaryDirectory() as store:
@@ -85,7 +86,7 @@ def main() -> None:
         "| beside an extension, ms | ratio of latencies |\n"
         "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n"
     )
-    options.out.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
+    write_atomically(options.out, (head + "\n".join(lines) + "\n").encode())
 
 
 if __name__ == "__main__":

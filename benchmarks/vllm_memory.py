@@ -18,9 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import commit, cpu, threads, versions
+from machine import RESULTS, commit, cpu, threads, versions
 from vllm_compress import _is_making, parameters
 
+from gracekv.files import write_atomically
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
 from gracekv.vllm import kv_transfer_config
 
@@ -56,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=10_000, help="of all conversations together")
     parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so many")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm_memory.md"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "vllm_memory.md")
     options = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the functions of collective_rpc
@@ -102,7 +103,7 @@ def main() -> None:
         f"under a limit of {LIMIT['entries_per_head']} entries a head.\n\n"
         "| turns | resident memory, MiB | seconds |\n|--:|--:|--:|\n"
     )
-    options.out.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
+    write_atomically(options.out, (head + "\n".join(lines) + "\n").encode())
 
 
 if __name__ == "__main__":

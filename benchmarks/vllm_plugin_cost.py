@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import commit, cpu, threads, versions
+from machine import RESULTS, commit, cpu, threads, versions
 
 from gracekv.files import write_atomically
 from gracekv.hf.smollm2 import load_smollm2
@@ -176,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--threes", type=int, default=1000, help="of steps, for each number")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm-plugin.md"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "vllm-plugin.md")
     options = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     tokenizer = load_smollm2()[1]

@@ -19,6 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from machine import RESULTS
 from vllm_page import ROOM, Row, write
 
 import gracekv
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--store", type=Path, help="where contexts stay between runs")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm.md"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "vllm.md")
     options = parser.parse_args()
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the functions of collective_rpc
     with tempfile.TemporaryDirectory() as scratch:

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,14 +38,25 @@ def test_after_a_run_all_files_are_of_its_commit(modules):
             assert re.findall(r"^- commit: (.+)$", page, re.MULTILINE) == [state.commit], name
 
 
-def test_another_machine_begins_anew(modules, tmp_path):
+@pytest.mark.parametrize("field", ["machine", "commit", "versions"])
+def test_another_machine_begins_anew(modules, tmp_path, field):
     made = modules["results_run"]
     run, here = made.Run([], tmp_path, tmp_path / "rows", tmp_path), made.State.here()
     here.parts["decode"] = made.Outcome("done", 1.0, 0.0)
     here.write(run.state_file)
     assert run.begin().parts
-    dataclasses.replace(here, machine="another").write(run.state_file)
+    dataclasses.replace(here, **{field: "another"}).write(run.state_file)
     assert not run.begin().parts
+
+
+def test_only_code_of_this_checkout_has_a_commit(modules, monkeypatch):
+    machine = modules["results"].machine
+    monkeypatch.setattr(machine, "_git", lambda *_: " M Makefile\n?? nohup.out\n?? tests/new.py\n")
+    assert machine.changed() == ["Makefile", "tests/new.py"]
+    other = SimpleNamespace(origin="/elsewhere/gracekv/__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: other)
+    with pytest.raises(SystemExit, match="imports gracekv from /elsewhere"):
+        machine.commit()
 
 
 def test_a_page_that_takes_too_long_is_a_failure(modules, tmp_path, monkeypatch):
