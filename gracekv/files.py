@@ -34,8 +34,10 @@ def check_output(path: Path) -> None:
     Call it before long work.
     """
     try:
-        target = Path(os.path.realpath(path))
-        there = target.exists()
+        target, there = Path(os.path.realpath(path)), False
+        # `Path.exists` hides other errors since Python 3.14.
+        with suppress(FileNotFoundError, NotADirectoryError):
+            there = bool(os.stat(target))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", error)
         raise OutputError(f"Cannot write to {str(path)!r}: {reason}. Name another file.") from error

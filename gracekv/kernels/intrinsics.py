@@ -147,7 +147,11 @@ def digest(*modules: ModuleType) -> str:
     """A digest of other modules compiled into a kernel, in any order.
 
     numba's cache only detects changes in the file of the compiled function and in the values that
-    it closes over, so a kernel closes over this digest.
+    it closes over, so a kernel closes over this digest. It is empty in an archive, whose date numba
+    compares instead.
     """
     files = sorted(Path(module.__file__ or "") for module in modules)
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    try:
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    except OSError:
+        return ""
