@@ -118,15 +118,15 @@ def test_a_table_of_a_metric_or_method_that_no_row_holds_says_so(cli, refused, t
 
 def test_the_commands_from_model_to_table(cli, refused, model_folder, small_data, tmp_path):
     out = tmp_path / "runs"
-    run = [
-        "evaluate", "--model", model_folder, "--data", small_data, "--out", out,
-        "--tasks", "ruler:niah_single_2,longbench:qasper", "--length", "512", "--samples", "2",
-        "--methods", "fullkv,gracekv,gracekv-no-global", "--ratios", "2,8", "--max-new-tokens", "3",
-    ]  # fmt: skip
-    code, _, told = cli(*run)
+    run = (
+        f"evaluate --model {model_folder} --data {small_data} --out {out} --samples 2 --length 512"
+        " --tasks ruler:niah_single_2,longbench:qasper --ratios 2,8 --max-new-tokens 3"
+        " --methods fullkv,gracekv,gracekv-no-global"
+    )
+    code, _, told = cli(*run.split())
     assert code == 0
     assert "20 cells run" in told
-    code, _, told = cli(*run)
+    code, _, told = cli(*run.split())
     assert "0 cells run, 20 kept" in told
     code, text, _ = cli("table", out, "--metric", "score,kl", "--against", "gracekv")
     assert code == 0
@@ -146,12 +146,12 @@ def test_the_exit_code_tells_of_failures_and_rows_of_their_settings(
     cli, model_folder, tmp_path, monkeypatch
 ):
     argv = (
-        "evaluate", "--model", model_folder, "--out", tmp_path / "runs", "--tasks", "ruler:fwe",
-        "--length", "512", "--samples", "1", "--ratios", "2,1000", "--max-new-tokens", "2",
-        "--seed", "7", "--no-fidelity", "--truncate", "start", "--max-prompt", "2000",
-    )  # fmt: skip
-    code, _, told = cli(*argv)
-    row = read_rows(tmp_path / "runs")[0]
+        f"evaluate --model {model_folder} --out {tmp_path} --tasks ruler:fwe --length 512 --seed 7"
+        " --samples 1 --ratios 2,1000 --max-new-tokens 2 --no-fidelity --truncate start"
+        " --max-prompt 2000"
+    )
+    code, _, told = cli(*argv.split())
+    row = read_rows(tmp_path)[0]
     set_to = [row["settings"][name] for name in ("fidelity", "truncate", "max_prompt")]
     assert (row["seed"], set_to) == (7, [False, "start", 2000])
     assert code == 1
@@ -159,26 +159,24 @@ def test_the_exit_code_tells_of_failures_and_rows_of_their_settings(
     assert "5 cells run, 0 kept from before, 2 failed" in told
     # torchrun would end the other processes.
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    code, _, told = cli(*argv)
+    code, _, told = cli(*argv.split())
     assert (code, "0 cells run, 5 kept from before, 2 failed" in told) == (0, True)
 
 
 def test_ablate_shows_differences(cli, model_folder, tmp_path, monkeypatch):
-    shown = ["--out", tmp_path, "--set", "floor.alpha=0.2,0.4", "--metric", "kl"]
-    code, text, _ = cli(
-        "ablate", "--model", model_folder, "--tasks", "ruler:fwe", "--length", "512",
-        "--samples", "2", "--ratios", "4", "--no-generate", *shown,
-    )  # fmt: skip
+    shown = f"ablate --out {tmp_path} --set floor.alpha=0.2,0.4 --metric kl".split()
+    run = "--tasks ruler:fwe --length 512 --samples 2 --ratios 4 --no-generate --model"
+    code, text, _ = cli(*shown, *run.split(), model_folder)
     assert code == 0
     # A failure that later succeeded does not count.
     written(tmp_path, [{**read_rows(tmp_path)[0], "error": {"type": "X", "message": ""}}], "early")
-    assert cli("ablate", *shown)[0] == 0
-    told = cli("ablate", *shown, "--set", "floor.alpha=0.9")[2]
+    assert cli(*shown)[0] == 0
+    told = cli(*shown, "--set", "floor.alpha=0.9")[2]
     assert "No rows of gracekv[floor.alpha=0.9]. Give --model and --tasks." in told
     # Other processes of torchrun may not be done.
     with monkeypatch.context() as patch:
         patch.setenv("TORCHELASTIC_RUN_ID", "1")
-        assert cli("ablate", *shown)[:2] == (0, "")
+        assert cli(*shown)[:2] == (0, "")
     assert "Difference from gracekv" in text
     assert "| gracekv[floor.alpha=0.2] | 4x |" in text
     other = ["--out", tmp_path, "--base", "snapkv", "--set", "window.size=4"]
