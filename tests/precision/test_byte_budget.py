@@ -50,10 +50,8 @@ def context_bytes(run, prefill):
 def test_the_budget_is_spent_and_never_exceeded(
     seed, recipe, coding, context, prefix, question, dtype, ratio, kind
 ):
-    prefill = synthetic_prefill(
-        context=context, prefix=prefix, question=question, tail=question, seed=seed, dtype=dtype,
-        dim=8, layers=2, kv_heads=2,
-    )  # fmt: skip
+    shape = {"context": context, "prefix": prefix, "question": question, "tail": question}
+    prefill = synthetic_prefill(**shape, seed=seed, dtype=dtype, dim=8)
     pipeline = dataclasses.replace(Pipeline.named(recipe), precision=CODINGS[coding])
     units, full = 4, 4 * context * 32
     budget = Budget.ratio(ratio) if kind == "ratio" else Budget.kv_bytes(int(full / ratio))

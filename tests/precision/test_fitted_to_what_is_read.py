@@ -39,9 +39,9 @@ def test_equals_least_squares_over_rounded_keys_in_float64(seed, group, bits, si
     precision = UniformPrecision(bits=bits, group=size, sinks=3)
     prefill, packed, stored = runs(precision, seed=seed, group=group)
     region = prefill.spans.region(packed.plan.recent)
-    memory = {}
-    for number, layer in enumerate(packed.cache.layers):
-        chosen = QUERIES(prefill.layer(number), region, memory)
+    memory, trusts = {}, (FIT.trust, FIT.trust_read, FIT.mass_trust)
+    for capture, layer in zip(prefill, packed.cache.layers, strict=True):
+        chosen = QUERIES(capture, region, memory)
         inside = (layer.positions >= max(3, region.start)) & (layer.positions < region.end)
         counts = torch.bincount(
             torch.arange(layer.heads).repeat_interleave(layer.lengths)[inside],
@@ -52,12 +52,9 @@ def test_equals_least_squares_over_rounded_keys_in_float64(seed, group, bits, si
         read[inside] = rounding.rounded(layer.keys[inside], counts, coding, "keys")[0]
         as_read = dataclasses.replace(layer, keys=read)
         for head in range(prefill.kv_heads):
-            values, log_m = fitting.fitted_head(
-                prefill.layer(number), head, as_read, region, chosen, FIT.trust, FIT.trust_read,
-                FIT.mass_trust,
-            )  # fmt: skip
+            values, log_m = fitting.fitted_head(capture, head, as_read, region, chosen, *trusts)
             own = slice(int(layer.offsets[head]), int(layer.offsets[head + 1]))
-            got = stored.cache.layers[number].head(head)
+            got = stored.cache.layers[capture.number].head(head)
             torch.testing.assert_close(got[0].double(), read[own], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(got[3].double(), log_m, rtol=MARGIN, atol=MARGIN)
             at = inside[own]

@@ -6,11 +6,10 @@ from gracekv.decode import HeldLayer
 
 
 def held_layer(
-    seed, *, heads=2, group=2, queries=5, packed=(9, 4), tail=6, dim=8, number=0, softcap=None,
-    sinks=False, prompt=5,
-):  # fmt: skip
+    seed, *, group=2, queries=5, packed=(9, 4), tail=6, number=0, softcap=None, sinks=False
+):
     """A `HeldLayer` whose heads hold `packed` entries and `tail` tokens, the last one hidden."""
-    rng = torch.Generator().manual_seed(seed)
+    rng, heads, dim = torch.Generator().manual_seed(seed), len(packed), 8
 
     def draw(*shape):
         return torch.randn(*shape, generator=rng)
@@ -24,6 +23,6 @@ def held_layer(
     return HeldLayer(
         number, draw(heads, most + tail, dim), draw(heads, most + tail, dim), mass, positions,
         draw(heads, group, queries, dim), draw(heads, group, queries, dim),
-        torch.zeros(heads, most + tail), prompt, most + tail - 1, softcap,
+        torch.zeros(heads, most + tail), 5, most + tail - 1, softcap,
         draw(heads * group) if sinks else None,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """Random inputs for the tree stage, and random frontiers of its forests."""
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -12,14 +13,11 @@ from support.splits import assert_same_tree, children_of
 
 
 def tree_context(
-    seed: int, *, layers: int = 2, group: int = 2, recent: int = 5, context: int = 40,
-    prefix: int = 4, dim: int = 8, device: str = "cpu",
-) -> TreeContext:  # fmt: skip
+    seed: int, *, layers: int = 2, recent: int = 5, device: str = "cpu", **sizes: Any
+) -> TreeContext:
     """2 KV heads, up to 5 slots of uneven length (single tokens included), no floor."""
-    prefill = synthetic_prefill(
-        layers=layers, kv_heads=2, group=group, dim=dim, context=context, prefix=prefix, question=6,
-        seed=seed, device=device,
-    )  # fmt: skip
+    sizes = {"layers": layers, "dim": 8, "context": 40, "question": 6} | sizes
+    prefill = synthetic_prefill(seed=seed, device=device, **sizes)
     region = prefill.spans.region(recent)
     rng = torch.Generator().manual_seed(seed)
     cuts = (torch.randperm(region.length - 1, generator=rng)[:4] + 1 + region.start).tolist()

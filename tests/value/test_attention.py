@@ -18,11 +18,9 @@ from support.lean_prefills import without_context_queries
 CLOSE = {"rtol": 2e-5, "atol": 1e-6}
 
 
-def small(seed, kv_heads=2, group=2, dtype=torch.float32):
-    return synthetic_prefill(
-        kv_heads=kv_heads, group=group, dim=8, prefix=3, context=24, question=5, tail=2,
-        seed=seed, dtype=dtype,
-    )  # fmt: skip
+def small(seed, **options):
+    sizes = {"dim": 8, "prefix": 3, "context": 24, "question": 5, "tail": 2}
+    return synthetic_prefill(seed=seed, **sizes, **options)
 
 
 @given(
@@ -30,7 +28,7 @@ def small(seed, kv_heads=2, group=2, dtype=torch.float32):
     probes=lists(ints(0, 33), min_size=1, max_size=5, unique=True),
 )  # fmt: skip
 def test_probabilities_match_the_definition(seed, kv_heads, group, dtype, probes):
-    prefill = small(seed, kv_heads, group, dtype)
+    prefill = small(seed, kv_heads=kv_heads, group=group, dtype=dtype)
     fast = attention_probabilities(prefill.layer(1), probes)
     assert fast.dtype == torch.float32
     assert fast.shape == (kv_heads * group, len(probes), max(probes) + 1)
