@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.context_engine import context_engine
 from support.engine_answers import assert_same_logprobs, own_logprobs
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 8
-PAGE, PAGES, LONGEST, SEQUENCES = 32, 30, 768, 12
+LONGEST, SEQUENCES = 768, 12
 QUESTION = "Why is she tired?"
 TOKENS = 12
 
@@ -71,23 +72,16 @@ class Compressing:
 
 def started(folder):
     """A tiny model, and an engine with few pages and short steps, whose store is empty."""
-    from vllm import LLM
-    from vllm.config import KVTransferConfig
-
     from gracekv.testing.models import tiny_llama, tiny_tokenizer
-    from gracekv.vllm import kv_transfer_config
 
     model, tokenizer = tiny_llama(vocabulary=500, dim=32), tiny_tokenizer(vocabulary=500)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "store").mkdir()
-    engine = LLM(
-        str(folder / "model"), dtype="float32", enforce_eager=True, max_model_len=LONGEST,
-        max_num_seqs=SEQUENCES, max_num_batched_tokens=64, block_size=PAGE,
-        num_gpu_blocks_override=PAGES, disable_log_stats=False,
-        kv_transfer_config=KVTransferConfig(**kv_transfer_config(folder / "store")),
-    )  # fmt: skip
-    return Compressing(model, tokenizer, engine, folder / "store")
+    store, pages = folder / "store", {"block_size": 32, "num_gpu_blocks_override": 30}
+    most = {"max_model_len": LONGEST, "max_num_seqs": SEQUENCES, "max_num_batched_tokens": 64}
+    engine = context_engine(folder / "model", store, **pages, **most, disable_log_stats=False)
+    return Compressing(model, tokenizer, engine, store)
 
 
 def params(order=None, tokens=1, **options):

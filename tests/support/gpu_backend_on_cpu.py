@@ -64,23 +64,20 @@ def write_pages(key, value, key_cache, value_cache, slot_mapping, *_):
 def main():
     backend, eager, model, store, *contexts = sys.argv[1:]
     from transformers import AutoTokenizer
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
+    from vllm import SamplingParams
     from vllm.plugins import load_general_plugins
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from gracekv.vllm import kv_transfer_config, request
+    from gracekv.vllm import request
     from gracekv.vllm.serving import GPU
+    from support.context_engine import context_engine
 
     if backend == "FLASH_ATTN":
         exchange_flash_kernels()
     load_general_plugins()
     register_backend(AttentionBackendEnum.CPU_ATTN, GPU[backend])
-    llm = LLM(
-        model, dtype="float32", enforce_eager=eager == "1", max_model_len=256, block_size=16,
-        max_num_batched_tokens=24, num_gpu_blocks_override=40,
-        kv_transfer_config=KVTransferConfig(**kv_transfer_config(store)),
-    )  # fmt: skip
+    most = {"max_model_len": 256, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 40}
+    llm = context_engine(model, store, enforce_eager=eager == "1", block_size=16, **most)
     # Asked for by the kernel that writes pages, to choose its tile.
     torch.cuda.get_device_capability = lambda *_: (8, 0)
     tokenizer = AutoTokenizer.from_pretrained(model)

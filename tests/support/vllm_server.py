@@ -26,16 +26,15 @@ class VllmServer:
 
         port = free_port()
         self.store, self.url, self._log = store, f"http://127.0.0.1:{port}", folder / "log"
-        self._command = [
-            # The module behind `vllm serve`, a command that the CPU build cannot run.
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-            "--model", str(model), "--served-model-name", NAME,
-            "--dtype", "float32", "--enforce-eager",
-            # Share of the machine's memory, which must be free: tests use some of it.
-            "--gpu-memory-utilization", "0.5",
-            "--host", "127.0.0.1", "--port", port,
-            "--kv-transfer-config", json.dumps(kv_transfer_config(store)), *options,
-        ]  # fmt: skip
+        # The module behind `vllm serve`, a command that the CPU build cannot run. Its share of the
+        # machine's memory must be free: tests use some of it.
+        command = (
+            f"-m vllm.entrypoints.openai.api_server --model {model} --served-model-name {NAME}"
+            f" --host 127.0.0.1 --port {port} --dtype float32 --enforce-eager"
+            " --gpu-memory-utilization 0.5 --kv-transfer-config"
+        )
+        transfer = json.dumps(kv_transfer_config(store))
+        self._command = [sys.executable, *command.split(), transfer, *options]
 
     def start(self):
         """Start it and wait until it answers."""

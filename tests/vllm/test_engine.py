@@ -4,6 +4,7 @@ One engine with few pages and short steps, so that questions are read in chunks 
 preempted. The model is the embedded one in float32.
 """
 
+import itertools
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ import sys
 
 import pytest
 
+from support.compressing_engine import params
 from support.engine_answers import check_answer
 from support.forged_contexts import signed
 from support.served_model import RECIPES
@@ -36,18 +38,16 @@ def engine(served):
 
     from gracekv.vllm import kv_transfer_config
 
-    options = {
-        "dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 48,
-        "max_num_batched_tokens": 64, "block_size": 32, "num_gpu_blocks_override": 34,
-        "disable_log_stats": False,
-    }  # fmt: skip
+    pages = {"block_size": 32, "num_gpu_blocks_override": 34}
+    most = {"max_model_len": 1024, "max_num_seqs": 48, "max_num_batched_tokens": 64}
+    options = {"dtype": "float32", "enforce_eager": True, "disable_log_stats": False}
     transfer = KVTransferConfig(**kv_transfer_config(served.store))
     with pytest.MonkeyPatch.context() as patch:
         # In this process: two separate ones would each import vLLM, which takes 10 seconds.
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # vLLM searches all modules for its kernels, and takes llvmlite for their owner.
         patch.delitem(sys.modules, "llvmlite.binding.ffi", raising=False)
-        made = LLM(served.folder, kv_transfer_config=transfer, **options)
+        made = LLM(served.folder, kv_transfer_config=transfer, **options, **pages, **most)
     yield made
     made.llm_engine.engine_core.shutdown()
 
@@ -58,15 +58,13 @@ def ask(served, engine):
     from gracekv.vllm import request
 
     def run(pairs, plain=0, **options):
-        from vllm import SamplingParams
-
         asked = [request(served.store, *pair, served.tokenizer) for pair in pairs]
         options = {"max_tokens": TOKENS, "logprobs": 0, **options}
         prompts = [one.prompt for one in asked]
-        params = [one.sampling_params(**options) for one in asked]
+        given = [one.sampling_params(**options) for one in asked]
         prompts += [{"prompt_token_ids": served.tokenizer(PLAIN).input_ids}] * plain
-        params += [SamplingParams(temperature=0.0, max_tokens=TOKENS)] * plain
-        return engine.generate(prompts, params, use_tqdm=False)
+        given += [params(None, TOKENS)] * plain
+        return engine.generate(prompts, given, use_tqdm=False)
 
     return run
 
@@ -97,23 +95,19 @@ def test_the_contexts_are_what_is_read(served, alone):
 
 
 def test_a_full_context_equals_the_engines_own_prefill(served, engine, alone):
-    from vllm import SamplingParams
-
     from gracekv.vllm import request
 
     for question in QUESTIONS[:2]:
         prompt = served.results["full"].prompt
         asked = request(served.store, "full", question, served.tokenizer)
         whole = prompt.ids[: prompt.spans.context_end].tolist() + list(asked.prompt_ids)
-        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, logprobs=0)
-        own = engine.generate({"prompt_token_ids": whole}, params, use_tqdm=False)[0].outputs[0]
+        given = params(None, TOKENS, logprobs=0)
+        own = engine.generate({"prompt_token_ids": whole}, given, use_tqdm=False)[0].outputs[0]
         mine = alone["full", question].outputs[0]
         check_answer(served, "full", question, own)
-        same = next(
-            (i for i, (a, b) in enumerate(zip(own.token_ids, mine.token_ids, strict=False))
-             if a != b), len(own.token_ids)
-        )  # fmt: skip
-        assert same > 8, "answers part at the first near-tie only"
+        pairs = zip(own.token_ids, mine.token_ids, strict=False)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        assert len(list(same)) > 8, "answers part at the first near-tie only"
 
 
 def metric(engine, name):
@@ -183,23 +177,16 @@ def broken(served):
         shutil.rmtree(store / name)
 
 
-def parameters(name):
-    from vllm import SamplingParams
-
-    extra = {"kv_transfer_params": {"gracekv": name}}
-    return SamplingParams(temperature=0.0, max_tokens=8, extra_args=extra)
-
-
 def test_unusable_contexts_are_refused_by_name_and_alone(served, engine, broken):
     from vllm.exceptions import VLLMValidationError
 
     from gracekv.vllm import request
 
     with pytest.raises(VLLMValidationError, match="A context's name"):
-        engine.generate({"prompt_token_ids": [1, 2, 3]}, parameters("../global"), use_tqdm=False)
+        engine.generate({"prompt_token_ids": [1, 2, 3]}, params("../global", 8), use_tqdm=False)
     asked = request(served.store, "global", QUESTIONS[0], served.tokenizer)
-    params = [parameters(name) for name in broken] + [asked.sampling_params(TOKENS, logprobs=0)]
-    *failed, good = engine.generate([asked.prompt] * (len(broken) + 1), params, use_tqdm=False)
+    given = [*(params(x, 8) for x in broken), asked.sampling_params(TOKENS, logprobs=0)]
+    *failed, good = engine.generate([asked.prompt] * (len(broken) + 1), given, use_tqdm=False)
     for (name, reason), output in zip(broken.items(), failed, strict=True):
         said = output.kv_transfer_params["gracekv"]
         assert re.search(reason, said["reason"]), name
@@ -218,15 +205,9 @@ def test_prefixes_are_shared_inside_a_context_only(served, engine, ask):
     first, again = ask([("global", long)] * 2)
     (other,) = ask([("tight", long)])
     prompt = request(served.store, "global", long, served.tokenizer).prompt
-    (plain,) = engine.generate(prompt, parameters_without_context(), use_tqdm=False)
+    (plain,) = engine.generate(prompt, params(None, TOKENS), use_tqdm=False)
     assert again.num_cached_tokens >= 32
     check_answer(served, "global", long, first.outputs[0])
     check_answer(served, "global", long, again.outputs[0])
     check_answer(served, "tight", long, other.outputs[0])
     assert list(plain.outputs[0].token_ids) != list(again.outputs[0].token_ids)
-
-
-def parameters_without_context():
-    from vllm import SamplingParams
-
-    return SamplingParams(temperature=0.0, max_tokens=TOKENS)

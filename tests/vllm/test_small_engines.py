@@ -9,6 +9,7 @@ import torch
 from gracekv.decode import Limit
 from gracekv.hf.extend import limited_run
 from support.compressing_engine import TEXT, Compressing, asking, compress, params, said, tokens_of
+from support.context_engine import context_engine
 from support.engine_answers import check_answer
 
 # Each engine is a few processes, which take half a minute to import vLLM.
@@ -17,16 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 @contextlib.contextmanager
 def engine(served, limit=None, **options):
-    from vllm import LLM
-    from vllm.config import KVTransferConfig
-
-    from gracekv.vllm import kv_transfer_config
-
-    made = LLM(
-        str(served.folder), dtype="float32", max_model_len=256,
-        kv_transfer_config=KVTransferConfig(**kv_transfer_config(served.store, limit_bytes=limit)),
-        **{"enforce_eager": True, **options},
-    )  # fmt: skip
+    made = context_engine(served.folder, served.store, limit, max_model_len=256, **options)
     try:
         yield made
     finally:
