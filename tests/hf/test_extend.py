@@ -33,6 +33,7 @@ from support.lean_prefills import without_queries
 from support.margins import assert_same_choice
 from support.prompts import BOOK, END, book_prompt
 from support.quantised_layers import CODED
+from support.same_results import assert_same_accounting, assert_same_entries
 from support.tried_families import tried_model
 
 MODEL = {"layers": 3, "vocabulary": 97}
@@ -191,10 +192,8 @@ def test_a_text_is_asked_saved_chatted_about_and_extended_again(tokenizer, tmp_p
     with safe_open(tmp_path / "book.gracekv", "pt") as file:
         assert file.metadata()["gracekv_format"] == "4"
     again = gracekv.load(tmp_path / "book.gracekv", reader, tokenizer=tokenizer)
-    same_entries(again, longer)
-    assert torch.equal(again.accounting.entries, longer.accounting.entries)
-    for field in ("bytes", "full_bytes", "widths", "budget_bytes", "spent_bytes"):
-        assert getattr(again.accounting, field) == getattr(longer.accounting, field)
+    assert_same_entries(again.packed, longer.packed)
+    assert_same_accounting(again.accounting, longer.accounting)
     assert again.timings == longer.timings
     questions = ["Who fell?", "Where is Alice sitting, and why?"]
     assert again.ask(questions, max_new_tokens=6) == longer.ask(questions, max_new_tokens=6)
@@ -205,14 +204,8 @@ def test_a_text_is_asked_saved_chatted_about_and_extended_again(tokenizer, tmp_p
         chat.compress(kv_bytes="1MB")
         assert chat.ask(questions[1], 3)
     further = [x.extend(CHAPTER[1500:1800], ratio=4) for x in (again, longer)]
-    same_entries(*further)
+    assert_same_entries(*(x.packed for x in further))
     further[0].report(tmp_path / "page.html")
-
-
-def same_entries(*results):
-    for one, other in zip(*(x.packed.layers for x in results), strict=True):
-        assert one.codings == other.codings
-        torch.testing.assert_close(one.tensors(), other.tensors(), rtol=0, atol=0)
 
 
 def test_budgets_are_for_the_passage_alone(model):

@@ -12,12 +12,7 @@ from gracekv.testing.models import tiny_llama
 from support.draws import floats, ints, lists, some, tuples
 from support.prompts import BOOK, END, book_prompt
 from support.quantised_layers import CODED
-
-
-def stored_bytes(layer):
-    """Bytes counted from the tensors: keys and values, with everything needed to read them."""
-    beside = ("positions", "log_multiplicity", "offsets")
-    return sum(x.nbytes for n, x in layer.tensors().items() if not n.endswith(beside))
+from support.stored_bytes import entry_bytes
 
 
 @pytest.mark.parametrize("name", CODED)
@@ -46,7 +41,7 @@ def test_codes_stay_and_budgets_are_in_bytes(name, tail, dtype):
         full = units * len(added) * 4 * dim
         assert budget == amount.get("kv_bytes", int(full / amount.get("ratio", 1 / 0.3)))
         assert budget - units * 6 * dim < kept.spent_bytes - was.spent_bytes <= budget
-        assert kept.bytes == sum(map(stored_bytes, longer.packed.layers))
+        assert kept.bytes == sum(map(entry_bytes, longer.packed.layers))
         assert kept.bytes - was.bytes >= kept.spent_bytes - was.spent_bytes
         assert kept.bytes == sum(share.bytes for share in kept.widths)
         beside = longer.packed.length - longer.prompt.spans.context_length

@@ -19,6 +19,7 @@ from gracekv.hf import BatchResult, CompressionResult, detach
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.testing.models import tiny_llama
 from support.batches import Numbers, prompts_of
+from support.same_results import assert_same_accounting, assert_same_entries
 
 safetensors = pytest.importorskip("safetensors.torch")
 SafetensorError = pytest.importorskip("safetensors").SafetensorError
@@ -45,13 +46,8 @@ def test_everything_comes_back_bit_for_bit(model, result, saved):
     again = gracekv.load(saved, model)
     assert type(again) is type(result)
     assert again.pipeline == result.pipeline
-    for ours, theirs in zip(again.packed.layers, result.packed.layers, strict=True):
-        assert ours.sequences == theirs.sequences
-        torch.testing.assert_close(ours.tensors(), theirs.tensors(), rtol=0, atol=0)
-    for name in ("budget", "spent", "floor_spent", "recent", "bytes", "metadata_bytes",
-                 "full_bytes", "utility", "bound", "backend_bytes"):  # fmt: skip
-        assert getattr(again.accounting, name) == getattr(result.accounting, name)
-    assert torch.equal(again.accounting.entries, result.accounting.entries)
+    assert_same_entries(again.packed, result.packed)
+    assert_same_accounting(again.accounting, result.accounting)
     if isinstance(result, CompressionResult):
         assert again.timings == result.timings
         assert again._runs[0].plan == result._runs[0].plan

@@ -15,6 +15,7 @@ from gracekv.precision import PRECISIONS, AllocatedPrecision, UniformPrecision
 from gracekv.testing import synthetic_prefill
 from gracekv.testing.selections import check_run
 from support.draws import DTYPES, floats, ints, some
+from support.stored_bytes import entry_bytes
 
 CODINGS = {
     "8 bits": UniformPrecision(group=8),
@@ -29,13 +30,7 @@ UNIFORM = dataclasses.replace(PLAIN, precision=PRECISIONS.build("uniform"))
 
 def context_bytes(run, prefill):
     """Bytes counted from the tensors: all keys and values, except those outside the context."""
-    stored = sum(
-        tensor.numel() * tensor.element_size()
-        for layer in run.cache.layers
-        for name, tensor in layer.tensors().items()
-        if not any(x in name for x in ("positions", "log_multiplicity", "offsets"))
-    )
-    spans = prefill.spans
+    stored, spans = sum(map(entry_bytes, run.cache.layers)), prefill.spans
     beside = spans.context_start + max(0, spans.length - 1 - spans.context_end)
     return stored - prefill.layers * prefill.kv_heads * beside * prefill.entry_bytes
 

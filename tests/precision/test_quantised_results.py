@@ -11,6 +11,7 @@ from gracekv.cache.quantised import QuantisedEntries
 from gracekv.errors import BudgetError, SavedCacheError, ShapeError
 from gracekv.pipeline import Pipeline
 from gracekv.testing.models import tiny_llama
+from support.same_results import assert_same_accounting, assert_same_entries
 
 
 def prompt(length=120, seed=0):
@@ -52,9 +53,9 @@ def test_batches_and_beams(model, fields):
     batch = gracekv.compress(model, prompts, ratio=2, pipeline=pipeline(**fields))
     alone = [gracekv.compress(model, one, ratio=2, pipeline=pipeline(**fields)) for one in prompts]
     for number, one in enumerate(alone):
-        for layer, own in zip(batch.packed.sequence(number).layers, one.packed.layers, strict=True):
-            assert isinstance(layer, QuantisedEntries)
-            torch.testing.assert_close(layer.tensors(), own.tensors(), rtol=0, atol=0)
+        own = batch.packed.sequence(number)
+        assert_same_entries(own, one.packed)
+        assert all(isinstance(layer, QuantisedEntries) for layer in own.layers)
     assert batch.generate_ids(6).shape == (3, 6)
     assert batch.generate_ids(4, num_beams=3).shape == (3, 4)
     assert batch.generate_ids(4, num_beams=2, num_return_sequences=2).shape == (6, 4)
@@ -78,11 +79,8 @@ def test_files_hold_what_is_accounted_for(tmp_path, dtype, fields):
 
     again = gracekv.load(path, model)
 
-    for ours, theirs in zip(again.packed.layers, result.packed.layers, strict=True):
-        assert ours.codings == theirs.codings
-        torch.testing.assert_close(ours.tensors(), theirs.tensors(), rtol=0, atol=0)
-    for name in ("bytes", "metadata_bytes", "full_bytes", "widths", "budget_bytes", "spent_bytes"):
-        assert getattr(again.accounting, name) == getattr(kept, name)
+    assert_same_entries(again.packed, result.packed)
+    assert_same_accounting(again.accounting, kept)
     assert torch.equal(again.generate_ids(5), result.generate_ids(5))
 
 
