@@ -1,4 +1,7 @@
-"""A context that is compressed once, to ask about; modules override `MODEL` and `PROMPT`."""
+"""A context that is compressed once, to ask about.
+
+Modules override `MODEL` and `VOCABULARY`, the tokenizer's, or replace the context by a `PROMPT`.
+"""
 
 import pytest
 
@@ -7,7 +10,7 @@ from gracekv.testing.models import tiny_llama, tiny_tokenizer
 from support.asked_context import TEXT
 from support.static_tails import prompts
 
-MODEL = {"layers": 3, "vocabulary": 2000, "positions": 4096}
+MODEL = {"layers": 3, "vocabulary": 2000}
 
 
 @pytest.fixture(scope="module")
@@ -16,12 +19,15 @@ def model(request):
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer(vocabulary=2000)
+def tokenizer(request):
+    return tiny_tokenizer(vocabulary=getattr(request.module, "VOCABULARY", 2000))
 
 
 @pytest.fixture(scope="module")
-def prompt(tokenizer):
+def prompt(request):
+    if hasattr(request.module, "PROMPT"):
+        return request.module.PROMPT
+    tokenizer = request.getfixturevalue("tokenizer")
     return gracekv.Prompt.from_chat(tokenizer, context=TEXT, instruction="Read.")
 
 
@@ -36,8 +42,8 @@ def book(model, prompt):
 
 
 @pytest.fixture(scope="module")
-def result(request, model):
-    return gracekv.compress(model, request.module.PROMPT, ratio=2)
+def result(request, model, prompt):
+    return gracekv.compress(model, prompt, ratio=getattr(request.module, "RATIO", 2))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from gracekv.errors import CacheError
 from gracekv.hf import attach
 from gracekv.hf.resumed_layer import is_resumed
 from gracekv.registry.hyperparameter import parts_of
-from gracekv.testing.models import tiny_tokenizer
 from support.asked_context import steps
 from support.families import FAMILIES
 from support.margins import assert_same_tokens, logits_over
@@ -62,8 +61,7 @@ def test_an_assistant_changes_no_answer(family, cropped):
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "lfm2"])
-def test_a_conversation_goes_on_after_an_assisted_turn(family, cropped):
-    tokenizer = tiny_tokenizer(vocabulary=VOCABULARY)
+def test_a_conversation_goes_on_after_an_assisted_turn(family, cropped, tokenizer):
     model = FAMILIES[family].model(vocabulary=VOCABULARY)
     book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=WORDS), ratio=3)
     assistant = assistant_of(family)

@@ -12,15 +12,7 @@ from support.batches import Numbers
 from support.margins import assert_same_tokens, logits_over
 from support.prompts import IDS, random_prompt
 
-
-@pytest.fixture(scope="module")
-def prompt():
-    return random_prompt(150, (4, 138), tokenizer=Numbers())
-
-
-@pytest.fixture(scope="module")
-def result(model, prompt):
-    return gracekv.compress(model, prompt, ratio=3)
+PROMPT, RATIO = random_prompt(150, (4, 138), tokenizer=Numbers()), 3
 
 
 def test_a_compressed_prompt_can_be_continued_again_and_again(result):

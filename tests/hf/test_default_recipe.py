@@ -11,16 +11,7 @@ from gracekv.testing.models import tiny_llama
 from support.asked_context import TEXT
 from support.static_tails import steps
 
-
-def llama(dtype=torch.bfloat16, dim=32):
-    return tiny_llama(layers=2, dim=dim, vocabulary=2000, positions=4096, dtype=dtype)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return llama()
-
-
+MODEL = {"dim": 32, "vocabulary": 2000, "dtype": torch.bfloat16}
 BUDGETS = [Budget.ratio(4), Budget.kv_bytes(10**6), Budget.entries_per_head(20)]
 
 
@@ -32,7 +23,7 @@ BUDGETS = [Budget.ratio(4), Budget.kv_bytes(10**6), Budget.entries_per_head(20)]
     (torch.bfloat16, 16, [False, False, False]),
 ])  # fmt: skip
 def test_bits_are_allocated_where_budgets_count_16_bit_numbers(dtype, dim, want):
-    assert [per_byte(llama(dtype, dim), budget) for budget in BUDGETS] == want
+    assert [per_byte(tiny_llama(dim=dim, dtype=dtype), budget) for budget in BUDGETS] == want
 
 
 @pytest.mark.parametrize("question", [True, False])

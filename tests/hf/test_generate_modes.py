@@ -29,31 +29,18 @@ from support.margins import assert_same_tokens, logits_over
 from support.streamed import Written
 
 IDS = torch.randint(2, 97, (150,), generator=torch.Generator().manual_seed(0))
-MODEL = {"layers": 3}
+MODEL, RATIO = {"layers": 3}, 4
+SPECIAL = {"unk_token": "<unk>", "pad_token": "<pad>"}
+# One token per printable character: a byte-level space, and the rest.
+CHARACTERS = ["\u0120", *map(chr, range(33, 127))]
+TOKENIZER = byte_tokenizer([*SPECIAL.values(), *CHARACTERS], **SPECIAL)
+PROMPT = gracekv.Prompt.from_ids(IDS, (4, 138), question_end=146, tokenizer=TOKENIZER)
 
 
 @pytest.fixture(scope="module")
 def assistant():
     """Another model with the same vocabulary, so its guesses are mostly wrong."""
     return tiny_llama(layers=1, seed=5)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    """One token per printable character."""
-    characters = ["\u0120", *map(chr, range(33, 127))]  # A byte-level space, and the rest.
-    special = {"unk_token": "<unk>", "pad_token": "<pad>"}
-    return byte_tokenizer([*special.values(), *characters], **special)
-
-
-@pytest.fixture(scope="module")
-def prompt(tokenizer):
-    return gracekv.Prompt.from_ids(IDS, (4, 138), question_end=146, tokenizer=tokenizer)
-
-
-@pytest.fixture(scope="module")
-def result(model, prompt):
-    return gracekv.compress(model, prompt, ratio=4)
 
 
 def over(model, result, cache=None, **kwargs):
@@ -138,30 +125,30 @@ def test_a_processor_sees_prompt_and_answer(model, result):
     assert over(model, result)[0, 0] != changed[0, 0]
 
 
-def test_stop_strings_end_the_answer(model, result, tokenizer):
+def test_stop_strings_end_the_answer(model, result):
     plain = over(model, result)[0]
-    word = tokenizer.decode(plain[3:5])
+    word = TOKENIZER.decode(plain[3:5])
     # The word may occur earlier, if the answer repeats itself.
-    end = next(n for n in range(1, 6) if word in tokenizer.decode(plain[:n]))
-    stopped = over(model, result, stop_strings=[word], tokenizer=tokenizer)[0]
+    end = next(n for n in range(1, 6) if word in TOKENIZER.decode(plain[:n]))
+    stopped = over(model, result, stop_strings=[word], tokenizer=TOKENIZER)[0]
     assert torch.equal(stopped, plain[:end])
     # The result knows its tokenizer.
-    told = tokenizer.decode(plain[:end], skip_special_tokens=True)
+    told = TOKENIZER.decode(plain[:end], skip_special_tokens=True)
     assert result.generate(12, stop_strings=word) == told
     assert result.generate(12, generation_config=GenerationConfig(stop_strings=word)) == told
 
 
-def test_a_streamer_gets_each_token_as_it_comes(model, result, tokenizer):
+def test_a_streamer_gets_each_token_as_it_comes(model, result):
     plain = over(model, result)[0]
     written = Written()
     over(model, result, streamer=written)
     assert written.ended
     assert written.pieces[0] == IDS.tolist()
     assert written.pieces[1:] == [[token] for token in plain.tolist()]
-    text = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    text = TextIteratorStreamer(TOKENIZER, skip_prompt=True, skip_special_tokens=True)
     thread = Thread(target=result.generate, args=(12,), kwargs={"streamer": text})
     thread.start()
-    assert "".join(text) == tokenizer.decode(plain, skip_special_tokens=True)
+    assert "".join(text) == TOKENIZER.decode(plain, skip_special_tokens=True)
     thread.join()
 
 

@@ -14,7 +14,7 @@ from gracekv.hf.base_result import prompt_facts
 from gracekv.hf.capture import capture
 from gracekv.hf.load_result import saved_run
 from gracekv.prefill.options import CaptureOptions
-from gracekv.testing.models import tiny_model, tiny_tokenizer
+from gracekv.testing.models import tiny_model
 from gracekv.vllm import export
 from support.families import FAMILIES
 from support.greedy_decoding import greedy, plain_answer
@@ -24,11 +24,6 @@ from support.prompts import WORDS, random_prompt
 WINDOW, VOCABULARY = 24, 300
 IDS = torch.arange(100) * 13 % VOCABULARY
 PROMPT = gracekv.Prompt.from_ids(IDS, (4, 90))
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer(vocabulary=VOCABULARY)
 
 
 def model_of(family, **options):

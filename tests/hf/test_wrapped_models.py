@@ -34,10 +34,6 @@ def lora():
     return peft.get_peft_model(llama(), config).eval()
 
 
-def merged():
-    return lora().merge_and_unload()
-
-
 def torchao(config):
     quantization = pytest.importorskip("torchao.quantization")
     model = llama()
@@ -67,7 +63,7 @@ def bitsandbytes(bits):
 
 MODELS = {
     "lora": (lora, 1e-4),
-    "merged lora": (merged, 1e-4),
+    "merged lora": (lambda: lora().merge_and_unload(), 1e-4),
     "torchao weights": (lambda: torchao("Int8WeightOnlyConfig"), 1e-4),
     "torchao activations": (lambda: torchao("Int8DynamicActivationInt8WeightConfig"), 1e-4),
     # Products of 8 bits are in float16.

@@ -69,11 +69,11 @@ def loaded(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def model():
-    """The model that workers compress for; modules with another model define their own."""
+def model(request):
+    """The model that workers compress for; modules with another one set `MODEL`."""
     from gracekv.testing.models import tiny_model
 
-    return tiny_model(kv_heads=4)
+    return tiny_model(**getattr(request.module, "MODEL", {"kv_heads": 4}))
 
 
 @pytest.fixture(scope="module")

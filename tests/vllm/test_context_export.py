@@ -22,9 +22,7 @@ from support.tried_families import tried_model
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 6
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model(vocabulary=500)
+MODEL = {"vocabulary": 500}
 
 
 @pytest.fixture(scope="module")

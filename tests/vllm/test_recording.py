@@ -12,7 +12,6 @@ import gracekv
 from gracekv.errors import StoreError, UnsupportedModelError
 from gracekv.hf import capture
 from gracekv.pipeline import Pipeline
-from gracekv.testing.models import tiny_model
 from gracekv.value.block_replay import BlockReplaySums
 from gracekv.vllm.orders import order_of
 from gracekv.vllm.recording import Recording
@@ -21,10 +20,7 @@ from support.compressing_engine import tokens_of
 from support.prompts import random_prompt
 from support.recording_worker import engine
 
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model(kv_heads=2)
+MODEL = {"kv_heads": 2}
 
 
 @pytest.fixture(scope="module")
