@@ -158,12 +158,6 @@ def generate(**kwargs):
     return run
 
 
-def hidden(where):
-    mask = ones(1, PACKED + 2)
-    mask[0, where] = 0
-    return mask
-
-
 def twice(model):
     cache = GraceCache(packed())
     feed(cache, 2, rows=2)
@@ -183,7 +177,8 @@ def as_if_fresh(model):
     (generate(inputs=ones(1, PACKED), attention_mask=ones(1, PACKED)),
      "up to position 29, but with them the cache covers 60"),
     (call(attention_mask=ones(1, 2)), "up to position 1, but with them the cache covers 32"),
-    (call(attention_mask=hidden(3)), "hides tokens of the compressed prompt"),
+    (call(attention_mask=(torch.arange(PACKED + 2) != 3).long()[None]),
+     "hides tokens of the compressed prompt"),
     (call(attention_mask=torch.zeros(1, 1, 2, PACKED + 2)), "cover the 2 tokens"),
     (call(position_ids=torch.tensor([[0, 1]])), "up to position 1, but"),
     (call(input_ids=ones(1, 2), output_attentions=True), "output_attentions"),

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -137,10 +138,7 @@ def test_older_messages_may_be_compressed_far(model, prompt, ratio, minimum, dty
 
 
 def test_a_compression_that_fails_is_told_once(book, monkeypatch):
-    def refuse(*_, **__):
-        raise BudgetError("no room")
-
-    monkeypatch.setattr(type(book), "extend", refuse)
+    monkeypatch.setattr(type(book), "extend", Mock(side_effect=BudgetError("no room")))
     compact = gracekv.Compaction(after=64, recent=0)
     with book.chat(compact=compact) as chat, book.chat() as plain:
         for one in (chat, plain):
@@ -177,9 +175,7 @@ def test_a_streamed_turn_counts_when_it_is_read_to_its_end(book):
 
 
 def test_turns_that_a_limit_has_no_room_for_stay_as_they_are(book, monkeypatch):
-    def refuse(*_):
-        raise BudgetError("325 must stay")
-
+    refuse = Mock(side_effect=BudgetError("325 must stay"))
     with book.chat() as chat:
         chat.ask("Who fell?", max_new_tokens=4)
         result, ids = chat._result, chat._ids

@@ -42,9 +42,7 @@ def evicted(cache, seed):
     rng = torch.Generator().manual_seed(seed)
     layers = []
     for layer in cache.layers:
-        share = torch.rand(layer.heads, 1, generator=rng).repeat_interleave(
-            layer.entries // layer.heads, dim=1
-        )
+        share = torch.rand(layer.heads, 1, generator=rng).expand(-1, layer.entries // layer.heads)
         keep = torch.rand(share.shape, generator=rng) < share
         keep[:, -1] = True
         starts, keep = offsets(keep.sum(dim=1)), keep.flatten()

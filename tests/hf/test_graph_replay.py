@@ -184,8 +184,7 @@ def test_without_memory_for_a_recording_the_step_runs_as_it_is(replay, batch, mo
     record(monkeypatch)
     step = graph_replay.ReplayedForward._step
 
-    def refuse(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    refuse = MagicMock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
 
     def ahead(forward):
         output = step(forward)

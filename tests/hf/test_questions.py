@@ -65,11 +65,7 @@ def test_penalties_for_repetition_count_no_padding(tokenizer, book, monkeypatch)
     monkeypatch.setattr(book.model.generation_config, "pad_token_id", 1999)
     seen = []
 
-    def note(ids, scores):
-        seen.extend(ids.tolist())
-        return scores
-
-    options = {"logits_processor": LogitsProcessorList([note])}
+    options = {"logits_processor": [lambda ids, scores: seen.extend(ids.tolist()) or scores]}
     short = gracekv.Prompt.from_chat(tokenizer, context=TEXT[:300])
     book.ask(QUESTIONS, 1, **options)
     gracekv.compress(book.model, [book.prompt, short], ratio=4).generate_ids(1, **options)

@@ -20,8 +20,6 @@ from gracekv.testing.attention import TOLERANCES, relative_error
 from support.draws import DTYPES, SEEDS, bools, ints, lists, some
 from support.quantised_layers import layer_of, of_mixed_widths, of_two_passages, quantised
 
-CPU = torch.device("cpu")
-
 
 @settings(max_examples=30)
 @given(

@@ -99,14 +99,8 @@ def test_bad_options_are_refused(option, least, value):
 ])  # fmt: skip
 def test_out_of_memory_leaves_the_model_as_it_was(error):
     model = tiny_llama(layers=3)
-    before, calls = state(model), []
-
-    def fail(module, args, output):
-        calls.append(1)
-        if len(calls) == 2:
-            raise error
-
-    hook = model.model.layers[1].register_forward_hook(fail)
+    before = state(model)
+    hook = model.model.layers[1].register_forward_hook(Mock(side_effect=[None, error]))
     with pytest.raises(CaptureMemoryError, match=r"Capturing 200 tokens ran out .*chunk") as caught:
         capture(model, random_prompt(200), options=CaptureOptions(chunk=150))
     hook.remove()

@@ -174,10 +174,7 @@ def test_few_contexts_are_opened_at_once():
 
 @pytest.mark.parametrize("error", [RecursionError("deep"), MemoryError(), TypeError("'list'")])
 def test_any_error_refuses_that_request_and_the_scheduler_goes_on(error):
-    def refuse(transfer):
-        raise error
-
-    scheduler = Scheduler(refuse)
+    scheduler = Scheduler(Mock(side_effect=error))
     request = scheduler.take("0", ["book"], skips=True)
     assert scheduler.side.get_num_new_matched_tokens(request, 0) == (0, False)
     assert request.cache_salt == "gracekv:0:"
