@@ -34,7 +34,7 @@ def test_cells_are_methods_times_budgets_and_fullkv_once():
     assert [c.budget.kind for c in cells[1:]] == 2 * ["ratio", "ratio", "entries_per_head"]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), [
+NONSENSE = [
     ({"tasks": []}, ConfigError, "at least one of tasks"),
     ({"tasks": ["ruler:nope"]}, TaskError, "Unknown task"),
     ({"methods": ["snapvk"]}, UnknownStrategyError, "Unknown recipe"),
@@ -45,9 +45,13 @@ def test_cells_are_methods_times_budgets_and_fullkv_once():
     ({"lengths": []}, ConfigError, "lengths takes at least one item"),
     ({"generate": False, "fidelity": False}, ConfigError, "nothing to measure"),
     ({"protocol": "query-blind"}, ConfigError, "takes one of"),
-    ({"recent_share": 0}, ConfigError, "share"), ({"model": None}, ConfigError, "takes a string"),
+    ({"recent_share": 0}, ConfigError, "share"),
+    ({"model": None}, ConfigError, "takes a string"),
     ({"colour": 1}, ConfigError, "has no field 'colour'"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), NONSENSE)
 def test_what_makes_no_sense_is_refused(changes, error, message):
     with pytest.raises(error, match=message):
         Experiment.from_dict({**FLAT, **changes})
@@ -192,7 +196,7 @@ def test_a_yaml_file_says_the_same(cli, model_folder, tmp_path):
     assert "3 cells run" in told
 
 
-@pytest.mark.parametrize(("argv", "message"), [
+BAD_COMMANDS = [
     (["evaluate"], "Give --model and --tasks"),
     (["ablate", "--ratios", "4"], "Give --model and --tasks"),
     (["ablate", "--retry-failed"], "Give --model and --tasks"),
@@ -201,7 +205,10 @@ def test_a_yaml_file_says_the_same(cli, model_folder, tmp_path):
     (["evaluate", "--model", "m", "--tasks", "ruler:fwe", "--ratios", "a"], "numbers"),
     (["ablate", "--base", "fullkv"], "no ablation recipes"),
     (["ablate", "--model", "m", "--tasks", "ruler:fwe", "--metric", "x"], "metric takes one"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), BAD_COMMANDS)
 def test_bad_commands_exit_with_2_and_a_message(refused, tmp_path, argv, message):
     assert message in refused(*argv, "--out", tmp_path)
 

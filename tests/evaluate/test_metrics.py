@@ -31,13 +31,18 @@ def test_cases(metric, prediction, answers, expected):
     assert metrics.score(sample(metric, *answers), prediction) == pytest.approx(expected, abs=1e-7)
 
 
-@pytest.mark.parametrize(("prediction", "answer", "classes", "expected"), [
-    ("Date", "Date", ["Date", "Other"], 1), ("Date or Food", "Date", ["Date", "Food"], 0.5),
+CLASSES = [
+    ("Date", "Date", ["Date", "Other"], 1),
+    ("Date or Food", "Date", ["Date", "Food"], 0.5),
     ("Other location", "Other location", ["Other location", "Other", "Location"], 1),
     ("date", "Date", ["Date"], 0),
     # Deleting from the list that is walked over spares "ab".
-    ("abcab", "abc", ["a", "ab", "abc"], 0.5), ("", "Date", ["Date"], 0),
-])  # fmt: skip
+    ("abcab", "abc", ["a", "ab", "abc"], 0.5),
+    ("", "Date", ["Date"], 0),
+]
+
+
+@pytest.mark.parametrize(("prediction", "answer", "classes", "expected"), CLASSES)
 def test_classification(prediction, answer, classes, expected):
     case = sample("classification", answer, classes=tuple(classes))
     assert metrics.score(case, prediction) == expected

@@ -38,10 +38,13 @@ def test_linked_folders_are_read_once_and_none_is_left_out(tmp_path, monkeypatch
         read_rows(runs)
 
 
-@pytest.mark.parametrize("change", [
+LAST_LINES = [
     lambda text: text + b'{"key": "to',
     lambda text: text[:-1],  # as some editors leave it
-], ids=["torn", "without its end"])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("change", LAST_LINES, ids=["torn", "without its end"])
 def test_a_torn_last_line_is_cut_off_and_a_whole_one_counts_without_its_end(tmp_path, change):
     path = written(tmp_path, [keyed("a"), keyed("b")]) / "rows-main.jsonl"
     path.write_bytes(change(path.read_bytes()))

@@ -147,11 +147,14 @@ def test_questions_come_with_their_documents(make, name):
     assert len({make(name, 1536, index=i).context.index(text) for i, text in enumerate(told)}) > 1
 
 
-@pytest.mark.parametrize(("asked", "said"), [
+IMPOSSIBLE = [
     ({"name": "cwe", "length": 256}, r"sample 0 of ruler:cwe.* does not fit the length 256"),
     ({"name": "qa_2", "index": 12}, "has 12 samples here; sample 12 does not exist"),
     ({"name": "qa_2", "length": 60_000}, "not enough data for ruler:qa_2"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("asked", "said"), IMPOSSIBLE)
 def test_what_cannot_be_made_is_refused(make, asked, said):
     with pytest.raises(TaskError, match=said):
         make(**asked)

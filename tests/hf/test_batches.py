@@ -207,15 +207,20 @@ def masked(batch, change):
     return mask
 
 
-@pytest.mark.parametrize(("kwargs", "message"), [
+MISFITS = [
     (lambda b: {"attention_mask": masked(b, lambda m: m.fill_(1))}, "not hide the padding"),
-    (lambda b: {"attention_mask": masked(b, lambda m: m[2, 7].fill_(0))},
-     "hides tokens of the compressed prompt"),
+    (
+        lambda b: {"attention_mask": masked(b, lambda m: m[2, 7].fill_(0))},
+        "hides tokens of the compressed prompt",
+    ),
     (lambda b: {"attention_mask": torch.ones(3, 1, 1, 1).bool()}, "needs position_ids"),
     (lambda b: {"position_ids": torch.full((3, 1), 149)}, r"at positions \[89, 60, 149\]"),
     (lambda b: {"input_ids": torch.ones(4, 1, dtype=torch.int64)}, "holds 3 prompts"),
     (lambda b: {"attention_mask": torch.ones(3, 40)}, "up to position 39"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("kwargs", "message"), MISFITS)
 def test_what_does_not_fit_the_batch_is_refused(model, batch, kwargs, message):
     ids = {"input_ids": torch.ones(3, 1, dtype=torch.int64)}
     with pytest.raises(CacheError, match=message), torch.no_grad():

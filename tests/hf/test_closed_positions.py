@@ -99,11 +99,14 @@ def test_long_messages_and_restarts_stay_within_the_positions(every):
             assert one._cache._reach + one._cache.grace_layers[0].tail_length <= 512
 
 
-@pytest.mark.parametrize(("family", "options", "said"), [
+REFUSED = [
     ("llama", {"rope": "dynamic"}, "dynamic RoPE"),
     ("phi3", {}, "drops the cache"),
     ("mistral", {"window": 512}, "sliding window"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("family", "options", "said"), REFUSED)
 def test_models_whose_keys_cannot_be_rotated_on_are_refused(family, options, said):
     book = gracekv.compress(tiny_model(family, **options), PROMPT, ratio=2)
     with pytest.raises(CacheError, match=said):

@@ -72,7 +72,7 @@ def test_a_pipeline_may_be_a_name_or_a_value(model, prompt):
     assert by_name.accounting.spent == by_value.accounting.spent == 3 * 2 * 134
 
 
-@pytest.mark.parametrize(("options", "error", "message"), [
+BAD_OPTIONS = [
     ({"ratoi": 2}, BudgetError, "no argument 'ratoi'. Did you mean 'ratio'"),
     ({"recipie": "h2o"}, BudgetError, "no argument 'recipie'. Did you mean 'pipeline'"),
     ({"questoin": "Who?"}, BudgetError, r"mean 'gracekv.Prompt.from_chat\(..., question="),
@@ -82,7 +82,10 @@ def test_a_pipeline_may_be_a_name_or_a_value(model, prompt):
     ({"ratio": 2, "prefill": 3}, CacheError, r"gracekv\.capture"),
     ({"ratio": 2, "pipeline": 3}, ConfigError, "the name of a recipe or file, or"),
     ({"ratio": 2, "backend": "sdpaa"}, UnknownStrategyError, "Did you mean 'sdpa'"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS)
 def test_bad_options_are_refused(model, prompt, options, error, message):
     with pytest.raises(error, match=message):
         gracekv.compress(model, prompt, **options)

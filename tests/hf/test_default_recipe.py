@@ -15,13 +15,16 @@ MODEL = {"dim": 32, "vocabulary": 2000, "dtype": torch.bfloat16}
 BUDGETS = [Budget.ratio(4), Budget.kv_bytes(10**6), Budget.entries_per_head(20)]
 
 
-@pytest.mark.parametrize(("dtype", "dim", "want"), [
+ALLOCATED = [
     (torch.bfloat16, 32, [True, True, False]),
     (torch.float16, 64, [True, True, False]),
     (torch.float32, 32, [False, True, False]),
     # Groups of 32 channels do not fit: entries stay unquantised, and nothing is refused.
     (torch.bfloat16, 16, [False, False, False]),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("dtype", "dim", "want"), ALLOCATED)
 def test_bits_are_allocated_where_budgets_count_16_bit_numbers(dtype, dim, want):
     assert [per_byte(tiny_llama(dim=dim, dtype=dtype), budget) for budget in BUDGETS] == want
 

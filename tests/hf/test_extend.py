@@ -275,7 +275,7 @@ def test_queries_of_what_was_read_before_are_gone(model):
         prefill.with_queries([3, past.places - 1, past.places])
 
 
-@pytest.mark.parametrize(("passage", "options", "error", "message"), [
+BAD_PASSAGES = [
     ([], {"ratio": 2}, PromptError, "empty"),
     ("text", {"ratio": 2}, PromptError, "needs a tokenizer"),
     ([0.5], {"ratio": 2}, PromptError, "whole numbers"),
@@ -284,7 +284,10 @@ def test_queries_of_what_was_read_before_are_gone(model):
     ([1, 2, 3, 4, 5, 6], {"ratio": 8}, BudgetError, "ratio of at most 1.5"),
     ([1, 2], {}, BudgetError, "exactly one budget"),
     ([1, 2], {"ratio": 2, "kv_bytes": 100}, BudgetError, "exactly one budget"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("passage", "options", "error", "message"), BAD_PASSAGES)
 def test_bad_passages_are_refused(model, passage, options, error, message):
     with pytest.raises(error, match=message):
         compressed(model, 4).extend(passage, **options)

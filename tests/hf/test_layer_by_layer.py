@@ -159,11 +159,14 @@ def test_what_stops_it_leaves_the_model_as_it_was(error, layer):
     assert_same(*both(model, "gracekv-plus"))
 
 
-@pytest.mark.parametrize(("recipe", "reason"), [
+REFUSED = [
     ("gracekv", "does more than choose among single tokens"),
     ("kvzip-two-pass", "the model runs once more"),
     ("fullkv", "keeps everything"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("recipe", "reason"), REFUSED)
 def test_what_cannot_be_is_refused_before_the_model_runs(recipe, reason):
     model = tiny_llama()
     model.register_forward_pre_hook(lambda *_: pytest.fail("The model runs."))

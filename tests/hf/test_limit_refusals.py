@@ -15,7 +15,7 @@ SMALL = {"entries_per_head": 80, "every": 16, "window": 8}
 MODEL = {"positions": 16384}
 
 
-@pytest.mark.parametrize(("sizes", "error", "said"), [
+TOO_SMALL = [
     ({"entries_per_head": 20}, BudgetError, "entries_per_head of at least"),
     ({"ratio": 3}, BudgetError, "no ratio works"),
     ({"kv_bytes": 4000}, BudgetError, "leaves 0 entries per head.*kv_bytes of at least"),
@@ -23,7 +23,10 @@ MODEL = {"positions": 16384}
     ({"entries_per_head": 50}, BudgetError, "keeps the prompt"),
     ({"entries_per_head": 50, "strategy": Guarded(Fitted())}, BudgetError, "keeps the prompt"),
     ({"entries_per_head": 50, "strategy": "attention"}, BudgetError, "have no scores"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("sizes", "error", "said"), TOO_SMALL)
 def test_a_limit_below_what_must_stay_names_the_least(model, sizes, error, said):
     whole = gracekv.compress(model, PROMPT, ratio=1)
     with pytest.raises(error, match=said):
@@ -42,13 +45,16 @@ def test_the_least_that_is_named_works(model):
             whole.new_cache(Limit(**{name: least - 1}, every=16, window=8))
 
 
-@pytest.mark.parametrize(("fields", "said"), [
+BAD_LIMITS = [
     ({"entries_per_head": 90, "every": 0}, "every takes a whole number >= 1"),
     ({"entries_per_head": 90, "window": 0}, "window takes a whole number >= 1"),
     ({"entries_per_head": 90, "strategy": "rnd"}, "Unknown decode strategy"),
     ({}, "exactly one of entries_per_head, ratio, kv_bytes; got none"),
     ({"entries_per_head": 90, "ratio": 2}, "exactly one of .*got entries_per_head, ratio"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("fields", "said"), BAD_LIMITS)
 def test_bad_limits_are_refused(fields, said):
     with pytest.raises((ConfigError, BudgetError), match=said):
         Limit(**fields)

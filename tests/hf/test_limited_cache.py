@@ -183,11 +183,14 @@ def logits_under(result, limit, tokens):
     return steps(result.model, result.new_cache(limit), fed[None])[-1, 0]
 
 
-@pytest.mark.parametrize(("other", "budget", "keep_prompt", "new"), [
+SECOND_ROWS = [
     (IDS.flip(0), {"ratio": 2}, True, 80),
     # A row that is kept whole has no scores. This one is never cut; the first is, by its own.
     (IDS[:20], {"entries_per_head": 42}, False, 40),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("other", "budget", "keep_prompt", "new"), SECOND_ROWS)
 def test_batches_cut_each_row_by_itself(model, other, budget, keep_prompt, new):
     prompts = [gracekv.Prompt.from_ids(ids, (4, len(ids) - 10)) for ids in (IDS, other)]
     # Scores round differently in a batch, which may decide near ties: this prompt has none.
@@ -229,10 +232,14 @@ def test_every_row_of_a_batch_has_a_limit_of_its_own(model):
     assert cache.cuts > 2
 
 
-@pytest.mark.parametrize("options", [
-    {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2},
+SEVERAL = [
+    {"num_beams": 3},
+    {"num_beams": 2, "num_return_sequences": 2},
     {"do_sample": True, "num_return_sequences": 3},
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("options", SEVERAL)
 def test_beams_and_samples_stay_within_the_limit(model, result, options):
     torch.manual_seed(0)
     before, cache = result.packed.layers[0].keys.clone(), result.new_cache(Limit(**SMALL))

@@ -66,9 +66,14 @@ def test_questions_of_different_lengths_are_answered_as_alone(tokenizer):
         gracekv.compress(model, prompts, ratio=2).generate_ids(2)
 
 
-@pytest.mark.parametrize(("family", "part", "tokens"), [
-    ("llama", "model.layers.1", 0), ("olmo3", "lm_head", 2), ("qwen3_next", "lm_head", 2),
-])  # fmt: skip
+FAILING = [
+    ("llama", "model.layers.1", 0),
+    ("olmo3", "lm_head", 2),
+    ("qwen3_next", "lm_head", 2),
+]
+
+
+@pytest.mark.parametrize(("family", "part", "tokens"), FAILING)
 def test_a_turn_that_fails_is_undone_in_all_layers(family, part, tokens, tokenizer):
     model = model_of(family)
     book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=WORDS), ratio=3)

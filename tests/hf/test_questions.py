@@ -139,7 +139,7 @@ def test_a_base_model_is_asked_in_plain_text(model, tokenizer):
     assert tokenizer.decode(chat._ids).startswith(TEXT + "\nWho fell?")
 
 
-@pytest.mark.parametrize(("options", "error", "message"), [
+BAD_QUESTIONS = [
     ({"question": " \n"}, PromptError, "non-empty text; got ' "),
     ({"question": ["Who?", ""]}, PromptError, "non-empty text; got ''"),
     ({"question": []}, PromptError, "at least one; got an empty list"),
@@ -156,7 +156,10 @@ def test_a_base_model_is_asked_in_plain_text(model, tokenizer):
     ({"question": ["Who?"], "stream": True}, ConfigError, "one question as text"),
     ({"question": "Who?", "max_new_tokens": 4096}, PromptError, "max_new_tokens=.* or less"),
     ({"question": "Who? " * 4096}, PromptError, "a shorter question"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_QUESTIONS)
 def test_bad_questions_are_refused(book, options, error, message):
     with pytest.raises(error, match=message):
         book.ask(**options)

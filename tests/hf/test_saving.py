@@ -91,13 +91,18 @@ def test_a_detached_model_is_the_same_model_and_gets_attached(model, result, sav
     assert torch.equal(again.generate_ids(3), result.generate_ids(3))
 
 
-@pytest.mark.parametrize(("fields", "what"), [
+OTHER_MODELS = [
     ({"layers": 3, "seed": 1}, "weights differ"),
     ({"layers": 2}, r"config .*, weights differ"),
-    ({"layers": 3, "dtype": torch.bfloat16},
-     r"its dtype \(float32 then, bfloat16 now\), weights differ from those of the model"),
+    (
+        {"layers": 3, "dtype": torch.bfloat16},
+        r"its dtype \(float32 then, bfloat16 now\), weights differ from those of the model",
+    ),
     ({"layers": 3, "rope": "yarn"}, r"config \(1 of .*, rope_parameters first\) differ"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("fields", "what"), OTHER_MODELS)
 def test_another_model_is_refused(saved, fields, what):
     with pytest.raises(SavedCacheError, match=f"LlamaForCausalLM.*{what}"):
         gracekv.load(saved, tiny_llama(**fields))
@@ -170,12 +175,13 @@ def stock_recursion_limit():
     sys.setrecursionlimit(raised)
 
 
-@pytest.mark.usefixtures("stock_recursion_limit")
-@pytest.mark.parametrize(("change", "message"), [
+DAMAGED = [
     (lambda p: p.metadata.update(gracekv_format="5"), "format '5', .* reads formats 1 to 4"),
     (lambda p: p.metadata.clear(), "not a cache saved by gracekv"),
-    (lambda p: p.metadata.update(gracekv=p.metadata["gracekv"].replace("spans", "sqans")),
-     "header of .* is damaged"),
+    (
+        lambda p: p.metadata.update(gracekv=p.metadata["gracekv"].replace("spans", "sqans")),
+        "header of .* is damaged",
+    ),
     (lambda p: p.tensors["layers.1.values"][3, 2].add_(1), r"layers\.1\.values .*checksum"),
     (lambda p: p.tensors["prompts.0.ids"].add_(1), r"prompts\.0\.ids .*checksum"),
     (lambda p: p.tensors.pop("layers.2.keys"), r"lacks or adds layers\.2\.keys"),
@@ -188,7 +194,11 @@ def stock_recursion_limit():
     (headed("{"), "does not hold a header"),
     (reheaded(prompts=[{"accounting": {"utility": float("inf")}}]), "not JSON compliant"),
     (headed("[" * 100_000), "does not hold a header"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.usefixtures("stock_recursion_limit")
+@pytest.mark.parametrize(("change", "message"), DAMAGED)
 def test_what_cannot_be_trusted_is_refused(model, saved, change, message):
     rewritten(saved, change)
     with pytest.raises(SavedCacheError, match=message):

@@ -150,12 +150,15 @@ def test_numbers_that_16_bits_cannot_hold_are_refused(bad):
         quantised(layer)
 
 
-@pytest.mark.parametrize(("fields", "dim", "error", "message"), [
+BAD_FIELDS = [
     ({"bits": 3}, 8, ConfigError, "bits takes one of 8, 4, 2; got 3"),
     ({"keys": "token"}, 8, ConfigError, "keys takes one of 'channel'; got 'token'"),
     ({"group": 6}, 16, ShapeError, r"Groups of 6 channels do not fit a head dimension of 16"),
     ({"bits": 4, "group": 5}, 5, ShapeError, "do not fill whole bytes"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("fields", "dim", "error", "message"), BAD_FIELDS)
 def test_bad_fields_are_refused_before_anything_runs(fields, dim, error, message):
     with pytest.raises(error, match=message):
         PRECISIONS.build("uniform", **fields).entry_bytes(dim, 2, PromptSpans(4, 24, 30, 32))

@@ -68,24 +68,30 @@ def another_attention():
     return model
 
 
-@pytest.mark.parametrize(("make", "message"), [
+UNSUPPORTED = [
     (another_forward, "does not call transformers' attention function"),
     (another_attention, "Layer 0 of .* rotates its keys in a way other than"),
     (lambda: flex(family="gpt_oss", attention="eager"), r"set_attn_implementation\('eager'\)"),
     (another_rope, "RoPE variant 'spiral'"),
     (flex, r"set_attn_implementation\('sdpa'\)"),
     (lambda: torch.nn.Linear(2, 2), "causal language model .*; got Linear"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("make", "message"), UNSUPPORTED)
 def test_unsupported_models_are_refused(make, message):
     model = make()
     with pytest.raises(UnsupportedModelError, match=message):
         capture(model, random_prompt())
 
 
-@pytest.mark.parametrize(("prompt", "message"), [
+BAD_PROMPTS = [
     (torch.arange(10), "takes one Prompt .*; got Tensor"),
     (Prompt.from_ids(torch.arange(90, 110), (2, 15)), "token id 109; the model knows 97"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS)
 def test_bad_prompts_are_refused(prompt, message):
     with pytest.raises(PromptError, match=message):
         capture(tiny_llama(), prompt)

@@ -83,20 +83,26 @@ def test_models_in_bfloat16_run_in_chunks():
     torch.testing.assert_close(chunked.keys[1], whole.keys[1], rtol=0.1, atol=0.2)
 
 
-@pytest.mark.parametrize(("option", "least", "value"), [
+BAD_OPTIONS = [
     *(("chunk", 1, value) for value in (0, -1, 1.5, True, "8")),
     *(("memory_limit", 0, value) for value in (-1, 0.5, True, "1MiB")),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("option", "least", "value"), BAD_OPTIONS)
 def test_bad_options_are_refused(option, least, value):
     with pytest.raises(ConfigError, match=rf"{option} takes a whole number >= {least}; got"):
         CaptureOptions(**{option: value})
 
 
-@pytest.mark.parametrize("error", [
+OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory."),
     MemoryError(),
     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
 def test_out_of_memory_leaves_the_model_as_it_was(error):
     model = tiny_llama(layers=3)
     before = state(model)

@@ -188,11 +188,16 @@ def test_a_call_that_nothing_follows_may_be_shown_with_more(tools, wrote, tokeni
         assert tokenizer.decode(ids) == "<|end|><|user|>A cat.<|end|><|assistant|>"
 
 
-@pytest.mark.parametrize(("show", "shown"), [
-    ("{% for k, v in m.tool_calls[0].function.arguments | items %}{{ k }}={{ v }}{% endfor %}",
-     "for=a cat"),
+ARGUMENTS = [
+    (
+        "{% for k, v in m.tool_calls[0].function.arguments | items %}{{ k }}={{ v }}{% endfor %}",
+        "for=a cat",
+    ),
     ("{{ m.tool_calls[0].function.arguments + '.' }}", '{"for": "a cat"}.'),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("show", "shown"), ARGUMENTS)
 def test_arguments_may_come_as_json(show, shown, tokenizer):
     tokenizer.chat_template = "{% for m in messages %}<|user|>{% if m.content %}{{ m.content }}"
     tokenizer.chat_template += "{% else %}" + show + "{% endif %}<|end|>{% endfor %}" + OPENS

@@ -87,13 +87,16 @@ def test_a_batch_does_not_grow_past_where_rotations_depend_on_its_length():
             supported.check_continuation(MODELS["llama dynamic"], lengths, new)
 
 
-@pytest.mark.parametrize(("name", "length", "message"), [
+WARNED = [
     ("llama", 4097, "4097 tokens, but LlamaForCausalLM was trained for 4096. Answers may be"),
     ("llama dynamic", 4097, "what the model was run on before"),
     ("mistral", 2500, "continue this prompt for 501 tokens.*sliding window"),
     ("phi3 longrope", 2000, "continue this prompt for 49 tokens.*drops the cache"),
     ("phi3 longrope", 32769, "was trained for 32768"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("name", "length", "message"), WARNED)
 def test_lengths_that_are_warned_about(name, length, message):
     with pytest.warns(LengthWarning, match=message):
         supported.check_prompt_length(MODELS[name], length, beyond_positions=True)

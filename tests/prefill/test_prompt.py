@@ -168,12 +168,14 @@ def test_a_prompt_has_its_own_ids():
     assert prompt.ids.tolist() == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("ids", "fields", "message"), [
+BAD_IDS = [
     ([[1, 2, 3]] * 2, {}, r"one sequence of shape \[T\] or \[1, T\].*one by one"),
-    ([[1, 2], [3]], {}, "token ids of one sequence"), ("abc", {}, "token ids of one sequence"),
+    ([[1, 2], [3]], {}, "token ids of one sequence"),
+    ("abc", {}, "token ids of one sequence"),
     ([0.5, 1.0, 2.0], {}, "whole numbers of at least 0; got torch.float32"),
     ([True, False, True], {}, "whole numbers of at least 0; got torch.bool"),
-    ([1, -100, 3], {}, "at least 0; got torch.int64, -100"), ([], {}, "at least 2 tokens"),
+    ([1, -100, 3], {}, "at least 0; got torch.int64, -100"),
+    ([], {}, "at least 2 tokens"),
     ([1], {"context": (0, 1)}, "at least 2 tokens"),
     ([1, 2, 3], {"context": (2, 2)}, "context start < context end <="),
     ([1, 2, 3], {"context": (0, 4)}, "context start < context end <="),
@@ -183,7 +185,10 @@ def test_a_prompt_has_its_own_ids():
     ([1, 2, 3], {"question_end": 1}, "context end <= question_end <= length"),
     ([1, 2, 3], {"question_end": np.int64(2)}, "question_end takes .*; got int64"),
     ([1, 2, 3], {"question_end": 4}, "context end <= question_end <= length"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("ids", "fields", "message"), BAD_IDS)
 def test_bad_ids_and_spans_are_refused(ids, fields, message):
     with pytest.raises(PromptError, match=message):
         Prompt.from_ids(ids, **({"context": (0, 2)} | fields))
@@ -199,7 +204,7 @@ def template(text):
     return tokenizer
 
 
-@pytest.mark.parametrize(("make", "fields", "message"), [
+BAD_TEXTS = [
     (lambda: FAST[True], {"context": ""}, "context is empty"),
     (lambda: FAST[True], {"context": " \n"}, "context is empty"),
     (lambda: FAST[True], {"context": ["a", "b"]}, "context must be text; got list"),
@@ -210,7 +215,10 @@ def template(text):
     (lambda: template("fixed"), {}, "shows the user's message 0 times"),
     (lambda: template(2 * MESSAGE), {}, "shows the user's message 2 times"),
     (lambda: template(CHANGED), {}, "changes the question's text"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("make", "fields", "message"), BAD_TEXTS)
 def test_bad_texts_and_templates_are_refused(make, fields, message):
     texts = {"context": "The room is seven.", "question": "What is the code?"} | fields
     with pytest.raises(PromptError, match=message):

@@ -124,7 +124,7 @@ def other_spans(make):
     return result
 
 
-@pytest.mark.parametrize(("results", "answers", "message"), [
+REFUSED = [
     (lambda make: {}, None, "at least one result; got none"),
     (lambda make: {"a": make("snapkv", 3), "b": other_spans(make)}, None, "different contexts"),
     (lambda make: {"a": make("snapkv", 3), "b": make("snapkv", 3, layers=3)}, None, "KV heads"),
@@ -133,7 +133,10 @@ def other_spans(make):
     (lambda make: {"a": make("snapkv", 3)}, {"a": ["b", "c"]}, "An answer is a string; got list"),
     (lambda make: ["page.html"], None, r"a result of gracekv\.compress .*; got str"),
     (lambda make: {"a": make("snapkv", 3)}, {"z": "no"}, "keyed by label: a; got z"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("results", "answers", "message"), REFUSED)
 def test_what_cannot_stand_side_by_side(make, tmp_path, results, answers, message):
     with pytest.raises(ReportError, match=message):
         compare(results(make), tmp_path / "page.html", answers=answers)

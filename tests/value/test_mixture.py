@@ -32,11 +32,14 @@ def small(seed=0, context=40):
     return synthetic_prefill(dim=8, context=context, seed=seed)
 
 
-@pytest.mark.parametrize(("rule", "want"), [
+RULES = [
     ("sum", lambda a, b: 0.25 * a + 0.75 * b),
     ("rms", lambda a, b: (0.25 * a**2 + 0.75 * b**2).sqrt()),
     ("geometric", lambda a, b: a**0.25 * b**0.75),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("rule", "want"), RULES)
 def test_rules(rule, want):
     prefill, scorers = small(), (ReadAhead(), MeanAttention())
     a, b = (scorer(prefill, REGION).scores.double() for scorer in scorers)

@@ -82,12 +82,15 @@ def test_refuses_to_have_no_probes(scorer):
         scorer(question_probes=3, tail_probes=0)(prefill, Region(2, 30))
 
 
-@pytest.mark.parametrize(("scorer", "needed"), [
+NEEDED = [
     (MultiHop(), Needs(later_queries=True, last_queries=16)),
     (MultiHop(hops=0), Needs(last_queries=16)),
     (MultiHop(lambda_graph=0.0), Needs(last_queries=16)),
     (MultiHop(hops=0, question_probes=33), Needs(question_queries=33, last_queries=16)),
     (MultiHop(hops=0, tail_probes=17), Needs(last_queries=17)),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("scorer", "needed"), NEEDED)
 def test_declares_what_it_reads(scorer, needed):
     assert scorer.needs() == needed

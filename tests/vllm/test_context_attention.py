@@ -58,14 +58,17 @@ class Step:
         return output[self.batch.places.tolist()]
 
 
-@pytest.mark.parametrize(("dtype", "division", "merged"), [
+DIVISIONS = [
     # One-token requests share units.
     (torch.float32, DIVISION, 2),
     (torch.bfloat16, DIVISION, 2),
     # Units that begin within a token; many parts, also of pages.
     (torch.float32, Division(8, 10**6, 1), 2),
     (torch.float32, Division(8, 40, 10**6), 125),
-], ids=str)  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("dtype", "division", "merged"), DIVISIONS, ids=str)
 def test_equals_the_reference(dtype, division, merged):
     step = Step(dtype, division)
     made, batch, starts = step.made, step.batch, step.made.metadata.query_start_loc.tolist()
@@ -85,14 +88,17 @@ def test_equals_the_reference(dtype, division, merged):
     assert seen == set(range(len(places)))
 
 
-@pytest.mark.parametrize(("name", "change"), [
+CHANGES = [
     ("work", lambda x: {"units": x.units.int()}),
     ("rows", lambda x: {"rows": x.rows[:-1]}),
     ("positions", lambda x: {"positions": x.positions.float()}),
     ("first_slot", lambda x: {"first_slot": x.first_slot[1:]}),
     ("contexts", lambda x: {"addresses": x.addresses.mT.contiguous()}),
     ("context", lambda x: {"contexts": tuple(map(in_bfloat16, x.contexts))}),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGES)
 def test_what_does_not_fit_is_named_before_the_kernel_reads_it(name, change):
     step = Step(torch.float32, DIVISION)
     step.batch = replace(step.batch, **change(step.batch))

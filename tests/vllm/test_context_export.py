@@ -187,12 +187,15 @@ def test_a_prompt_with_its_question_goes_on_after_it(model, tokenizer, tmp_path)
         request(tmp_path, "asked", "Another?", tokenizer)
 
 
-@pytest.mark.parametrize(("question", "tokens", "error", "said"), [
+BAD_QUESTIONS = [
     (None, True, PromptError, "pass question"),
     ("", True, PromptError, "must be non-empty"),
     ("Why?", False, PromptError, "needs the tokenizer"),
     ("Why?", None, StoreError, "another tokenizer: tokenizer differ"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("question", "tokens", "error", "said"), BAD_QUESTIONS)
 def test_unusable_questions_are_refused(book, tokenizer, tmp_path, question, tokens, error, said):
     export(book, tmp_path / "book")
     given = {True: tokenizer, False: None, None: tiny_tokenizer(vocabulary=400)}[tokens]
@@ -200,12 +203,15 @@ def test_unusable_questions_are_refused(book, tokenizer, tmp_path, question, tok
         request(tmp_path, "book", question, given)
 
 
-@pytest.mark.parametrize(("options", "said"), [
+UNSERVED = [
     ({"rope": "dynamic"}, "RoPE 'dynamic'"),
     ({"family": "phi3", "rope": "longrope"}, "RoPE 'longrope'"),
     ({"family": "mistral", "window": 64}, "sliding window of 64"),
     ({"family": "ministral3"}, "scales its queries"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("options", "said"), UNSERVED)
 @pytest.mark.filterwarnings("ignore::gracekv.errors.LengthWarning")
 def test_models_that_vllm_would_see_otherwise_are_refused(options, said, tmp_path):
     model = (tried_model if options.get("family") == "ministral3" else tiny_model)(**options)

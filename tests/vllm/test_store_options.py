@@ -43,14 +43,17 @@ def test_an_unusable_allow_list_ends_the_start(root, allow):
         store_options({"store": str(root), "allow": allow})
 
 
-@pytest.mark.parametrize(("extra", "said"), [
+UNUSABLE = [
     ({}, "must name the folder"),
     ({"store": "/nowhere/at/all"}, "is not a folder"),
     ({"store": 3}, "must name the folder"),
     ({"store": ".", "limit": 3}, "takes 'store', 'limit_bytes' and 'allow'"),
     ({"store": ".", "limit_bytes": 0}, "at least 1"),
     ({"store": ".", "limit_bytes": True}, "at least 1"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("extra", "said"), UNUSABLE)
 def test_unusable_configurations_are_refused(extra, said):
     with pytest.raises(ConfigError, match=said):
         store_options(extra)
@@ -63,7 +66,7 @@ class Graphs:
         self.has_full_cudagraphs = lambda: full
 
 
-@pytest.mark.parametrize(("where", "field", "value", "said"), [
+NEVER_SERVED = [
     ("", "lora_config", object(), "LoRA adapters"),
     ("", "speculative_config", object(), "speculative decoding"),
     ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
@@ -72,7 +75,10 @@ class Graphs:
     ("parallel_config", "use_ubatching", True, ".*microbatches"),
     ("cache_config", "cache_dtype", "fp8", "a KV cache in fp8"),
     ("compilation_config", "cudagraph_mode", Graphs(True), "CUDA graphs of whole steps"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("where", "field", "value", "said"), NEVER_SERVED)
 def test_what_contexts_are_never_served_with_is_refused(where, field, value, said, monkeypatch):
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
