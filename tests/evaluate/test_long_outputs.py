@@ -81,10 +81,9 @@ def test_without_data_the_files_are_named(tokenizer):
 def rows_of(sources, model, tokenizer, tmp_path):
     def rows_of(methods, ratio):
         """Rows by method, none of which failed."""
-        experiment = Experiment.from_dict({
-            "model": "tiny", "tasks": [TASK], "data": str(sources.folder),
-            "methods": methods, "ratios": [ratio], "samples": 1, "generate": False,
-        })  # fmt: skip
+        few = {"methods": methods, "ratios": [ratio], "samples": 1, "generate": False}
+        what = {"model": "tiny", "tasks": [TASK], "data": str(sources.folder)}
+        experiment = Experiment.from_dict(what | few)
         done = run(experiment, tmp_path, model=model, tokenizer=tokenizer)
         assert (done.written, done.failed) == (len(methods), 0)
         return {row["method"]: row for row in read_rows(tmp_path)}

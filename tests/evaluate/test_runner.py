@@ -25,10 +25,8 @@ from gracekv.testing.models import tiny_llama
 from gracekv.value import WindowAttention
 
 METHODS = ["fullkv", "gracekv", "gracekv-no-global"]
-PANEL = {
-    "tasks": ["ruler:niah_multikey_1", "longbench:qasper"], "methods": METHODS, "ratios": [2, 4],
-    "lengths": [512], "samples": 2, "max_new_tokens": 4,
-}  # fmt: skip
+PANEL = {"tasks": ["ruler:niah_multikey_1", "longbench:qasper"], "methods": METHODS}
+PANEL |= {"ratios": [2, 4], "lengths": [512], "samples": 2, "max_new_tokens": 4}
 CELLS = 2 * 2 * 5
 
 

@@ -15,10 +15,8 @@ from gracekv.evaluate.sample import render_questions
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.tasks import SHARED, Task
 
-PANEL = {
-    "tasks": list(SHARED), "methods": ["fullkv", "snapkv"], "ratios": [3], "lengths": [700],
-    "samples": 1, "max_new_tokens": 3, "protocol": "query_agnostic", "recent_share": 0.5,
-}  # fmt: skip
+PANEL = {"tasks": list(SHARED), "methods": ["fullkv", "snapkv"], "ratios": [3], "lengths": [700]}
+PANEL |= {"samples": 1, "max_new_tokens": 3, "protocol": "query_agnostic", "recent_share": 0.5}
 
 
 @pytest.fixture(scope="module")

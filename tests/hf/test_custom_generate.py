@@ -74,10 +74,8 @@ def test_sampling_limits_and_other_outputs_work(model):
     limit = gracekv.Limit(entries_per_head=120, every=16, window=8)
     options = {"max_new_tokens": 40, "pad_token_id": 1, "ratio": 4, "pipeline": "snapkv"}
     torch.manual_seed(0)
-    made = model.generate(
-        IDS, custom_generate=gracekv.generate, do_sample=True, limit=limit,
-        return_dict_in_generate=True, **options,
-    )  # fmt: skip
+    how = {"custom_generate": gracekv.generate, "return_dict_in_generate": True}
+    made = model.generate(IDS, do_sample=True, limit=limit, **how, **options)
     torch.manual_seed(0)
     prompt = gracekv.Prompt.from_ids(IDS, (0, 136))
     result = gracekv.compress(model, prompt, ratio=4, pipeline="snapkv")

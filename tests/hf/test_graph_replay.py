@@ -67,10 +67,8 @@ def test_a_model_of_remote_code_may_take_cache_positions(replay):
 
 
 def test_replayed_generation_of_a_batch_with_sampling_and_penalties(replay, model, batch):
-    options = {
-        "do_sample": True, "top_k": 1, "repetition_penalty": 1.3, "eos_token_id": 3,
-        "return_dict_in_generate": True, "output_logits": True,
-    }  # fmt: skip
+    options = {"do_sample": True, "top_k": 1, "repetition_penalty": 1.3, "eos_token_id": 3}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
     answers, scores = [], []
     for suits in (True, False):
         graph_replay.suits = lambda *args, suits=suits: suits

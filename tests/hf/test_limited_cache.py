@@ -255,16 +255,13 @@ def test_samples_of_a_batch_may_begin_with_a_cut(model):
     prompts = [gracekv.Prompt.from_ids(ids, (4, len(ids) - 10)) for ids in (IDS, IDS[:45])]
     batch = gracekv.compress(model, prompts, ratio=2)
     cache = batch.new_cache(Limit(entries_per_head=60, every=16, window=8))
-    options = {"past_key_values": cache, "do_sample": True, "pad_token_id": 0}
+    options = {"max_new_tokens": 1, "do_sample": True, "pad_token_id": 0}
     ids, mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
     while cache.cuts < 2:
         cuts = cache.cuts
-        rows = model.generate(
-            ids, attention_mask=mask, num_return_sequences=2, max_new_tokens=1,
-            **options | {"past_key_values": copy.deepcopy(cache)},
-        )  # fmt: skip
-        assert len(rows) == 4
-        ids = model.generate(ids, attention_mask=mask, max_new_tokens=1, **options)
+        two = {"past_key_values": copy.deepcopy(cache), "num_return_sequences": 2}
+        assert len(model.generate(ids, attention_mask=mask, **two, **options)) == 4
+        ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
         mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
         assert cache.cuts - cuts < 2
 

@@ -16,11 +16,9 @@ PROMPT = gracekv.Prompt.from_ids(IDS, (4, 138), question_end=146)
 def llama():
     """Wide enough for groups of quantised weights."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128}
+    heads = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.3)).eval()
 
 
 def lora():

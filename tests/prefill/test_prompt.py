@@ -66,10 +66,9 @@ def pieces(prompt, tokenizer):
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_chat_prompt_is_cut_where_the_texts_meet(slow):
     tokenizer = FAST[True]
-    prompt = Prompt.from_chat(
-        Slow(tokenizer) if slow else tokenizer, context="The code of room seven is 419.",
-        question="What is the code?", instruction="Read this:", answer_prefix="The code is",
-    )  # fmt: skip
+    texts = {"context": "The code of room seven is 419.", "question": "What is the code?"}
+    around = {"instruction": "Read this:", "answer_prefix": "The code is"}
+    prompt = Prompt.from_chat(Slow(tokenizer) if slow else tokenizer, **texts, **around)
 
     assert pieces(prompt, tokenizer) == [
         "<s><|user|>\nRead this:\n\n",

@@ -124,10 +124,8 @@ def theirs(press, module, kwargs, end):
     keys, values = (x.view(shape).transpose(1, 2) for x in projected)
     half = module.head_dim // 2
     turned = torch.cat([-keys[..., half:], keys[..., :half]], dim=-1)
-    press.score_kvzip(
-        module, hidden[:, end:], keys * cos + turned * sin, values, None,
-        {"position_embeddings": (cos[:, end:], sin[:, end:])},
-    )  # fmt: skip
+    keys, extra = keys * cos + turned * sin, {"position_embeddings": (cos[:, end:], sin[:, end:])}
+    press.score_kvzip(module, hidden[:, end:], keys, values, None, extra)
 
 
 @settings(max_examples=15)

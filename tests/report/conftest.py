@@ -41,10 +41,8 @@ def make_result(
     spans = prefill.spans
     prompt = Prompt(torch.arange(spans.length), spans, None, tokenizer or Words())
     model = SimpleNamespace(config=SimpleNamespace(name_or_path="somebody/a-model"))
-    return SimpleNamespace(
-        model=model, prompt=prompt, _run=run, pipeline=pipeline, accounting=run.accounting,
-        prefill=prefill,
-    )  # fmt: skip
+    given = {"model": model, "prompt": prompt, "pipeline": pipeline, "prefill": prefill}
+    return SimpleNamespace(**given, _run=run, accounting=run.accounting)
 
 
 @pytest.fixture(scope="session")

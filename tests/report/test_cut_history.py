@@ -25,10 +25,8 @@ def book():
 
 def written(result, limit, count=120):
     cache = result.new_cache(limit)
-    ids = result.model.generate(
-        **result.inputs, past_key_values=cache, max_new_tokens=count, min_new_tokens=count,
-        do_sample=False,
-    )  # fmt: skip
+    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+    ids = result.model.generate(**result.inputs, past_key_values=cache, **options)
     return cache, ids[0]
 
 

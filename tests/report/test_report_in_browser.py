@@ -20,11 +20,8 @@ def test_loads_from_one_file(page):
 
 
 def test_numbers_are_the_accounting(page, pair):
-    names = (
-        "budget", "spent", "floor_spent", "recent", "bytes", "full_bytes", "metadata_bytes",
-        "backend_bytes",
-    )  # fmt: skip
-    for name in names:
+    names = "budget spent floor_spent recent bytes full_bytes metadata_bytes backend_bytes"
+    for name in names.split():
         cells = page.locator(f"#accounting td[data-field={name}]")
         for at, result in enumerate(pair.values()):
             assert number(cells.nth(at).text_content()) == getattr(result.accounting, name), name

@@ -146,54 +146,39 @@ def test_what_cannot_stand_side_by_side(make, tmp_path, results, answers, messag
 WORDS = (" the", " rabbit", " ran", " away", ".\n", " because", " it", " was", " late", ",")
 
 
-def long_report(tokens: int, *, layers: int, heads: int, ratio: int) -> ReportData:
-    """Two random columns over a context of `tokens` tokens, as scattered and large as possible.
+LAYERS, HEADS = 28, 4
+# A context of 32k tokens, from which each head keeps a quarter.
+BEGIN, END, KEPT = 40, 40 + 32768, 8192
+
+
+def column(number):
+    """A random column, as scattered and large as possible.
 
     In the first one, half of the entries are merged and extend to the next one; the others hold
     single tokens.
-
-    Args:
-        tokens: N_ctx.
-        layers: L.
-        heads: G.
-        ratio: the context keeps `tokens // ratio` entries in each head.
     """
-    begin, end = 40, 40 + tokens
-    spans = PromptSpans(begin, end, end + 30, end + 40)
-    made = [column(number, tokens, layers, heads, tokens // ratio) for number in range(2)]
-    words = tuple(WORDS[i * i % 10] for i in range(spans.length))
-    return ReportData("a model", spans, words, tuple(made))
-
-
-def column(number: int, tokens: int, layers: int, heads: int, kept: int) -> ReportColumn:
-    rng = torch.Generator().manual_seed(number)
-    units, begin = layers * heads, 40
-    start = torch.rand(units, tokens, generator=rng).argsort(1)[:, :kept].sort(1).values
+    rng, units, tokens = torch.Generator().manual_seed(number), LAYERS * HEADS, END - BEGIN
+    start = torch.rand(units, tokens, generator=rng).argsort(1)[:, :KEPT].sort(1).values
     reach = torch.cat([start[:, 1:], torch.full((units, 1), tokens)], 1)
     merged = (torch.rand(start.shape, generator=rng) < 0.5) & (number == 0)
     end = torch.where(merged, reach, start + 1)
-    start, end = start.flatten() + begin, end.flatten() + begin
-    entries = KeptEntries(
-        layers=layers, heads=heads, region=(begin, begin + tokens),
-        offsets=torch.arange(units + 1) * kept, start=start, end=end,
-        multiplicity=1 + 0.7 * (end - start - 1).float(),
-        depth=torch.randint(0, 9, start.shape, generator=rng).to(torch.int16),
-        floor=torch.rand(start.shape, generator=rng) < 0.3,
-    )  # fmt: skip
-    return ReportColumn(
-        label=f"made {number}", pipeline={}, represents="node", entries=entries,
-        slots=torch.arange(begin, begin + tokens + 1, 64),
-        relevance=CodedRelevance.of(torch.rand(layers, heads, tokens - 32, generator=rng) ** 6),
-        curve=None,
-        accounting=Accounting(
-            budget=len(start), spent=len(start), floor_spent=0, recent=32,
-            entries=entries.offsets.diff().view(entries.layers, entries.heads),
-            bytes=256 * len(start), metadata_bytes=8 * len(start), full_bytes=256 * units * tokens,
-        ),
-        timings=Timings(),
-    )  # fmt: skip
+    start, end = start.flatten() + BEGIN, end.flatten() + BEGIN
+    offsets, mass = torch.arange(units + 1) * KEPT, 1 + 0.7 * (end - start - 1).float()
+    depth = torch.randint(0, 9, start.shape, generator=rng).to(torch.int16)
+    floor = torch.rand(start.shape, generator=rng) < 0.3
+    entries = KeptEntries(LAYERS, HEADS, (BEGIN, END), offsets, start, end, mass, depth, floor)
+    scores = CodedRelevance.of(torch.rand(LAYERS, HEADS, tokens - 32, generator=rng) ** 6)
+    shown = {"entries": entries, "slots": torch.arange(BEGIN, END + 1, 64), "relevance": scores}
+    count, held = len(start), offsets.diff().view(LAYERS, HEADS)
+    counts = {"budget": count, "spent": count, "floor_spent": 0, "recent": 32, "entries": held}
+    sizes = {"bytes": 256 * count, "metadata_bytes": 8 * count, "full_bytes": 1024 * count}
+    told = {"curve": None, "accounting": Accounting(**counts, **sizes), "timings": Timings()}
+    return ReportColumn(f"made {number}", pipeline={}, represents="node", **shown, **told)
 
 
 @pytest.mark.long
 def test_two_results_of_32k_tokens_stay_below_15_megabytes():
-    assert len(render(long_report(32768, layers=28, heads=4, ratio=4)).encode()) < 15e6
+    spans = PromptSpans(BEGIN, END, END + 30, END + 40)
+    words = tuple(WORDS[i * i % 10] for i in range(spans.length))
+    data = ReportData("a model", spans, words, (column(0), column(1)))
+    assert len(render(data).encode()) < 15e6

@@ -47,10 +47,9 @@ class ContextServer(ThreadingHTTPServer):
         other = {x: value for x, value in other.items() if x not in ("into", "limit")}
         if ratio in (None, "NaN") or (amount := Fraction(ratio)) < 1 or other:
             raise Refusal(400, f"A ratio is at least 1; got {ratio}. {other or ''}")
-        self.contexts[name] = {
-            "name": name, "state": "compressing", "length": len(ids), "entries": None,
-            "ratio": float(amount), "recipe": recipe, "saved": save, "pages": 3,
-        }  # fmt: skip
+        asked = {"name": name, "ratio": float(amount), "recipe": recipe, "saved": save}
+        begun = {"state": "compressing", "length": len(ids), "entries": None, "pages": 3}
+        self.contexts[name] = asked | begun
         self.waiting[name] = self.looks
         return {"name": name, "state": "compressing"}
 

@@ -44,10 +44,10 @@ class SecondDeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> SecondDeviceTensor:
+        layout: Any = {"strides": held.stride(), "storage_offset": held.storage_offset()}
         made: SecondDeviceTensor = Tensor._make_wrapper_subclass(
-            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(),
-            dtype=held.dtype, device=SECOND_DEVICE,
-        )  # fmt: skip
+            cls, held.shape, dtype=held.dtype, device=SECOND_DEVICE, **layout
+        )
         made.held = held
         return made
 

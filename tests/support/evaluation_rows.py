@@ -4,15 +4,16 @@ import json
 
 
 def row(method, column, index, score, task="ruler:cwe", **fields):
-    return {
-        "key": f"{method}|{column}|{task}|{index}|{fields.get('settings', '')}",
-        "sample": f"{task}|{index}", "prompt_hash": f"{task}|{index}", "model": "tiny",
-        "dtype": "float32", "marks": {"weights": "first"}, "task": task, "length": 1024,
-        "seed": 42, "index": index, "settings": {"protocol": "query_aware", "max_new_tokens": 4},
-        "group": "aggregation", "metric": "set_recall", "method": method, "column": column,
-        "versions": {"gracekv": "0.1.0"}, "source": "generated", "error": None, "score": score,
-        "fidelity": {"kl": 1 - score, "dnll": 0.0, "top1": score, "aoe": 0.5}, **fields,
-    }  # fmt: skip
+    case, settings = f"{task}|{index}", {"protocol": "query_aware", "max_new_tokens": 4}
+    key = f"{method}|{column}|{case}|{fields.get('settings', '')}"
+    cell = {"key": key, "method": method, "column": column, "settings": settings}
+    model = {"model": "tiny", "dtype": "float32", "marks": {"weights": "first"}}
+    sample = {"sample": case, "prompt_hash": case, "length": 1024, "seed": 42, "index": index}
+    what = {"task": task, "source": "generated", "group": "aggregation", "metric": "set_recall"}
+    fidelity = {"kl": 1 - score, "dnll": 0.0, "top1": score, "aoe": 0.5}
+    found = {"error": None, "score": score, "fidelity": fidelity}
+    versions = {"versions": {"gracekv": "0.1.0"}}
+    return cell | model | sample | what | found | versions | fields
 
 
 def grid(scores):

@@ -14,9 +14,7 @@ def fresh_python(
 
     It must end with `status`; None allows any.
     """
-    done = run(
-        [sys.executable, *map(str, argv)], capture_output=True, text=True, check=False, cwd=cwd,
-        env=os.environ | variables,
-    )  # fmt: skip
+    command, env = [sys.executable, *map(str, argv)], os.environ | variables
+    done = run(command, capture_output=True, text=True, check=False, cwd=cwd, env=env)
     assert status in (None, done.returncode), (done.stdout + done.stderr)[-3000:]
     return done

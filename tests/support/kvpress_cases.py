@@ -38,13 +38,12 @@ class Case:
 
     def layers(self):
         """Per layer what a press takes: module, hidden states, keys, values that tell positions."""
+        rope = self.prefill.rope
+        extra = {"position_embeddings": (rope.cos[None], rope.sin[None])}
         for layer, block in enumerate(self.model.model.layers):
             keys = self.prefill.keys[layer][None]
             told = torch.arange(self.length).float()[None, None, :, None].expand_as(keys)
-            yield (
-                block.self_attn, self.inputs[layer], keys, told,
-                {"position_embeddings": (self.prefill.rope.cos[None], self.prefill.rope.sin[None])},
-            )  # fmt: skip
+            yield block.self_attn, self.inputs[layer], keys, told, extra
 
 
 def case_of(model, ids):

@@ -40,10 +40,8 @@ def answer(server, ids, name=None):
     """The tokens of a greedy answer with their log-probabilities."""
     import httpx
 
-    body = {
-        "model": NAME, "prompt": list(ids), "max_tokens": TOKENS, "temperature": 0, "logprobs": 0,
-        "ignore_eos": True, "return_token_ids": True,
-    }  # fmt: skip
+    body = {"model": NAME, "prompt": list(ids), "max_tokens": TOKENS, "temperature": 0}
+    body |= {"logprobs": 0, "ignore_eos": True, "return_token_ids": True}
     if name is not None:
         body["kv_transfer_params"] = {"gracekv": name}
     reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)

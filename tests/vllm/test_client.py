@@ -28,10 +28,9 @@ def test_a_document_becomes_a_context(client, server, tokenizer):
     facts = ("book", "ready", len(ids), 1200, 614400, 4.0, 0.5, "gracekv-agnostic")
     assert made == Context(*facts, saved=True)
     assert client.list() == (made,)
-    assert server.bodies[0] == {
-        "model": MODEL, "prompt": ids, "max_tokens": 1, "temperature": 0.0,
-        "kv_transfer_params": {"gracekv": {"compress": {"name": "book", "ratio": 4, "save": True}}},
-    }  # fmt: skip
+    order = {"compress": {"name": "book", "ratio": 4, "save": True}}
+    plain = {"model": MODEL, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
+    assert server.bodies[0] == plain | {"kv_transfer_params": {"gracekv": order}}
     assert server.bodies[1]["kv_transfer_params"] == {"gracekv": {"list": "book"}}
 
 

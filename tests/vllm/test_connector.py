@@ -56,11 +56,10 @@ class Scheduler:
         self.side.begin(SimpleNamespace(admit=admit, header=admit, names=list))
 
     def take(self, key, name, skips=False):
-        request = SimpleNamespace(
-            request_id=key, kv_transfer_params={"gracekv": name}, cache_salt=None, max_tokens=9,
-            skip_reading_prefix_cache=skips, num_prompt_tokens=3, num_computed_tokens=0,
-            update_block_hashes=list,
-        )  # fmt: skip
+        facts = {"request_id": key, "kv_transfer_params": {"gracekv": name}, "cache_salt": None}
+        tokens = {"max_tokens": 9, "num_prompt_tokens": 3, "num_computed_tokens": 0}
+        hashed = {"skip_reading_prefix_cache": skips, "update_block_hashes": list}
+        request = SimpleNamespace(**facts, **tokens, **hashed)
         self.side.on_new_request(request)
         return request
 

@@ -36,9 +36,8 @@ def made(template):
 
 
 LINE = "<|user|>\n{{ messages[0]['content'] }}<|end|><|assistant|>"
-TOKENIZERS = {
-    "chat": made("tiny"), "system": made(SYSTEM), "none": made(None), "newline": made(LINE),
-}  # fmt: skip
+TEMPLATES = {"chat": "tiny", "system": SYSTEM, "none": None, "newline": LINE}
+TOKENIZERS = {name: made(template) for name, template in TEMPLATES.items()}
 CHATS = ("chat", "system")
 words = st.text("aZ 0.?\nß", min_size=1, max_size=12).map(lambda text: f"Who {text}?")
 
@@ -49,10 +48,10 @@ def header(made_with, **fields):
 
 
 def chat(tokenizer, *messages, role="user", **options):
+    said = [{"role": role if n == 0 else "user", "content": m} for n, m in enumerate(messages)]
     text = tokenizer.apply_chat_template(
-        [{"role": role if n == 0 else "user", "content": m} for n, m in enumerate(messages)],
-        tokenize=False, add_generation_prompt=True, **options,
-    )  # fmt: skip
+        said, tokenize=False, add_generation_prompt=True, **options
+    )
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

@@ -82,10 +82,8 @@ def test_the_platform_for_gpus_selects_them(monkeypatch, capability, chosen):
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
     plugin.register()
     monkeypatch.setattr(CudaPlatformBase, "get_device_capability", classmethod(lambda _: found))
-    config = AttentionSelectorConfig(
-        head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None,
-        use_kv_connector=True,
-    )  # fmt: skip
+    states = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto"}
+    config = AttentionSelectorConfig(**states, block_size=None, use_kv_connector=True)
     selected = chosen and registry.AttentionBackendEnum[chosen]
     assert CudaPlatformBase.get_attn_backend_cls(selected, config) == GPU[chosen or NAMES[0]]
 
@@ -149,11 +147,10 @@ def test_graphs_of_whole_steps_are_for_engines_without_contexts(
     monkeypatch.setattr(platform, "support_static_graph_mode", classmethod(lambda _: True))
     monkeypatch.setattr(platform, "check_and_update_config", classmethod(lambda *_: None))
     store = KVTransferConfig(**kv_transfer_config(tiny_served.store)) if with_store else None
-    config = EngineArgs(
-        model=str(tiny_served.folder), dtype="float32", max_model_len=256, kv_transfer_config=store,
-        compilation_config={"mode": "VLLM_COMPILE", "cudagraph_mode": mode},
-    ).create_engine_config()  # fmt: skip
-    got = config.compilation_config.cudagraph_mode.name
+    graphs = {"mode": "VLLM_COMPILE", "cudagraph_mode": mode}
+    options = {"dtype": "float32", "max_model_len": 256, "compilation_config": graphs}
+    args = EngineArgs(model=str(tiny_served.folder), kv_transfer_config=store, **options)
+    got = args.create_engine_config().compilation_config.cudagraph_mode.name
     assert got == ("PIECEWISE" if with_store and mode != "NONE" else mode)
 
 

@@ -63,11 +63,9 @@ def test_a_client_without_python_fills_in_the_header_s_text(client, server):
     import httpx
 
     header = json.loads((server.store / "book" / "header.json").read_text())
-    body = {
-        "model": NAME, "prompt": header["question_text"].replace("{question}", QUESTION),
-        "add_special_tokens": False, "max_tokens": TOKENS, "temperature": 0,
-        "kv_transfer_params": {"gracekv": "book"},
-    }  # fmt: skip
+    text = header["question_text"].replace("{question}", QUESTION)
+    body = {"model": NAME, "prompt": text, "max_tokens": TOKENS, "temperature": 0}
+    body |= {"add_special_tokens": False, "kv_transfer_params": {"gracekv": "book"}}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
     assert answer["choices"][0]["text"] == ask(client, server).choices[0].text
 
@@ -106,10 +104,10 @@ def test_a_client_compresses_asks_and_deletes(client, server):
     prompt = gracekv.Prompt.from_chat(server.tokenizer, context=text)
     own = gracekv.compress(server.model, prompt, ratio=2).ask(QUESTION, TOKENS)
     assert answer[:30] == own[:30]
-    chat = client.chat.completions.create(
-        model=NAME, messages=[{"role": "user", "content": QUESTION}], max_tokens=TOKENS,
-        temperature=0, extra_body={"kv_transfer_params": {"gracekv": "own"}},
-    )  # fmt: skip
+    asked = [{"role": "user", "content": QUESTION}]
+    extra = {"kv_transfer_params": {"gracekv": "own"}}
+    options = {"max_tokens": TOKENS, "temperature": 0, "extra_body": extra}
+    chat = client.chat.completions.create(model=NAME, messages=asked, **options)
     assert chat.choices[0].message.content == answer
     assert [one.name for one in mine.list()] == ["book", "own"]
     mine.delete("own")
