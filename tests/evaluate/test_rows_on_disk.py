@@ -81,9 +81,12 @@ def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
     assert [row["key"] for row in read_rows(tmp_path)] == ["a", "c"]
 
 
-@pytest.mark.parametrize(("line", "why"), [
-    ("not json", "Expecting value"), ("[1]", "not a mapping"), ('{"no": "key"}', "'key' is None"),
-    ("[" * 100_000, "recursion"), ('{"key": "\\ud800"}', "surrogates"),
+NO_ROWS = [
+    ("not json", "Expecting value"),
+    ("[1]", "not a mapping"),
+    ('{"no": "key"}', "'key' is None"),
+    ("[" * 100_000, "recursion"),
+    ('{"key": "\\ud800"}', "surrogates"),
     (json.dumps(keyed("a", seed=True)), "'seed' is True"),
     (json.dumps(keyed("a", length="1024")), "'length' is '1024'"),
     (json.dumps(keyed("a", column="fast")), "'column' is 'fast'"),
@@ -94,7 +97,10 @@ def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
     (json.dumps(keyed("a", metric=None)), "error is not a string"),
     (json.dumps(keyed("a", questions=[3])), "not mappings"),
     (json.dumps(keyed("a", score=float("nan"))), "not JSON compliant"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("line", "why"), NO_ROWS)
 def test_a_complete_line_that_is_no_row_is_an_error(tmp_path, line, why):
     path = written(tmp_path, [keyed("whole")]) / "rows-main.jsonl"
     path.write_text(f"{path.read_text()}{line}\n")

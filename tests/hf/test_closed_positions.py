@@ -16,10 +16,16 @@ PROMPT = gracekv.Prompt.from_ids(torch.arange(60) * 13 % 97, (4, 50))
 SIZES = {"entries_per_head": 80, "every": 16, "window": 8}
 
 
-@pytest.mark.parametrize(("family", "options"), [
-    ("llama", {}), ("llama", {"rope": "yarn", "original": 32}), ("glm4", {"partial": 0.5}),
-    ("smollm3", {}), ("gemma3_text", {"window": 24}),
-])  # fmt: skip
+FAMILIES = [
+    ("llama", {}),
+    ("llama", {"rope": "yarn", "original": 32}),
+    ("glm4", {"partial": 0.5}),
+    ("smollm3", {}),
+    ("gemma3_text", {"window": 24}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), FAMILIES)
 def test_closed_keys_are_those_of_the_closed_positions(family, options):
     """The first compressed layer's keys do not depend on cuts, so a full cache has them, too."""
     model, known = tiny_model(family, **{"positions": 4096, **options}), 128

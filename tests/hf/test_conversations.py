@@ -122,9 +122,15 @@ def test_what_is_kept_keeps_all_its_entries(model, prompt, pipeline):
         assert coded[0] == coded[1]
 
 
-@pytest.mark.parametrize(("ratio", "minimum", "dtype"), [
-    (4, 4, None), (16, 4, None), (16, 16, None), (8, 4, torch.float64),
-])  # fmt: skip
+FAR = [
+    (4, 4, None),
+    (16, 4, None),
+    (16, 16, None),
+    (8, 4, torch.float64),
+]
+
+
+@pytest.mark.parametrize(("ratio", "minimum", "dtype"), FAR)
 def test_older_messages_may_be_compressed_far(model, prompt, ratio, minimum, dtype):
     window = {"window": {"size": 32, "minimum": minimum}}
     if dtype is not None:

@@ -103,13 +103,19 @@ def test_after_a_whole_past_it_keeps_what_the_full_cache_would(model, recipe, op
 MERGES = gracekv.Pipeline.from_dict({"window": {"size": 4, "minimum": 4}})
 
 
-@pytest.mark.parametrize("chunk", [None, 11])
-@pytest.mark.parametrize(("family", "options", "recipe"), [
-    ("llama", {}, MERGES), ("llama", {"attention": "eager"}, "gracekv-agnostic"),
+READERS = [
+    ("llama", {}, MERGES),
+    ("llama", {"attention": "eager"}, "gracekv-agnostic"),
     ("llama", {"rope": "yarn", "positions": 512}, "gracekv-agnostic"),
-    ("phi3", {"partial": 0.5}, MERGES), ("qwen3", {}, "gracekv-agnostic"), ("gemma", {}, "d2o"),
+    ("phi3", {"partial": 0.5}, MERGES),
+    ("qwen3", {}, "gracekv-agnostic"),
+    ("gemma", {}, "d2o"),
     *(("llama", {}, x) for x in CODED.values()),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("chunk", [None, 11])
+@pytest.mark.parametrize(("family", "options", "recipe"), READERS)
 def test_the_passage_is_read_over_the_packed_entries(family, options, recipe, chunk):
     """Uneven heads, merged entries and codes are read as in decoding."""
     model = tiny_model(family, **options)

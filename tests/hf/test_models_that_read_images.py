@@ -18,11 +18,10 @@ SHORTER = gracekv.Prompt.from_ids(IDS[5:45], (3, 30), question_end=36)
 TEXT_SIZES = SIZES | {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
-LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
-}  # fmt: skip
+HALF = ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2, "rope_parameters": HALF}
+LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 EYES = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 14}
 SIGHT = EYES | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 DEPTH = EYES | {"depth": 1, "num_heads": 2, "out_hidden_size": 64}

@@ -28,10 +28,8 @@ BEGUN = [
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 FOUND = {"role": "tool", "tool_call_id": "1", "content": TEXT[200:500]}
 PARTS = [{"role": "user", "content": [{"type": "text", "text": x} for x in ("Who", "fell?")]}]
-LATER = [
-    *BEGUN, CALLED, FOUND, {"role": "assistant", "content": "<think>A cat?</think>Alice."},
-    {"role": "user", "content": "And what does she see?"},
-]  # fmt: skip
+THOUGHT = {"role": "assistant", "content": "<think>A cat?</think>Alice."}
+LATER = [*BEGUN, CALLED, FOUND, THOUGHT, {"role": "user", "content": "And what does she see?"}]
 
 
 @pytest.fixture(scope="module")

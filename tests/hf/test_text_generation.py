@@ -92,10 +92,13 @@ def test_reused_questions_are_asked_about_one_compressed_context(model, tokenize
     assert always(**apart, reuse=False) == pipe(**apart)
 
 
-@pytest.mark.parametrize(("options", "error", "message"), [
+BAD_CALLS = [
     ({"question": ["w1", " "], "ratio": 2, "reuse": True}, PromptError, "non-empty text; got ' '"),
-    ({"question": "w1", "ratio": 2, "reuse": True, "answer_prefix": "w2"}, ConfigError,
-     "Leave out answer_prefix or reuse=True"),
+    (
+        {"question": "w1", "ratio": 2, "reuse": True, "answer_prefix": "w2"},
+        ConfigError,
+        "Leave out answer_prefix or reuse=True",
+    ),
     ({"question": "w1"}, BudgetError, "exactly one budget"),
     ({"question": [], "ratio": 2}, PromptError, "non-empty list; got an empty list"),
     ({"question": "w1", "ratio": 2, "kv_bytes": 9}, BudgetError, "got ratio and kv_bytes"),
@@ -103,7 +106,10 @@ def test_reused_questions_are_asked_about_one_compressed_context(model, tokenize
     ({"question": [3], "ratio": 2}, PromptError, "question must be text; got int"),
     ({"questions": ["w1"], "ratio": 2}, ConfigError, "Give question= and pipeline= instead of que"),
     ({"context": " ", "question": "w1", "ratio": 2}, PromptError, "context is empty"),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_CALLS)
 def test_bad_calls_are_refused(pipe, options, error, message):
     with pytest.raises(error, match=message):
         pipe(**({"context": CONTEXT} | options))

@@ -28,10 +28,14 @@ def entries_of(worth, lengths, loss):
 
 @settings(max_examples=60)
 @given(
-    seed=SEEDS, lengths=lists(ints(0, 9), min_size=HEADS, max_size=HEADS), ties=bools(),
-    drawn=bools(), block=some([(0, 0, 0, 0), (7, 7, 7, 0), (40, 40, 40, 0)]),
-    per_block=some([1, 2, 4]), budget=ints(0, 200),
-)  # fmt: skip
+    seed=SEEDS,
+    lengths=lists(ints(0, 9), min_size=HEADS, max_size=HEADS),
+    ties=bools(),
+    drawn=bools(),
+    block=some([(0, 0, 0, 0), (7, 7, 7, 0), (40, 40, 40, 0)]),
+    per_block=some([1, 2, 4]),
+    budget=ints(0, 200),
+)
 def test_gives_what_the_reference_gives(seed, lengths, ties, drawn, block, per_block, budget):
     rng = torch.Generator().manual_seed(seed)
     worth = torch.rand(sum(lengths), generator=rng).double()

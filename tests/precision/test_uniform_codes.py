@@ -70,9 +70,12 @@ def test_a_byte_holds_channels_that_lie_its_bytes_apart_the_first_lowest(bits):
 
 @settings(max_examples=30)
 @given(
-    seed=SEEDS, dtype=some(DTYPES), side=some(["keys", "values"]), bits=some([2, 4, 8]),
+    seed=SEEDS,
+    dtype=some(DTYPES),
+    side=some(["keys", "values"]),
+    bits=some([2, 4, 8]),
     size=some([1e-2, 1.0, 1e4]),
-)  # fmt: skip
+)
 def test_constant_groups_are_exact(seed, dtype, side, bits, size):
     rng = torch.Generator().manual_seed(seed)
     lengths, coding = torch.tensor([7, 0, 4]), Coding(bits, 4)
@@ -96,9 +99,12 @@ def quantised(layer, **fields):
 
 @settings(max_examples=15)
 @given(
-    seed=SEEDS, lengths=lists(ints(0, 50), min_size=4, max_size=4), bits=some([2, 4, 8]),
-    dtype=some(DTYPES), sinks=ints(0, 6),
-)  # fmt: skip
+    seed=SEEDS,
+    lengths=lists(ints(0, 50), min_size=4, max_size=4),
+    bits=some([2, 4, 8]),
+    dtype=some(DTYPES),
+    sinks=ints(0, 6),
+)
 def test_only_the_region_changes_and_heads_do_not_meet(seed, lengths, bits, dtype, sinks):
     layer = layer_of(torch.Generator().manual_seed(seed), lengths, dtype=dtype, sequences=2)
     made = quantised(layer, bits=bits, sinks=sinks)

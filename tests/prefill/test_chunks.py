@@ -28,11 +28,9 @@ def captured(model, chunk=None):
 
 
 def tensors(prefill):
-    return {
-        "keys": torch.stack(prefill.keys), "values": torch.stack(prefill.values),
-        "queries": torch.stack(prefill.queries), "logits": prefill.logits, "cos": prefill.rope.cos,
-        **{repr(observer): seen for observer, seen in prefill.observed.items()},
-    }  # fmt: skip
+    states = {x: torch.stack(getattr(prefill, x)) for x in ("keys", "values", "queries")}
+    observed = {repr(observer): seen for observer, seen in prefill.observed.items()}
+    return {**states, **observed, "logits": prefill.logits, "cos": prefill.rope.cos}
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

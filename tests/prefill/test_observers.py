@@ -95,10 +95,16 @@ def test_a_plain_observer_passes():
         check_observer(Sums(), seed)
 
 
-@pytest.mark.parametrize(("fault", "error"), [
-    ("shape", ShapeError), ("nan", NonFiniteError), ("keeps a view", NonFiniteError),
-    ("reads ahead", NonFiniteError), ("counts runs", AssertionError),
-])  # fmt: skip
+FAULTS = [
+    ("shape", ShapeError),
+    ("nan", NonFiniteError),
+    ("keeps a view", NonFiniteError),
+    ("reads ahead", NonFiniteError),
+    ("counts runs", AssertionError),
+]
+
+
+@pytest.mark.parametrize(("fault", "error"), FAULTS)
 def test_faults_are_found_and_named(fault, error):
     with pytest.raises(error, match=rf"Sums\(fault='{fault}'\)"):
         check_observer(Sums(fault))

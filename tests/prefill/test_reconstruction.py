@@ -130,9 +130,13 @@ def theirs(press, module, kwargs, end):
 
 @settings(max_examples=15)
 @given(
-    seed=SEEDS, start=ints(0, 6), length=ints(1, 12), count=ints(1, 25),
-    power=some([0.0, 2.0, 3.0]), softcap=some([None, 1.5]),
-)  # fmt: skip
+    seed=SEEDS,
+    start=ints(0, 6),
+    length=ints(1, 12),
+    count=ints(1, 25),
+    power=some([0.0, 2.0, 3.0]),
+    softcap=some([None, 1.5]),
+)
 def test_received_attention_is_that_of_a_masked_softmax(seed, start, length, count, power, softcap):
     rng = torch.Generator().manual_seed(seed)
     shapes = (4, count, 8), (2, start + length + 3, 8), (2, count, 8)

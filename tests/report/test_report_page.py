@@ -171,7 +171,7 @@ def column(number):
     shown = {"entries": entries, "slots": torch.arange(BEGIN, END + 1, 64), "relevance": scores}
     count, held = len(start), offsets.diff().view(LAYERS, HEADS)
     counts = {"budget": count, "spent": count, "floor_spent": 0, "recent": 32, "entries": held}
-    sizes = {"bytes": 256 * count, "metadata_bytes": 8 * count, "full_bytes": 1024 * count}
+    sizes = {"bytes": 256 * count, "metadata_bytes": 8 * count, "full_bytes": 256 * units * tokens}
     told = {"curve": None, "accounting": Accounting(**counts, **sizes), "timings": Timings()}
     return ReportColumn(f"made {number}", pipeline={}, represents="node", **shown, **told)
 

@@ -20,9 +20,12 @@ def inside_nan(x: Tensor) -> Tensor:
 
 
 def ragged(
-    rng: torch.Generator, lengths: list[int], dim: int = 64, dtype: torch.dtype = torch.float32,
+    rng: torch.Generator,
+    lengths: list[int],
+    dim: int = 64,
+    dtype: torch.dtype = torch.float32,
     sequences: int = 1,
-) -> RaggedEntries:  # fmt: skip
+) -> RaggedEntries:
     """A layer whose heads hold so many entries."""
     layer = layer_of(rng, lengths, dim, dtype, sequences)
     read = ("keys", "values", "log_multiplicity")

@@ -33,7 +33,7 @@ class Family:
     @property
     def has_states(self) -> bool:
         """Whether layers hold states of fixed size."""
-        return self.options["family"] in _WITH_STATES
+        return self.options["family"] in _WITH_STATES.split()
 
     @property
     def can_go_back(self) -> bool:
@@ -42,9 +42,7 @@ class Family:
 
 
 _SLIDING: dict[str, Any] = {"layers": 4, "window": 24}
-_WITH_STATES = (
-    "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5_text", "qwen3_next",
-)  # fmt: skip
+_WITH_STATES = "falcon_h1 granitemoehybrid lfm2 nemotron_h qwen3_5_text qwen3_next"
 
 
 def table() -> str:

@@ -20,9 +20,8 @@ def held_layer(
     for g, count in enumerate(packed):
         mass[g, count:most] = -torch.inf
     mass[:, -1] = -torch.inf
-    return HeldLayer(
-        number, draw(heads, most + tail, dim), draw(heads, most + tail, dim), mass, positions,
-        draw(heads, group, queries, dim), draw(heads, group, queries, dim),
-        torch.zeros(heads, most + tail), 5, most + tail - 1, softcap,
-        draw(heads * group) if sinks else None,
-    )  # fmt: skip
+    keys, values = (draw(heads, most + tail, dim) for _ in range(2))
+    asked, moved = (draw(heads, group, queries, dim) for _ in range(2))
+    states = keys, values, mass, positions, asked, moved, torch.zeros(heads, most + tail)
+    sink_logits = draw(heads * group) if sinks else None
+    return HeldLayer(number, *states, 5, most + tail - 1, softcap, sink_logits)

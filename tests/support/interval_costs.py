@@ -36,9 +36,12 @@ def some_nodes(batch: TreeBatch, seed: int, lengths: Sequence[int]) -> Nodes:
 
 
 def assert_same_costs(
-    got: IntervalCosts, want: IntervalCosts, nodes: Nodes, tolerance: float = 1e-4,
+    got: IntervalCosts,
+    want: IntervalCosts,
+    nodes: Nodes,
+    tolerance: float = 1e-4,
     floor: float = 1e-8,
-) -> None:  # fmt: skip
+) -> None:
     """Every number that belongs to a token, within `tolerance` of its size plus `floor`."""
     width = want.mass.shape[1]
     valid = torch.arange(width, device=nodes.length.device) < nodes.length[:, None]

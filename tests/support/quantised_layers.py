@@ -24,9 +24,13 @@ CODED = {
 
 
 def layer_of(
-    rng: torch.Generator, lengths: list[int], dim: int = 8, dtype: torch.dtype = torch.float32,
-    sequences: int = 1, device: str = "cpu",
-) -> RaggedEntries:  # fmt: skip
+    rng: torch.Generator,
+    lengths: list[int],
+    dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    sequences: int = 1,
+    device: str = "cpu",
+) -> RaggedEntries:
     """Rows of `lengths` entries, each from position 0 on."""
     counts = torch.tensor(lengths)
     total = int(counts.sum())
@@ -41,9 +45,15 @@ def layer_of(
 
 
 def quantised(
-    rng: torch.Generator, lengths: list[int], dim: int, dtype: torch.dtype, sequences: int,
-    device: str = "cpu", stop: int = 60, **fields: Any,
-) -> QuantisedEntries:  # fmt: skip
+    rng: torch.Generator,
+    lengths: list[int],
+    dim: int,
+    dtype: torch.dtype,
+    sequences: int,
+    device: str = "cpu",
+    stop: int = 60,
+    **fields: Any,
+) -> QuantisedEntries:
     """`layer_of`, of whose rows the first two entries and those from `stop` on stay as they are."""
     layer = layer_of(rng, lengths, dim, dtype, sequences, device)
     cache = RaggedCache((layer,), 1000, (0,) * sequences)

@@ -27,9 +27,13 @@ def children_of(forest: Forest, tree: int) -> dict[Span, list[Span]]:
 
 
 def assert_same_tree(
-    context: TreeContext, head: int, got: dict[Span, list[Span]], want: dict[Span, list[Span]],
-    root: Span, reward: float,
-) -> None:  # fmt: skip
+    context: TreeContext,
+    head: int,
+    got: dict[Span, list[Span]],
+    want: dict[Span, list[Span]],
+    root: Span,
+    reward: float,
+) -> None:
     """Two trees of one slot of `head` (of all layers' heads): the same down to any tie."""
     pending = [root]
     while pending:

@@ -29,11 +29,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """What some need beside the sizes."""
 
-SIZES = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 4096,
-}  # fmt: skip
+SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SIZES |= {"max_position_embeddings": 4096}
 """Of every tiny model."""
 
 _BY_SIZE = {

@@ -24,9 +24,12 @@ def small(seed, **options):
 
 
 @given(
-    seed=SEEDS, kv_heads=ints(1, 3), group=ints(1, 3), dtype=DTYPES,
+    seed=SEEDS,
+    kv_heads=ints(1, 3),
+    group=ints(1, 3),
+    dtype=DTYPES,
     probes=lists(ints(0, 33), min_size=1, max_size=5, unique=True),
-)  # fmt: skip
+)
 def test_probabilities_match_the_definition(seed, kv_heads, group, dtype, probes):
     prefill = small(seed, kv_heads=kv_heads, group=group, dtype=dtype)
     fast = attention_probabilities(prefill.layer(1), probes)

@@ -17,9 +17,13 @@ from support.lean_prefills import small, without_queries
 
 @settings(max_examples=15)
 @given(
-    seed=SEEDS, past=ints(1, 12), context=ints(1, 24), block=ints(1, 26), near=ints(0, 26),
+    seed=SEEDS,
+    past=ints(1, 12),
+    context=ints(1, 24),
+    block=ints(1, 26),
+    near=ints(0, 26),
     beyond=some([2, 256]),
-)  # fmt: skip
+)
 def test_a_passage_equals_its_reference(seed, past, context, block, near, beyond):
     """Queries see all earlier entries and are moved beyond the passage; the entries get scores."""
     prefill = small(seed=seed, prefix=past + 1, context=context)

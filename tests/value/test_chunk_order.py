@@ -9,9 +9,12 @@ from support.draws import SEEDS, ints, some
 
 
 @given(
-    seed=SEEDS, layers=ints(1, 4), context=ints(1, 45), chunk_size=ints(1, 12),
+    seed=SEEDS,
+    layers=ints(1, 4),
+    context=ints(1, 45),
+    chunk_size=ints(1, 12),
     of=some([WindowAttention(pooling="none"), Recency(), WindowAttention(kernel=7)]),
-)  # fmt: skip
+)
 def test_equals_the_reference(seed, layers, context, chunk_size, of):
     # Sums of two float32 scores, or of a chunk, are exact in float64: the same ties on every CPU.
     prefill = synthetic_prefill(layers=layers, kv_heads=2, dim=8, context=context, seed=seed)

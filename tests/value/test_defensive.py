@@ -37,9 +37,12 @@ def published(attention, norms, groups, window, kernel):
 
 @settings(max_examples=15)
 @given(
-    seed=ints(0, 2**16), group=ints(1, 3), window=some([4, 8]), kernel=some([1, 5]),
+    seed=ints(0, 2**16),
+    group=ints(1, 3),
+    window=some([4, 8]),
+    kernel=some([1, 5]),
     prefix=some([0, 9]),
-)  # fmt: skip
+)
 def test_equals_the_public_code(seed, group, window, kernel, prefix):
     shape = {"context": 60 - prefix, "question": 4, "tail": 2, "prefix": prefix}
     prefill = synthetic_prefill(**shape, group=group, seed=seed)

@@ -10,9 +10,12 @@ from support.draws import ints, some
 
 
 @given(
-    seed=ints(0, 2**16), rows=ints(2, 30), length=ints(1, 30), most=ints(1, 40),
+    seed=ints(0, 2**16),
+    rows=ints(2, 30),
+    length=ints(1, 30),
+    most=ints(1, 40),
     largest=some([1.5, 1000.0]),
-)  # fmt: skip
+)
 def test_equals_the_plain_pursuit(seed, rows, length, most, largest):
     rng = torch.Generator().manual_seed(seed)
     mass = torch.rand(2, rows, length, generator=rng, dtype=torch.float64) ** 4

@@ -14,9 +14,13 @@ from support.margins import assert_same_order
 
 @settings(max_examples=10)
 @given(
-    seed=SEEDS, group=ints(1, 3), queries=ints(2, 20), uniform_weight=some([0.0, 0.5, 1.0]),
-    power=some([1.5, 2.0, 3.0]), dtype=DTYPES,
-)  # fmt: skip
+    seed=SEEDS,
+    group=ints(1, 3),
+    queries=ints(2, 20),
+    uniform_weight=some([0.0, 0.5, 1.0]),
+    power=some([1.5, 2.0, 3.0]),
+    dtype=DTYPES,
+)
 def test_equals_the_reference(seed, group, queries, uniform_weight, power, dtype):
     prefill = small(seed=seed, group=group, dtype=dtype)
     region = prefill.spans.region(2)
@@ -30,9 +34,12 @@ def test_equals_the_reference(seed, group, queries, uniform_weight, power, dtype
 
 @settings(max_examples=220 if LONG else 40)
 @given(
-    seed=SEEDS, context=ints(20, 60), queries=ints(2, 60),
-    uniform=some([0.0, 0.3, 0.5, 1.0]), share=some([0.0, 0.4, 0.9]),
-)  # fmt: skip
+    seed=SEEDS,
+    context=ints(20, 60),
+    queries=ints(2, 60),
+    uniform=some([0.0, 0.3, 0.5, 1.0]),
+    share=some([0.0, 0.4, 0.9]),
+)
 def test_queries_are_distinct_and_more_in_a_longer_context(seed, context, queries, uniform, share):
     prefill = small(context=context, seed=seed)
     region = prefill.spans.region(4)

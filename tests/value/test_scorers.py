@@ -135,10 +135,16 @@ def test_sinks_in_the_region_outrank_everything(name):
         assert torch.equal(plain, prefill.observation(Reconstruction())[..., :33])
 
 
-@pytest.mark.parametrize(("name", "missing"), [
-    ("critical", WrittenNorms), ("defensive", WrittenNorms), ("draft_attention", Draft),
-    ("kvzip_two_pass", Reconstruction), ("repeated_attention", RepeatedQueries),
-])  # fmt: skip
+MISSING = [
+    ("critical", WrittenNorms),
+    ("defensive", WrittenNorms),
+    ("draft_attention", Draft),
+    ("kvzip_two_pass", Reconstruction),
+    ("repeated_attention", RepeatedQueries),
+]
+
+
+@pytest.mark.parametrize(("name", "missing"), MISSING)
 def test_what_was_not_observed_is_named(name, missing):
     prefill = synthetic_prefill().without(missing)
     with pytest.raises(MissingCaptureError, match=missing.__name__):

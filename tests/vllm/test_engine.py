@@ -169,10 +169,8 @@ def broken(served):
     (store / "foreign" / "header.json").write_text(signed(header))
     shutil.copytree(store / "global", store / "nested")
     (store / "nested" / "header.json").write_text("[" * 10**5)
-    yield {
-        "damaged": "are damaged", "nested": "cannot be read",
-        "foreign": "another model: weights .* differ", "missing": "There is no context",
-    }  # fmt: skip
+    found = {"damaged": "are damaged", "nested": "cannot be read"}
+    yield found | {"foreign": "another model: weights .* differ", "missing": "There is no context"}
     for name in ("damaged", "foreign", "nested"):
         shutil.rmtree(store / name)
 

@@ -80,17 +80,19 @@ NEVER_SERVED = [
 
 @pytest.mark.parametrize(("where", "field", "value", "said"), NEVER_SERVED)
 def test_what_contexts_are_never_served_with_is_refused(where, field, value, said, monkeypatch):
+    sizes = (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    )
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1, decode_context_parallel_size=1,
-            prefill_context_parallel_size=1, use_ubatching=False,
-        ),
+        parallel_config=SimpleNamespace(**dict.fromkeys(sizes, 1), use_ubatching=False),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(cudagraph_mode=Graphs(False)),
         model_config=SimpleNamespace(dtype=torch.float32),
         speculative_config=None,
         lora_config=None,
-    )  # fmt: skip
+    )
     groups = SimpleNamespace(kv_cache_groups=[None])
     check_serving(config, groups)
     setattr(getattr(config, where) if where else config, field, value)
