@@ -69,12 +69,9 @@ def test_agrees_with_longbench_on_real_predictions(real_data):
         form = longbench_forms().get(case["dataset"])
         if form is None:
             continue
-        one = sample(
-            form["metric"],
-            *case["answers"],
-            first_line=form["first_line_only"],
-            classes=tuple(case.get("all_classes") or ()),
-        )
+        fields = {"first_line": form["first_line_only"]}
+        fields["classes"] = tuple(case.get("all_classes") or ())
+        one = sample(form["metric"], *case["answers"], **fields)
         if form["metric"] != "rouge_l":
             assert metrics.score(one, case["prediction"]) == pytest.approx(case["score"], abs=1e-9)
         elif "rougeL_plain_lcs_f1" in case:

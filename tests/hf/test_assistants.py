@@ -76,11 +76,11 @@ def test_a_conversation_goes_on_after_an_assisted_turn(family, cropped, tokenize
             plain.ask(question, 9)
             assert state_shapes(assisted) == state_shapes(plain)
         context, got, want = book.packed.length, assisted._ids, plain._ids
-    assert_same_tokens(
-        got[context:],
-        want[context:],
-        lambda before: steps(model, want[: context + len(before)], book.new_cache(), 1)[1],
-    )
+
+    def logits(before):
+        return steps(model, want[: context + len(before)], book.new_cache(), 1)[1]
+
+    assert_same_tokens(got[context:], want[context:], logits)
     assert any(cropped)
 
 

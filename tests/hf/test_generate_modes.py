@@ -45,11 +45,9 @@ def assistant():
 
 def over(model, result, cache=None, **kwargs):
     """New ids of `model.generate`, called as a user does, over the result's or the given cache."""
-    return model.generate(
-        **result.inputs,
-        past_key_values=result.new_cache() if cache is None else cache,
-        **({"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1} | kwargs),
-    )[:, len(IDS) :]
+    cache = result.new_cache() if cache is None else cache
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1} | kwargs
+    return model.generate(**result.inputs, past_key_values=cache, **options)[:, len(IDS) :]
 
 
 def stock(model, **kwargs):

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -198,11 +199,8 @@ def test_batches_cut_each_row_by_itself(model, other, budget, keep_prompt, new):
     together = gracekv.compress(model, prompts, **budget).generate_ids(new, limit=limit)
     for number, prompt in enumerate(prompts):
         alone = gracekv.compress(model, prompt, **budget)
-        assert_same_tokens(
-            together[number : number + 1],
-            alone.generate_ids(new, limit=limit),
-            lambda tokens, own=alone: logits_under(own, limit, tokens),
-        )
+        got, want = together[number : number + 1], alone.generate_ids(new, limit=limit)
+        assert_same_tokens(got, want, partial(logits_under, alone, limit))
 
 
 @pytest.mark.parametrize("strategy", ["fitted", "recent"])

@@ -102,16 +102,13 @@ def test_what_cannot_work_says_why(family, options, message, dtype):
 
 def test_layers_of_several_sizes_are_refused(monkeypatch):
     model, sizes = tiny_llama(), {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = SimpleNamespace(
-        model_type="llama",
-        num_hidden_layers=2,
-        is_heterogeneous=True,
-        per_layer_config=[SimpleNamespace(**sizes, head_dim=dim) for dim in (16, 32)],
-    )
+    layers = [SimpleNamespace(**sizes, head_dim=dim) for dim in (16, 32)]
+    known = {"model_type": "llama", "num_hidden_layers": 2, "is_heterogeneous": True}
+    config = SimpleNamespace(**known, per_layer_config=layers)
     monkeypatch.setattr(model_layers, "text_config", lambda model: config)
     with pytest.raises(UnsupportedModelError, match=r"Layers 0 and 1 .* one size only"):
         model_layers.head_sizes(model)
-    config.per_layer_config[1].head_dim = 16
+    layers[1].head_dim = 16
     assert model_layers.head_sizes(model) == (4, 2, 16)
 
 

@@ -23,12 +23,8 @@ def llama():
 
 def lora():
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        r=4,
-        target_modules=["q_proj", "v_proj", "o_proj"],
-        task_type="CAUSAL_LM",
-        init_lora_weights=False,
-    )
+    where = {"target_modules": ["q_proj", "v_proj", "o_proj"], "task_type": "CAUSAL_LM"}
+    config = peft.LoraConfig(r=4, init_lora_weights=False, **where)
     return peft.get_peft_model(llama(), config).eval()
 
 

@@ -32,12 +32,8 @@ def auctions(draw):
     loss[:, 2] = 0
     if draw(st.booleans()):
         loss = loss[:, torch.tensor([1, 0, 2])]  # More bytes, more loss.
-    entries = Entries(
-        worth,
-        torch.arange(HEADS).repeat_interleave(lengths),
-        loss,
-        torch.rand(count, generator=rng) < draw(st.sampled_from([0.0, 0.3])),
-    )
+    exact = torch.rand(count, generator=rng) < draw(st.sampled_from([0.0, 0.3]))
+    entries = Entries(worth, torch.arange(HEADS).repeat_interleave(lengths), loss, exact)
     block = draw(st.sampled_from([(0, 0, 0), (7, 7, 0), (40, 40, 0), (9, 5, 3)]))
     costs = WidthCosts((4, 8, 16), (5, 9, 16), block, draw(st.sampled_from([1, 2, 4])))
     return entries, costs, draw(st.integers(0, count * 20 + 60))

@@ -117,12 +117,12 @@ def test_queries_that_are_computed_again_leave_those_of_the_prompts_end():
     pipeline, budget = Pipeline.named("gracekv-agnostic-allocated"), Budget.ratio(4)
     full = prefill.with_observations(pipeline.needs().observers)
     held = torch.arange(169, 201)
+
+    def source(view, at, layers):
+        return [x[:, at] for x in prefill.queries]
+
     # As after a capture for another recent window: the fit's own queries are missing.
-    other = dataclasses.replace(
-        full,
-        queries=tuple(x[:, held] for x in prefill.queries),
-        query_positions=held,
-        query_source=lambda view, at, layers: [x[:, at] for x in prefill.queries],
-    )
+    kept = {"queries": tuple(source(None, held, None)), "query_positions": held}
+    other = dataclasses.replace(full, **kept, query_source=source)
     got, want = (pipeline.run(x, budget).cache.layers for x in (other, full))
     assert [x.kv_bytes for x in got] == [x.kv_bytes for x in want]

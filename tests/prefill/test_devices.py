@@ -57,23 +57,16 @@ def spread(prefill, devices):
     def put(tensors):
         return tuple(x.to(device) for x, device in zip(tensors, devices, strict=True))
 
-    return dataclasses.replace(
-        prefill,
-        keys=put(prefill.keys),
-        values=put(prefill.values),
-        queries=put(prefill.queries),
-        observed={
-            x: seen.to(
-                devices[depth_layers([x.depth], len(devices))[0]]
-                if isinstance(x, BlockInput)
-                else devices[-1 if isinstance(x, Surprisal) else 0]
-            )
-            for x, seen in prefill.observed.items()
-        },
-        rope=dataclasses.replace(
-            prefill.rope, cos=prefill.rope.cos.to(devices[0]), sin=prefill.rope.sin.to(devices[0])
-        ),
-    )
+    def place(observer):
+        if isinstance(observer, BlockInput):
+            return devices[depth_layers([observer.depth], len(devices))[0]]
+        return devices[-1 if isinstance(observer, Surprisal) else 0]
+
+    states = {name: put(getattr(prefill, name)) for name in ("keys", "values", "queries")}
+    observed = {x: seen.to(place(x)) for x, seen in prefill.observed.items()}
+    cos, sin = (x.to(devices[0]) for x in (prefill.rope.cos, prefill.rope.sin))
+    rope = dataclasses.replace(prefill.rope, cos=cos, sin=sin)
+    return dataclasses.replace(prefill, **states, observed=observed, rope=rope)
 
 
 # In turn: a recipe that depends on the layers' devices would fail with any map.

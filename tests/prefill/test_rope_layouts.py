@@ -60,12 +60,8 @@ def test_trees_of_pairs_are_those_of_halves(engine):
     plain = synthetic_prefill(dim=DIM)
     rope = interleaved(plain.rope)
     back = rope.in_halves(DIM)[1].argsort()
-    other = dataclasses.replace(
-        plain,
-        rope=rope,
-        keys=tuple(x[..., back] for x in plain.keys),
-        queries=tuple(x[..., back] for x in plain.queries),
-    )
+    keys, queries = (tuple(x[..., back] for x in own) for own in (plain.keys, plain.queries))
+    other = dataclasses.replace(plain, rope=rope, keys=keys, queries=queries)
     pipeline = dataclasses.replace(Pipeline.named("gracekv"), distortion=Prototype(engine=engine))
     want, got = (pipeline.run(x, Budget.ratio(4)) for x in (plain, other))
     roots = len(want.forest.drop)

@@ -108,12 +108,8 @@ def test_a_cache_of_another_result_is_refused(book, tmp_path, other):
 
 
 def test_quantised_and_loaded_results_report_their_own_caches(book, tmp_path):
-    quantised = gracekv.compress(
-        book.model,
-        book.prompt,
-        kv_bytes=book.accounting.bytes,
-        pipeline="gracekv-agnostic-allocated",
-    )
+    how = {"pipeline": "gracekv-agnostic-allocated", "kv_bytes": book.accounting.bytes}
+    quantised = gracekv.compress(book.model, book.prompt, **how)
     assert quantised.packed.layers[-1].coded
     cache, _ = written(quantised, Limit(**{**SMALL, "entries_per_head": 400}, history=True))
     quantised.report(tmp_path / "quantised.html", cache=cache)

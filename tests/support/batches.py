@@ -23,12 +23,9 @@ class Numbers:
 
 def prompts_of(seed=0, spans=SPANS, tokenizer=None):
     rng = torch.Generator().manual_seed(seed)
-    return [
-        gracekv.Prompt.from_ids(
-            torch.randint(0, 97, (length,), generator=rng),
-            (start, end),
-            question_end=length - 3,
-            tokenizer=tokenizer,
-        )
-        for length, start, end in spans
-    ]
+
+    def prompt(length, start, end):
+        ids = torch.randint(0, 97, (length,), generator=rng)
+        return gracekv.Prompt.from_ids(ids, (start, end), length - 3, tokenizer)
+
+    return [prompt(*span) for span in spans]

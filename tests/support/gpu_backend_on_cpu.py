@@ -84,12 +84,10 @@ def main():
     ask = functools.partial(request, store, question="Why?", tokenizer=tokenizer)
     asked = [ask(name) for name in contexts]
     options = {"max_tokens": 5, "logprobs": 0, "ignore_eos": True}
-    outputs = llm.generate(
-        [one.prompt for one in asked] + [asked[0].prompt],
-        [one.sampling_params(**options) for one in asked]
-        + [SamplingParams(temperature=0.0, **options)],
-        use_tqdm=False,
-    )
+    prompts = [one.prompt for one in [*asked, asked[0]]]
+    params = [one.sampling_params(**options) for one in asked]
+    params.append(SamplingParams(temperature=0.0, **options))
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     compilation = llm.llm_engine.vllm_config.compilation_config
     (impl,) = {type(layer.impl) for layer in compilation.static_forward_context.values()}
     answers = [output.outputs[0] for output in outputs]

@@ -13,11 +13,8 @@ def small(**changes):
 def without_context_queries(prefill):
     """The prefill as captured for direct probes only."""
     probes = prefill.spans.direct_probes()
-    return dataclasses.replace(
-        prefill,
-        queries=tuple(queries[:, probes] for queries in prefill.queries),
-        query_positions=prefill.query_positions[probes],
-    )
+    queries, at = tuple(x[:, probes] for x in prefill.queries), prefill.query_positions[probes]
+    return dataclasses.replace(prefill, queries=queries, query_positions=at)
 
 
 def without_queries(prefill):

@@ -61,14 +61,13 @@ def test_a_failure_is_told_and_the_next_one_goes_on(model, prefill, tmp_path, mo
     worker.read(prefill, "0", asked("book"))
     assert "bytes of memory" in worker.outcome().reason
     worker.store.loaded.limit = 2**30
-    for number, (owner, name, changed, said) in enumerate(
-        [
-            (Recording, "__init__", lambda *_: 1 / 0, "cannot be used (ZeroDivisionError)"),
-            (Compressor, "_compressed", lambda *_: 1 / 0, "cannot be used (ZeroDivisionError)"),
-            # Other attention than ours records nothing.
-            (Recording, "add", lambda *_: None, "did not compute all tokens"),
-        ]
-    ):
+    cases = [
+        (Recording, "__init__", lambda *_: 1 / 0, "cannot be used (ZeroDivisionError)"),
+        (Compressor, "_compressed", lambda *_: 1 / 0, "cannot be used (ZeroDivisionError)"),
+        # Other attention than ours records nothing.
+        (Recording, "add", lambda *_: None, "did not compute all tokens"),
+    ]
+    for number, (owner, name, changed, said) in enumerate(cases):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, changed)
             worker.read(prefill, str(number), asked("book"))

@@ -70,13 +70,12 @@ class Scheduler:
     def step(self, *requests, opened=()):
         """The message to workers before a step with tokens of the requests that may begin."""
         begun = [x for x in requests if self.side.get_num_new_matched_tokens(x, 0) == (0, False)]
-        told = self.side.build_connector_meta(
-            SimpleNamespace(
-                kv_connector_block_state=SimpleNamespace(get_block_ids=lambda key: [[0, int(key)]]),
-                num_scheduled_tokens={x.request_id: 3 for x in begun},
-                total_num_scheduled_tokens=3 * len(begun),
-            )
+        step = SimpleNamespace(
+            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda key: [[0, int(key)]]),
+            num_scheduled_tokens={x.request_id: 3 for x in begun},
+            total_num_scheduled_tokens=3 * len(begun),
         )
+        told = self.side.build_connector_meta(step)
         from gracekv.vllm.scheduling import WorkerReport
 
         report = WorkerReport([], set(), dict(opened))

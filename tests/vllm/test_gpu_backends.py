@@ -30,12 +30,8 @@ def pairs():
     from gracekv.vllm.serving import GPU
 
     assert set(GPU) == set(NAMES)
-    return {
-        name: tuple(
-            resolve_obj_by_qualname(path) for path in (AttentionBackendEnum[name].value, GPU[name])
-        )
-        for name in NAMES
-    }
+    paths = {name: (AttentionBackendEnum[name].value, GPU[name]) for name in NAMES}
+    return {name: tuple(map(resolve_obj_by_qualname, pair)) for name, pair in paths.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
