@@ -88,16 +88,17 @@ def ragged_attention(
     size = tail_keys.shape[2]
     splits, chunk = tail_splits(size, readers * heads, programs, tile.keys)
     width = slots + heads * splits
-    # Triton's interpreter treats the bits of bfloat16 as integers and truncates instead of
-    # rounding, so it gets float32, and torch rounds.
-    upcast = interpreted() and query.dtype == torch.bfloat16
     part_output = query.new_empty((batch, width, count, dim), dtype=torch.float32)
     part_lse = query.new_empty((batch, width, count), dtype=torch.float32)
-    output = query.new_empty(
-        (batch, tokens, query_heads, dim), dtype=torch.float32 if upcast else query.dtype
-    )
+    dtype = query.dtype
+    if interpreted() and dtype == torch.bfloat16:
+        # Triton's interpreter treats the bits of bfloat16 as integers and truncates instead of
+        # rounding, so it gets float32, and torch rounds.
+        given = (query, keys, values, tail_keys, tail_values)
+        query, keys, values, tail_keys, tail_values = (x.float() for x in given)
+    output = query.new_empty((batch, tokens, query_heads, dim))
     if output.numel() == 0:
-        return output.to(query.dtype).transpose(1, 2)
+        return output.to(dtype).transpose(1, 2)
 
     kind = CAUSAL if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDITIVE
     mask_strides: tuple[int, ...] = (0, 0, 0)
@@ -112,7 +113,6 @@ def ragged_attention(
         "per_sequence": batch // sequences,
         "D": dim,
         "BLOCK_D": block_d,
-        "HAS_ROWS": rows is not None,
         "enable_fp_fusion": True,
     }
     attending: dict[str, Any] = {
@@ -122,7 +122,6 @@ def ragged_attention(
         "BLOCK_M": tile.queries,
         "BLOCK_N": tile.keys,
         "CAPPED": softcap is not None,
-        "UPCAST": upcast,
         "PRECISION": tile.precision,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
@@ -139,10 +138,11 @@ def ragged_attention(
                 *mask_strides,
                 **attending,
                 **placed,
-                tail_size=size, tail_chunk=chunk, packed_splits=packed_splits,
-                HAS_PACKED=packed_splits > 0, HAS_TAIL=splits > 0,
-                HAS_LENGTH=tail_length is not None, KIND=int(kind.value),
-            )  # fmt: skip
+                tail_size=size,
+                tail_chunk=chunk,
+                packed_splits=packed_splits,
+                KIND=int(kind.value),
+            )
         for part in range(len(codings) // _CODINGS):
             stored = codes[part * _CODES : (part + 1) * _CODES]
             bits, size, most = codings[part * _CODINGS : (part + 1) * _CODINGS]
@@ -152,10 +152,12 @@ def ragged_attention(
         merge_splits[(count, heads, batch)](
             row_first=row_first,
             sink_logits=None if sink_logits is None else sink_logits.float().contiguous(),
-            output=output, **placed, **shared, BLOCK_S=max(8, _MERGE_TILE // block_d),
-            HAS_PACKED=slots > 0, HAS_SINKS=sink_logits is not None,
-        )  # fmt: skip
-    return output.to(query.dtype).transpose(1, 2)
+            output=output,
+            BLOCK_S=max(8, _MERGE_TILE // block_d),
+            **placed,
+            **shared,
+        )
+    return output.to(dtype).transpose(1, 2)
 
 
 @ragged_attention.register_fake

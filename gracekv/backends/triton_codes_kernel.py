@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gracekv.backends.triton_merge_kernel import add_entries, capped, mask_of, normalised, read
+from gracekv.backends.triton_merge_kernel import add_entries, capped, mask_of, normalised
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def attend_coded_splits(
     bias,  # [E]
     items,  # see PartSplits
     item_first,
-    rows,  # [B], or unused
+    rows,  # [B], or None
     part_output,  # [B, width, n * Tq, D] float32
     part_lse,  # [B, width, n * Tq]
     scale,
@@ -68,23 +68,21 @@ def attend_coded_splits(
     group,  # n
     tokens,  # Tq
     width,
-    per_sequence,  # batch rows of a sequence, if `rows` is unused
+    per_sequence,  # batch rows of a sequence, if `rows` is None
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     CAPPED: tl.constexpr,
-    UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (batch row and query tile, split): output and log-sum-exp into the split's slot."""
     count = group * tokens
     tiles = tl.cdiv(count, BLOCK_M)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
-    sequence = tl.load(rows + batch) if HAS_ROWS else batch // per_sequence
+    sequence = batch // per_sequence if rows is None else tl.load(rows + batch)
     item = tl.load(item_first + sequence) + tl.program_id(1)
     if item < tl.load(item_first + sequence + 1):
         head = tl.load(items + item * 5)
@@ -104,7 +102,7 @@ def attend_coded_splits(
             + (m % tokens)[:, None] * query_token_stride
             + dim[None, :]
         )
-        q = read(at, used, UPCAST)
+        q = tl.load(at, mask=used, other=0.0)
         within = (place % SIZE).to(tl.int32)
         # Where the codes and scales of the split begin, whose first entry is `entry`.
         key_codes += entry * (D * BITS // 8)

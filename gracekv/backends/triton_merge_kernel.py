@@ -102,7 +102,7 @@ def merge_splits(
     part_lse,
     row_first,  # see SplitTable
     rows,
-    sink_logits,  # [H] float32, or unused
+    sink_logits,  # [H] float32, or None
     output,  # [B, Tq, H, D], contiguous
     heads,
     group,
@@ -113,9 +113,6 @@ def merge_splits(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    HAS_PACKED: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
 ):
     """Program (query row m of a KV head, KV head, batch row): its output over all its splits."""
     m = tl.program_id(0)
@@ -128,7 +125,7 @@ def merge_splits(
     lses = part_lse + first_part
     query_head = head * group + m // tokens
     # Arrays of one element: plain numbers cannot be carried through the loop.
-    if HAS_SINKS:
+    if sink_logits is not None:
         # A part without a value, whose sum of exponentials is 1 relative to its own logit.
         top = tl.load(sink_logits + query_head + tl.arange(0, 1))
         total = tl.full([1], 1.0, tl.float32)
@@ -136,14 +133,13 @@ def merge_splits(
         top = tl.full([1], float("-inf"), tl.float32)
         total = tl.zeros([1], tl.float32)
     acc = tl.zeros([BLOCK_D], tl.float32)
-    if HAS_PACKED:
-        sequence = tl.load(rows + batch) if HAS_ROWS else batch // per_sequence
-        row = row_first + sequence * (heads + 1) + head
-        first = tl.load(row)
-        last = tl.load(row + 1)
-        top, total, acc = add_splits(
-            top, total, acc, parts, lses, first, last, count, D, BLOCK_D, BLOCK_S
-        )
+    sequence = batch // per_sequence if rows is None else tl.load(rows + batch)
+    row = row_first + sequence * (heads + 1) + head
+    first = tl.load(row)
+    last = tl.load(row + 1)
+    top, total, acc = add_splits(
+        top, total, acc, parts, lses, first, last, count, D, BLOCK_D, BLOCK_S
+    )
     first = (slots + head * tail_splits).to(tl.int64)
     last = first + tail_splits
     top, total, acc = add_splits(

@@ -4,15 +4,12 @@ One program per batch row, query tile and split. A tile holds all query heads of
 new tokens, so keys and values are read once for all of them.
 """
 
-# Conditions on constants are separate: a branch that is not taken must not be compiled.
-# ruff: noqa: SIM102
-
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from gracekv.backends.triton_merge_kernel import add_entries, capped, mask_of, normalised, read
+from gracekv.backends.triton_merge_kernel import add_entries, capped, mask_of, normalised
 
 # Whether query t sees entry e, and what is added to the logit.
 PACKED = tl.constexpr(0)  # always; the log multiplicity is added
@@ -24,29 +21,26 @@ ADDITIVE = tl.constexpr(3)  # the mask is added
 @triton.jit
 def _attend(
     q,  # [BLOCK_M, BLOCK_D]
-    token,  # [BLOCK_M] t of each query row
+    last,  # [BLOCK_M] last entry that each query row sees, if CAUSAL
     keys,
     values,
     key_stride,
     value_stride,
-    extra,  # log multiplicity or mask
-    extra_token_stride,
-    extra_key_stride,
-    first,  # of the entries, as seen from `length`
+    extra,  # log multiplicity, or the mask of each query row [BLOCK_M]
+    extra_stride,  # of the mask
+    first,  # of the entries, as seen from `last`
     count,  # of the entries
-    shift,  # length - Tq
     scale,
     softcap,
     D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     KIND: tl.constexpr,
     CAPPED: tl.constexpr,
-    UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Normalised output [BLOCK_M, BLOCK_D] and log-sum-exp [BLOCK_M] over `count` entries."""
+    BLOCK_M: tl.constexpr = q.shape[0]
+    BLOCK_D: tl.constexpr = q.shape[1]
     dim = tl.arange(0, BLOCK_D)
     step = tl.arange(0, BLOCK_N)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -57,8 +51,8 @@ def _attend(
         inside = n < count
         # Storage past the end may hold anything, even NaN; it is never read.
         used = mask_of(inside, D, BLOCK_D)
-        k = read(keys + n[:, None] * key_stride + dim[None, :], used, UPCAST)
-        v = read(values + n[:, None] * value_stride + dim[None, :], used, UPCAST)
+        k = tl.load(keys + n[:, None] * key_stride + dim[None, :], mask=used, other=0.0)
+        v = tl.load(values + n[:, None] * value_stride + dim[None, :], mask=used, other=0.0)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if CAPPED:
             logits = capped(logits, softcap)
@@ -66,10 +60,9 @@ def _attend(
             logits += tl.load(extra + n, mask=inside, other=0.0)[None, :]
             seen = inside[None, :]
         elif KIND == CAUSAL:
-            seen = inside[None, :] & ((first + n)[None, :] <= (token + shift)[:, None])
+            seen = inside[None, :] & ((first + n)[None, :] <= last[:, None])
         else:
-            row = token.to(tl.int64) * extra_token_stride
-            at = extra + row[:, None] + n[None, :] * extra_key_stride
+            at = extra[:, None] + n[None, :] * extra_stride
             if KIND == BOOLEAN:
                 seen = tl.load(at, mask=inside[None, :], other=0) != 0
             else:
@@ -82,9 +75,14 @@ def _attend(
 
 @triton.jit(
     do_not_specialize=[
-        "tail_size", "tail_chunk", "tail_splits", "slots", "packed_splits", "per_sequence"
+        "tail_size",
+        "tail_chunk",
+        "tail_splits",
+        "slots",
+        "packed_splits",
+        "per_sequence",
     ]
-)  # fmt: skip
+)
 def attend_splits(
     query,  # [B, H, Tq, D]
     query_batch_stride,
@@ -105,12 +103,12 @@ def attend_splits(
     tail_value_batch_stride,
     tail_value_head_stride,
     tail_value_stride,
-    tail_length,  # [B], or unused
+    tail_length,  # [B], or None for all places
     mask,  # [B, 1, Tq, S], or unused
     mask_batch_stride,
     mask_token_stride,
     mask_key_stride,
-    rows,  # [B], or unused
+    rows,  # [B], or None
     part_output,  # [B, slots + G * tail_splits, n * Tq, D] float32
     part_lse,  # [B, slots + G * tail_splits, n * Tq]
     scale,
@@ -123,18 +121,13 @@ def attend_splits(
     tail_splits,
     slots,
     packed_splits,  # the most items of a sequence
-    per_sequence,  # batch rows of a sequence, if `rows` is unused
+    per_sequence,  # batch rows of a sequence, if `rows` is None
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_PACKED: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_TAIL: tl.constexpr,
-    HAS_LENGTH: tl.constexpr,
     KIND: tl.constexpr,
     CAPPED: tl.constexpr,
-    UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (batch row and query tile, split): output and log-sum-exp into the split's slot."""
@@ -155,78 +148,67 @@ def attend_splits(
     width = slots + heads * tail_splits
     out = part_output + (batch * width * count + m)[:, None] * D + dim[None, :]
     lse_out = part_lse + batch * width * count + m
-    if HAS_PACKED:
-        if split < packed_splits:
-            sequence = tl.load(rows + batch) if HAS_ROWS else batch // per_sequence
-            item = tl.load(item_first + sequence) + split
-            if item < tl.load(item_first + sequence + 1):
-                head = tl.load(items + item * 4)
-                entry = tl.load(items + item * 4 + 1)
-                length = tl.load(items + item * 4 + 2).to(tl.int32)
-                slot = tl.load(items + item * 4 + 3)
-                q = read(at + head * group * query_head_stride, used, UPCAST)
-                output, lse = _attend(
-                    q,
-                    token,
-                    keys + entry * key_stride,
-                    values + entry * value_stride,
-                    key_stride,
-                    value_stride,
-                    bias + entry,
-                    0,
-                    0,
-                    0,
-                    length,
-                    0,
-                    scale,
-                    softcap,
-                    D,
-                    BLOCK_D,
-                    BLOCK_M,
-                    BLOCK_N,
-                    PACKED,
-                    CAPPED,
-                    UPCAST,
-                    PRECISION,
-                )
-                tl.store(out + slot * count * D, output, mask=used)
-                tl.store(lse_out + slot * count, lse, mask=real)
-    if HAS_TAIL:
-        if split >= packed_splits:
-            head = ((split - packed_splits) // tail_splits).to(tl.int64)
-            first = ((split - packed_splits) % tail_splits) * tail_chunk
-            length = tl.load(tail_length + batch).to(tl.int32) if HAS_LENGTH else tail_size
-            # The grid follows the buffer's size; splits past the used length are empty.
-            here = tl.maximum(tl.minimum(length - first, tail_chunk), 0)
-            q = read(at + head * group * query_head_stride, used, UPCAST)
-            begin = first.to(tl.int64)
-            k = tail_keys + batch * tail_key_batch_stride + head * tail_key_head_stride
-            v = tail_values + batch * tail_value_batch_stride + head * tail_value_head_stride
+    if split < packed_splits:
+        sequence = batch // per_sequence if rows is None else tl.load(rows + batch)
+        item = tl.load(item_first + sequence) + split
+        if item < tl.load(item_first + sequence + 1):
+            head = tl.load(items + item * 4)
+            entry = tl.load(items + item * 4 + 1)
+            length = tl.load(items + item * 4 + 2).to(tl.int32)
+            slot = tl.load(items + item * 4 + 3)
+            q = tl.load(at + head * group * query_head_stride, mask=used, other=0.0)
             output, lse = _attend(
                 q,
-                token,
-                k + begin * tail_key_stride,
-                v + begin * tail_value_stride,
-                tail_key_stride,
-                tail_value_stride,
-                mask + batch * mask_batch_stride + begin * mask_key_stride,
-                mask_token_stride,
-                mask_key_stride,
-                first,
-                here,
-                length - tokens,
+                0,
+                keys + entry * key_stride,
+                values + entry * value_stride,
+                key_stride,
+                value_stride,
+                bias + entry,
+                0,
+                0,
+                length,
                 scale,
                 softcap,
                 D,
-                BLOCK_D,
-                BLOCK_M,
                 BLOCK_N,
-                KIND,
+                PACKED,
                 CAPPED,
-                UPCAST,
                 PRECISION,
             )
-            slot = (slots + split - packed_splits).to(tl.int64)
-            if here > 0:
-                tl.store(out + slot * count * D, output, mask=used)
+            tl.store(out + slot * count * D, output, mask=used)
             tl.store(lse_out + slot * count, lse, mask=real)
+    else:
+        head = ((split - packed_splits) // tail_splits).to(tl.int64)
+        first = ((split - packed_splits) % tail_splits) * tail_chunk
+        length = tail_size if tail_length is None else tl.load(tail_length + batch).to(tl.int32)
+        # The grid follows the buffer's size; splits past the used length are empty.
+        here = tl.maximum(tl.minimum(length - first, tail_chunk), 0)
+        q = tl.load(at + head * group * query_head_stride, mask=used, other=0.0)
+        begin = first.to(tl.int64)
+        k = tail_keys + batch * tail_key_batch_stride + head * tail_key_head_stride
+        v = tail_values + batch * tail_value_batch_stride + head * tail_value_head_stride
+        extra = mask + batch * mask_batch_stride + begin * mask_key_stride
+        output, lse = _attend(
+            q,
+            token + (length - tokens),
+            k + begin * tail_key_stride,
+            v + begin * tail_value_stride,
+            tail_key_stride,
+            tail_value_stride,
+            extra + token.to(tl.int64) * mask_token_stride,
+            mask_key_stride,
+            first,
+            here,
+            scale,
+            softcap,
+            D,
+            BLOCK_N,
+            KIND,
+            CAPPED,
+            PRECISION,
+        )
+        slot = (slots + split - packed_splits).to(tl.int64)
+        if here > 0:
+            tl.store(out + slot * count * D, output, mask=used)
+        tl.store(lse_out + slot * count, lse, mask=real)

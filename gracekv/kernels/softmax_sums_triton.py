@@ -79,7 +79,7 @@ def softmax_columns(asked: Columns) -> Tensor:
     output = torch.empty(chunks, heads, length, device=keys.device, dtype=torch.float32)
     shared = {
         "count": count, "length": length, "features": dim, "scale": asked.scale * _LOG2_E,
-        "query_part_stride": parts.stride(0), "query_head_stride": parts.stride(1),
+        "part_stride": parts.stride(0), "query_head_stride": parts.stride(1),
         "query_row_stride": parts.stride(2), "key_head_stride": keys.stride(0),
         "key_row_stride": keys.stride(1), "GROUP": heads // groups, "D": dim, "PARTS": len(parts),
         "SPLITS": splits, "enable_fp_fusion": True,
@@ -100,46 +100,45 @@ def softmax_columns(asked: Columns) -> Tensor:
 
 
 @triton.jit
-def _tile(rows, at, inside, row_stride, i, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[len(at), BLOCK_D] of rows [N, D]: the features from `i` on, 0 where not `inside`."""
+def _tile(rows, inside, i, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[n, BLOCK_D] of `rows` [n, 1] of D numbers: those from `i` on, 0 where not `inside` [n]."""
     feature = i + tl.arange(0, BLOCK_D)
-    where = rows + at[:, None].to(tl.int64) * row_stride + feature[None, :]
     used = inside[:, None] & (feature < D)[None, :]
-    return tl.load(where, mask=used, other=0.0)
+    return tl.load(rows + feature[None, :], mask=used, other=0.0)
 
 
 @triton.jit
 def _logits(
-    queries, keys, q, known, k, inside, part_stride, row_stride, key_row_stride, held, low_held,
-    features, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    asked, known, rows, inside, part_stride, held, low_held, features, D: tl.constexpr,
     BLOCK_D: tl.constexpr, PARTS: tl.constexpr, HOLDS: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_Q, BLOCK_K] float32 products of a head's queries [PARTS, Q, D] and keys [T, D].
+    """[BLOCK_Q, BLOCK_K] float32 products of queries and keys.
 
-    Rows `q` [BLOCK_Q] count where they are `known`, and `k` [BLOCK_K] where they are `inside`. With
-    all features in a block, HOLDS says whose are `held`: the queries' ("q") or the keys' ("k").
+    Rows `asked` [BLOCK_Q, 1] of PARTS queries count where they are `known`, and `rows` [BLOCK_K, 1]
+    of keys where they are `inside`. With all features in a block, HOLDS says whose are `held`: the
+    queries' ("q") or the keys' ("k").
     """
-    logits = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    logits = tl.zeros([asked.shape[0], rows.shape[0]], tl.float32)
     if BLOCK_D >= D:
         if HOLDS == "q":
             high, low = held, low_held
-            key = _tile(keys, k, inside, key_row_stride, 0, D, BLOCK_D)
+            key = _tile(rows, inside, 0, D, BLOCK_D)
         else:
             key = held
-            high = _tile(queries, q, known, row_stride, 0, D, BLOCK_D)
+            high = _tile(asked, known, 0, D, BLOCK_D)
             low = high
             if PARTS == 2:
-                low = _tile(queries + part_stride, q, known, row_stride, 0, D, BLOCK_D)
+                low = _tile(asked + part_stride, known, 0, D, BLOCK_D)
         logits = tl.dot(high, tl.trans(key), logits, input_precision="ieee")
         if PARTS == 2:
             logits = tl.dot(low, tl.trans(key), logits, input_precision="ieee")
     else:
         for i in range(0, features, BLOCK_D):
-            key = tl.trans(_tile(keys, k, inside, key_row_stride, i, D, BLOCK_D))
-            high = _tile(queries, q, known, row_stride, i, D, BLOCK_D)
+            key = tl.trans(_tile(rows, inside, i, D, BLOCK_D))
+            high = _tile(asked, known, i, D, BLOCK_D)
             logits = tl.dot(high, key, logits, input_precision="ieee")
             if PARTS == 2:
-                low = _tile(queries + part_stride, q, known, row_stride, i, D, BLOCK_D)
+                low = _tile(asked + part_stride, known, i, D, BLOCK_D)
                 logits = tl.dot(low, key, logits, input_precision="ieee")
     return logits
 
@@ -153,7 +152,7 @@ def row_logsumexp(
     lse,  # [SPLITS, H, Q], log2 of the sums of powers of 2 over each part of the keys
     count, length, features,  # Q, T and D
     scale,  # of the logits, times log2(e)
-    query_part_stride, query_head_stride, query_row_stride, key_head_stride, key_row_stride,
+    part_stride, query_head_stride, query_row_stride, key_head_stride, key_row_stride,
     sink_head_stride, sink_row_stride, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -163,7 +162,7 @@ def row_logsumexp(
     q = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     known = q < count
     visible = tl.load(seen + q, mask=known, other=1).to(tl.int32)
-    queries += head * query_head_stride
+    asked = queries + head * query_head_stride + q[:, None].to(tl.int64) * query_row_stride
     keys += head // GROUP * key_head_stride
     at = head * sink_head_stride + q.to(tl.int64) * sink_row_stride
     top = tl.load(sinks + at, mask=known & (split == 0), other=-float("inf"))
@@ -172,19 +171,19 @@ def row_logsumexp(
     held = tl.zeros([BLOCK_Q, BLOCK_D], keys.dtype.element_ty)
     low = held
     if BLOCK_D >= D:
-        held = _tile(queries, q, known, query_row_stride, 0, D, BLOCK_D)
+        held = _tile(asked, known, 0, D, BLOCK_D)
         if PARTS == 2:
-            low = _tile(queries + query_part_stride, q, known, query_row_stride, 0, D, BLOCK_D)
+            low = _tile(asked + part_stride, known, 0, D, BLOCK_D)
     # Every query sees the keys before this one, whose logits need no mask.
     least = tl.min(tl.where(known, visible, length), 0)
     span = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_K) * BLOCK_K
     stop = tl.minimum((split + 1) * span, tl.max(visible, 0))
     for start in range(split * span, stop, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
+        rows, inside = keys + k[:, None].to(tl.int64) * key_row_stride, k < length
         logits = _logits(
-            queries, keys, q, known, k, k < length, query_part_stride, query_row_stride,
-            key_row_stride, held, low, features, D, BLOCK_Q, BLOCK_K, BLOCK_D, PARTS, "q",
-        )  # fmt: skip
+            asked, known, rows, inside, part_stride, held, low, features, D, BLOCK_D, PARTS, "q"
+        )
         if start + BLOCK_K > least:
             logits = tl.where(k[None, :] < visible[:, None], logits, -float("inf"))
         peak = tl.maximum(top, scale * tl.max(logits, 1))
@@ -202,7 +201,7 @@ def reduce_columns(
     queries, keys, seen, lse,
     weights,  # [Q]
     output,  # [C, H, T]
-    count, length, features, power, scale, query_part_stride, query_head_stride, query_row_stride,
+    count, length, features, power, scale, part_stride, query_head_stride, query_row_stride,
     key_head_stride, key_row_stride, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
     MAXIMUM: tl.constexpr, CHUNK: tl.constexpr,
@@ -213,16 +212,16 @@ def reduce_columns(
     k = first + tl.arange(0, BLOCK_K)
     inside = k < length
     queries += head * query_head_stride
-    keys += head // GROUP * key_head_stride
+    rows = keys + head // GROUP * key_head_stride + k[:, None].to(tl.int64) * key_row_stride
     held = tl.zeros([BLOCK_K, BLOCK_D], keys.dtype.element_ty)
     if BLOCK_D >= D:
-        held = _tile(keys, k, inside, key_row_stride, 0, D, BLOCK_D)
+        held = _tile(rows, inside, 0, D, BLOCK_D)
     # The first query that sees one of these keys: ascending ones after it do too.
-    asked = part * CHUNK + tl.arange(0, CHUNK)
-    ends = tl.load(seen + asked, mask=asked < count, other=0).to(tl.int32)
-    begin = tl.min(tl.where(ends > first, asked, count), 0)
+    every = part * CHUNK + tl.arange(0, CHUNK)
+    ends = tl.load(seen + every, mask=every < count, other=0).to(tl.int32)
+    begin = tl.min(tl.where(ends > first, every, count), 0)
     # Every query sees the whole block, so that its logits need no mask.
-    covered = tl.min(tl.where(asked < count, ends, length), 0) >= first + BLOCK_K
+    covered = tl.min(tl.where(every < count, ends, length), 0) >= first + BLOCK_K
     split = tl.arange(0, SPLITS)[:, None]
     # Reduced at the end: other warps hold the other rows.
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
@@ -230,10 +229,10 @@ def reduce_columns(
         q = start + tl.arange(0, BLOCK_Q)
         known = (q < count) & (q < (part + 1) * CHUNK)
         visible = tl.load(seen + q, mask=known, other=0).to(tl.int32)
+        asked = queries + q[:, None].to(tl.int64) * query_row_stride
         logits = _logits(
-            queries, keys, q, known, k, inside, query_part_stride, query_row_stride,
-            key_row_stride, held, held, features, D, BLOCK_Q, BLOCK_K, BLOCK_D, PARTS, "k",
-        )  # fmt: skip
+            asked, known, rows, inside, part_stride, held, held, features, D, BLOCK_D, PARTS, "k"
+        )
         if not covered:
             logits = tl.where(k[None, :] < visible[:, None], logits, -float("inf"))
         at = (split * tl.num_programs(1) + head) * count + q[None, :]

@@ -32,7 +32,7 @@ SPILLS = {
 def constants_of(dim, tile):
     return {
         "D": dim, "BLOCK_D": padded_dim(dim), "BLOCK_M": tile.queries, "BLOCK_N": tile.keys,
-        "HAS_ROWS": True, "UPCAST": False, "PRECISION": tile.precision,
+        "PRECISION": tile.precision,
     }  # fmt: skip
 
 
@@ -44,15 +44,14 @@ def splits(kernel, pointers, constants, dim, tile, arch, unaligned=()):
     return compiled(kernel, pointers, {"scale", "softcap"}, constants, arch, unaligned, **options)
 
 
-def split(dim, dtype, queries, arch, kind=triton_split_kernel.CAUSAL, *, capped=False):
+def split(dim, dtype, queries, arch, kind=triton_split_kernel.CAUSAL, *, capped=False, absent=()):
     tile = tiles(dim, dtype, divmod(arch, 10), queries)
     element = TYPES[dtype]
     mask = {0: element, 1: element, 2: "*i1", 3: "*fp32"}[kind.value]
     pointers = dict.fromkeys(("query", "keys", "values", "tail_keys", "tail_values"), element)
     pointers |= dict.fromkeys(("items", "item_first", "rows", "tail_length"), "*i64")
     pointers |= {"mask": mask}
-    constants = {"KIND": kind.value, "CAPPED": capped}
-    constants |= {"HAS_PACKED": True, "HAS_TAIL": True, "HAS_LENGTH": True}
+    constants = {"KIND": kind.value, "CAPPED": capped} | dict.fromkeys(absent)
     return splits(triton_split_kernel.attend_splits, pointers, constants, dim, tile, arch, MASK)
 
 
@@ -112,18 +111,23 @@ def test_split_of_capped_logits_fits(tmp_path, dim, arch):
     check_fits(split(dim, BF16, 1, arch, capped=True), tmp_path, arch, TWO_REGISTERS)
 
 
+def test_split_without_rows_and_lengths_fits(tmp_path):
+    check_fits(split(128, BF16, 1, 90, absent=("rows", "tail_length")), tmp_path, 90)
+
+
 @pytest.mark.parametrize("arch", SHARED_KIB)
 def test_two_decoding_programs_share_a_processor(arch):
     # Half of a multiprocessor's shared memory, less what each block reserves.
     assert split(128, BF16, 1, arch).metadata.shared <= (SHARED_KIB[arch] / 2 - 1) * 1024
 
 
-@pytest.mark.parametrize(("dim", "arch"), [(64, 80), (128, 90), (256, 120)])
-def test_merge_fits(tmp_path, dim, arch):
+@pytest.mark.parametrize(("dim", "arch", "absent"), [
+    (64, 80, ()), (128, 90, ("rows", "sink_logits")), (256, 120, ()),
+])  # fmt: skip
+def test_merge_fits(tmp_path, dim, arch, absent):
     pointers = dict.fromkeys(("part_output", "part_lse", "sink_logits"), "*fp32")
     pointers |= {"output": "*bf16", "row_first": "*i64", "rows": "*i64"}
-    constants = {"D": dim, "BLOCK_D": dim, "BLOCK_S": 2048 // dim}
-    constants |= dict.fromkeys(("HAS_PACKED", "HAS_ROWS", "HAS_SINKS"), True)
+    constants = {"D": dim, "BLOCK_D": dim, "BLOCK_S": 2048 // dim} | dict.fromkeys(absent)
     binary = compiled(triton_merge_kernel.merge_splits, pointers, set(), constants, arch)
     check_fits(binary, tmp_path, arch)
 
