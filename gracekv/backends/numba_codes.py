@@ -72,9 +72,17 @@ whole_by_token, low_by_token, high_by_token = (_decoder(x, by_channel=False) for
 
 @inner(fastmath={"contract"})
 def coded_rows(
-    half: Any, parts: Any, part: int, of_keys: bool, row: int, first: int, count: int, wide: Any,
-    s: Any, z: Any
-) -> None:  # fmt: skip
+    half: Any,
+    parts: Any,
+    part: int,
+    of_keys: bool,
+    row: int,
+    first: int,
+    count: int,
+    wide: Any,
+    s: Any,
+    z: Any,
+) -> None:
     """wide[:count] <- zero + scale * code of `count` quantised rows of one head.
 
     Args:

@@ -106,10 +106,18 @@ def _split(layer: Layer, batch: int, group: int, rows: tuple[int, ...] | None) -
         keys=address("keys", exact.keys, layer.dtype, exact.entries, exact.dim),
         values=address("values", exact.values, layer.dtype, exact.entries, exact.dim),
         bias=address("bias", exact.log_multiplicity, torch.float32, exact.entries),
-        part_count=len(described), entries=exact.entries, dim=exact.dim, heads=layer.heads,
-        group=group, rows=len(layer.lengths), batch=batch, packed_splits=len(order),
-        packed_slots=int(slots[-1]), longest=_ENTRIES, most_queries=most_queries,
-    )  # fmt: skip
+        part_count=len(described),
+        entries=exact.entries,
+        dim=exact.dim,
+        heads=layer.heads,
+        group=group,
+        rows=len(layer.lengths),
+        batch=batch,
+        packed_splits=len(order),
+        packed_slots=int(slots[-1]),
+        longest=_ENTRIES,
+        most_queries=most_queries,
+    )
     held = {f"blocks.{number}": table for number, table in enumerate(blocks)}
     return SplitKV({**tables, **held}, bytes(args))
 

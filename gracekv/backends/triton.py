@@ -77,7 +77,7 @@ class Triton(AttentionBackend):
 
     def obstacle(self, spec: AttentionSpec) -> str | None:
         """The reason why this backend cannot read a layer, with a remedy, or None if it can."""
-        reason = gpu.obstacle(spec.device, _OTHERWISE)
+        reason = gpu.obstacle(spec.device, "backend 'sdpa'")
         if reason is None and spec.dtype is not None and spec.dim is not None:
             try:
                 tiles(spec.dim, spec.dtype, (8, 0))
@@ -119,12 +119,9 @@ class Triton(AttentionBackend):
         readers = query.shape[0] * -(-count // tile.queries) // prepared.sequences
         table = prepared.tables.for_readers(readers)
         exact, *others = table.parts
-        codes: list[Tensor] = []
-        codings: list[int] = []
-        for entries, coded_splits in zip(prepared.coded, others, strict=True):
-            tensors, numbers = coded_splits.arguments(entries)
-            codes += tensors
-            codings += numbers
+        found = [x.arguments(own) for own, x in zip(prepared.coded, others, strict=True)]
+        codes = [tensor for tensors, _ in found for tensor in tensors]
+        codings = [number for _, numbers in found for number in numbers]
         rows = None if rows is None else rows.contiguous()
         length = None if step.length is None else step.length.contiguous()
         packed = (prepared.keys, prepared.values, prepared.bias, exact.items, exact.item_first)
@@ -135,9 +132,6 @@ class Triton(AttentionBackend):
         return output
 
 
-_OTHERWISE = "backend 'sdpa'"
-
-
 def _entries(
     layer: LayerEntries, tables: SplitTables, capability: tuple[int, int], programs: int
 ) -> TritonEntries:
@@ -145,11 +139,17 @@ def _entries(
     keys, values = contiguous_rows(exact.keys, exact.values)
     pairs = ((keys, exact.keys), (values, exact.values))
     return TritonEntries(
-        keys=keys, values=values, bias=exact.log_multiplicity.float().contiguous(),
-        heads=layer.heads, sequences=layer.sequences, tables=tables, capability=capability,
-        programs=programs, coded=layer.coded,
+        keys=keys,
+        values=values,
+        bias=exact.log_multiplicity.float().contiguous(),
+        heads=layer.heads,
+        sequences=layer.sequences,
+        tables=tables,
+        capability=capability,
+        programs=programs,
+        coded=layer.coded,
         copied=sum(new.nbytes for new, old in pairs if new is not old),
-    )  # fmt: skip
+    )
 
 
 def _check(step: AttentionStep) -> None:
