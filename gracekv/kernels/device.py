@@ -10,10 +10,6 @@ from functools import cache
 
 import torch
 
-# Compute capability and number of processors assumed for Triton's interpreter (ours).
-_INTERPRETED_CAPABILITY = (8, 0)
-_INTERPRETED_PROCESSORS = 4
-
 
 def interpreted() -> bool:
     """Whether Triton runs kernels in its interpreter on the CPU (decided when it is imported)."""
@@ -21,16 +17,14 @@ def interpreted() -> bool:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a GPU."""
-    if device.type != "cuda":
-        return _INTERPRETED_CAPABILITY
-    return torch.cuda.get_device_capability(device)
+    """Compute capability of a GPU; for Triton's interpreter that of the oldest supported (ours)."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
 
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU."""
+    """Streaming multiprocessors of a GPU; 4 for Triton's interpreter (ours)."""
     if device.type != "cuda":
-        return _INTERPRETED_PROCESSORS
+        return 4
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
