@@ -53,29 +53,24 @@ class NumbaEvaluator(DistortionEvaluator):
         }
 
     def __call__(self, nodes: Nodes) -> IntervalCosts:
-        from gracekv.tree.engines.numba_kernel import EVALUATE
-
         count, width = len(nodes), nodes.width
         costs = torch.zeros(2, count, width, dtype=torch.float32)
         mass = torch.zeros(count, width, dtype=torch.float32)
         drop = torch.empty(count, dtype=torch.float32)
-        outputs = {"intervals": costs, "mass": mass, "drop": drop}
-        self.run(nodes, EVALUATE, outputs, {})
+        self.run(nodes, {"intervals": costs, "mass": mass, "drop": drop}, {})
         return IntervalCosts(costs, mass, drop)
 
     def splitter(self, refiner: Refiner) -> Splitter | None:
         rule = refiner.rule()
         return None if rule is None else NumbaSplitter(self, self._batch, rule)
 
-    def run(
-        self, nodes: Nodes, mode: int, tensors: dict[str, Tensor], numbers: dict[str, Any]
-    ) -> None:
+    def run(self, nodes: Nodes, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Run the kernel on V >= 1 nodes.
 
         Args:
             nodes: the nodes.
-            mode: `EVALUATE`, `SPLIT` or `SPLIT_ROOTS` of `gracekv.tree.engines.numba_kernel`.
-            tensors: contiguous fields of its `DistortionArgs` for that mode, [V, ...].
+            tensors: contiguous fields [V, ...] of `numba_kernel.DistortionArgs`, which say whether
+                it evaluates nodes, splits them or splits roots.
             numbers: its other fields.
         """
         from gracekv.tree.engines.numba_kernel import DistortionArgs, distortion_kernel
@@ -93,7 +88,6 @@ class NumbaEvaluator(DistortionEvaluator):
             counter=ctypes.addressof(counter),
             nodes=len(length),
             max_length=nodes.width,
-            mode=mode,
         )
         with torch.profiler.record_function("distortion (numba)"):
             on_all_threads(distortion_kernel(), ctypes.addressof(arguments))
@@ -122,12 +116,9 @@ class NumbaSplitter(Splitter):
         self._numbers = {"cuts": cuts, "reward": rule.reward, "extracts": rule.extracts}
 
     def roots(self, nodes: Nodes) -> RootCosts:
-        from gracekv.tree.engines.numba_kernel import SPLIT_ROOTS
-
         distortion = torch.empty(len(nodes), dtype=torch.float64)
         drop = torch.empty(len(nodes), dtype=torch.float32)
-        outputs = {"node_cost": distortion, "drop": drop}
-        low, high, part_costs = self._cuts(nodes, SPLIT_ROOTS, outputs)
+        low, high, part_costs = self._cuts(nodes, {"node_cost": distortion, "drop": drop})
 
         def split(chosen: Tensor, forced: Tensor) -> Split:
             return Split.of_cuts(nodes[chosen], low[chosen], high[chosen], part_costs[chosen])
@@ -135,16 +126,13 @@ class NumbaSplitter(Splitter):
         return RootCosts(distortion, drop.double(), split)
 
     def __call__(self, nodes: Nodes, distortion: Tensor, forced: Tensor) -> Split:
-        from gracekv.tree.engines.numba_kernel import SPLIT
+        return Split.of_cuts(nodes, *self._cuts(nodes, {"node_cost": distortion.contiguous()}))
 
-        cuts = self._cuts(nodes, SPLIT, {"node_cost": distortion.contiguous()})
-        return Split.of_cuts(nodes, *cuts)
-
-    def _cuts(self, nodes: Nodes, mode: int, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def _cuts(self, nodes: Nodes, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
         low, high = torch.empty_like(nodes.tree), torch.empty_like(nodes.tree)
         part_costs = torch.empty(len(low), 2, dtype=torch.float64)
         tensors = self._tensors | tensors | {"low": low, "high": high, "part_costs": part_costs}
-        self._evaluator.run(nodes, mode, tensors, self._numbers)
+        self._evaluator.run(nodes, tensors, self._numbers)
         return low, high, part_costs
 
 

@@ -64,7 +64,7 @@ class Scratch(
         "Scratch",
         "p gram values_t scores cross cross_terms z m_square key_sum gram_sum "
         "weighted_gram_sum pending_z pending_m_square logits m_dot_v v_products mean_keys "
-        "log_m v_square spans",
+        "log_m v_square spans is_cut wanted costs mass top",
     )
 ):
     """Scratch memory of a thread, for nodes of up to w tokens (W: the next multiple of 16).
@@ -90,11 +90,16 @@ class Scratch(
         log_m: [R], log multiplicity.
         v_square: [R], |v~|^2.
         spans: int64 [R, 4], first and last token, row and column of `costs`.
+        is_cut: bool [w], tokens at which the node may be cut.
+        wanted: bool [w], ends (or starts) of the intervals whose D is computed.
+        costs: [2, w], D of prefixes and suffixes.
+        mass: [w], of the node's tokens.
+        top: int64 [cuts or more], for `mark_cuts`.
     """
 
 
 @inner()
-def new_scratch(max_length: int, dim: int, padded_probes: int) -> Any:
+def new_scratch(max_length: int, dim: int, padded_probes: int, cuts: int) -> Any:
     """A thread's `Scratch` for nodes of up to `max_length` tokens and Q = `padded_probes`."""
     width = (max_length + COLUMNS - 1) // COLUMNS * COLUMNS
     rows, probes, f = MAX_PENDING, padded_probes, np.float32
@@ -105,5 +110,7 @@ def new_scratch(max_length: int, dim: int, padded_probes: int) -> Any:
         np.empty(width, f), np.empty(width, f), np.empty((rows, probes), f),
         np.empty((rows, probes), f), np.empty((rows, probes), f), np.empty((rows, probes), f),
         np.empty((rows, width), f), np.empty((rows, dim), f), np.empty(rows, f), np.empty(rows, f),
-        np.empty((rows, 4), np.int64),
+        np.empty((rows, 4), np.int64), np.empty(max_length, np.bool_),
+        np.empty(max_length, np.bool_), np.zeros((2, max_length), f), np.empty(max_length, f),
+        np.empty(max(cuts, 1), np.int64),
     )  # fmt: skip

@@ -108,16 +108,16 @@ def load_node(node: Any, heads: Any, scratch: Any) -> None:
 
 
 @inner(fastmath={"contract"})
-def add_intervals(
-    node: Any, heads: Any, scratch: Any, backwards: bool, wanted: Any, costs: Any, pending: int
-) -> int:
+def add_intervals(node: Any, heads: Any, scratch: Any, backwards: bool, pending: int) -> int:
     """Collect prefixes (or suffixes) of a loaded node; returns how many intervals are pending.
 
+    Their D is in `scratch.costs` after this or `flush`.
+
     Args:
-        node, heads, scratch: `load_node` was called with them.
+        node, heads: `load_node` was called with them.
+        scratch: likewise; `wanted` says whether to compute D of the tokens up to and including k
+            (from k on).
         backwards: collect suffixes.
-        wanted: bool [n]: whether to compute D of the tokens up to and including k (from k on).
-        costs: float32 [2, n]: D of prefixes and suffixes, filled by this and `flush`.
         pending: how many intervals are already pending in `scratch`.
     """
     # Local names, because each read of a tuple's field counts references.
@@ -127,6 +127,7 @@ def add_intervals(
     pending_z, pending_m_square = scratch.pending_z, scratch.pending_m_square
     v_products, mean_keys, scores = scratch.v_products, scratch.mean_keys, scratch.scores
     spans, log_ms, v_squares = scratch.spans, scratch.log_m, scratch.v_square
+    wanted = scratch.wanted
     key_norms, unrotated_keys = heads.key_norms, heads.unrotated_keys
     cos, sin = heads.cos, heads.sin
     n, row, stride, padded_probes = node.length, node.row, gram.shape[1], p.shape[1]
@@ -206,15 +207,15 @@ def add_intervals(
         spans[pending, 2], spans[pending, 3] = 1 if backwards else 0, t
         pending += 1
         if pending == MAX_PENDING:
-            flush(node, heads, scratch, costs, pending)
+            flush(node, heads, scratch, pending)
             pending = 0
     return pending
 
 
 @inner(fastmath={"contract"})
-def flush(node: Any, heads: Any, scratch: Any, costs: Any, pending: int) -> None:
+def flush(node: Any, heads: Any, scratch: Any, pending: int) -> None:
     """Compute D of the pending intervals."""
-    p, logits, m_dot_v = scratch.p, scratch.logits, scratch.m_dot_v
+    p, logits, m_dot_v, costs = scratch.p, scratch.logits, scratch.m_dot_v, scratch.costs
     pending_z, pending_m_square = scratch.pending_z, scratch.pending_m_square
     v_products, mean_keys = scratch.v_products, scratch.mean_keys
     spans, log_ms, v_squares = scratch.spans, scratch.log_m, scratch.v_square

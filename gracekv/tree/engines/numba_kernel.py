@@ -38,12 +38,12 @@ class DistortionArgs(ctypes.Structure):
         head, first, length: int64 [V]: head, index in the region, and tokens of each node.
         counter: int64, 0.
         max_length: tokens of the longest node.
-        mode: `EVALUATE`, `SPLIT` or `SPLIT_ROOTS`.
-    `EVALUATE` also reads and writes:
+    To evaluate nodes, it also writes:
         intervals: float32 [2, V, max_length], mass [V, max_length] and drop [V], as costs, mass and
             drop of `IntervalCosts`.
-    `SPLIT` and `SPLIT_ROOTS` also read and write:
-        node_cost: float64 [V], D of each node. `SPLIT_ROOTS` fills it, and drop float32 [V].
+    To split nodes, `intervals` is 0, and it also reads and writes:
+        node_cost: float64 [V], D of each node; filled for roots.
+        drop: float32 [V], filled for roots; 0 for others.
         cuts, reward: as in `numba_split_choice`; cuts < 0: nodes are not cut.
         extracts: whether a token may be extracted.
         low, high: int64 [V], cuts relative to the node's start.
@@ -54,12 +54,10 @@ class DistortionArgs(ctypes.Structure):
         "exponentials probe_mass unrotated_keys key_norms values scores queries max_logit "
         "inverse_sum visible_probes first_probe cos sin kappa forced head first length counter "
         "intervals mass drop node_cost low high part_costs heads tokens probes padded_probes dim "
-        "positions rotary_dim region_start multiplicity nodes max_length mode cuts extracts",
+        "positions rotary_dim region_start multiplicity nodes max_length cuts extracts",
         "lambda_z lambda_m epsilon uniform_base rule_epsilon reward",
     )
 
-
-EVALUATE, SPLIT, SPLIT_ROOTS = 0, 1, 2
 
 _ARGS = np.dtype(DistortionArgs)
 
@@ -93,31 +91,27 @@ def _heads(args: Any) -> Any:
 
 
 @inner(inline="always")
-def _evaluate(
-    args: Any, v: int, node: Any, heads: Any, scratch: Any, wanted: Any, costs: Any
-) -> None:
+def _evaluate(args: Any, v: int, node: Any, heads: Any, scratch: Any) -> None:
     """D of all prefixes and suffixes of a node."""
-    n, width = node.length, args.max_length
+    n, width, costs = node.length, args.max_length, scratch.costs
     intervals = carray(pointer(args.intervals), (2, args.nodes, width), np.float32)
     mass = carray(pointer(args.mass), (args.nodes, width), np.float32)
     drop = carray(pointer(args.drop), (args.nodes,), np.float32)
     drop[v] = token_masses(node, heads, mass[v])
-    wanted[:n] = True
-    pending = add_intervals(node, heads, scratch, False, wanted, costs, np.int64(0))
-    pending = add_intervals(node, heads, scratch, True, wanted, costs, pending)
-    flush(node, heads, scratch, costs, pending)
+    scratch.wanted[:n] = True
+    pending = add_intervals(node, heads, scratch, False, np.int64(0))
+    pending = add_intervals(node, heads, scratch, True, pending)
+    flush(node, heads, scratch, pending)
     costs[0, 0] = costs[1, n - 1] = np.float32(0)
     for k in range(n):
         intervals[0, v, k], intervals[1, v, k] = costs[0, k], costs[1, k]
 
 
 @inner(inline="always")
-def _split(
-    args: Any, v: int, node: Any, heads: Any, scratch: Any, is_cut: Any, wanted: Any, costs: Any,
-    mass: Any, top: Any,
-) -> None:  # fmt: skip
+def _split(args: Any, v: int, node: Any, heads: Any, scratch: Any) -> None:
     """The better of a cut and an extraction; only costs that are compared are computed."""
-    n, tokens, roots = node.length, args.tokens, args.mode == SPLIT_ROOTS
+    n, tokens, roots = node.length, args.tokens, args.drop != 0
+    is_cut, wanted, costs, mass = scratch.is_cut, scratch.wanted, scratch.costs, scratch.mass
     kappa = carray(pointer(args.kappa), (args.positions,), np.float64)
     forced = carray(pointer(args.forced), (args.heads * tokens,), np.float64)
     node_cost = carray(pointer(args.node_cost), (args.nodes,), np.float64)
@@ -141,18 +135,17 @@ def _split(
                 token, must_extract, cuts = candidate, True, False
     is_cut[:n] = False
     if cuts:
-        mark_cuts(kappa, position, n, args.cuts, is_cut, top)
+        mark_cuts(kappa, position, n, args.cuts, is_cut, scratch.top)
 
-    pending = np.int64(0)
     wanted[0] = wanted[n - 1] = False
     for k in range(1, n - 1):
         wanted[k] = is_cut[k + 1] or k == token - 1
-    pending = add_intervals(node, heads, scratch, False, wanted, costs, pending)
+    pending = add_intervals(node, heads, scratch, False, np.int64(0))
     for k in range(1, n - 1):
         wanted[k] = is_cut[k] or k == token + 1
     wanted[0] = roots and n > 1
-    pending = add_intervals(node, heads, scratch, True, wanted, costs, pending)
-    flush(node, heads, scratch, costs, pending)
+    pending = add_intervals(node, heads, scratch, True, pending)
+    flush(node, heads, scratch, pending)
     costs[0, 0] = costs[1, n - 1] = np.float32(0)
 
     if roots:
@@ -176,10 +169,7 @@ def _work(args: Any) -> None:
     head = carray(pointer(args.head), (args.nodes,), np.int64)
     first = carray(pointer(args.first), (args.nodes,), np.int64)
     length = carray(pointer(args.length), (args.nodes,), np.int64)
-    scratch = new_scratch(max_length, args.dim, args.padded_probes)
-    is_cut, wanted = np.empty(max_length, np.bool_), np.empty(max_length, np.bool_)
-    costs, mass = np.zeros((2, max_length), np.float32), np.empty(max_length, np.float32)
-    top = np.empty(max(args.cuts, 1), np.int64)
+    scratch = new_scratch(max_length, args.dim, args.padded_probes, args.cuts)
     counter = pointer(args.counter)
     while True:
         start = fetch_and_add(counter, 0) * _NODES
@@ -187,12 +177,12 @@ def _work(args: Any) -> None:
             return
         for v in range(start, min(start + _NODES, args.nodes)):
             node = Node(head[v], first[v], length[v], head[v] * args.tokens + first[v])
-            if node.length > 2 or args.mode != SPLIT:
+            if node.length > 2 or args.drop != 0:
                 load_node(node, heads, scratch)
-            if args.mode == EVALUATE:
-                _evaluate(args, v, node, heads, scratch, wanted, costs)
+            if args.intervals != 0:
+                _evaluate(args, v, node, heads, scratch)
             else:
-                _split(args, v, node, heads, scratch, is_cut, wanted, costs, mass, top)
+                _split(args, v, node, heads, scratch)
 
 
 @cache
