@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -101,12 +101,19 @@ class ProbeAttention:
         bounds = torch.arange(region.start, region.end + 1, device=device)
         first_probe = torch.searchsorted(probes, bounds)
         return cls(
-            positions=probes, queries=queries, max_logit=max_logit, inverse_sum=inverse_sum,
-            exponentials=exponentials.flatten(0, 1), mass=_weighted_sum(exponentials, inverse_sum),
-            unrotated_keys=unrotated.flatten(0, 1), key_norms=unrotated.norm(dim=-1).flatten(),
-            values=values.flatten(0, 1), scores=batch.scores.float().flatten(),
-            visible_probes=(len(probes) - first_probe[:-1]).float(), first_probe=first_probe,
-        )  # fmt: skip
+            positions=probes,
+            queries=queries,
+            max_logit=max_logit,
+            inverse_sum=inverse_sum,
+            exponentials=exponentials.flatten(0, 1),
+            mass=_weighted_sum(exponentials, inverse_sum),
+            unrotated_keys=unrotated.flatten(0, 1),
+            key_norms=unrotated.norm(dim=-1).flatten(),
+            values=values.flatten(0, 1),
+            scores=batch.scores.float().flatten(),
+            visible_probes=(len(probes) - first_probe[:-1]).float(),
+            first_probe=first_probe,
+        )
 
 
 def _copy(layers: list[Tensor], region: Region, out: Tensor) -> None:
@@ -143,11 +150,8 @@ probe's largest exponential the distortion is huge anyway, and its square over e
 finite in float32."""
 
 
-# Fields of `ProbeAttention`.
-_READ = (
-    "exponentials", "unrotated_keys", "key_norms", "values", "scores", "queries", "max_logit",
-    "inverse_sum", "visible_probes", "first_probe",
-)  # fmt: skip
+# Fields of `ProbeAttention` that not all kernels read.
+_UNREAD = ("positions", "mass")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,7 +175,8 @@ class EngineInputs:
         """The tensors of `attention` that kernels read, by name; and cos and sin [T, d_rot]."""
         held = self.attention
         rotations = {"cos": self.rope.cos, "sin": self.rope.sin}
-        kept = {name: getattr(held, name) for name in _READ}
+        names = (field.name for field in fields(held))
+        kept = {name: getattr(held, name) for name in names if name not in _UNREAD}
         # A model on several devices has its table on the first layer's.
         return kept | {name: x.to(held.values.device) for name, x in rotations.items()}
 

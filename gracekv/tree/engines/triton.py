@@ -46,9 +46,16 @@ class TritonEvaluator(DistortionEvaluator):
         sums = self._arguments["values"].new_empty(parts, sum(sizes))
         with torch.cuda.device_of(sums):
             self._kernel[(count, 2, parts)](
-                tree=nodes.tree, begin=nodes.start, length=nodes.length, sums=sums, nodes=count,
-                width=width, **self._arguments, **self._constants, enable_fp_fusion=True,
-            )  # fmt: skip
+                tree=nodes.tree,
+                begin=nodes.start,
+                length=nodes.length,
+                sums=sums,
+                nodes=count,
+                width=width,
+                **self._arguments,
+                **self._constants,
+                enable_fp_fusion=True,
+            )
         # Each part has the sums over its own probes.
         costs, mass, drop = (sums[0] if parts == 1 else sums.sum(0)).split(sizes)
         return IntervalCosts(costs.view(2, count, width), mass.view(count, width), drop)
