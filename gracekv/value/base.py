@@ -57,10 +57,15 @@ def mean_seed_scores(scores: Tensor, epsilon: float = 1e-12, shard: HeadShard = 
 
 
 def attention_sums(
-    capture: LayerCapture, probes: Sequence[int] | Tensor, region: Region,
-    weights: Tensor | None = None, *, power: float = 1.0, maximum: bool = False,
-    over: Literal["sum", "mean", "max"] | None = None
-) -> Tensor:  # fmt: skip
+    capture: LayerCapture,
+    probes: Sequence[int] | Tensor,
+    region: Region,
+    weights: Tensor | None = None,
+    *,
+    power: float = 1.0,
+    maximum: bool = False,
+    over: Literal["sum", "mean", "max"] | None = None,
+) -> Tensor:
     """sum_u w_u pi_{u,t}^power: weighted attention that each token receives, float32 [H, N].
 
     The softmax runs over all tokens up to the probe; its result is then sliced to the region.

@@ -86,9 +86,14 @@ class BlockReplaySums(LayerObserver):
             yield Region(first, min(first + self.block, spans.context_end))
 
     def add_block(
-        self, total: Tensor, queries: Tensor, block: Region, run: TokenRun, past: int = 0,
-        copied: Region | None = None
-    ) -> None:  # fmt: skip
+        self,
+        total: Tensor,
+        queries: Tensor,
+        block: Region,
+        run: TokenRun,
+        past: int = 0,
+        copied: Region | None = None,
+    ) -> None:
         """Add sum_u p_{u,t}^power of a block's queries to `total`; mean over a KV head's queries.
 
         The softmax runs over the prompt's first 4 tokens, the `block` keys up to the block's end (a
@@ -133,15 +138,13 @@ class BlockReplaySums(LayerObserver):
             seen = keys[own, after : block.end, :width]
             if lead > start:
                 seen = torch.cat([keys[own, start:lead, :width], seen], dim=1)
-            asked, own_sinks = moved[rows, :, :width], None if sinks is None else sinks[rows]
-            columns = softmax_columns(
-                asked, seen, seen.shape[1], scale=scale, power=self.power, softcap=softcap,
-                sinks=own_sinks,
-            )  # fmt: skip
+            asked = moved[rows, :, :width]
+            logits = {**run.logits, "scale": scale, "sinks": None if sinks is None else sinks[rows]}
+            columns = softmax_columns(asked, seen, seen.shape[1], power=self.power, **logits)
             columns = reduce(columns, "(g n) t -> g t", "mean", g=at_once)
             total[own, after : block.end].add_(columns[:, lead - start :])
             if self.induction and copied is not None and block.length > 1:
-                read = next_attention(asked, seen, block.length, scale, softcap, own_sinks)
+                read = next_attention(asked, seen, block.length, **logits)
                 read = reduce(read**self.power, "(g n) -> g 1", "mean", g=at_once)
                 total[own, copied.start : copied.end].add_(read, alpha=self.induction)
             if start < past <= lead:

@@ -15,7 +15,7 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from gracekv.kernels.linalg import capped, softmax
+from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.prefill.observer import Passes, PassObserver, TokenRun
 from gracekv.registry import bounded
@@ -48,11 +48,9 @@ class Draft(PassObserver):
         seen: list[Tensor] = []
 
         def attend(layer: int, run: TokenRun) -> None:
-            groups, dim = len(run.keys), run.queries.shape[-1]
-            shared = run.queries.float().reshape(groups, -1, dim) * run.scale
-            logits = capped(shared @ run.keys.float().transpose(1, 2), run.softcap)
-            chance = softmax(logits, None if run.sinks is None else run.sinks.view(groups, -1, 1))
-            found = reduce(chance[..., start:end], "g n t -> g t", "mean")
+            keys, logits = run.keys, {"scale": run.scale, **run.logits}
+            columns = softmax_columns(run.queries, keys, keys.shape[1], **logits)
+            found = reduce(columns[:, start:end], "(g n) t -> g t", "mean", g=len(keys))
             seen.append(found.to(seen[0].device if seen else found.device))
 
         token, rows = passes.first, list[Tensor]()

@@ -128,25 +128,16 @@ class ExpectedAttention(Scorer):
                 "model caps its logits or adds sinks to them. Use another scorer, such as "
                 "'block_replay'."
             )
-        observer, end = QueryMoments(self.sinks), capture.spans.context_end
-        counted, moments = observer.seen(capture.spans), capture.observation(observer)
-        dim, past = capture.head_dim, capture.spans.past
-        rotation = mean_rotation(capture.rope, dim, end, self.future_positions, past)
-        seen = self._expected(capture, moments, counted, rotation)
-        whole = torch.nn.functional.pad(seen, (counted.start, 0), value=float(seen.max()) + 1)
-        return whole[:, region.start : region.end]
-
-    def _expected(
-        self, capture: LayerCapture, moments: Tensor, seen: Region, rotation: Tensor
-    ) -> Tensor:
-        """Scores of the positions `seen` from moments [H, 1 + d, d], float32 [G, n]."""
-        moments = moments.to(capture.keys.device)
+        observer, spans, dim = QueryMoments(self.sinks), capture.spans, capture.head_dim
+        seen, count = observer.seen(spans), self.future_positions
+        moments = capture.observation(observer).to(capture.keys.device)
         mean, covariance = moments[:, 0], moments[:, 1:]
-        turn = rotation.to(mean.device)
+        turn = mean_rotation(capture.rope, dim, spans.context_end, count, spans.past)
+        turn = turn.to(mean.device)
         mean = capture.scale * mean @ turn
         spread = 0.5 * capture.scale**2 * turn.T @ covariance @ turn
         keys = capture.keys[:, seen.start : seen.end]
-        blocks = keys.split(_block_rows(capture.query_heads, capture.head_dim), dim=1)
+        blocks = keys.split(_block_rows(capture.query_heads, dim), dim=1)
         # log E exp(logit) [G, n, t] of some keys [G, t, d].
         mean = rearrange(mean, "(g n) d -> g n d", g=capture.kv_heads)
         spread = rearrange(spread, "(g n) i j -> g n i j", g=capture.kv_heads)
@@ -158,7 +149,8 @@ class ExpectedAttention(Scorer):
         score = reduce(expected, "g n t -> g t", "mean") + self.epsilon
         if self.value_norm:
             score *= capture.values[:, seen.start : seen.end].float().norm(dim=-1)
-        return score
+        whole = torch.nn.functional.pad(score, (seen.start, 0), value=float(score.max()) + 1)
+        return whole[:, region.start : region.end]
 
 
 def mean_rotation(rope: Rope, dim: int, start: int, count: int, past: int = 0) -> Tensor:

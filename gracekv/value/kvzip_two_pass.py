@@ -102,7 +102,8 @@ class Reconstruction(Repetition):
 
     def seen(self, run: TokenRun, spans: PromptSpans, part: Region) -> Tensor:
         keys, own = run.keys[:, : spans.context_end], run.keys[:, spans.context_end :]
-        return received_attention(run.queries, keys, own, part, run.scale, self.power, **run.logits)
+        logits = {"scale": run.scale, **run.logits}
+        return received_attention(run.queries, keys, own, part, self.power, **logits)
 
     def joined(self, parts: list[Tensor]) -> Tensor:
         """[L, G, N_ctx]."""
@@ -161,9 +162,8 @@ def repetitions(passes: Passes, chunk: int) -> Iterator[tuple[Region, Tensor]]:
 
 
 def received_attention(
-    queries: Tensor, seen: Tensor, own: Tensor, part: Region, scale: float, power: float = 0.0,
-    **logits: Any,
-) -> Tensor:  # fmt: skip
+    queries: Tensor, seen: Tensor, own: Tensor, part: Region, power: float, **logits: Any
+) -> Tensor:
     """The largest attention to each token of `part`, or a sum of its powers: float32 [G, n].
 
     Summed over queries, averaged over the query heads of a KV head.
@@ -173,14 +173,13 @@ def received_attention(
         seen: [G, >= part.end, d] keys of prefix and context.
         own: [G, Q, d] keys of the tokens of this pass.
         part: absolute positions of the n tokens.
-        scale: scale of the logits.
         power: exponent of the summed attention; 0 for the maximum.
-        logits: `softcap` and `sinks`, as in `TokenRun`.
+        logits: `scale`, `softcap` and `sinks`, as in `TokenRun`.
     """
     sinks, over = min(_SINKS, part.start), "mean" if power else "max"
     keys = torch.cat([seen[:, :sinks], seen[:, part.start : part.end], own], dim=1)
     width = sinks + part.length
     visible = torch.arange(width + 1, keys.shape[1] + 1, device=keys.device)
-    logits |= {"scale": scale, "power": power or 1.0, "maximum": not power}
+    logits |= {"power": power or 1.0, "maximum": not power}
     columns = softmax_columns(queries, keys, visible, **logits)
     return reduce(columns[:, sinks:width], "(g n) t -> g t", over, g=len(keys))

@@ -49,10 +49,8 @@ class LagRelative(Scorer):
             used, dim = slice(first, first + parts * self.lag), capture.info.entry_dim
             both = [_spread(x[:, used, :dim].float(), self.lag) for x in (keys, values)]
             order = (both[0] + both[1]).sort(dim=-1, descending=True, stable=True).indices
-            ranks = torch.arange(self.lag - 1, -1, -1, device=order.device).float() / self.lag
-            scores = torch.zeros(order.shape, device=order.device, dtype=torch.float32)
-            scores.scatter_(-1, order, ranks.expand_as(order))
-            whole[:, first : first + ranked] = scores.flatten(1)
+            ranks = (self.lag - 1 - order.argsort(dim=-1)).float() / self.lag
+            whole[:, first : first + ranked] = ranks.flatten(1)
         return whole[:, region.start : region.end]
 
 

@@ -45,7 +45,7 @@ def test_stages_compute_in_full_float32(precision, monkeypatch):
 
 
 @pytest.mark.parametrize(("recipe", "module", "product"), [
-    ("gracekv-draft", draft_attention, "capped"),
+    ("gracekv-draft", draft_attention, "softmax_columns"),
     ("kvzip-two-pass", kvzip_two_pass, "received_attention"),
 ])  # fmt: skip
 def test_what_further_passes_see_is_computed_in_full_float32(

@@ -142,7 +142,8 @@ def test_received_attention_is_that_of_a_masked_softmax(seed, start, length, cou
     shapes = (4, count, 8), (2, start + length + 3, 8), (2, count, 8)
     queries, seen, own = (torch.randn(shape, generator=rng) for shape in shapes)
     region, sink = Region(start, start + length), torch.tensor([-1.0, 0.0, 1.0, 2.0])
-    got = received_attention(queries, seen, own, region, 0.5, power, softcap=softcap, sinks=sink)
+    given = {"scale": 0.5, "softcap": softcap, "sinks": sink}
+    got = received_attention(queries, seen, own, region, power, **given)
     sinks = min(4, start)
     keys = torch.cat([seen[:, :sinks], seen[:, start : start + length], own], dim=1).double()
     logits = 0.5 * queries.double().unflatten(0, (2, 2)) @ keys.mT[:, None]
