@@ -196,15 +196,7 @@ def best_partition(profit: Tensor, min_length: int) -> tuple[Tensor, Tensor]:
 
     Source: Eq. (S12).
     """
-    best, previous = _best_predecessors(profit.cpu(), min_length)
-    bounds, predecessors = [len(profit)], previous.tolist()
-    while bounds[-1] > 0:
-        bounds.append(predecessors[bounds[-1]])
-    return best, torch.tensor(bounds[::-1])
-
-
-def _best_predecessors(profit: Tensor, min_length: int) -> tuple[Tensor, Tensor]:
-    """F [N+1] and the best predecessor, int64 [N+1], of each endpoint."""
+    profit = profit.cpu()
     length, max_length = profit.shape
     device, choices = profit.device, max_length - min_length + 1
     # Endpoint i and column c belong to the predecessor i - max_length + c, so earlier predecessors
@@ -227,4 +219,7 @@ def _best_predecessors(profit: Tensor, min_length: int) -> tuple[Tensor, Tensor]
         totals = best[starts] + profit[starts, length - starts - 1]
         torch.max(totals, dim=0, out=(best[length], choice[length]))
         previous[length] = starts[0] + choice[length]
-    return best, previous
+    bounds, predecessors = [length], previous.tolist()
+    while bounds[-1] > 0:
+        bounds.append(predecessors[bounds[-1]])
+    return best, torch.tensor(bounds[::-1])
