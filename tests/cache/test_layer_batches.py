@@ -10,6 +10,7 @@ from gracekv.fit import values as fitting
 from gracekv.pipeline import Pipeline
 from gracekv.precision import base as precision
 from gracekv.testing import synthetic_prefill
+from support.same_results import assert_same_entries
 
 
 def test_layers_come_apart_in_memory_of_their_own():
@@ -27,18 +28,16 @@ def test_layers_are_quantised_together_as_alone(monkeypatch, dtype):
     prefill = synthetic_prefill(context=300, layers=4, dim=16, dtype=dtype, group=2, seed=3)
     recipe = {"precision": {"name": "allocated", "group": 8}, "fit": "none"}
     pipeline = Pipeline.from_dict(recipe, base="gracekv-plus")
-    alone, calls = pipeline.run(prefill, Budget.ratio(3)).cache.layers, []
+    alone, calls = pipeline.run(prefill, Budget.ratio(3)).cache, []
 
     def all_together(layers, size, limit):
         calls.append(sum(map(size, layers)))
         yield slice(0, len(layers))
 
     monkeypatch.setattr(precision, "batches", all_together)
-    together = pipeline.run(prefill, Budget.ratio(3)).cache.layers
+    together = pipeline.run(prefill, Budget.ratio(3)).cache
     assert len(calls) == 2, "the keys as read, and all codes"
-    for one, other in zip(alone, together, strict=True):
-        assert one.codings == other.codings
-        torch.testing.assert_close(other.tensors(), one.tensors(), rtol=0, atol=0)
+    assert_same_entries(together, alone)
 
 
 @pytest.mark.parametrize("fit", ["values", "values_and_mass", "least_squares"])
