@@ -44,7 +44,7 @@ class Compaction(Configurable):
                 )
 
     def runs(
-        self, tail: Sequence[tuple[str, int]], first: int, least: int = 8
+        self, tail: Sequence[tuple[str, int]], first: int, least: int = 8, failed: int = 0
     ) -> list[tuple[int, float]]:
         """The oldest messages to compress now, as runs of (tokens, ratio); empty if none are due.
 
@@ -52,8 +52,9 @@ class Compaction(Configurable):
             tail: role and number of tokens of each uncompressed message.
             first: index of the first of them in the conversation.
             least: minimum entries per head that a run keeps, on average.
+            failed: tokens of the tail when compressing them last failed; it waits for `after` more.
         """
-        if sum(tokens for _, tokens in tail) <= self.after:
+        if sum(tokens for _, tokens in tail) - failed <= self.after:
             return []
         runs = _joined(
             (tokens, 1.0 if role in self.keep or number in self.keep else self.ratio)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -17,18 +18,18 @@ from gracekv.allocate import Budget, BudgetOptions
 from gracekv.cache import Occupancy
 from gracekv.decode import Compaction, Limit
 from gracekv.distributed import head_shard
-from gracekv.errors import CacheError, ConfigError, EditedHistoryError, PromptError, expect, one_of
+from gracekv.errors import CacheError, ConfigError, PromptError, expect, one_of
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.extend import check_extends, extended_by, parts_of
 from gracekv.hf.generation import check_context, check_one, check_room, continue_ids, stream_text
 from gracekv.hf.graph_replay import setting
 from gracekv.precision import FullPrecision
-from gracekv.prefill.chat_text import Message, check_question
+from gracekv.prefill.chat_text import Message
 from gracekv.prefill.fingerprint import fingerprint
-from gracekv.prefill.messages import ENDING, new_turns, plain_messages
+from gracekv.prefill.history import History
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
-from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.prompt import check_begins
 from gracekv.prefill.supported import check_needs, trained_length
 
 
@@ -68,22 +69,14 @@ class Conversation(AbstractContextManager["Conversation"]):
             check_needs(result.model, result.pipeline.needs(), passage=True)
         self._closed, self._limit, self._compact = False, limit, compact
         self._first, self._lock = result, threading.Lock()
-        self._begin_anew()
+        self._model, self._prompt = result.model, result.prompts[0]
+        self._begin_after(result, History())
 
-    def _begin_anew(self) -> None:
-        self._begin_after(self._first)
-        self._messages: list[Message] = []
-        self._tools: Sequence[Any] | None = None
-
-    def _begin_after(self, result: Any) -> None:
+    def _begin_after(self, result: Any, history: History) -> None:
+        """Continue on a new cache, over the entries of `result`."""
         # First, since it raises if the limit is too small: nothing has changed by then.
         self._cache: GraceCache = result.new_cache(self._limit)
-        self._result, self._model, self._prompt = result, result.model, result.prompts[0]
-        self._ids = self._prompt.ids[: self._prompt.spans.context_end]
-        # Role and number of tokens of each uncompressed message.
-        self._tail: list[tuple[str, int]] = []
-        # The sum of these numbers when a compression last failed.
-        self._failed = 0
+        self._result, self._history = result, history
 
     @overload
     def ask(
@@ -122,10 +115,9 @@ class Conversation(AbstractContextManager["Conversation"]):
                 continue.
         """
         self._check_alone(kwargs)
-        check_question(question, unread=bool(self._prompt.messages and not self._messages))
-        asked = [*self._messages, {"role": "user", "content": question}]
+        asked = self._history.asked(question, self._prompt.messages)
         run: Callable[..., str | Iterator[str]] = self._stream if stream else self._answer
-        return run(asked, self._tools, max_new_tokens, kwargs)
+        return run(asked, self._history.tools, max_new_tokens, kwargs)
 
     def send(
         self,
@@ -155,20 +147,14 @@ class Conversation(AbstractContextManager["Conversation"]):
         """
         self._check_alone(kwargs)
         one_of("edited", edited, ("refuse", "compress"))
-        anew = False
-        # Checked early only where it matters: a long history takes seconds to tokenise.
-        if edited == "compress":
-            try:
-                self._new_turns(messages, tools)
-            except EditedHistoryError:
-                anew = True
+        anew = edited == "compress" and bool(self._history.edit(messages, tools))
         return self._answer(messages, tools, max_new_tokens, kwargs, anew=anew)
 
     def _answer(
-        self, messages: Any, tools: Any, max_new_tokens: int, options: Any, *, anew: bool = False
+        self, messages: Any, tools: Any, most: int, options: Any, *, anew: bool = False
     ) -> str:
-        with self._turn(messages, tools, max_new_tokens, anew=anew) as turn:
-            answer = self._generate(turn, max_new_tokens, options, self._cache)
+        with self._turn(messages, tools, most, anew=anew) as (ids, turn):
+            answer = self._generate(ids, most, options, self._cache)
             return self._add(messages[-1], turn, answer)
 
     def compress(
@@ -187,20 +173,20 @@ class Conversation(AbstractContextManager["Conversation"]):
         uncompressed turn is left.
         """
         with self._alone():
-            turns = self._ids[self._prompt.spans.context_end :]
-            if not len(turns):
+            if not (turns := self._history.uncompressed):
                 raise PromptError("No turn is left to compress. Ask something first.")
             total = Budget.of(budget)
             parts = [len(turns)]
             if total.kind == "ratio":  # another budget is one for all parts
                 parts = parts_of(self._model, self._limit, len(turns))
             runs = [(n, {"capture": capture, "budget": total}) for n in parts]
-            self._begin_after(extended_by(self._result, self._limit, turns, runs))
+            result = extended_by(self._result, self._limit, turns, runs)
+            self._begin_after(result, self._history.compressed(len(turns)))
 
     @property
     def messages(self) -> list[Message]:
         """A copy of the turns so far: {"role": "user", "content": text}, or as passed to `send`."""
-        return deepcopy(self._messages)
+        return deepcopy(list(self._history.messages))
 
     @property
     def accounting(self) -> Occupancy:
@@ -242,19 +228,17 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
-        turns = sum(message["role"] == "user" for message in self._messages)
+        turns = sum(message["role"] == "user" for message in self._history.messages)
         return f"Conversation({turns} turns, {len(self._ids):,} tokens{state})"
 
-    def _stream(
-        self, messages: Any, tools: Any, max_new_tokens: int, options: dict[str, Any]
-    ) -> Iterator[str]:
+    def _stream(self, messages: Any, tools: Any, most: int, options: Any) -> Iterator[str]:
         answers = list[Tensor]()
-        with self._turn(messages, tools, max_new_tokens) as turn:
+        with self._turn(messages, tools, most) as (ids, turn):
             cache, answered = self._cache, self._answered
 
             def generate(chosen: dict[str, Any]) -> None:
                 try:
-                    answers.append(self._generate(turn, max_new_tokens, chosen, cache))
+                    answers.append(self._generate(ids, most, chosen, cache))
                 finally:
                     answered.set()
 
@@ -281,48 +265,37 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     def _new_turns(self, messages: Any, tools: Any) -> list[tuple[str, list[int]]]:
         """Role and ids of each message not read yet; raises as `new_turns` does."""
-        messages = plain_messages(messages)
-        prompt, known = self._prompt, self._messages
-        if known and (tools or None) != self._tools:
-            raise EditedHistoryError("The tools are not those that the conversation began with.")
-        if prompt.messages and not known:
-            how: Any = {"tools": tools, "day": prompt.day}
-            begun = Prompt.from_messages(prompt.tokenizer, messages[: prompt.messages], **how)
-            end = begun.spans.context_end  # passages may follow
-            if not torch.equal(begun.ids[:end], self._ids[:end]):
-                raise EditedHistoryError(
-                    f"The first {prompt.messages} messages or tools are not those of the context."
-                )
-        how = {"separator": prompt.separator, "template": prompt.template, "tools": tools}
-        how["read"] = self._ids[-ENDING:].tolist() if known else ()
-        return new_turns(prompt.tokenizer, known, messages, prompt.messages, **how)
+        prompt, history = self._prompt, self._history
+        if prompt.messages and not history.messages:
+            check_begins(prompt, messages, tools)
+        how: Any = {"separator": prompt.separator, "template": prompt.template}
+        return history.new_turns(prompt.tokenizer, messages, tools, prompt.messages, **how)
 
     @contextmanager
     def _turn(
-        self, messages: Any, tools: Any, max_new_tokens: int, *, anew: bool = False
-    ) -> Iterator[Tensor]:
-        """The ids up to the answer; an error inside leaves the conversation as it was."""
+        self, messages: Any, tools: Any, most: int, *, anew: bool = False
+    ) -> Iterator[tuple[Tensor, list[int]]]:
+        """All ids up to the answer, and the last turn's; an error inside undoes the turn."""
         with self._alone():
             self._first.check_model()
-            before, undo = dict(self.__dict__), self._cache.mark()
+            history, before, undo = self._history, (self._result, self._cache), self._cache.mark()
             # Unset while a stream's thread answers.
             self._answered = answered = threading.Event()
             answered.set()
             try:
                 if anew:
-                    self._begin_anew()
-                *older, (_, last) = self._new_turns(messages, tools)
-                self._tail = [*self._tail, *((role, len(ids)) for role, ids in older)]
-                self._ids = torch.cat([self._ids, *(self._ids.new_tensor(ids) for _, ids in older)])
-                # Copies, so that edits by the caller are noticed.
-                self._messages, self._tools = deepcopy(list(messages[:-1])), deepcopy(tools or None)
+                    self._begin_after(self._first, History())
+                *older, (_, turn) = self._new_turns(messages, tools)
+                self._history = self._history.with_turns(messages[:-1], tools, older)
                 self._compress_older()
-                ids = torch.cat([self._ids, self._ids.new_tensor(last)])
-                check_room(self._model, self._prompt, len(ids), max_new_tokens, self._limit)
-                yield ids
+                ids = torch.cat([self._ids, self._prompt.ids.new_tensor(turn)])
+                check_room(self._model, self._result.prompts[0], len(ids), most, self._limit)
+                yield ids, turn
             except BaseException:
-                failed, written = before["_failed"] if anew else self._failed, self._cache
-                self.__dict__.update(before | {"_closed": self._closed, "_failed": failed})
+                written = self._cache
+                # A compression that failed is not tried again at once.
+                self._history = history if anew else replace(history, failed=self._history.failed)
+                self._result, self._cache = before
                 if answered.is_set() or self._cache is not written:
                     undo()
                 else:
@@ -332,19 +305,16 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     def _compress_older(self) -> None:
         """Compress older messages if it is time; newer ones are read again with the next turn."""
-        waiting = sum(tokens for _, tokens in self._tail)
-        if self._compact is None or waiting - self._failed <= self._compact.after:
-            return
         # Entries of a recent window may be wider than the 16 bits that a ratio counts.
         wide = max(2, self._model.dtype.itemsize // 2)
         least = wide * max(4, self._result.pipeline.window.minimum)
-        runs = self._compact.runs(self._tail, len(self._messages) - len(self._tail), least)
-        if not runs:
+        history, turns = self._history, self._history.uncompressed
+        if not (runs := history.due(self._compact, least)):
             return
-        self._failed = waiting
+        self._history = replace(history, failed=len(turns))
         # A context longer than the model supports may be extended, as by turns.
         known = trained_length(self._model) or sys.maxsize
-        beyond = self._first.prompts[0].spans.context_end > known
+        beyond = self._prompt.spans.context_end > known
         capture, parts = CaptureOptions(beyond_positions=beyond), list[Any]()
         for size, most in runs:
             for n in parts_of(self._model, self._limit, size):
@@ -352,13 +322,14 @@ class Conversation(AbstractContextManager["Conversation"]):
                 # A ratio of 1 may count bytes in 16 bits, into which wider numbers do not fit.
                 budget = {"entries_per_head": n} if ratio == 1 else {"ratio": ratio}
                 parts.append((n, {"capture": capture, **budget}))
-        read, kept = sum(size for size, _ in runs), list(self._tail)
-        turns = self._ids[len(self._ids) - waiting :]
-        self._begin_after(extended_by(self._result, self._limit, turns, parts))
-        self._ids = torch.cat([self._ids, turns[read:]])
-        while read > 0:
-            read -= kept.pop(0)[1]
-        self._tail = kept
+        result = extended_by(self._result, self._limit, turns, parts)
+        self._begin_after(result, history.compressed(sum(tokens for tokens, _ in runs)))
+
+    @property
+    def _ids(self) -> Tensor:
+        """int64 [T], the ids of the context and of all turns."""
+        context = self._prompt.ids[: self._prompt.spans.context_end]
+        return torch.cat([context, context.new_tensor(self._history.ids)])
 
     def _generate(
         self, ids: Tensor, most: int, options: dict[str, Any], cache: GraceCache
@@ -374,14 +345,12 @@ class Conversation(AbstractContextManager["Conversation"]):
         marks = {*getattr(tokenizer, "get_added_vocab", dict)().values()}
         return answer if last not in marks and tokenizer.decode([last]).strip() else answer[:-1]
 
-    def _add(self, message: Message, turn: Tensor, answer: Tensor) -> str:
+    def _add(self, message: Message, turn: list[int], answer: Tensor) -> str:
         """Make the turn part of the conversation; returns the answer's text."""
         text = self._first._texts(answer[None])[0]
-        added = len(turn) - len(self._ids)
-        self._tail = [*self._tail, (message["role"], added), ("assistant", len(answer))]
-        self._ids = torch.cat([turn, answer])
-        said = {"role": "assistant", "content": text}
-        self._messages = [*self._messages, deepcopy(message), said]
+        history, said = self._history, {"role": "assistant", "content": text}
+        turns = [(message["role"], turn), ("assistant", answer.tolist())]
+        self._history = history.with_turns([*history.messages, message, said], history.tools, turns)
         return text
 
     def _check_alone(self, options: dict[str, Any]) -> None:

@@ -155,8 +155,8 @@ def parts_of(model: Any, limit: Limit | None, tokens: int) -> list[int]:
     return [(tokens + part) // count for part in range(count)]
 
 
-def extended_by(result: Any, limit: Limit | None, turns: Tensor, runs: Sequence[Any]) -> Any:
-    """The result extended by runs of `turns`, int64 [n].
+def extended_by(result: Any, limit: Limit | None, turns: Sequence[int], runs: Sequence[Any]) -> Any:
+    """The result extended by runs of `turns`, ids [n].
 
     A run is the number of its tokens, and the options of `extend`.
     Before each, gaps are closed if the limit says so; after each, all entries are cut to it.

@@ -139,16 +139,11 @@ def check_text(name: str, text: object, advice: str = _ONE) -> None:
         ) from error
 
 
-def check_question(question: object, *, unread: bool = False) -> None:
-    """Raise `PromptError` unless `question` is readable, non-blank text.
-
-    Also raised if the context's own messages are `unread`.
-    """
+def check_question(question: object) -> None:
+    """Raise `PromptError` unless `question` is readable, non-blank text."""
     if not isinstance(question, str) or not question.strip():
         raise PromptError(f"A question must be non-empty text; got {question!r}.")
     check_text("question", question)
-    if unread:
-        raise PromptError("This context consists of messages: begin with chat.send(messages).")
 
 
 def encode(tokenizer: Any, parts: _Parts, *, special: bool) -> tuple[list[int], list[int]]:

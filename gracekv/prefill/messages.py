@@ -1,4 +1,4 @@
-"""Encodes the messages of a conversation, or those of a history that were not read yet."""
+"""Encodes the messages of a conversation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import Any, Literal
 
-from gracekv.errors import EditedHistoryError, PromptError, expect, suggestion
+from gracekv.errors import PromptError, expect, suggestion
 from gracekv.prefill.chat_text import (
     ROLES,
     Message,
@@ -19,14 +19,9 @@ from gracekv.prefill.chat_text import (
     placeholder,
     plain_ids,
     shown,
-    with_mappings,
 )
 
 _PLAIN = ({"role": "user", "content": "."}, {"role": "assistant", "content": "."})
-ENDING = 16
-"""How many of an answer's last tokens are compared with the template's end of a turn."""
-# Templates do not render other fields, which clients add.
-_COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 _CHANGED = (
     "The chat template does not show each message exactly once and unchanged. Render the "
     "conversation yourself and use model.generate with result.new_cache()."
@@ -46,7 +41,7 @@ def encoded_messages(
     renderings = [plain_ids(tokenizer, text) for text in _renderings(tokenizer, messages, tools)]
     whole = renderings[0]
     most = len(whole) - (not messages[-1].get("tool_calls"))
-    if not (shared := min(_shared(*renderings), most)):
+    if not (shared := min(shared_length(*renderings), most)):
         raise PromptError(
             "The chat template shows these messages only with a user's message. Add the first one."
         )
@@ -139,136 +134,30 @@ def turn_ids(
             end = [continued(tokenizer, text.partition(mark)[2]) for text in texts]
             how: Any = {"tools": tools, "answer_prefix": answer_prefix}
             turn, *rest = turn_ids(tokenizer, messages, separator, template, **how)
-            return [turn[_shared(*end) :], *rest]
-        place = _shared(*_renderings(tokenizer, after, tools))
+            return [turn[shared_length(*end) :], *rest]
+        place = shared_length(*_renderings(tokenizer, after, tools))
     borders = [place]
     for n, message in enumerate(messages[:-1], 1):
         # A template may render a message differently if another follows; it ends where its content
         # ends.
         said = str(message.get("content") or "").strip()
-        same = _shared(rendered(n), whole)
+        same = shared_length(rendered(n), whole)
         found = whole.find(said, borders[-1])
         borders.append(max(same, found + len(said) if found >= 0 else 0))
     pieces = [whole[a:b] for a, b in pairwise([*borders, len(whole)])]
     turns = [continued(tokenizer, piece) for piece in pieces]
     if list(chain.from_iterable(turns)) == ids[start:]:  # special tokens start turns
         return turns
-    ends = [_shared(encoded(whole[:x]), ids) for x in borders[1:]]
+    ends = [shared_length(encoded(whole[:x]), ids) for x in borders[1:]]
     return [ids[a:b] for a, b in pairwise([start, *ends, len(ids)])]
 
 
-def _shared(*given: Sequence[Any]) -> int:
+def shared_length(*given: Sequence[Any]) -> int:
     """The length of the longest common prefix of texts or lists."""
     first, *others = given
     # Slices are compared much faster than single items in Python.
     sizes = range(min(map(len, given)))
     return bisect_left(sizes, True, key=lambda n: any(x[: n + 1] != first[: n + 1] for x in others))
-
-
-def new_turns(
-    tokenizer: Any,
-    known: Sequence[Message],
-    given: Sequence[Message],
-    context: int = 0,
-    *,
-    read: Sequence[int] = (),
-    tools: Sequence[Any] | None = None,
-    separator: str = "\n\n",
-    template: bool = True,
-) -> list[tuple[str, list[int]]]:
-    """Role and token ids of each message of `given` that has not been read yet.
-
-    The last one's ids go up to the start of the answer.
-
-    Args:
-        tokenizer: renders and encodes messages.
-        known: the messages that were read, the last one an answer; none before the first turn.
-        given: the whole history in OpenAI's format.
-        context: how many messages the compressed context consists of; 0 if it is a document, whose
-            turn the first message continues.
-        read: the last `ENDING` ids that were read; the answer's if there are `known` messages.
-        tools: the definitions of the context's tools.
-        separator: between a document and the first message.
-        template: whether the chat format is used.
-
-    Raises:
-        EditedHistoryError: a message differs from the one read at its place.
-        PromptError: a message is malformed, there is no new one, or the template cannot show it
-            after the context.
-    """
-    known, given = plain_messages(known), plain_messages(given)
-    for number, old in enumerate(known):
-        if number >= len(given) or not is_same(old, given[number]):
-            raise EditedHistoryError(
-                f"Message {number} (role {old['role']!r}) differs from the one that was read. Send "
-                f'the history unchanged, or compress it again with edited="compress".'
-            )
-    new = given[max(len(known), context) :]
-    if not known and not context and (tools or (new and new[0]["role"] != "user")):
-        raise PromptError(
-            "A system prompt and tools come before the context, which is a document here: after "
-            "it comes a user's message. Compress Prompt.from_messages(tokenizer, messages, "
-            "tools=tools) instead."
-        )
-    if not new and (known or len(given) < max(context, 1)):
-        raise PromptError("There is no new message to answer.")
-    after: Any = "answer" if known else given[:context] or "context"
-    added = {*getattr(tokenizer, "get_added_vocab", dict)().values()}
-    called = [_PLAIN[0], given[len(known) - 1]] if known else []
-    begin, count, call = 0, 0, list[int]()
-    if template and called and called[1].get("tool_calls") and has_chat_template(tokenizer):
-        # Results are only shown after a call, and a call may end differently from an answer.
-        begin = len(encoded_messages(tokenizer, called[:1], tools)[1])
-        count, call = encoded_messages(tokenizer, called, tools)
-        after = after if added.isdisjoint(call[begin:]) else called
-    first, *rest = turn_ids(tokenizer, new, separator, template, after=after, tools=tools)
-    if after is called:
-        first = _after_call(read, call, begin, count, first, added)
-    # The answer's end, part of which the model may have written, such as the closing tag of a call.
-    ends = (n for n in range(min(len(read), len(first)), 0, -1) if [*read[-n:]] == first[:n])
-    if (written := next(ends, 0)) and not added.isdisjoint(first[:written]):
-        first = first[written:]
-    roles = [one["role"] for one in new] or [given[-1]["role"]]
-    return list(zip(roles, [first, *rest], strict=True))
-
-
-def _after_call(
-    read: Sequence[int], call: list[int], begin: int, count: int, first: list[int], added: set[int]
-) -> list[int]:
-    """The ids after the model's own part of a tool call, up to the end of the first result.
-
-    Args:
-        read: the last ids that the model wrote.
-        call: ids of a call at the end of a history, and of the message before it.
-        begin: where the call begins in `call`.
-        count: how many ids of `call` remain if a result follows.
-        first: the ids that then follow.
-        added: ids of the chat format's tokens.
-    """
-    if places := [n for n in range(begin, count) if call[n] in added]:
-        end = _written(read, call[begin:count], added)
-        return call[begin + end if end else places[-1] : count] + first
-    # For example, an empty thought that is shown only in the last message.
-    place = max(n for n in range(begin, len(call)) if call[n] in added)
-    shown = call[begin:count] + first
-    where = partial(_written, call=shown[: len(call) - begin], added=added)
-    end = where(read) or where(call[begin:place])
-    if not end and first[0] not in added:  # the call has no token of the format either
-        end = where(call[begin:place], added={*call})
-    return shown[end:] if end else call[place:] + first
-
-
-def _written(read: Sequence[int], call: Sequence[int], added: set[int]) -> int:
-    """How many ids of the template's form of a call the model wrote; its last ones are `read`.
-
-    The longest common ending decides, if it has a token of the format; 0 if none has.
-    """
-    last, found = [*reversed(read)], [(0, 0)]
-    for n in range(len(call), 0, -1):
-        same = _shared(last, [*reversed(call[max(0, n - ENDING) : n])])
-        if not added.isdisjoint(last[:same]):
-            found.append((same, n))
-    return max(found)[1]
 
 
 def plain_messages(given: Any) -> list[Message]:
@@ -303,12 +192,3 @@ def _plain(number: int, message: Any) -> Message:
     for text in texts:
         check_text(f"The content of message {number}", text, advice)
     return {**message, "content": "\n".join(texts)}
-
-
-def is_same(old: Message, given: Message) -> bool:
-    """Whether `given` is `old`; an answer may come back as the tool calls parsed from it."""
-    old, given = with_mappings(old), with_mappings(given)
-    parsed = given.get("tool_calls") and not old.get("tool_calls")
-    if parsed and old["role"] == given["role"] == "assistant":
-        return True
-    return all((old.get(name) or "") == (given.get(name) or "") for name in _COMPARED)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.errors import PromptError, expect
+from gracekv.errors import EditedHistoryError, PromptError, expect
 from gracekv.prefill.chat_text import (
     Message,
     check_question,
@@ -225,6 +225,17 @@ class Prompt:
         spans = PromptSpans(self.spans.context_start, end - 1, end - 1, end)
         tail = self.ids[self.spans.question_end :] if self.tail is None else self.tail
         return replace(self, ids=self.ids[:end], spans=spans, parts=None, tail=tail)
+
+
+def check_begins(prompt: Prompt, messages: Any, tools: Sequence[Any] | None) -> None:
+    """Raise `EditedHistoryError` unless the context began with these messages and tools."""
+    given = plain_messages(messages)[: prompt.messages]
+    begun = Prompt.from_messages(prompt.tokenizer, given, tools=tools, day=prompt.day)
+    context, end = prompt.ids[: prompt.spans.context_end], begun.spans.context_end
+    if not torch.equal(begun.ids[:end], context[:end]):  # passages may follow
+        raise EditedHistoryError(
+            f"The first {prompt.messages} messages or tools are not those of the context."
+        )
 
 
 def checked_ids(ids: Tensor | Sequence[int]) -> Tensor:

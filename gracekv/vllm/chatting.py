@@ -6,12 +6,13 @@ import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, Literal
 
 from gracekv.decode import Compaction, Limit
 from gracekv.errors import CacheError, ConfigError, EditedHistoryError, StoreError, expect, one_of
-from gracekv.prefill.chat_text import Message, check_question, continued
-from gracekv.prefill.messages import ENDING, is_same, new_turns, plain_messages
+from gracekv.prefill.chat_text import Message, continued
+from gracekv.prefill.history import History
 from gracekv.vllm.header import SEPARATOR
 from gracekv.vllm.requests import Request
 
@@ -50,22 +51,17 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
 
     def _begin(self) -> None:
         """Begin after the first context."""
-        self._messages: list[Message] = []
-        self._tools: Sequence[Any] | None = None
-        self.context = self._first
-        # Uncompressed messages as role and tokens; runs of them to be compressed; the name of the
-        # context in the making, and the tokens of its run.
-        self._tail: list[tuple[str, list[int]]] = []
+        self._history, self.context = History(), self._first
+        # Runs of messages to be compressed; the name of the context in the making, and the tokens
+        # of its run; the error that the next turn raises.
         self._runs: list[tuple[int, float]] = []
         self._pending: tuple[str, int] | None = None
-        # The error that the next turn raises; the uncompressed tokens when compressing failed.
         self._failure: Exception | None = None
-        self._failed = 0
 
     @property
     def messages(self) -> list[Message]:
         """A copy of the turns so far, as in `gracekv.hf.conversation.Conversation`."""
-        return deepcopy(self._messages)
+        return deepcopy(list(self._history.messages))
 
     def ask(self, question: str, max_tokens: int = 64, **options: Any) -> str:
         """The answer to the next question; arguments and errors are those of `stream`."""
@@ -87,9 +83,8 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             PromptError: the question is empty.
             openai.APIError: the server cannot be reached, or takes too long.
         """
-        check_question(question, unread=bool(self._count and not self._messages))
-        asked = [*self._messages, {"role": "user", "content": question}]
-        yield from self._stream(asked, self._tools, max_tokens, options)
+        asked = self._history.asked(question, self._count)
+        yield from self._stream(asked, self._history.tools, max_tokens, options)
 
     def send(
         self,
@@ -103,53 +98,39 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         """The answer to a whole history of messages, as in `gracekv.hf.conversation.Conversation`.
 
         The first turn does not check that the context consists of the first messages, with these
-        tools. Raises what `stream` and `Conversation.send` raise.
+        tools. Raises what `stream` raises, and `EditedHistoryError` and `ConfigError` as
+        `Conversation.send` does.
         """
         one_of("edited", edited, ("refuse", "compress"))
-        before: dict[str, Any] = {}
-        # Checked early only where it matters: a long history takes seconds to tokenise.
-        if edited == "compress":
-            try:
-                self._new_turns(messages, tools)
-            except EditedHistoryError:
-                given, known = (
-                    plain_messages(x)[: self._count] for x in (messages, self._messages)
-                )
-                same = len(given) == len(known) and all(map(is_same, known, given))
-                if self._count and not (same and (tools or None) == self._tools):
-                    raise
-                before = dict(vars(self))
-                self._begin()
-        try:
-            answer = "".join(self._stream(messages, tools, max_tokens, options))
-        except BaseException:
-            vars(self).update(before)
-            raise
-        if before:
+        history = self._history
+        anew = edited == "compress" and bool(history.edit(messages, tools))
+        if anew and self._count:
+            context = replace(history, messages=history.messages[: self._count])
+            if edit := context.edit(messages, tools):
+                raise EditedHistoryError(edit)
+        answer = "".join(self._stream(messages, tools, max_tokens, options, anew=anew))
+        if anew:
             self._delete(self.context, *(self._pending or ()))
         return answer
 
-    def _new_turns(self, messages: Any, tools: Any) -> list[tuple[str, list[int]]]:
-        """Role and ids of each message that is new; raises as `new_turns` does."""
-        tokenizer, known = self._client._tokenizer, self._messages
-        if known and (tools or None) != self._tools:
-            raise EditedHistoryError("The tools are not those that the conversation began with.")
-        read = [x for _, ids in self._tail for x in ids][-ENDING:]
-        how: Any = {"read": read, "tools": tools, "separator": SEPARATOR}
-        return new_turns(tokenizer, known, messages, self._count, **how)
-
-    def _stream(self, messages: Any, tools: Any, max_tokens: int, options: Any) -> Iterator[str]:
-        self._take_over()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+    def _stream(
+        self, messages: Any, tools: Any, max_tokens: int, options: Any, *, anew: bool = False
+    ) -> Iterator[str]:
+        if self._closed:
+            raise CacheError("This conversation is closed. Begin another with client.chat().")
+        if not anew:
+            self._take_over()
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
         if options.get("echo"):
             raise ConfigError("A turn returns the answer alone: leave out echo.")
-        known = self._messages
-        client, new = self._client, self._new_turns(messages, tools)
-        ids = [x for _, tokens in (*self._tail, *new) for x in tokens]
+        client, known = self._client, self._history.messages
+        history, context = (History(), self._first) if anew else (self._history, self.context)
+        new = history.new_turns(client._tokenizer, messages, tools, self._count, SEPARATOR)
+        ids = (*history.uncompressed, *(x for _, tokens in new for x in tokens))
         text, answer, end = "", list[int](), None
-        made = Request(self.context, tuple(ids), None, exact=True)
+        made = Request(context, ids, None, exact=True)
         for choice in client._choices(made, max_tokens, {**options, "return_token_ids": True}):
             text += choice.text
             answer += getattr(choice, "token_ids", None) or []
@@ -160,13 +141,14 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             answer = continued(client._tokenizer, text)
         if answer and answer[-1] in (client._tokenizer.eos_token_id, end):
             answer.pop()
-        if self._messages is not known:
+        if self._history.messages is not known:
             raise ConfigError("Another turn was answered during this stream. Ask this one again.")
+        if anew:
+            self._begin()
         # Another stream, which did not end, may have had older messages compressed.
-        self._tail = [*self._tail, *new, ("assistant", answer)]
-        # Copies, so that edits by the caller are noticed.
-        answered = {"role": "assistant", "content": text}
-        self._messages, self._tools = [*deepcopy(messages), answered], deepcopy(tools or None)
+        history, said = self._history, {"role": "assistant", "content": text}
+        turns = [*new, ("assistant", answer)]
+        self._history = history.with_turns([*messages, said], tools, turns)
         self._take_over()
 
     def _take_over(self) -> None:
@@ -178,11 +160,11 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             self._go_on()
         except Exception as error:
             self._failure, self._runs = error, []
-            self._failed = sum(len(ids) for _, ids in self._tail)
+            self._history = replace(self._history, failed=len(self._history.uncompressed))
 
     def _go_on(self) -> None:
-        if self._closed:
-            raise CacheError("This conversation is closed. Begin another with client.chat().")
+        if self._closed:  # meanwhile
+            return
         if self._pending is not None:
             name, tokens = self._pending
             made = self._client._listed(name)
@@ -191,22 +173,17 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             self._pending = None
             if made.state != "ready":
                 raise StoreError(f"Older messages could not be compressed. {made.reason}")
-            self.context, self._failed = name, 0
-            while tokens > 0:
-                tokens -= len(self._tail.pop(0)[1])
+            self.context, self._history = name, self._history.compressed(tokens)
             self._delete(name)
-        lengths = [(role, len(ids)) for role, ids in self._tail]
-        grown = sum(tokens for _, tokens in lengths) - self._failed
-        if self._compact is not None and not self._runs and grown > self._compact.after:
-            self._runs = self._compact.runs(lengths, len(self._messages) - len(self._tail))
+        self._runs = self._runs or self._history.due(self._compact)
         if self._runs:
             tokens, ratio = self._runs[0]
             name, self._made = f"{self._name}.{self._made}", self._made + 1
             self._own.append(name)
-            ids = [x for _, ids in self._tail for x in ids][:tokens]
             # As in `Conversation`: a ratio of 1 may count bytes in 16 bits.
             size = {"entries_per_head": tokens} if ratio == 1 else {"ratio": ratio}
             options = {"into": name, **size, "limit": self._limit}
+            ids = self._history.uncompressed[:tokens]
             self._client.extend(self.context, ids, wait=False, **options)
             self._pending, self._runs = (name, tokens), self._runs[1:]
 

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from gracekv.errors import PromptError
 from gracekv.prefill import chat_text, messages
 from gracekv.prefill.chat_text import check_question, continued, plain_ids
-from gracekv.prefill.messages import new_turns, turn_ids
+from gracekv.prefill.history import History
+from gracekv.prefill.messages import turn_ids
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_tokenizer
 from support.chapter import CHAPTER as TEXT
@@ -139,7 +140,7 @@ def test_messages_follow_those_of_the_context_as_the_template_shows_them(name, c
     prompt = Prompt.from_messages(tokenizer, said[:count])
     ids = prompt.ids[: prompt.spans.context_end].tolist()
     assert len(ids) < len(prompt.ids)
-    new = new_turns(tokenizer, [], said, count)
+    new = History().new_turns(tokenizer, said, None, count)
     for message, (_, own) in zip(said[count:], new, strict=count < 4):
         assert message["content"] in tokenizer.decode(own)
     ids += [x for _, own in new for x in own]
@@ -157,12 +158,12 @@ def test_a_tool_s_result_follows_a_call_and_the_call_s_own_end(tokenizer):
     call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": {}}}
     said = [{"role": "user", "content": "Who?"}, {"role": "assistant", "tool_calls": [call]}]
     told = {"role": "tool", "tool_call_id": "1", "content": "A cat."}
-    [(_, ids)] = new_turns(tokenizer, said, [*said, told], 1)
+    [(_, ids)] = History(said).new_turns(tokenizer, [*said, told], None, 1)
     assert tokenizer.decode(ids) == "</s><|user|>A cat.<|end|><|assistant|>"
     tokenizer.chat_template = tokenizer.chat_template.replace("'</s>' if", "'<s><|end|>' if")
     # The model wrote the whole call except for the token that ends it.
     read = plain_ids(tokenizer, "A call, as it writes it<s>")
-    [(_, ids)] = new_turns(tokenizer, said, [*said, told], 1, read=read)
+    [(_, ids)] = History(said, ids=read).new_turns(tokenizer, [*said, told], None, 1)
     assert tokenizer.decode(ids) == "<|end|><|user|>A cat.<|end|><|assistant|>"
 
 
@@ -184,7 +185,7 @@ def test_a_call_that_nothing_follows_may_be_shown_with_more(tools, wrote, tokeni
     for end in ("<s>", "(no token of the format)"):
         tokenizer.chat_template = tokenizer.chat_template.replace("'<s>'", f"'{end}'")
         read = plain_ids(tokenizer, wrote.replace("<s>", end))
-        [(_, ids)] = new_turns(tokenizer, ASKED, TOLD, 1, read=read, tools=tools)
+        [(_, ids)] = History(ASKED, tools, read).new_turns(tokenizer, TOLD, tools, 1)
         assert tokenizer.decode(ids) == "<|end|><|user|>A cat.<|end|><|assistant|>"
 
 
@@ -235,7 +236,7 @@ def test_what_the_model_wrote_of_an_answer_s_end_is_not_read_again(tokenizer):
     said = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Alice"}]
     for end, rest in (("</s>", ""), ("", "</s>")):
         read = plain_ids(tokenizer, "Alice" + end)
-        [(_, ids)] = new_turns(tokenizer, said, [*said, said[0]], read=read)
+        [(_, ids)] = History(said, ids=read).new_turns(tokenizer, [*said, said[0]])
         assert tokenizer.decode(ids) == rest + "<|end|><|user|>Who?</s><|end|><|assistant|>"
 
 
@@ -267,5 +268,5 @@ def test_the_real_tokenizer_reads_every_word_as_it_is():
 def test_what_two_texts_share_is_their_common_prefix(shared, one, other):
     one, other = shared + one, shared + other
     want = len(commonprefix([one, other]))  # noqa: RUF071
-    assert messages._shared(one, other) == want
-    assert messages._shared(list(one), list(other)) == want
+    assert messages.shared_length(one, other) == want
+    assert messages.shared_length(list(one), list(other)) == want

@@ -77,11 +77,14 @@ def test_the_token_that_ends_an_answer_is_in_no_turn(client, server):
     chat, server.told = client.chat("book"), {"token_ids": [7, 9], "stop_reason": 9}
     chat.ask(QUESTION)
     # Of the ids 7 and 9 with each of four words, the last 9 is not included.
-    assert chat._tail[-1] == ("assistant", [7, 9, 7, 9, 7, 9, 7])
+    assert chat._history.tail[-1] == ("assistant", 7)
+    assert chat._history.ids[-7:] == (7, 9, 7, 9, 7, 9, 7)
     # A stop string is not part of the text, but of the tokens.
     server.told["stop_reason"] = "\nUser:"
     text = chat.ask(QUESTION)
-    assert chat._tail[-1] == ("assistant", continued(client._tokenizer, text))
+    added = continued(client._tokenizer, text)
+    assert chat._history.tail[-1] == ("assistant", len(added))
+    assert chat._history.ids[-len(added) :] == (*added,)
 
 
 def test_a_stream_that_is_left_sends_no_message_twice(client, server, tokenizer):
@@ -93,7 +96,8 @@ def test_a_stream_that_is_left_sends_no_message_twice(client, server, tokenizer)
     next(left)
     left.close()
     assert "".join(first)
-    sent = compressed(server, chat.context) + [x for _, ids in chat._tail[:-1] for x in ids]
+    answer = chat._history.tail[-1][1]
+    sent = [*compressed(server, chat.context), *chat._history.uncompressed[:-answer]]
     assert sent == whole_of(chat, tokenizer)
 
 
@@ -174,6 +178,17 @@ def test_a_closed_conversation_makes_no_contexts(client, server):
         next(answer)
     list(answer)
     assert not extensions(server)
+    with pytest.raises(CacheError, match="conversation is closed"):
+        chat.ask(QUESTION)
+
+
+def test_a_conversation_that_is_closed_during_a_turn_that_fails_stays_closed(client, server):
+    chat = client.chat("book")
+    chat.ask("Who?")
+    server.answer, server.ended = lambda *_: [chat.close() or TEXT], "abort"
+    with pytest.raises(StoreError, match="cut this request short"):
+        chat.send([{"role": "user", "content": "Where?"}], edited="compress")
+    server.ended = "stop"
     with pytest.raises(CacheError, match="conversation is closed"):
         chat.ask(QUESTION)
 
