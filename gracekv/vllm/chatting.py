@@ -167,7 +167,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             return
         if self._pending is not None:
             name, tokens = self._pending
-            made = self._client._listed(name)
+            made = self._client._look(name)
             if made.state == "compressing":
                 return
             self._pending = None
@@ -192,7 +192,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         for name in [name for name in self._own if name not in kept]:
             with contextlib.suppress(StoreError):
                 # A server does not delete a context in the making.
-                self._client._listed(name, self._client.timeout)
+                self._client._wait(name)
                 self._client.delete(name)
             self._own.remove(name)
 

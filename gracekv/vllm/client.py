@@ -155,21 +155,23 @@ class Client:
             raise PromptError("The document or passage is empty: there is nothing to read.")
         made = Context.of(self._order(order, ids))
         if wait:
-            made = self._listed(made.name, self.timeout)
+            made = self._wait(made.name)
             if made.state != "ready":
                 reason = made.reason or f"Wait longer than {self.timeout:g} s (timeout=...)."
                 raise StoreError(f"The context {made.name!r} is {made.state}. {reason}")
         return made
 
-    def _listed(self, name: str, seconds: float = 0) -> Context:
-        """The context as listed once it is made or "gone", or after this many seconds."""
+    def _look(self, name: str) -> Context:
+        """The context as the server lists it now, or one whose state is "gone"."""
         gone = Context(name, "gone", reason="It expired or was deleted.")
-        end = time.monotonic() + seconds
-        while True:
-            made = next(map(Context.of, self._order({"list": name})["contexts"]), gone)
-            if made.state != "compressing" or time.monotonic() >= end:
-                return made
+        return next(map(Context.of, self._order({"list": name})["contexts"]), gone)
+
+    def _wait(self, name: str) -> Context:
+        """The context once it is made or "gone", or as it is after `timeout`."""
+        end = time.monotonic() + self.timeout
+        while (made := self._look(name)).state == "compressing" and time.monotonic() < end:
             time.sleep(_LOOK)
+        return made
 
     def ask(self, name: str, question: str, max_tokens: int = 64, **options: Any) -> str:
         """The answer to a question about a context, greedy unless `options` say otherwise.
