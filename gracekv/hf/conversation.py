@@ -22,8 +22,7 @@ from gracekv.errors import CacheError, ConfigError, PromptError, expect, one_of
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.extend import check_extends, extended_by, parts_of
-from gracekv.hf.generation import check_context, check_one, check_room, continue_ids, stream_text
-from gracekv.hf.graph_replay import setting
+from gracekv.hf.generation import answer_ids, check_context, check_one, check_room, stream_text
 from gracekv.precision import FullPrecision
 from gracekv.prefill.chat_text import Message
 from gracekv.prefill.fingerprint import fingerprint
@@ -154,7 +153,8 @@ class Conversation(AbstractContextManager["Conversation"]):
         self, messages: Any, tools: Any, most: int, options: Any, *, anew: bool = False
     ) -> str:
         with self._turn(messages, tools, most, anew=anew) as (ids, turn):
-            answer = self._generate(ids, most, options, self._cache)
+            tokenizer = self._prompt.tokenizer
+            answer = answer_ids(self._model, ids, self._cache, tokenizer, most, options)
             return self._add(messages[-1], turn, answer)
 
     def compress(
@@ -234,16 +234,15 @@ class Conversation(AbstractContextManager["Conversation"]):
     def _stream(self, messages: Any, tools: Any, most: int, options: Any) -> Iterator[str]:
         answers = list[Tensor]()
         with self._turn(messages, tools, most) as (ids, turn):
-            cache, answered = self._cache, self._answered
+            cache, answered, tokenizer = self._cache, self._answered, self._prompt.tokenizer
 
             def generate(chosen: dict[str, Any]) -> None:
                 try:
-                    answers.append(self._generate(ids, most, chosen, cache))
+                    answers.append(answer_ids(self._model, ids, cache, tokenizer, most, chosen))
                 finally:
                     answered.set()
 
-            tokenizer, shard = self._prompt.tokenizer, head_shard(self._model)
-            pieces = stream_text(tokenizer, generate, options, shard)
+            pieces = stream_text(tokenizer, generate, options, head_shard(self._model))
             answered.clear()
             yield from pieces
             self._add(messages[-1], turn, answers[0])
@@ -330,20 +329,6 @@ class Conversation(AbstractContextManager["Conversation"]):
         """int64 [T], the ids of the context and of all turns."""
         context = self._prompt.ids[: self._prompt.spans.context_end]
         return torch.cat([context, context.new_tensor(self._history.ids)])
-
-    def _generate(
-        self, ids: Tensor, most: int, options: dict[str, Any], cache: GraceCache
-    ) -> Tensor:
-        """int64 [n], the answer, at most `most` tokens; its end token stays only if it is text."""
-        model, tokenizer = self._model, self._prompt.tokenizer
-        rows = continue_ids(model, [ids], cache, tokenizer, most, options, keep_cache=True)
-        answer = rows[0].cpu()
-        ends = setting(model, options, "eos_token_id")
-        known = () if ends is None else torch.as_tensor(ends).flatten().tolist()
-        if not len(answer) or (last := int(answer[-1])) not in known:
-            return answer
-        marks = {*getattr(tokenizer, "get_added_vocab", dict)().values()}
-        return answer if last not in marks and tokenizer.decode([last]).strip() else answer[:-1]
 
     def _add(self, message: Message, turn: list[int], answer: Tensor) -> str:
         """Make the turn part of the conversation; returns the answer's text."""

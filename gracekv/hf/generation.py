@@ -161,6 +161,23 @@ def continue_ids(
     return sequences[:, inputs["input_ids"].shape[1] :]
 
 
+def answer_ids(
+    model: Any, ids: Tensor, cache: GraceCache, tokenizer: Any, most: int, options: dict[str, Any]
+) -> Tensor:
+    """int64 [n], the answer to `ids` [T], at most `most` tokens; `cache` then holds the turn.
+
+    The token that ends the answer is only included if it is text.
+    """
+    rows = continue_ids(model, [ids], cache, tokenizer, most, options, keep_cache=True)
+    answer = rows[0].cpu()
+    ends = setting(model, options, "eos_token_id")
+    known = () if ends is None else torch.as_tensor(ends).flatten().tolist()
+    if not len(answer) or (last := int(answer[-1])) not in known:
+        return answer
+    marks = {*getattr(tokenizer, "get_added_vocab", dict)().values()}
+    return answer if last not in marks and tokenizer.decode([last]).strip() else answer[:-1]
+
+
 def _piece(model: Any, limit: Limit) -> int:
     """The most tokens that are read at once."""
     free = free_reach(model, limit.positions) if _IN_PIECES else None
