@@ -36,7 +36,7 @@ def lines_run(recipe: str, *, whole: bool) -> dict[str, int]:
         code = frame.f_code
         packs = isinstance(frame.f_locals.get("self"), Packer) and code.co_name == "__call__"
         # When reading layer by layer, the packed layers are put together at the end.
-        packs = packs or code.co_qualname == "Compression._packed"
+        packs = packs or code.co_qualname == "Compression._pack"
         if event == "line":
             lines[code.co_filename].add(frame.f_lineno)
         elif event == "return" and packs:

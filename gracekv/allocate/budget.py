@@ -145,17 +145,17 @@ class Budget:
 
         Raises `BudgetError` if there is none or several, and for unknown keywords.
         """
-        known = ", ".join(takes)
+        names = ", ".join(takes)
         for name in set(options).difference(takes):
             near = suggestion(name, {**{x: x for x in takes}, **(others or {})})
-            raise BudgetError(f"There is no argument {name!r}.{near} A budget is one of {known}.")
-        given = {name: value for name, value in options.items() if value is not None}
-        if len(given) != 1:
+            raise BudgetError(f"There is no argument {name!r}.{near} A budget is one of {names}.")
+        values = {name: value for name, value in options.items() if value is not None}
+        if len(values) != 1:
             raise BudgetError(
-                f"Give exactly one budget: {known}; got {' and '.join(given) or 'none'}. For "
+                f"Give exactly one budget: {names}; got {' and '.join(values) or 'none'}. For "
                 f"example ratio=8 keeps an eighth of the context."
             )
-        ((name, value),) = given.items()
+        ((name, value),) = values.items()
         if name == "budget":
             expect(value, Budget, "budget takes a gracekv.Budget, as Budget.ratio(8)", BudgetError)
         budget: Budget = value if name == "budget" else getattr(cls, name)(value)
@@ -277,12 +277,12 @@ class Budget:
                 f"{layers} x {heads} KV heads). Use {hint}."
             )
         recent = min(window.tokens(size, units, costs.exact), context)
-        left, rest = size - units * recent * costs.exact, context - recent
+        room, rest = size - units * recent * costs.exact, context - recent
         stay, total = min(costs.sinks, rest), full
         # A block of few entries takes more bytes quantised than exact.
         coded = costs.heads(stay, torch.tensor([rest - stay]))
-        if units * min(coded, rest * costs.exact) > left:
-            total = min(units * recent + costs.most(left), full - 1)
+        if units * min(coded, rest * costs.exact) > room:
+            total = min(units * recent + costs.most(room), full - 1)
         return BudgetPlan(layers, heads, context, total, recent, size if in_bytes else None)
 
 

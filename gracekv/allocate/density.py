@@ -63,11 +63,11 @@ def proportional(weights: Sequence[Fraction], total: int, least: int, most: int)
     while len(shares) < len(weights):
         free = [i for i in range(len(weights)) if i not in shares]
         scale = (total - sum(shares.values())) / sum((weights[i] for i in free), Fraction())
-        wanted = {i: scale * weights[i] for i in free}
-        held = {i: min(max(want, Fraction(least)), Fraction(most)) for i, want in wanted.items()}
-        excess = sum(held[i] - wanted[i] for i in free)
+        ideal = {i: scale * weights[i] for i in free}
+        clamped = {i: min(max(want, Fraction(least)), Fraction(most)) for i, want in ideal.items()}
+        excess = sum(clamped[i] - ideal[i] for i in free)
         # Only the clamps of the side that moves more are final.
         for i in free:
-            if excess == 0 or (held[i] - wanted[i]) * excess > 0:
-                shares[i] = held[i]
+            if excess == 0 or (clamped[i] - ideal[i]) * excess > 0:
+                shares[i] = clamped[i]
     return [shares[i] for i in range(len(weights))]

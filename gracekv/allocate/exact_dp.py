@@ -42,9 +42,9 @@ class ExactDP(Allocator):
     removed_fields = (("max_operations", 2_000),)
 
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
-        ops, executed, left = auction_start(start, quota)
+        ops, executed, room = auction_start(start, quota)
         problem = _Problem.of(ops, ops.offered(executed, elastic=self.elastic))
-        budget = min(left.total, int(problem.cost.sum()))
+        budget = min(room.total, int(problem.cost.sum()))
         if (cells := (len(problem.cost) + 1) * (budget + 1)) > self.max_cells:
             raise ConfigError(
                 f"ExactDP needs a table of {cells} cells for this budget; max_cells is "
@@ -52,9 +52,9 @@ class ExactDP(Allocator):
                 f"'lagrangian', whose bound shows how far from optimal it is."
             )
         bought = executed.clone()
-        taken = torch.from_numpy(_solve(problem, budget, left.per_head))
+        taken = torch.from_numpy(_solve(problem, budget, room.per_head))
         bought[problem.index[taken.to(executed.device)]] = True
-        rest = left.after(ops, bought & ~executed)
+        rest = room.after(ops, bought & ~executed)
         return ops.frontier(start, auction(ops, bought, rest, elastic=self.elastic))
 
 
@@ -101,18 +101,18 @@ def _solve(problem: _Problem, budget: int, caps: Tensor | None) -> np.ndarray:
     for table in reversed(tables):
         value = np.full(budget + 1, -np.inf)
         share = np.zeros(budget + 1, dtype=np.int64)
-        for given, own in enumerate(table[0]):
-            mixed = own + best[: budget + 1 - given]
-            better = mixed > value[given:]
-            value[given:][better] = mixed[better]
-            share[given:][better] = given
+        for spend, gain in enumerate(table[0]):
+            mixed = gain + best[: budget + 1 - spend]
+            better = mixed > value[spend:]
+            value[spend:][better] = mixed[better]
+            share[spend:][better] = spend
         best = value
         shares.append(share)
-    left = budget
+    room = budget
     for (part, _), table, share in zip(parts, tables, reversed(shares), strict=True):
-        given = int(share[left])
-        left -= given
-        take[part] = _trace(problem, part, table, given)
+        spend = int(share[room])
+        room -= spend
+        take[part] = _trace(problem, part, table, spend)
     return take
 
 
@@ -138,16 +138,16 @@ def _table(problem: _Problem, part: slice, cap: int) -> np.ndarray:
     return table
 
 
-def _trace(problem: _Problem, part: slice, table: np.ndarray, left: int) -> np.ndarray:
-    """bool [n]: the choice behind table[0, left]."""
+def _trace(problem: _Problem, part: slice, table: np.ndarray, room: int) -> np.ndarray:
+    """bool [n]: the choice behind table[0, room]."""
     ends = _subtree_ends(problem, part)
     take = np.zeros(len(ends), dtype=bool)
     i = 0
     while i < len(ends):
-        if table[i, left] == table[ends[i], left]:
+        if table[i, room] == table[ends[i], room]:
             i = ends[i]
         else:
             take[i] = True
-            left -= int(problem.cost[part.start + i])
+            room -= int(problem.cost[part.start + i])
             i += 1
     return take

@@ -61,34 +61,34 @@ class Greedy(Allocator):
         return ops.frontier(start, auction(ops, executed, left, elastic=self.elastic))
 
 
-def auction(ops: Operations, executed: Tensor, left: RemainingBudget, *, elastic: bool) -> Tensor:
-    """bool [M]: `executed` and everything that the greedy auction adds to it within `left`.
+def auction(ops: Operations, executed: Tensor, room: RemainingBudget, *, elastic: bool) -> Tensor:
+    """bool [M]: `executed` and everything that the greedy auction adds to it within `room`.
 
     If heads are sharded over processes, the cut is found over the operations of all of them, and
     their queues act as one.
     """
-    if left.total == 0:
+    if room.total == 0:
         return executed
     key, shard = ops.path_minimum(executed), ops.forest.shard
     # Elastic: at key 0 the path has an operation without gain, which is never bought.
-    wanted = (key > 0) & ~executed if elastic else ~executed
-    if left.per_head is not None:
+    offers = (key > 0) & ~executed if elastic else ~executed
+    if room.per_head is not None:
         # All that quotas alone would allow: each process finishes by itself.
-        bought = _cut(ops, wanted, key, left.per_head)
-        unlimited = RemainingBudget(_UNLIMITED, left.per_head).after(ops, bought)
+        bought = _within_limits(ops, offers, key, room.per_head)
+        unlimited = RemainingBudget(_UNLIMITED, room.per_head).after(ops, bought)
         by_quota = _finish(ops, executed | bought, unlimited, elastic, WHOLE)
-        wanted = by_quota & ~executed
-        if left.after(ops, wanted).total >= 0:
+        offers = by_quota & ~executed
+        if room.after(ops, offers).total >= 0:
             return by_quota
     if shard.ranks == 1:
-        bought = _cut(ops, wanted, key, torch.tensor([left.total], device=key.device))
+        bought = _within_limits(ops, offers, key, torch.tensor([room.total], device=key.device))
     else:
-        at = where_true(wanted)
+        at = where_true(offers)
         trees = _trees_among_all(ops, at, shard)
-        fits = first_fitting(key[at], trees, ops.cost[at], left.total, shard)
+        fits = first_fitting(key[at], trees, ops.cost[at], room.total, shard)
         bought = torch.zeros_like(executed)
         bought[at[fits]] = True
-    return _finish(ops, executed | bought, left.after(ops, bought), elastic, shard)
+    return _finish(ops, executed | bought, room.after(ops, bought), elastic, shard)
 
 
 def _trees_among_all(ops: Operations, index: Tensor, shard: HeadShard) -> Tensor:
@@ -96,13 +96,13 @@ def _trees_among_all(ops: Operations, index: Tensor, shard: HeadShard) -> Tensor
     return shard.among_all(ops.tree[index], ops.forest.heads * ops.forest.slots)
 
 
-def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor:
-    """bool [M]: the part of `wanted` before the first (key, tree) above its group's limit.
+def _within_limits(ops: Operations, offers: Tensor, key: Tensor, limits: Tensor) -> Tensor:
+    """bool [M]: the part of `offers` before the first (key, tree) above its group's limit.
 
     `limits` is int64 [S]: the trees fall into S groups of equal size (all, or one per head).
     """
     # Other operations are sorted last (utilities are >= 0) and cost nothing.
-    key, cost = torch.where(wanted, key, -1.0), torch.where(wanted, ops.cost, 0)
+    key, cost = torch.where(offers, key, -1.0), torch.where(offers, ops.cost, 0)
     tree, groups = ops.tree, len(limits)
     group = None if groups == 1 else tree // (ops.forest.trees // groups)
     order = descending(key)
@@ -119,9 +119,9 @@ def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor
     beyond = torch.searchsorted(running[1:], running[begins] + limits, right=True)
     threshold = torch.where(beyond < ends, key[order[beyond.clamp(max=len(order) - 1)]], -1.0)
 
-    own = threshold if group is None else threshold.index_select(0, group)
-    above = key > own
-    tied = (key == own) & wanted
+    bound = threshold if group is None else threshold.index_select(0, group)
+    above = key > bound
+    tied = (key == bound) & offers
     # Among operations of the key at the cut, trees are processed one after the other.
     tied_cost = torch.zeros(ops.forest.trees, dtype=torch.int64, device=key.device)
     tied_cost.index_add_(0, tree, torch.where(tied, cost, 0))
@@ -134,13 +134,13 @@ def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor
 
 
 def _finish(
-    ops: Operations, executed: Tensor, left: RemainingBudget, elastic: bool, shard: HeadShard
+    ops: Operations, executed: Tensor, room: RemainingBudget, elastic: bool, shard: HeadShard
 ) -> Tensor:
     """bool [M]: `executed` and what the priority queue adds to it, run on a shortlist."""
-    if left.total == 0:
+    if room.total == 0:
         return executed
-    queue = PurchaseQueue(ops, executed, left, elastic, shard)
-    buy_in_turn(queue.first, queue.buy, left.total, shard)
+    queue = PurchaseQueue(ops, executed, room, elastic, shard)
+    buy_in_turn(queue.first, queue.buy, room.total, shard)
     return queue.executed()
 
 
@@ -152,7 +152,7 @@ class PurchaseQueue:
     Args:
         ops: all operations.
         executed: bool [M], the operations bought so far.
-        left: the remaining budget.
+        room: the remaining budget.
         elastic: whether operations of gain <= 0 are never bought.
         shard: numbers the trees of all processes.
     """
@@ -161,11 +161,11 @@ class PurchaseQueue:
         self,
         ops: Operations,
         executed: Tensor,
-        left: RemainingBudget,
+        room: RemainingBudget,
         elastic: bool,
         shard: HeadShard,
     ) -> None:
-        index = _shortlist(ops, executed, left, elastic)
+        index = _shortlist(ops, executed, room, elastic)
         # Only these trees can still change, so only they are copied to the host.
         touched = torch.zeros(ops.forest.trees, dtype=torch.bool, device=index.device)
         touched[ops.tree[index]] = True
@@ -184,7 +184,7 @@ class PurchaseQueue:
         self._child_begin, self._child_end = children
         negative = (-ops.unit[local]).tolist()
         self._order = list(zip(negative, tree, first_token, range(len(local)), strict=True))
-        self._per_head = None if left.per_head is None else left.per_head.tolist()
+        self._per_head = None if room.per_head is None else room.per_head.tolist()
         self._elastic, self._executed = elastic, executed
         self._chosen: list[int] = []
         self._queue = [self._order[i] for i in torch.searchsorted(local, index).tolist()]
@@ -223,27 +223,27 @@ class PurchaseQueue:
         return result
 
 
-def _shortlist(ops: Operations, executed: Tensor, left: RemainingBudget, elastic: bool) -> Tensor:
+def _shortlist(ops: Operations, executed: Tensor, room: RemainingBudget, elastic: bool) -> Tensor:
     """int64, ascending: the available operations that the queue could still buy.
 
     Among available operations of one cost c (and head, under quotas), at most floor(left / c) can
     be bought, and these are the first ones: if an earlier one does not fit, nor do later ones.
     """
-    fits = ops.available(executed) & (ops.cost <= left.total)
+    fits = ops.available(executed) & (ops.cost <= room.total)
     if elastic:
         fits &= ops.gain > 0
-    if left.per_head is not None:
-        fits &= ops.cost <= left.per_head.index_select(0, ops.head())
+    if room.per_head is not None:
+        fits &= ops.cost <= room.per_head.index_select(0, ops.head())
     index = where_true(fits)
     if not len(index):
         return index
     cost = ops.cost[index]
-    if left.per_head is None:
-        group, limit = cost, torch.full_like(cost, left.total)
+    if room.per_head is None:
+        group, limit = cost, torch.full_like(cost, room.total)
     else:
         head = ops.head(index)
         group = head * (int(cost.max()) + 1) + cost
-        limit = left.per_head[head].clamp(max=left.total)
+        limit = room.per_head[head].clamp(max=room.total)
     # One integer that sorts by group, then descending utility, then the tie order.
     count = len(index)
     group = dense_rank(group)

@@ -47,16 +47,16 @@ class Lagrangian(Allocator):
     removed_fields = (("iterations", 60),)
 
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
-        ops, executed, left = auction_start(start, quota)
-        dual = _Dual(ops, executed, left, elastic=self.elastic)
+        ops, executed, room = auction_start(start, quota)
+        dual = _Dual(ops, executed, room, elastic=self.elastic)
         bound, low, high = dual.minimum()
         # They fit except for rounding, in which case the last ones are dropped.
-        bought = executed | _first_trees(ops, dual.best_subtrees(high) & ~executed, left)
+        bought = executed | _first_trees(ops, dual.best_subtrees(high) & ~executed, room)
         # Trees whose best subtree changes within the bracket gain about its price per entry.
         more = (executed | dual.best_subtrees(low)) & ~bought
-        bought |= _first_trees(ops, more, left.after(ops, bought & ~executed))
-        filled = auction(ops, bought, left.after(ops, bought & ~executed), elastic=self.elastic)
-        plain = auction(ops, executed, left, elastic=self.elastic)
+        bought |= _first_trees(ops, more, room.after(ops, bought & ~executed))
+        filled = auction(ops, bought, room.after(ops, bought & ~executed), elastic=self.elastic)
+        plain = auction(ops, executed, room, elastic=self.elastic)
         # Compare only the differences, so that equal choices are exactly equal.
         ahead = ops.gain[plain & ~filled].sum() - ops.gain[filled & ~plain].sum()
         result = ops.frontier(start, plain if float(ahead) > 0 else filled)
@@ -82,10 +82,10 @@ class _Dual:
     """The dual function over the operations that are not executed; prices are per head."""
 
     def __init__(
-        self, ops: Operations, executed: Tensor, left: RemainingBudget, *, elastic: bool
+        self, ops: Operations, executed: Tensor, room: RemainingBudget, *, elastic: bool
     ) -> None:
         live = ops.offered(executed, elastic=elastic)
-        self.ops, self.left = ops, left
+        self.ops, self.room = ops, room
         self.held = float(ops.gain[executed].sum())
         self.index = where_true(live)
         self.heads = ops.forest.layers * ops.forest.heads
@@ -130,26 +130,26 @@ class _Dual:
 
         Subtrees at the higher price fit budget and quotas; at the lower they may not.
         """
-        own = own_low = own_high = caps = self.cost.new_zeros(self.heads)
+        head_price = own_low = own_high = caps = self.cost.new_zeros(self.heads)
         if not len(self.index):
             return self.held, own_low, own_high
         # Slightly above, so that no operation gains at this price despite rounding.
         highest = self.ops.unit[self.index].amax().view(1) * (1 + 2**-40)
-        budget = float(self.left.total)
-        if self.left.per_head is not None:
-            caps = self.left.per_head.double()
+        budget = float(self.room.total)
+        if self.room.per_head is not None:
+            caps = self.room.per_head.double()
 
             def head_duals(price: Tensor) -> tuple[Tensor, Tensor]:
                 value, spent = self.evaluate(price)
                 return price * caps + value, caps - spent
 
             # If its quota binds, a head has its own price above the common one.
-            _, own, own_low, own_high = _bracket(head_duals, highest.expand(self.heads))
+            _, head_price, own_low, own_high = _bracket(head_duals, highest.expand(self.heads))
 
         def dual(price: Tensor) -> tuple[Tensor, Tensor]:
-            charged = torch.maximum(price, own)
+            charged = torch.maximum(price, head_price)
             value, spent = self.evaluate(charged)
-            capped = own > price
+            capped = head_price > price
             total = price * budget + ((charged - price) * caps + value).sum()
             return total.view(1), (budget - torch.where(capped, caps, spent).sum()).view(1)
 
@@ -157,16 +157,16 @@ class _Dual:
         return self.held + float(least), torch.maximum(low, own_low), torch.maximum(high, own_high)
 
 
-def _first_trees(ops: Operations, wanted: Tensor, left: RemainingBudget) -> Tensor:
-    """bool [M]: the part of `wanted` in the first trees that fit, per head and then in total."""
-    cost = torch.zeros(ops.forest.trees, dtype=torch.int64, device=wanted.device)
-    cost.index_add_(0, ops.tree, torch.where(wanted, ops.cost, 0))
-    if left.per_head is not None:
-        fits = cost.view(len(left.per_head), -1).cumsum(1) <= left.per_head[:, None]
-        cost = torch.where(fits.flatten(), cost, left.total + 1)
-    affordable = cost <= left.total
-    fits = affordable & (torch.where(affordable, cost, 0).cumsum(0) <= left.total)
-    return wanted & fits.index_select(0, ops.tree)
+def _first_trees(ops: Operations, offers: Tensor, room: RemainingBudget) -> Tensor:
+    """bool [M]: the part of `offers` in the first trees that fit, per head and then in total."""
+    cost = torch.zeros(ops.forest.trees, dtype=torch.int64, device=offers.device)
+    cost.index_add_(0, ops.tree, torch.where(offers, ops.cost, 0))
+    if room.per_head is not None:
+        fits = cost.view(len(room.per_head), -1).cumsum(1) <= room.per_head[:, None]
+        cost = torch.where(fits.flatten(), cost, room.total + 1)
+    affordable = cost <= room.total
+    fits = affordable & (torch.where(affordable, cost, 0).cumsum(0) <= room.total)
+    return offers & fits.index_select(0, ops.tree)
 
 
 def _bracket(

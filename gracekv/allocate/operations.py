@@ -193,10 +193,10 @@ def auction_start(
     caps = check_quota(quota, ops.forest.layers, ops.forest.heads)
     if caps is not None:
         caps = caps.flatten().to(device=ops.cost.device, dtype=torch.int64)
-    left = RemainingBudget(start.budget, caps).after(ops, executed)
-    if left.total < 0 or (left.per_head is not None and bool((left.per_head < 0).any())):
+    room = RemainingBudget(start.budget, caps).after(ops, executed)
+    if room.total < 0 or (room.per_head is not None and bool((room.per_head < 0).any())):
         raise BudgetError(
             f"The starting frontier holds more entries than its budget of {start.budget} or a "
             f"head's quota allows. Realise the floor under the same budget and quota."
         )
-    return ops, executed, left
+    return ops, executed, room

@@ -65,9 +65,9 @@ def buy_together(
     """
     limit = budget if shard.ranks == 1 else sum(cost)
 
-    def bought(paths: list[int], left: list[int]) -> tuple[list[bool], list[int]]:
+    def bought(paths: list[int], room: list[int]) -> tuple[list[bool], list[int]]:
         done, prices = [False] * len(parent), [0] * len(paths)
-        buy_paths(paths, parent, cost, head, limit, left, done, prices)
+        buy_paths(paths, parent, cost, head, limit, room, done, prices)
         return done, prices
 
     done, prices = bought(last, list(caps))
@@ -76,8 +76,8 @@ def buy_together(
     # A process without candidates still needs prices of this dtype.
     paid = tensor(prices, dtype=int64)
     at = int(first_fitting(score.cpu(), ties.cpu(), paid, budget, shard).sum())
-    left = list(caps)
-    done, prices = bought(last[:at], left)
+    room = list(caps)
+    done, prices = bought(last[:at], room)
 
     def first(most: int) -> tuple[float, int, int] | None:
         nonlocal at
@@ -86,13 +86,13 @@ def buy_together(
             while op >= 0 and not done[op]:
                 price += cost[op]
                 op = parent[op]
-            if 0 < price <= min(most, left[head[last[at]]]):
+            if 0 < price <= min(most, room[head[last[at]]]):
                 return float(score[at]), int(ties[at]), price
             at += 1
         return None
 
     def buy() -> None:
-        buy_paths([last[at]], parent, cost, head, limit, left, done, [0])
+        buy_paths([last[at]], parent, cost, head, limit, room, done, [0])
 
     buy_in_turn(first, buy, budget - shard.total(sum(prices)), shard)
     return done

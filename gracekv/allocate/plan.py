@@ -68,8 +68,8 @@ def equal_parts(totals: Sequence[int], parts: int) -> Tensor:
     return whole // parts + (torch.arange(parts) < whole % parts)
 
 
-def largest_remainder(wanted: Sequence[Fraction], total: int, cap: int) -> list[int]:
-    """Integers near `wanted`, none above `cap`, that add up to `total` exactly.
+def largest_remainder(ideal: Sequence[Fraction], total: int, cap: int) -> list[int]:
+    """Integers near `ideal`, none above `cap`, that add up to `total` exactly.
 
     Each share is the integer part, at most `cap`; the remainder is added one by one in the order of
     the fractional parts, largest first, ties to the earlier, in repeated rounds over those below
@@ -77,18 +77,18 @@ def largest_remainder(wanted: Sequence[Fraction], total: int, cap: int) -> list[
 
     Raises `BudgetError` if the integer parts exceed `total` or `total` exceeds the sum of the caps.
     """
-    shares = [min(int(share), cap) for share in wanted]
-    left = total - sum(shares)
-    if left < 0 or total > cap * len(shares) or any(share < 0 for share in wanted):
+    shares = [min(int(share), cap) for share in ideal]
+    rest = total - sum(shares)
+    if rest < 0 or total > cap * len(shares) or any(share < 0 for share in ideal):
         raise BudgetError(
             f"{total} entries cannot be divided: {len(shares)} shares of at most {cap} whose "
             f"integer parts add up to {sum(shares)}. Scale the shares (none may be negative) to "
             f"add up to the total."
         )
-    order = sorted(range(len(shares)), key=lambda i: (int(wanted[i]) - wanted[i], i))
-    while left:
+    order = sorted(range(len(shares)), key=lambda i: (int(ideal[i]) - ideal[i], i))
+    while rest:
         for i in order:
-            if left and shares[i] < cap:
+            if rest and shares[i] < cap:
                 shares[i] += 1
-                left -= 1
+                rest -= 1
     return shares

@@ -76,10 +76,10 @@ def weighted_cut(
         beyond = (reached > limit).nonzero()
         if not len(beyond):
             return None
-        chosen = int(beyond[-1])
-        above = int(reached[chosen] - bins[chosen])
-        prefix |= chosen << shift
-        same = digit == chosen
+        crossing = int(beyond[-1])
+        above = int(reached[crossing] - bins[crossing])
+        prefix |= crossing << shift
+        same = digit == crossing
         keys, weights = keys[same], weights[same]
     return prefix, above
 
@@ -150,19 +150,19 @@ Offer: TypeAlias = tuple[float, int, int]
 
 
 def buy_in_turn(
-    first: Callable[[int], Offer | None], buy: Callable[[], None], left: int, shard: HeadShard
+    first: Callable[[int], Offer | None], buy: Callable[[], None], room: int, shard: HeadShard
 ) -> None:
-    """Buy the first offer of all processes that fits in `left` until no process has one.
+    """Buy the first offer of all processes that fits in `room` until no process has one.
 
     Args:
         first: returns this process's first purchase within the given budget, or None.
         buy: makes the purchase that `first` returned.
-        left: budget of all processes.
+        room: budget of all processes.
         shard: reaches the other processes.
     """
-    while (chosen := first_offer(first(left), shard)) is not None:
-        left -= chosen[1]
-        if chosen[0] == shard.rank:
+    while (offer := first_offer(first(room), shard)) is not None:
+        room -= offer[1]
+        if offer[0] == shard.rank:
             buy()
 
 

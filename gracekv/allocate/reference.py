@@ -35,17 +35,17 @@ def greedy_heap(start: Frontier, quota: Tensor | None, *, elastic: bool = False)
 
     Source: Eqs. (A5), (A6) and (A7) and the appendix on the greedy allocator; departures 6.
     """
-    ops, executed, left = auction_start(start, quota)
-    total = left.total
-    per_head = None if left.per_head is None else left.per_head.tolist()
+    ops, executed, room = auction_start(start, quota)
+    total = room.total
+    per_head = None if room.per_head is None else room.per_head.tolist()
     done = executed.tolist()
     unit, cost, parent = ops.unit.tolist(), ops.cost.tolist(), ops.parent.tolist()
     tree, head = ops.tree.tolist(), ops.head().tolist()
     first_token = start.forest.start[ops.node].tolist()
     children: list[list[int]] = [[] for _ in unit]
-    for op, before in enumerate(parent):
-        if before >= 0:
-            children[before].append(op)
+    for op, above in enumerate(parent):
+        if above >= 0:
+            children[above].append(op)
 
     # Available nodes of one tree do not overlap, so tree and start break every tie.
     queue = [
@@ -78,26 +78,26 @@ def integer_program(start: Frontier, quota: Tensor | None, *, elastic: bool = Fa
     # Importing scipy's solvers changes the warning filters, so they are imported where used.
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    ops, executed, left = auction_start(start, quota)
-    wanted = ops.offered(executed, elastic=elastic)
+    ops, executed, room = auction_start(start, quota)
+    offers = ops.offered(executed, elastic=elastic)
     gain, cost = ops.gain.numpy(), ops.cost.numpy().astype(float)
     count, largest = len(ops), gain.max(initial=0.0)
-    if largest == 0 or left.total == 0:
+    if largest == 0 or room.total == 0:
         return start
-    rows, limits = [cost * wanted.numpy()], [float(left.total)]
-    if left.per_head is not None:
-        rows += [rows[0] * (ops.head().numpy() == head) for head in range(len(left.per_head))]
-        limits += left.per_head.tolist()
-    for op, before in enumerate(ops.parent.tolist()):
-        if before >= 0:
+    rows, limits = [cost * offers.numpy()], [float(room.total)]
+    if room.per_head is not None:
+        rows += [rows[0] * (ops.head().numpy() == head) for head in range(len(room.per_head))]
+        limits += room.per_head.tolist()
+    for op, above in enumerate(ops.parent.tolist()):
+        if above >= 0:
             rows.append(np.zeros(count))
-            rows[-1][[op, before]] = 1.0, -1.0
+            rows[-1][[op, above]] = 1.0, -1.0
             limits.append(0.0)
     solution = milp(
         # Gains may be tiny compared with the solver's absolute tolerances.
         -gain / largest,
         integrality=np.ones(count),
-        bounds=Bounds(executed.numpy().astype(float), (executed | wanted).numpy().astype(float)),
+        bounds=Bounds(executed.numpy().astype(float), (executed | offers).numpy().astype(float)),
         constraints=LinearConstraint(np.stack(rows), -np.inf, np.array(limits)),
         options={"mip_rel_gap": 0.0},
     )
@@ -121,22 +121,22 @@ def floor_candidates(floor: Singleton, scores: Tensor, plan: BudgetPlan) -> Tens
     mean, gate = average.tolist(), max(floor.gamma * float(average.mean()), 1e-300)
     ranked: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for layer, head in product(range(layers), range(heads)):
-        own = relevance[layer, head].tolist()
-        mixed = [(1 - share) * own[t] + share * mean[t] for t in range(count)]
+        values = relevance[layer, head].tolist()
+        mixed = [(1 - share) * values[t] + share * mean[t] for t in range(count)]
         pooled = [max(mixed[max(0, t - half) : t + half + 1]) for t in range(count)]
         order = sorted(range(count), key=lambda t: (-pooled[t], t))
-        sums = list(accumulate(own[t] for t in order))
-        kept: list[tuple[float, int]] = []
+        sums = list(accumulate(values[t] for t in order))
+        best: list[tuple[float, int]] = []
         for t, total in zip(order, sums, strict=True):
-            if pooled[t] < gate or (kept and total > floor.eta * sums[-1]):
+            if pooled[t] < gate or (best and total > floor.eta * sums[-1]):
                 break
-            kept.append((pooled[t], t))
-        ranked[layer, head] = kept
-    candidates = sum(len(kept) for kept in ranked.values())
+            best.append((pooled[t], t))
+        ranked[layer, head] = best
+    candidates = sum(len(best) for best in ranked.values())
     result = torch.full_like(relevance, -torch.inf)
-    for (layer, head), kept in ranked.items():
-        size = max(1, len(kept) * cap // candidates) if candidates > cap else len(kept)
-        for score, t in kept[:size]:
+    for (layer, head), best in ranked.items():
+        size = max(1, len(best) * cap // candidates) if candidates > cap else len(best)
+        for score, t in best[:size]:
             result[layer, head, t] = score
     return result
 
@@ -158,8 +158,8 @@ def realize_floor(
     share = Fraction(str(floor.alpha)) * plan.base
     head_cap = math.floor(Fraction(str(floor.head_cap)) * share / (plan.layers * plan.heads))
     places = map(tuple, (candidates > -torch.inf).nonzero().tolist())
-    wanted = [(-float(candidates[place]), *place) for place in places]
-    for _, layer, head, t in sorted(wanted):
+    order = [(-float(candidates[place]), *place) for place in places]
+    for _, layer, head, t in sorted(order):
         node = _exact_node(forest, layer, head, int(forest.start[0]) + t)
         if node is None:
             continue
@@ -169,9 +169,9 @@ def realize_floor(
             node = above
         added[node] = True
         tried = dataclasses.replace(frontier, added=added, split=split)
-        held = int(tried.entries_per_head()[layer, head])
+        entries = int(tried.entries_per_head()[layer, head])
         cap = head_cap if quota is None else min(head_cap, int(quota[layer, head]))
-        if tried.spent <= math.floor(share) and held <= cap:
+        if tried.spent <= math.floor(share) and entries <= cap:
             frontier = tried
     return dataclasses.replace(frontier, floor_spent=frontier.spent)
 
@@ -197,10 +197,10 @@ def adaptive_heads(quota: AdaptiveHeads, scores: Tensor, plan: BudgetPlan) -> li
         rows = scores[layer].double().tolist()
         ranked = sorted((-score, g, t) for g, row in enumerate(rows) for t, score in enumerate(row))
         if quota.rule == "safeguard":
-            held = pool // plan.heads + plan.recent
-            sure = max(math.floor(floor * held), 1 if floor > 0 else 0) - plan.recent
-            own = [[token for token in ranked if token[1] == g] for g in range(plan.heads)]
-            safe = [token for row in own for token in row[: max(sure, 0)]]
+            per_head = pool // plan.heads + plan.recent
+            sure = max(math.floor(floor * per_head), 1 if floor > 0 else 0) - plan.recent
+            by_head = [[token for token in ranked if token[1] == g] for g in range(plan.heads)]
+            safe = [token for row in by_head for token in row[: max(sure, 0)]]
             ranked = safe + [token for token in ranked if token not in safe]
         winners = [g for _, g, _ in ranked[:pool]]
         counts = [winners.count(g) for g in range(plan.heads)]
@@ -208,9 +208,9 @@ def adaptive_heads(quota: AdaptiveHeads, scores: Tensor, plan: BudgetPlan) -> li
             result.append(counts)
             continue
         equal = floor * Fraction(pool, plan.heads)
-        wanted = [(1 - floor) * count + equal for count in counts]
-        shares = [math.floor(share) for share in wanted]
-        rest = sorted(range(plan.heads), key=lambda g: (shares[g] - wanted[g], g))
+        ideal = [(1 - floor) * count + equal for count in counts]
+        shares = [math.floor(share) for share in ideal]
+        rest = sorted(range(plan.heads), key=lambda g: (shares[g] - ideal[g], g))
         for g in rest[: pool - sum(shares)]:
             shares[g] += 1
         result.append(shares)

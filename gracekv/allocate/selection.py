@@ -135,9 +135,9 @@ class Selection:
         fixed = torch.cat([every[past:origin], every[stop:]])
         size = counts + len(fixed)
         head, step = rows_and_steps(size)
-        place, own = step - (origin - past), counts[head]
-        outside = torch.where(place < 0, step, step - own) + self.entries
-        source = torch.where((place < 0) | (place >= own), outside, self.offsets[head] + place)
+        place, inner = step - (origin - past), counts[head]
+        outside = torch.where(place < 0, step, step - inner) + self.entries
+        source = torch.where((place < 0) | (place >= inner), outside, self.offsets[head] + place)
         unit, source = torch.stack([head, source]).to(device)
         start = torch.cat([self.start.long(), fixed])[source]
         end = start + 1
@@ -150,10 +150,10 @@ class Selection:
             edges = bounds[layer * self.heads : (layer + 1) * self.heads + 1]
             part = slice(int(edges[0]), int(edges[-1]))
             count, tokens = counted[layer]
-            own, coarse = coarse[:count], coarse[count:]
-            columns = head[part], start[part], end[part], selected[part], own - part.start
-            heads, begins, ends, chosen, merged = (x.to(like.device) for x in columns)
-            yield LayerLayout(heads, begins, ends, chosen, merged, tokens, edges - edges[0], origin)
+            rows, coarse = coarse[:count], coarse[count:]
+            columns = head[part], start[part], end[part], selected[part], rows - part.start
+            heads, begins, ends, index, merged = (x.to(like.device) for x in columns)
+            yield LayerLayout(heads, begins, ends, index, merged, tokens, edges - edges[0], origin)
 
     def _merged(self, unit: Tensor, length: Tensor) -> tuple[Tensor, list[list[int]]]:
         """The packed entries with several tokens, int64 [M], and their number and tokens per layer.

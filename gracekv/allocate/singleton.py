@@ -82,14 +82,14 @@ class Singleton(Floor):
         # Tokens with a score of 0 are not candidates.
         passes = order.values >= (self.gamma * mean.mean()).clamp(min=1e-300)
         sums = running_sums(relevance.gather(-1, order.indices))
-        before = sums <= self.eta * sums[..., -1:]
+        within = sums <= self.eta * sums[..., -1:]
         # Scores fall and sums rise along the order, so both conditions hold on a prefix.
-        counts = (passes & before).sum(-1).maximum(passes[..., 0].long())
+        counts = (passes & within).sum(-1).maximum(passes[..., 0].long())
         if (total := shard.total(int(counts.sum()))) > limit:
             counts = torch.where(counts > 0, (counts * limit // total).clamp(min=1), 0)
-        chosen = torch.arange(scores.shape[-1], device=relevance.device) < counts[..., None]
-        kept = torch.where(chosen, order.values, -torch.inf)
-        return torch.full_like(score, -torch.inf).scatter_(-1, order.indices, kept)
+        best = torch.arange(scores.shape[-1], device=relevance.device) < counts[..., None]
+        best_scores = torch.where(best, order.values, -torch.inf)
+        return torch.full_like(score, -torch.inf).scatter_(-1, order.indices, best_scores)
 
     def realize(
         self, forest: Forest, candidates: Tensor | None, plan: BudgetPlan, quota: Tensor | None
@@ -137,14 +137,14 @@ def _last_operation(ops: Operations, candidates: Tensor) -> tuple[Tensor, Tensor
     place = forest.head_of_node()[holder] * tokens + forest.start[holder] - first + within
     node_of = torch.full_like(flat, -1, dtype=torch.int64)
     node_of[place] = holder
-    wanted = where_true((flat > -torch.inf) & (node_of >= 0))
-    wanted = wanted[torch.sort(flat[wanted], descending=True, stable=True).indices]
-    node = node_of[wanted]
+    flat_index = where_true((flat > -torch.inf) & (node_of >= 0))
+    flat_index = flat_index[torch.sort(flat[flat_index], descending=True, stable=True).indices]
+    node = node_of[flat_index]
 
     # A root is created by its own Add, any other node by its parent's Split.
     split_of = torch.full((forest.nodes,), -1, device=node.device)
     split_of[ops.node[forest.trees :]] = torch.arange(forest.trees, len(ops), device=node.device)
-    return torch.where(node < forest.trees, node, split_of[forest.parent[node]]), wanted
+    return torch.where(node < forest.trees, node, split_of[forest.parent[node]]), flat_index
 
 
 def _buy_paths(
@@ -166,15 +166,15 @@ def _buy_paths(
         marked.index_fill_(0, at, True)
     local = where_true(marked[:-1])
     order = torch.searchsorted(local, last).cpu().numpy()
-    given = torch.stack([ops.parents_among(local), ops.cost[local], ops.head(local)]).cpu().numpy()
+    facts = torch.stack([ops.parents_among(local), ops.cost[local], ops.head(local)]).cpu().numpy()
     shard, done = ops.forest.shard, np.zeros(len(local), dtype=bool)
     if shard.ranks == 1 and len(local) >= _COMPILED and numba_obstacle() is None:
         from gracekv.allocate.paths_numba import buy_paths
 
-        buy_paths(order, *given, budget, np.array(caps, np.int64), done, np.zeros_like(order))
+        buy_paths(order, *facts, budget, np.array(caps, np.int64), done, np.zeros_like(order))
     else:
         first, end = ops.forest.region
         ties = shard.among_all(place, ops.forest.heads * (end - first))
-        rows = (x.tolist() for x in (order, *given))
+        rows = (x.tolist() for x in (order, *facts))
         done[:] = buy_together(*rows, score=score, ties=ties, budget=budget, caps=caps, shard=shard)
     return local[torch.from_numpy(np.flatnonzero(done)).to(local.device)]

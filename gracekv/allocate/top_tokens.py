@@ -52,39 +52,39 @@ def top_tokens(
         ShapeError: the quota is not [L, G].
     """
     layers, heads, tokens = scores.shape
-    check_finite(scores, sensitivity)
+    check_scores(scores, sensitivity)
     omega = sensitivity.to(scores.device).double()
     quota = check_quota(quota, layers, heads)
-    kept = torch.empty_like(scores, dtype=torch.bool)
+    keep = torch.empty_like(scores, dtype=torch.bool)
     # Rounding to float32 keeps the order; new ties are resolved in float64 below.
     rough = torch.empty_like(scores, dtype=torch.float32)
     for layer in range(layers):
         caps = None if quota is None else quota[layer]
         rough[layer] = candidates(scores[layer], omega[layer], caps, elastic)
-        torch.ge(rough[layer], 0, out=kept[layer])
-    wanted = int(torch.count_nonzero(kept))
-    if shard.total(wanted) <= budget:
-        return kept
+        torch.ge(rough[layer], 0, out=keep[layer])
+    count = int(torch.count_nonzero(keep))
+    if shard.total(count) <= budget:
+        return keep
     if budget == 0:
-        return torch.zeros_like(kept)
-    if wanted > budget:
+        return torch.zeros_like(keep)
+    if count > budget:
         # A token that is not among the best here is not among those of all processes. Gains are at
         # least 0, so dropped tokens come last.
-        flat = rough.masked_fill_(~kept, -1.0).flatten()
+        flat = rough.masked_fill_(~keep, -1.0).flatten()
         cut = kth_largest(flat, budget)
-        kept = (flat > cut).view_as(scores)
+        keep = (flat > cut).view_as(scores)
         tied = where_true(flat == cut)
-        left = budget - int(torch.count_nonzero(kept))
-        if left < len(tied):
+        room = budget - int(torch.count_nonzero(keep))
+        if room < len(tied):
             exact = _gains(scores.flatten()[tied], omega.flatten()[tied // tokens])
-            tied = tied[exact.sort(descending=True, stable=True).indices[:left]]
-        kept.view(-1)[tied] = True
+            tied = tied[exact.sort(descending=True, stable=True).indices[:room]]
+        keep.view(-1)[tied] = True
     if shard.ranks > 1:
-        at = where_true(kept.flatten())
+        at = where_true(keep.flatten())
         gains = _gains(scores.flatten()[at], omega.flatten()[at // tokens])
         place = shard.among_all(at, heads * tokens)
-        kept.view(-1)[at] = first_fitting(gains, place, torch.ones_like(at), budget, shard)
-    return kept
+        keep.view(-1)[at] = first_fitting(gains, place, torch.ones_like(at), budget, shard)
+    return keep
 
 
 def candidates(scores: Tensor, sensitivity: Tensor, caps: Tensor | None, elastic: bool) -> Tensor:
@@ -130,7 +130,7 @@ def _gains(scores: Tensor, omega: Tensor) -> Tensor:
     return torch.threshold(scores * omega, 0.0, 0.0)
 
 
-def check_finite(scores: Tensor, sensitivity: Tensor, *, signed: bool = True) -> None:
+def check_scores(scores: Tensor, sensitivity: Tensor, *, signed: bool = True) -> None:
     """Raise `NonFiniteError` if R^tok or omega [any shape] hold NaN or infinity.
 
     Unless R^tok may be `signed`, raise `ConfigError` if it has negative numbers. Synchronises once

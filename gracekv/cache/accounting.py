@@ -36,11 +36,11 @@ class WidthShare:
     @classmethod
     def of(cls, cache: CompressedCache, shard: HeadShard = WHOLE) -> tuple[WidthShare, ...]:
         """The shares of all widths in `cache`, over all processes, widest first."""
-        own = np.zeros((len(_WIDTHS), 2), dtype=np.int64)
+        totals = np.zeros((len(_WIDTHS), 2), dtype=np.int64)
         for layer in cache.layers:
             for bits, share in layer.widths().items():
-                own[_WIDTHS.index(bits)] += share
-        return cls.summed(map(cls, _WIDTHS, *shard.sum(torch.from_numpy(own)).T.tolist()))
+                totals[_WIDTHS.index(bits)] += share
+        return cls.summed(map(cls, _WIDTHS, *shard.sum(torch.from_numpy(totals)).T.tolist()))
 
     @classmethod
     def summed(cls, shares: Iterable[WidthShare]) -> tuple[WidthShare, ...]:

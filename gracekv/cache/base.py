@@ -201,10 +201,10 @@ class RaggedCache(CompressedCache):
         All have the same entries. Keys and values keep their first `dim` coordinates.
         """
         layers = []
-        for own, x, before in zip(self.layers, other.layers, read.layers, strict=True):
-            moves = own.keys is not before.keys
-            keys = (x.keys + (own.keys - before.keys)).to(x.dtype) if moves else x.keys
-            layers.append(replace(own, keys=keys[:, :dim], values=own.values[:, :dim]))
+        for layer, x, old in zip(self.layers, other.layers, read.layers, strict=True):
+            moves = layer.keys is not old.keys
+            keys = (x.keys + (layer.keys - old.keys)).to(x.dtype) if moves else x.keys
+            layers.append(replace(layer, keys=keys[:, :dim], values=layer.values[:, :dim]))
         return replace(self, layers=tuple(layers))
 
 

@@ -65,11 +65,11 @@ class CamPacker(Packer):
         """
         capture = given.capture
         packed, spans = best_tokens(given), capture.spans
-        entry, (head, at), kept = kept_in_context(given, packed)
+        entry, (head, at), is_kept = kept_in_context(given, packed)
         context = spans.region(0)
         received = ColumnSums().layer(capture, context, {})
-        drawn = self.uniforms(len(kept), context.length, capture.number).to(kept.device)
-        share = self.shares(received, ~kept, drawn)
+        drawn = self.uniforms(len(is_kept), context.length, capture.number).to(is_kept.device)
+        share = self.shares(received, ~is_kept, drawn)
         after = replayed(capture.values[:, context.start : context.end].float(), share, self.merge)
         values = packed.values.clone()
         flows = reached(share, self.merge)[head, at][:, None]
@@ -136,10 +136,10 @@ def replayed(values: Tensor, share: Tensor, reach: int, *, block: int = _BLOCK) 
         return share[:, None, sources] * ((distance > 0) & (distance <= reach))
 
     for first in range(0, values.shape[1], block):
-        rows, before = slice(first, first + block), slice(max(0, first - reach), first)
-        inflow = out[:, rows] + band(rows, before) @ out[:, before]
-        own = -band(rows, rows)
-        out[:, rows] = torch.linalg.solve_triangular(own, inflow, upper=False, unitriangular=True)
+        rows, earlier = slice(first, first + block), slice(max(0, first - reach), first)
+        inflow = out[:, rows] + band(rows, earlier) @ out[:, earlier]
+        lower = -band(rows, rows)
+        out[:, rows] = torch.linalg.solve_triangular(lower, inflow, upper=False, unitriangular=True)
     return out
 
 

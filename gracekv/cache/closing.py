@@ -52,12 +52,12 @@ def with_closed_gaps(
         tokens: number of tokens to be read next.
         shard: the KV heads of this process.
     """
-    known, now = closable_length(model), cache.length
-    if known is None or 4 * (now - oldest_position(cache, shard) + tokens) <= 3 * known:
+    limit, length = closable_length(model), cache.length
+    if limit is None or 4 * (length - oldest_position(cache, shard) + tokens) <= 3 * limit:
         return None
-    plain, reach = dequantised(cache), min(known // 2, known - tokens)
-    pairs: Any = zip(plain.layers, rotations_up_to(model, now), strict=True)
-    return replace(plain, layers=tuple(closed(x, now, y, reach) for x, y in pairs))
+    plain, reach = dequantised(cache), min(limit // 2, limit - tokens)
+    pairs: Any = zip(plain.layers, rotations_up_to(model, length), strict=True)
+    return replace(plain, layers=tuple(closed(x, length, y, reach) for x, y in pairs))
 
 
 def from_zero(cache: RaggedCache, shard: HeadShard = WHOLE) -> RaggedCache:

@@ -126,14 +126,14 @@ class CodedEntries:
         self.coding.check(dim)
         shapes = {"keys": (blocks, dim), "values": (entries, dim // min(self.coding.group, dim))}
         for name, shape in shapes.items():
-            made: Codes = getattr(self, name)
-            if made.codes.shape != (entries, dim * self.coding.bits // 8) or not (
-                made.scale.shape == made.zero.shape == shape
+            part: Codes = getattr(self, name)
+            if part.codes.shape != (entries, dim * self.coding.bits // 8) or not (
+                part.scale.shape == part.zero.shape == shape
             ):
                 raise ShapeError(
                     f"Coded {name} of {entries} entries take codes [{entries}, "
                     f"{dim * self.coding.bits // 8}] and scales and zero points {list(shape)}; got "
-                    f"{[list(x.shape) for x in (made.codes, made.scale, made.zero)]}."
+                    f"{[list(x.shape) for x in (part.codes, part.scale, part.zero)]}."
                 )
         if self.positions.shape != (entries,) or self.log_multiplicity.shape != (entries,):
             raise ShapeError(

@@ -44,10 +44,10 @@ class D2OPacker(Packer):
     def layer(self, given: LayerToPack) -> RaggedEntries:
         capture, packed = given.capture, best_tokens(given)
         # Kept tokens of the context are the possible targets.
-        entry, _, kept = kept_in_context(given, packed)
+        entry, _, is_kept = kept_in_context(given, packed)
         context = slice(capture.spans.context_start, capture.spans.context_end)
         keys = capture.keys[:, context]
-        source, target, similarity = best_matches(keys, kept)
+        source, target, similarity = best_matches(keys, is_kept)
         accepted = similarity.double() >= similarity.double().mean()
         source, target, similarity = (x[accepted] for x in (source, target, similarity))
         if not len(source):
@@ -72,13 +72,13 @@ class D2OPacker(Packer):
 
 
 def best_matches(
-    keys: Tensor, kept: Tensor, *, block: int | None = None
+    keys: Tensor, is_kept: Tensor, *, block: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each dropped token's most similar kept token of its head, by cosine.
 
     Args:
         keys: [G, N, d] of one layer's context.
-        kept: bool [G, N].
+        is_kept: bool [G, N].
         block: dropped tokens of each head that are compared at once; None takes as many as fit in
             `_BLOCK` bytes, so memory does not grow with dropped x kept.
 
@@ -86,29 +86,29 @@ def best_matches(
     all kept tokens ordered by head and position (int64; ties go to the earlier one), and their
     cosine (float32). Dropped tokens of heads that keep nothing are excluded.
     """
-    heads, length = kept.shape
+    heads, length = is_kept.shape
     unit = torch.nn.functional.normalize(keys.float(), dim=-1)
-    counts = kept.sum(dim=1)
+    counts = is_kept.sum(dim=1)
     stays, goes = int(counts.max()), int((length - counts).max())
     if stays == 0 or goes == 0:
         none = torch.empty(0, dtype=torch.int64, device=keys.device)
         return none, none, torch.empty(0, device=keys.device, dtype=torch.float32)
     # Kept tokens of each head, then dropped ones, both by position; short heads are padded with the
     # start of the other part, which is masked below.
-    order = (~kept).byte().sort(dim=1, stable=True).indices
+    order = (~is_kept).byte().sort(dim=1, stable=True).indices
     place = torch.arange(length, device=keys.device)
     pool = unit.gather(1, order[:, :stays, None].expand(-1, -1, unit.shape[-1]))
     padding = (place[:stays] >= counts[:, None])[:, None]
-    left = order.roll(goes, dims=1)[:, :goes]
-    real = ~kept.gather(1, left) & (counts > 0)[:, None]
+    dropped = order.roll(goes, dims=1)[:, :goes]
+    real = ~is_kept.gather(1, dropped) & (counts > 0)[:, None]
 
     rows = block or max(1, _BLOCK // (4 * heads * stays))
     tops = []
     for first in range(0, goes, rows):
-        part = left[:, first : first + rows]
+        part = dropped[:, first : first + rows]
         some = unit.gather(1, part[..., None].expand(-1, -1, unit.shape[-1]))
         tops.append((some @ pool.transpose(1, 2)).masked_fill_(padding, -torch.inf).max(dim=-1))
-    similarity, chosen = (torch.cat(parts, dim=1) for parts in zip(*tops, strict=True))
-    before = (counts.cumsum(0) - counts)[:, None]
+    similarity, nearest = (torch.cat(parts, dim=1) for parts in zip(*tops, strict=True))
+    start = (counts.cumsum(0) - counts)[:, None]
     row = torch.arange(heads, device=keys.device)[:, None] * length
-    return (row + left)[real], (before + chosen)[real], similarity[real]
+    return (row + dropped)[real], (start + nearest)[real], similarity[real]

@@ -29,9 +29,9 @@ class EvictPacker(Packer):
         return best_tokens(given)
 
 
-def best_tokens(given: LayerToPack) -> RaggedEntries:
+def best_tokens(layer: LayerToPack) -> RaggedEntries:
     """The highest-scoring token of each entry [E], unchanged; ties go to the earliest."""
-    layout = given.layout
+    layout = layer.layout
     positions = layout.start.clone()
     coarse = layout.merged
     if len(coarse):
@@ -39,17 +39,17 @@ def best_tokens(given: LayerToPack) -> RaggedEntries:
         count = layout.end[coarse] - start
         node, step = ragged.rows_and_steps(count, layout.merged_tokens)
         token = start[node] + step
-        own = given.scores.to(count.device)[head[node], token - layout.origin]
+        scores = layer.scores.to(count.device)[head[node], token - layout.origin]
         # By node, then by descending score: two stable sorts keep the earlier token first.
-        order = own.sort(descending=True, stable=True).indices
+        order = scores.sort(descending=True, stable=True).indices
         order = order[node[order].sort(stable=True).indices]
         positions[coarse] = token[order[ragged.offsets(count)[:-1]]]
-    return gathered(given, positions)
+    return gather_entries(layer, positions)
 
 
-def gathered(given: LayerToPack, positions: Tensor) -> RaggedEntries:
+def gather_entries(layer: LayerToPack, positions: Tensor) -> RaggedEntries:
     """A copy of each entry's token at `positions` (int64 [E], absolute)."""
-    capture, layout = given.capture, given.layout
+    capture, layout = layer.capture, layer.layout
     source = layout.head * capture.spans.length + positions
     keys, values = (x.flatten(0, 1)[source] for x in (capture.keys, capture.values))
     positions = positions.to(torch.int32)
@@ -57,16 +57,16 @@ def gathered(given: LayerToPack, positions: Tensor) -> RaggedEntries:
     return RaggedEntries(keys, values, positions, log_m, layout.offsets)
 
 
-def kept_in_context(given: LayerToPack, packed: RaggedEntries) -> tuple[Tensor, Tensor, Tensor]:
+def kept_in_context(layer: LayerToPack, packed: RaggedEntries) -> tuple[Tensor, Tensor, Tensor]:
     """Which packed entries are context tokens, and which context tokens are kept.
 
     Returns indices int64 [K] of these entries, ascending; their heads and their tokens' offsets in
     the context, int64 [2, K]; and bool [G, N_ctx], which tokens each head keeps.
     """
-    spans, positions = given.capture.spans, packed.positions.long()
+    spans, positions = layer.capture.spans, packed.positions.long()
     inside = (positions >= spans.context_start) & (positions < spans.context_end)
     entry = torch.nonzero(inside).flatten()
-    at = torch.stack([given.layout.head[entry], positions[entry] - spans.context_start])
-    kept = torch.zeros(len(given.scores), spans.context_length, dtype=torch.bool, device=at.device)
-    kept[at[0], at[1]] = True
-    return entry, at, kept
+    at = torch.stack([layer.layout.head[entry], positions[entry] - spans.context_start])
+    mask = torch.zeros(len(layer.scores), spans.context_length, dtype=torch.bool, device=at.device)
+    mask[at[0], at[1]] = True
+    return entry, at, mask

@@ -45,21 +45,21 @@ def joined_cache(
     shift = old.length - places
     # A width that the passage does not use in any process needs no part.
     counts = torch.tensor([[part.entries for part in layer.coded] for layer in new.layers]).sum(0)
-    used = shard.sum(counts).nonzero().flatten().tolist()
+    widths = shard.sum(counts).nonzero().flatten().tolist()
     layers = list[LayerEntries]()
-    for one, more in zip(old.layers, new.layers, strict=True):
-        joined = _joined_layer(one.exact, more.exact, shift)
+    for old_layer, new_layer in zip(old.layers, new.layers, strict=True):
+        joined = _joined_layer(old_layer.exact, new_layer.exact, shift)
         # The old parts, then the new ones: blocks cannot grow without new codes.
-        new_parts = (more.coded[n] for n in used)
-        moved = (dataclasses.replace(x, positions=x.positions + shift) for x in new_parts)
-        parts = tuple(sorted([*one.coded, *moved], key=lambda part: -part.coding.bits))
+        new_parts = (new_layer.coded[n] for n in widths)
+        shifted = (dataclasses.replace(x, positions=x.positions + shift) for x in new_parts)
+        parts = tuple(sorted([*old_layer.coded, *shifted], key=lambda part: -part.coding.bits))
         layers.append(QuantisedEntries(joined, parts) if parts else joined)
     return dataclasses.replace(new, layers=tuple(layers), length=new.length + shift)
 
 
 def joined_scores(
     parts: Sequence[tuple[CompressedCache, Sequence[Tensor] | None]],
-    seen: Sequence[Tensor] | None = None,
+    updates: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """The scores [E] of the entries of `joined_cache` by layer; inf if unknown.
 
@@ -67,16 +67,16 @@ def joined_scores(
     recent window, get the mean of their head: if they always stayed, a limit would fill with the
     windows of all passages.
 
-    An old entry to which the passage's queries give a higher score, `seen` [G, P] by layer, keeps
-    that score, so that entries of different passages can be compared.
+    An old entry to which the passage's queries give a higher score, `updates` [G, P] by layer,
+    keeps that score, so that entries of different passages can be compared.
     """
-    (old, known), (new, scores) = parts
-    before, after = _by_head(old, known), _by_head(new, scores)
-    for own, given in zip(before, seen or (), strict=False):
-        own[:] = [x.maximum(y[len(y) - len(x) :]) for x, y in zip(own, given, strict=True)]
+    (old, old_scores), (new, scores) = parts
+    old_heads, new_heads = _by_head(old, old_scores), _by_head(new, scores)
+    for heads, update in zip(old_heads, updates or (), strict=False):
+        heads[:] = [x.maximum(y[len(y) - len(x) :]) for x, y in zip(heads, update, strict=True)]
     if scores is not None:
-        after = [list(map(_without_gaps, own)) for own in after]
-    layers = (zip(*pair, strict=True) for pair in zip(before, after, strict=True))
+        new_heads = [list(map(_without_gaps, heads)) for heads in new_heads]
+    layers = (zip(*pair, strict=True) for pair in zip(old_heads, new_heads, strict=True))
     return tuple(torch.cat([x for both in heads for x in both]) for heads in layers)
 
 

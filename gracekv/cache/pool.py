@@ -64,13 +64,13 @@ class EntryPool:
             gains: float64 [G, N], gains of the region's tokens, `NEVER` if they may not be kept.
         """
         self._devices.append(capture.keys.device)
-        known, tokens = self._entries.shape[1], self._tokens.shape[1]
-        own = _gains(self._tokens).view(len(gains), -1)
-        own = own[:, self._region.start - self._first : self._region.end - self._first]
-        torch.nan_to_num(gains.to(own.device), 0.0, posinf=_LARGEST, out=own)
+        pooled, tokens = self._entries.shape[1], self._tokens.shape[1]
+        scores = _gains(self._tokens).view(len(gains), -1)
+        scores = scores[:, self._region.start - self._first : self._region.end - self._first]
+        torch.nan_to_num(gains.to(scores.device), 0.0, posinf=_LARGEST, out=scores)
         self._tokens[1].add_(tokens)
         rows = torch.cat([self._entries, self._tokens], dim=1)
-        count = self._count(rows, known)
+        count = self._count(rows, pooled)
         self._reserve(count, tokens, capture)
 
         stays = largest(_gains(rows), count)
@@ -78,24 +78,24 @@ class EntryPool:
         # Winners, the last first, take new slots and then those of dropped entries, so these fill
         # `free` from its end. All other tokens are written to one spare slot, so that no size
         # depends on the data.
-        new, ranks = count - known, self._ranks
+        new, ranks = count - pooled, self._ranks
         spare, free = ranks[len(self._keys) - 1], ranks.new_empty(count + 1)
-        free[known + 1 :] = ranks[known:count]
-        loser = (reached[:known] - ranks[new + 1 : count + 1]).masked_fill_(stays[:known], 0)
+        free[pooled + 1 :] = ranks[pooled:count]
+        loser = (reached[:pooled] - ranks[new + 1 : count + 1]).masked_fill_(stays[:pooled], 0)
         free[loser] = self._entries[2]
-        torch.where(stays[known:], free[reached[known:]], spare, out=rows[2, known:])
+        torch.where(stays[pooled:], free[reached[pooled:]], spare, out=rows[2, pooled:])
         for pool, states in ((self._keys, capture.keys), (self._values, capture.values)):
-            seen = states[:, self._first :].to(pool.device).flatten(0, 1)
+            source = states[:, self._first :].to(pool.device).flatten(0, 1)
             # A GPU moves 16 bytes as fast as one small number.
             many = 16 // pool.element_size()
-            if pool.shape[1] % many == seen.storage_offset() % many == 0:
-                pool, seen = (x.contiguous().view(torch.complex128) for x in (pool, seen))
-            pool.index_copy_(0, rows[2, known:], seen)
+            if pool.shape[1] % many == source.storage_offset() % many == 0:
+                pool, source = (x.contiguous().view(torch.complex128) for x in (pool, source))
+            pool.index_copy_(0, rows[2, pooled:], source)
         # Losers are written to an extra place before the first.
         place = (reached * stays).expand(3, -1)
         self._entries = rows.new_empty(3, count + 1).scatter_(1, place, rows)[:, 1:]
 
-    def _count(self, rows: Tensor, known: int) -> int:
+    def _count(self, rows: Tensor, pooled: int) -> int:
         """The number of `rows` [3, n] that stay; gains become `NEVER` if other processes win.
 
         There are as many rows as slots; rows with a gain of `NEVER` are empty.
@@ -108,7 +108,7 @@ class EntryPool:
         ties = shard.among_all(rows[1, at], self._info.kv_heads * self._length)
         fits = first_fitting(gain[at], ties, torch.ones_like(at), limit, shard)
         gain.index_fill_(0, at[~fits], NEVER)
-        return max(known, int(fits.sum()))
+        return max(pooled, int(fits.sum()))
 
     def _reserve(self, count: int, new: int, capture: LayerCapture) -> None:
         """Make room for `count` entries and a spare slot."""
@@ -118,11 +118,11 @@ class EntryPool:
         size = min(self._budget // shard.ranks + layers * self._fixed, layers * new)
         size = max(size, count, 2 * len(self._keys)) + 1
         for name, like in (("_keys", capture.keys), ("_values", capture.values)):
-            held: Tensor = getattr(self, name)
-            made = held.new_empty(size, like.shape[-1])
-            if len(held):
-                made[: len(held)] = held
-            setattr(self, name, made)
+            old: Tensor = getattr(self, name)
+            buffer = old.new_empty(size, like.shape[-1])
+            if len(old):
+                buffer[: len(old)] = old
+            setattr(self, name, buffer)
         self._ranks = torch.arange(size + new, device=self._info.device)
 
     def selection(self) -> Selection:
@@ -160,30 +160,30 @@ class EntryPool:
         inside = self._inside(self._position())
         return float(_gains(self._entries)[_where(inside, count, self._ranks)].sum())
 
-    def pop(self, chosen: Selection) -> list[tuple[RaggedEntries, Tensor]]:
-        """The packed entries of each layer: those `chosen`, and all tokens outside the region.
+    def pop(self, selection: Selection) -> list[tuple[RaggedEntries, Tensor]]:
+        """The packed entries of each layer: those of `selection` and all tokens outside the region.
 
         Called once: it frees the pool.
 
         Args:
-            chosen: entries of `selection()`.
+            selection: entries of `selection()`.
 
         Returns:
-            For each layer its E entries, and int64 [E], their indices in `chosen`, or -1.
+            For each layer its E entries, and int64 [E], their indices in `selection`, or -1.
         """
-        info, length, own, ranks = self._info, self._length, self.selection(), self._ranks
+        info, length, pooled, ranks = self._info, self._length, self.selection(), self._ranks
         place, slot = self._entries[1:]
         position = self._position()
         inside = self._inside(position)
         stays = position < self._covered
-        if chosen is not own:
-            head = upload(chosen.head_of_entry(), place.device)
-            wanted = head * length + chosen.start - self._first
+        if selection is not pooled:
+            head = upload(selection.head_of_entry(), place.device)
+            targets = head * length + selection.start - self._first
             outside, inside = ~inside, torch.zeros_like(inside)
-            inside.index_fill_(0, torch.searchsorted(place, wanted), True)
+            inside.index_fill_(0, torch.searchsorted(place, targets), True)
             stays &= inside | outside
-        if chosen is own and self._region.end <= self._covered:
-            counts, stay = own.offsets.diff() + self._fixed // info.kv_heads, ranks[: len(slot)]
+        if selection is pooled and self._region.end <= self._covered:
+            counts, stay = pooled.offsets.diff() + self._fixed // info.kv_heads, ranks[: len(slot)]
         else:
             counts = self._per_head(stays)
             stay = _where(stays, int(counts.sum()), ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gracekv.cache.base import PACKERS, LayerToPack, Packer, RaggedEntries
-from gracekv.cache.evict import gathered
+from gracekv.cache.evict import gather_entries
 from gracekv.kernels import ragged
 from gracekv.tree.merge import merge
 
@@ -23,7 +23,7 @@ class PrototypePacker(Packer):
     def layer(self, given: LayerToPack) -> RaggedEntries:
         capture, layout = given.capture, given.layout
         # One gather for all entries; the rows of merged entries are overwritten below.
-        packed = gathered(given, layout.start)
+        packed = gather_entries(given, layout.start)
         merged = layout.merged
         if len(merged):
             head, start, end = (x[merged] for x in (layout.head, layout.start, layout.end))
@@ -32,9 +32,9 @@ class PrototypePacker(Packer):
             keys, values = (x[head, position].float() for x in (capture.keys, capture.values))
             weights = given.scores.to(keys.device)[head, position - layout.origin].float()
             intervals = (keys, values, weights, node, position, start, end)
-            made = merge(*intervals, capture.rope, given.rule)
-            packed.keys[merged] = made.keys.to(packed.dtype)
-            packed.values[merged] = made.values.to(packed.dtype)
-            packed.positions[merged] = made.positions.to(torch.int32)
-            packed.log_multiplicity[merged] = made.multiplicity.log()
+            means = merge(*intervals, capture.rope, given.rule)
+            packed.keys[merged] = means.keys.to(packed.dtype)
+            packed.values[merged] = means.values.to(packed.dtype)
+            packed.positions[merged] = means.positions.to(torch.int32)
+            packed.log_multiplicity[merged] = means.multiplicity.log()
         return packed

@@ -61,10 +61,10 @@ def saved_layer_states(
         if not whole or not (window is None or (type(window) is int and window > 1)):
             raise ShapeError(f"kept lists number, kind and window of layers; got {facts!r}")
         prefix = f"kept.{number}."
-        own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
-        if not own and kind not in WITHOUT_CACHE:
+        saved = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+        if not saved and kind not in WITHOUT_CACHE:
             raise KeyError(prefix)
-        parts = {name.removeprefix(prefix): x.to(devices[number]) for name, x in own.items()}
+        parts = {name.removeprefix(prefix): x.to(devices[number]) for name, x in saved.items()}
         state = LayerState(number, kind, window, parts)
         _check(state, header["length"], len(header["padding"]))
         states.append(state)

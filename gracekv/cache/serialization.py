@@ -121,16 +121,16 @@ class SavedFile:
         scores = parts.get("scores")
         if scores is not None and (scores.dtype != torch.bfloat16 or not bool((scores >= 0).all())):
             raise ShapeError("scores are not bfloat16 or are negative")
-        there = {n: x if "offsets" in n else x.to(device) for n, x in parts.items()}
-        exact = {part: there[part] for part in PARTS}
-        layer = RaggedEntries(**exact, sequences=sequences, scores=there.get("scores"))
+        tensors = {n: x if "offsets" in n else x.to(device) for n, x in parts.items()}
+        exact = {part: tensors[part] for part in PARTS}
+        layer = RaggedEntries(**exact, sequences=sequences, scores=tensors.get("scores"))
         if not codings:
             return layer
         coded = []
         for prefix, coding in zip(coded_prefixes(codings), codings, strict=True):
-            own = {n.removeprefix(prefix): x for n, x in there.items() if n.startswith(prefix)}
-            check_codes(own, length, layer.dtype)
-            coded.append(CodedEntries.of_tensors(own, coding, sequences))
+            codes = {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}
+            check_codes(codes, length, layer.dtype)
+            coded.append(CodedEntries.of_tensors(codes, coding, sequences))
         return QuantisedEntries(layer, tuple(coded))
 
     def _tensors(self, prefix: str) -> dict[str, Tensor]:
@@ -237,10 +237,10 @@ def _codings(facts: Any) -> tuple[Coding, ...]:
     Raises a `ValueError` or a `TypeError` if they cannot be read.
     """
     codings = []
-    for own in facts if isinstance(facts, list) else [] if facts is None else [facts]:
-        grouped = {side: own.pop(side) for side in _GROUPED}
-        check_values(Coding, own)
-        coding = Coding(**own)
+    for fact in facts if isinstance(facts, list) else [] if facts is None else [facts]:
+        grouped = {side: fact.pop(side) for side in _GROUPED}
+        check_values(Coding, fact)
+        coding = Coding(**fact)
         if coding.bits not in (2, 4, 8) or coding.group < 1 or grouped != _GROUPED:
             raise ShapeError(
                 f"codes have 2, 4 or 8 bits and groups of at least 1, keys by channel and values "

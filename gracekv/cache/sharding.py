@@ -26,7 +26,7 @@ def gathered_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
 
     In addition to the result, one layer of all processes is held.
     """
-    return _mapped(cache, lambda x: _whole(x, shard), lambda x: shard.all_heads(x.cpu(), 1))
+    return _map(cache, lambda x: _whole(x, shard), lambda x: shard.all_heads(x.cpu(), 1))
 
 
 def own_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
@@ -34,10 +34,10 @@ def own_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
 
     Raises `CacheError` if the heads cannot be divided among the processes.
     """
-    return _mapped(cache, lambda x: _cut(x, shard), lambda x: shard.own_heads(x, 1).contiguous())
+    return _map(cache, lambda x: _own_part(x, shard), lambda x: shard.own_heads(x, 1).contiguous())
 
 
-def _mapped(
+def _map(
     cache: CompressedCache, parts: Callable[[Any], Any], states: Callable[[Tensor], Tensor]
 ) -> CompressedCache:
     """The cache with every part and every state [S, G, n, d] of sliding layers replaced."""
@@ -59,17 +59,17 @@ def _mapped(
 
 
 def _whole(part: Part, shard: HeadShard) -> Part:
-    lengths, made = shard.gather(part.lengths), {}
-    for name, own in part.columns().items():
+    lengths, columns = shard.gather(part.lengths), {}
+    for name, column in part.columns().items():
         counts = _counts(part, name, lengths)
         # The start of each row in the concatenated rows of all processes.
         begins = offsets(counts.flatten())[:-1].view_as(counts)
         at = _ranges(_in_order(begins, part), _in_order(counts, part))
-        made[name] = _gathered(own, counts.sum(dim=1).tolist(), shard)[at]
-    return _part_of(part, made, _in_order(lengths, part))
+        columns[name] = _gather(column, counts.sum(dim=1).tolist(), shard)[at]
+    return _part_of(part, columns, _in_order(lengths, part))
 
 
-def _cut(part: Part, shard: HeadShard) -> Part:
+def _own_part(part: Part, shard: HeadShard) -> Part:
     if (heads := len(part.lengths) // part.sequences) % shard.ranks:
         raise CacheError(
             f"The cache has {heads} KV heads, which cannot be divided among {shard.ranks} "
@@ -79,11 +79,11 @@ def _cut(part: Part, shard: HeadShard) -> Part:
     def own(numbers: Tensor) -> Tensor:
         return shard.own_heads(numbers.view(part.sequences, heads), 1).flatten()
 
-    made = {}
+    columns = {}
     for name, tensor in part.columns().items():
         counts = _counts(part, name, part.lengths)
-        made[name] = tensor[_ranges(own(offsets(counts)[:-1]), own(counts)).to(tensor.device)]
-    return _part_of(part, made, own(part.lengths))
+        columns[name] = tensor[_ranges(own(offsets(counts)[:-1]), own(counts)).to(tensor.device)]
+    return _part_of(part, columns, own(part.lengths))
 
 
 def _counts(part: RaggedEntries | CodedEntries, name: str, lengths: Tensor) -> Tensor:
@@ -100,16 +100,16 @@ def _in_order(numbers: Tensor, part: RaggedEntries | CodedEntries) -> Tensor:
 
 def _part_of(like: Part, tensors: Mapping[str, Tensor], lengths: Tensor) -> Part:
     """A part like `like`, with `tensors` [n, ...] and rows of `lengths` (int64 [rows]) entries."""
-    made = {**tensors, "offsets": offsets(lengths)}
+    columns = {**tensors, "offsets": offsets(lengths)}
     if isinstance(like, CodedEntries):
-        return CodedEntries.of_tensors(made, like.coding, like.sequences)
-    return RaggedEntries(**made, sequences=like.sequences)
+        return CodedEntries.of_tensors(columns, like.coding, like.sequences)
+    return RaggedEntries(**columns, sequences=like.sequences)
 
 
-def _gathered(own: Tensor, totals: list[int], shard: HeadShard) -> Tensor:
-    """`own` [n, ...] of all processes, concatenated on the CPU."""
-    padded = own.new_zeros(max(totals), *own.shape[1:], device="cpu")
-    padded[: len(own)] = own
+def _gather(rows: Tensor, totals: list[int], shard: HeadShard) -> Tensor:
+    """`rows` [n, ...] of all processes, concatenated on the CPU."""
+    padded = rows.new_zeros(max(totals), *rows.shape[1:], device="cpu")
+    padded[: len(rows)] = rows
     every = shard.gather(padded)
     return torch.cat([part[:total] for part, total in zip(every, totals, strict=True)])
 

@@ -91,11 +91,11 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
     """
     fed = torch.cat([ids[cache.packed_length :], answer[:-1]])
     device = input_device(model)
-    kept: list[Tensor] = []
+    rows: list[Tensor] = []
 
     def listen(module: Any, args: Any, output: Any) -> None:
         mixed = output[0] if isinstance(output, tuple) else output
-        kept.append(mixed[0, -len(answer) :])
+        rows.append(mixed[0, -len(answer) :])
 
     with hooked() as hooks:
         for layer in model_layers(model):
@@ -107,7 +107,7 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
         options = {cache_keyword(model.forward): cache, "logits_to_keep": len(answer)}
         logits = [model(input_ids=x[None].to(device), **options).logits[0] for x in pieces]
     count = len(hooks)
-    outputs = (torch.cat(kept[n::count])[-len(answer) :] for n in range(count))
+    outputs = (torch.cat(rows[n::count])[-len(answer) :] for n in range(count))
     return AnswerOutputs(torch.cat(logits)[-len(answer) :].float().log_softmax(-1), tuple(outputs))
 
 
@@ -125,7 +125,7 @@ def compare(method: AnswerOutputs, full: AnswerOutputs, answer: Tensor) -> dict[
     nll = -ours.gather(-1, at).mean()
     full_nll = -theirs.gather(-1, at).mean()
     outputs = zip(method.outputs, full.outputs, strict=True)
-    pairs = ((own.double(), of_full.double()) for own, of_full in outputs)
+    pairs = ((of_method.double(), of_full.double()) for of_method, of_full in outputs)
     errors = [float((x - y).norm() / y.norm().clamp_min(1e-30)) for x, y in pairs]
     return {
         # Rounding can make the divergence of equal distributions negative; NaN stays NaN.

@@ -16,7 +16,7 @@ from gracekv.evaluate.sample import Truncate
 from gracekv.evaluate.tasks import GIVEN, SHARED, Task, expand
 from gracekv.files import path_of
 from gracekv.pipeline import Pipeline
-from gracekv.pipeline.config import load_pipeline, parsed
+from gracekv.pipeline.config import load_pipeline, parse_file
 from gracekv.registry import Configurable, bounded
 from gracekv.registry.plugins import import_modules, module_list
 
@@ -186,10 +186,10 @@ class Experiment(Configurable):
         """
         if not isinstance(data, Mapping):
             raise ConfigError(f"An experiment is a mapping of its fields; got {data!r}.")
-        own = {field.name for field in dataclasses.fields(cls)}
+        names = {field.name for field in dataclasses.fields(cls)}
         if "panels" not in data:
-            rest = {key: value for key, value in data.items() if key not in own}
-            data = {k: v for k, v in data.items() if k in own} | {"panels": [rest]}
+            rest = {key: value for key, value in data.items() if key not in names}
+            data = {k: v for k, v in data.items() if k in names} | {"panels": [rest]}
         if "model" not in data:
             raise ConfigError("An experiment needs a model: 'smollm2', a name, or a folder.")
         # Before the panels are read: they may name what these modules register.
@@ -199,7 +199,7 @@ class Experiment(Configurable):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """An experiment from a YAML, TOML or JSON file; `ConfigError` if it cannot be read."""
-        return cls.from_dict(parsed(path_of(path)))
+        return cls.from_dict(parse_file(path_of(path)))
 
 
 def parse_method(spec: str, recent_share: float | None = None) -> Pipeline:
@@ -257,7 +257,7 @@ def sweep(base: str, settings: Sequence[str]) -> list[str]:
     Raises `ConfigError` for a setting or base that cannot be parsed.
     """
     match = _SPEC.fullmatch(base)
-    found = []
+    methods = []
     for setting in settings:
         path, _, values = setting.partition("=")
         if match is None or not values:
@@ -265,9 +265,9 @@ def sweep(base: str, settings: Sequence[str]) -> list[str]:
                 f"--set takes stage.field=v1,v2, such as value.lambda_graph=0.1,0.3, and varies "
                 f"a recipe or file; got {setting!r} of {base!r}."
             )
-        kept = f"{match['changes']};" if match["changes"] else ""
-        found += [f"{match['base']}[{kept}{path}={value}]" for value in split_methods(values)]
-    return found
+        changes = f"{match['changes']};" if match["changes"] else ""
+        methods += [f"{match['base']}[{changes}{path}={value}]" for value in split_methods(values)]
+    return methods
 
 
 def variants(base: str, settings: Sequence[str], ablations: bool) -> list[str]:

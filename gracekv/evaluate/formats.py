@@ -20,10 +20,10 @@ _CSV = (
 _MARKS = ("{}", "**{}**", "<u>{}</u>")
 
 
-def markdown(found: Sequence[Table], measure: Measure) -> str:
+def markdown(tables: Sequence[Table], measure: Measure) -> str:
     """One table after another; best bold, second underlined, 95 % intervals in brackets."""
     parts = []
-    for table in found:
+    for table in tables:
         header = ["method", *(table.columns or (FULL,))]
         body = [_shown(table, measure, method) for method in table.methods]
         parts += [f"### {table.title}: {measure.title}", about(table), _grid(header, body)]
@@ -32,12 +32,12 @@ def markdown(found: Sequence[Table], measure: Measure) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def as_csv(found: Sequence[Table], measure: Measure) -> str:
+def as_csv(tables: Sequence[Table], measure: Measure) -> str:
     """One line per cell, with all digits of its mean and interval, then one per difference."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(_CSV)
-    for table in found:
+    for table in tables:
         gaps = f"{measure.name} minus {table.reference}"
         for name, cells in ((measure.name, table.cells), (gaps, table.against)):
             for cell, shown in cells.items():
@@ -50,15 +50,15 @@ FORMATS = {"markdown": markdown, "csv": as_csv}
 
 def footer(rows: Sequence[Row]) -> str:
     """Versions and data behind the rows, and the cells that failed, as markdown."""
-    chosen = list(latest(rows).values())
-    made = sorted({", ".join(f"{k} {v}" for k, v in row["versions"].items()) for row in chosen})
-    sources = sorted({row["source"] for row in chosen if row.get("source")})
-    lines = [f"{len(chosen):,} cells; versions: {'; '.join(made)}; data: {'; '.join(sources)}."]
-    if len(made) > 1:
+    cells = list(latest(rows).values())
+    versions = sorted({", ".join(f"{k} {v}" for k, v in row["versions"].items()) for row in cells})
+    sources = sorted({row["source"] for row in cells if row.get("source")})
+    lines = [f"{len(cells):,} cells; versions: {'; '.join(versions)}; data: {'; '.join(sources)}."]
+    if len(versions) > 1:
         lines.append("The rows were made with different versions: compare them with care.")
-    if cut := len({row["sample"] for row in chosen if row.get("removed_tokens")}):
+    if cut := len({row["sample"] for row in cells if row.get("removed_tokens")}):
         lines.append(f"Prompts cut to the model's or the panel's length: {cut:,}.")
-    failures = [row for row in chosen if row.get("error") is not None]
+    failures = [row for row in cells if row.get("error") is not None]
     failed = Counter((x["task"], x["method"], x["column"], x["error"]["type"]) for x in failures)
     for (task, method, column, error), count in failed.items():
         lines.append(f"Failed: {task}, {method} at {column}: {count} x {error}.")

@@ -65,10 +65,10 @@ def _share(part: str, of: str, whole: str) -> Callable[[Row], float | None]:
 def _log_kl(row: Row) -> float | None:
     # For several questions over one cache, the mean of their logarithms.
     each = [_number("fidelity", "kl")(part) for part in row.get("questions") or [row]]
-    known = [kl for kl in each if kl is not None]
-    if not known or len(known) < len(each):
+    values = [kl for kl in each if kl is not None]
+    if not values or len(values) < len(each):
         return None
-    return sum(math.log(max(kl, _LEAST_KL)) for kl in known) / len(known)
+    return sum(math.log(max(kl, _LEAST_KL)) for kl in values) / len(values)
 
 
 _KEPT, _SIZE = _share("entries", "spent", "full"), _share("bytes", "kv", "full_kv")

@@ -43,10 +43,10 @@ def clean(prediction: str) -> str:
 
 def qa_f1(prediction: str, answer: str) -> float:
     """Token F1 after lower-casing and removing ASCII punctuation and English articles."""
-    said, wanted = _normal(prediction).split(), _normal(answer).split()
-    if not (same := sum((Counter(said) & Counter(wanted)).values())):
+    predicted, target = _normal(prediction).split(), _normal(answer).split()
+    if not (same := sum((Counter(predicted) & Counter(target)).values())):
         return 0.0
-    precision, recall = same / len(said), same / len(wanted)
+    precision, recall = same / len(predicted), same / len(target)
     return 2 * precision * recall / (precision + recall)
 
 

@@ -105,14 +105,14 @@ def read_rows(folder: str | Path) -> list[Row]:
     def fail(error: OSError) -> None:
         raise ConfigError(f"Cannot read the rows in {folder}: {error}.") from error
 
-    found: dict[str, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     for place, inner, names in os.walk(folder, onerror=fail, followlinks=True):
-        own = [Path(place, x) for x in names if x.startswith("rows-") and x.endswith(".jsonl")]
+        paths = [Path(place, x) for x in names if x.startswith("rows-") and x.endswith(".jsonl")]
         # Links may lead to a folder that was read already, or form a cycle.
-        if found.setdefault(os.path.realpath(place), own) is not own:
+        if files.setdefault(os.path.realpath(place), paths) is not paths:
             inner.clear()
     rows: list[Row] = []
-    for path in sorted(path for own in found.values() for path in own):
+    for path in sorted(path for paths in files.values() for path in paths):
         try:
             # Not splitlines(): answers may hold other line separators.
             lines = path.read_bytes().split(b"\n")
@@ -137,14 +137,14 @@ def _is_whole(line: bytes) -> bool:
         return False
 
 
-def note_marks(row: Mapping[str, Any], known: dict[tuple[str, str], Any]) -> None:
-    """Record in `known` the weights and tokenizer behind the model's name in a row.
+def note_marks(row: Mapping[str, Any], first_marks: dict[tuple[str, str], Any]) -> None:
+    """Record in `first_marks` the weights and tokenizer behind the model's name in a row.
 
     Raises `ConfigError` if an earlier row had others, since a table would average both. Rows
     without `marks`, of samples that could not be made, match any.
     """
     marks = row.get("marks") or {}
-    other = known.setdefault((row["model"], row["dtype"]), marks) if marks else {}
+    other = first_marks.setdefault((row["model"], row["dtype"]), marks) if marks else {}
     if marks != other:
         names = sorted(n for n in {*marks, *other} if marks.get(n) != other.get(n))
         raise ConfigError(
@@ -179,12 +179,12 @@ def _row(line: bytes) -> Row:
 
 def latest(rows: Iterable[Row]) -> dict[str, Row]:
     """One row for each key: results take precedence over failures, then later rows."""
-    found: dict[str, Row] = {}
+    by_key: dict[str, Row] = {}
     for row in rows:
-        before = found.get(row["key"])
-        if before is None or before.get("error") is not None or row.get("error") is None:
-            found[row["key"]] = row
-    return found
+        old = by_key.get(row["key"])
+        if old is None or old.get("error") is not None or row.get("error") is None:
+            by_key[row["key"]] = row
+    return by_key
 
 
 def _finite(value: Any) -> Any:

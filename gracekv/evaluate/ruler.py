@@ -53,10 +53,10 @@ def common_words(task: Mapping[str, Any], length: int) -> Family:
     shown, shown_often, shown_seldom = (40, 10, 3) if length >= 4096 else (20, 3, 1)
     vocabulary = words("adjectives", "nouns", "verbs")
 
-    def instance(chosen: Sequence[str], often: int, seldom: int, rng: Random) -> Texts:
-        text = list(chosen[:common]) * often + list(chosen[common:]) * seldom
+    def instance(terms: Sequence[str], often: int, seldom: int, rng: Random) -> Texts:
+        text = list(terms[:common]) * often + list(terms[common:]) * seldom
         rng.shuffle(text)
-        return _asked(task, _numbered(text), tuple(chosen[:common]))
+        return _texts(task, _numbered(text), tuple(terms[:common]))
 
     def draw(size: int, rng: Random) -> Texts:
         shuffled = rng.sample(vocabulary, len(vocabulary))
@@ -82,7 +82,7 @@ def coded_words(task: Mapping[str, Any], length: int) -> Family:
         counts = [math.floor(size * k**-2 / _ZETA_2) for k in range(1, vocabulary + 1)]
         text = list(Counter(dict(zip(ranked, counts, strict=True))).elements())
         rng.shuffle(text)
-        return _asked(task, " ".join(text), tuple(ranked[1:4]))
+        return _texts(task, " ".join(text), tuple(ranked[1:4]))
 
     # From this size on, ranks 2 to 5 have different counts.
     return Family(draw, least=80)
@@ -103,13 +103,13 @@ def documents(task: Mapping[str, Any], question: Question, corpus: Sequence[str]
         rng.shuffle(near)
         far = list(others)
         rng.shuffle(far)
-        chosen, room = list(question.gold), size
+        texts, room = list(question.gold), size
         for text in near + far:
             if len(text) <= room:
-                chosen.append(text)
+                texts.append(text)
                 room -= len(text)
-        rng.shuffle(chosen)
-        return _asked(task, numbered_documents(chosen), question.answers, query=question.text)
+        rng.shuffle(texts)
+        return _texts(task, numbered_documents(texts), question.answers, query=question.text)
 
     return Family(draw, least=0, most=most)
 
@@ -120,7 +120,7 @@ def numbered_documents(texts: Sequence[str]) -> str:
     return "\n\n".join(form.format(i=i, document=text) for i, text in enumerate(texts, 1))
 
 
-def _asked(task: Mapping[str, Any], context: str, answers: tuple[str, ...], **fields: str) -> Texts:
+def _texts(task: Mapping[str, Any], context: str, answers: tuple[str, ...], **fields: str) -> Texts:
     """A task's own instruction and question around `context`; `fields` fill the question."""
     question = task["question"].format(**fields) if fields else task["question"]
     asked = FurtherQuestion(question, task["answer_prefix"], answers)
@@ -145,9 +145,9 @@ def needles(task: Mapping[str, Any], essay: Sequence[str]) -> Family:
     single = queried * per_key == 1
 
     def draw(size: int, rng: Random) -> Texts:
-        taken: set[str] = set()
-        names = distinct(args["type_needle_k"], keys, rng, taken)
-        values = {k: distinct(args["type_needle_v"], per_key, rng, taken) for k in names}
+        used: set[str] = set()
+        names = distinct(args["type_needle_k"], keys, rng, used)
+        values = {k: distinct(args["type_needle_v"], per_key, rng, used) for k in names}
         hidden = [_needle(args, k, v) for k in names for v in values[k]]
         rng.shuffle(hidden)
         if kind == "essay":
@@ -159,17 +159,17 @@ def needles(task: Mapping[str, Any], essay: Sequence[str]) -> Family:
             lines = noise_lines(size)
             if kind == "needle":
                 kinds = args["type_needle_k"], args["type_needle_v"]
-                drawn = [distinct(kind, size, rng, taken) for kind in kinds]
+                drawn = [distinct(kind, size, rng, used) for kind in kinds]
                 lines = [_needle(args, k, v) for k, v in zip(*drawn, strict=True)]
             context = "\n".join(_among(lines, hidden, rng))
-        asked = rng.sample(names, queried)
-        query = asked[0] if queried == 1 else ", ".join(asked[:-1]) + ", and " + asked[-1]
-        wanted = args["type_needle_v"].removesuffix("s" if single else "")
-        fields = {"type_needle_v": wanted, "query": query}
+        queries = rng.sample(names, queried)
+        query = queries[0] if queried == 1 else ", ".join(queries[:-1]) + ", and " + queries[-1]
+        value_type = args["type_needle_v"].removesuffix("s" if single else "")
+        fields = {"type_needle_v": value_type, "query": query}
         texts = [task["prefix"], task["question"], task["answer_prefix"]]
         texts = [_singular(text) for text in texts] if single else texts
         instruction, question, answer_prefix = (text.format(**fields) for text in texts)
-        answers = tuple(v for k in asked for v in values[k])
+        answers = tuple(v for k in queries for v in values[k])
         return Texts(instruction, context, (FurtherQuestion(question, answer_prefix, answers),))
 
     return Family(draw, least=1)

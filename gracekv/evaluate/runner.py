@@ -175,15 +175,15 @@ def make_schedule(
 
     Raises `TaskError` if data are missing.
     """
-    known = latest(rows)
+    by_key = latest(rows)
     if retry_failed:
-        known = {key: row for key, row in known.items() if row.get("error") is None}
+        by_key = {key: row for key, row in by_key.items() if row.get("error") is None}
     hashes = {row["sample"]: row["prompt_hash"] for row in rows if row.get("prompt_hash")}
     # Panels with the same sample under the same settings share its prefill.
     numbers: dict[str, int] = {}
     pending: dict[str, tuple[int, PendingSample]] = {}
     changed: list[PendingSample] = []
-    seen: set[str] = set()
+    visited: set[str] = set()
     done = failed = 0
     for panel in experiment.panels:
         cells = panel.cells()
@@ -195,14 +195,14 @@ def make_schedule(
                 if not owns(numbers.setdefault(sample, len(numbers))):
                     continue
                 keys = {cell_fields(about, cell)["key"]: cell for cell in cells}
-                new = {key: cell for key, cell in keys.items() if key not in seen}
-                seen |= new.keys()
-                before = [known[key] for key in new if key in known]
-                done += len(before)
-                failed += sum(row.get("error") is not None for row in before)
-                if any(row.get("source", source) != source for row in before):
+                new = {key: cell for key, cell in keys.items() if key not in visited}
+                visited |= new.keys()
+                old_rows = [by_key[key] for key in new if key in by_key]
+                done += len(old_rows)
+                failed += sum(row.get("error") is not None for row in old_rows)
+                if any(row.get("source", source) != source for row in old_rows):
                     changed.append(PendingSample(panel, task, index, (), hashes.get(sample)))
-                if missing := [cell for key, cell in new.items() if key not in known]:
+                if missing := [cell for key, cell in new.items() if key not in by_key]:
                     old = pending[sample][1].cells if sample in pending else ()
                     entry = PendingSample(panel, task, index, (*old, *missing), hashes.get(sample))
                     pending[sample] = (rank, entry)

@@ -177,25 +177,25 @@ def render_questions(
     Raises `TaskError` as `render` does, and if the tokenizer merges the context's end with
     different questions.
     """
-    if len(asked := sample.questions()) > 1:
+    if len(questions := sample.questions()) > 1:
         truncate = "error"
-    renderings = [render(one, tokenizer, limit, truncate, answer_words) for one in asked]
+    renderings = [render(each, tokenizer, limit, truncate, answer_words) for each in questions]
     spans, ids = renderings[0].prompt.spans, renderings[0].prompt.ids
     start, end = spans.context_start, spans.context_end
-    for number, one in enumerate(asked[1:] if sample.in_turns else (), 1):
+    for number, each in enumerate(questions[1:] if sample.in_turns else (), 1):
         before = renderings[number - 1]
-        said = [{"role": "user", "content": one.question.strip()}]
-        turn = turn_ids(tokenizer, said, "\n", one.chat, answer_prefix=one.answer_prefix)[0]
+        turns = [{"role": "user", "content": each.question.strip()}]
+        turn = turn_ids(tokenizer, turns, "\n", each.chat, answer_prefix=each.answer_prefix)[0]
         joint = torch.cat([before.prompt.ids, before.answer_ids, torch.tensor(turn)])
         prompt = Prompt.from_ids(joint, (start, end), tokenizer=tokenizer)
-        renderings[number] = Rendered(one, prompt, renderings[number].answer_ids)
+        renderings[number] = Rendered(each, prompt, renderings[number].answer_ids)
     longest = max(len(rendered.prompt.ids) for rendered in renderings)
-    if len(asked) > 1 and longest > limit:
+    if len(questions) > 1 and longest > limit:
         raise TaskError(
             f"Sample {sample.index} of {sample.task} has {longest} tokens with all its turns, more "
             f"than the {limit} allowed. Allow more, or ask for a smaller length."
         )
-    if any(not torch.equal(one.prompt.ids[: end + 1], ids[: end + 1]) for one in renderings):
+    if any(not torch.equal(each.prompt.ids[: end + 1], ids[: end + 1]) for each in renderings):
         raise TaskError(
             f"The questions of sample {sample.index} of {sample.task} do not share a context: the "
             f"tokenizer merges its end with what follows. Begin all questions the same way."

@@ -142,9 +142,9 @@ class Sources:
         """Name and bytes of the part's first file, or of its substitute."""
         kind, _, name = part.partition(":")
         pattern = _FILES[kind].replace("NAME", name)
-        found = sorted(self.folder.glob(pattern)) if self.folder else []
-        if found:
-            label, raw = found[0].name, found[0].read_bytes()
+        files = sorted(self.folder.glob(pattern)) if self.folder else []
+        if files:
+            label, raw = files[0].name, files[0].read_bytes()
         elif kind == "essay":
             label, raw = BUILT_IN, _built_in()
         else:

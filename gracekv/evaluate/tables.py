@@ -130,8 +130,8 @@ def make_tables(rows: Sequence[Row], measure: Measure, against: str | None = Non
     Raises `ConfigError` if rows of one sample and method were made under different settings, if
     rows of one model's name come from different weights, or if `against` is not a method.
     """
-    found: dict[Title, dict[tuple[str, str], Samples]] = {}
-    for row in _trusted(rows):
+    tables: dict[Title, dict[tuple[str, str], Samples]] = {}
+    for row in _checked_rows(rows):
         value = measure.read(row)
         if row.get("error") is not None or value is None:
             continue
@@ -140,31 +140,31 @@ def make_tables(rows: Sequence[Row], measure: Measure, against: str | None = Non
         title = Title(model, row["settings"]["protocol"], *shared)
         # Given texts, which have no length, are the same with every seed.
         sample = (row["task"], row["seed"] if row["length"] else 0, row["index"])
-        found.setdefault(title, {}).setdefault((row["method"], row["column"]), {})[sample] = value
-    known = {row["method"] for row in rows}
-    if against is not None and known and against not in known:
-        others = ", ".join(sorted(known))
+        tables.setdefault(title, {}).setdefault((row["method"], row["column"]), {})[sample] = value
+    methods = {row["method"] for row in rows}
+    if against is not None and methods and against not in methods:
+        others = ", ".join(sorted(methods))
         raise ConfigError(f"No rows of the method {against!r}. Methods: {others}.")
-    return [_table(title, values, against) for title, values in found.items()]
+    return [_table(title, values, against) for title, values in tables.items()]
 
 
-def _trusted(rows: Sequence[Row]) -> list[Row]:
+def _checked_rows(rows: Sequence[Row]) -> list[Row]:
     """One row for each cell of a table; `ConfigError` if rows differ in settings or weights."""
-    chosen = list(latest(rows).values())
-    seen: dict[tuple[object, ...], Row] = {}
+    results = list(latest(rows).values())
+    first_rows: dict[tuple[object, ...], Row] = {}
     hashes: dict[tuple[object, ...], str] = {}
     marks: dict[tuple[str, str], Any] = {}
-    for row in chosen:
+    for row in results:
         note_marks(row, marks)
         place = (*(row[name] for name in _PLACE), row["settings"]["protocol"])
         # All samples of a cell have the same settings, whatever their seeds; so have a method's
         # budgets, except for fields that another version has. All methods have one answer cap.
         cell = (*place[:4], place[-1], row["method"], row["column"])
-        other = seen.setdefault(cell, row)
-        budget = seen.setdefault((*cell[:-1], *(row.get("versions") or {}).items()), row)
+        other = first_rows.setdefault(cell, row)
+        budget = first_rows.setdefault((*cell[:-1], *(row.get("versions") or {}).items()), row)
         cap = row["settings"].get("max_new_tokens")
         answers = row["settings"].get("generate", True)
-        longest = seen.setdefault(cell[:-2], row) if answers else row
+        longest = first_rows.setdefault(cell[:-2], row) if answers else row
         changed = [n for n, v in row["settings"].items() if other["settings"].get(n) != v]
         if not changed and longest["settings"].get("max_new_tokens") != cap:
             changed = ["max_new_tokens"]
@@ -174,13 +174,13 @@ def _trusted(rows: Sequence[Row]) -> list[Row]:
                 f"The folder holds rows of {row['method']} on {row['task']} made under different "
                 f"settings ({', '.join(changed) or 'pipeline'}). Keep each in its own folder."
             )
-        found = row.get("prompt_hash")
-        if found is not None and hashes.setdefault(place, found) != found:
+        digest = row.get("prompt_hash")
+        if digest is not None and hashes.setdefault(place, digest) != digest:
             raise ConfigError(
                 f"Methods saw different prompts in sample {row['index']} of {row['task']}: data, "
                 f"tokenizer or truncation changed between runs. Run it again in a new folder."
             )
-    return chosen
+    return results
 
 
 def _table(title: Title, values: dict[tuple[str, str], Samples], against: str | None) -> Table:
@@ -190,27 +190,27 @@ def _table(title: Title, values: dict[tuple[str, str], Samples], against: str | 
     compared: dict[tuple[str, str], Interval] = {}
     used: set[tuple[str, int, int]] = set()
     unpaired, without = 0, {}
-    tasks = tuple(dict.fromkeys(task for found in values.values() for task, _, _ in found))
+    tasks = tuple(dict.fromkeys(task for scores in values.values() for task, _, _ in scores))
     # FullKV's column comes last, over the samples of all others.
     for column in [*columns, *{c for _, c in values if c == FULL}]:
         present = [m for m in methods if (m, column) in values]
         # A method that keeps everything is compared at every budget.
-        own = {m: found for (m, c), found in values.items() if c == FULL}
-        own |= {m: values[m, column] for m in present}
-        common = used if column == FULL and used else set.intersection(*map(set, own.values()))
-        unpaired += sum(len(own[m]) - len(common) for m in present)
+        rows = {m: scores for (m, c), scores in values.items() if c == FULL}
+        rows |= {m: values[m, column] for m in present}
+        common = used if column == FULL and used else set.intersection(*map(set, rows.values()))
+        unpaired += sum(len(rows[m]) - len(common) for m in present)
         if not common:
             continue
         used |= common
         if lacking := [x for x in tasks if x not in {task for task, _, _ in common}]:
             without[column] = lacking
-        arrays = {m: _by_task(found, common) for m, found in own.items()}
+        arrays = {m: _by_task(scores, common) for m, scores in rows.items()}
         cells |= {(m, column): interval(arrays[m]) for m in present}
         if against in arrays:
             for m in present:
                 paired = zip(arrays[m], arrays[against], strict=True)
                 if m != against:
-                    compared[m, column] = interval([own - other for own, other in paired])
+                    compared[m, column] = interval([value - other for value, other in paired])
     return Table(title, tasks, methods, columns, cells, compared, against, unpaired, without)
 
 

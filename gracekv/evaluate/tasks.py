@@ -49,15 +49,15 @@ def expand(names: Sequence[str]) -> list[str]:
 
     Raises `TaskError` for an unknown name.
     """
-    found: dict[str, None] = {}
+    unique: dict[str, None] = {}
     for name in names:
         if name not in SUITES and name not in FORMS:
             raise TaskError(
                 f"Unknown task {name!r}.{suggestion(name, [*SUITES, *FORMS])} Suites: "
                 f"{', '.join(SUITES)}. Tasks: {', '.join(FORMS)}."
             )
-        found |= dict.fromkeys(SUITES.get(name, (name,)))
-    return list(found)
+        unique |= dict.fromkeys(SUITES.get(name, (name,)))
+    return list(unique)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,10 @@ class Task:
         Raises `TaskError` if there is no such sample, or if the smallest one does not fit.
         """
         benchmark, _, name = self.name.partition(":")
-        there = self._given(sources)
-        if there is not None and index >= there:
+        count = self._sample_count(sources)
+        if count is not None and index >= count:
             raise TaskError(
-                f"{self.name} has {there} samples here; sample {index} does not exist. Ask for "
+                f"{self.name} has {count} samples here; sample {index} does not exist. Ask for "
                 f"fewer samples, or give a larger file."
             )
         if benchmark in GIVEN:
@@ -145,12 +145,12 @@ class Task:
 
         Raises `TaskError` if there are none.
         """
-        end, there = first + samples, self._given(sources)
-        if there is not None and first >= there:
-            raise TaskError(f"{self.name} has {there:,} samples: none from number {first:,} on.")
-        return range(first, end if there is None else min(end, there))
+        end, count = first + samples, self._sample_count(sources)
+        if count is not None and first >= count:
+            raise TaskError(f"{self.name} has {count:,} samples: none from number {first:,} on.")
+        return range(first, end if count is None else min(end, count))
 
-    def _given(self, sources: Sources) -> int | None:
+    def _sample_count(self, sources: Sources) -> int | None:
         """The number of samples in the data, or None if any number can be generated."""
         part = self._part
         if part is None or part == "essay":

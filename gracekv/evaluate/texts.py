@@ -122,11 +122,11 @@ def letters(
     return _drawn(lambda: "".join(rng.choices(alphabet, k=length)), count, set())
 
 
-def _drawn(draw: Callable[[], str], count: int, taken: set[str]) -> list[str]:
-    """`count` distinct draws that are not in `taken`, to which they are added."""
+def _drawn(draw: Callable[[], str], count: int, used: set[str]) -> list[str]:
+    """`count` distinct draws that are not in `used`, to which they are added."""
     drawn: list[str] = []
     while len(drawn) < count:
-        if (one := draw()) not in taken:
-            drawn.append(one)
-            taken.add(one)
+        if (text := draw()) not in used:
+            drawn.append(text)
+            used.add(text)
     return drawn

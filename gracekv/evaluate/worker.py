@@ -34,7 +34,7 @@ from gracekv.files import VERSION
 from gracekv.hf.capture import capture
 from gracekv.hf.result import CompressionResult
 from gracekv.prefill import Needs, Prefill
-from gracekv.prefill.chat_text import dated, has_chat_template, turn_change
+from gracekv.prefill.chat_text import has_chat_template, turn_change, with_date
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import trained_length
@@ -70,7 +70,7 @@ class Worker:
     def __init__(
         self, name: str, dtype: str, model: Any, tokenizer: Any, sources: Sources, day: str
     ) -> None:
-        self.model, self.tokenizer, self.sources = model, copy(dated(tokenizer, day)), sources
+        self.model, self.tokenizer, self.sources = model, copy(with_date(tokenizer, day)), sources
         if getattr(tokenizer, "chat_template", None):
             # A thought would take up all tokens of a short answer.
             apply = partial(self.tokenizer.apply_chat_template, enable_thinking=False)
@@ -96,7 +96,7 @@ class Worker:
         """
         panel, task, index, cells = pending.panel, pending.task, pending.index, pending.cells
         sample = identity(self.named["model"], self.named["dtype"], panel, task, index)
-        known = [
+        facts = [
             {
                 **cell_fields(sample, cell),
                 **sample,
@@ -115,13 +115,13 @@ class Worker:
             prepared = self._prepare(pending)
         except Exception as error:
             if len(cells) == 1:
-                yield {**known[0], "error": _told(error)}
+                yield {**facts[0], "error": _told(error)}
                 return
         if prepared is None:  # outside the handler, whose error keeps tensors alive
             for cell in cells:
                 yield from self.rows(replace(pending, cells=(cell,)))
             return
-        for row, cell in zip(known, cells, strict=True):
+        for row, cell in zip(facts, cells, strict=True):
             try:
                 yield {**row, **prepared.about, **self._measure(panel, task, prepared, cell)}
             except Exception as error:
@@ -152,8 +152,8 @@ class Worker:
             start, end = compressed.spans.context_start, compressed.spans.context_end
             # One token after the context stays: the last token of a prompt is fed again and has no
             # entry, so the context is compressed to its very end.
-            read = compressed.ids[: end + 1]
-            compressed = Prompt.from_ids(read, (start, end), end, self.tokenizer)
+            ids = compressed.ids[: end + 1]
+            compressed = Prompt.from_ids(ids, (start, end), end, self.tokenizer)
             if sample.chat and has_chat_template(self.tokenizer):
                 # A second pass opens an answer; it must not see this question's answer prefix.
                 compressed = replace(compressed, tail=torch.tensor(turn_change(self.tokenizer)))
@@ -181,10 +181,10 @@ class Worker:
         if task.name in LONG and cell.budget is not None:
             budget, limit = within(cell.budget, prepared.questions[0], pipeline)
         # Compressed once, however many questions there are.
-        given, prefill = prepared.compressed, prepared.prefill
-        result = compress(self.model, given, prefill=prefill, pipeline=pipeline, budget=budget)
-        asked = zip_longest(prepared.questions, prepared.full)
-        each = [self._ask(panel, task, one, full, result, limit) for one, full in asked]
+        prompt, prefill = prepared.compressed, prepared.prefill
+        result = compress(self.model, prompt, prefill=prefill, pipeline=pipeline, budget=budget)
+        pairs = zip_longest(prepared.questions, prepared.full)
+        each = [self._ask(panel, task, question, full, result, limit) for question, full in pairs]
         return cost_fields(result) | (each[0] if len(each) == 1 else over_questions(each))
 
     def _ask(
@@ -197,22 +197,22 @@ class Worker:
         limit: Limit | None,
     ) -> dict[str, Any]:
         """Fidelity and answer of one question over the compressed cache."""
-        measured: dict[str, Any] = {}
+        row: dict[str, Any] = {}
         ids, answer = question.prompt.ids, question.answer_ids
         if full is not None:
             cache = result.new_cache(limit)
             forced = teacher_force(self.model, ids, answer, cache)
-            measured["fidelity"] = compare(forced, full, answer)
+            row["fidelity"] = compare(forced, full, answer)
             if limit is not None:
                 parts = (slice(x, x + limit.every) for x in range(0, len(answer), limit.every))
                 each = [compare(forced.part(x), full.part(x), answer[x]) for x in parts]
-                measured["by_interval"] = each
+                row["by_interval"] = each
         if panel.generate:
             sample, cache, cap = question.sample, result.new_cache(limit), _cap(panel, task)
             text, tokens, seconds = greedy(self.model, self.tokenizer, ids, cache, sample, cap)
-            measured |= {"prediction": text, "score": score(sample, text), "new_tokens": tokens}
-            measured["ms_per_token"] = 1000 * seconds / tokens
-        return measured
+            row |= {"prediction": text, "score": score(sample, text), "new_tokens": tokens}
+            row["ms_per_token"] = 1000 * seconds / tokens
+        return row
 
 
 def _cap(panel: Panel, task: Task) -> int:
@@ -248,21 +248,21 @@ def cell_fields(sample: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
 
 def cost_fields(result: CompressionResult) -> dict[str, Any]:
     """Entries, bytes and seconds of one compression."""
-    kept, timings = result.accounting, result.timings
-    full = kept.entries.numel() * result.prompt.spans.context_length
-    entries = {"budget": kept.budget, "spent": kept.spent, "full": full, "floor": kept.floor_spent}
-    held = {"kv": kept.bytes, "metadata": kept.metadata_bytes, "backend": kept.backend_bytes}
+    cost, timings = result.accounting, result.timings
+    full = cost.entries.numel() * result.prompt.spans.context_length
+    entries = {"budget": cost.budget, "spent": cost.spent, "full": full, "floor": cost.floor_spent}
+    sizes = {"kv": cost.bytes, "metadata": cost.metadata_bytes, "backend": cost.backend_bytes}
     return {
-        "entries": {**entries, "recent_per_head": kept.recent},
-        "bytes": {**held, "full_kv": kept.full_bytes},
+        "entries": {**entries, "recent_per_head": cost.recent},
+        "bytes": {**sizes, "full_kv": cost.full_bytes},
         "prefill_seconds": timings.prefill,
         "construction_seconds": timings.construction,
         "stage_seconds": dict(timings.as_dict()),
-        "certified_ratio": kept.certified_ratio,
+        "certified_ratio": cost.certified_ratio,
     }
 
 
-def over_questions(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def over_questions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Means over the questions to one cache, and the values of each under "questions"."""
 
     def mean(values: Sequence[Any]) -> Any:
@@ -270,9 +270,9 @@ def over_questions(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             return {name: mean([value[name] for value in values]) for name in values[0]}
         return sum(values) / len(values)
 
-    averaged = {"fidelity", "score", "new_tokens", "ms_per_token"} & measured[0].keys()
-    means = {name: mean([one[name] for one in measured]) for name in sorted(averaged)}
-    return {**means, "questions": [dict(one) for one in measured]}
+    averaged = {"fidelity", "score", "new_tokens", "ms_per_token"} & rows[0].keys()
+    means = {name: mean([row[name] for row in rows]) for name in sorted(averaged)}
+    return {**means, "questions": [dict(row) for row in rows]}
 
 
 def _told(error: Exception) -> dict[str, str]:

@@ -75,9 +75,9 @@ class Reference:
         """
         keys, values = capture.keys, capture.values
         device, heads, length = keys.device, capture.kv_heads, capture.spans.length
-        asked = queries.rotated(capture)
-        rows, output = asked.shape[1], torch.empty_like(asked)
-        top, total = torch.empty_like(asked[..., 0]), torch.empty_like(asked[..., 0])
+        query = queries.rotated(capture)
+        rows, output = query.shape[1], torch.empty_like(query)
+        top, total = torch.empty_like(query[..., 0]), torch.empty_like(query[..., 0])
         sink, sinks = filled(1, 0.0, torch.float32, device).expand(total.shape), None
         if capture.sinks is not None and queries.within is None:
             # One sink per query head; rows are grouped by query head.
@@ -92,26 +92,26 @@ class Reference:
         past = max(0, capture.spans.past - inside.start)
         before = output
         if past or sinks is not None:
-            sink, before = torch.zeros_like(total), torch.zeros_like(asked)
+            sink, before = torch.zeros_like(total), torch.zeros_like(query)
         plain = device.type != "cpu" and length >= 2048 and before is output and not queries.within
         # Head by head on the CPU, since products need a transposed copy of the values.
         limit, at_once = (_CPU_BLOCK, 1) if device.type == "cpu" else (_GPU_BLOCK, heads)
         block = max(1, limit // (4 * length * at_once))
         for head in range(0, heads, at_once):
-            own = slice(head, head + at_once)
+            head_slice = slice(head, head + at_once)
             if plain:
-                every = asked, unseen.expand(heads, -1, -1), top, total, output
-                for first in range(0, rows, block):
-                    in_parts(capture, *(x[:, first : first + block] for x in every))
+                every = query, unseen.expand(heads, -1, -1), top, total, output
+                for row in range(0, rows, block):
+                    in_parts(capture, *(x[:, row : row + block] for x in every))
                 continue
-            states = [x[own, inside.start : inside.end].float() for x in (keys, values)]
+            states = [x[head_slice, inside.start : inside.end].float() for x in (keys, values)]
             # No query sees a head's padding, which comes first among its places.
             padding = first_entries(states[0], past)[0] if at_once == 1 else 0
-            states, held = [x[:, padding:] for x in states], past - padding
+            states, past_end = [x[:, padding:] for x in states], past - padding
             across = transposed(states[1])
-            for first in range(0, rows, block):
-                part = own, slice(first, first + block)
-                logits = capped(batched_linear(asked[part], states[0], past > 0), capture.softcap)
+            for row in range(0, rows, block):
+                part = head_slice, slice(row, row + block)
+                logits = capped(batched_linear(query[part], states[0], past > 0), capture.softcap)
                 if len(place):
                     logits[..., -len(place) :].masked_fill_(unseen[part[1]], -torch.inf)
                 torch.amax(logits, dim=-1, out=top[part])
@@ -125,13 +125,13 @@ class Reference:
                 torch.sum(chance, dim=-1, out=total[part])
                 if sinks is not None:
                     total[part] += sink[part]
-                product = batched_linear(chance[..., held:], across[..., held:], past > 0)
+                product = batched_linear(chance[..., past_end:], across[..., past_end:], past > 0)
                 if past:
-                    known = chance[..., :held]
-                    sink[part] += known.sum(dim=-1)
-                    read = batched_linear(known, across[..., :held], past > 0)
-                    torch.div(read, sink[part][..., None].clamp_min(1e-30), out=before[part])
-                    product += read
+                    past_mass = chance[..., :past_end]
+                    sink[part] += past_mass.sum(dim=-1)
+                    past_sum = batched_linear(past_mass, across[..., :past_end], past > 0)
+                    torch.div(past_sum, sink[part][..., None].clamp_min(1e-30), out=before[part])
+                    product += past_sum
                 # If a key is seen, the largest logit contributes 1.
                 torch.div(product, total[part][..., None].clamp_min(1e-30), out=output[part])
         weights = (queries.weights.expand(capture.group, -1) / capture.group).flatten()
@@ -139,7 +139,7 @@ class Reference:
         last = torch.stack([keys[:, -1], values[:, -1]], dim=1)
         blind = on_device(queries.asked_at[(at == length - 1).cumprod().sum() :], device)
         sizes = (length, capture.group, capture.softcap)
-        return cls(asked, blind, top, total, sink, before, output, weights, last, *sizes)
+        return cls(query, blind, top, total, sink, before, output, weights, last, *sizes)
 
     @classmethod
     def stack(cls, layers: Sequence[Self]) -> Self:
@@ -163,12 +163,12 @@ class Reference:
 
 
 def in_parts(
-    capture: LayerCapture, asked: Tensor, unseen: Tensor, top: Tensor, total: Tensor, output: Tensor
+    capture: LayerCapture, query: Tensor, unseen: Tensor, top: Tensor, total: Tensor, output: Tensor
 ) -> None:
     """Write top and total [G, M] and output [G, M, d] of a `Reference` without sinks, on a GPU.
 
     Few rows use few multiprocessors, so the keys are cut into parts, each with its own softmax.
-    `asked` is [G, M, d] as in `Reference`; `unseen` is bool [G, M, C]: which of the last C keys are
+    `query` is [G, M, d] as in `Reference`; `unseen` is bool [G, M, C]: which of the last C keys are
     not seen.
     """
     (heads, length, dim), states = capture.keys.shape, [capture.keys, capture.values]
@@ -177,19 +177,19 @@ def in_parts(
         # Keys that no query sees pad the parts to equal, aligned lengths.
         states = [torch.cat([x[:, :more], x], dim=1) for x in states]
     keys, values = (x.float().reshape(heads * parts, -1, dim) for x in states)
-    again = asked[:, None].expand(-1, parts, -1, -1).flatten(0, 1)
-    shares = capped(batched_linear(again, keys), capture.softcap)
+    repeated = query[:, None].expand(-1, parts, -1, -1).flatten(0, 1)
+    shares = capped(batched_linear(repeated, keys), capture.softcap)
     shares[::parts, :, :more] = -torch.inf
     blind = shares[parts - 1 :: parts, :, shares.shape[2] - unseen.shape[2] :]
     blind.masked_fill_(unseen, -torch.inf)
-    own = shares.amax(dim=-1)
+    tops = shares.amax(dim=-1)
     torch.softmax(shares, dim=-1, out=shares)
     # The largest share is exp(0) divided by the part's sum.
-    found = own, shares.amax(dim=-1), batched_linear(shares, transposed(values))
-    own, largest, read = (x.unflatten(0, (heads, parts)) for x in found)
-    mass = own.sub(torch.amax(own, dim=1, out=top)[:, None]).exp_().div_(largest)
+    by_part = tops, shares.amax(dim=-1), batched_linear(shares, transposed(values))
+    tops, largest, outputs = (x.unflatten(0, (heads, parts)) for x in by_part)
+    mass = tops.sub(torch.amax(tops, dim=1, out=top)[:, None]).exp_().div_(largest)
     torch.sum(mass, dim=1, out=total)
-    torch.div((mass[..., None] * read).sum(dim=1), total[..., None], out=output)
+    torch.div((mass[..., None] * outputs).sum(dim=1), total[..., None], out=output)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -245,13 +245,13 @@ class LayerAttention(KeptMass):
     before: Tensor
     output: Tensor
 
-    def found(self, shares: Tensor, values: Tensor) -> Tensor:
+    def apply(self, shares: Tensor, values: Tensor) -> Tensor:
         """float32 [G, M, d]: the output for these `shares` and `values` of the entries."""
         read = batched_linear(shares, transposed(values))
         return read.addcmul_(self.before, 1.0 - shares.sum(dim=-1, keepdim=True))
 
 
-def attended(reference: Reference, packed: RaggedEntries, region: Region) -> LayerAttention:
+def kept_attention(reference: Reference, packed: RaggedEntries, region: Region) -> LayerAttention:
     """The attention of the reference queries over the kept entries of their layer."""
     device = reference.asked.device
     counts = packed.lengths
@@ -283,11 +283,11 @@ def attended(reference: Reference, packed: RaggedEntries, region: Region) -> Lay
         token = (positions - region.start).clamp_(0, scores.shape[1] - 1).long()
         scores = torch.where(free, scores.to(device).gather(1, token), 0.0).square_()
         scores /= scores.sum(dim=1, keepdim=True).clamp_min(1e-30)
-    kept = (free, mass, reference.total, reference.sink, reference.weights, scores)
-    return LayerAttention(*kept, place, columns, values, reference.before, reference.output)
+    masses = (free, mass, reference.total, reference.sink, reference.weights, scores)
+    return LayerAttention(*masses, place, columns, values, reference.before, reference.output)
 
 
-def scattered(packed: Tensor, attention: LayerAttention, changed: Tensor) -> Tensor:
+def scatter(packed: Tensor, attention: LayerAttention, changed: Tensor) -> Tensor:
     """`packed` [E, ...] with `changed` [G, W, ...] in the free columns, `rounded` to its dtype."""
     free = attention.free.flatten()[attention.place].view(-1, *[1] * (packed.ndim - 1))
     return torch.where(free, rounded(changed.flatten(0, 1)[attention.place], packed.dtype), packed)

@@ -46,16 +46,16 @@ class QuerySet:
         Raises `MissingCaptureError` if one was not captured.
         """
         like, end, count = capture.queries, self.tail.end, len(self.asked_at)
-        asked = like.new_empty(len(like), count, like.shape[2], dtype=torch.float32)
-        again, tail = len(self.positions), count - self.tail.length
-        if again:
-            moved = capture.rope.moved(slice(0, end), end - 1)
-            moved.rotate(capture.queries_at(self.positions), self.positions, asked[:, :again])
+        queries = like.new_empty(len(like), count, like.shape[2], dtype=torch.float32)
+        replayed, tail = len(self.positions), count - self.tail.length
+        if replayed:
+            rope = capture.rope.moved(slice(0, end), end - 1)
+            rope.rotate(capture.queries_at(self.positions), self.positions, queries[:, :replayed])
         if self.repeated is not None:
-            asked[:, again:tail] = self.repeated
-        asked[:, tail:] = capture.queries_at(range(self.tail.start, end))
-        asked *= capture.scale
-        return rearrange(asked, "(g n) q d -> g (n q) d", g=capture.kv_heads)
+            queries[:, replayed:tail] = self.repeated
+        queries[:, tail:] = capture.queries_at(range(self.tail.start, end))
+        queries *= capture.scale
+        return rearrange(queries, "(g n) q d -> g (n q) d", g=capture.kv_heads)
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class ReferenceQueries(Configurable):
 
     def needs(self) -> Needs:
         """The queries of the context and of the tail."""
-        own = Needs(last_queries=self.tail)
+        needs = Needs(last_queries=self.tail)
         if self.repeat:
-            own |= Needs.observed(RepeatedQueries(self.repeat, self.repeat_chunk))
-        return own | self.replay.needs() if self._replays else own
+            needs |= Needs.observed(RepeatedQueries(self.repeat, self.repeat_chunk))
+        return needs | self.replay.needs() if self._replays else needs
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
         """int64 [P]: positions of the queries of all layers."""
@@ -102,23 +102,23 @@ class ReferenceQueries(Configurable):
 
     def __call__(self, capture: LayerCapture, region: Region, memory: Memory) -> QuerySet:
         """The queries of one layer; raises `MissingCaptureError` without a needed second pass."""
-        spans, repeated, count, again = capture.spans, None, 0, 0.0
+        spans, repeated, count, repeated_share = capture.spans, None, 0, 0.0
         tail = Region(spans.last(self.tail).start, spans.length)
         share = self.tail_share if tail.length else 0.0
         if self.repeat:
             repeated = capture.observation(RepeatedQueries(self.repeat, self.repeat_chunk))
-            count, again = repeated.shape[1], (1 - share) * self.repeat_share
+            count, repeated_share = repeated.shape[1], (1 - share) * self.repeat_share
         positions, weights = (torch.zeros(0, dtype=x) for x in (torch.int64, torch.float32))
         if self._replays:
-            left = 1 - share - again
-            positions, weights = self.replay.select_queries(capture, region, memory, left)
-        alike = (count, again), (tail.length, share)
+            replay_share = 1 - share - repeated_share
+            positions, weights = self.replay.select_queries(capture, region, memory, replay_share)
+        alike = (count, repeated_share), (tail.length, share)
         each = [filled(n, total / n, weights.dtype, weights.device) for n, total in alike if n]
         weights = torch.cat([weights, *each])
-        asked, first = torch.full((len(weights),), spans.length - 1), len(positions)
-        asked[first : first + count] = spans.context_end - 1
-        asked[first + count :] = torch.arange(tail.start, tail.end)
-        return QuerySet(positions, tail, asked, weights, repeated)
+        asked_at, first = torch.full((len(weights),), spans.length - 1), len(positions)
+        asked_at[first : first + count] = spans.context_end - 1
+        asked_at[first + count :] = torch.arange(tail.start, tail.end)
+        return QuerySet(positions, tail, asked_at, weights, repeated)
 
 
 # Bytes of float32 values that are compared at once on a GPU.
@@ -163,17 +163,17 @@ class Fitter(PrefillReader, Strategy, abc.ABC):
 
     def layers(self, cache: RaggedCache, references: list[Any], region: Region) -> RaggedCache:
         """Fit all layers; removes their `references` from the list, which frees them."""
-        pairs = ((own, references.pop(0)) for own in cache.layers)
-        fitted = (self.layer(own, x, region) if own.entries else own for own, x in pairs)
+        pairs = ((layer, references.pop(0)) for layer in cache.layers)
+        fitted = (self.layer(layer, x, region) if layer.entries else layer for layer, x in pairs)
         return replace(cache, layers=tuple(fitted))
 
 
 FITTERS = Registry("fit", "how kept entries compensate for dropped ones", Fitter)
 
 
-def check_dtype(strategy: Strategy, given: RaggedEntries, fitted: RaggedEntries) -> None:
-    """Raise `ShapeError` unless the values of `fitted` have the dtype that they were `given` in."""
-    if fitted.values.dtype != (dtype := given.values.dtype):
+def check_dtype(strategy: Strategy, packed: RaggedEntries, fitted: RaggedEntries) -> None:
+    """Raise `ShapeError` unless the values of `fitted` have the dtype of `packed`."""
+    if fitted.values.dtype != (dtype := packed.values.dtype):
         raise ShapeError(
             f"The strategy {strategy.name!r} returned values of {fitted.values.dtype} for a cache "
             f"of {dtype}. Convert them: values.to(packed.values.dtype)."

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
 from gracekv.errors import ConfigError
-from gracekv.fit.attended import Reference, attended, scattered
+from gracekv.fit.attended import Reference, kept_attention, scatter
 from gracekv.fit.base import FITTERS, ReferenceQueries
 from gracekv.fit.values import QueryFitter, ridge
 from gracekv.prefill import LayerCapture, Region
@@ -58,41 +58,41 @@ class LeastSquares(QueryFitter):
         return Reference.of(capture, replace(self.queries(capture, region, memory), within=region))
 
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
-        attention = attended(reference, packed, region)
+        attention = kept_attention(reference, packed, region)
         values, factor = attention.values.clone(), torch.ones_like(attention.values[..., 0])
         for head, free in enumerate(attention.free):
             if not bool(free.any()):
                 continue
             mass, total = attention.mass[head][:, free], attention.total[head]
-            own = bounded_masses(mass, total, self.least, self.most, self.steps)
-            shares = mass * own
+            factors = bounded_masses(mass, total, self.least, self.most, self.steps)
+            shares = mass * factors
             shares /= shares.sum(dim=1, keepdim=True).clamp_min(1e-30)
-            values[head, free] = solved(shares, attention.output[head])
-            factor[head, free] = own
+            values[head, free] = solve(shares, attention.output[head])
+            factor[head, free] = factors
         # The range of bfloat16.
         fitted = values.nan_to_num_(0.0).clamp_(-3e38, 3e38)
         log_m = packed.log_multiplicity[attention.columns] + factor.log()
-        values = scattered(packed.values, attention, fitted)
-        log_m = scattered(packed.log_multiplicity, attention, log_m)
+        values = scatter(packed.values, attention, fitted)
+        log_m = scatter(packed.log_multiplicity, attention, log_m)
         return replace(packed, values=values, log_multiplicity=log_m)
 
 
 def bounded_masses(mass: Tensor, total: Tensor, least: float, most: float, steps: int) -> Tensor:
     """float32 [W]: m within bounds for which mass [M, W] m is close to total [M]."""
-    found = solved(mass, total[:, None])[:, 0].clamp_(least, most)
+    masses = solve(mass, total[:, None])[:, 0].clamp_(least, most)
     if steps:
         # The square of the largest singular value, by power iteration.
-        along = torch.ones_like(found)
+        along = torch.ones_like(masses)
         for _ in range(3):
             along = mass.T @ (mass @ along)
             along /= along.norm().clamp_min(1e-30)
         size = (mass @ along).square().sum().clamp_min(1e-6)
         for _ in range(steps):
-            found = (found - mass.T @ (mass @ found - total) / size).clamp_(least, most)
-    return found
+            masses = (masses - mass.T @ (mass @ masses - total) / size).clamp_(least, most)
+    return masses
 
 
-def solved(rows: Tensor, target: Tensor) -> Tensor:
+def solve(rows: Tensor, target: Tensor) -> Tensor:
     """float32 [W, d]: the minimum-norm x for which rows [M, W] x is closest to target [M, d].
 
     It is found by QR, or with a ridge of 1e-6 where a pivot is exactly 0. As in the published code,

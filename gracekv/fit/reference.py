@@ -24,20 +24,20 @@ def fitted_head(
     are those of `by_score`. Source: ours, `gracekv.fit.values`.
     """
     own_values, log_m = (x.double() for x in packed.head(head)[1::2])
-    seen = _attended(capture, head, packed, queries)
+    attn = _attention(capture, head, packed, queries)
     weight = queries.weights.double().repeat(capture.group) / capture.group
     positions = packed.head(head)[2]
     columns = ((positions >= region.start) & (positions < region.end)).nonzero()[:, 0]
     factor, change = torch.ones_like(log_m), torch.zeros_like(own_values)
     own = None if scores is None else scores[head, positions[columns].long() - region.start]
     if len(columns):
-        plain = seen.kept[:, columns]
+        plain = attn.kept[:, columns]
         if mass_trust is not None:
-            missing = 1 - seen.sink - seen.kept.sum(dim=1, keepdim=True)
-            found = _least_squares(plain, missing, weight, mass_trust, trust_read, own)
-            factor[columns] = (1 + found[:, 0]).clamp(LEAST, MOST)
-        shares = seen.shares(factor)
-        error = seen.targets - shares @ torch.cat([own_values, capture.values[head, -1:].double()])
+            missing = 1 - attn.sink - attn.kept.sum(dim=1, keepdim=True)
+            gain = _least_squares(plain, missing, weight, mass_trust, trust_read, own)
+            factor[columns] = (1 + gain[:, 0]).clamp(LEAST, MOST)
+        shares = attn.shares(factor)
+        error = attn.targets - shares @ torch.cat([own_values, capture.values[head, -1:].double()])
         change[columns] = _least_squares(shares[:, columns], error, weight, trust, trust_read, own)
     return own_values + change, log_m + factor.log()
 
@@ -62,26 +62,26 @@ class _Seen:
         return rows / (rows.sum(dim=1, keepdim=True) + self.sink)
 
 
-def _attended(capture: LayerCapture, head: int, packed: RaggedEntries, queries: QuerySet) -> _Seen:
+def _attention(capture: LayerCapture, head: int, packed: RaggedEntries, queries: QuerySet) -> _Seen:
     keys, values = (x[head].double() for x in (capture.keys, capture.values))
     own_keys, _, positions, log_m = packed.head(head)
-    kept, sinks, targets = [], [], []
+    shares, sinks, targets = [], [], []
     for number in range(capture.group):
-        for q, asked in enumerate(queries.asked_at.tolist()):
+        for q, at in enumerate(queries.asked_at.tolist()):
             query = _query(capture, head * capture.group + number, q, queries)
             sink = keys.new_zeros(1)
             if capture.sinks is not None:
                 sink = capture.sinks[head * capture.group + number].double().exp()[None]
-            both = keys[: asked + 1], own_keys.double()
+            both = keys[: at + 1], own_keys.double()
             logits, own_logits = (capped(capture.scale * x @ query, capture.softcap) for x in both)
             full = torch.exp(logits)
-            own = torch.exp(own_logits + log_m.double()) * (positions <= asked)
+            masses = torch.exp(own_logits + log_m.double()) * (positions <= at)
             total = full.sum() + sink
-            again = full[-1:] * float(asked == capture.spans.length - 1)
-            kept.append(torch.cat([own, again]) / total)
+            last = full[-1:] * float(at == capture.spans.length - 1)
+            shares.append(torch.cat([masses, last]) / total)
             sinks.append(sink / total)
-            targets.append((full @ values[: asked + 1]) / total)
-    return _Seen(*(torch.stack(x) for x in (kept, sinks, targets)))
+            targets.append((full @ values[: at + 1]) / total)
+    return _Seen(*(torch.stack(x) for x in (shares, sinks, targets)))
 
 
 def _query(capture: LayerCapture, head: int, q: int, queries: QuerySet) -> Tensor:
@@ -98,14 +98,14 @@ def _query(capture: LayerCapture, head: int, q: int, queries: QuerySet) -> Tenso
 
 
 def matched_head(
-    keys: Tensor, values: Tensor, asked: Tensor, kept: Tensor, least: float, most: float, steps: int
+    keys: Tensor, values: Tensor, query: Tensor, kept: Tensor, least: float, most: float, steps: int
 ) -> tuple[Tensor, Tensor]:
     """Values [E, d] and multiplicities [E] of `least_squares`, float64.
 
     Args:
         keys: [N, d], of the compressible tokens.
         values: [N, d].
-        asked: [M, d], reference queries times the scale.
+        query: [M, d], reference queries times the scale.
         kept: int64 [E], which tokens stayed.
         least: bounds of the multiplicities.
         most: like `least`.
@@ -113,33 +113,33 @@ def matched_head(
 
     Source: Zweiger et al. (2026), Attention Matching, arXiv:2602.16284, and its code.
     """
-    logits = asked.double() @ keys.double().T
+    logits = query.double() @ keys.double().T
     mass = torch.exp(logits - logits.amax(dim=1, keepdim=True))
     design, total = mass[:, kept], mass.sum(dim=1)
-    found = torch.linalg.lstsq(design, total[:, None], driver="gels").solution[:, 0]
-    found = found.clamp(least, most)
-    along = torch.ones_like(found)
+    masses = torch.linalg.lstsq(design, total[:, None], driver="gels").solution[:, 0]
+    masses = masses.clamp(least, most)
+    along = torch.ones_like(masses)
     for _ in range(3):
         along = design.T @ (design @ along)
         along = along / along.norm()
     for _ in range(steps):
-        slope = design.T @ (design @ found - total)
-        found = (found - slope / (design @ along).square().sum()).clamp(least, most)
-    shares = design * found
+        slope = design.T @ (design @ masses - total)
+        masses = (masses - slope / (design @ along).square().sum()).clamp(least, most)
+    shares = design * masses
     shares = shares / shares.sum(dim=1, keepdim=True)
     target = mass @ values.double() / total[:, None]
-    return torch.linalg.lstsq(shares, target, driver="gels").solution, found
+    return torch.linalg.lstsq(shares, target, driver="gels").solution, masses
 
 
 def _least_squares(
     a: Tensor, b: Tensor, weight: Tensor, trust: float, trust_read: float, scores: Tensor | None
 ) -> Tensor:
     """The ridge problem as ordinary least squares with one more row per unknown."""
-    read = (weight[:, None] * a.square()).sum(dim=0)
-    mean = read.mean()
+    power = (weight[:, None] * a.square()).sum(dim=0)
+    mean = power.mean()
     if scores is not None:
-        read = mean * scores.double().square() / scores.double().square().mean()
-    penalty = (trust * mean + trust_read * read if mean > 0 else torch.ones_like(read)).sqrt()
+        power = mean * scores.double().square() / scores.double().square().mean()
+    penalty = (trust * mean + trust_read * power if mean > 0 else torch.ones_like(power)).sqrt()
     root = weight.sqrt()[:, None]
     top = torch.cat([a * root, penalty.diag()])
     right = torch.cat([b * root, b.new_zeros(a.shape[1], b.shape[1])])

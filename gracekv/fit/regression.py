@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
-from gracekv.fit.attended import LayerAttention, Reference, attended, scattered
+from gracekv.fit.attended import LayerAttention, Reference, kept_attention, scatter
 from gracekv.fit.base import FITTERS, ReferenceQueries
 from gracekv.fit.values import QueryFitter, ridge
 from gracekv.prefill import LayerCapture, Region
@@ -63,60 +63,60 @@ class Regression(QueryFitter):
         return replace(found, weights=_WEIGHT * capture.group * found.weights)
 
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
-        attention = attended(reference, packed, region)
+        attention = kept_attention(reference, packed, region)
         shares, free = attention.shares(), self._free(attention)
-        error = attention.output - attention.found(shares, attention.values)
+        error = attention.output - attention.apply(shares, attention.values)
         change = ridge(shares, error, attention.weights, free / self.penalty)
         values = bounded_move(packed.values, change, attention, free, self.value_cap)
         fitted = replace(packed, values=values)
         # Mask the coordinates that a passage adds to its keys: they are 0 in packed keys.
-        own = replace(reference, asked=reference.asked * packed.keys.any(dim=0))
-        change = key_change(attended(reference, fitted, region), own, free, self.penalty)
+        masked = replace(reference, asked=reference.asked * packed.keys.any(dim=0))
+        change = key_change(kept_attention(reference, fitted, region), masked, free, self.penalty)
         keys = bounded_move(packed.keys, change, attention, free, self.key_cap)
-        found = (packed, fitted, replace(fitted, keys=keys))
+        candidates = (packed, fitted, replace(fitted, keys=keys))
 
         def objective(candidate: RaggedEntries) -> float:
-            seen = attended(reference, candidate, region)
-            lost = (seen.found(seen.shares(), seen.values) - seen.output).square().sum(dim=-1)
+            trial = kept_attention(reference, candidate, region)
+            lost = (trial.apply(trial.shares(), trial.values) - trial.output).square().sum(dim=-1)
             pairs = ((candidate.keys, packed.keys), (candidate.values, packed.values))
-            moved = sum((new.float() - old.float()).square().sum() for new, old in pairs)
-            return float(((lost * seen.weights).sum() + self.penalty * moved).nan_to_num(torch.inf))
+            move = sum((new.float() - old.float()).square().sum() for new, old in pairs)
+            return float(((lost * trial.weights).sum() + self.penalty * move).nan_to_num(torch.inf))
 
-        return min(found, key=objective)
+        return min(candidates, key=objective)
 
     def _free(self, attention: LayerAttention) -> Tensor:
         """float32 [G, W]: 1 for entries that may change, else 0."""
-        read = (attention.shares() * attention.weights[..., None]).sum(dim=1)
-        ranks = read.masked_fill_(~attention.free, -1.0).argsort(dim=1, descending=True).argsort()
-        kept = (attention.free.sum(dim=1, keepdim=True) * self.guard).long()
-        return (attention.free & (ranks >= kept)).float()
+        mass = (attention.shares() * attention.weights[..., None]).sum(dim=1)
+        ranks = mass.masked_fill_(~attention.free, -1.0).argsort(dim=1, descending=True).argsort()
+        fixed = (attention.free.sum(dim=1, keepdim=True) * self.guard).long()
+        return (attention.free & (ranks >= fixed)).float()
 
 
-def key_change(seen: LayerAttention, reference: Reference, free: Tensor, penalty: float) -> Tensor:
+def key_change(attn: LayerAttention, reference: Reference, free: Tensor, penalty: float) -> Tensor:
     """The ridge solution for keys, float32 [G, W, d], by conjugate gradients on its dual."""
-    shares, asked, root = seen.shares(), reference.asked, seen.weights.sqrt()[..., None]
-    output, moving = seen.found(shares, seen.values), shares * free[:, None]
+    shares, queries, root = attn.shares(), reference.asked, attn.weights.sqrt()[..., None]
+    output, moving = attn.apply(shares, attn.values), shares * free[:, None]
 
     def forward(change: Tensor) -> Tensor:
-        shifted = moving * (asked @ change.mT)
-        return root * (shifted @ seen.values - shifted.sum(dim=-1, keepdim=True) * output)
+        shifted = moving * (queries @ change.mT)
+        return root * (shifted @ attn.values - shifted.sum(dim=-1, keepdim=True) * output)
 
     def adjoint(rows: Tensor) -> Tensor:
         rows = root * rows
-        inner = rows @ seen.values.mT - (rows * output).sum(dim=-1, keepdim=True)
-        return (moving * inner).mT @ asked
+        inner = rows @ attn.values.mT - (rows * output).sum(dim=-1, keepdim=True)
+        return (moving * inner).mT @ queries
 
-    left = root * (seen.output - output)
-    dual, along, square = torch.zeros_like(left), left, left.square().sum()
+    residual = root * (attn.output - output)
+    dual, along, square = torch.zeros_like(residual), residual, residual.square().sum()
     least = _TOLERANCE**2 * square
     for _ in range(_STEPS):
         if bool(square <= least):
             break
         image = forward(adjoint(along)) + penalty * along
         rate = square / (along * image).sum()
-        dual, left = dual + rate * along, left - rate * image
-        before, square = square, left.square().sum()
-        along = left + square / before * along
+        dual, residual = dual + rate * along, residual - rate * image
+        last_square, square = square, residual.square().sum()
+        along = residual + square / last_square * along
     return adjoint(dual)
 
 
@@ -132,4 +132,4 @@ def bounded_move(
         new = (old + scale * change).to(numbers.dtype).float()
         over = (mask * (new - old)).norm(dim=(1, 2), keepdim=True) > limit
         scale = torch.where(over, shrink * scale, scale)
-    return scattered(numbers, attention, old + scale * change)
+    return scatter(numbers, attention, old + scale * change)

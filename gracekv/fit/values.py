@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracekv.cache.base import PARTS, RaggedCache, RaggedEntries
 from gracekv.cache.quantised import batches, copied
-from gracekv.fit.attended import KeptMass, LayerAttention, Reference, attended, scattered
+from gracekv.fit.attended import KeptMass, LayerAttention, Reference, kept_attention, scatter
 from gracekv.fit.base import FITTERS, Fitter, ReferenceQueries
 from gracekv.kernels.linalg import batched_linear, transposed
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
@@ -65,14 +65,14 @@ class QueryFitter(Fitter):
                 # pay.
                 rows = [packed.rows(g, g + 1) for g in range(len(packed.lengths))]
                 parts = list(zip(rows, reference.heads(), strict=True))
-            done = [self.layer(own, asked, region) if own.entries else own for own, asked in parts]
+            done = [self.layer(part, ref, region) if part.entries else part for part, ref in parts]
             together, sizes = RaggedEntries.stack(done), [layer.entries for layer in layers]
             # Copy the tensors that changed: views would keep whole batches.
-            pairs = [(own, old) for own, (old, _) in zip(done, parts, strict=True)]
+            pairs = [(fit, old) for fit, (old, _) in zip(done, parts, strict=True)]
             new = [x for x in PARTS if any(getattr(a, x) is not getattr(b, x) for a, b in pairs)]
             copies = (copied(getattr(together, x).split(sizes)) for x in new)
-            for layer, *own in zip(layers, *copies, strict=True):
-                fitted.append(replace(layer, **dict(zip(new, own, strict=True))))
+            for layer, *tensors in zip(layers, *copies, strict=True):
+                fitted.append(replace(layer, **dict(zip(new, tensors, strict=True))))
         return replace(cache, layers=tuple(fitted))
 
 
@@ -92,9 +92,9 @@ class RidgeFitter(QueryFitter):
     trust_read: float = bounded(0.3, at_least=0)
     by_score: bool = field(default=False, kw_only=True)  # type: ignore[misc]
 
-    def _fitted(self, attention: LayerAttention, shares: Tensor) -> Tensor:
+    def _fit_values(self, attention: LayerAttention, shares: Tensor) -> Tensor:
         """The values float32 [G, W, d] that give the output under `shares` [G, M, W]."""
-        error = attention.output - attention.found(shares, attention.values)
+        error = attention.output - attention.apply(shares, attention.values)
         change = ridge_change(attention, shares, error, self.trust, self.trust_read)
         return attention.values + change
 
@@ -120,8 +120,8 @@ class Values(RidgeFitter):
     """
 
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
-        attention = attended(reference, packed, region)
-        values = scattered(packed.values, attention, self._fitted(attention, attention.shares()))
+        attention = kept_attention(reference, packed, region)
+        values = scatter(packed.values, attention, self._fit_values(attention, attention.shares()))
         return replace(packed, values=values)
 
 
@@ -152,13 +152,13 @@ def inverse_penalty(shares: Tensor, attention: KeptMass, trust: float, trust_rea
             scores.
     """
     # sum_r w_r p_rt^2 as a matrix product, several times faster on a CPU than a sum over rows.
-    own = (attention.weights.expand(*shares.shape[:2])[:, None] @ shares.square())[:, 0]
-    total = own.masked_fill_(~attention.free, 0.0).sum(dim=1, keepdim=True)
+    power = (attention.weights.expand(*shares.shape[:2])[:, None] @ shares.square())[:, 0]
+    total = power.masked_fill_(~attention.free, 0.0).sum(dim=1, keepdim=True)
     mean = total / attention.free.sum(dim=1, keepdim=True).clamp_min(1)
     if attention.scores is not None:
-        own = attention.scores * total
+        power = attention.scores * total
     # Without any attention there is nothing to fit, and values do not change under any penalty.
-    penalty = torch.where(mean > 0, trust * mean + trust_read * own, 1.0)
+    penalty = torch.where(mean > 0, trust * mean + trust_read * power, 1.0)
     return penalty.reciprocal_().masked_fill_(~attention.free, 0.0)
 
 
@@ -184,14 +184,14 @@ def ridge(shares: Tensor, target: Tensor, weights: Tensor, inverse_penalty: Tens
     rows, scaled = root * target, shares * root
     if shares.shape[2] <= shares.shape[1]:
         scale = inverse_penalty.sqrt()
-        own = scaled * scale[:, None]
-        return scale[..., None] * _solved(own.mT @ own, own.mT @ rows)
+        design = scaled * scale[:, None]
+        return scale[..., None] * _solve(design.mT @ design, design.mT @ rows)
     # Only one factor has the penalty: a product of two different matrices is as fast.
-    left = scaled * inverse_penalty[:, None]
-    return batched_linear(transposed(_solved(batched_linear(left, scaled), rows)), left.mT).mT
+    damped = scaled * inverse_penalty[:, None]
+    return batched_linear(transposed(_solve(batched_linear(damped, scaled), rows)), damped.mT).mT
 
 
-def _solved(gram: Tensor, right: Tensor) -> Tensor:
+def _solve(gram: Tensor, right: Tensor) -> Tensor:
     """(gram + I)^-1 right in float64, for positive semidefinite gram [G, n, n]; as `right`.
 
     0 for a head whose matrix is not finite, so that it is not changed.

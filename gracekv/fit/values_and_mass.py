@@ -7,7 +7,7 @@ import dataclasses
 from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
-from gracekv.fit.attended import KeptMass, Reference, attended, scattered
+from gracekv.fit.attended import KeptMass, Reference, kept_attention, scatter
 from gracekv.fit.base import FITTERS
 from gracekv.fit.values import RidgeFitter, ridge_change
 from gracekv.prefill import Region
@@ -38,10 +38,10 @@ class ValuesAndMass(RidgeFitter):
     mass_trust: float = bounded(0.1, above=0)
 
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
-        attention = attended(reference, packed, region)
+        attention = kept_attention(reference, packed, region)
         factor = multiplicities(attention, self.mass_trust, self.trust_read)
-        fitted = self._fitted(attention, attention.shares(factor))
-        values = scattered(packed.values, attention, fitted)
+        fitted = self._fit_values(attention, attention.shares(factor))
+        values = scatter(packed.values, attention, fitted)
         # Entries that are not free have a factor of 1.
         log_m = packed.log_multiplicity + factor.flatten()[attention.place].log_()
         return dataclasses.replace(packed, values=values, log_multiplicity=log_m)

@@ -134,9 +134,9 @@ def attention(
     """
     if not isinstance(key, PackedStates):
         # sdpa supports neither softcaps nor sinks.
-        own = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
+        special = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
         plain = _eager
-        if not own and base == "sdpa":
+        if not special and base == "sdpa":
             # Users may have registered a function of their own under this name.
             plain = ALL_ATTENTION_FUNCTIONS.get_interface(base, _eager)
         kwargs |= {"scaling": scaling, "dropout": dropout}
@@ -149,13 +149,13 @@ def attention(
             "output_attentions=True without past_key_values."
         )
     layer, packed, places = key.layer, key.layer.packed, key.keys.shape[2]
-    window, seen = kwargs.get("sliding_window"), packed.length + places
+    window, length = kwargs.get("sliding_window"), packed.length + places
     eager = not torch.compiler.is_compiling()
     # A static tail may have more places than tokens.
-    if window and seen > window and eager and (seen := int(layer.logical_length)) > window:
+    if window and length > window and eager and (length := int(layer.logical_length)) > window:
         # A sliding layer's cache was compressed as if the layer saw everything.
         raise CacheError(
-            f"The sequence has grown to {seen} tokens, past the model's sliding window of "
+            f"The sequence has grown to {length} tokens, past the model's sliding window of "
             f"{window}, so the compressed cache no longer fits. Generate fewer tokens, or use a "
             f"model with full attention in every layer."
         )

@@ -103,11 +103,11 @@ class BaseResult(ABC):
         if limit is None:
             return self._cache.with_empty_tail()
         expect(limit, Limit, "limit takes a gracekv.Limit, such as Limit(entries_per_head=512)")
-        each = [(run.entry_scores(), run.cache) for run in self._runs]
+        runs = [(run.entry_scores(), run.cache) for run in self._runs]
         # A prompt of which everything was kept has no scores, and stays.
-        rows = [own or cache.unknown_scores() for own, cache in each]
-        known = any(own for own, _ in each)
-        scores = tuple(map(torch.cat, zip(*rows, strict=True))) if known else None
+        rows = [scores or cache.unknown_scores() for scores, cache in runs]
+        any_scores = any(scores for scores, _ in runs)
+        scores = tuple(map(torch.cat, zip(*rows, strict=True))) if any_scores else None
         strategy = limit.decoder(self.pipeline.decode)
         source = self._cache
         if any(layer.coded for layer in self.packed.layers):
@@ -219,26 +219,26 @@ class BaseResult(ABC):
         return decode_rows(self.tokenizer, ids)
 
     def __repr__(self) -> str:
-        kept = self.accounting
+        account = self.accounting
         heads = self.accountings[0].entries.numel()
         full = heads * sum(prompt.spans.context_length for prompt in self.prompts)
         batch = f"{len(self.prompts)} prompts, " if self.is_batch else ""
         return (
             f"{type(self).__name__}({type(self.model).__name__}, {recipes.label(self.pipeline)!r}, "
             f"{batch}{sum(len(prompt.ids) for prompt in self.prompts):,} tokens, "
-            f"{kept.spent:,} of {full:,} context entries, {kept.sizes})"
+            f"{account.spent:,} of {full:,} context entries, {account.sizes})"
         )
 
 
 def prompt_facts(prompt: Prompt, run: Run) -> dict[str, Any]:
     """The header's facts of one prompt, ready for JSON, without its text and tokenizer."""
-    kept = run.accounting
-    widths = [asdict(share) for share in kept.widths]
-    entries = {"entries": kept.entries.tolist(), "backend_bytes": 0, "widths": widths}
+    accounting = run.accounting
+    widths = [asdict(share) for share in accounting.widths]
+    entries = {"entries": accounting.entries.tolist(), "backend_bytes": 0, "widths": widths}
     return {
         "spans": asdict(prompt.spans),
         "format": [prompt.separator, prompt.template, prompt.messages, prompt.day],
         "plan": asdict(run.plan),
-        "accounting": {f.name: getattr(kept, f.name) for f in fields(kept)} | entries,
+        "accounting": {f.name: getattr(accounting, f.name) for f in fields(accounting)} | entries,
         "timings": dict(run.timings.as_dict()),
     }

@@ -62,12 +62,12 @@ class GraceCache(Cache):  # type: ignore[misc]
     def _place(self, compressed: Sequence[GraceLayer]) -> None:
         """Make `layers`, in the model's order."""
         self.grace_layers = tuple(compressed)
-        states, own = {state.number: state for state in self._other_layers}, iter(compressed)
+        states, packed = {state.number: state for state in self._other_layers}, iter(compressed)
         count = len(compressed) + sum(not x.beside_entries for x in self._other_layers)
         self.layers, length = [], self.packed_length
         for number in range(count):
             state = states.get(number)
-            layer = next(own) if state is None or state.beside_entries else None
+            layer = next(packed) if state is None or state.beside_entries else None
             self.layers.append(layer if state is None else resumed_layer(state, length, layer))
 
     def with_empty_tail(self) -> GraceCache:

@@ -174,10 +174,10 @@ def _read(
         if not beyond:
             check_passes(model, needs, prompt.spans)
     check_needs(model, needs, passage=past is not None)
-    known = embeddings(model).num_embeddings
-    if int(prompt.ids.max()) >= known:
+    vocab = embeddings(model).num_embeddings
+    if int(prompt.ids.max()) >= vocab:
         raise PromptError(
-            f"The prompt holds token id {int(prompt.ids.max())}; the model knows {known} ids. Use "
+            f"The prompt holds token id {int(prompt.ids.max())}; the model knows {vocab} ids. Use "
             f"the tokenizer that belongs to the model."
         )
     names = (f"{x}_token_id" for x in ("image", "video", "audio"))
@@ -189,7 +189,7 @@ def _read(
         )
     length = prompt.spans.length
     sizes = CaptureSizes.of(model, stays)
-    held = held_positions(needs, prompt.spans, sizes, options.memory_limit)
+    positions = held_positions(needs, prompt.spans, sizes, options.memory_limit)
     # This process has its own heads only.
     shard = head_shard(model)
     sizes = replace(sizes, kv=sizes.kv // shard.ranks, queries=sizes.queries // shard.ranks)
@@ -199,13 +199,13 @@ def _read(
         # Processes of one model run the same chunks, or none.
         free = -int(shard.maximum(torch.tensor(-sum(map(free_bytes, gpus)))))
         # Layers are spread over the GPUs; a chunk runs on one at a time.
-        room = chunk_room(length, len(held), sizes, free) // len(gpus)
+        room = chunk_room(length, len(positions), sizes, free) // len(gpus)
     splits = runs_in_parts(model)
     size = chunk_size(options, length, splits=splits, by_layers=stays is not None, room=room)
     if free is not None:
-        check_memory(length, size, len(held), sizes, free)
+        check_memory(length, size, len(positions), sizes, free)
     try:
-        return read(Reading(model, prompt, past, needs, held, size, options.progress))
+        return read(Reading(model, prompt, past, needs, positions, size, options.progress))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -213,10 +213,10 @@ def _read(
     trim_memory()
     # The entries before a passage take memory whatever its length.
     entries = prompt.spans.past * sizes.kv * sizes.at_once
-    left = max(0, sum(map(free_bytes, gpus or {model.device})) - int(entries))
+    remaining = max(0, sum(map(free_bytes, gpus or {model.device})) - int(entries))
     length -= prompt.spans.past
     opening = f"Capturing {length} tokens ran out of memory"
-    raise memory_error(opening, length, size, len(held), sizes, left)
+    raise memory_error(opening, length, size, len(positions), sizes, remaining)
 
 
 def _whole(reading: Reading) -> Prefill:
@@ -254,7 +254,7 @@ def prefilled_run(
     """
     # A small budget shrinks the recent window.
     needs = replace(pipeline.needs(), recent=plan.recent)
-    made = Compression(pipeline, plan)
+    compression = Compression(pipeline, plan)
     check_works_sharded(pipeline, head_shard(model))
     if options.stream is not False:
         reason = pipeline.holds_all(plan, 2 * head_sizes(model)[2] * cache_dtype(model).itemsize)
@@ -263,20 +263,20 @@ def prefilled_run(
 
             def read(reading: Reading) -> Any:
                 try:
-                    return layer_by_layer(reading, each=made.layer, trims=options.trim)
+                    return layer_by_layer(reading, each=compression.layer, trims=options.trim)
                 except BaseException:
                     # Free what was kept before free memory is measured.
-                    vars(made).clear()
+                    vars(compression).clear()
                     raise
 
             try:
                 others, seconds, identity = _read(model, prompt, past, needs, options, read, stays)
-                return made.finish(others, seconds_by_stage(seconds, needs), identity)
+                return compression.finish(others, seconds_by_stage(seconds, needs), identity)
             except LayerOrderError as error:
                 if options.stream:
                     raise
                 warnings.warn(str(error), WholeCacheWarning, stacklevel=3)
-                made = Compression(pipeline, plan)
+                compression = Compression(pipeline, plan)
         elif options.stream:
             raise ConfigError(
                 f"CaptureOptions(stream=True) reads and compresses layer by layer, and this "
@@ -284,4 +284,4 @@ def prefilled_run(
             )
     prefill = [run_capture(model, prompt, past, needs, options)]
     # Nothing else holds the prefill, so a stage can free what later stages do not read.
-    return made.run(prefill.pop())
+    return compression.run(prefill.pop())

@@ -124,30 +124,30 @@ def compress(
             other arguments.
     """
     with in_step(model) as shard:
-        chosen = Budget.of(budget, others=_WORDS)
+        target = Budget.of(budget, others=_WORDS)
         check_model(model)
         expect(capture, CaptureOptions, "compress takes capture=gracekv.CaptureOptions(...)")
         is_batch = isinstance(prompt, list | tuple)
         prompts: Sequence[Any] = prompt if is_batch else [prompt]  # type: ignore[assignment]
-        pipe = chosen_pipeline(model, chosen, pipeline, backend, prompts)
+        pipe = chosen_pipeline(model, target, pipeline, backend, prompts)
         prefills: Any = prefill if is_batch and prefill is not None else [prefill] * len(prompts)
-        plans = _checked_plans(model, prompts, prefills, pipe, chosen)
+        plans = _checked_plans(model, prompts, prefills, pipe, target)
         if capture.stream and prefill is not None:
             raise ConfigError("A prefill holds all layers: leave out prefill, or stream=True.")
         limits = [x is not None for x in prefills], capture.chunk, capture.memory_limit
         facts = [(x.ids.tolist(), x.spans) for x in prompts]
         others = {"prefill, chunk or memory_limit": limits}
-        shard.agree(prompt=facts, pipeline=pipe, budget=chosen, **others)
+        shard.agree(prompt=facts, pipeline=pipe, budget=target, **others)
         runs = list[Run]()
-        for one, given, plan in zip(prompts, prefills, plans, strict=True):
-            if given is None:
+        for one, captured, plan in zip(prompts, prefills, plans, strict=True):
+            if captured is None:
                 runs.append(prefilled_run(model, one, None, pipe, plan, capture))
             else:
-                runs.append(pipe.run(given, chosen))
+                runs.append(pipe.run(captured, target))
             if not keep_run:
                 runs[-1] = runs[-1].released()
-        made = BatchResult if is_batch else CompressionResult
-        result = made.from_runs(model, prompts, runs, pipe, keep_run=keep_run)
+        result_type = BatchResult if is_batch else CompressionResult
+        result = result_type.from_runs(model, prompts, runs, pipe, keep_run=keep_run)
         if capture.trim and model.device.type == "cpu":
             del runs
             trim_memory()
@@ -184,12 +184,12 @@ def _checked_plans(
 def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
     """Raise `CacheError` unless `prefill` is a result of `capture(model, prompt)`."""
     expect(prefill, Prefill, "prefill takes what gracekv.capture returns", CacheError)
-    read = prompt.without_tail()
-    ids = read.ids if prefill.token_ids is None else prefill.token_ids
-    if prefill.spans != read.spans or not torch.equal(ids, read.ids):
+    untailed = prompt.without_tail()
+    ids = untailed.ids if prefill.token_ids is None else prefill.token_ids
+    if prefill.spans != untailed.spans or not torch.equal(ids, untailed.ids):
         raise CacheError(
             f"The prefill belongs to another prompt: it has {prefill.spans}, the prompt has "
-            f"{read.spans}, or their ids differ. Use gracekv.capture(model, prompt)."
+            f"{untailed.spans}, or their ids differ. Use gracekv.capture(model, prompt)."
         )
     advice = "Use gracekv.capture(model, prompt) with the model that generates."
     check_same_model(prefill.fingerprint, model, "The prefill", advice)
@@ -219,14 +219,14 @@ def chosen_pipeline(
     """
     if pipeline is None:
         by_byte = per_byte(model, budget)
-        asked = {getattr(prompt, "has_question", True) for prompt in prompts}
-        if len(asked) > 1:
+        has_question = {getattr(prompt, "has_question", True) for prompt in prompts}
+        if len(has_question) > 1:
             known, unknown = (recipes.default(question=x, per_byte=by_byte) for x in (True, False))
             raise ConfigError(
                 f"Prompts with and without a question have different default recipes, {known!r} "
                 f"and {unknown!r}. Name one: pipeline={unknown!r}, or compress them separately."
             )
-        pipeline = Pipeline.default(question=asked != {False}, per_byte=by_byte)
+        pipeline = Pipeline.default(question=has_question != {False}, per_byte=by_byte)
     elif isinstance(pipeline, str | Path):
         pipeline = load_pipeline(pipeline)
     takes = "pipeline takes the name of a recipe or file, or what Pipeline.from_dict returns"

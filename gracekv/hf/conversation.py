@@ -21,7 +21,7 @@ from gracekv.distributed import head_shard
 from gracekv.errors import CacheError, ConfigError, PromptError, expect, one_of
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
-from gracekv.hf.extend import check_extends, extended_by, parts_of
+from gracekv.hf.extend import check_extends, extended_by, passage_sizes
 from gracekv.hf.generation import answer_ids, check_context, check_one, check_room, stream_text
 from gracekv.precision import FullPrecision
 from gracekv.prefill.chat_text import Message
@@ -178,7 +178,7 @@ class Conversation(AbstractContextManager["Conversation"]):
             total = Budget.of(budget)
             parts = [len(turns)]
             if total.kind == "ratio":  # another budget is one for all parts
-                parts = parts_of(self._model, self._limit, len(turns))
+                parts = passage_sizes(self._model, self._limit, len(turns))
             runs = [(n, {"capture": capture, "budget": total}) for n in parts]
             result = extended_by(self._result, self._limit, turns, runs)
             self._begin_after(result, self._history.compressed(len(turns)))
@@ -316,7 +316,7 @@ class Conversation(AbstractContextManager["Conversation"]):
         beyond = self._prompt.spans.context_end > known
         capture, parts = CaptureOptions(beyond_positions=beyond), list[Any]()
         for size, most in runs:
-            for n in parts_of(self._model, self._limit, size):
+            for n in passage_sizes(self._model, self._limit, size):
                 ratio = min(most, max(1.0, n / least))
                 # A ratio of 1 may count bytes in 16 bits, into which wider numbers do not fit.
                 budget = {"entries_per_head": n} if ratio == 1 else {"ratio": ratio}

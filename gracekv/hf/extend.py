@@ -45,37 +45,37 @@ def extended_run(
     """
     expect(capture, CaptureOptions, "extend takes capture=gracekv.CaptureOptions(...)")
     check_model(result.model)
-    model, pipeline, before, run = result.model, result.pipeline, result.prompts[0], result._runs[0]
+    model, pipeline, source, run = result.model, result.pipeline, result.prompts[0], result._runs[0]
     check_same_model(
         run.fingerprint, model, "The compressed context", "Compress the whole text with this model."
     )
-    old, prompt = run.cache, before.extended(passage)
-    read = prompt.without_tail()
-    held, length = before.without_tail().spans.length, read.spans.length
-    bound = longest_sequence(model, held)
+    old, prompt = run.cache, source.extended(passage)
+    untailed = prompt.without_tail()
+    old_length, length = source.without_tail().spans.length, untailed.spans.length
+    bound = longest_sequence(model, old_length)
     if bound is not None and length > bound[0]:
         raise CacheError(
             f"With this passage the prompt would have {length} tokens. {type(model).__name__} "
             f"cannot use this cache beyond {bound[0]} tokens: {bound[1]}. Extend by "
-            f"{max(0, bound[0] - held)} tokens at most, or compress the whole text again."
+            f"{max(0, bound[0] - old_length)} tokens at most, or compress the whole text again."
         )
     first = oldest_position(old)
     check_prompt_length(model, length - first, beyond_positions=capture.beyond_positions)
     check_extends(model)
     shard = head_shard(model)
-    facts, kept = (prompt.ids.tolist(), prompt.spans), run.accounting.entries.tolist()
+    facts, entries = (prompt.ids.tolist(), prompt.spans), run.accounting.entries.tolist()
     limits = capture.chunk, capture.memory_limit
-    shard.agree(prompt=facts, pipeline=pipeline, budget=budget, result=kept, limits=limits)
+    shard.agree(prompt=facts, pipeline=pipeline, budget=budget, result=entries, limits=limits)
     past = past_of(old, shard)
     # If nothing followed the context, its last token has no entry.
-    last = before.spans.context_end - old.length
-    ids = torch.cat([read.ids.new_zeros(past.places), read.ids[old.length :]])
-    end = len(ids) - (read.spans.length - read.spans.context_end)
+    last = source.spans.context_end - old.length
+    ids = torch.cat([untailed.ids.new_zeros(past.places), untailed.ids[old.length :]])
+    end = len(ids) - (untailed.spans.length - untailed.spans.context_end)
     spans = PromptSpans(past.places + last, end, end, len(ids), past=past.places)
-    passage_prompt = dataclasses.replace(read, ids=ids, spans=spans)
+    passage_prompt = dataclasses.replace(untailed, ids=ids, spans=spans)
     plan = pipeline.plan_for(model, passage_prompt.spans, budget)
-    added = prefilled_run(model, passage_prompt, past, pipeline, plan, capture)
-    return prompt, _joined(run, added, past.places, shard)
+    new_run = prefilled_run(model, passage_prompt, past, pipeline, plan, capture)
+    return prompt, _join_runs(run, new_run, past.places, shard)
 
 
 def check_extends(model: Any) -> None:
@@ -93,31 +93,31 @@ def check_extends(model: Any) -> None:
         raise CacheError(f"{type(model).__name__} {why}. Compress the whole text again.")
 
 
-def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:
-    """The entries of `before`, bit for bit, followed in each head by those of the passage."""
-    old = before.cache
+def _join_runs(old_run: Run, run: Run, places: int, shard: HeadShard) -> Run:
+    """The entries of `old_run`, bit for bit, followed in each head by those of the passage."""
+    old = old_run.cache
     packed = joined_cache(old, run.cache, places, shard)
     sizes = physical_sizes(packed, shard)
-    kept = before.accounting, run.accounting
-    total, context = Accounting.total(kept), before.plan.context + run.plan.context
+    counts = old_run.accounting, run.accounting
+    total, context = Accounting.total(counts), old_run.plan.context + run.plan.context
     plan = dataclasses.replace(
         run.plan, context=context, total=total.budget, bytes=total.budget_bytes
     )
-    spent = None if kept[1].spent_bytes is None else kept[0].spent_bytes
+    spent = None if counts[1].spent_bytes is None else counts[0].spent_bytes
     # In 16 bits if either of them quantises.
-    token_bytes = min(kept[0].full_bytes // old.length, kept[1].full_bytes // run.cache.length)
+    token_bytes = min(counts[0].full_bytes // old.length, counts[1].full_bytes // run.cache.length)
     accounting = dataclasses.replace(
         total,
         recent=plan.recent,
-        entries=kept[0].entries + kept[1].entries,
+        entries=counts[0].entries + counts[1].entries,
         full_bytes=token_bytes * packed.length,
-        spent_bytes=None if spent is None else spent + sizes["bytes"] - kept[0].bytes,
+        spent_bytes=None if spent is None else spent + sizes["bytes"] - counts[0].bytes,
         **sizes,
     )
-    seconds, added = before.timings.as_dict(), run.timings.as_dict()
+    seconds, added = old_run.timings.as_dict(), run.timings.as_dict()
     timings = Timings(**{stage: seconds[stage] + added[stage] for stage in seconds})
-    scores = joined_scores([(x.cache, x.entry_scores()) for x in (before, run)], run.past)
-    return Run(plan, packed, accounting, timings, before.fingerprint, scores=scores)
+    scores = joined_scores([(x.cache, x.entry_scores()) for x in (old_run, run)], run.past)
+    return Run(plan, packed, accounting, timings, old_run.fingerprint, scores=scores)
 
 
 def limited_run(result: BaseResult, limit: Limit) -> Run:
@@ -128,13 +128,13 @@ def limited_run(result: BaseResult, limit: Limit) -> Run:
     """
     run, cache = result._runs[0], dequantised(result._runs[0].cache)
     scores = run.entry_scores()
-    known = known_reach(result.model, limit.positions)
-    masks = None if scores is None else entries_within(limit, cache, scores, known=known)
+    reach = known_reach(result.model, limit.positions)
+    masks = None if scores is None else entries_within(limit, cache, scores, known=reach)
     if scores is None or masks is None:
         return run
-    kept = tuple(own[mask] for own, mask in zip(scores, masks, strict=True))
+    kept_scores = tuple(layer[mask] for layer, mask in zip(scores, masks, strict=True))
     layers = tuple(map(RaggedEntries.where, cache.layers, masks))
-    return _with_cache(run, dataclasses.replace(cache, layers=layers), kept)
+    return _with_cache(run, dataclasses.replace(cache, layers=layers), kept_scores)
 
 
 def closed_run(result: BaseResult, tokens: int) -> Run:
@@ -148,7 +148,7 @@ def closed_run(result: BaseResult, tokens: int) -> Run:
     return run if made is None else _with_cache(run, made, run.entry_scores())
 
 
-def parts_of(model: Any, limit: Limit | None, tokens: int) -> list[int]:
+def passage_sizes(model: Any, limit: Limit | None, tokens: int) -> list[int]:
     """Sizes of the parts in which a run of `tokens` is read: one, unless positions are closed."""
     most = None if limit is None else free_reach(model, limit.positions)
     count = 1 if most is None else -(-tokens // most)
@@ -178,9 +178,9 @@ def _of_run(result: Any, run: Run) -> Any:
 
 def _with_cache(run: Run, packed: CompressedCache, scores: Any) -> Run:
     """The run with `packed` in place of its cache, and the scores of the entries in it."""
-    kept = run.accounting
-    entries = kept.entries - run.cache.entries() + packed.entries()
-    spent = None if kept.spent_bytes is None else kept.spent_bytes + packed.kv_bytes - kept.bytes
+    old = run.accounting
+    entries = old.entries - run.cache.entries() + packed.entries()
+    spent = None if old.spent_bytes is None else old.spent_bytes + packed.kv_bytes - old.bytes
     sizes = {"entries": entries, "spent": int(entries.sum()), **physical_sizes(packed, WHOLE)}
-    accounting = dataclasses.replace(kept, spent_bytes=spent, **sizes)
+    accounting = dataclasses.replace(old, spent_bytes=spent, **sizes)
     return Run(run.plan, packed, accounting, run.timings, run.fingerprint, scores=scores)

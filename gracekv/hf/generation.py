@@ -96,11 +96,11 @@ def continue_ids(
     """
     check_new_tokens(max_new_tokens)
     caches = {*NAMES, "cache_implementation"}
-    taken = {"input_ids", "inputs_embeds", "attention_mask", *caches} & set(options)
+    reserved = {"input_ids", "inputs_embeds", "attention_mask", *caches} & set(options)
     with in_step(model) as shard:
-        if taken:
+        if reserved:
             raise ConfigError(
-                f"Leave out {', '.join(sorted(taken))}: ids, mask and cache are those of the "
+                f"Leave out {', '.join(sorted(reserved))}: ids, mask and cache are those of the "
                 f"compressed prompt. For others call model.generate with result.new_cache()."
             )
         check_continuation(model, [len(row) for row in rows], max_new_tokens)
@@ -110,9 +110,9 @@ def continue_ids(
             "Leave out adapter_names: the cache was made with the adapters that are active. Choose "
             "others with model.set_adapter and compress again."
         )
-    given = options.get("generation_config")
+    config = options.get("generation_config")
     for name in ("max_new_tokens", "max_length"):
-        if (length := options.get(name, getattr(given, name, None))) is not None:
+        if (length := options.get(name, getattr(config, name, None))) is not None:
             raise ConfigError(
                 f"Give the length as max_new_tokens, not in generation_config or as max_length: it "
                 f"is checked before the model runs. Got {name}={length}."
@@ -124,7 +124,7 @@ def continue_ids(
     fed, mask = inputs["input_ids"], inputs["attention_mask"]
     filled = fed.where(mask > 0, fed.gather(1, mask.argmax(dim=1, keepdim=True)))
     inputs["input_ids"] = filled.gather(1, mask.argsort(dim=1, stable=True))
-    if "do_sample" not in options and getattr(given, "do_sample", None) is None:
+    if "do_sample" not in options and getattr(config, "do_sample", None) is None:
         # The model's own sampling settings would only raise warnings here.
         options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None} | options
     if setting(model, options, "pad_token_id") is None:
@@ -138,17 +138,17 @@ def continue_ids(
     even = len(rows) == len(cache.padding) and bool(new_tokens.all())
     limit, ahead = cache.limit, inputs["input_ids"].shape[1] - int(cache.get_seq_length())
     replays = even and not keep_cache and shard.ranks == 1 and limit is None
-    if limit is not None and ahead > (most := _piece(model, limit)):
+    if limit is not None and ahead > (piece := _piece(model, limit)):
         if not _IN_PIECES:
             raise ConfigError(
                 f"transformers before 5.21 cannot read {ahead} tokens over a cache in pieces of "
-                f"{most}. Install a newer one, or use Limit(every={ahead})."
+                f"{piece}. Install a newer one, or use Limit(every={ahead})."
             )
-        options = {"prefill_chunk_size": most} | options
-    for part in model.modules():
+        options = {"prefill_chunk_size": piece} | options
+    for module in model.modules():
         # Models that read images would number tokens as the rows and images of their last call.
-        if vars(part).get("rope_deltas") is not None:
-            part.rope_deltas = None
+        if vars(module).get("rope_deltas") is not None:
+            module.rope_deltas = None
     for layer in filter(is_resumed, cache.layers):
         # Assisted decoding turns it on and never off: plain steps would store all they read.
         layer.record_past = False
@@ -209,9 +209,9 @@ def decode_rows(tokenizer: Any, rows: Tensor) -> list[str]:
 
 def padding_id(model: Any, tokenizer: Any) -> int:
     """The id that fills masked places; any id of the vocabulary would do."""
-    config, own = model.generation_config, getattr(tokenizer, "pad_token_id", None)
-    known = next((x for x in (config.pad_token_id, own, config.eos_token_id) if x is not None), 0)
-    return int(known[0] if isinstance(known, list) else known)
+    config, pad = model.generation_config, getattr(tokenizer, "pad_token_id", None)
+    ids = next((x for x in (config.pad_token_id, pad, config.eos_token_id) if x is not None), 0)
+    return int(ids[0] if isinstance(ids, list) else ids)
 
 
 def stream_text(
@@ -304,13 +304,13 @@ def check_room(
     closed positions there is no last one. `ConfigError` if `new_tokens` is not a number of tokens.
     """
     check_new_tokens(new_tokens)
-    most, closed = trained_length(model), getattr(limit, "positions", None) == "closed"
-    if closed or most is None or not prompt.spans.context_end <= most < length + new_tokens - 1:
+    bound, closed = trained_length(model), getattr(limit, "positions", None) == "closed"
+    if closed or bound is None or not prompt.spans.context_end <= bound < length + new_tokens - 1:
         return
-    room, advice = most - length + 1, "Ask a shorter question, or begin a new conversation."
+    room, advice = bound - length + 1, "Ask a shorter question, or begin a new conversation."
     if room > 0:
         advice = f"Ask with max_new_tokens={room} or less."
     raise PromptError(
         f"Context, question and {new_tokens} new tokens need {length + new_tokens - 1} positions; "
-        f"{type(model).__name__} has {most}. {advice}"
+        f"{type(model).__name__} has {bound}. {advice}"
     )

@@ -110,8 +110,8 @@ def _end_failed(device: torch.device, pool: Any) -> None:
 def _has_hooks(model: Any) -> bool:
     """Whether the model runs hooks other than ours and transformers' own, which stay installed."""
     every = (module._global_forward_hooks, module._global_forward_pre_hooks)
-    own = (y for x in model.modules() for y in (x._forward_hooks, x._forward_pre_hooks))
-    hooks = (hook for found in (*every, *own) for hook in found.values())
+    by_module = (y for x in model.modules() for y in (x._forward_hooks, x._forward_pre_hooks))
+    hooks = (hook for table in (*every, *by_module) for hook in table.values())
     ours, theirs = (before_forward, before_masks), "transformers.utils.output_capturing"
     return any(x not in ours and getattr(x, "__module__", "") != theirs for x in hooks)
 

@@ -45,7 +45,7 @@ def before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         )
     if cache.is_replayed or (torch.compiler.is_compiling() and cache.is_compileable):
         return None
-    return _checked(module, cache, args, kwargs)  # type: ignore[no-any-return]
+    return _prepare(module, cache, args, kwargs)  # type: ignore[no-any-return]
 
 
 def before_masks(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def before_masks(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 # Dynamo would treat numbers that change with every step as constants.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) -> _Inputs | None:
+def _prepare(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) -> _Inputs | None:
     name = "input_ids" if kwargs.get("inputs_embeds") is None else "inputs_embeds"
     kwargs = dict(kwargs)
     if args:
@@ -119,20 +119,20 @@ def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
                 last, real = flat.long().sum(dim=-1) - 1, flat[:, -1].bool()
                 _check_last(positions, last.expand(rows), real.expand(rows))
         return (), kwargs
-    seen = cache.packed_mask(rows, kwargs[name].device)
+    visible = cache.packed_mask(rows, kwargs[name].device)
     if mask is None:
-        mask = seen.new_ones(rows, cached + new)
-        mask[:, : seen.shape[1]] = seen
+        mask = visible.new_ones(rows, cached + new)
+        mask[:, : visible.shape[1]] = visible
         kwargs["attention_mask"] = mask
     elif flat is not None:
-        _check_hidden(flat, seen)
+        _check_hidden(flat, visible)
     elif positions is None:
         raise CacheError("A prepared mask of a batch needs position_ids. Pass a 2D mask, or none.")
     else:
         # It may also hide tokens since compression, so this is an upper bound of a row's position.
-        most = cached + new - 1 - cache.packed_padding(rows, positions.device)
+        highest = cached + new - 1 - cache.packed_padding(rows, positions.device)
         last = _last(positions)
-        _check_last(positions, torch.where(last > most, most, last))
+        _check_last(positions, torch.where(last > highest, highest, last))
         return (), kwargs
     expected = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -new:]
     if positions is None:
@@ -142,14 +142,14 @@ def _checked(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
     return (), kwargs
 
 
-def check_positions(given: int, covered: int) -> None:
+def check_positions(length: int, covered: int) -> None:
     """Raise `CacheError` unless mask or positions cover as many tokens as the cache.
 
     Both numbers count all tokens, including those of this step.
     """
-    if given != covered:
+    if length != covered:
         raise CacheError(
-            f"The model was given tokens up to position {given - 1}, but with them the cache "
+            f"The model was given tokens up to position {length - 1}, but with them the cache "
             f"covers {covered}. Pass the whole sequence, of which all but the new tokens are "
             f"cached, and a fresh cache (result.new_cache()) to start again."
         )
@@ -192,15 +192,15 @@ def _hides_nothing(mask: Any) -> bool:
     return full is None or (isinstance(mask, dict) and bool(full[..., -1, :].all()))
 
 
-def _check_hidden(mask: Tensor, seen: Tensor) -> None:
-    """Raise `CacheError` unless the 2D `mask` covers the packed tokens as `seen` does.
+def _check_hidden(mask: Tensor, visible: Tensor) -> None:
+    """Raise `CacheError` unless the 2D `mask` covers the packed tokens as `visible` does.
 
-    `seen` is bool [B or 1, packed]: False where a row is padded.
+    `visible` is bool [B or 1, packed]: False where a row is padded.
     """
-    covered, seen = mask[:, : seen.shape[1]].bool(), seen.to(mask.device)
-    if bool((covered == seen).all()):
+    covered, visible = mask[:, : visible.shape[1]].bool(), visible.to(mask.device)
+    if bool((covered == visible).all()):
         return
-    if bool((covered & ~seen).any()):
+    if bool((covered & ~visible).any()):
         raise CacheError(
             "The prompts of this batch have different lengths, and the attention mask does not "
             "hide the padding on their left. Use result.inputs, or leave the mask out."

@@ -55,11 +55,11 @@ def _refuse() -> NoReturn:
     )
 
 
-def check_alike(held: Any, new: Tensor) -> None:
-    """Raise `CacheError` unless states `new` [B, G, q, d] have the dtype and device of `held`."""
-    if (new.dtype, new.device) != (held.dtype, held.device):
+def check_alike(old: Any, new: Tensor) -> None:
+    """Raise `CacheError` unless states `new` [B, G, q, d] have the dtype and device of `old`."""
+    if (new.dtype, new.device) != (old.dtype, old.device):
         raise CacheError(
-            f"This cache is {held.dtype} on {held.device}, the model computes in {new.dtype} on "
+            f"This cache is {old.dtype} on {old.device}, the model computes in {new.dtype} on "
             f"{new.device}. Compress again after moving or converting the model, and under the "
             f"same autocast as generation."
         )
@@ -158,20 +158,20 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         self._keys, self._values = self.resized(batch, capacity, self._used)
         self.rows = self.rows_of(batch)
 
-    def resized(self, batch: int, capacity: int, used: int) -> tuple[Tensor, Tensor]:
-        """Zeros [B, G, capacity, d] for keys and for values, with the first `used` tokens copied.
+    def resized(self, batch: int, capacity: int, length: int) -> tuple[Tensor, Tensor]:
+        """Zeros [B, G, capacity, d] for keys and for values, with the first `length` tokens copied.
 
         Raises `CacheError` if `batch` is not a multiple of the continuations so far.
         """
         packed = self.packed.entries
-        times = repeats(self.batch if used else batch, batch, "continuations")
+        times = repeats(self.batch if length else batch, batch, "continuations")
         shape = (batch, packed.heads, capacity, packed.dim)
 
         def copied(old: Any) -> Tensor:
             buffer = torch.zeros(shape, dtype=packed.dtype, device=packed.device)
-            if old is not None and used:
+            if old is not None and length:
                 # `generate` repeats its own rows for beams and returned sequences, not the cache's.
-                buffer[:, :, :used] = old[:, :, :used].repeat_interleave(times, dim=0)
+                buffer[:, :, :length] = old[:, :, :length].repeat_interleave(times, dim=0)
             return buffer
 
         return copied(self._keys), copied(self._values)

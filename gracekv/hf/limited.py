@@ -141,9 +141,9 @@ class LimitedCache(GraceCache):
             return super().history
         first, keys = self._start.packed_length, self._start.packed.layers[-1].exact.keys
         # Removed tokens stay in `_read` until others are read.
-        seen = self.packed_length + self.grace_layers[0].tail_length - first
-        read = torch.tensor(self._read[:seen], dtype=torch.long, device="cpu")
-        return CutHistory(first, read, (*self._left,), keys)
+        count = self.packed_length + self.grace_layers[0].tail_length - first
+        tokens = torch.tensor(self._read[:count], dtype=torch.long, device="cpu")
+        return CutHistory(first, tokens, (*self._left,), keys)
 
     def _count(self) -> None:
         """Count the packed entries of each sequence in all layers and heads."""
@@ -162,11 +162,11 @@ class LimitedCache(GraceCache):
         if self._scores is None and not self._strategy.keep_prompt:
             why = "the packed entries have no scores by which they could be cut"
         elif not self._strategy.keep_prompt:
-            counted = [ragged.offsets(own.isinf().long().cpu()) for own in self._scores or ()]
+            counted = [ragged.offsets(layer.isinf().long().cpu()) for layer in self._scores or ()]
             each_layer = zip(counted, self.grace_layers, strict=True)
             stays = self._sums([n[x.packed.entries.exact.offsets].diff() for n, x in each_layer])
             why = "the part of the prompt that was not compressed stays"
-        every, each = self.limit.every, [-(-own // units) + self.limit.window for own in stays]
+        every, each = self.limit.every, [-(-count // units) + self.limit.window for count in stays]
         lengths = [self.packed_length + 1 - hidden for hidden in self.padding]
         sizes = list(zip(map(self._target, lengths), lengths, each, strict=True))
         if self._strategy.name != "none" and any(has < units * x for has, _, x in sizes):
@@ -191,20 +191,20 @@ class LimitedCache(GraceCache):
         Raises `CacheError` for more tokens than an interval, and for a mask of another shape.
         """
         first, new = self.grace_layers[0], tokens.shape[1]
-        used = first.tail_length
-        room = self._room(used + new)
-        known = sys.maxsize if self._known is None else self._known
-        far = self._reach + used + new > known and self._strategy.name != "none"
-        if far or (used + new > room and (used or self._carried is not None)):
-            self._cut(mask, min(known // 2, known - new) if far else None)
-            used, room = 0, self._room(new)
-        if self._reach + used + new > known:
+        cached = first.tail_length
+        room = self._room(cached + new)
+        bound = sys.maxsize if self._known is None else self._known
+        far = self._reach + cached + new > bound and self._strategy.name != "none"
+        if far or (cached + new > room and (cached or self._carried is not None)):
+            self._cut(mask, min(bound // 2, bound - new) if far else None)
+            cached, room = 0, self._room(new)
+        if self._reach + cached + new > bound:
             raise CacheError(
                 f"A head holds {self._reach} entries, and with {new} more tokens the first of them "
-                f"would lie beyond the {known} positions that the model supports. Use a smaller "
+                f"would lie beyond the {bound} positions that the model supports. Use a smaller "
                 f"limit."
             )
-        if used + new > room:
+        if cached + new > room:
             raise CacheError(
                 f"A step of {new} tokens exceeds the limit, which has room for {room} after a cut. "
                 f"Feed at most {self.limit.every} tokens a step: model.generate(..., "
@@ -212,11 +212,11 @@ class LimitedCache(GraceCache):
             )
         for layer in self.grace_layers:
             layer.places = room
-        tail = self._units * first.batch * (used + new)
+        tail = self._units * first.batch * (cached + new)
         self._most = max(self._most, sum(self._each) + tail)
         if self.limit.history:
             # Tokens that were removed are read again.
-            del self._read[self.packed_length + used - self._start.packed_length :]
+            del self._read[self.packed_length + cached - self._start.packed_length :]
             self._read += tokens[0].tolist() if tokens.ndim == 2 else [-1] * new
 
     def _room(self, tail: int) -> int:
@@ -238,43 +238,43 @@ class LimitedCache(GraceCache):
         first, strategy = self.grace_layers[0], self._strategy
         rows, packed = first.batch, self.packed_length
         length, device = packed + first.tail_length, first.packed.entries.device
-        seen = torch.ones(rows, length, dtype=torch.bool, device=device)
-        seen[:, :packed] = self.packed_mask(rows, device)
+        visible = torch.ones(rows, length, dtype=torch.bool, device=device)
+        visible[:, :packed] = self.packed_mask(rows, device)
         if mask is not None:
             # There are several rows for each of ours if samples or beams begin with this step.
             each = max(1, len(mask) // rows)
-            seen[:, packed:] = mask[::each, packed:length].bool()
+            visible[:, packed:] = mask[::each, packed:length].bool()
         entries: list[list[RaggedEntries]] = [[] for _ in self.grace_layers]
         carried: list[list[Tensor]] = [[] for _ in self.grace_layers]
         places: list[list[Tensor]] = [[] for _ in self.grace_layers]
         with full_float32():
             for row in range(rows):
-                own_length = int(seen[row].sum())
+                own_length = int(visible[row].sum())
                 ropes = self._rotations(own_length)
-                held = partial(self._held, row, seen[row], ropes)
+                layer_state = partial(self._layer, row, visible[row], ropes)
                 target, window = self._target(own_length), self.limit.window
-                kept, scores = kept_entries(len(entries), held, strategy, target, window)
-                for number, (own, score) in enumerate(zip(kept, scores, strict=True)):
-                    layer = held(number)
-                    made = packed_entries(layer, own, strategy)
+                masks, scores = kept_entries(len(entries), layer_state, strategy, target, window)
+                for number, (stays, score) in enumerate(zip(masks, scores, strict=True)):
+                    layer = layer_state(number)
+                    result = packed_entries(layer, stays, strategy)
                     if layer.places is not None:
-                        moved = replace(made, positions=layer.places[own].int())
+                        by_place = replace(result, positions=layer.places[stays].int())
                         if within is not None:
-                            moved = closed(moved, layer.now, ropes[number], within)
-                        places[number].append(moved.positions)
-                        made = replace(moved, positions=made.positions)
-                    entries[number].append(made)
-                    carried[number].append(score[own].float())
+                            by_place = closed(by_place, layer.now, ropes[number], within)
+                        places[number].append(by_place.positions)
+                        result = replace(by_place, positions=result.positions)
+                    entries[number].append(result)
+                    carried[number].append(score[stays].float())
         # After an error from here on, `mark` goes back to the packed prompts.
         self.cuts += 1
-        self.padding = tuple((~seen).sum(dim=1).tolist())
-        self._seen = seen if any(self.padding) else None
+        self.padding = tuple((~visible).sum(dim=1).tolist())
+        self._seen = visible if any(self.padding) else None
         self._carried = [torch.cat(parts) for parts in carried]
         if self._places is not None:
             self._places = [torch.cat(parts) for parts in places]
         self._reach += first.tail_length
         if within is not None:
-            self._reach = max(within, *(int(x.lengths.max()) for own in entries for x in own))
+            self._reach = max(within, *(int(x.lengths.max()) for parts in entries for x in parts))
         for layer, parts in zip(self.grace_layers, entries, strict=True):
             backend, joined = layer.packed.backend, RaggedEntries.stack(parts)
             layer.place(PackedLayer(joined, backend.prepare(joined), backend, length))
@@ -283,31 +283,31 @@ class LimitedCache(GraceCache):
             positions = [x.packed.entries.index()[1].cpu() for x in self.grace_layers]
             self._left.append(torch.cat(positions).bincount(minlength=length).int())
 
-    def _held(self, row: int, seen: Tensor, ropes: Sequence[Rope], number: int) -> HeldLayer:
-        """Layer `number` of one row; `seen` bool [length] is False for padding.
+    def _layer(self, row: int, visible: Tensor, ropes: Sequence[Rope], number: int) -> HeldLayer:
+        """Layer `number` of one row; `visible` bool [length] is False for padding.
 
         Positions in the tail count the tokens that are seen.
         """
         layer, packed, first = self.grace_layers[number], self.packed_length, self._start
-        seen = seen.to(layer.packed.entries.device)
+        visible = visible.to(layer.packed.entries.device)
         # In a padded row, fewer positions belong to the prompt.
-        place = seen.cumsum(0) - 1
+        place = visible.cumsum(0) - 1
         prompt, now = (torch.stack([place[first.packed_length - 1], place[-1]]) + 1).tolist()
-        known = None if self._carried is None else self._carried[number]
+        scores = None if self._carried is None else self._carried[number]
         at = None if self._places is None else self._places[number]
-        keys, values, positions, mass, carried, places = layer.held(row, known, at)
+        keys, values, positions, mass, carried, places = layer.row_state(row, scores, at)
         new = slice(positions.shape[1] - layer.tail_length, None)
         positions[:, new] = place[packed:]
         if places is not None:
             places[:, new] = place[packed:]
-        mass[:, new].masked_fill_(~seen[packed:], -torch.inf)
-        asked, at = layer.asked(row)
-        shown, (scale, softcap, sinks) = seen[packed + at], layer.how
-        asked = (asked[:, shown].float() * scale).unflatten(0, (len(keys), -1))
-        rope = ropes[number].moved(place[packed + at[shown]], now)
-        moved = rope.rotate(asked, torch.arange(asked.shape[2]))
-        if moved.shape[2]:
+        mass[:, new].masked_fill_(~visible[packed:], -torch.inf)
+        queries, at = layer.row_queries(row)
+        rows, (scale, softcap, sinks) = visible[packed + at], layer.how
+        queries = (queries[:, rows].float() * scale).unflatten(0, (len(keys), -1))
+        rope = ropes[number].moved(place[packed + at[rows]], now)
+        rotated = rope.rotate(queries, torch.arange(queries.shape[2]))
+        if rotated.shape[2]:
             # Entries with a score of inf must stay only until there are queries.
             carried.nan_to_num_(posinf=0.0)
         facts = prompt, now, softcap, sinks, places
-        return HeldLayer(number, keys, values, mass, positions, asked, moved, carried, *facts)
+        return HeldLayer(number, keys, values, mass, positions, queries, rotated, carried, *facts)

@@ -52,7 +52,7 @@ class LimitedLayer(GraceLayer):
         # Oldest place of the tail whose query is still recorded; `crop` lowers `_used`.
         self._oldest = max(min(self._oldest, self._used - take), self._used - self._queries)
 
-    def asked(self, row: int) -> tuple[Tensor, Tensor]:
+    def row_queries(self, row: int) -> tuple[Tensor, Tensor]:
         """The recorded queries [H, Q, d] of a row, and their places in the tail [Q]."""
         entries: Any = self.packed.entries
         keys = entries.keys
@@ -61,7 +61,7 @@ class LimitedLayer(GraceLayer):
             return keys.new_zeros(entries.heads, 0, keys.shape[1]), places[:0]
         return self._asked[row][:, places % self._queries], places
 
-    def held(self, row: int, carried: Tensor | None, places: Tensor | None) -> tuple[Any, ...]:
+    def row_state(self, row: int, carried: Tensor | None, places: Tensor | None) -> tuple[Any, ...]:
         """Keys, values [G, N, d], positions, log m, scores and `places` [G, N] of a row's entries.
 
         The packed part comes first, padded with log m = -inf, then the tail, with 0 in all but keys
@@ -69,23 +69,23 @@ class LimitedLayer(GraceLayer):
         part; None means scores of 0, or no `places`.
         """
         packed: Any = self.packed.entries
-        heads, used = packed.heads, self._used
+        heads, new = packed.heads, self._used
         of_row, each = self.rows_of(self.batch), self.batch // packed.sequences
         at = heads * (row // each if of_row is None else int(of_row[row]))
         starts = packed.offsets[at : at + heads + 1].tolist()
         counts = [end - start for start, end in itertools.pairwise(starts)]
         # oneDNN compiles a kernel per shape, so widths are rounded up for cuts to share them.
-        width = -(-(max(counts) + used) // _PLACES) * _PLACES - used
+        width = -(-(max(counts) + new) // _PLACES) * _PLACES - new
 
         def padded(rows: Tensor, tail: Any, nothing: float = 0.0) -> Tensor:
-            own = rows.new_empty(heads, width + used, *rows.shape[1:])
-            for part, start, count in zip(own, starts, counts, strict=False):
+            buffer = rows.new_empty(heads, width + new, *rows.shape[1:])
+            for part, start, count in zip(buffer, starts, counts, strict=False):
                 part[:count] = rows[start : start + count]
                 part[count:width] = nothing
-            own[:, width:] = tail
-            return own
+            buffer[:, width:] = tail
+            return buffer
 
-        keys, values = (x[row] for x in self._tail(used)) if used else (0.0, 0.0)
+        keys, values = (x[row] for x in self._tail(new)) if new else (0.0, 0.0)
         mass = packed.log_multiplicity
         return (
             padded(packed.keys, keys),

@@ -109,20 +109,20 @@ def _checked_model(
     path: Path, header: Mapping[str, Any], model: Any, tokenizer: Any
 ) -> Mapping[str, str]:
     """The facts of file, model and tokenizer together; raises unless they agree."""
-    saved, now = header.get("model"), fingerprint(model, tokenizer)
+    saved, current = header.get("model"), fingerprint(model, tokenizer)
     if not isinstance(saved, dict) or _MARKS - saved.keys():
         raise SavedCacheError(
             f"The header of {path} does not name its model, weights and adapters, as in files of "
             f"earlier versions. {AGAIN}"
         )
-    if other := differences(saved, now):
+    if other := differences(saved, current):
         raise SavedCacheError(
             f"{path} was saved from {saved['model_class']} {saved.get('model_name', '')!r}; its "
             f"{', '.join(other)} differ from those of the model or tokenizer given. Load it with "
             f"the same weights in the same dtype, and the tokenizer that made its ids."
         )
     # The file may have facts that are unknown here, such as a tokenizer's if none was given.
-    return {**saved, **now}
+    return {**saved, **current}
 
 
 def _prompts(
@@ -130,30 +130,30 @@ def _prompts(
     tensors: Mapping[str, Tensor],
     packed: CompressedCache,
     tokenizer: Any,
-    made: Mapping[str, Any],
+    origin: Mapping[str, Any],
 ) -> tuple[list[Prompt], list[Run]]:
     """The prompts, whose lengths are checked against the entries, and their runs."""
     facts = header["prompts"]
     prompts = [saved_prompt(x, tensors[f"prompts.{n}.ids"], tokenizer) for n, x in enumerate(facts)]
     lengths = [packed.length - padding + 1 for padding in packed.padding]
-    if [one.without_tail().spans.length for one in prompts] != lengths:
+    if [prompt.without_tail().spans.length for prompt in prompts] != lengths:
         raise PromptError(f"the parts of the prompts that were read do not have lengths {lengths}")
     if type(header["batch"]) is not bool or not (header["batch"] or len(prompts) == 1):
         raise ConfigError(f"batch is {header['batch']!r} for {len(prompts)} prompts")
-    return prompts, [saved_run(one, packed.sequence(n), made) for n, one in enumerate(facts)]
+    return prompts, [saved_run(fact, packed.sequence(n), origin) for n, fact in enumerate(facts)]
 
 
 def _check_entries(prompt: Prompt, run: Run, vocabulary: int) -> None:
     """Raise `ShapeError` unless the accounting matches the entries and ids are in range."""
-    spans, kept, packed = prompt.without_tail().spans, run.accounting, run.cache
+    spans, saved, packed = prompt.without_tail().spans, run.accounting, run.cache
     # Prefix and suffix, except the last token, which is fed again and has no entry.
     uncompressed = spans.length - 1 - spans.context_length
-    others, widths = bytes_by_kind(packed.other_layers), WidthShare.of(packed)
-    counted = kept.spent, kept.bytes, dict(kept.other_bytes), kept.widths
-    held = int(kept.entries.sum()), packed.kv_bytes, others, widths
+    other_bytes, widths = bytes_by_kind(packed.other_layers), WidthShare.of(packed)
+    counted = saved.spent, saved.bytes, dict(saved.other_bytes), saved.widths
+    real = int(saved.entries.sum()), packed.kv_bytes, other_bytes, widths
     # If the context ends the prompt, not every head need have kept its last token.
     ends = spans.context_end == spans.length
-    if counted != held or not (ends or torch.equal(packed.entries() - uncompressed, kept.entries)):
+    if counted != real or not (ends or torch.equal(packed.entries() - uncompressed, saved.entries)):
         raise ShapeError("the accounting does not match the entries that the cache holds")
     if bool(((prompt.ids < 0) | (prompt.ids >= vocabulary)).any()):
         raise ShapeError(f"token ids are not from 0 to {vocabulary - 1}")
@@ -179,19 +179,19 @@ def saved_prompt(facts: Mapping[str, Any], ids: Tensor, tokenizer: Any) -> Promp
     return Prompt(ids, _made_of(PromptSpans, facts["spans"]), None, tokenizer, **written)
 
 
-def saved_run(facts: Mapping[str, Any], packed: CompressedCache, made: Mapping[str, Any]) -> Run:
+def saved_run(facts: Mapping[str, Any], packed: CompressedCache, origin: Mapping[str, Any]) -> Run:
     """The run that a file's `facts` describe, with its entries and the model's fingerprint.
 
     Raises as `saved_prompt` does.
     """
-    kept = dict(facts["accounting"])
-    if "kept_bytes" in kept:  # its name in files of 0.2
-        kept["other_bytes"] = kept.pop("kept_bytes")
-    kept["entries"] = torch.tensor(kept["entries"])
-    kept["widths"] = tuple(_made_of(WidthShare, share) for share in kept["widths"])
-    accounting = _made_of(Accounting, kept)
+    account = dict(facts["accounting"])
+    if "kept_bytes" in account:  # its name in files of 0.2
+        account["other_bytes"] = account.pop("kept_bytes")
+    account["entries"] = torch.tensor(account["entries"])
+    account["widths"] = tuple(_made_of(WidthShare, share) for share in account["widths"])
+    accounting = _made_of(Accounting, account)
     timings = _made_of(Timings, facts["timings"])
-    return Run(_made_of(BudgetPlan, facts["plan"]), packed, accounting, timings, made)
+    return Run(_made_of(BudgetPlan, facts["plan"]), packed, accounting, timings, origin)
 
 
 def _made_of(cls: Any, data: Mapping[str, Any]) -> Any:

@@ -38,13 +38,13 @@ class PackedLayer:
         readers = {spec: backend.resolve(spec) for spec in dict.fromkeys(specs)}
         for spec, reader in readers.items():
             reader.require(spec)
-        made: list[Self] = []
+        result: list[Self] = []
         pairs = zip(specs, layers, strict=True)
         for (reader, _), group in itertools.groupby(pairs, lambda x: (readers[x[0]], x[0].device)):
             alike = [entries for _, entries in group]
             prepared = reader.prepare_all(alike)
-            made += [cls(x, y, reader, length) for x, y in zip(alike, prepared, strict=True)]
-        return made
+            result += [cls(x, y, reader, length) for x, y in zip(alike, prepared, strict=True)]
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayer:
         # Users fork a conversation by `copy.deepcopy(cache)`; only the tail need be copied.
@@ -55,14 +55,14 @@ class PackedLayer:
         raise CacheError("Caches cannot be pickled; use result.save and gracekv.load(path, model).")
 
 
-def repeats(known: int, rows: int, kind: str = "prompts") -> int:
-    """How often each of the `known` rows of a cache is repeated to make `rows`.
+def repeats(cached: int, rows: int, kind: str = "prompts") -> int:
+    """How often each of the `cached` rows of a cache is repeated to make `rows`.
 
-    Raises `CacheError` if `rows` is not a multiple of `known`; `kind` names the rows in it.
+    Raises `CacheError` if `rows` is not a multiple of `cached`; `kind` names the rows in it.
     """
-    if rows % known:
+    if rows % cached:
         raise CacheError(
-            f"The cache holds {known} {kind}, the model was given {rows} rows. Use a multiple of "
-            f"{known} rows, or call cache.batch_select_indices first."
+            f"The cache holds {cached} {kind}, the model was given {rows} rows. Use a multiple of "
+            f"{cached} rows, or call cache.batch_select_indices first."
         )
-    return rows // known
+    return rows // cached

@@ -85,8 +85,8 @@ class Reading:
         self.layers, self.device = compressed_layers(model), input_device(model)
         self.observations = Observations(needs.observers, len(self.layers), prompt.spans)
         self.record = Recorder(self.observations, held, self.layers)
-        before, seen = ((), 0) if past is None else (past.other_layers, past.length)
-        self.others, self._clock = StockLayers(model, before, seen), Clock[str]()
+        past_layers, past_length = ((), 0) if past is None else (past.other_layers, past.length)
+        self.others, self._clock = StockLayers(model, past_layers, past_length), Clock[str]()
         length, start = prompt.spans.length, prompt.spans.past
         self._total, edges = length - start, self.others.edges(start, length, size)
         self._chunks = [Region(*pair) for pair in itertools.pairwise(edges)]
@@ -98,18 +98,18 @@ class Reading:
     @property
     def seconds(self) -> Mapping[str | Observer, float]:
         """Wall seconds so far, of the model's forward ("prefill") and of each observer."""
-        seen = self.observations.seconds
+        times = self.observations.seconds
         # These run inside the model's forward.
-        inside = sum(took for x, took in seen.items() if isinstance(x, LayerObserver))
-        return {"prefill": self._clock.seconds()["prefill"] - inside} | seen
+        inside = sum(took for x, took in times.items() if isinstance(x, LayerObserver))
+        return {"prefill": self._clock.seconds()["prefill"] - inside} | times
 
     def by_chunks(self) -> Tensor:
         """Capture all layers in `record`; returns the last logits [V]."""
         output: Any = None
-        with self._patched():
+        with self._patch():
             for chunk in self._chunks:
                 self._begin(chunk)
-                output = self._timed(partial(self._forward, chunk))
+                output = self._time(partial(self._forward, chunk))
                 self.others.read(self.prompt.spans.length - chunk.end)
                 self._finish(chunk)
                 self._tell(chunk.end - self.prompt.spans.past)
@@ -135,7 +135,7 @@ class Reading:
 
         runs: list[Any] = []
         # An error also ends the paused forwards.
-        with self._patched(), hooked() as hooks, undone(runs.clear):
+        with self._patch(), hooked() as hooks, undone(runs.clear):
             for number, block in enumerate(blocks):
                 # Before the recorder's hooks, which belong to the chunk that resumes.
                 hook = own_thread(partial(pause, number))
@@ -144,23 +144,23 @@ class Reading:
             for chunk, run in zip(self._chunks, runs, strict=True):
                 run.gr_context = copy_context()
                 self._begin(chunk)
-                before = _settings()
+                settings = _settings()
                 with self.others.beginning(chunk.start - self.prompt.spans.past):
-                    reached = self._timed(run.switch)
+                    reached = self._time(run.switch)
                 # Forwards end in the order in which they began, and each would restore the settings
                 # that it found.
-                self._check_order(reached if len(runs) == 1 or _settings() == before else None, 0)
+                self._check_order(reached if len(runs) == 1 or _settings() == settings else None, 0)
             for number in range(len(blocks)):
-                done = 0
+                tokens = 0
                 for chunk, run in zip(self._chunks, runs, strict=True):
                     self._begin(chunk)
-                    reached = self._timed(run.switch)
+                    reached = self._time(run.switch)
                     self.others.read(self.prompt.spans.length - chunk.end, number)
                     self._check_order(len(blocks) if run.dead else reached, number + 1)
                     if run.dead:
                         self._finish(chunk)
-                    done += chunk.length
-                    self._tell((number * self._total + done) // len(blocks))
+                    tokens += chunk.length
+                    self._tell((number * self._total + tokens) // len(blocks))
                 if number in index:
                     each(index[number])
 
@@ -173,12 +173,12 @@ class Reading:
                 f"CaptureOptions(stream=False)."
             )
 
-    def _tell(self, done: int) -> None:
+    def _tell(self, tokens: int) -> None:
         if self._progress is not None:
             past = 0 if self._past is None else self._past.length
-            self._progress(past + done, past + self._total)
+            self._progress(past + tokens, past + self._total)
 
-    def _timed(self, run: Callable[[], Any]) -> Any:
+    def _time(self, run: Callable[[], Any]) -> Any:
         with self._clock.time("prefill", self.device):
             return run()
 
@@ -208,16 +208,16 @@ class Reading:
             self.observations.add_final(FinalRun(chunk.start, rows, following, head, size, cap))
 
     @contextmanager
-    def _patched(self) -> Iterator[None]:
+    def _patch(self) -> Iterator[None]:
         """Inside, the model records keys, values and queries; it is restored afterwards."""
         model, past, start = self.model, self._past, self.prompt.spans.past
         turned: AbstractContextManager[None] = nullcontext()
         if self._in_parts and has_rope(model):
-            whole = self._places
+            places = self._places
             if past is not None:
-                whole = torch.where(whole < start, whole, whole - start + past.length)
-            every = rotary_positions(model, whole)
-            turned = rotations(model.get_decoder(), lambda own, x: own(x, every.to(x.device)))
+                places = torch.where(places < start, places, places - start + past.length)
+            every = rotary_positions(model, places)
+            turned = rotations(model.get_decoder(), lambda rope, x: rope(x, every.to(x.device)))
         with patched_attention(model, self.record.attend), self.record.hooks(model), turned:
             if past is not None:
                 self.record.follow(past, _rotation(model, past, self._places[:, :start]))

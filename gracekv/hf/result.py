@@ -307,10 +307,10 @@ def ask_ids(
         check_room(model, prompt, len(rows[-1]), max_new_tokens, limit)
     # Padding between context and question would take up sliding windows.
     apart = result.packed.other_layers and len({len(row) for row in rows}) > 1
-    asked = [[row] for row in rows] if apart else [rows]
+    batches = [[row] for row in rows] if apart else [rows]
     answers = [
         continue_ids(model, some, result.new_cache(limit), tokenizer, max_new_tokens, options)
-        for some in asked
+        for some in batches
     ]
-    answered = [row for answer in answers for row in answer]
-    return pad_sequence(answered, batch_first=True, padding_value=padding_id(model, tokenizer))
+    outputs = [row for answer in answers for row in answer]
+    return pad_sequence(outputs, batch_first=True, padding_value=padding_id(model, tokenizer))

@@ -36,17 +36,17 @@ class StaticGraceLayer(GraceLayer):
 
     def __init__(self, source: GraceLayer, rows: int, capacity: int) -> None:
         super().__init__(source.packed)
-        used = source.tail_length
-        if capacity < max(used, 1):
+        tail = source.tail_length
+        if capacity < max(tail, 1):
             raise CacheError(
-                f"A static tail must hold the {used} tokens of the tail so far, and at least one; "
+                f"A static tail must hold the {tail} tokens of the tail so far, and at least one; "
                 f"got capacity={capacity}."
             )
         # Normal tensors can be written both inside and outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            self._keys, self._values = source.resized(rows, capacity, used)
+            self._keys, self._values = source.resized(rows, capacity, tail)
             self.rows = source.rows_of(rows)
-            self.length = torch.full((rows,), used, device=self._keys.device)
+            self.length = torch.full((rows,), tail, device=self._keys.device)
         self.capacity = capacity
         if not torch.compiler.is_compiling():
             # Others would be copied in every step of a compiled model with CUDA graphs.

@@ -90,17 +90,17 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
             )
         texts = {name: options.pop(name) for name in _PROMPT if name in options}
         compression = {name: options.pop(name) for name in _COMPRESSION if name in options}
-        questions, found = inputs["questions"], []
-        for asked in [questions] if reuse else [[one] for one in questions]:
-            texts |= {"context": inputs["context"], "question": "" if reuse else asked[0]}
+        questions, records = inputs["questions"], []
+        for batch in [questions] if reuse else [[one] for one in questions]:
+            texts |= {"context": inputs["context"], "question": "" if reuse else batch[0]}
             result = compress(self.model, Prompt.from_chat(self.tokenizer, **texts), **compression)
-            answers = result.ask(asked, **options) if reuse else [result.generate(**options)]
-            kept = result.accounting
-            sizes = {"budget": kept.budget, "spent": kept.spent}
-            sizes |= {"kv_bytes": kept.bytes, "full_bytes": kept.full_bytes}
-            both = zip(asked, answers, strict=True)
-            found += [{"question": x, "answer": answer, **sizes} for x, answer in both]
-        return found
+            answers = result.ask(batch, **options) if reuse else [result.generate(**options)]
+            account = result.accounting
+            sizes = {"budget": account.budget, "spent": account.spent}
+            sizes |= {"kv_bytes": account.bytes, "full_bytes": account.full_bytes}
+            both = zip(batch, answers, strict=True)
+            records += [{"question": x, "answer": answer, **sizes} for x, answer in both]
+        return records
 
     def preprocess(self, inputs: Any, **_: Any) -> Any:
         """Returns `inputs`: `_forward` renders the prompts and returns the answers."""

@@ -1,4 +1,4 @@
-"""`compare`: the stages that need all layers at once, and `auctioned`: which entries are bought."""
+"""`run_across_layers`: stages that need all layers at once; `run_auction`: what is bought."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Frontier, Quota, Selection, upper_bound
 from gracekv.allocate.budget import EntryBytes
-from gracekv.allocate.top_tokens import check_finite, entry_gains, top_tokens
+from gracekv.allocate.top_tokens import check_scores, entry_gains, top_tokens
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import ShapeError
 from gracekv.pipeline.composition import Composition
@@ -24,8 +24,8 @@ from gracekv.value.column_sums import ReceivedAttention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Compared:
-    """The result of `compare`.
+class AcrossLayers:
+    """The result of `run_across_layers`.
 
     Attributes:
         relevance: token scores and head sensitivity of all layers.
@@ -51,9 +51,9 @@ class Compared:
 _Stage = Callable[[str], AbstractContextManager[None]]
 
 
-def compare(
+def run_across_layers(
     pipe: Composition, plan: BudgetPlan, prefill: Prefill, stage: _Stage
-) -> tuple[Prefill, Compared]:
+) -> tuple[Prefill, AcrossLayers]:
     """Segment, score and grow trees, over all layers.
 
     Args:
@@ -74,12 +74,12 @@ def compare(
         sizes = [prefill.layers, prefill.kv_heads, region.length]
         _expect(pipe.value, "scores [L, G, N] =", [*scored.scores.shape], sizes)
         _expect(pipe.sensitivity, "weights [L, G] =", [*relevance.sensitivity.shape], sizes[:2])
-        check_finite(relevance.scores, relevance.sensitivity, signed=False)
+        check_scores(relevance.scores, relevance.sensitivity, signed=False)
         sums = prefill.observation(ReceivedAttention()) if pipe.quota.uses_column_sums else None
-        found = Compared(relevance, partition, received=sums)
-        found = replace(found, quota=found.quota_of(pipe.quota, plan))
+        across = AcrossLayers(relevance, partition, received=sums)
+        across = replace(across, quota=across.quota_of(pipe.quota, plan))
     if pipe.selects_tokens(partition):
-        return prefill.without(BlockInput), found
+        return prefill.without(BlockInput), across
     with stage("tree"):
         curvature = partition.curvature
         if curvature is None and pipe.refine.uses_curvature:
@@ -87,12 +87,12 @@ def compare(
         # Drop the inputs of blocks, which frees them unless the caller also holds the prefill.
         prefill = prefill.without(BlockInput)
         candidates = pipe.floor.candidates(relevance.scores, plan, prefill.shard)
-        own = (relevance.scores, relevance.seed_scores, relevance.sensitivity)
-        context = TreeContext(prefill, partition, *own, pipe.prototype, candidates, curvature)
+        facts = (relevance.scores, relevance.seed_scores, relevance.sensitivity)
+        context = TreeContext(prefill, partition, *facts, pipe.prototype, candidates, curvature)
         prunes = pipe.prune and pipe.allocate.prunable and not pipe.certify
-        limit = plan.base if prunes and found.quota is None else None
+        limit = plan.base if prunes and across.quota is None else None
         forest = build_forest(context, pipe.distortion, pipe.refine, limit)
-    return prefill, replace(found, forest=forest, candidates=candidates)
+    return prefill, replace(across, forest=forest, candidates=candidates)
 
 
 def _expect(strategy: object, name: str, got: object, want: object) -> None:
@@ -121,10 +121,10 @@ class AuctionResult:
     widths: Tensor | None = None
 
 
-def auctioned(
+def run_auction(
     pipe: Composition,
     info: CaptureInfo,
-    compared: Compared,
+    compared: AcrossLayers,
     plan: BudgetPlan,
     costs: EntryBytes | None,
 ) -> AuctionResult:
@@ -192,20 +192,20 @@ def within_bytes(
 
     # A total of `low` entries leaves `spare` bytes, one of `high` exceeds the limit by `excess`.
     low, high = plan.layers * plan.heads * plan.recent, plan.total
-    left, largest = attempt(high)
-    if left >= 0:
+    rest, largest = attempt(high)
+    if rest >= 0:
         return largest
-    spare, excess = limit - low * costs.exact, -left
+    spare, excess = limit - low * costs.exact, -rest
     best: AuctionResult | None = None
     halve = False
     while high - low > 1:
         guess = low + max(1, (high - low) * spare // (spare + excess))
         middle = (low + high) // 2 if halve else min(guess, high - 1)
-        left, result = attempt(middle)
-        if left >= 0:
-            low, spare, best = middle, left, result
+        rest, result = attempt(middle)
+        if rest >= 0:
+            low, spare, best = middle, rest, result
         else:
-            high, excess = middle, -left
+            high, excess = middle, -rest
         halve = not halve
     return attempt(low)[1] if best is None else best
 

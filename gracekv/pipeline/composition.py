@@ -83,11 +83,11 @@ class Composition(Configurable):
         `UnknownStrategyError` for an unknown recipe or strategy.
         """
         if isinstance(data, Mapping):
-            own = {**recipes.PAPER, **recipes.find(base).pipeline}
+            recipe = {**recipes.PAPER, **recipes.find(base).pipeline}
             parts = [x for x in ("window", "prototype") if isinstance(data.get(x), Mapping)]
-            before = {x: own.get(x, {}) for x in parts}
-            plain = {k: x if isinstance(x, Mapping) else x.to_dict() for k, x in before.items()}
-            data = {**own, **data, **{x: {**plain[x], **data[x]} for x in parts}}
+            old = {x: recipe.get(x, {}) for x in parts}
+            plain = {k: x if isinstance(x, Mapping) else x.to_dict() for k, x in old.items()}
+            data = {**recipe, **data, **{x: {**plain[x], **data[x]} for x in parts}}
         return super().from_dict(data)
 
     @classmethod

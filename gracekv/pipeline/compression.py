@@ -18,15 +18,15 @@ from torch import Tensor
 
 from gracekv.allocate import Budget, BudgetPlan
 from gracekv.allocate.budget import EntryBytes
-from gracekv.allocate.top_tokens import candidates, check_finite, entry_gains
+from gracekv.allocate.top_tokens import candidates, check_scores, entry_gains
 from gracekv.cache import CompressedCache, LayerToPack, RaggedCache, RaggedEntries, Timings
 from gracekv.cache.pool import EntryPool
 from gracekv.distributed.sharding import check_works_sharded
 from gracekv.fit import NoFit
 from gracekv.fit.base import check_dtype, value_change
-from gracekv.pipeline.comparison import AuctionResult, Compared, auctioned, compare
+from gracekv.pipeline.comparison import AcrossLayers, AuctionResult, run_across_layers, run_auction
 from gracekv.pipeline.composition import Composition
-from gracekv.pipeline.run import Run, accounted
+from gracekv.pipeline.run import Run, account
 from gracekv.precision.base import EXACT, AllocatingPrecision
 from gracekv.prefill import CaptureInfo, LayerCapture, Needs, Prefill, Region
 from gracekv.prefill.layer_state import LayerState
@@ -59,7 +59,7 @@ class Compression:
         self._whole: list[RaggedEntries] = []
         self._pool: EntryPool | None = None
         self._info: Any = None
-        self._compared: Compared | None = None
+        self._compared: AcrossLayers | None = None
 
     def run(self, prefill: Prefill) -> Run:
         """Compress a prefill, which holds all layers.
@@ -74,7 +74,7 @@ class Compression:
                 prefill = prefill.with_observations(needs.observers)
             if pipe.holds_all(self._plan, info.entry_bytes) is not None:
                 stage = partial(self._stage, device=info.device)
-                prefill, self._compared = compare(pipe, self._plan, prefill, stage)
+                prefill, self._compared = run_across_layers(pipe, self._plan, prefill, stage)
             else:
                 with self._stage("value", info.device):
                     asked.append(pipe.value.asks(prefill, self._region(info), self._memory))
@@ -83,11 +83,11 @@ class Compression:
                 prefill = prefill.with_queries(torch.cat([*asked, pipe.precision.asks(info.spans)]))
         for capture in prefill:
             self.layer(capture)
-        known = prefill.other_layers, seconds_by_stage(prefill.seconds, needs), prefill.fingerprint
+        facts = prefill.other_layers, seconds_by_stage(prefill.seconds, needs), prefill.fingerprint
         # A pool holds the kept entries, so the other keys and values are no longer needed.
-        held = prefill if self._pool is None else None
+        source = prefill if self._pool is None else None
         del capture, prefill
-        return self.finish(*known, held)
+        return self.finish(*facts, source)
 
     def layer(self, capture: LayerCapture) -> None:
         """Score a layer, record what later stages need of it, and keep its best entries."""
@@ -123,7 +123,7 @@ class Compression:
 
     def finish(
         self,
-        others: tuple[LayerState, ...],
+        other_layers: tuple[LayerState, ...],
         seconds: Mapping[str, float],
         fingerprint: Mapping[str, Any],
         prefill: Prefill | None = None,
@@ -131,7 +131,7 @@ class Compression:
         """Choose and store the entries, after the last layer.
 
         Args:
-            others: states of the layers that are not compressed.
+            other_layers: states of the layers that are not compressed.
             seconds: seconds of the capture, by stage of `Timings`.
             fingerprint: identifies the model and the tokenizer.
             prefill: all layers, if they are in memory.
@@ -142,45 +142,45 @@ class Compression:
         exact_only = isinstance(pipe.precision, AllocatingPrecision) and plan.bytes is None
         coded = None if exact_only else costs
         if self._whole:
-            stored = self._stored_whole().with_other_layers(others)
-            account = accounted(info, plan, stored, None, coded)
+            stored = self._stored_whole().with_other_layers(other_layers)
+            accounting = account(info, plan, stored, None, coded)
             timings = Timings(**seconds, **self._clock.seconds())
-            return Run(plan, stored, account, timings, fingerprint)
+            return Run(plan, stored, accounting, timings, fingerprint)
         with self._stage("value", info.device):
             if (compared := self._compared) is None:
                 scores, omega = torch.stack(self._scores), torch.stack(self._omega)
                 self._scores.clear()
-                check_finite(scores, omega, signed=False)
+                check_scores(scores, omega, signed=False)
                 relevance = Relevance(scores, mean_seed_scores(scores, shard=info.shard), omega)
-                compared = Compared(relevance, token_slots(self._region(info)))
+                compared = AcrossLayers(relevance, token_slots(self._region(info)))
         with self._stage("allocate", info.device):
-            bought, relevance = self._bought(compared, costs), compared.relevance
+            result, relevance = self._bought(compared, costs), compared.relevance
         with self._stage("pack", info.device):
-            entries = self._packed(bought, relevance, prefill)
-            packed, starts, chosen = map(tuple, zip(*entries, strict=True))
+            entries = self._pack(result, relevance, prefill)
+            packed, starts, indices = map(tuple, zip(*entries, strict=True))
         cache = RaggedCache(packed, length=info.spans.length - 1)
         with self._stage("precision", info.device):
-            widths = self._widths(starts, chosen, bought)
-            read = pipe.precision.keys_as_read(cache, widths, info.entry_dim)
+            widths = self._widths(starts, indices, result)
+            rounded = pipe.precision.keys_as_read(cache, widths, info.entry_dim)
         with self._stage("fit", info.device):
             # Values are fitted to the keys that decoding will read, which may be rounded.
             if pipe.fit.by_score:
                 pairs = zip(self._references, relevance.scores, strict=True)
-                self._references = [replace(x, scores=own) for x, own in pairs]
-            fitted = pipe.fit.layers(read, self._references, self._region(info))
-            for own, new in zip(cache.layers, fitted.layers, strict=True):
-                check_dtype(pipe.fit, own, new)
+                self._references = [replace(x, scores=score) for x, score in pairs]
+            fitted = pipe.fit.layers(rounded, self._references, self._region(info))
+            for old, new in zip(cache.layers, fitted.layers, strict=True):
+                check_dtype(pipe.fit, old, new)
             change = None if isinstance(pipe.fit, NoFit) else value_change(cache, fitted)
         with self._stage("precision", info.device):
-            exact = fitted.with_keys_of(cache, read, info.entry_dim)
-            stored = pipe.precision(exact, widths).with_other_layers(others)
-        account = accounted(info, bought.plan, stored, bought, coded)
+            exact = fitted.with_keys_of(cache, rounded, info.entry_dim)
+            stored = pipe.precision(exact, widths).with_other_layers(other_layers)
+        accounting = account(info, result.plan, stored, result, coded)
         timings = Timings(**seconds, **self._clock.seconds())
         return Run(
-            plan=bought.plan, cache=stored, accounting=account, timings=timings,
+            plan=result.plan, cache=stored, accounting=accounting, timings=timings,
             fingerprint=fingerprint, partition=compared.partition, relevance=relevance,
-            forest=compared.forest, floor=bought.floor, frontier=bought.frontier,
-            selection=bought.selection, value_change=change,
+            forest=compared.forest, floor=result.floor, frontier=result.frontier,
+            selection=result.selection, value_change=change,
             past=tuple(x.cpu() for x in self._past) or None, merges=pipe.pack.represents == "node",
         )  # fmt: skip
 
@@ -210,7 +210,7 @@ class Compression:
             caps = None if compared.quota is None else compared.quota[number]
         return None if caps is None else self._info.shard.own_heads(caps, 0)
 
-    def _bought(self, compared: Compared, costs: EntryBytes | None) -> AuctionResult:
+    def _bought(self, compared: AcrossLayers, costs: EntryBytes | None) -> AuctionResult:
         """The entries that the budget buys, and their widths if bits are allocated."""
         pipe, plan, pool, info = self._pipeline, self._plan, self._pool, self._info
         relevance, by_bytes = compared.relevance, plan.bytes is not None and costs is not None
@@ -218,7 +218,7 @@ class Compression:
             utility = pool.utility() if self._allocating is None else 0.0
             offered = AuctionResult(plan, pool.selection(), utility)
         else:
-            offered = auctioned(
+            offered = run_auction(
                 pipe, info, compared, plan, costs if self._allocating is None else None
             )
         if self._allocating is None or plan.bytes is None or costs is None:
@@ -233,33 +233,33 @@ class Compression:
         utility = float(gains.cpu()[stays].sum())
         return AuctionResult(replace(plan, total=total), selection, utility, widths=widths[stays])
 
-    def _packed(
-        self, bought: AuctionResult, relevance: Relevance, prefill: Prefill | None
+    def _pack(
+        self, result: AuctionResult, relevance: Relevance, prefill: Prefill | None
     ) -> Iterator[tuple[RaggedEntries, Tensor, Tensor]]:
         """Yield for each layer its packed entries, the first position [E] of each, and the index
         [E] of each in the selection, -1 outside the region.
         """
         if self._pool is not None:
-            yield from ((x, x.positions, at) for x, at in self._pool.pop(bought.selection))
+            yield from ((x, x.positions, at) for x, at in self._pool.pop(result.selection))
             return
         assert prefill is not None  # only a pool needs none
         rule, spans = self._pipeline.prototype, prefill.spans
-        layouts = bought.selection.layouts(spans.length, prefill.keys, spans.past)
+        layouts = result.selection.layouts(spans.length, prefill.keys, spans.past)
         for capture, layout in zip(prefill, layouts, strict=True):
             given = LayerToPack(capture, layout, relevance.scores[capture.number], rule)
             yield self._pipeline.pack.layer(given), layout.start, layout.selected
 
     def _widths(
-        self, starts: Sequence[Tensor], chosen: Sequence[Tensor], bought: AuctionResult
+        self, starts: Sequence[Tensor], indices: Sequence[Tensor], result: AuctionResult
     ) -> list[Tensor]:
-        """For each layer uint8 [E], the widths of its packed entries; see `_packed`."""
-        if bought.widths is None:
+        """For each layer uint8 [E], the widths of its packed entries; see `_pack`."""
+        if result.widths is None:
             region, precision = self._region(self._info), self._pipeline.precision
             return [precision.widths(start, region) for start in starts]
         # The padding is the width of entries outside the region, whose index is -1.
-        every = torch.nn.functional.pad(bought.widths.cpu(), (0, 1), value=EXACT)
-        index = torch.cat([own.to(chosen[0].device) for own in chosen]).cpu()
-        return list(every[index].split([len(own) for own in chosen]))
+        every = torch.nn.functional.pad(result.widths.cpu(), (0, 1), value=EXACT)
+        index = torch.cat([x.to(indices[0].device) for x in indices]).cpu()
+        return list(every[index].split([len(x) for x in indices]))
 
     def _stored_whole(self) -> CompressedCache:
         """Every token of every layer, stored by the precision."""

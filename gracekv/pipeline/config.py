@@ -30,7 +30,7 @@ def load_pipeline(spec: str | Path) -> Pipeline:
         return Pipeline.named(str(spec))
     try:
         base = "gracekv"
-        if isinstance(data := parsed(path), dict):
+        if isinstance(data := parse_file(path), dict):
             import_modules(module_list(data.pop("imports", ()), str(path)))
             base = str(data.pop("base", base))
         return Pipeline.from_dict({} if data is None else data, base=base)
@@ -64,7 +64,7 @@ def save_pipeline(pipeline: Pipeline, path: str | Path) -> None:
     write_atomically(path, text.encode())
 
 
-def parsed(path: Path) -> Any:
+def parse_file(path: Path) -> Any:
     """The content of a .yaml, .toml or .json file; `ConfigError` if it cannot be read."""
     text = read_text(path)
     try:
@@ -75,20 +75,20 @@ def parsed(path: Path) -> Any:
         import yaml
 
         try:
-            found = yaml.safe_load(text)
+            content = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ValueError(str(error)) from error
         # Aliases of aliases are small, until a message writes them out.
-        left, waiting = _MOST, [found]
+        room, waiting = _MOST, [content]
         while waiting:
             value = waiting.pop()
             within = value.values() if isinstance(value, dict) else value
             if isinstance(value, dict | list | tuple | set):
-                left -= len(within)
-                if left < 0:
+                room -= len(within)
+                if room < 0:
                     raise ValueError(f"it has more than {_MOST:,} values, aliases included")
                 waiting += within
-        return found
+        return content
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid {path.suffix[1:]}: {error}") from error
 

@@ -57,10 +57,10 @@ class CodedRelevance:
             largest = scaled.amax()
             large = scaled >= (largest * _SMALLEST_SHARE).clamp_min(1e-300)
             smallest = torch.where(large, scaled, torch.inf).amin()
-            known = torch.cat([mean.flatten(), torch.stack([smallest, largest]).log_()]).cpu()
-            mean = known[:-2].view(mean.shape)
-            if math.isfinite(known[-1]):
-                low, high = known[-2:].tolist()
+            numbers = torch.cat([mean.flatten(), torch.stack([smallest, largest]).log_()]).cpu()
+            mean = numbers[:-2].view(mean.shape)
+            if math.isfinite(numbers[-1]):
+                low, high = numbers[-2:].tolist()
                 steps = scaled.log_().sub_(low).div_((high - low) / 254 or 1.0).round_().add_(1)
                 codes = torch.where(large, steps, 0).to(torch.uint8)
         return cls(codes.cpu(), low, high, mean.float().cpu())
@@ -105,19 +105,19 @@ class RunRecord:
         """
         first, last = self.region
         scores, sums = self.relevance.decoded() * self.relevance.mean[..., None], None
-        if (chosen := self.selection) is not None and self.merges:
+        if (selection := self.selection) is not None and self.merges:
             # Decoding feeds the last prompt token again: an entry that starts there is not packed.
-            chosen = chosen.where(chosen.start < cache.length)
-            every = entry_gains(scores, torch.ones_like(self.relevance.mean), chosen).float()
-            sums = every.split(chosen.per_head().sum(1).tolist())
-        found = []
+            selection = selection.where(selection.start < cache.length)
+            every = entry_gains(scores, torch.ones_like(self.relevance.mean), selection).float()
+            sums = every.split(selection.per_head().sum(1).tolist())
+        by_layer = []
         for number, layer in enumerate(cache.layers):
             row, position, _ = layer.index()
             inside = (position >= first) & (position < last)
-            found.append(torch.full_like(row, torch.inf, dtype=torch.float32))
-            own = scores[number][row[inside], position[inside] - first]
-            found[-1][inside] = own if sums is None else sums[number]
-        return tuple(found)
+            by_layer.append(torch.full_like(row, torch.inf, dtype=torch.float32))
+            token_scores = scores[number][row[inside], position[inside] - first]
+            by_layer[-1][inside] = token_scores if sums is None else sums[number]
+        return tuple(by_layer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,14 +195,14 @@ class Run:
         return Run(*facts, value_change=self.value_change, record=self.recorded())
 
 
-def accounted(
+def account(
     info: CaptureInfo,
     plan: BudgetPlan,
     cache: CompressedCache,
-    bought: AuctionResult | None,
+    result: AuctionResult | None,
     costs: EntryBytes | None,
 ) -> Accounting:
-    """Entries and bytes of `cache`; `bought` is None if all context entries stay.
+    """Entries and bytes of `cache`; `result` is None if all context entries stay.
 
     If heads are sharded over processes, counts cover all of them.
     """
@@ -210,11 +210,11 @@ def accounted(
     sizes = physical_sizes(cache, info.shard)
     entries = torch.full((info.layers, info.kv_heads), spans.context_length)
     utility, floor_spent, bound = 0.0, 0, None
-    if bought is not None:
-        entries, utility = bought.selection.per_head() + plan.recent, bought.utility
-        if bought.frontier is not None:
-            floor_spent, bound = bought.frontier.floor_spent, bought.frontier.bound
-        elif (protected := bought.selection.from_floor) is not None:
+    if result is not None:
+        entries, utility = result.selection.per_head() + plan.recent, result.utility
+        if result.frontier is not None:
+            floor_spent, bound = result.frontier.floor_spent, result.frontier.bound
+        elif (protected := result.selection.from_floor) is not None:
             floor_spent = int(protected.sum())
     entries = info.shard.all_heads(entries, dim=1)
     utility = float(info.shard.sum(torch.tensor([utility], dtype=torch.float64)))

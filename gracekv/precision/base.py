@@ -114,10 +114,10 @@ class Precision(Strategy, abc.ABC):
         layers, scales = list[QuantisedEntries](), list[Tensor]()
         for batch, number, (exact, *coded_parts) in self._batches(cache, widths):
             pairs = zip(coded_parts, self.codings, strict=True)
-            made = [coded(batch.take(x.entry, x.offsets), x.blocks, own) for x, own in pairs]
-            scales += [codes.scale for x in made for codes in (x.keys, x.values)]
+            parts = [coded(batch.take(x.entry, x.offsets), x.blocks, spec) for x, spec in pairs]
+            scales += [codes.scale for x in parts for codes in (x.keys, x.values)]
             plain = batch.take(exact.entry, exact.offsets)
-            layers += apart(QuantisedEntries(plain, tuple(made)), number)
+            layers += apart(QuantisedEntries(plain, tuple(parts)), number)
         check_finite(scales, cache.layers[0].dtype)
         return CompressedCache(tuple(layers), cache.length, cache.padding)
 
@@ -138,8 +138,8 @@ class Precision(Strategy, abc.ABC):
                     f"{[x.bits for x in self.codings]}, and {EXACT} stands for the model's dtype."
                 )
             if batch.device.type != "cpu":
-                there = iter(upload_all([x for part in parts for x in part[:2]], batch.device))
-                parts = [_Part(next(there), next(there), part.offsets) for part in parts]
+                tensors = iter(upload_all([x for part in parts for x in part[:2]], batch.device))
+                parts = [_Part(next(tensors), next(tensors), part.offsets) for part in parts]
             yield batch, some.stop - some.start, parts
 
 

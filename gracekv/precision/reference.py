@@ -76,12 +76,12 @@ def widths_at_a_price(entries: Entries, costs: WidthCosts, budget: int) -> list[
     in_bits = WidthCosts(costs.bits, costs.bits, (0,) * len(costs.bits), 1)
     level = [0] * len(entries.worth)
     for head, loss in enumerate(entries.loss.tolist()):
-        own = [e for e, h in enumerate(entries.head.tolist()) if h == head]
+        rows = [e for e, h in enumerate(entries.head.tolist()) if h == head]
         slopes = _hull_slopes(loss, in_bits)
-        prices = [(float(entries.worth[e]) * x, e) for e in own for x in slopes]
+        prices = [(float(entries.worth[e]) * x, e) for e in rows for x in slopes]
         for _, e in sorted(prices, key=lambda x: -x[0]):
             level[e] += 1
-            if _bytes([level[x] for x in own], [head] * len(own), costs) > budget:
+            if _bytes([level[x] for x in rows], [head] * len(rows), costs) > budget:
                 level[e] -= 1
                 break
     return level
@@ -90,14 +90,14 @@ def widths_at_a_price(entries: Entries, costs: WidthCosts, budget: int) -> list[
 def _hull_slopes(loss: list[float], costs: WidthCosts) -> list[float]:
     """Slopes of the upper hull of saved loss over bytes, for each step to the next width."""
     bytes_: list[float] = [0.0, *costs.mean().tolist()]
-    lost = [1.0, *(min(max(own, 0.0), 1.0) for own in loss)]
+    losses = [1.0, *(min(max(share, 0.0), 1.0) for share in loss)]
 
     def chord(start: int, end: int) -> float:
-        return (lost[start] - lost[end]) / max(bytes_[end] - bytes_[start], 1.0)
+        return (losses[start] - losses[end]) / max(bytes_[end] - bytes_[start], 1.0)
 
     slopes = []
     for step in range(len(loss)):
-        ends = range(step + 1, len(lost))
+        ends = range(step + 1, len(losses))
         slope = min(max(chord(start, end) for end in ends) for start in range(step + 1))
         slopes.append(max(0.0, slope))
     return slopes
@@ -107,7 +107,7 @@ def _bytes(level: list[int], heads: list[int], costs: WidthCosts) -> int:
     """Bytes of entries at these levels."""
     total = 0
     for width, (entry, block) in enumerate(zip(costs.entry, costs.block, strict=True), start=1):
-        counts = Counter(head for own, head in zip(level, heads, strict=True) if own == width)
+        counts = Counter(head for choice, head in zip(level, heads, strict=True) if choice == width)
         blocks = sum(-(-count // costs.per_block) for count in counts.values())
         total += entry * counts.total() + block * blocks
     return total

@@ -39,11 +39,11 @@ class WidthCosts:
     def of(cls, stored: Sequence[UniformPrecision], info: CaptureInfo) -> WidthCosts:
         """Costs of the widths of `stored`, ascending and with one group size, and of `EXACT`."""
         shape = (info.entry_dim, info.dtype.itemsize, info.spans)
-        own = [width.entry_bytes(*shape) for width in stored]
+        costs = [width.entry_bytes(*shape) for width in stored]
         return cls(
             bits=(*(width.bits for width in stored), EXACT),
-            entry=(*(width.coded for width in own), own[0].exact),
-            block=(*(width.block for width in own), 0),
+            entry=(*(width.coded for width in costs), costs[0].exact),
+            block=(*(width.block for width in costs), 0),
             per_block=stored[0].group,
         )
 
@@ -97,17 +97,17 @@ def allocated_widths(
     """
     operation = _Operations.of(entries, costs)
     change = operation.bytes(entries, costs)
-    bought, left = affordable(operation.rate, operation.tie, change, max(0, budget), shard)
+    bought, spare = affordable(operation.rate, operation.tie, change, max(0, budget), shard)
     level = torch.zeros_like(entries.head)
     level.scatter_reduce_(0, operation.entry[:bought], operation.target[:bought], "amax")
     # The rest is bought one by one, so on the CPU; head and level of an entry, or an operation, are
     # packed into one number, since copies from a GPU are slow.
     rest = (operation.entry << 16 | operation.source << 8 | operation.target)[bought:]
-    own, rest = torch.cat([entries.head << 8 | level, rest]).cpu().split([len(level), len(rest)])
+    levels, rest = torch.cat([entries.head << 8 | level, rest]).cpu().split([len(level), len(rest)])
     # The order is only needed with several processes.
     order = [x[bought:] for x in (operation.rate, operation.tie)] if shard.ranks > 1 else [rest] * 2
-    waiting = _Waiting(own, rest, order, costs)
-    buy_in_turn(waiting.first, waiting.buy, left, shard)
+    waiting = _Waiting(levels, rest, order, costs)
+    buy_in_turn(waiting.first, waiting.buy, spare, shard)
     return waiting.level
 
 

@@ -147,16 +147,16 @@ def patched_attention(model: Any, attend: Callable[[AttentionCall], Any]) -> Ite
         AttentionInterface.register(name, attention)
 
     with lock:
-        before, base = decoder.config._attn_implementation, base_attention(model)
-        stock, others = attention_function(model, base), attention_function(model, before)
+        old_name, base = decoder.config._attn_implementation, base_attention(model)
+        stock, old_attention = attention_function(model, base), attention_function(model, old_name)
 
         def undo() -> None:
             # Threads that began meanwhile still look it up.
-            register(others, masks[before])
-            decoder.config._attn_implementation = before
+            register(old_attention, masks[old_name])
+            decoder.config._attn_implementation = old_name
 
         with uncompiled(), undone(undo), suppress(Enough):
-            register(own_thread(attention, others), own_thread(masks[base], masks[before]))
+            register(own_thread(attention, old_attention), own_thread(masks[base], masks[old_name]))
             # `set_attn_implementation` reads source files, which packaged programs lack.
             decoder.config._attn_implementation = name
             yield
@@ -171,10 +171,10 @@ def base_attention(model: Any) -> str:
         name = str(own_decoder(model).config._attn_implementation)
     name = ATTACHED.get(name, name)
     if name not in BASE_ATTENTION:
-        known = BASE_ATTENTION if own_decoder(model)._supports_sdpa else BASE_ATTENTION[1:]
+        bases = BASE_ATTENTION if own_decoder(model)._supports_sdpa else BASE_ATTENTION[1:]
         raise UnsupportedModelError(
             f"The model's attention implementation is {name!r}; gracekv works on top of "
-            f"{' or '.join(known)}. Call model.set_attn_implementation({known[0]!r}) first."
+            f"{' or '.join(bases)}. Call model.set_attn_implementation({bases[0]!r}) first."
         )
     if name == "sdpa" and getattr(own_decoder(model).config, "attn_logit_softcapping", None):
         raise UnsupportedModelError(

@@ -161,17 +161,17 @@ class Prefill:
         sinks = self.sink_logits[number] if self.sink_logits else None
         return LayerCapture(self.info, number, *states, self.rope_of(number), sinks, observed)
 
-    def _row(self, observer: Observer, seen: Tensor, number: int) -> int | None:
+    def _row(self, observer: Observer, result: Tensor, number: int) -> int | None:
         """The row of a layer in what an observer has seen; None where it has none."""
-        if seen.shape[:1] == (self.layers,):
+        if result.shape[:1] == (self.layers,):
             return number
         # Others do not have one row a layer.
         if not isinstance(observer, LayerObserver):
             return None
         if type(observer).combine is not LayerObserver.combine:
             return None
-        made = [observer.accumulator(x, self.layers, self.spans) for x in range(number + 1)]
-        return None if made.pop() is None else sum(x is not None for x in made)
+        sums = [observer.accumulator(x, self.layers, self.spans) for x in range(number + 1)]
+        return None if sums.pop() is None else sum(x is not None for x in sums)
 
     def __iter__(self) -> Iterator[LayerCapture]:
         """The layers, ascending; a prefill can be iterated again."""
@@ -207,41 +207,41 @@ class Prefill:
         Raises `MissingCaptureError` if a position was not captured and there is no
         `query_source`.
         """
-        wanted = torch.as_tensor(positions, dtype=torch.int64, device="cpu").unique()
-        at, held = map(torch.from_numpy, self.info.query_rows(wanted))
-        chosen = range(self.layers) if layers is None else sorted(set(layers))
+        places = torch.as_tensor(positions, dtype=torch.int64, device="cpu").unique()
+        at, captured = map(torch.from_numpy, self.info.query_rows(places))
+        numbers = range(self.layers) if layers is None else sorted(set(layers))
         count = len(self.query_positions)
-        if bool(held.all()) and all(self.queries[x].shape[1] == count for x in chosen):
+        if bool(captured.all()) and all(self.queries[x].shape[1] == count for x in numbers):
             return self
-        if before := int((wanted < self.spans.past).sum()):
+        if older := int((places < self.spans.past).sum()):
             raise MissingCaptureError(
-                f"{before} of the requested queries are of tokens that were compressed before this "
+                f"{older} of the requested queries are of tokens that were compressed before this "
                 f"passage. Extend with a longer passage, or use a recipe that looks back less far."
             )
         if self.query_source is None:
             raise MissingCaptureError(
-                f"Queries at positions {wanted[~held][:5].tolist()} were not captured. {ADVICE}"
+                f"Queries at positions {places[~captured][:5].tolist()} were not captured. {ADVICE}"
             )
-        found = self.query_source(self, wanted[~held], chosen)
-        if bool(held.any()):
-            # Layer by layer into `found`, to avoid a second copy of all of them.
-            for layer in chosen:
-                own = self.queries[layer]
-                place = held.to(own.device)
-                both = own.new_empty(own.shape[0], len(wanted), own.shape[2])
-                both[:, place] = own[:, at[held].to(own.device)]
-                both[:, ~place] = found[layer]
-                found[layer] = both
-        return self._replaced(queries=tuple(found), query_positions=wanted)
+        queries = self.query_source(self, places[~captured], numbers)
+        if bool(captured.any()):
+            # Layer by layer into `queries`, to avoid a second copy of all of them.
+            for layer in numbers:
+                old = self.queries[layer]
+                place = captured.to(old.device)
+                new = old.new_empty(old.shape[0], len(places), old.shape[2])
+                new[:, place] = old[:, at[captured].to(old.device)]
+                new[:, ~place] = queries[layer]
+                queries[layer] = new
+        return self._replace(queries=tuple(queries), query_positions=places)
 
     def with_observations(self, observers: Iterable[Observer]) -> Self:
         """A view with the observations of `observers` that only read queries, keys and values.
 
         Raises `MissingCaptureError` if a query was not captured and cannot be computed again.
         """
-        own = (x for x in observers if isinstance(x, LayerObserver) and not x.reads)
-        found: dict[Observer, Tensor] = {x: self.observe(x) for x in own if x not in self.observed}
-        return self._replaced(observed={**self.observed, **found}) if found else self
+        some = (x for x in observers if isinstance(x, LayerObserver) and not x.reads)
+        new: dict[Observer, Tensor] = {x: self.observe(x) for x in some if x not in self.observed}
+        return self._replace(observed={**self.observed, **new}) if new else self
 
     def observe(self, observer: LayerObserver) -> Tensor:
         """The observation [...] of an observer of queries, keys and values, computed if missing.
@@ -250,24 +250,24 @@ class Prefill:
         """
         if observer in self.observed:
             return self.observed[observer]
-        asked = observer.seen(self.spans)
-        made = [observer.accumulator(x, self.layers, self.spans) for x in range(self.layers)]
-        held = len(self.query_positions) == self.spans.length
-        size = min(asked.length, 16 * _PART) if held else _PART
-        for first in range(asked.start, asked.end, size):
-            part = Region(first, min(first + size, asked.end))
+        region = observer.seen(self.spans)
+        sums = [observer.accumulator(x, self.layers, self.spans) for x in range(self.layers)]
+        complete = len(self.query_positions) == self.spans.length
+        size = min(region.length, 16 * _PART) if complete else _PART
+        for first in range(region.start, region.end, size):
+            part = Region(first, min(first + size, region.end))
             view = self.with_queries(range(part.start, part.end))
-            for layer, accumulator in enumerate(made):
+            for layer, accumulator in enumerate(sums):
                 if accumulator is not None:
                     accumulator.add(view.layer(layer).run_of(part))
-        return observer.combine({i: x.result() for i, x in enumerate(made) if x is not None})
+        return observer.combine({i: x.result() for i, x in enumerate(sums) if x is not None})
 
     def without(self, *observers: type[Observer]) -> Self:
         """A view without the results of observers of these classes."""
         left = {x: seen for x, seen in self.observed.items() if not isinstance(x, observers)}
-        return self._replaced(observed=left)
+        return self._replace(observed=left)
 
-    def _replaced(self, **fields: object) -> Self:
+    def _replace(self, **fields: object) -> Self:
         """Like `dataclasses.replace`, without checking all tensors again."""
         view = copy.copy(self)
         for name, value in fields.items():

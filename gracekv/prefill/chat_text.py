@@ -52,7 +52,7 @@ def render(
     mark = placeholder("context", instruction + question)
     content = separator.join(text for text in (instruction, mark, question) if text)
     if chat:
-        content = shown(tokenizer, [{"role": "user", "content": content}], answers=True)
+        content = rendering(tokenizer, [{"role": "user", "content": content}], answers=True)
     if content.count(mark) != 1:
         raise PromptError(
             f"The chat template shows the user's message {content.count(mark)} times; it must show "
@@ -67,7 +67,7 @@ def placeholder(kind: str, text: str) -> str:
     return next(mark for n in count() if (mark := f"[[{kind} {n}]]") not in text)
 
 
-def shown(tokenizer: Any, messages: Sequence[Message], answers: bool, tools: Any = None) -> str:
+def rendering(tokenizer: Any, messages: Sequence[Message], answers: bool, tools: Any = None) -> str:
     """The chat template's text of `messages`; with `answers`, up to the start of the next answer.
 
     Raises `PromptError` if the template fails.
@@ -97,7 +97,7 @@ def with_mappings(message: Message) -> Message:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def dated(tokenizer: Any, day: str) -> Any:
+def with_date(tokenizer: Any, day: str) -> Any:
     """A tokenizer whose chat template shows `day`, an ISO date, as today's.
 
     The tokenizer itself if its template shows no date. Raises `PromptError` for another format.
@@ -109,15 +109,15 @@ def dated(tokenizer: Any, day: str) -> Any:
     if "strftime_now" not in str(template := getattr(tokenizer, "chat_template", "")):
         return tokenizer
     codes = dict.fromkeys(re.findall(r"%-?[a-zA-Z]", str(template)))
-    shown = "".join(f"|replace('{x}', '{when:{x}}')" for x in codes)
+    filters = "".join(f"|replace('{x}', '{when:{x}}')" for x in codes)
     # Rendered without the newline after a block.
-    macro = f"{{% macro strftime_now(format) %}}{{{{ format{shown} }}}}{{% endmacro %}}\n"
-    made = copy(tokenizer)
+    macro = f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n"
+    result = copy(tokenizer)
     if isinstance(template, dict):  # by name
-        made.chat_template = {x: macro + y for x, y in template.items()}
+        result.chat_template = {x: macro + y for x, y in template.items()}
     else:
-        made.chat_template = macro + template
-    return made
+        result.chat_template = macro + template
+    return result
 
 
 def turn_change(tokenizer: Any) -> list[int]:
@@ -165,12 +165,12 @@ def encode(tokenizer: Any, parts: _Parts, *, special: bool) -> tuple[list[int], 
     # context rather than the template, and to the question rather than the tail. The template's own
     # tokens stay with it, even if they absorb blanks of the context.
     starts, first = list[int](), 0
-    own = {*getattr(tokenizer, "get_added_vocab", dict)().values()}
+    template_ids = {*getattr(tokenizer, "get_added_vocab", dict)().values()}
     for border, least in zip(borders, (1, 0, 0), strict=True):
         while first < len(ids):
             start, end = offsets[first]
             most = 2 * border - start - end < least
-            inside = border != borders[0] if ids[first] in own else most
+            inside = border != borders[0] if ids[first] in template_ids else most
             if end > border and (start >= border or inside):
                 break
             first += 1
@@ -201,8 +201,8 @@ def _encode_parts(tokenizer: Any, parts: _Parts, special: bool) -> tuple[list[in
     """Ids of the four parts, encoded one by one, and the positions where the last three start."""
     before, context, question, tail = parts
     # A trailing blank in the prefix would split off the leading blank of the next word's token.
-    kept = before.rstrip(" \t")
-    pieces = [kept, before[len(kept) :] + context, question, tail]
+    prefix = before.rstrip(" \t")
+    pieces = [prefix, before[len(prefix) :] + context, question, tail]
     ids: list[int] = []
     starts: list[int] = []
     for number, piece in enumerate(pieces):

@@ -62,7 +62,7 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, Any]:
 
 def quick_marks(model: Any) -> dict[str, str]:
     """The marks of a model that are fast to read: class, name, dtype, active adapters, scales."""
-    adapted = _adapted(model)
+    adapted = _adapter_layers(model)
     # Adapters with a scale call it "scaling"; peft may change it while a model is in use.
     scales = {
         name: {x: float(layer.scaling[x]) for x in _active(layer) if x in layer.scaling}
@@ -78,43 +78,43 @@ def quick_marks(model: Any) -> dict[str, str]:
     }
 
 
-def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """The marks that differ between two models or tokenizers, worded for an error message.
 
     A mark that is missing or None on either side is not compared, nor is the whole config if both
     have hashes of its fields. Mappings, such as the digests of weights by name, are compared over
     their common items, since config fields differ between versions of transformers.
     """
-    found = []
+    texts = []
     # The model's path may differ between machines; its computation may not.
-    names = made.keys() & now.keys() - {"model_name"}
+    names = saved.keys() & current.keys() - {"model_name"}
     for name in sorted(x for x in names if _BETTER.get(x) not in names):
-        mine, other = made[name], now[name]
-        if mine == other or mine is None or other is None:
+        old, new = saved[name], current[name]
+        if old == new or old is None or new is None:
             continue
-        said = name.removesuffix("_fields").removeprefix("plain_")
+        words = name.removesuffix("_fields").removeprefix("plain_")
         if name in ("adapters", "dtype"):
-            said = f"{name} ({mine or 'none'} then, {other or 'none'} now)"
-        elif isinstance(mine, Mapping) and isinstance(other, Mapping):
+            words = f"{name} ({old or 'none'} then, {new or 'none'} now)"
+        elif isinstance(old, Mapping) and isinstance(new, Mapping):
             # Checkpoints may hold experts under different names, and tied weights twice.
-            shared = [x for x in sorted(mine.keys() & other.keys()) if other[x] is not None]
-            changed = [x for x in shared if mine[x] != other[x]]
+            shared = [x for x in sorted(old.keys() & new.keys()) if new[x] is not None]
+            changed = [x for x in shared if old[x] != new[x]]
             if shared and not changed:
                 continue
             first = f", {changed[0]} first" if changed else ""
-            said = f"{said} ({len(changed)} of {len(shared)}{first})"
-        found.append(said)
-    return found
+            words = f"{words} ({len(changed)} of {len(shared)}{first})"
+        texts.append(words)
+    return texts
 
 
 def check_same_model(
-    made: Mapping[str, Any], model: Any, what: str, fix: str, marks: Any = fingerprint
+    saved: Mapping[str, Any], model: Any, what: str, fix: str, marks: Any = fingerprint
 ) -> None:
-    """Raise `CacheError` if `model` did not make `what`, whose marks are `made`.
+    """Raise `CacheError` if `model` did not make `what`, whose marks are `saved`.
 
     `fix` ends the message, and `marks` computes the marks of a model.
     """
-    if other := differences(made, marks(model)):
+    if other := differences(saved, marks(model)):
         raise CacheError(f"{what} is from another model: {', '.join(other)} differ. {fix}")
 
 
@@ -155,7 +155,7 @@ _READS = 16
 
 def active_adapters(model: Any) -> list[str]:
     """Sorted names of the peft adapters that are active in the model's computation."""
-    return _active_names(_adapted(model))
+    return _active_names(_adapter_layers(model))
 
 
 def _active_names(adapted: Mapping[str, Any]) -> list[str]:
@@ -193,7 +193,7 @@ def sampled_digest(
             float32.
     """
     marks, kinds = dict[str, bytes](), dict[str, torch.dtype]()
-    own: dict[torch.device, dict[str, tuple[Tensor, Tensor]]] = defaultdict(dict)
+    by_device: dict[torch.device, dict[str, tuple[Tensor, Tensor]]] = defaultdict(dict)
     for name, weight in weights:
         data, at = weight.detach(), sample_places(name, tuple(weight.shape))
         single = isinstance(weight, torch.nn.Parameter) and weight.dtype == torch.float32
@@ -201,22 +201,22 @@ def sampled_digest(
         marks[name] = f"{name} {list(weight.shape)} {kinds[name]} ".encode()
         # Quantised tensors of their own class may not support slicing.
         if len(at) and type(data) is Tensor:
-            own[data.device][name] = data, at
-    for device, held in own.items():
-        for name, few in zip(held, _elements(device, list(held.values())), strict=True):
-            kind = held[name][0].dtype
-            read = few if kind == kinds[name] else few.clone().view(kind).to(kinds[name])
-            marks[name] += read.view(torch.uint8).numpy().tobytes()
+            by_device[data.device][name] = data, at
+    for device, group in by_device.items():
+        for name, few in zip(group, _elements(device, list(group.values())), strict=True):
+            kind = group[name][0].dtype
+            elements = few if kind == kinds[name] else few.clone().view(kind).to(kinds[name])
+            marks[name] += elements.view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(b"".join(marks.values())).hexdigest()[:16]
 
 
-def _elements(device: torch.device, held: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+def _elements(device: torch.device, weights: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """The elements of each weight on `device` at flat indices, as uint8 on the CPU.
 
     On a GPU, one launch reads all of them if possible, since the host waits for every copy.
     """
-    flat, places = [data.reshape(-1) for data, _ in held], torch.cat([at for _, at in held])
-    counts = [len(at) for _, at in held]
+    flat, places = [data.reshape(-1) for data, _ in weights], torch.cat([at for _, at in weights])
+    counts = [len(at) for _, at in weights]
     if obstacle(device, "torch") is None:
         # Imported here, so that gracekv can be imported without triton.
         from gracekv.kernels.bytes_triton import bytes_at
@@ -225,18 +225,18 @@ def _elements(device: torch.device, held: list[tuple[Tensor, Tensor]]) -> list[T
         start, width = np.array([(x.data_ptr(), x.itemsize) for x in flat]).repeat(counts, axis=0).T
         first = (start + places.numpy() * width - (width.cumsum() - width)).repeat(width)
         first = torch.from_numpy(first + np.arange(len(first)))
-        found = bytes_at(upload(first, device))
+        result = bytes_at(upload(first, device))
     else:
         pairs = zip(flat, places.to(device).split(counts), strict=True)
-        found = torch.cat([x[at].view(torch.uint8) for x, at in pairs])
-    return list(found.cpu().split([n * x.itemsize for n, x in zip(counts, flat, strict=True)]))
+        result = torch.cat([x[at].view(torch.uint8) for x, at in pairs])
+    return list(result.cpu().split([n * x.itemsize for n, x in zip(counts, flat, strict=True)]))
 
 
 def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Parameters and saved buffers by name, as if inactive adapters had not been added."""
     idle = [
         f"{prefix}.{part}.{name}."
-        for prefix, layer in _adapted(model).items()
+        for prefix, layer in _adapter_layers(model).items()
         for part in (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ()))
         for name in set(getattr(layer, part, None) or ()) - set(_active(layer))
     ]
@@ -262,7 +262,7 @@ def _is_plain(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and x.is_floating_point() and x.itemsize > 1
 
 
-def _adapted(model: Any) -> dict[str, Any]:
+def _adapter_layers(model: Any) -> dict[str, Any]:
     """The layers with adapters, by name; recognised by the attributes that peft adds."""
     return {name: x for name, x in model.named_modules() if hasattr(x, "adapter_layer_names")}
 

@@ -164,19 +164,19 @@ def _after_call(
         added: ids of the chat format's tokens.
     """
     if places := [n for n in range(begin, count) if call[n] in added]:
-        end = _written(read, call[begin:count], added)
+        end = _written_length(read, call[begin:count], added)
         return call[begin + end if end else places[-1] : count] + first
     # For example, an empty thought that is shown only in the last message.
     place = max(n for n in range(begin, len(call)) if call[n] in added)
     shown = call[begin:count] + first
-    where = partial(_written, call=shown[: len(call) - begin], added=added)
+    where = partial(_written_length, call=shown[: len(call) - begin], added=added)
     end = where(read) or where(call[begin:place])
     if not end and first[0] not in added:  # the call has no token of the format either
         end = where(call[begin:place], added={*call})
     return shown[end:] if end else call[place:] + first
 
 
-def _written(read: Sequence[int], call: Sequence[int], added: set[int]) -> int:
+def _written_length(read: Sequence[int], call: Sequence[int], added: set[int]) -> int:
     """How many ids of the template's form of a call the model wrote; its last ones are `read`.
 
     The longest common ending decides, if it has a token of the format; 0 if none has.

@@ -94,15 +94,15 @@ class CaptureInfo:
         """Bytes of one stored K/V pair."""
         return 2 * self.entry_dim * self.dtype.itemsize
 
-    def query_rows(self, wanted: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Index of each of `wanted` (int64 [P], CPU) in `query_positions`, and whether it is in it.
+    def query_rows(self, places: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Index of each of `places` (int64 [P], CPU) in `query_positions`, and whether it is in it.
 
         Returns int64 [P] and bool [P] as NumPy arrays, since torch wakes its threads for 200
         numbers.
         """
-        held, asked = self.query_positions.numpy(), wanted.numpy()
-        at = np.searchsorted(held, asked).clip(max=max(0, len(held) - 1))
-        return at, held[at] == asked if len(held) else np.zeros(len(asked), dtype=bool)
+        captured, targets = self.query_positions.numpy(), places.numpy()
+        at = np.searchsorted(captured, targets).clip(max=max(0, len(captured) - 1))
+        return at, captured[at] == targets if len(captured) else np.zeros(len(targets), dtype=bool)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,19 +189,19 @@ class LayerCapture:
 
         Raises `MissingCaptureError` if one of them was not captured.
         """
-        known = self.info.query_positions
-        if isinstance(positions, Tensor) and positions.device.type != "cpu" and len(known):
-            first, last = known.numpy()[[0, -1]].tolist()
+        captured = self.info.query_positions
+        if isinstance(positions, Tensor) and positions.device.type != "cpu" and len(captured):
+            first, last = captured.numpy()[[0, -1]].tolist()
             # If all positions of a range were captured, no synchronisation is needed.
-            if last - first + 1 == len(known) == self.queries.shape[1]:
+            if last - first + 1 == len(captured) == self.queries.shape[1]:
                 positions = positions.to(self.queries.device)
                 return self.queries[:, positions - first if first else positions]
-        wanted = torch.as_tensor(positions, dtype=torch.int64, device="cpu")
-        at, held = self.info.query_rows(wanted)
-        if not held.all() or self.queries.shape[1] != len(known):
+        targets = torch.as_tensor(positions, dtype=torch.int64, device="cpu")
+        at, has_query = self.info.query_rows(targets)
+        if not has_query.all() or self.queries.shape[1] != len(captured):
             raise MissingCaptureError(
                 f"Queries of layer {self.number} at positions "
-                f"{wanted[~held][:5].tolist() or 'asked for'} were not captured. {ADVICE}"
+                f"{targets[~has_query][:5].tolist() or 'asked for'} were not captured. {ADVICE}"
             )
         if len(at) and (np.diff(at) == 1).all():
             return self.queries[:, int(at[0]) : int(at[-1]) + 1]
@@ -224,17 +224,17 @@ class LayerCapture:
         """
         info, number = self.info, self.number
         keys, values, queries = self.keys, self.values, self.queries
-        wanted = [info.kv_heads, info.spans.length, info.head_dim]
-        if list(keys.shape) != wanted or list(values.shape) != wanted:
+        kv_shape = [info.kv_heads, info.spans.length, info.head_dim]
+        if list(keys.shape) != kv_shape or list(values.shape) != kv_shape:
             raise ShapeError(
-                f"Keys and values of every layer must be [G, T, d] = {wanted} for one sequence; "
+                f"Keys and values of every layer must be [G, T, d] = {kv_shape} for one sequence; "
                 f"layer {number} has {list(keys.shape)} and {list(values.shape)}. Compress the "
                 f"sequences of a batch one by one, without padding."
             )
-        asked = [len(info.query_positions), info.head_dim]
-        if queries.ndim != 3 or len(queries) % info.kv_heads or list(queries.shape[1:]) != asked:
+        shape = [len(info.query_positions), info.head_dim]
+        if queries.ndim != 3 or len(queries) % info.kv_heads or list(queries.shape[1:]) != shape:
             raise ShapeError(
-                f"Queries must be [H, {asked[0]}, {asked[1]}] with H a multiple of G = "
+                f"Queries must be [H, {shape[0]}, {shape[1]}] with H a multiple of G = "
                 f"{info.kv_heads}; layer {number} has {list(queries.shape)}."
             )
         for name, tensor in (("keys", keys), ("values", values), ("queries", queries)):
@@ -254,12 +254,12 @@ def observation_of(observer: Observer, observed: Mapping[Observer, Tensor]) -> T
 
 
 def check_observation(
-    observer: Observer, wanted: Sequence[int | None], seen: Tensor, checks: FiniteChecks
+    observer: Observer, shape: Sequence[int | None], result: Tensor, checks: FiniteChecks
 ) -> None:
-    """Raise `ShapeError` unless `seen` [...] has the shape `wanted`; None allows any length."""
-    got = list(seen.shape)
-    pairs = zip(wanted, got, strict=True)
-    if len(wanted) != len(got) or any(size not in (None, other) for size, other in pairs):
-        shown = ", ".join("*" if size is None else str(size) for size in wanted)
-        raise ShapeError(f"{observer!r} must observe a tensor [{shown}] here; it gave {got}.")
-    checks.add(seen, f"{observer!r} observed NaN or infinity. Check it and the model's weights.")
+    """Raise `ShapeError` unless `result` [...] has `shape`, where None allows any length."""
+    actual = list(result.shape)
+    pairs = zip(shape, actual, strict=True)
+    if len(shape) != len(actual) or any(size not in (None, other) for size, other in pairs):
+        shown = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ShapeError(f"{observer!r} must observe a tensor [{shown}] here; it gave {actual}.")
+    checks.add(result, f"{observer!r} observed NaN or infinity. Check it and the model's weights.")

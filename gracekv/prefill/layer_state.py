@@ -80,12 +80,12 @@ class LayerState:
 
     def sequence(self, s: int, length: int) -> Self:
         """Views of sequence s, which covers `length` tokens."""
-        own = {name: x[s : s + 1] for name, x in self.tensors.items()}
+        tensors = {name: x[s : s + 1] for name, x in self.tensors.items()}
         if self.window is not None:
             # Shorter sequences are padded on the left.
             most = min(length, self.window - 1)
-            own = {name: x[:, :, max(0, x.shape[2] - most) :] for name, x in own.items()}
-        return replace(self, tensors=own)
+            tensors = {name: x[:, :, max(0, x.shape[2] - most) :] for name, x in tensors.items()}
+        return replace(self, tensors=tensors)
 
     @classmethod
     def stack(cls, layers: Sequence[Self]) -> Self:

@@ -18,7 +18,7 @@ from gracekv.prefill.chat_text import (
     has_chat_template,
     placeholder,
     plain_ids,
-    shown,
+    rendering,
 )
 
 _PLAIN = ({"role": "user", "content": "."}, {"role": "assistant", "content": "."})
@@ -55,13 +55,13 @@ def _renderings(tokenizer: Any, messages: Sequence[Message], tools: Any) -> list
     """
     *_, last = messages
     following: Message = _PLAIN[last["role"] in ("user", "tool")]
-    texts = [shown(tokenizer, messages, answers=False, tools=tools)]
+    texts = [rendering(tokenizer, messages, answers=False, tools=tools)]
     if calls := last.get("tool_calls"):
         following = {"role": "tool", "content": ".", "tool_call_id": calls[0].get("id")}
     else:
-        texts.insert(0, shown(tokenizer, messages, answers=True, tools=tools))
+        texts.insert(0, rendering(tokenizer, messages, answers=True, tools=tools))
     with suppress(PromptError):
-        texts.append(shown(tokenizer, [*messages, following], answers=False, tools=tools))
+        texts.append(rendering(tokenizer, [*messages, following], answers=False, tools=tools))
     return texts
 
 
@@ -105,28 +105,28 @@ def turn_ids(
         texts = [separator + (message.get("content") or "") for message in messages]
         return [continued(tokenizer, text) for text in (*texts[:-1], texts[-1] + answer_prefix)]
     mark = placeholder("turn", str(messages))
-    read = [_PLAIN[0], {"role": "assistant", "content": mark}, *messages]
+    chat = [_PLAIN[0], {"role": "assistant", "content": mark}, *messages]
     if after == "context":
         first = {**messages[0], "content": f"{mark}{separator}{messages[0]['content']}"}
-        read = [first, *messages[1:]]
+        chat = [first, *messages[1:]]
     elif not isinstance(after, str):
-        read, mark = [*after, *messages], ""
+        chat, mark = [*after, *messages], ""
 
     def rendered(count: int, *, answers: bool = False) -> str:
-        text = shown(tokenizer, read[: len(read) - len(messages) + count], answers, tools)
+        text = rendering(tokenizer, chat[: len(chat) - len(messages) + count], answers, tools)
         if mark and text.count(mark) != 1:
             raise PromptError(_CHANGED)
         return text.partition(mark)[2] if mark else text
 
     whole = rendered(len(messages), answers=True) + answer_prefix
-    asked = [str(one["content"]).strip() for one in messages if one["role"] == "user"]
-    if not all(text in whole for text in asked):
+    questions = [str(x["content"]).strip() for x in messages if x["role"] == "user"]
+    if not all(text in whole for text in questions):
         raise PromptError(_CHANGED)
     encoded = partial(continued if mark else plain_ids, tokenizer)
     ids, start, place = encoded(whole), 0, 0
     if not isinstance(after, str):
-        start, known = encoded_messages(tokenizer, after, tools)
-        if ids[:start] != known[:start]:
+        start, after_ids = encoded_messages(tokenizer, after, tools)
+        if ids[:start] != after_ids[:start]:
             # For example, a thought that is removed from older answers: encode as after a plain
             # answer.
             mark = placeholder("answer", str(messages))
@@ -140,10 +140,10 @@ def turn_ids(
     for n, message in enumerate(messages[:-1], 1):
         # A template may render a message differently if another follows; it ends where its content
         # ends.
-        said = str(message.get("content") or "").strip()
+        content = str(message.get("content") or "").strip()
         same = shared_length(rendered(n), whole)
-        found = whole.find(said, borders[-1])
-        borders.append(max(same, found + len(said) if found >= 0 else 0))
+        at = whole.find(content, borders[-1])
+        borders.append(max(same, at + len(content) if at >= 0 else 0))
     pieces = [whole[a:b] for a, b in pairwise([*borders, len(whole)])]
     turns = [continued(tokenizer, piece) for piece in pieces]
     if list(chain.from_iterable(turns)) == ids[start:]:  # special tokens start turns
@@ -152,22 +152,22 @@ def turn_ids(
     return [ids[a:b] for a, b in pairwise([start, *ends, len(ids)])]
 
 
-def shared_length(*given: Sequence[Any]) -> int:
+def shared_length(*lists: Sequence[Any]) -> int:
     """The length of the longest common prefix of texts or lists."""
-    first, *others = given
+    first, *others = lists
     # Slices are compared much faster than single items in Python.
-    sizes = range(min(map(len, given)))
+    sizes = range(min(map(len, lists)))
     return bisect_left(sizes, True, key=lambda n: any(x[: n + 1] != first[: n + 1] for x in others))
 
 
-def plain_messages(given: Any) -> list[Message]:
+def plain_messages(turns: Any) -> list[Message]:
     """The messages with their content as text, which may be given in parts of type "text".
 
-    Raises `PromptError` unless `given` is a list of messages with roles, and for a role that looks
+    Raises `PromptError` unless `turns` is a list of messages with roles, and for a role that looks
     mistyped. The content may be missing if an assistant calls tools.
     """
-    expect(given, list | tuple, "Messages must be a list (for a text, use chat.ask)", PromptError)
-    return [_plain(number, message) for number, message in enumerate(given)]
+    expect(turns, list | tuple, "Messages must be a list (for a text, use chat.ask)", PromptError)
+    return [_plain(number, message) for number, message in enumerate(turns)]
 
 
 def _plain(number: int, message: Any) -> Message:

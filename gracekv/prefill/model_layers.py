@@ -71,12 +71,12 @@ def model_layers(model: Any) -> tuple[ModelLayer, ...]:
     """All decoder layers of `model`."""
     modules, config = model.get_decoder().layers, text_config(model)
     window, family = getattr(config, "sliding_window", None), config.model_type
-    found, rope = CHECKED.get(model), has_rope(model)
-    made = []
+    kinds, rope = CHECKED.get(model), has_rope(model)
+    out = []
     for number, (layer, kind) in enumerate(zip(modules, layer_kinds(config), strict=True)):
-        own = found.get(number, "none") if found is not None else _rotation(family, rope, layer)
-        made.append(ModelLayer(number, kind, window if kind == "sliding_attention" else None, own))
-    return tuple(made)
+        turn = kinds.get(number, "none") if kinds is not None else _rotation(family, rope, layer)
+        out.append(ModelLayer(number, kind, window if kind == "sliding_attention" else None, turn))
+    return tuple(out)
 
 
 def compressed_layers(model: Any) -> tuple[ModelLayer, ...]:
@@ -140,10 +140,10 @@ def head_sizes(model: Any) -> tuple[int, int, int]:
     if getattr(config, "is_heterogeneous", False):
         configs = [config.per_layer_config[layer.number] for layer in layers]
     sizes = []
-    for own in configs:
-        heads = own.num_attention_heads
-        groups = getattr(own, "num_key_value_heads", None) or heads
-        sizes.append((heads, groups, getattr(own, "head_dim", None) or own.hidden_size // heads))
+    for conf in configs:
+        heads = conf.num_attention_heads
+        groups = getattr(conf, "num_key_value_heads", None) or heads
+        sizes.append((heads, groups, getattr(conf, "head_dim", None) or conf.hidden_size // heads))
     if (other := next((i for i, size in enumerate(sizes) if size != sizes[0]), None)) is not None:
         raise UnsupportedModelError(
             f"Layers {layers[0].number} and {layers[other].number} of {type(model).__name__} have "

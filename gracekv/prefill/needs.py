@@ -124,7 +124,7 @@ class CaptureSizes:
         unit = layers * dim * size
         hidden = embeddings(model).embedding_dim
         inner = getattr(text_config(model), "intermediate_size", None) or 4 * hidden
-        whole = cls(
+        sizes = cls(
             kv=2 * groups * unit,
             queries=heads * unit,
             # Recomputing would need the states of uncompressed layers at all tokens.
@@ -132,10 +132,10 @@ class CaptureSizes:
             activations=3 * size * (inner + hidden),
         )
         if stays is None:
-            return whole
+            return sizes
         stream = 2 * hidden * size
-        at_once, queries = min(1.0, stays + 1 / layers), whole.queries // layers
-        return replace(whole, again=False, at_once=at_once, queries=queries, stream=stream)
+        at_once, queries = min(1.0, stays + 1 / layers), sizes.queries // layers
+        return replace(sizes, again=False, at_once=at_once, queries=queries, stream=stream)
 
 
 def held_positions(
@@ -148,13 +148,13 @@ def held_positions(
     observation windows; the rest is recomputed on request. If that is impossible, all that are
     needed.
     """
-    everything, known = torch.arange(spans.past, spans.length), needs.known_positions(spans)
+    everything, needed = torch.arange(spans.past, spans.length), needs.known_positions(spans)
     if not sizes.again:
-        return everything if needs.later_queries else known
+        return everything if needs.later_queries else needed
     limit = max(QUERY_BYTES, spans.length * sizes.kv // 4) if memory_limit is None else memory_limit
     if needs.later_queries and len(everything) * sizes.queries <= limit:
         return everything
-    return known if len(known) * sizes.queries <= limit else needs.window_positions(spans)
+    return needed if len(needed) * sizes.queries <= limit else needs.window_positions(spans)
 
 
 class PrefillReader:

@@ -82,10 +82,10 @@ class Observations:
         """Show a run of `layer` (0-based), made by `run` only if an observer looks at the layer."""
         if not self._by_layer[layer]:
             return
-        made = run()
+        tokens = run()
         for observer, accumulator in self._by_layer[layer].items():
-            with self._stage(observer, made.queries.device):
-                accumulator.add(made)
+            with self._stage(observer, tokens.queries.device):
+                accumulator.add(tokens)
 
     def add_final(self, run: FinalRun) -> None:
         """Show a run of the decoder's output."""
@@ -114,21 +114,21 @@ class Observations:
             device: the device to wait for.
             passes: runs further tokens; None if no observer needs it.
         """
-        found: dict[Observer, Tensor] = {}
+        results: dict[Observer, Tensor] = {}
         for observer in self._observers:
-            if observer in found:
+            if observer in results:
                 continue
             with self._stage(observer, device):
                 if isinstance(observer, LayerObserver):
                     layers = enumerate(self._by_layer)
                     parts = {i: x.pop(observer).result() for i, x in layers if observer in x}
-                    found[observer] = observer.combine(parts)
+                    results[observer] = observer.combine(parts)
                 elif isinstance(observer, FinalObserver):
-                    found[observer] = self._final.pop(observer).result()
+                    results[observer] = self._final.pop(observer).result()
                 elif isinstance(observer, PassObserver) and passes is not None:
                     alike = [x for x in self._observers if x.timed_as == observer.timed_as]
-                    found.update(zip(alike, observer.observe_all(passes, alike), strict=True))
-        return found
+                    results.update(zip(alike, observer.observe_all(passes, alike), strict=True))
+        return results
 
     @contextmanager
     def _stage(self, observer: Observer, device: torch.device) -> Iterator[None]:
@@ -144,11 +144,11 @@ def seconds_by_stage(seconds: Mapping[str | Observer, float], needs: Needs) -> d
 
     A capture for several pipelines has more observers; each pipeline counts only its own.
     """
-    found = {"prefill": seconds["prefill"]} if "prefill" in seconds else {}
+    by_stage = {"prefill": seconds["prefill"]} if "prefill" in seconds else {}
     for observer in {x.timed_as for x in needs.observers}:
         if observer in seconds:
-            found[observer.part] = found.get(observer.part, 0.0) + seconds[observer]
-    return found
+            by_stage[observer.part] = by_stage.get(observer.part, 0.0) + seconds[observer]
+    return by_stage
 
 
 Name = TypeVar("Name", bound=Hashable)

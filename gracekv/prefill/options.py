@@ -82,24 +82,24 @@ def free_bytes(device: torch.device) -> int:
     return free + unused
 
 
-def chunk_room(length: int, held: int, sizes: CaptureSizes, free: int) -> int:
+def chunk_room(length: int, queries: int, sizes: CaptureSizes, free: int) -> int:
     """The number of tokens whose activations fit into `free` bytes; see `memory_error`.
 
     Uses at most half of the bytes left by held tensors, since allocators keep blocks and scores
     need memory, too.
     """
-    return max(0, free - sizes.held(length, held)) // (2 * max(1, sizes.activations))
+    return max(0, free - sizes.held(length, queries)) // (2 * max(1, sizes.activations))
 
 
-def check_memory(length: int, chunk: int, held: int, sizes: CaptureSizes, free: int) -> None:
+def check_memory(length: int, chunk: int, queries: int, sizes: CaptureSizes, free: int) -> None:
     """Raise `CaptureMemoryError` if a capture exceeds `free` bytes; see `memory_error`."""
-    if sizes.held(length, held) + min(chunk, length) * sizes.activations > free:
+    if sizes.held(length, queries) + min(chunk, length) * sizes.activations > free:
         opening = f"Capturing {length} tokens needs more memory than is free"
-        raise memory_error(opening, length, chunk, held, sizes, free)
+        raise memory_error(opening, length, chunk, queries, sizes, free)
 
 
 def memory_error(
-    opening: str, length: int, chunk: int, held: int, sizes: CaptureSizes, free: int
+    opening: str, length: int, chunk: int, queries: int, sizes: CaptureSizes, free: int
 ) -> CaptureMemoryError:
     """An error whose message says what did not fit and what would.
 
@@ -107,7 +107,7 @@ def memory_error(
         opening: what happened.
         length: T, tokens.
         chunk: tokens per pass.
-        held: number of positions whose queries are held.
+        queries: number of positions whose queries are held.
         sizes: bytes per token.
         free: free bytes, after a failed capture was released.
     """
@@ -116,13 +116,13 @@ def memory_error(
     text = (
         f"{opening}: keys and values "
         f"{'of one layer and of all kept entries ' if by_layer else ''}take "
-        f"{length * kv / mib:,.0f} MiB, held queries {held * sizes.queries / mib:,.0f} MiB, and "
+        f"{length * kv / mib:,.0f} MiB, held queries {queries * sizes.queries / mib:,.0f} MiB, and "
         f"{min(chunk, length)} tokens run at once. The model is unchanged."
     )
     options = []
     if min(chunk, length) > _LEAST_CHUNK:
         options.append(f"chunk={_LEAST_CHUNK}")
-    if held and not by_layer:
+    if queries and not by_layer:
         options.append("memory_limit=0")
     if options:
         text += f" Try {' and '.join(options)}."

@@ -97,10 +97,10 @@ class PartialAttention:
         `keys` and `values` are [G, T, d] at least up to the last position. All three may have more
         columns than those of `call`, whose width the result has.
         """
-        output = self._attended(call, query, keys, values)
+        output = self._output(call, query, keys, values)
         return output[..., : call.query.shape[-1]].contiguous(), None
 
-    def _attended(self, call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _output(self, call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """[1, C, H, d]."""
         # On AMD GPUs the mask of fewer queries than keys begins at the other end.
         cuda = query.device.type == "cuda" and torch.version.hip is None
@@ -199,22 +199,22 @@ def _split_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
     without a mask and to itself with one, and the two results are merged in float32 by their
     log-sum-exp. Source: ours.
     """
-    before = keys.shape[1] - query.shape[2]
-    if not before or query.shape[2] < _LEAST_SPLIT or capability(query.device)[0] != 9:
+    past = keys.shape[1] - query.shape[2]
+    if not past or query.shape[2] < _LEAST_SPLIT or capability(query.device)[0] != 9:
         return None
     params = torch.backends.cuda.SDPAParams(query, keys[None], values[None], None, 0.0, False, True)
     if not torch.backends.cuda.can_use_cudnn_attention(params):
         return None
-    (old, far), (own, near) = (
+    (old, far), (new, near) = (
         torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, keys[None, :, part], values[None, :, part], None, True, 0.0, causal, False,
             scale=scale,
         )[:2]
-        for part, causal in ((slice(before), False), (slice(before, None), True))
+        for part, causal in ((slice(past), False), (slice(past, None), True))
     )  # fmt: skip
     weight = torch.sigmoid(near - far).reshape(*query.shape[:3], 1)
     # Float32 because the weights are, in a single tensor.
-    merged: Tensor = (old * (1 - weight)).addcmul_(own, weight)
+    merged: Tensor = (old * (1 - weight)).addcmul_(new, weight)
     return merged.to(query.dtype).transpose(1, 2)
 
 
@@ -270,22 +270,22 @@ def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> 
             returns (cos, sin).
     """
     rotary = rotary_module(decoder)
-    own, made = rotary.forward, dict[Any, Any]()
+    rotate, tables = rotary.forward, dict[Any, Any]()
 
     def forward(x: Tensor, position_ids: Tensor, layer_type: Any = None) -> tuple[Tensor, ...]:
         # Layer kinds that rotate differently have their own tables.
-        if layer_type not in made:
+        if layer_type not in tables:
             kinds = () if layer_type is None else (layer_type,)
-            made[layer_type] = table(lambda *args: own(*args, *kinds), x)
+            tables[layer_type] = table(lambda *args: rotate(*args, *kinds), x)
         # The first of several axes, see `rotary_positions`.
         places = position_ids.reshape(-1, position_ids.shape[-1])[0]
         # Looking at positions on a GPU would synchronise.
         if places.device.type == "cpu" and int(places[-1] - places[0]) + 1 == len(places):
             # A view, since reading layer by layer holds the rotations of all chunks.
             first, last = int(places[0]), int(places[-1])
-            return tuple(part[:, first : last + 1] for part in made[layer_type])
-        return tuple(part[:, places.to(part.device)] for part in made[layer_type])
+            return tuple(part[:, first : last + 1] for part in tables[layer_type])
+        return tuple(part[:, places.to(part.device)] for part in tables[layer_type])
 
     # Other threads that run the model use their own rotations.
-    with replaced_forward(rotary, own_thread(forward, own)):
+    with replaced_forward(rotary, own_thread(forward, rotate)):
         yield

@@ -96,10 +96,10 @@ class _ModelContinuation:
         def attend(call: AttentionCall) -> Any:
             layer, query = call.layer, call.query
             new = (self._keys[layer], call.key[0]), (self._values[layer], call.value[0])
-            keys, values = (torch.cat([*known, x], dim=1) for known, x in new)
-            for known, x in new if goes_on else ():
+            keys, values = (torch.cat([*parts, x], dim=1) for parts, x in new)
+            for parts, x in new if goes_on else ():
                 # A view could keep a whole projection alive.
-                known.append(x.clone())
+                parts.append(x.clone())
             rope = self._passes.record.rope_of(layer)
             run = TokenRun(start, query[0], keys, values, rope, call.scale, **call.logits)
             with full_float32():
@@ -128,20 +128,20 @@ def queries_again(
 
     Costs the matrix products of P tokens up to the last of `layers`.
     """
-    wanted, compressed = set(layers), compressed_layers(model)
-    sizes = [len(positions) if layer in wanted else 0 for layer in range(prefill.layers)]
-    made = [x.new_empty(len(x), n, x.shape[2]) for x, n in zip(prefill.queries, sizes, strict=True)]
+    numbers, compressed = set(layers), compressed_layers(model)
+    sizes = [len(positions) if layer in numbers else 0 for layer in range(prefill.layers)]
+    outs = [x.new_empty(len(x), n, x.shape[2]) for x, n in zip(prefill.queries, sizes, strict=True)]
     base, decoder, device = base_attention(model), model.get_decoder(), input_device(model)
     assert prefill.token_ids is not None  # `capture`, which sets this source, keeps them
 
-    def table(own: Any, x: Tensor) -> tuple[Tensor, ...]:
+    def table(rotate: Any, x: Tensor) -> tuple[Tensor, ...]:
         return tuple(part[None].to(x) for part in table_of_rope(prefill.rope, rotating(compressed)))
 
     def attend(rows: slice, attention: PartialAttention, call: AttentionCall) -> Any:
         layer = call.layer
         query = widened(call.query, prefill.head_dim, 1 / prefill.scale)
-        if layer in wanted:
-            made[layer][:, rows] = query[0]
+        if layer in numbers:
+            outs[layer][:, rows] = query[0]
         if layer == layers[-1]:
             raise Enough
         return attention(call, query, prefill.keys[layer], prefill.values[layer])
@@ -151,8 +151,8 @@ def queries_again(
     casts = torch.autocast(device.type, kind, enabled=kind != model.dtype)
     for first in range(0, len(positions), size):
         some = positions[first : first + size]
-        own = partial(attend, slice(first, first + size), PartialAttention(base, some))
+        patch = partial(attend, slice(first, first + size), PartialAttention(base, some))
         row, places = (x[None].to(device) for x in (prefill.token_ids[some], some))
-        with casts, patched_attention(model, own), rotations(decoder, table):
+        with casts, patched_attention(model, patch), rotations(decoder, table):
             decoder(input_ids=row, position_ids=places, use_cache=False)
-    return made
+    return outs

@@ -60,22 +60,22 @@ class Projection:
             # Under autocast they may differ.
             rows = rows.to(columns.dtype)
         if own_columns(self.module) is None:
-            return self._called(rows)
+            return self._project(rows)
         # A sharded layer sums the outputs of all processes itself.
         if columns is not None:
             return rows @ columns.mT
         mesh = self.module.weight.device_mesh
-        own, others = mesh.get_local_rank(), torch.zeros_like(rows)
+        rank, zeros = mesh.get_local_rank(), torch.zeros_like(rows)
         # Each process in turn, while the others pass zeros.
-        turns = [self._called(rows if x == own else others) for x in range(mesh.size())]
-        return turns[int(own)]
+        turns = [self._project(rows if x == rank else zeros) for x in range(mesh.size())]
+        return turns[int(rank)]
 
-    def _called(self, rows: Tensor) -> Tensor:
+    def _project(self, rows: Tensor) -> Tensor:
         # In the shape of the model's own calls, since some quantised layers take no other.
         flat = rows.reshape(1, -1, rows.shape[-1])
-        own = getattr(getattr(self.module, "base_layer", self.module), "weight", None)
-        if type(own) is torch.nn.Parameter and own.dtype in _DTYPES:
-            flat = flat.to(own.dtype)
+        weight = getattr(getattr(self.module, "base_layer", self.module), "weight", None)
+        if type(weight) is torch.nn.Parameter and weight.dtype in _DTYPES:
+            flat = flat.to(weight.dtype)
         projected: Tensor = self.module(flat)
         # Adapters may add a bias to a layer without one.
         if type(self.module) is not torch.nn.Linear or self.module.bias is not None:

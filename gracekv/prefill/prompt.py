@@ -16,10 +16,10 @@ from gracekv.prefill.chat_text import (
     check_question,
     check_text,
     continued,
-    dated,
     encode,
     has_chat_template,
     render,
+    with_date,
 )
 from gracekv.prefill.messages import encoded_messages, plain_messages
 from gracekv.prefill.spans import PromptSpans
@@ -173,7 +173,7 @@ class Prompt:
         if not messages or not has_chat_template(tokenizer):
             raise PromptError("Give at least one message, and a tokenizer with a chat template.")
         day, known = day or date.today().isoformat(), plain_messages(messages)
-        context, ids = encoded_messages(dated(tokenizer, day), known, tools)
+        context, ids = encoded_messages(with_date(tokenizer, day), known, tools)
         spans = PromptSpans(0, context, context, len(ids))
         return cls(checked_ids(ids), spans, None, tokenizer, messages=len(messages), day=day)
 
@@ -266,11 +266,11 @@ def checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
 
 def _question_end(after: str, question: str) -> int:
     """The offset in `after` at which the question ends; raises `PromptError` if it is not found."""
-    if not (wanted := question.strip()):
+    if not (text := question.strip()):
         return 0
-    if (at := after.find(wanted)) < 0:
+    if (at := after.find(text)) < 0:
         raise PromptError(
             "The chat template changes the question's text, so its end cannot be found. Render "
             "the prompt yourself and use Prompt.from_ids."
         )
-    return at + len(wanted)
+    return at + len(text)

@@ -223,13 +223,13 @@ class Recorder:
     def _keep(self, layer: int, rows: Tensor) -> None:
         """Store the chunk's queries [H, C, d] at the positions that are held."""
         positions, chunk = self.query_positions, self._chunk
-        kept = self._at(self.queries, layer, rows, len(positions))
+        buffer = self._at(self.queries, layer, rows, len(positions))
         first, last = np.searchsorted(positions.numpy(), [chunk.start, chunk.end]).tolist()
         if last - first == rows.shape[1]:
-            kept[:, first:last] = rows
+            buffer[:, first:last] = rows
         elif last > first:
             at = positions[first:last] - chunk.start
-            kept[:, first:last] = rows[:, on_device(at, rows.device)]
+            buffer[:, first:last] = rows[:, on_device(at, rows.device)]
 
 
 def no_rotation(length: int, device: torch.device) -> tuple[Tensor, Tensor]:

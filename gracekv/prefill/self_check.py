@@ -90,10 +90,10 @@ def self_check(model: Any) -> None:
     if uneven := [x.layer for x in calls.values() if x.key.shape[-1] != x.value.shape[-1]]:
         raise _refusal(model, "has values and keys of different dimensions", uneven[0])
     rotations = {number: _rotation(model, calls[number], *inputs[number]) for number in inputs}
-    own = [layer.number for layer in compressed_layers(model)]
-    if len({(calls[n].query.shape, calls[n].key.shape) for n in own}) > 1:
+    compressed = [layer.number for layer in compressed_layers(model)]
+    if len({(calls[n].query.shape, calls[n].key.shape) for n in compressed}) > 1:
         raise _refusal(model, "has compressed layers of several sizes")
-    if turned := [n for n in own if rotations[n] != "none"]:
+    if turned := [n for n in compressed if rotations[n] != "none"]:
         pairs = {number: inputs[number][1]["position_embeddings"] for number in turned}
         table = rotation_table(model, pairs[turned[0]][0], torch.arange(_TOKENS)[None].to(ids))
         for number, pair in pairs.items():
@@ -160,19 +160,19 @@ def _by_steps(model: Any, ids: Tensor, calls: Mapping[int, AttentionCall]) -> Te
     count, with_states = ids.shape[1], any(layer.has_states for layer in model_layers(model))
     # In models with states, the stock cache handles the window of sliding layers.
     by_hand = {x.number for x in (compressed_layers if with_states else model_layers)(model)}
-    others, done = StockLayers(model, (), 0), 0
-    options: dict[str, Any] = others.options() if with_states else {"use_cache": False}
+    stock, length = StockLayers(model, (), 0), 0
+    options: dict[str, Any] = stock.options() if with_states else {"use_cache": False}
 
     def step(call: AttentionCall) -> Any:
-        key, value, known = call.key, call.value, calls[call.layer]
+        key, value, recorded = call.key, call.value, calls[call.layer]
         if call.layer in by_hand:
-            key = torch.cat([known.key[:, :, :done], key], dim=2)
-            value = torch.cat([known.value[:, :, :done], value], dim=2)
+            key = torch.cat([recorded.key[:, :, :length], key], dim=2)
+            value = torch.cat([recorded.value[:, :, :length], value], dim=2)
         return _softmax_attention(call.query, key, value, call).to(call.query.dtype), None
 
     def run(end: int) -> Any:
-        place = torch.arange(done, end, device=ids.device)[None]
-        return model(input_ids=ids[:, done:end], position_ids=place, **options)
+        place = torch.arange(length, end, device=ids.device)[None]
+        return model(input_ids=ids[:, length:end], position_ids=place, **options)
 
     with patched_attention(model, step):
         for end in (count // 2, count - 1) if with_states else ():
@@ -184,9 +184,9 @@ def _by_steps(model: Any, ids: Tensor, calls: Mapping[int, AttentionCall]) -> Te
                     f"does not run with transformers' cache layers for its kinds of "
                     f"layers: {error}",
                 ) from error
-            others.read(count - end)
-            done = end
-        done = count - 1
+            stock.read(count - end)
+            length = end
+        length = count - 1
         logits: Tensor = run(count).logits[0, -1]
     return logits
 
@@ -204,10 +204,10 @@ def _softmax_attention(query: Tensor, key: Tensor, value: Tensor, call: Attentio
     return (shares @ value).transpose(1, 2)
 
 
-def _difference(got: Tensor, wanted: Tensor) -> float:
-    """|found - wanted| / |wanted|."""
-    wanted = wanted.float()
-    return float((got.float() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+def _difference(logits: Tensor, target: Tensor) -> float:
+    """|logits - target| / |target|."""
+    target = target.float()
+    return float((logits.float() - target).norm() / target.norm().clamp_min(1e-30))
 
 
 def _tolerance(model: Any) -> float:

@@ -151,9 +151,9 @@ class Past:
             )
         keys[:, : self.places, dim] = NOWHERE
         for g, (own_keys, own_values, log_m) in enumerate(self.layers[layer]):
-            own = slice(self.places - len(own_keys), self.places)
-            keys[g, own, :dim], values[g, own, :dim] = own_keys, own_values
-            keys[g, own, dim] = log_m
+            rows = slice(self.places - len(own_keys), self.places)
+            keys[g, rows, :dim], values[g, rows, :dim] = own_keys, own_values
+            keys[g, rows, dim] = log_m
 
 
 def first_entries(keys: Tensor, past: int) -> list[int]:
@@ -185,8 +185,8 @@ def reflected(signal: Tensor, places: int) -> Tensor:
     Segmenters compare a passage with the whole prompt; earlier tokens are assumed to be similar to
     the passage. Known rows are not changed; written in place.
     """
-    known = len(signal) - places
-    if places and known:
-        back = torch.arange(places, 0, -1, device=signal.device) % max(1, 2 * known - 2)
-        signal[:places] = signal[places + torch.minimum(back, (2 * known - 2 - back).clamp(min=0))]
+    count = len(signal) - places
+    if places and count:
+        back = torch.arange(places, 0, -1, device=signal.device) % max(1, 2 * count - 2)
+        signal[:places] = signal[places + torch.minimum(back, (2 * count - 2 - back).clamp(min=0))]
     return signal

@@ -23,9 +23,9 @@ from gracekv.prefill.model_layers import model_layers, other_layers
 class PassedOn(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """A compressed layer while the prompt is read: its keys and values are recorded elsewhere."""
 
-    def __init__(self, seen: int) -> None:
+    def __init__(self, length: int) -> None:
         super().__init__()
-        self.cumulative_length = seen
+        self.cumulative_length = length
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the states [1, G, q, d] are not held."""
@@ -74,21 +74,21 @@ class WithoutCache(ReadStates):
 class ReadHybrid(PassedOn, ReadStates, cache_utils.LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
     """A layer with states and compressed keys and values, while the prompt is read."""
 
-    def __init__(self, seen: int) -> None:
+    def __init__(self, length: int) -> None:
         cache_utils.LinearAttentionAndFullAttentionLayer.__init__(self)
-        self.cumulative_length = seen
+        self.cumulative_length = length
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Initialise the states as in any cache."""
         cache_utils.LinearAttentionAndFullAttentionLayer.lazy_initialization(self, *args, **kwargs)
 
 
-def fill(layer: Any, state: LayerState, seen: int) -> None:
-    """Set a stock layer to `state`, which it holds of `seen` tokens; `state` is never changed."""
+def fill(layer: Any, state: LayerState, length: int) -> None:
+    """Set a stock layer to `state`, which it holds of `length` tokens; `state` is never changed."""
     if state.window is not None:
         keys, values = state.tensors["keys"], state.tensors["values"]
         layer.lazy_initialization(keys, values)
-        layer.keys, layer.values, layer.cumulative_length = keys, values, seen
+        layer.keys, layer.values, layer.cumulative_length = keys, values, length
     elif state.tensors:
         fill_states(layer, state.tensors)
 
@@ -118,34 +118,34 @@ class StockLayers:
 
     Args:
         model: as for `capture`.
-        before: their earlier states; empty at the start of a sequence.
-        seen: number of earlier tokens.
+        states: their earlier states; empty at the start of a sequence.
+        length: number of earlier tokens.
 
     Attributes:
         states: their states after all tokens but the last, set when everything is read; empty if
             all layers are compressed.
     """
 
-    def __init__(self, model: Any, before: Sequence[LayerState], seen: int) -> None:
-        self._layers, self._seen = other_layers(model), seen
+    def __init__(self, model: Any, states: Sequence[LayerState], length: int) -> None:
+        self._layers, self._seen = other_layers(model), length
         self._keyword = cache_keyword(model.forward)
         self._cache: Any = None
         # States cannot be cropped by a token.
         self._last_alone = any(layer.has_states for layer in self._layers)
-        self.states: tuple[LayerState, ...] = tuple(before) if self._last_alone else ()
+        self.states: tuple[LayerState, ...] = tuple(states) if self._last_alone else ()
         if not self._layers:
             return
-        made: list[Any] = [PassedOn(seen) for _ in model_layers(model)]
+        layers: list[Any] = [PassedOn(length) for _ in model_layers(model)]
         for layer in self._layers:
-            own: Any = WithoutCache()
+            layer_cache: Any = WithoutCache()
             if layer.window is not None:
-                own = cache_utils.DynamicSlidingWindowLayer(layer.window)
+                layer_cache = cache_utils.DynamicSlidingWindowLayer(layer.window)
             elif layer.has_states:
-                own = ReadHybrid(seen) if layer.has_attention else ReadStates()
-            made[layer.number] = own
-        for state in before:
-            fill(made[state.number], state, seen)
-        self._cache = cache_utils.Cache(layers=made)
+                layer_cache = ReadHybrid(length) if layer.has_attention else ReadStates()
+            layers[layer.number] = layer_cache
+        for state in states:
+            fill(layers[state.number], state, length)
+        self._cache = cache_utils.Cache(layers=layers)
         self._cache.activate_past_recording()
 
     def options(self) -> dict[str, Any]:
@@ -173,8 +173,8 @@ class StockLayers:
         ends = [stop - 1, stop] if self._last_alone else [stop]
         return [*range(start, ends[0], size), *ends]
 
-    def read(self, left: int, number: int | None = None) -> None:
-        """Record that all layers, or only layer `number`, read a chunk; `left` tokens follow.
+    def read(self, remaining: int, number: int | None = None) -> None:
+        """Record that all layers, or only layer `number`, read a chunk; `remaining` tokens follow.
 
         Sets `states` at the end.
         """
@@ -183,17 +183,17 @@ class StockLayers:
         layers = self._cache.layers
         for layer in layers if number is None else [layers[number]]:
             # Decoding feeds the last token again.
-            layer.crop(-1 if left == 0 and not self._last_alone else 0)
-        if left != self._last_alone:
+            layer.crop(-1 if remaining == 0 and not self._last_alone else 0)
+        if remaining != self._last_alone:
             return
         states = [x for x in self.states if number not in (None, x.number)]
         for layer in (x for x in self._layers if number in (None, x.number)):
-            held, tensors = layers[layer.number], dict[str, Tensor]()
+            cache, tensors = layers[layer.number], dict[str, Tensor]()
             if layer.window is not None:
                 # Copies, since views would keep everything that was read.
-                tensors = {"keys": held.keys.clone(), "values": held.values.clone()}
-                held.keys, held.values = tensors.values()
+                tensors = {"keys": cache.keys.clone(), "values": cache.values.clone()}
+                cache.keys, cache.values = tensors.values()
             elif layer.has_states:
-                tensors = read_states(held)
+                tensors = read_states(cache)
             states.append(LayerState(layer.number, layer.kind, layer.window, tensors))
         self.states = tuple(states)

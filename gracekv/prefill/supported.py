@@ -209,15 +209,15 @@ def dynamic_limit(model: Any) -> int | None:
 
 def trained_length(model: Any) -> int | None:
     """Number of positions that the model was trained or extended for, or None if unknown."""
-    known = getattr(text_config(model), "max_position_embeddings", None)
+    positions = getattr(text_config(model), "max_position_embeddings", None)
     rope = rope_parameters(model)
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    if not known:
+    if not positions:
         return None
     # Configs with these often leave max_position_embeddings at its old value.
     if rope.get("rope_type") in ("linear", "yarn") and factor:
-        return max(int(known), int((original or known) * factor))
-    return int(known)
+        return max(int(positions), int((original or positions) * factor))
+    return int(positions)
 
 
 def closable_length(model: Any) -> int | None:
@@ -278,14 +278,14 @@ def check_prompt_length(model: Any, length: int, *, beyond_positions: bool = Fal
                 "Its dynamic RoPE then rotates by the longest sequence seen so far, so answers "
                 "depend on what the model was run on before."
             )
-        said = f"The prompt has {length} tokens, but {name} was trained for {trained}. {what}"
+        message = f"The prompt has {length} tokens, but {name} was trained for {trained}. {what}"
         if length > reach and not beyond_positions:
             raise PromptError(
-                f"{said} Use a shorter prompt or a model trained for longer ones; to read it "
+                f"{message} Use a shorter prompt or a model trained for longer ones; to read it "
                 f"anyway, pass CaptureOptions(beyond_positions=True), or on the command line "
                 f"--beyond-positions."
             )
-        _warn(said)
+        _warn(message)
     if (bound := longest_sequence(model, length)) is not None and bound[0] - length < _ROOM:
         _warn(
             f"{name} can continue this prompt for {bound[0] - length + 1} tokens: beyond a length "

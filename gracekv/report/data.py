@@ -19,7 +19,7 @@ from gracekv.pipeline.run import CodedRelevance
 from gracekv.prefill import PromptSpans
 from gracekv.prefill.chat_text import continued
 from gracekv.prefill.fingerprint import differences
-from gracekv.report.entries import KeptEntries, Result, check_result, kept_entries
+from gracekv.report.entries import KeptEntries, Result, check_result, result_entries
 
 # The character with which decoders replace incomplete bytes.
 _INCOMPLETE = "\ufffd"
@@ -40,8 +40,8 @@ def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         ignored |= {"weights", "plain_weights"}
         if one.get("model_name") != other.get("model_name"):
             return ["names"]
-    kept = ({name: x for name, x in marks.items() if name not in ignored} for marks in (one, other))
-    return [what.partition(" (")[0] for what in differences(*kept)]
+    rest = ({name: x for name, x in marks.items() if name not in ignored} for marks in (one, other))
+    return [what.partition(" (")[0] for what in differences(*rest)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,8 +112,8 @@ class ReportData:
             raise ReportError(f"Answers are keyed by label: {', '.join(results)}; got {unknown}.")
         (first, main), *others = results.items()
         for label, other in others:
-            for what, read in _SAME.items():
-                if read(main) != read(other):
+            for what, fact in _SAME.items():
+                if fact(main) != fact(other):
                     raise ReportError(
                         f"Results to compare must share prompt, context and model; {first!r} "
                         f"and {label!r} have different {what}. Compress the same Prompt with both "
@@ -131,7 +131,7 @@ class ReportData:
             name = re.split(r"[/\\]", name)[-1]
         # A loaded prompt may have no tokenizer.
         tokens = tuple(token_texts(main.prompt.ids, tokenizer))
-        columns = tuple(report_column(x, own, answers.get(x)) for x, own in results.items())
+        columns = tuple(report_column(x, result, answers.get(x)) for x, result in results.items())
         name, layers = name or type(main.model).__name__, main._run.cache.model_layers
         return cls(name, main.prompt.spans, tokens, columns, model_layers=layers)
 
@@ -142,9 +142,9 @@ class ReportData:
         """
         first, prompt = result._run.cache.length, result.prompt
         # A cache with a limit holds quantised entries in the model's dtype.
-        own = dequantised(result._run.cache).layers[-1].keys
-        keys = own if history.keys is None else history.keys.to(own)
-        if history.first != first or not torch.equal(own, keys):
+        packed_keys = dequantised(result._run.cache).layers[-1].keys
+        keys = packed_keys if history.keys is None else history.keys.to(packed_keys)
+        if history.first != first or not torch.equal(packed_keys, keys):
             raise ReportError(
                 f"The cache belongs to another result: its entries of {history.first} prompt "
                 f"tokens are not this one's of {first}. Use this result's new_cache(limit)."
@@ -157,13 +157,13 @@ class ReportData:
 
 
 def report_column(label: str, result: Result, answer: str | None = None) -> ReportColumn:
-    """Make the column of one result. Raises `ReportError` as `kept_entries` does."""
+    """Make the column of one result. Raises `ReportError` as `result_entries` does."""
     expect(answer, str | None, "An answer is a string", ReportError)
     run, pipe, record = result._run, result.pipeline, result._run.recorded()
     slots, relevance, curve = None, None, None
     if record is not None:
         slots, relevance, curve = record.slots, record.relevance, record.curve
-    own = (label, pipe.to_dict(), pipe.pack.represents, kept_entries(result))
+    own = (label, pipe.to_dict(), pipe.pack.represents, result_entries(result))
     return ReportColumn(*own, slots, relevance, curve, run.accounting, run.timings, answer)
 
 
@@ -176,16 +176,16 @@ def token_texts(ids: Tensor, tokenizer: Any) -> list[str]:
     if tokenizer is None:
         return [f"⟨{number}⟩ " for number in ids.tolist()]
     texts: list[str] = []
-    first = read = 0
+    first = end = 0
     for at in range(len(ids)):
-        before = tokenizer.decode(ids[first:read], skip_special_tokens=False) if read else ""
-        after = tokenizer.decode(ids[first : at + 1], skip_special_tokens=False)
+        old_text = tokenizer.decode(ids[first:end], skip_special_tokens=False) if end else ""
+        text = tokenizer.decode(ids[first : at + 1], skip_special_tokens=False)
         # A character has at most four bytes; bytes that stay incomplete for longer are not text.
-        waits = after.endswith(_INCOMPLETE) and at - read < 3 and at + 1 < len(ids)
+        waits = text.endswith(_INCOMPLETE) and at - end < 3 and at + 1 < len(ids)
         if waits:
             # A text may hold the character itself.
-            waits = continued(tokenizer, after[len(before) :]) != ids[read : at + 1].tolist()
-        texts.append("" if waits else after[len(before) :])
+            waits = continued(tokenizer, text[len(old_text) :]) != ids[end : at + 1].tolist()
+        texts.append("" if waits else text[len(old_text) :])
         if not waits:
-            first, read = read, at + 1
+            first, end = end, at + 1
     return texts

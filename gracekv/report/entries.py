@@ -101,7 +101,7 @@ def check_result(result: object) -> None:
         )
 
 
-def kept_entries(result: Result) -> KeptEntries:
+def result_entries(result: Result) -> KeptEntries:
     """The context entries of `result`, and the tokens that each stands for.
 
     Raises `ReportError` if `result` was loaded from a file or extended and holds merged entries, if
@@ -121,8 +121,8 @@ def kept_entries(result: Result) -> KeptEntries:
     position, multiplicity, head, *more = _context_entries(cache, region, run.value_change)
     layers, heads = len(cache.layers), cache.layers[0].heads
     starts = offsets(torch.bincount(head, minlength=layers * heads))
-    own = (position, position + 1, multiplicity)
-    entries = KeptEntries(layers, heads, region, starts, *own, None, None, *more)
+    columns = (position, position + 1, multiplicity)
+    entries = KeptEntries(layers, heads, region, starts, *columns, None, None, *more)
     if record is None:
         # A packer of nodes merges tokens, and a file does not record which, unless all are kept.
         full = run.accounting.entries.numel() * spans.context_length
@@ -136,24 +136,24 @@ def kept_entries(result: Result) -> KeptEntries:
     in_region = position < record.region[1]
     depth = torch.where(in_region, 0, -1).to(torch.int16)
     floor = torch.zeros_like(in_region)
-    if (chosen := record.selection) is None:
+    if (selection := record.selection) is None:
         return replace(entries, depth=depth, floor=floor)
-    start = chosen.start.long()
-    end = start + 1 if chosen.end is None else chosen.end.long()
-    packed, here = start < cache.length, position[in_region]
+    start = selection.start.long()
+    end = start + 1 if selection.end is None else selection.end.long()
+    packed, places = start < cache.length, position[in_region]
     start, end = start[packed], end[packed].clamp(max=cache.length)
-    if len(here) != len(start) or bool(((here < start) | (here >= end)).any()):
+    if len(places) != len(start) or bool(((places < start) | (places >= end)).any()):
         raise ReportError(
             f"The packer did not keep the selected entries in order, so there is nothing to "
-            f"report: the cache holds {len(here)} entries of the trees, the selection "
+            f"report: the cache holds {len(places)} entries of the trees, the selection "
             f"{len(start)}. Packers must follow gracekv.cache.Packer."
         )
     if represents == "node":
         entries.start[in_region], entries.end[in_region] = start, end
-    if chosen.level is not None:
-        depth[in_region] = chosen.level[packed]
-    if chosen.from_floor is not None:
-        floor[in_region] = chosen.from_floor[packed]
+    if selection.level is not None:
+        depth[in_region] = selection.level[packed]
+    if selection.from_floor is not None:
+        floor[in_region] = selection.from_floor[packed]
     return replace(entries, depth=depth, floor=floor)
 
 

@@ -72,7 +72,7 @@ def compare(
     Raises `ReportError` if prompts or models differ, or if a result does not know which tokens its
     entries stand for.
     """
-    write_atomically(path_of(path), render(ReportData.of(labelled(results), answers)).encode())
+    write_atomically(path_of(path), render(ReportData.of(with_labels(results), answers)).encode())
 
 
 def write_all(
@@ -107,15 +107,15 @@ def default_label(result: Result) -> str:
     The ratio counts entries, or bytes if the budget does and entries are quantised.
     """
     check_result(result)
-    kept, name = result._run.accounting, recipes.label(result.pipeline)
-    full, spent = kept.entries.numel(), kept.spent
-    if kept.spent_bytes is not None:
-        full, spent = kept.full_bytes // result._run.cache.length, kept.spent_bytes
+    account, name = result._run.accounting, recipes.label(result.pipeline)
+    full, spent = account.entries.numel(), account.spent
+    if account.spent_bytes is not None:
+        full, spent = account.full_bytes // result._run.cache.length, account.spent_bytes
     ratio = full * result.prompt.spans.context_length / max(1, spent)
     return name if ratio <= 1 else f"{name} {ratio:.1f}".removesuffix(".0") + "x"
 
 
-def labelled(results: Mapping[str, Result] | Sequence[Result]) -> Mapping[str, Result]:
+def with_labels(results: Mapping[str, Result] | Sequence[Result]) -> Mapping[str, Result]:
     """Results by label; a sequence gets default labels, numbered if they repeat."""
     if isinstance(results, Mapping):
         return results

@@ -9,7 +9,7 @@ from typing import SupportsIndex
 import torch
 
 from gracekv.errors import ReportError, expect, one_of
-from gracekv.report.entries import Result, check_result, kept_entries
+from gracekv.report.entries import Result, check_result, result_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def token_statuses(result: Result, position: int) -> TokenStatuses:
     Tokens of prefix and suffix are exact in every head; so is the last prompt token, which is not
     in the cache but fed again. Negative positions count from the prompt's end.
 
-    Raises `ReportError` if there is no such token, or as `kept_entries` does.
+    Raises `ReportError` if there is no such token, or as `result_entries` does.
     """
     check_result(result)
     expect(position, SupportsIndex, "A position is a token's number", ReportError)
@@ -105,7 +105,7 @@ def token_statuses(result: Result, position: int) -> TokenStatuses:
             f"The prompt has the tokens 0 to {spans.length - 1}; got {given}. Negative positions "
             f"count from the end."
         )
-    entries = kept_entries(result)
+    entries = result_entries(result)
     first, last = entries.region
     holder = torch.full((entries.layers * entries.heads,), -2, device="cpu")
     if first <= position < last:
@@ -127,7 +127,7 @@ def token_statuses(result: Result, position: int) -> TokenStatuses:
             bits = None if entries.bits is None else int(entries.bits[entry])
         state = "dropped" if entry == -1 else "merged" if end - start > 1 else "exact"
         layer, head = numbers[unit // entries.heads], unit % entries.heads
-        own = None if relevance is None else float(relevance[unit])
-        facts = (start, end, weight, depth, floor, own, change, bits)
+        score = None if relevance is None else float(relevance[unit])
+        facts = (start, end, weight, depth, floor, score, change, bits)
         rows.append(TokenStatus(layer, head, state, *facts))
     return TokenStatuses(position, tuple(rows))

@@ -18,9 +18,9 @@ from gracekv.errors import BudgetError, ConfigError, StoreError, UnsupportedMode
 from gracekv.prefill.fingerprint import tokenizer_marks
 from gracekv.prefill.supported import check_needs
 from gracekv.recipes import DEFAULT_WITHOUT_QUESTION
-from gracekv.vllm.header import EXACT, PARAMETER, Continuation, check_name
+from gracekv.vllm.header import EXACT, PARAMETER, TurnFormat, check_name
 from gracekv.vllm.orders import FRONT, Compression, Deletion, Order, names_of, order_of
-from gracekv.vllm.requests import continuing, opened, passage, question_text
+from gracekv.vllm.requests import continuing, passage, question_text, split_document
 from gracekv.vllm.served_model import ServedModel
 from gracekv.vllm.serving import has_store, open_store, refusal
 
@@ -51,14 +51,14 @@ def process_inputs(
 
     Raises vLLM's error for bad requests with the `StoreError`'s text.
     """
-    found = check(self, params)
-    made = stock(self, request_id, prompt, params, *args, **kwargs)
-    if found is not None:
+    target = check(self, params)
+    req = stock(self, request_id, prompt, params, *args, **kwargs)
+    if target is not None:
         with _as_bad_request():
             if kwargs.get("resumable"):
                 raise StoreError("A request about a context takes its whole prompt at once.")
-            _put_ids(self, found, made, params)
-    return made
+            _put_ids(self, target, req, params)
+    return req
 
 
 def to_beam_search_params(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,10 +102,10 @@ def process_outputs(stock: Any, self: Any, outputs: Any, *args: Any, **kwargs: A
         state = self.request_states.get(output.request_id)
         if state is not None and state.queue is not None:
             refused.append((state.queue, kind(reply["reason"])))
-    made = stock(self, outputs, *args, **kwargs)
+    result = stock(self, outputs, *args, **kwargs)
     for queue, error in refused:
         queue.put(error)
-    return made
+    return result
 
 
 def check(processor: Any, params: Any) -> str | Order | None:
@@ -126,44 +126,44 @@ def check(processor: Any, params: Any) -> str | Order | None:
             _fronts[processor] = Front(processor.vllm_config)
         front = _fronts[processor]
         check_allowed = functools.partial(front.store.check_allowed, parameters=transfer)
-        order = order_of(transfer[PARAMETER], None, lambda x: front.known(check_allowed(x))[0])
+        order = order_of(transfer[PARAMETER], None, lambda x: front.look_up(check_allowed(x))[0])
         scores = ("logprobs", "prompt_logprobs", "prompt_logprob_token_ids")
         allowed = {"n": 1, **dict.fromkeys(scores)}
         others = [x for x, value in allowed.items() if getattr(params, x, value) != value]
         if isinstance(order, Compression | Deletion) and others:
             no = " and no ".join(others)
             raise StoreError(f"A request that compresses or deletes takes no {no}.")
-        found = check_name(transfer[PARAMETER]) if order is None else order
-        for name in [found] if isinstance(found, str) else names_of(found):
+        target = check_name(transfer[PARAMETER]) if order is None else order
+        for name in [target] if isinstance(target, str) else names_of(target):
             check_allowed(name)
-        return found
+        return target
 
 
-def _put_ids(processor: Any, found: str | Order, made: Any, params: Any) -> None:
+def _put_ids(processor: Any, target: str | Order, req: Any, params: Any) -> None:
     """Set the prompt of a question or a document; other orders do not read theirs."""
-    front, ids = _fronts[processor], made.prompt_token_ids
+    front, ids = _fronts[processor], req.prompt_token_ids
     tokenizer = None if transfer_of(params).get(EXACT) else getattr(processor, "tokenizer", None)
     # Places of embeddings and images would still be those of the original prompt.
-    no_text = ids is None or made.mm_features or getattr(made, "prompt_embeds", None) is not None
-    if no_text and isinstance(found, str | Compression):
+    no_text = ids is None or req.mm_features or getattr(req, "prompt_embeds", None) is not None
+    if no_text and isinstance(target, str | Compression):
         raise StoreError("A request about a context is text only: no embeddings, images or audio.")
-    if isinstance(found, str):
+    if isinstance(target, str):
         # If only the scheduler knows the context, the prompt stays as it is.
-        if tokenizer is not None and (follow := front.known(found)[1]):
-            made.prompt_token_ids = ids = continuing(tokenizer, found, follow, ids)
+        if tokenizer is not None and (follow := front.look_up(target)[1]):
+            req.prompt_token_ids = ids = continuing(tokenizer, target, follow, ids)
             # vLLM checked the length before the separator was added.
-            if len(ids) >= (most := processor.vllm_config.model_config.max_model_len):
+            if len(ids) >= (limit := processor.vllm_config.model_config.max_model_len):
                 raise StoreError(
                     f"With its separator the question has {len(ids):,} tokens, and this engine "
-                    f"computes at most {most - 1:,} in one prompt. Ask a shorter one."
+                    f"computes at most {limit - 1:,} in one prompt. Ask a shorter one."
                 )
         return
-    made.params.max_tokens, made.params.min_tokens = 1, 0
-    if isinstance(found, Compression):
-        made.prompt_token_ids, order = front.document(found, ids, tokenizer)
-        known = {FRONT: {"start": order.start, "follow": asdict(order.follow)}}
-        extra = {"kv_transfer_params": transfer_of(params) | known}
-        made.params.extra_args = made.params.extra_args | extra
+    req.params.max_tokens, req.params.min_tokens = 1, 0
+    if isinstance(target, Compression):
+        req.prompt_token_ids, order = front.document(target, ids, tokenizer)
+        facts = {FRONT: {"start": order.start, "follow": asdict(order.follow)}}
+        extra = {"kv_transfer_params": transfer_of(params) | facts}
+        req.params.extra_args = req.params.extra_args | extra
 
 
 @contextlib.contextmanager
@@ -201,11 +201,11 @@ class Front:
 
     def __init__(self, vllm_config: Any) -> None:
         self._config, self.store = vllm_config, open_store(vllm_config)
-        self.formats: OrderedDict[str, list[tuple[str, Continuation | None] | None]] = OrderedDict()
-        self._format: Continuation | None = None
+        self.formats: OrderedDict[str, list[tuple[str, TurnFormat | None] | None]] = OrderedDict()
+        self._format: TurnFormat | None = None
         self._served = functools.cache(lambda: ServedModel.of(vllm_config))
 
-    def known(self, name: str) -> tuple[str, Continuation | None]:
+    def look_up(self, name: str) -> tuple[str, TurnFormat | None]:
         """A context's recipe and how requests continue it; the default and None if unknown here."""
         if name in self.formats:
             self.formats.move_to_end(name)
@@ -219,12 +219,12 @@ class Front:
     def hear(self, reply: dict[str, Any]) -> None:
         """Process a reply of the scheduler: a document was read, or a context was deleted."""
         name = reply.get("name", "")
-        found = self.formats.pop(name, None)
+        formats = self.formats.pop(name, None)
         self.store.forget(name)
-        if found is not None and reply["state"] == "compressing":
-            self.formats[name] = found[-1:]
-        elif found is not None and len(found) > 1:
-            self.formats[name] = [None, *found[1:]]
+        if formats is not None and reply["state"] == "compressing":
+            self.formats[name] = formats[-1:]
+        elif formats is not None and len(formats) > 1:
+            self.formats[name] = [None, *formats[1:]]
 
     def document(
         self, order: Compression, ids: Sequence[int], tokenizer: Any
@@ -238,32 +238,32 @@ class Front:
 
         Raises `StoreError` if the engine cannot compress the document.
         """
-        found, start = list(ids), None
+        tokens, start = list(ids), None
         if order.source is not None and tokenizer is not None:
-            found = passage(tokenizer, ids)
+            tokens = passage(tokenizer, ids)
         elif tokenizer is not None:
-            found, start = opened(tokenizer, ids)
+            tokens, start = split_document(tokenizer, ids)
         if start is not None:
             # Hashing a vocabulary takes half a second.
-            self._format = self._format or Continuation(
+            self._format = self._format or TurnFormat(
                 tokenizer=dict(tokenizer_marks(tokenizer)),
                 question_text=question_text(tokenizer),
                 template=True,
             )
             order = replace(order, start=start, follow=self._format)
-        cache, most = self._config.cache_config, self._config.model_config.max_model_len - 1
+        cache, limit = self._config.cache_config, self._config.model_config.max_model_len - 1
         if cache.num_gpu_blocks:
             # vLLM keeps one page for itself.
-            most = min(most, (cache.num_gpu_blocks - 1) * cache.block_size)
-        if len(found) + 1 > most:
+            limit = min(limit, (cache.num_gpu_blocks - 1) * cache.block_size)
+        if len(tokens) + 1 > limit:
             raise StoreError(
-                f"The document has {len(found):,} tokens, and this engine computes at most "
-                f"{most - 1:,} in one prompt. Send a shorter one, or serve with more pages "
+                f"The document has {len(tokens):,} tokens, and this engine computes at most "
+                f"{limit - 1:,} in one prompt. Send a shorter one, or serve with more pages "
                 f"(--max-model-len, --kv-cache-memory-bytes)."
             )
         # One token is read after the context, since the last one of a prompt gets no entries.
-        found += found[-1:]
-        spans = order.spans(len(found))
+        tokens += tokens[-1:]
+        spans = order.spans(len(tokens))
         try:
             served = self._served()
             check_works_sharded(order.pipeline, HeadShard(ranks=served.ranks))
@@ -272,10 +272,10 @@ class Front:
                 check_needs(served.model, order.pipeline.needs(), passage=True)
         except (BudgetError, ConfigError, UnsupportedModelError) as error:
             raise StoreError(str(error)) from error
-        follow = order.follow if order.source is None else self.known(order.source)[1]
+        follow = order.follow if order.source is None else self.look_up(order.source)[1]
         if follow is not None:
-            old, new = self.known(order.name), (order.recipe, follow)
+            old, new = self.look_up(order.name), (order.recipe, follow)
             self.formats[order.name] = [new] if old[1] is None else [old, new]
         if len(self.formats) > _REMEMBERED:
             self.formats.popitem(last=False)
-        return found, order
+        return tokens, order

@@ -55,7 +55,7 @@ def find_layout(write: Callable[[Tensor, Tensor, Tensor], None], page: Tensor) -
     _, heads, block, width = page.shape
     dim = width // 2
     numbers = torch.arange(1, block * width + 1)
-    read = torch.zeros(block * width, dtype=torch.int64)
+    order = torch.zeros(block * width, dtype=torch.int64)
     place = 1
     while place <= block * width:
         digits = (numbers // place % _BASE).to(page.dtype).view(2, block, 1, dim)
@@ -64,11 +64,11 @@ def find_layout(write: Callable[[Tensor, Tensor, Tensor], None], page: Tensor) -
         flat = page.view(heads, -1)
         if not bool((flat == flat[0]).all()):
             raise ShapeError("The heads of the engine's pages have different layouts.")
-        read += flat[0].long() * place
+        order += flat[0].long() * place
         place *= _BASE
-    if not torch.equal(read.sort().values, numbers):
+    if not torch.equal(order.sort().values, numbers):
         raise ShapeError("The engine's pages hold no plain keys and values (a quantised cache?).")
-    where = read.argsort().to(torch.int32).view(2, block, dim)
+    where = order.argsort().to(torch.int32).view(2, block, dim)
     return PageLayout(where[0].contiguous(), where[1].contiguous())
 
 
@@ -89,8 +89,8 @@ def attend(
     pages, blocks = call.kv_cache, call.metadata.block_table.contiguous()
     heads, block = pages.shape[1:3]
     query_heads, dim = call.query.shape[1:]
-    chosen = call.query[batch.places].float().contiguous()
-    tokens, output = len(chosen), torch.empty_like(chosen)
+    query = call.query[batch.places].float().contiguous()
+    tokens, output = len(query), torch.empty_like(query)
     partial = torch.empty(batch.slots * query_heads, dim + 2, dtype=torch.float32)
     counters = torch.zeros(1 + tokens * query_heads, dtype=torch.int64)
     int32, int64, float32 = torch.int32, torch.int64, torch.float32
@@ -98,9 +98,9 @@ def attend(
     # Blocks and heads may lie apart; a head's part of a block may not.
     address("pages", pages[0, 0], pages.dtype, block, 2 * dim)
     for context in batch.contexts:
-        own = context.layers[layer]
-        address("context", own.keys, pages.dtype, own.entries, dim)
-        address("context's offsets", own.offsets, int64, heads + 1)
+        entries = context.layers[layer]
+        address("context", entries.keys, pages.dtype, entries.entries, dim)
+        address("context's offsets", entries.offsets, int64, heads + 1)
     args = PagedArgs(
         work=address("work", batch.units, int64, len(batch.units), 6),
         contexts=address("contexts", batch.addresses[layer], int64, contexts, 4),
@@ -110,7 +110,7 @@ def attend(
         blocks=address("blocks", blocks, int32, *blocks.shape),
         key_places=address("key_places", layout.keys, int32, block, dim),
         value_places=address("value_places", layout.values, int32, block, dim),
-        query=address("query", chosen, float32, tokens, query_heads, dim),
+        query=address("query", query, float32, tokens, query_heads, dim),
         output=address("output", output, float32, tokens, query_heads, dim),
         partial=address("partial", partial, float32, batch.slots * query_heads, dim + 2),
         counters=address("counters", counters, int64, 1 + tokens * query_heads),

@@ -16,7 +16,7 @@ from gracekv.prefill.chat_text import check_text, continued
 from gracekv.prefill.prompt import checked_ids
 from gracekv.vllm.chatting import ServedConversation
 from gracekv.vllm.header import PARAMETER
-from gracekv.vllm.requests import Request, document, frame, opened, request
+from gracekv.vllm.requests import Request, document, frame, request, split_document
 
 # Seconds between polls for a context in the making. Source: ours.
 _LOOK = 0.2
@@ -107,7 +107,7 @@ class Client:
         if isinstance(text, str):
             text = document(self._tokenizer, text)
             # The server removes one end of a turn. Append one, so that the text keeps its own.
-            if opened(self._tokenizer, text)[0] != text:
+            if split_document(self._tokenizer, text)[0] != text:
                 text += frame(self._tokenizer)[1]
         return self._make({"compress": {"name": name, **options}}, text, wait)
 

@@ -26,7 +26,7 @@ from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import GracekvError, StoreError
 from gracekv.kernels.compiled import limit_threads
 from gracekv.prefill.options import free_bytes
-from gracekv.vllm.exporting import describe, moved, write_context
+from gracekv.vllm.exporting import describe, rotated_back, write_context
 from gracekv.vllm.header import ContextHeader
 from gracekv.vllm.orders import Compression
 from gracekv.vllm.recording import Chunk, Recording
@@ -94,18 +94,18 @@ class Compressor:
         self._pool = _Thread()
 
     def begin(
-        self, chunk: Chunk | None, current: str | None, made: Set[str] = frozenset()
+        self, chunk: Chunk | None, current: str | None, done: Set[str] = frozenset()
     ) -> Recording | None:
         """The recording that takes the step's tokens, or None.
 
         Args:
             chunk: tokens of a compressing request in the step, or None.
             current: id of the request whose turn it is; the recording of any other is dropped.
-            made: ids of requests whose contexts are complete on all ranks: serve them from now on
+            done: ids of requests whose contexts are complete on all ranks: serve them from now on
                 instead of earlier contexts of the same names.
         """
         job = self._job
-        if job is not None and job.context is not None and job.request in made:
+        if job is not None and job.context is not None and job.request in done:
             try:
                 self._store.put(job.context.header, job.order.name, job.context, job.order.save)
             # Requests for it are refused, and the engine continues.
@@ -119,11 +119,11 @@ class Compressor:
             # A preempted request also begins again.
             self._drop()
             # On a GPU, observers launch their kernels in the model's own stream.
-            own = self._device, self._pool if self._device.type == "cpu" else None, self._shard
+            place = self._device, self._pool if self._device.type == "cpu" else None, self._shard
             recording: Recording | Exception
             try:
                 past = None if chunk.past is None else self._store.load(*chunk.past)
-                recording = Recording(chunk.order, chunk.length, self._served(), *own, past)
+                recording = Recording(chunk.order, chunk.length, self._served(), *place, past)
                 if self._device.type == "cuda":
                     tokens = self._config.scheduler_config.max_num_batched_tokens
                     recording.check_free(free_bytes(self._device), tokens)
@@ -159,7 +159,7 @@ class Compressor:
             # Use the model's stream, so that no memory is freed while it is still read.
             on_gpu = self._device.type == "cuda"
             stream = torch.cuda.current_stream(self._device) if on_gpu else None
-            job.future = self._pool.submit(self._made, job, stream)
+            job.future = self._pool.submit(self._make_context, job, stream)
         if job.future is None or not wait([job.future], _PAUSE if idle else 0).done:
             return None
         seconds = time.monotonic() - job.started
@@ -184,14 +184,14 @@ class Compressor:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     @torch.inference_mode()
-    def _made(self, job: _Job, stream: Any) -> StoredContext:
+    def _make_context(self, job: _Job, stream: Any) -> StoredContext:
         with torch.cuda.stream(stream), together(self._shard) as shard:
             if not isinstance(recording := job.recording, Recording):
                 raise recording or AssertionError("A document is compressed once.")
             shard.agree(request=job.request)
-            return self._compressed(job.order, recording)
+            return self._compress(job.order, recording)
 
-    def _compressed(self, order: Compression, recording: Recording) -> StoredContext:
+    def _compress(self, order: Compression, recording: Recording) -> StoredContext:
         model, shard = self._served().model, self._shard
         run = order.pipeline.run(recording.prefill(), order.budget)
         cache, past, follow = dequantised(run.cache), recording.past, order.follow
@@ -202,10 +202,10 @@ class Compressor:
             follow, places = past.header.continuation, recording.spans.past
             # The earlier entries were rotated for a question right after them.
             added = cache.length - places
-            before = RaggedCache(past.layers, past.header.length)
-            parts = (before, before.scores), (cache, run.entry_scores())
-            scores = joined_scores(parts, run.past) if before.scores else None
-            cache = dequantised(joined_cache(before, cache, places, shard))
+            old = RaggedCache(past.layers, past.header.length)
+            parts = (old, old.scores), (cache, run.entry_scores())
+            scores = joined_scores(parts, run.past) if old.scores else None
+            cache = dequantised(joined_cache(old, cache, places, shard))
         cache = cache.with_scores(scores)
         if order.limit is not None:
             if scores is None:
@@ -213,31 +213,31 @@ class Compressor:
                     f"Entries of {order.source!r} have no scores, so no limit can cut them. "
                     f"Compress the context again, with a recipe that scores tokens."
                 )
-            known = known_reach(model, order.limit.positions)
-            if (masks := entries_within(order.limit, cache, scores, shard, known)) is not None:
+            reach = known_reach(model, order.limit.positions)
+            if (masks := entries_within(order.limit, cache, scores, shard, reach)) is not None:
                 cache = replace(cache, layers=tuple(map(RaggedEntries.where, cache.layers, masks)))
-            if known is not None:
+            if reach is not None:
                 cache = from_zero(with_closed_gaps(cache, model, shard=shard) or cache, shard)
-        rotated = moved(model, cache, added)
+        rotated = rotated_back(model, cache, added)
         self._store.loaded.check(order.name, rotated.kv_bytes + rotated.metadata_bytes)
         entries, size = (shard.total(x) for x in (int(cache.entries().sum()), cache.kv_bytes))
 
         # An unsaved context has no file to digest, so a random number serves as its digest.
-        made = describe(model, follow, cache, order.recipe, secrets.token_hex(32))
-        facts = dict(self._store.model or made.model)
-        made = replace(made, entries=entries, bytes=size, model=facts)
+        header = describe(model, follow, cache, order.recipe, secrets.token_hex(32))
+        facts = dict(self._store.model or header.model)
+        header = replace(header, entries=entries, bytes=size, model=facts)
         if order.save:
             whole = gathered_cache(rotated, shard) if shard.ranks > 1 else rotated
             if shard.rank == 0:
                 folder = self._store.folder(order.name)
-                made = write_context(whole, lambda digest: replace(made, digest=digest), folder)
+                header = write_context(whole, lambda digest: replace(header, digest=digest), folder)
         # Digests of all weights take much room, and only files are compared by them.
         facts.pop("weights", None)
-        own = torch.tensor(list(bytes.fromhex(made.digest)), dtype=torch.uint8)
+        local = torch.tensor(list(bytes.fromhex(header.digest)), dtype=torch.uint8)
         # The others wait here until the first rank has written the file, or failed.
-        digest = bytes(shard.gather(own)[0].tolist()).hex()
+        digest = bytes(shard.gather(local)[0].tolist()).hex()
         longest = int(shard.maximum(cache.entries().max()))
-        context = StoredContext.of(replace(made, digest=digest), rotated.layers, longest)
+        context = StoredContext.of(replace(header, digest=digest), rotated.layers, longest)
         # If one rank had no room for the context, this raises on all ranks.
         shard.total(0)
         return context
@@ -264,8 +264,8 @@ class _Thread(ThreadPoolExecutor):
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run the function with as many threads as are free when it starts."""
-        return super().submit(self._limited, function, *args, **kwargs)
+        return super().submit(self._run_limited, function, *args, **kwargs)
 
-    def _limited(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_limited(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         limit_threads(self._team if self.is_alone else max(1, self._team // 4))
         return function(*args, **kwargs)

@@ -86,15 +86,15 @@ def plan_batch(
         division: the size of the units of work.
     """
     most, worth, programs = division
-    contexts = {one.context.header.digest: one.context for one in asking.values()}
-    tiled = sum(-(-one.tokens * group // most) for one in asking.values()) * pages.shape[1]
+    contexts = {asker.context.header.digest: asker.context for asker in asking.values()}
+    tiled = sum(-(-asker.tokens * group // most) for asker in asking.values()) * pages.shape[1]
 
     def parts(entries: int) -> int:
         return max(1, min(programs // tiled, -(-entries // worth)))
 
     of_context = {digest: parts(context.longest) for digest, context in contexts.items()}
     order, work, slots = _divide(asking, group, most, of_context, parts(metadata.max_seq_len))
-    counts = np.array([one.tokens for _, one in order])
+    counts = np.array([asker.tokens for _, asker in order])
     addresses, units, first_slot, blocks, request, step = _send(
         pages.device,
         torch.stack([context.addresses for context in contexts.values()], dim=1),
@@ -106,13 +106,13 @@ def plan_batch(
     )
     starts = metadata.query_start_loc
     same = last_pages(metadata, pages.shape[2])[None, :] == blocks[:, None]
-    found = same.any(1)[request]
+    match = same.any(1)[request]
     rows = same.int().argmax(1)[request]
     new = starts[1:] - starts[:-1]
     return ContextBatch(
         contexts=tuple(contexts.values()), addresses=addresses, units=units, rows=rows,
-        places=torch.where(found, starts[rows] + step, -1), first_slot=first_slot,
-        positions=torch.where(found, metadata.seq_lens[: len(new)][rows] - new[rows] + step, -1),
+        places=torch.where(match, starts[rows] + step, -1), first_slot=first_slot,
+        positions=torch.where(match, metadata.seq_lens[: len(new)][rows] - new[rows] + step, -1),
         slots=sum(slots), merged=sum(map(bool, slots)), longest=max(unit[3] for unit in work),
         covers_all=int(counts.sum()) == metadata.num_actual_tokens,
     )  # fmt: skip
@@ -142,34 +142,34 @@ def _divide(
     """
     number = {digest: i for i, digest in enumerate(parts_of)}
 
-    def fills(one: Asking) -> bool:
-        return one.tokens * group >= most
+    def fills(asker: Asking) -> bool:
+        return asker.tokens * group >= most
 
-    def is_final(one: Asking) -> bool:
-        return fills(one) and of_pages == parts_of[one.context.header.digest] == 1
+    def is_final(asker: Asking) -> bool:
+        return fills(asker) and of_pages == parts_of[asker.context.header.digest] == 1
 
     def place(item: tuple[int, Asking]) -> tuple[bool, int, bool]:
-        one = item[1]
-        return is_final(one), number[one.context.header.digest], fills(one)
+        asker = item[1]
+        return is_final(asker), number[asker.context.header.digest], fills(asker)
 
     # Requests with slots first; then by context, with those that fill units last.
     order = sorted(asking.items(), key=place)
     units, pages, slots = list[_Unit](), list[_Unit](), list[int]()
     shared: dict[str, tuple[int, int]] = {}
     row = 0
-    for _, one in order:
-        digest, rows = one.context.header.digest, one.tokens * group
-        if is_final(one):
+    for _, asker in order:
+        digest, rows = asker.context.header.digest, asker.tokens * group
+        if is_final(asker):
             units += _in_parts(number[digest], 1, row, rows, most, 1)
-            slots += [0] * one.tokens
+            slots += [0] * asker.tokens
         else:
-            if fills(one):
+            if fills(asker):
                 units += _in_parts(number[digest], 0, row, rows, most, parts_of[digest])
             else:
                 first, count = shared.get(digest, (row, 0))
                 shared[digest] = first, count + rows
             pages += _in_parts(-1, 1, row, rows, most, of_pages)
-            slots += [parts_of[digest] + of_pages] * one.tokens
+            slots += [parts_of[digest] + of_pages] * asker.tokens
         row += rows
     for digest, (first, count) in shared.items():
         units += _in_parts(number[digest], 0, first, count, most, parts_of[digest])

@@ -26,7 +26,7 @@ from gracekv.prefill.fingerprint import check_same_model, tokenizer_marks
 from gracekv.prefill.model_layers import rotations_up_to
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import trained_length
-from gracekv.vllm.header import HEADER, ContextHeader, Continuation, check_name, is_ours, is_served
+from gracekv.vllm.header import HEADER, ContextHeader, TurnFormat, check_name, is_ours, is_served
 from gracekv.vllm.requests import question_text
 from gracekv.vllm.served_model import check_served, model_facts
 
@@ -65,18 +65,18 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
         # vLLM computes in the model's dtype.
         cache = dequantised(run.cache).with_scores(run.entry_scores())
         header = functools.partial(describe, model, _follow(prompt, cache), cache, recipe)
-        write_context(moved(model, cache), header, folder)
+        write_context(rotated_back(model, cache), header, folder)
     return folders if result.is_batch else folders[0]
 
 
-def _follow(prompt: Prompt, cache: RaggedCache) -> Continuation:
+def _follow(prompt: Prompt, cache: RaggedCache) -> TurnFormat:
     """How requests continue `prompt`, from which `cache` was made."""
     spans, tokenizer = prompt.spans, prompt.tokenizer
     end = spans.length if prompt.has_question else spans.context_end
     text = None
     if tokenizer is not None and not prompt.has_question:
         text = question_text(tokenizer, prompt.separator, prompt.template)
-    return Continuation(
+    return TurnFormat(
         tokenizer={} if tokenizer is None else tokenizer_marks(tokenizer),
         question_text=text,
         separator=prompt.separator,
@@ -87,7 +87,7 @@ def _follow(prompt: Prompt, cache: RaggedCache) -> Continuation:
 
 
 def describe(
-    model: Any, follow: Continuation, cache: RaggedCache, recipe: str, digest: str
+    model: Any, follow: TurnFormat, cache: RaggedCache, recipe: str, digest: str
 ) -> ContextHeader:
     """The header of a context.
 
@@ -105,7 +105,7 @@ def describe(
     )  # fmt: skip
 
 
-def moved(model: Any, cache: RaggedCache, by: int | None = None) -> RaggedCache:
+def rotated_back(model: Any, cache: RaggedCache, by: int | None = None) -> RaggedCache:
     r"""Rotate the keys to `by` positions earlier.
 
     R(p) k becomes R(p - b) k = R(-b) R(p) k, in float32; attention depends only on differences of

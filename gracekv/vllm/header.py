@@ -26,7 +26,7 @@ EXACT = "gracekv_exact"
 """The key in `kv_transfer_params` that has the prompt's tokens read as they are."""
 
 QUESTION = "{question}"
-"""Stands for the question in `Continuation.question_text`."""
+"""Stands for the question in `TurnFormat.question_text`."""
 
 SEPARATOR = "\n\n"
 """Between a question and a context that vLLM makes, as in `Prompt.from_chat`."""
@@ -87,7 +87,7 @@ def is_missing(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Continuation:
+class TurnFormat:
     """How requests continue a context.
 
     Attributes:
@@ -110,7 +110,7 @@ class Continuation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContextHeader(Continuation):
+class ContextHeader(TurnFormat):
     """A context without its entries.
 
     Attributes:
@@ -141,9 +141,9 @@ class ContextHeader(Continuation):
         return f"entries-{self.digest[:16]}.safetensors"
 
     @property
-    def continuation(self) -> Continuation:
+    def continuation(self) -> TurnFormat:
         """The part of the header that says how requests continue the context."""
-        return Continuation(**{x.name: getattr(self, x.name) for x in fields(Continuation)})
+        return TurnFormat(**{x.name: getattr(self, x.name) for x in fields(TurnFormat)})
 
     def to_json(self) -> str:
         """The text of `header.json`."""

@@ -114,9 +114,9 @@ def _run_work(args: Any, like: Any) -> None:
     sums, weights = np.empty((most, dim + 2), np.float32), np.empty((most, _PIECE), np.float32)
     rows_of = np.empty(max(1, args.slots), np.int64)
 
-    taken = fetch_and_add(counters, 0)
-    while taken < args.units * heads:
-        unit, head = taken // heads, taken % heads
+    item = fetch_and_add(counters, 0)
+    while item < args.units * heads:
+        unit, head = item // heads, item % heads
         context, reads_pages = work[unit, 0], work[unit, 1]
         first, count = work[unit, 2], work[unit, 3]
         part, parts = work[unit, 4], work[unit, 5]
@@ -145,9 +145,9 @@ def _run_work(args: Any, like: Any) -> None:
                 _add(weights, count, entries, v, at, mixed, sums)
                 begin += entries
         if reads_pages:
-            row, seen = rows[first // group], positions[(first + count - 1) // group] + 1
-            stop = seen * (part + 1) // parts
-            begin = seen * part // parts
+            row, reach = rows[first // group], positions[(first + count - 1) // group] + 1
+            stop = reach * (part + 1) // parts
+            begin = reach * part // parts
             while begin < stop:
                 inside = begin % block
                 entries = min(_PIECE, min(block - inside, stop - begin))
@@ -178,7 +178,7 @@ def _run_work(args: Any, like: Any) -> None:
                 for p in range(end - start):
                     rows_of[p] = (start + p) * heads * group + query_head
                 merge(partial, rows_of, end - start, output, of)
-        taken = fetch_and_add(counters, 0)
+        item = fetch_and_add(counters, 0)
 
 
 @cache

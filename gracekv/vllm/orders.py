@@ -16,10 +16,10 @@ from gracekv.pipeline import Pipeline
 from gracekv.prefill.spans import PromptSpans
 from gracekv.recipes import DEFAULT_WITHOUT_QUESTION
 from gracekv.registry import check_values
-from gracekv.vllm.header import Continuation, check_name
+from gracekv.vllm.header import TurnFormat, check_name
 
 FRONT = "gracekv_front"
-"""The key in `kv_transfer_params` under which the front passes `start` and the `Continuation`.
+"""The key in `kv_transfer_params` under which the front passes `start` and the `TurnFormat`.
 
 It replaces whatever a client sends there.
 """
@@ -76,7 +76,7 @@ class Compression:
     save: bool = False
     expires: float | None = None
     start: int = 0
-    follow: Continuation = field(default_factory=Continuation)
+    follow: TurnFormat = field(default_factory=TurnFormat)
     source: str | None = None
     limit: Limit | None = None
 
@@ -107,53 +107,53 @@ def names_of(order: Order) -> list[str]:
 
 
 def order_of(
-    given: Any,
+    parameter: Any,
     front: Mapping[str, Any] | None = None,
     recipe_of: Callable[[str], str] = lambda name: DEFAULT_WITHOUT_QUESTION,
 ) -> Order | None:
     """The order in a request's parameter, or None if the parameter is a name.
 
     Args:
-        given: the parameter.
+        parameter: the parameter.
         front: `start` and `follow` of `Compression`, if the request came through the front.
         recipe_of: the recipe of a context, which compresses a passage unless the order names one.
 
     Raises `StoreError` if it is not an order, or names a recipe that an engine cannot run.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(parameter, Mapping):
         return None
-    kind, asked = next(iter(given.items())) if len(given) == 1 else ("", None)
-    if given == {"list": True}:
+    kind, fields = next(iter(parameter.items())) if len(parameter) == 1 else ("", None)
+    if parameter == {"list": True}:
         return Listing()
     if kind == "list":
-        return Listing(check_name(asked))
+        return Listing(check_name(fields))
     if kind == "delete":
-        return Deletion(check_name(asked))
-    if kind in ("compress", "extend") and isinstance(asked, Mapping):
-        known = {"start": 0, "follow": {}, **(front or {})}
+        return Deletion(check_name(fields))
+    if kind in ("compress", "extend") and isinstance(fields, Mapping):
+        facts = {"start": 0, "follow": {}, **(front or {})}
         try:
-            made = _compression(asked, recipe_of if kind == "extend" else None)
+            order = _compression(fields, recipe_of if kind == "extend" else None)
         except (BudgetError, ConfigError) as error:
             raise StoreError(str(error)) from error
-        return replace(made, start=known["start"], follow=Continuation(**known["follow"]))
+        return replace(order, start=facts["start"], follow=TurnFormat(**facts["follow"]))
     raise StoreError(
         f'A request names a context, or is one of {{"compress": {{"name": "book", "ratio": 4}}}}, '
         f'{{"extend": {{"name": "book", "ratio": 4}}}}, {{"list": true}} and {{"delete": "book"}}; '
-        f"got {str(given)[:200]}."
+        f"got {str(parameter)[:200]}."
     )
 
 
-def _compression(given: Mapping[str, Any], recipe_of: Callable[[str], str] | None) -> Compression:
-    known = _OPTIONS.union(_BUDGETS, () if recipe_of is None else {"into", "limit"})
-    if unknown := sorted(map(str, given.keys() - known)):
+def _compression(fields: Mapping[str, Any], recipe_of: Callable[[str], str] | None) -> Compression:
+    names = _OPTIONS.union(_BUDGETS, () if recipe_of is None else {"into", "limit"})
+    if unknown := sorted(map(str, fields.keys() - names)):
         raise StoreError(
-            f"Compressing takes {', '.join(sorted(known))}; got {', '.join(unknown)[:200]}."
+            f"Compressing takes {', '.join(sorted(names))}; got {', '.join(unknown)[:200]}."
         )
-    name, source = check_name(given.get("name")), None
-    recipe = given.get("recipe", DEFAULT_WITHOUT_QUESTION)
+    name, source = check_name(fields.get("name")), None
+    recipe = fields.get("recipe", DEFAULT_WITHOUT_QUESTION)
     if recipe_of is not None:
-        name, source = check_name(given.get("into", name)), name
-        recipe = given["recipe"] if "recipe" in given else recipe_of(source)
+        name, source = check_name(fields.get("into", name)), name
+        recipe = fields["recipe"] if "recipe" in fields else recipe_of(source)
     if recipe == "custom":
         raise StoreError(f"Context {source!r} was not made by a recipe. Name one: recipe=...")
     if not isinstance(recipe, str):
@@ -165,7 +165,7 @@ def _compression(given: Mapping[str, Any], recipe_of: Callable[[str], str] | Non
             f"queries, keys and values. Use one that reads only those, such as {_ABLE}, or "
             f"compress with transformers and export."
         )
-    options = {x: given[x] for x in ("save", "expires") if x in given}
+    options = {x: fields[x] for x in ("save", "expires") if x in fields}
     check_values(Compression, options)
     expires = options.get("expires")
     if expires is not None and (options.get("save") or not expires > 0):
@@ -173,15 +173,15 @@ def _compression(given: Mapping[str, Any], recipe_of: Callable[[str], str] | Non
             f"'expires' is a number of seconds above 0, for a context that is not saved; got "
             f"{expires!r}. A saved one stays until it is deleted."
         )
-    budget = Budget.of({x: given[x] for x in _BUDGETS & given.keys()}, _BUDGETS)
+    budget = Budget.of({x: fields[x] for x in _BUDGETS & fields.keys()}, _BUDGETS)
     shorter = budget.kind == "ratio" and budget.amount > 1
-    if source and pipeline.keep_all and shorter and "recipe" not in given:
+    if source and pipeline.keep_all and shorter and "recipe" not in fields:
         raise StoreError(
             f"Context {source!r} was made by {recipe!r}, which removes nothing. Name a recipe that "
             f"compresses, such as recipe={DEFAULT_WITHOUT_QUESTION!r}, or give ratio=1. For a "
             f"conversation that compresses, make the context by such a recipe at ratio=1."
         )
-    limit = None if given.get("limit") is None else Limit.from_dict(given["limit"])
+    limit = None if fields.get("limit") is None else Limit.from_dict(fields["limit"])
     if limit and (limit.strategy or limit.history):
         raise StoreError(f"A context's limit has neither 'strategy' nor 'history'; got {limit}.")
     return Compression(name, recipe, pipeline, budget, **options, source=source, limit=limit)

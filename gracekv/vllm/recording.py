@@ -91,8 +91,8 @@ class Recording:
         self._observations = Observations(needs.observers, len(layers), self.spans)
         self._record = Recorder(self._observations, positions, layers)
         if past is not None:
-            before = RaggedCache(past.layers, past.header.length)
-            self._record.follow(past_of(before, places=places), None)
+            context = RaggedCache(past.layers, past.header.length)
+            self._record.follow(past_of(context, places=places), None)
         self._held = self._record.keys, self._record.values, self._record.queries
         # As in a capture, only differences of positions matter; places of `past` have position 0.
         self._rope, self._unrotated = served.rope(length, device, places), self._record.unrotated()

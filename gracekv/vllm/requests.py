@@ -17,7 +17,7 @@ from gracekv.prefill.chat_text import check_question, continued, encode, has_cha
 from gracekv.prefill.fingerprint import tokenizer_marks
 from gracekv.prefill.messages import first_turn
 from gracekv.prefill.prompt import Prompt
-from gracekv.vllm.header import EXACT, PARAMETER, QUESTION, SEPARATOR, Continuation
+from gracekv.vllm.header import EXACT, PARAMETER, QUESTION, SEPARATOR, TurnFormat
 from gracekv.vllm.store import ContextStore
 
 _TAGS = re.compile(r"(\s|<[^<>]*>)*")
@@ -155,7 +155,7 @@ def document(tokenizer: Any, text: str) -> list[int]:
     return prompt.ids[: prompt.spans.context_end].tolist()
 
 
-def opened(tokenizer: Any, ids: Sequence[int]) -> tuple[list[int], int | None]:
+def split_document(tokenizer: Any, ids: Sequence[int]) -> tuple[list[int], int | None]:
     """Find, on the server, where the document in a compressing request begins and ends.
 
     Args:
@@ -195,11 +195,11 @@ def passage(tokenizer: Any, ids: Sequence[int]) -> list[int]:
 
     Raises `StoreError` if it is a chat with a system prompt.
     """
-    found, start = opened(tokenizer, ids)
-    if start == 0 and len(found) < len(ids):
+    text_ids, start = split_document(tokenizer, ids)
+    if start == 0 and len(text_ids) < len(ids):
         raise StoreError("A passage is one user's message: leave the system prompt out.")
     if start:
-        return found[start:]
+        return text_ids[start:]
     special, _ = frame(tokenizer, template=False)
     ids = list(ids)
     return ids[len(special) :] if ids[: len(special)] == special else ids
@@ -213,7 +213,7 @@ def question_text(tokenizer: Any, separator: str = SEPARATOR, template: bool = T
     return None
 
 
-def continuing(tokenizer: Any, name: str, follow: Continuation, ids: Sequence[int]) -> list[int]:
+def continuing(tokenizer: Any, name: str, follow: TurnFormat, ids: Sequence[int]) -> list[int]:
     """Find, on the server, the tokens with which a request continues a context.
 
     A request to the chat endpoint opens the conversation again. Replace that opening by the
@@ -242,19 +242,19 @@ def continuing(tokenizer: Any, name: str, follow: Continuation, ids: Sequence[in
             f"gracekv.vllm.Client, or through /v1/chat/completions without a system message."
         )
     if opening and start is not None:
-        before = follow.separator
+        separator = follow.separator
         if ids[: (size := len(opening))] != opening:
             # The last of these tokens also holds the beginning of the message.
-            own, merged = (tokenizer.decode(x[size - 1 : size]) for x in (opening, ids))
-            before += merged[len(own) :]
+            last, merged = (tokenizer.decode(x[size - 1 : size]) for x in (opening, ids))
+            separator += merged[len(last) :]
         ids = ids[size:]
         if closing:
             # Whitespace alone may be tokenised differently than before a word.
-            word, both = continued(tokenizer, "a"), continued(tokenizer, before + "a")
-            cut = len(both) - len(word)
+            word, joint = continued(tokenizer, "a"), continued(tokenizer, separator + "a")
+            cut = len(joint) - len(word)
             # One token may hold the end of the separator and the start of the word.
-            alone = both[cut:] != word
-            ids = (continued(tokenizer, before) if alone else both[:cut]) + ids
+            alone = joint[cut:] != word
+            ids = (continued(tokenizer, separator) if alone else joint[:cut]) + ids
     return ids
 
 
@@ -268,9 +268,9 @@ def _message_start(tokenizer: Any, ids: list[int], opening: list[int]) -> int | 
     if ids[:size] == opening:
         return size
     if ids[: size - 1] == opening[:-1] and len(ids) >= size:
-        own, merged = (tokenizer.decode(x[size - 1 : size]) for x in (opening, ids))
-        if own and merged.startswith(own):
-            return size - (len(merged) >= 2 * len(own))
+        last, merged = (tokenizer.decode(x[size - 1 : size]) for x in (opening, ids))
+        if last and merged.startswith(last):
+            return size - (len(merged) >= 2 * len(last))
     return None
 
 

@@ -209,9 +209,9 @@ class SchedulerSide:
     def build_connector_meta(self, scheduler_output: Any) -> StepContexts:
         """The message to the workers before a step."""
         state = scheduler_output.kv_connector_block_state
-        used = {header.digest for _, header in self._contexts.values()}
-        self._open &= used
-        self._opening = {x: name for x, name in self._opening.items() if x in used}
+        digests = {header.digest for _, header in self._contexts.values()}
+        self._open &= digests
+        self._opening = {x: name for x, name in self._opening.items() if x in digests}
         named: dict[int, tuple[str, str, int]] = {}
         for request, count in scheduler_output.num_scheduled_tokens.items():
             if request in self._contexts:
@@ -221,7 +221,7 @@ class SchedulerSide:
         jobs, opening, chunk = self._jobs, dict(self._opening), self._chunk(scheduler_output)
         made, jobs.made = jobs.made, set()
         forgotten, jobs.forgotten = jobs.forgotten, {}
-        return StepContexts(named, opening, used, chunk, jobs.current, made, forgotten, idle)
+        return StepContexts(named, opening, digests, chunk, jobs.current, made, forgotten, idle)
 
     def _chunk(self, scheduler_output: Any) -> Chunk | None:
         job = self._jobs.jobs.get(self._jobs.current or "")

@@ -68,7 +68,7 @@ def checkpoint_digests(folder: Path, dtype: torch.dtype) -> dict[str, str] | Non
     """The weights of `model_facts` from a folder of safetensors files; None if it has none."""
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     try:
         index = folder / "model.safetensors.index.json"
         homes = {"model.safetensors"}
@@ -77,19 +77,19 @@ def checkpoint_digests(folder: Path, dtype: torch.dtype) -> dict[str, str] | Non
         for home in sorted(homes):
             with safe_open(folder / home, "pt") as file:
                 weights = ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
-                found |= _digests(weights, dtype)
+                digests |= _digests(weights, dtype)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return found
+    return digests
 
 
 def _digests(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, str]:
     """Digests of each weight's shape and sampled elements in `dtype`, by the weight's name."""
-    found = {}
+    digests = {}
     for name, weight in weights:
         place = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-        found[place] = sampled_digest([(place, weight)], dtype=dtype)
-    return found
+        digests[place] = sampled_digest([(place, weight)], dtype=dtype)
+    return digests
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -83,23 +83,23 @@ def store_options(extra: Mapping[str, Any]) -> dict[str, Any]:
     return {"root": Path(root), "limit": limit, "allow": _allowing(extra.get(_ALLOW))}
 
 
-def _allowing(given: Any) -> Allow | None:
-    if given is None:
+def _allowing(setting: Any) -> Allow | None:
+    if setting is None:
         return None
-    if isinstance(given, list) and all(map(is_name, given)):
-        return lambda name, _: name in given
+    if isinstance(setting, list) and all(map(is_name, setting)):
+        return lambda name, _: name in setting
     try:
-        module, _, function = given.partition(":")
-        found = getattr(importlib.import_module(module), function)
-        if not callable(found):
+        module, _, function = setting.partition(":")
+        allow = getattr(importlib.import_module(module), function)
+        if not callable(allow):
             raise TypeError("not a function")
     # A module may raise anything while it is imported.
     except Exception as error:
         raise ConfigError(
-            f"{_ALLOW!r} is a list of contexts' names, or 'module:function'; got {given!r} "
+            f"{_ALLOW!r} is a list of contexts' names, or 'module:function'; got {setting!r} "
             f"({type(error).__name__}: {error})."
         ) from error
-    return cast(Allow, found)
+    return cast(Allow, allow)
 
 
 def refusal(error: Exception) -> str:

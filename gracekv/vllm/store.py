@@ -187,16 +187,16 @@ class ContextStore:
             if folder.name in self.loaded.made:
                 return self.loaded.made[folder.name]
             state = _files_state(folder)
-            known = self._known.pop(folder.name, None)
-            if known is None or known.state != state:
-                known = _Known(state)
+            cached = self._known.pop(folder.name, None)
+            if cached is None or cached.state != state:
+                cached = _Known(state)
             # Do not remember names without files: clients may send any number of them.
             if state:
-                self._known[folder.name] = known
-            if known.refusal is not None:
-                raise StoreError(known.refusal)
+                self._known[folder.name] = cached
+            if cached.refusal is not None:
+                raise StoreError(cached.refusal)
             try:
-                header = known.header = known.header or self._checked_header(folder)
+                header = cached.header = cached.header or self._checked_header(folder)
                 if entries and header.digest not in self.loaded.digests:
                     self.loaded.hold(folder.name, self._read(folder.name, header))
                 if entries:
@@ -207,7 +207,7 @@ class ContextStore:
                     return self._look(name, entries)
                 # A file that is missing or cannot be opened may come back.
                 if not _is_of_system(error):
-                    known.refusal = str(error)
+                    cached.refusal = str(error)
                 raise
             return header
 
@@ -263,12 +263,12 @@ def _files_state(folder: Path) -> object:
     """
     try:
         with os.scandir(folder) as files:
-            found = [(x.name, x.stat(follow_symlinks=False)) for x in files if is_served(x.name)]
+            served = [(x.name, x.stat(follow_symlinks=False)) for x in files if is_served(x.name)]
     except OSError:
         return ()
-    if not all(stat.S_ISREG(x.st_mode) for _, x in found):
+    if not all(stat.S_ISREG(x.st_mode) for _, x in served):
         raise StoreError(f"Context {folder.name!r} holds links or devices. Use copies of files.")
-    return sorted((n, x.st_ino, x.st_size, x.st_mtime_ns, x.st_ctime_ns) for n, x in found)
+    return sorted((n, x.st_ino, x.st_size, x.st_mtime_ns, x.st_ctime_ns) for n, x in served)
 
 
 def _is_of_system(error: BaseException | None) -> bool:

@@ -45,12 +45,12 @@ class StoredContext:
         longest, device = int(offsets.diff().max()), layers[0].device
         offsets = offsets.to(device)
 
-        def addresses_of(x: RaggedEntries, own: Tensor) -> list[int]:
+        def addresses_of(x: RaggedEntries, starts: Tensor) -> list[int]:
             return [
                 address("keys", x.keys, x.dtype, x.entries, x.dim, device=device),
                 address("values", x.values, x.dtype, x.entries, x.dim, device=device),
                 address("bias", x.log_multiplicity, torch.float32, x.entries, device=device),
-                address("offsets", own, torch.int64, x.heads + 1, device=device),
+                address("offsets", starts, torch.int64, x.heads + 1, device=device),
             ]
 
         addresses = torch.tensor(list(map(addresses_of, layers, offsets)))

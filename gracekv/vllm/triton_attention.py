@@ -114,17 +114,17 @@ def attend(batch: ContextBatch, layer: int, call: LayerCall, scale: float) -> No
     # The interpreter treats the bits of bfloat16 as integers, and truncates instead of rounding; so
     # there the kernel writes float32, and torch rounds.
     upcast = gpu.interpreted() and query.dtype == torch.bfloat16
-    written = output.float() if upcast else output
+    target = output.float() if upcast else output
     part_output = query.new_empty((batch.slots, query_heads, dim), dtype=torch.float32)
     part_lse = query.new_empty((batch.slots, query_heads), dtype=torch.float32)
     work = (batch.units, batch.addresses, layer, len(batch.contexts))
     tokens = (batch.places, batch.positions, batch.rows, batch.first_slot)
-    asked = (query, *query.stride()[:2])
-    held = (pages, *pages.stride()[:3], blocks, blocks.stride(0))
-    result = (written, *written.stride()[:2])
+    query_args = (query, *query.stride()[:2])
+    page_args = (pages, *pages.stride()[:3], blocks, blocks.stride(0))
+    result = (target, *target.stride()[:2])
     with torch.cuda.device_of(query):
         attend_units[(len(batch.units), heads)](
-            *(*work, *tokens, *asked, *held, *result),
+            *(*work, *tokens, *query_args, *page_args, *result),
             *(part_output, part_lse, scale, query_heads),
             GROUP=query_heads // heads, D=dim, BLOCK_D=block_d, BLOCK=block, BLOCK_M=tile.queries,
             BLOCK_N=tile.keys, UPCAST=upcast, PRECISION=tile.precision, num_warps=tile.warps,
@@ -139,4 +139,4 @@ def attend(batch: ContextBatch, layer: int, call: LayerCall, scale: float) -> No
                 enable_fp_fusion=True,
             )
     if upcast:
-        output.copy_(written)
+        output.copy_(target)

@@ -99,27 +99,27 @@ def attend_units(
             n = start + step
             inside = n < entries
             # Memory past the end may hold anything, even NaN; never read it.
-            here = mask_of(inside, D, BLOCK_D)
-            k = read(keys + n[:, None] * D + dim[None, :], here, UPCAST)
-            v = read(values + n[:, None] * D + dim[None, :], here, UPCAST)
+            valid = mask_of(inside, D, BLOCK_D)
+            k = read(keys + n[:, None] * D + dim[None, :], valid, UPCAST)
+            v = read(values + n[:, None] * D + dim[None, :], valid, UPCAST)
             logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             logits += tl.load(bias + n, mask=inside, other=0.0)[None, :]
             logits = tl.where(inside[None, :], logits, float("-inf"))
             top, total, acc = add_entries(logits, v, top, total, acc, PRECISION)
     if reads_pages != 0:
         table = blocks + tl.load(rows + first // GROUP) * blocks_row_stride
-        seen = tl.max(position, 0) + 1
-        begin_page = (seen * part // parts).to(tl.int32)
-        stop_page = (seen * (part + 1) // parts).to(tl.int32)
+        reach = tl.max(position, 0) + 1
+        begin_page = (reach * part // parts).to(tl.int32)
+        stop_page = (reach * (part + 1) // parts).to(tl.int32)
         for start in range(begin_page, stop_page, BLOCK_N):
             n = start + step
             inside = n < stop_page
-            here = mask_of(inside, D, BLOCK_D)
+            valid = mask_of(inside, D, BLOCK_D)
             block = tl.load(table + n // BLOCK, mask=inside, other=0).to(tl.int64)
             slot = block * page_stride + (n % BLOCK) * page_slot_stride
             slot += head.to(tl.int64) * page_head_stride
-            k = read(pages + slot[:, None] + dim[None, :], here, UPCAST)
-            v = read(pages + slot[:, None] + D + dim[None, :], here, UPCAST)
+            k = read(pages + slot[:, None] + dim[None, :], valid, UPCAST)
+            v = read(pages + slot[:, None] + D + dim[None, :], valid, UPCAST)
             logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             visible = inside[None, :] & (n[None, :] <= position[:, None])
             logits = tl.where(visible, logits, float("-inf"))

@@ -115,16 +115,16 @@ def test_sinks_and_tokens_outside_the_region_do_not_count():
 
 
 def test_entries_that_depend_on_each_other_get_a_ridge():
-    from gracekv.fit.least_squares import solved
+    from gracekv.fit.least_squares import solve
 
     rows = torch.rand(6, 3, generator=torch.Generator().manual_seed(0)).repeat(1, 2)
     target = rows.sum(dim=1, keepdim=True)
-    torch.testing.assert_close(rows @ solved(rows, target), target, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(rows @ solve(rows, target), target, rtol=1e-3, atol=1e-3)
     wide = torch.eye(2, 5)
     want = torch.ones(5, 1) * wide.sum(0)[:, None]
-    torch.testing.assert_close(solved(wide, torch.ones(2, 1)), want)
+    torch.testing.assert_close(solve(wide, torch.ones(2, 1)), want)
     unread = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])  # by the second query
-    found = solved(unread, torch.ones(2, 1))
+    found = solve(unread, torch.ones(2, 1))
     torch.testing.assert_close(found, torch.full((3, 1), 1 / 3), rtol=1e-3, atol=1e-3)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gracekv.allocate import Budget
 from gracekv.fit import FITTERS, Regression
-from gracekv.fit.attended import attended
+from gracekv.fit.attended import kept_attention
 from gracekv.fit.regression import bounded_move, key_change
 from gracekv.fit.values import ridge
 from gracekv.pipeline import Pipeline
@@ -62,7 +62,7 @@ def test_both_regressions_equal_the_public_formulas(seed, group, lam):
     fitter, memory = Regression(penalty=lam), {}
     reference = fitter.reference(prefill.layer(0), region, memory)
     packed = cache.layers[0]
-    seen = attended(reference, packed, region)
+    seen = kept_attention(reference, packed, region)
     free = fitter._free(seen)
     shares = seen.shares()
     got = ridge(shares, seen.output - shares @ seen.values, seen.weights, free / lam)
@@ -87,7 +87,7 @@ def test_both_regressions_equal_the_public_formulas(seed, group, lam):
 def test_no_head_moves_beyond_its_cap(dtype):
     prefill, region, cache = compressed(dtype=dtype, seed=4)
     fitter = Regression()
-    seen = attended(fitter.reference(prefill.layer(0), region, {}), cache.layers[0], region)
+    seen = kept_attention(fitter.reference(prefill.layer(0), region, {}), cache.layers[0], region)
     free = fitter._free(seen)
     old = cache.layers[0].values.float()[seen.columns] * free[..., None]
     for seed in range(8):
@@ -114,7 +114,7 @@ def test_the_queries_outputs_never_get_worse(seed, ratio):
         torch.testing.assert_close(*keys, rtol=1e-3, atol=1e-4)
         reference, errors = fitter.reference(prefill.layer(number), region, {}), []
         for layer in (cache.layers[number], fitted.layers[number]):
-            seen = attended(reference, layer, region)
+            seen = kept_attention(reference, layer, region)
             error = (seen.shares() @ seen.values - seen.output).square().sum(-1)
             errors.append(float((error * seen.weights).sum()))
         assert errors[1] <= errors[0] * (1 + 1e-5)

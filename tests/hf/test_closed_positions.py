@@ -7,7 +7,7 @@ import gracekv
 from gracekv import Limit
 from gracekv.errors import CacheError, PromptError, ReportError
 from gracekv.prefill.model_layers import rotations_up_to
-from gracekv.report.entries import kept_entries
+from gracekv.report.entries import result_entries
 from gracekv.testing.models import tiny_model
 from support.prompts import WORDS, words_book
 from support.static_tails import steps
@@ -67,7 +67,7 @@ def test_a_conversation_goes_on_beyond_the_models_positions():
     with book.chat(Limit(**sizes)) as plain, book.chat(Limit(**sizes, positions="closed")) as chat:
         said = plain.ask(f"word {WORDS[:90]}", max_new_tokens=8)
         assert chat.ask(f"word {WORDS[:90]}", max_new_tokens=8) == said
-        with pytest.raises(PromptError, match="512 positions"):
+        with pytest.raises(PromptError, match="has 512"):
             plain.ask(WORDS * 4, max_new_tokens=8)
         for turn in range(20):
             chat.ask(f"word{turn} {WORDS[:180]}", max_new_tokens=4)
@@ -95,7 +95,7 @@ def test_long_messages_and_restarts_stay_within_the_positions(every):
             chat.ask(f"word{turn} {WORDS[: 1500 if turn == 6 else 180]}", max_new_tokens=4)
         assert len(chat._ids) > 1024
         with pytest.raises(ReportError, match="Gaps between positions"):
-            kept_entries(chat._result)
+            result_entries(chat._result)
         for one in (again, chat):  # begun with the history, and begun anew after an edit
             asked = [*chat.messages, {"role": "user", "content": "word3"}]
             asked[0] = {"role": "user", "content": f"word5 {WORDS[:180]}"}

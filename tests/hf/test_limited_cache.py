@@ -333,7 +333,7 @@ def test_a_cut_after_tokens_were_taken_back_asks_none_of_them(model, result, nam
             oldest = max(0, first, min(14 - more, first - more + taken_back))
             if more:
                 model(input_ids=tokens[None, 14 - more :], past_key_values=cache)
-            assert cache.grace_layers[0].asked(0)[1].tolist() == list(range(oldest, 14))
+            assert cache.grace_layers[0].row_queries(0)[1].tolist() == list(range(oldest, 14))
             cache._cut(None)
         assert cache.cuts == 1
         assert cache.get_seq_length() == cache.packed_length == result.packed.length + 14

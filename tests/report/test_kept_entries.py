@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gracekv import Pipeline, recipes
 from gracekv.errors import ReportError
 from gracekv.fit.values_and_mass import LEAST, MOST
-from gracekv.report.entries import kept_entries
+from gracekv.report.entries import result_entries
 from support.covering import cases
 
 RECIPES = [name for name in recipes.names() if not Pipeline.named(name).keep_all]
@@ -41,7 +41,7 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
     result = make(recipe, ratio, seed=seed, context=64)
     if result._run.plan.keeps_all:  # quantised, all entries fit
         return
-    entries, spans = kept_entries(result), result.prompt.spans
+    entries, spans = result_entries(result), result.prompt.spans
     first, last = entries.region
     assert (first, last) == (spans.context_start, spans.context_end)
     assert torch.equal(entries.offsets.diff(), result.accounting.entries.flatten())
@@ -75,7 +75,7 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
 @given(seed=st.integers(0, 99))
 def test_depth_and_floor_are_those_of_the_nodes(make, seed):
     result = make("gracekv", 3, seed=seed)
-    entries, run = kept_entries(result), result._run
+    entries, run = result_entries(result), result._run
     forest, floor = run.forest, run.floor
     known = {
         (int(forest.tree[v]) // forest.slots, int(forest.start[v])): v
@@ -99,7 +99,7 @@ def test_depth_and_floor_are_those_of_the_nodes(make, seed):
 @settings(max_examples=10)
 @given(seed=st.integers(0, 99), recipe=st.sampled_from(["gracekv", "snapkv", "fullkv"]))
 def test_lookups_agree_with_loops(make, seed, recipe):
-    entries = kept_entries(make(recipe, 4, seed=seed, context=48))
+    entries = result_entries(make(recipe, 4, seed=seed, context=48))
     lists, (first, last) = plain(entries), entries.region
     for position in range(first, last):
         holders = entries.entry_of_token(position).tolist()
@@ -113,7 +113,7 @@ def test_lookups_agree_with_loops(make, seed, recipe):
 def test_a_prompt_that_ends_with_its_context(make, recipe, window):
     fields = {"window": {"size": window, "minimum": window}}
     result = make(recipe, "1.5", question=0, tail=0, fields=fields)
-    entries, spans = kept_entries(result), result.prompt.spans
+    entries, spans = result_entries(result), result.prompt.spans
     # The last token is fed again and is not in the cache; a node that held it ends before it.
     assert entries.region == (spans.context_start, spans.length - 1)
     assert int(entries.end.max()) <= spans.length - 1
@@ -132,15 +132,15 @@ def loaded(run):
 
 def test_of_a_loaded_result_only_original_tokens_are_known(make):
     evicted = make("snapkv", 3)
-    before = kept_entries(evicted)
+    before = result_entries(evicted)
     evicted._run = loaded(evicted._run)
-    assert torch.equal(kept_entries(evicted).start, before.start)
-    assert kept_entries(evicted).depth is None
+    assert torch.equal(result_entries(evicted).start, before.start)
+    assert result_entries(evicted).depth is None
     merged = make("gracekv", 3)
     merged._run = loaded(merged._run)
     with pytest.raises(ReportError, match="loaded from a file or extended"):
-        kept_entries(merged)
-    assert (kept_entries(make("gracekv", 1)).length == 1).all()
+        result_entries(merged)
+    assert (result_entries(make("gracekv", 1)).length == 1).all()
 
 
 def test_a_packer_that_does_not_follow_the_frontier_is_told(make):
@@ -152,7 +152,7 @@ def test_a_packer_that_does_not_follow_the_frontier_is_told(make):
     cache = dataclasses.replace(result._run.cache, layers=(broken, *result._run.cache.layers[1:]))
     result._run = dataclasses.replace(result._run, cache=cache)
     with pytest.raises(ReportError, match="did not keep the selected entries in order"):
-        kept_entries(result)
+        result_entries(result)
 
 
 @pytest.mark.parametrize("recipe", ["gracekv", "snapkv"])
@@ -161,8 +161,8 @@ def test_a_packer_that_does_not_follow_the_frontier_is_told(make):
 def test_how_far_values_moved_is_told_of_every_entry(make, recipe, seed):
     plain = make(recipe, 3, seed=seed, fields={"fit": "none"})
     fitted = make(recipe, 3, seed=seed, fields={"fit": "values_and_mass"})
-    assert kept_entries(plain).value_change is None
-    first, last = kept_entries(fitted).region
+    assert result_entries(plain).value_change is None
+    first, last = result_entries(fitted).region
     expected = []
     for before, after in zip(plain._run.cache.layers, fitted._run.cache.layers, strict=True):
         for head in range(before.heads):
@@ -173,4 +173,4 @@ def test_how_far_values_moved_is_told_of_every_entry(make, recipe, seed):
     wanted = torch.tensor(expected).clamp(max=2.55)
     assert float(wanted.max()) > 0.02
     # 0.02 for rounding and for the products of the fit.
-    torch.testing.assert_close(kept_entries(fitted).value_change, wanted, rtol=0, atol=0.02)
+    torch.testing.assert_close(result_entries(fitted).value_change, wanted, rtol=0, atol=0.02)

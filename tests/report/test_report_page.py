@@ -18,7 +18,7 @@ from gracekv.prefill import PromptSpans
 from gracekv.report import ReportData, compare, write
 from gracekv.report.data import ReportColumn
 from gracekv.report.entries import KeptEntries
-from gracekv.report.page import default_label, labelled, render
+from gracekv.report.page import default_label, render, with_labels
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -98,7 +98,7 @@ def test_labels_by_default(make):
     assert default_label(make("fullkv", 4, fields=small)) == "fullkv"
     assert default_label(make("snapkv", 4, context=400, fields={**small, **pages})) == "custom 4x"
     one, two = (make("snapkv", 4, context=400, fields=small) for _ in range(2))
-    assert list(labelled([one, two])) == ["snapkv 4x", "snapkv 4x (2)"]
+    assert list(with_labels([one, two])) == ["snapkv 4x", "snapkv 4x (2)"]
     # The budget counts bytes, and so does the label: there are more entries with fewer bits.
     tiny = {"window": {"size": 2, "minimum": 2}}
     name, ratio = default_label(make("gracekv-plus-allocated", 4, context=400, fields=tiny)).split()

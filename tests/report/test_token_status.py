@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gracekv.errors import ReportError
 from gracekv.report import token_statuses
-from gracekv.report.entries import kept_entries
+from gracekv.report.entries import result_entries
 
 
 @pytest.mark.parametrize("recipe", ["gracekv", "gracekv-plus-allocated", "d2o", "fullkv"])
@@ -19,7 +19,7 @@ def test_rows_are_the_entries(make, recipe, seed, data):
     statuses = token_statuses(result, position)
     assert [(row.layer, row.head) for row in statuses] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert sum(statuses.count(state) for state in ("exact", "merged", "dropped")) == len(statuses)
-    entries = kept_entries(result)
+    entries = result_entries(result)
     for unit, row in enumerate(statuses):
         at = range(int(entries.offsets[unit]), int(entries.offsets[unit + 1]))
         held = [e for e in at if entries.start[e] <= position < entries.end[e]]

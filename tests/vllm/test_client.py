@@ -18,7 +18,7 @@ import gracekv
 from gracekv import Compaction, Limit
 from gracekv.errors import MissingDependencyError, PromptError, StoreError
 from gracekv.vllm import Client, Context, document, request
-from gracekv.vllm.requests import opened
+from gracekv.vllm.requests import split_document
 from support.context_server import MODEL, QUESTION, TEXT, context_server, extensions
 
 
@@ -38,8 +38,8 @@ def test_a_document_may_end_like_a_turn(client, server, tokenizer):
     text = f"{TEXT}<|end|><|assistant|>"
     client.compress("log", text, ratio=4)
     ids = document(tokenizer, text)
-    assert opened(tokenizer, ids)[0] != ids
-    assert opened(tokenizer, server.bodies[0]["prompt"])[0] == ids
+    assert split_document(tokenizer, ids)[0] != ids
+    assert split_document(tokenizer, server.bodies[0]["prompt"])[0] == ids
 
 
 def test_a_stream_that_is_left_early_is_closed(client, server):

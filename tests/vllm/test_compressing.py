@@ -63,7 +63,7 @@ def test_a_failure_is_told_and_the_next_one_goes_on(model, prefill, tmp_path, mo
     worker.store.loaded.limit = 2**30
     cases = [
         (Recording, "__init__", lambda *_: 1 / 0, "cannot be used (ZeroDivisionError)"),
-        (Compressor, "_compressed", lambda *_: 1 / 0, "cannot be used (ZeroDivisionError)"),
+        (Compressor, "_compress", lambda *_: 1 / 0, "cannot be used (ZeroDivisionError)"),
         # Other attention than ours records nothing.
         (Recording, "add", lambda *_: None, "did not compute all tokens"),
     ]

@@ -14,7 +14,7 @@ from gracekv.prefill.messages import first_turn
 from gracekv.prefill.model_layers import model_layers
 from gracekv.testing.models import tiny_model, tiny_tokenizer
 from gracekv.vllm import ContextStore, export, request
-from gracekv.vllm.exporting import _alone_in, delete_context, moved
+from gracekv.vllm.exporting import _alone_in, delete_context, rotated_back
 from gracekv.vllm.served_model import checkpoint_digests, model_facts
 from support.killed import killed_at_each_line
 from support.tried_families import tried_model
@@ -43,7 +43,9 @@ def test_keys_of_a_context_are_moved_to_where_the_question_begins(rope):
         return x * cos[0] + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin[0]
 
     query = torch.randn(1, 16, generator=rng)
-    for before, after in zip(result.packed.layers, moved(model, result.packed).layers, strict=True):
+    for before, after in zip(
+        result.packed.layers, rotated_back(model, result.packed).layers, strict=True
+    ):
         for ahead in (0, 7):
             want = rotated(query, result.packed.length + ahead) @ before.keys.T
             got = rotated(query, ahead) @ after.keys.T
@@ -61,7 +63,7 @@ def test_keys_are_moved_as_each_layer_rotates_them(family):
         return gracekv.compress(model, prompt, ratio=1, pipeline="fullkv").packed
 
     late, early = full(ids, 50), full(ids[10:], 40)
-    turned = moved(model, RaggedCache(late.layers, 10))
+    turned = rotated_back(model, RaggedCache(late.layers, 10))
     want = early.layers[0].keys.view(2, early.length, -1)
     before, after = (x.layers[0].keys.view(2, late.length, -1)[:, 10:] for x in (late, turned))
     torch.testing.assert_close(after, want, rtol=1e-4, atol=1e-4)

@@ -12,7 +12,7 @@ from gracekv.errors import PromptError, StoreError
 from gracekv.prefill.fingerprint import tokenizer_marks
 from gracekv.testing.models import tiny_tokenizer
 from gracekv.vllm import document, request
-from gracekv.vllm.requests import continuing, opened, passage, question_text
+from gracekv.vllm.requests import continuing, passage, question_text, split_document
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank."
 SYSTEM = (
@@ -70,16 +70,16 @@ def test_the_server_finds_the_document(name):
     tokenizer = TOKENIZERS[name]
     ids = document(tokenizer, TEXT)
     prompt = Prompt.from_chat(tokenizer, context=TEXT)
-    assert opened(tokenizer, ids) == (ids, prompt.spans.context_start)
+    assert split_document(tokenizer, ids) == (ids, prompt.spans.context_start)
     if name in CHATS:
-        assert opened(tokenizer, chat(tokenizer, TEXT)) == (ids, prompt.spans.context_start)
+        assert split_document(tokenizer, chat(tokenizer, TEXT)) == (ids, prompt.spans.context_start)
         # Messages are a context unchanged, including the end of the last turn.
         said = Prompt.from_messages(tokenizer, [{"role": "user", "content": TEXT}])
         whole = said.ids[: said.spans.context_end].tolist()
-        assert opened(tokenizer, whole)[0] == whole
+        assert split_document(tokenizer, whole)[0] == whole
         # A text in no format of the tokenizer is a document as a whole.
         plain = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-        assert opened(tokenizer, plain) == (plain, None)
+        assert split_document(tokenizer, plain) == (plain, None)
 
 
 def test_the_document_ends_before_an_answer_that_is_opened_with_a_thought():
@@ -87,23 +87,23 @@ def test_the_document_ends_before_an_answer_that_is_opened_with_a_thought():
     ids = document(tokenizer, TEXT)
     whole = chat(tokenizer, TEXT, enable_thinking=False)
     assert tokenizer.decode(whole).endswith("</a>\n\n")
-    assert opened(tokenizer, whole) == (ids, 1)
+    assert split_document(tokenizer, whole) == (ids, 1)
     # An answer is a part of the document.
     for answer in ("No", "<|end|>"):
         text = f"<|end|><|assistant|>{answer}"
         answered = ids + tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert opened(tokenizer, answered) == (answered, 1)
+        assert split_document(tokenizer, answered) == (answered, 1)
 
 
 def test_a_tokenizer_without_rendered_chats_is_refused_by_name():
     kind = type("CachedMistralTokenizer", (), {"chat_template": None})
     with pytest.raises(StoreError, match="--tokenizer-mode hf"):
-        opened(kind(), [1, 2, 3])
+        split_document(kind(), [1, 2, 3])
 
 
 def test_a_system_prompt_of_its_own_is_part_of_the_document():
     tokenizer = TOKENIZERS["system"]
-    ids, start = opened(tokenizer, chat(tokenizer, "Be brief.", TEXT, role="system"))
+    ids, start = split_document(tokenizer, chat(tokenizer, "Be brief.", TEXT, role="system"))
     assert start == 0
     assert tokenizer.decode(ids).endswith(f"<|user|>\n{TEXT}")
 
@@ -148,11 +148,11 @@ def test_the_question_s_last_token_may_hold_a_part_of_the_template():
     assert tokenizer.convert_ids_to_tokens(ids)[-3:] == ["??", "<|end|>", "<|assistant|>"]
     assert continuing(tokenizer, "book", header(tokenizer), ids) == ids
     # So may the document's.
-    assert opened(tokenizer, chat(tokenizer, "Who?"))[0] == document(tokenizer, "Who?")
+    assert split_document(tokenizer, chat(tokenizer, "Who?"))[0] == document(tokenizer, "Who?")
     # An ending of only whitespace, like GLM 4's, does not tell a chat from a text.
     tokenizer.chat_template = "<|user|>\n{{ messages[0]['content'] }}<|assistant|>\n"
     ids = tokenizer("It was late.\n", add_special_tokens=False)["input_ids"]
-    assert opened(tokenizer, ids) == (ids, None)
+    assert split_document(tokenizer, ids) == (ids, None)
 
 
 def test_a_message_s_first_token_may_hold_the_end_of_the_opening():
@@ -160,7 +160,11 @@ def test_a_message_s_first_token_may_hold_the_end_of_the_opening():
     ids = document(tokenizer, text)
     start = Prompt.from_chat(tokenizer, context=text).spans.context_start
     assert start == Prompt.from_chat(tokenizer, context=TEXT).spans.context_start - 1
-    assert opened(tokenizer, ids) == opened(tokenizer, chat(tokenizer, text)) == (ids, start)
+    assert (
+        split_document(tokenizer, ids)
+        == split_document(tokenizer, chat(tokenizer, text))
+        == (ids, start)
+    )
     assert tokenizer.decode(passage(tokenizer, chat(tokenizer, text))) == f"\n{text}"
     got = continuing(tokenizer, "book", header(tokenizer), chat(tokenizer, "\n\nWho?"))
     assert got == list(request(None, "book", "\n\nWho?", tokenizer).prompt_ids)
@@ -193,7 +197,7 @@ def test_what_follows_as_text():
 def test_a_format_that_hides_the_message_is_no_format():
     tokenizer = made("{{ messages[0]['content'] }}{{ messages[0]['content'] }}")
     assert question_text(tokenizer) is None
-    assert opened(tokenizer, [5, 6]) == ([5, 6], 0)
+    assert split_document(tokenizer, [5, 6]) == ([5, 6], 0)
     assert continuing(tokenizer, "book", header(tokenizer), [5, 6]) == [5, 6]
     with pytest.raises(PromptError, match="exactly once"):
         document(tokenizer, TEXT)

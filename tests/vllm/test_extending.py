@@ -13,7 +13,7 @@ from gracekv.errors import StoreError
 from gracekv.hf.extend import closed_run, limited_run
 from gracekv.testing.models import tiny_model
 from gracekv.vllm import ContextStore, export
-from gracekv.vllm.exporting import moved
+from gracekv.vllm.exporting import rotated_back
 from gracekv.vllm.jobs import Jobs
 from gracekv.vllm.orders import order_of
 from gracekv.vllm.recording import Chunk
@@ -99,7 +99,7 @@ def test_an_extended_context_is_that_of_transformers(model, ids, tmp_path, recip
         after = result.prompt.ids[-1:]
         context, header = extend(worker, model, result, torch.cat([passage, after]), pieces=pieces)
         result = result.extend(passage, ratio=2)
-        want = moved(model, result.packed)
+        want = rotated_back(model, result.packed)
         assert header.length == want.length == first + PASSAGE
         assert (header.recipe, header.entries) == (recipe, int(want.entries().sum()))
         got, kept = tokens_of(context.layers), tokens_of(want.layers)
@@ -188,7 +188,7 @@ def test_positions_are_closed_as_a_conversation_s_are(ids, tmp_path, ranks):
         assert {x.reason for x in made} == {""}
         result = by_transformers(result, passage, limit, ratio=6)
         result = result.from_runs(model, result.prompts, [closed_run(result, 0)], result.pipeline)
-        want, length = moved(model, result.packed), made[0].header.length
+        want, length = rotated_back(model, result.packed), made[0].header.length
         lengths.append(length)
         contexts = [x.store.load("talk", made[0].header.digest) for x in workers]
         assert not min(layer.positions.min() for context in contexts for layer in context.layers)

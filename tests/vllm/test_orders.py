@@ -5,7 +5,7 @@ import re
 import pytest
 
 from gracekv.errors import StoreError
-from gracekv.vllm.header import Continuation
+from gracekv.vllm.header import TurnFormat
 from gracekv.vllm.orders import Compression, Deletion, Listing, order_of
 
 
@@ -34,7 +34,7 @@ def test_a_context_of_all_entries_is_extended_by_another_recipe_or_whole():
 def test_an_order_says_how_to_compress():
     follow = {"tokenizer": {"tokenizer": "0"}, "template": True}
     order = order_of(compress(recipe="knorm", expires=60.0), {"start": 3, "follow": follow})
-    assert order.follow == Continuation(**follow)
+    assert order.follow == TurnFormat(**follow)
     assert isinstance(order, Compression)
     assert (order.recipe, order.expires, order.start) == ("knorm", 60.0, 3)
     spans = order.spans(10)
