@@ -171,28 +171,21 @@ def as_if_fresh(model):
     generate(past_key_values=cache)(model)
 
 
-WRONG_USES = [
+@pytest.mark.parametrize(("use", "message"), [
     (as_if_fresh, "up to position 30, but with them the cache covers"),
     # The whole prompt is packed: transformers would silently feed all of it again.
-    (
-        generate(inputs=ones(1, PACKED), attention_mask=ones(1, PACKED)),
-        "up to position 29, but with them the cache covers 60",
-    ),
+    (generate(inputs=ones(1, PACKED), attention_mask=ones(1, PACKED)),
+     "up to position 29, but with them the cache covers 60"),
     (call(attention_mask=ones(1, 2)), "up to position 1, but with them the cache covers 32"),
-    (
-        call(attention_mask=(torch.arange(PACKED + 2) != 3).long()[None]),
-        "hides tokens of the compressed prompt",
-    ),
+    (call(attention_mask=(torch.arange(PACKED + 2) != 3).long()[None]),
+     "hides tokens of the compressed prompt"),
     (call(attention_mask=torch.zeros(1, 1, 2, PACKED + 2)), "cover the 2 tokens"),
     (call(position_ids=torch.tensor([[0, 1]])), "up to position 1, but"),
     (call(input_ids=ones(1, 2), output_attentions=True), "output_attentions"),
     (twice, "holds 2 continuations, the model was given 3 rows"),
     (lambda model: call()(tiny(kv_heads=4)), "holds 2 KV heads of dimension 16"),
     (lambda model: call()(tiny(dtype=torch.bfloat16)), "Compress again after"),
-]
-
-
-@pytest.mark.parametrize(("use", "message"), WRONG_USES)
+])  # fmt: skip
 def test_wrong_uses_are_refused(model, use, message):
     with pytest.raises(CacheError, match=message), torch.no_grad():
         use(model)

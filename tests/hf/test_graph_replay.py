@@ -253,16 +253,11 @@ def test_what_is_replayed(model, monkeypatch):
         patch.setattr(model, "is_loaded_in_8bit", True, raising=False)
         assert not graph_replay.suits(model, cache, 64, {})
     for options in (
-        {"num_beams": 2},
-        {"num_return_sequences": 3},
-        {"prompt_lookup_num_tokens": 2},
-        {"assistant_model": model},
-        {"use_cache": False},
-        {"output_hidden_states": True},
-        {"generation_config": model.generation_config},
-        {"assistant_early_exit": 1},
+        {"num_beams": 2}, {"num_return_sequences": 3}, {"prompt_lookup_num_tokens": 2},
+        {"assistant_model": model}, {"use_cache": False}, {"output_hidden_states": True},
+        {"generation_config": model.generation_config}, {"assistant_early_exit": 1},
         {"use_mtp": True},
-    ):
+    ):  # fmt: skip
         assert not graph_replay.suits(model, cache, 64, options), options
     rope, offloaded = model.config.rope_parameters, [torch.empty(0, device="meta")]
     for there, name, value in (

@@ -73,38 +73,27 @@ def test_attention_that_is_no_softmax_over_the_keys_is_refused(monkeypatch):
         check_model(model)
 
 
-REFUSED = [
+@pytest.mark.parametrize(("family", "options", "message"), [
     ("deepseek_v3", {}, r"Layer 0 .* latent attention \(MLA\)"),
     ("gemma3n_text", {"layer_types": MIXED, "num_kv_shared_layers": 2}, "Layer 2 .* earlier"),
     ("gemma4_text", {"layer_types": MIXED, "num_kv_shared_layers": 2}, "Layer 2 .* earlier"),
     ("llama4_text", {}, "Layer 0 .* of kind chunked_attention"),
-    (
-        "longcat_flash",
-        {"head_dim": 8, "num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32},
-        "describes .* layers, its decoder has",
-    ),
+    ("longcat_flash",
+     {"head_dim": 8, "num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32},
+     "describes .* layers, its decoder has"),
     ("mimo_v2_flash", {"head_dim": 24, "v_head_dim": 16}, "Layer 0 .* different dimensions"),
     ("minimax", {}, "does not run with transformers' cache layers"),
     ("moshi", {"sliding_window": 300}, "by a rotary module of the decoder"),
     ("jamba", {}, "states of .* start anew with several tokens"),
     ("hunyuan_v1_dense", {}, "Layer 0 .* rotates its keys in a way"),
     ("laguna", {"num_attention_heads_per_layer": [4, 2] * 2}, "layers of several sizes"),
-    (
-        "granite_swa",
-        {"layer_types": MIXED, "layer_rope_theta": [1e4, 1e4, 1e4, 1e6]},
-        "Layer 3 .* does not rotate by the same angles",
-    ),
+    ("granite_swa", {"layer_types": MIXED, "layer_rope_theta": [1e4, 1e4, 1e4, 1e6]},
+     "Layer 3 .* does not rotate by the same angles"),
     ("gpt_neox", {}, "Layer 0 .* without the modules"),
     ("nanochat", {}, "Layer 0 .* rotates its keys in a way"),
-    (
-        "zamba2",
-        {"layers_block_type": ["linear_attention", "hybrid"] * 2},
-        "Layer 1 .* without the modules self_attn",
-    ),
-]
-
-
-@pytest.mark.parametrize(("family", "options", "message"), REFUSED)
+    ("zamba2", {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+     "Layer 1 .* without the modules self_attn"),
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_cannot_work_says_why(family, options, message, dtype):
     with pytest.raises(UnsupportedModelError, match=message):

@@ -37,16 +37,10 @@ def context_bytes(run, prefill):
 
 @settings(max_examples=40)
 @given(
-    seed=ints(0, 10_000),
-    recipe=some(["gracekv-plus", "snapkv", "gracekv", "ada-snapkv"]),
-    coding=some(sorted(CODINGS)),
-    context=ints(5, 150),
-    prefix=some([0, 2, 4]),
-    question=some([0, 5]),
-    dtype=DTYPES,
-    ratio=floats(1, 30),
-    kind=some(["ratio", "bytes"]),
-)
+    seed=ints(0, 10_000), recipe=some(["gracekv-plus", "snapkv", "gracekv", "ada-snapkv"]),
+    coding=some(sorted(CODINGS)), context=ints(5, 150), prefix=some([0, 2, 4]),
+    question=some([0, 5]), dtype=DTYPES, ratio=floats(1, 30), kind=some(["ratio", "bytes"]),
+)  # fmt: skip
 @example(0, "gracekv-plus", "4 bits", 33, 0, 0, torch.float32, 1.1, "ratio")
 def test_the_budget_is_spent_and_never_exceeded(
     seed, recipe, coding, context, prefix, question, dtype, ratio, kind

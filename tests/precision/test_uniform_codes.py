@@ -37,15 +37,10 @@ def read(x, lengths, coding, side):
 
 @settings(max_examples=40)
 @given(
-    seed=SEEDS,
-    lengths=lists(ints(0, 20), min_size=1, max_size=4),
-    bits=some([2, 4, 8]),
-    group=some([1, 2, 4, 7, 16]),
-    side=some(["keys", "values"]),
-    dtype=some(DTYPES),
-    spread=some([0.0, 1e-3, 1.0, 300.0]),
-    offset=some([0.0, 1.0, -37.3]),
-)
+    seed=SEEDS, lengths=lists(ints(0, 20), min_size=1, max_size=4), bits=some([2, 4, 8]),
+    group=some([1, 2, 4, 7, 16]), side=some(["keys", "values"]), dtype=some(DTYPES),
+    spread=some([0.0, 1e-3, 1.0, 300.0]), offset=some([0.0, 1.0, -37.3]),
+)  # fmt: skip
 def test_numbers_are_within_half_a_step(seed, lengths, bits, group, side, dtype, spread, offset):
     rng = torch.Generator().manual_seed(seed)
     lengths, dim = torch.tensor(lengths), 28 if group == 7 else 16

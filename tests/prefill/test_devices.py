@@ -43,14 +43,10 @@ def test_the_second_device_is_kept_apart():
     with two_devices() as there:
         near, far = torch.arange(6.0), torch.arange(6.0).to(there)
         for mixed in (
-            lambda: near + far,
-            lambda: near.sum() * far,
-            lambda: near[far.long()],
-            lambda: torch.cat([near, far]),
-            lambda: torch.stack([near.sum(), far.sum()]),
-            lambda: far.masked_fill(near > 2, 0),
-            lambda: near.view(2, 3) @ far.view(3, 2),
-        ):
+            lambda: near + far, lambda: near.sum() * far, lambda: near[far.long()],
+            lambda: torch.cat([near, far]), lambda: torch.stack([near.sum(), far.sum()]),
+            lambda: far.masked_fill(near > 2, 0), lambda: near.view(2, 3) @ far.view(3, 2),
+        ):  # fmt: skip
             with pytest.raises(MixedDevicesError):
                 mixed()
 

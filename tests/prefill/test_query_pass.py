@@ -25,12 +25,11 @@ def both(model):
         yield capture(model, random_prompt(200), Needs(later_queries=True), options)
 
 
-ROPES = [(family, "default") for family in ("llama", "mistral", "qwen3", "gemma")]
-ROPES += [("llama", "dynamic"), ("qwen2", "yarn"), ("phi3", "longrope")]
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(("family", "rope"), ROPES)
+@pytest.mark.parametrize(("family", "rope"), [
+    ("llama", "default"), ("llama", "dynamic"), ("mistral", "default"), ("qwen2", "yarn"),
+    ("qwen3", "default"), ("phi3", "longrope"), ("gemma", "default"),
+])  # fmt: skip
 def test_queries_computed_again_are_those_of_the_pass(family, rope, attention):
     model = tiny_model(family, rope=rope, attention=attention, layers=3, original=128)
     held, lean = both(model)

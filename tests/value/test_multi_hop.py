@@ -30,13 +30,9 @@ def test_equals_the_reference(seed, context, recent, hops, max_seeds, seed_mass,
     prefill = small(seed, context, **shape)
     region = prefill.spans.region(recent)
     scorer = MultiHop(
-        question_probes=3,
-        tail_probes=3,
-        hops=hops,
-        max_seeds=max_seeds,
-        seed_mass=seed_mass,
+        question_probes=3, tail_probes=3, hops=hops, max_seeds=max_seeds, seed_mass=seed_mass,
         decay=decay,
-    )
+    )  # fmt: skip
     fast, slow = scorer(prefill, region), reference.multi_hop(scorer, prefill, region)
     torch.testing.assert_close(fast.scores.double(), slow.scores, **CLOSE)
     torch.testing.assert_close(fast.seed_scores.double(), slow.seed_scores, **CLOSE)

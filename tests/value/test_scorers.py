@@ -61,39 +61,35 @@ def test_a_scorer_that_may_wrap_another_has_no_part_without_it():
     assert optional().needs() == Needs()
 
 
-# Drawn fields.
-FIELDS = {
-    "column_sums": (),
-    "window_attention": (ints(1, 12), some(["max", "avg", "none"]), some([1, 3, 7])),
-    "read_ahead": (ints(0, 2), st.just(4), ints(1, 30), some([1.0, 2.0]), some([0.0, 0.02, 1.0])),
-    "expected_attention": (ints(1, 12), st.just(4), bools(), some([0.0, 0.01])),
-    "block_replay": (ints(1, 26), some([1.0, 2.0, 3.0]), ints(0, 26), some([0.0, 0.3])),
-}
-# Tokens of question and tail, and the relative and absolute tolerance of float32 sums.
-BOUNDS = {
-    "column_sums": (3, 1, 5e-5, 1e-6),
-    "window_attention": (4, 2, 5e-5, 1e-7),
-    "read_ahead": (3, 2, 5e-5, 1e-7),
-    "expected_attention": (9, 3, 2e-4, 1e-6),
-    "block_replay": (3, 1, 2e-4, 1e-6),
-}
+# Drawn fields, tokens of question and tail, and the relative and absolute tolerance of float32
+# sums against the reference.
+REFERENCES = {
+    "column_sums": ((), (3, 1), 5e-5, 1e-6),
+    "window_attention": (
+        (ints(1, 12), some(["max", "avg", "none"]), some([1, 3, 7])), (4, 2), 5e-5, 1e-7
+    ),
+    "read_ahead": (
+        (ints(0, 2), st.just(4), ints(1, 30), some([1.0, 2.0]), some([0.0, 0.02, 1.0])),
+        (3, 2), 5e-5, 1e-7,
+    ),
+    "expected_attention": (
+        (ints(1, 12), st.just(4), bools(), some([0.0, 0.01])), (9, 3), 2e-4, 1e-6
+    ),
+    "block_replay": (
+        (ints(1, 26), some([1.0, 2.0, 3.0]), ints(0, 26), some([0.0, 0.3])), (3, 1), 2e-4, 1e-6
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", REFERENCES)
 @settings(max_examples=15)
 @given(
-    data=st.data(),
-    recent=ints(0, 4),
-    seed=SEEDS,
-    kv_heads=ints(1, 2),
-    group=ints(1, 3),
-    prefix=ints(0, 6),
-    context=ints(1, 30),
-    dtype=DTYPES,
-)
+    data=st.data(), recent=ints(0, 4), seed=SEEDS, kv_heads=ints(1, 2), group=ints(1, 3),
+    prefix=ints(0, 6), context=ints(1, 30), dtype=DTYPES,
+)  # fmt: skip
 def test_scores_equal_the_reference(name, data, recent, context, **sizes):
-    question, tail, rtol, atol = BOUNDS[name]
-    scorer = data.draw(st.builds(SCORERS.get(name), *FIELDS[name]))
+    fields, (question, tail), rtol, atol = REFERENCES[name]
+    scorer = data.draw(st.builds(SCORERS.get(name), *fields))
     prefill = synthetic_prefill(dim=8, context=context, question=question, tail=tail, **sizes)
     # With read-ahead, the region ends behind the context, so it includes probes.
     region = prefill.spans.region(-2 if name == "read_ahead" else min(recent, context - 1))

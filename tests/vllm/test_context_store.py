@@ -78,15 +78,11 @@ def forge(folder, **changes):
     (folder / "header.json").write_text(signed(data))
 
 
-DAMAGES = [
-    (cut, "are damaged"),
-    (flip, "are damaged"),
-    (exchange, "are damaged"),
+@pytest.mark.parametrize(("damage", "said"), [
+    (cut, "are damaged"), (flip, "are damaged"), (exchange, "are damaged"),
     (lambda folder: entries(folder).unlink(), "are damaged"),
-    (
-        lambda folder: folder.symlink_to(folder.rename(folder.parent.parent / "secret")),
-        "outside the store",
-    ),
+    (lambda folder: folder.symlink_to(folder.rename(folder.parent.parent / "secret")),
+     "outside the store"),
     (lambda folder: (folder / "header.json").write_text("{"), "cannot be read"),
     (lambda folder: (folder / "header.json").write_text("[" * 10**6), "cannot be read"),
     (lambda folder: (folder / "header.json").write_text(" " * 2**25), "cannot be read"),
@@ -112,10 +108,7 @@ DAMAGES = [
     (lambda folder: forge(folder, digest="../c1/entries"), "is damaged"),
     (lambda folder: forge(folder, digest="0" * 64), "are damaged"),
     (lambda folder: forge(folder, kind="round"), "is damaged"),
-]
-
-
-@pytest.mark.parametrize(("damage", "said"), DAMAGES)
+])  # fmt: skip
 def test_damage_is_found(root, damage, said):
     damage(root / "c0")
     with pytest.raises(StoreError, match=said) as caught:

@@ -106,20 +106,16 @@ def why_not(made, name, length, options):
     return reply["reason"]
 
 
-UNFIT = [
-    ("missing", {}, 50, "There is no context 'missing'"),
-    ("..", {}, 50, "A context's name"),
-    ("asked", {}, 50, "continues after its entries"),
-    ("other", {}, 50, "another model"),
+@pytest.mark.parametrize(("name", "options", "length", "reason"), [
+    ("missing", {}, 50, "There is no context 'missing'"), ("..", {}, 50, "A context's name"),
+    ("asked", {}, 50, "continues after its entries"), ("other", {}, 50, "another model"),
     ("kept", {"ratio": 1000}, 50, "below the smallest"),
-    ("kept", {"ratio": 0.5}, 50, "at least 1"),
-    ("kept", {"ratio": float("nan")}, 50, "ratio"),
+    ("kept", {"ratio": 0.5}, 50, "at least 1"), ("kept", {"ratio": float("nan")}, 50, "ratio"),
     ("kept", {"kv_bytes": 9}, 50, "exactly one"),
     ("kept", {"recipe": "kvzip-two-pass"}, 50, "reads more of the model"),
     ("kept", {"recipe": "unheard"}, 50, "Unknown recipe"),
     ("kept", {"into": "a/b"}, 50, "A context's name"),
-    ("kept", {"save": True, "expires": 3}, 50, "expires"),
-    ("kept", {}, 1, "below the smallest"),
+    ("kept", {"save": True, "expires": 3}, 50, "expires"), ("kept", {}, 1, "below the smallest"),
     ("kept", {}, LONGEST - 1, "Send a shorter one"),
     ("kept", {}, LONGEST, "longer than the maximum"),
     ("kept", {"limit": {"entries": 5}}, 50, "no field 'entries'"),
@@ -127,10 +123,7 @@ UNFIT = [
     ("bare", {"limit": {"entries_per_head": 9}}, 50, "no scores"),
     # Two passages at ratio 1 do not fit, and none of their tokens may be dropped.
     ("kept", {"ratio": 1, "limit": {"entries_per_head": 40}}, 50, "must stay"),
-]
-
-
-@pytest.mark.parametrize(("name", "options", "length", "reason"), UNFIT, ids=str)
+], ids=str)  # fmt: skip
 def test_a_passage_that_cannot_follow_is_refused_and_the_context_stays(
     made, kept, name, options, length, reason
 ):

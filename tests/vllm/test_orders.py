@@ -44,15 +44,11 @@ def test_an_order_says_how_to_compress():
     assert order_of({"compress": {"name": "book", "kv_bytes": "1MiB"}}).budget.kind == "kv_bytes"
 
 
-NO_ORDERS = [
-    ({}, "A request names a context"),
-    ({"list": 1, "delete": "x"}, "A request names a context"),
-    ({"delete": "../x"}, "context's name"),
-    ({"list": "*"}, "context's name"),
-    ({"compress": "book"}, "A request names a context"),
-    (compress(name="../x"), "context's name"),
-    (compress(name=None), "context's name"),
-    (compress(ratio=0.5), "at least 1"),
+@pytest.mark.parametrize(("given", "said"), [
+    ({}, "A request names a context"), ({"list": 1, "delete": "x"}, "A request names a context"),
+    ({"delete": "../x"}, "context's name"), ({"list": "*"}, "context's name"),
+    ({"compress": "book"}, "A request names a context"), (compress(name="../x"), "context's name"),
+    (compress(name=None), "context's name"), (compress(ratio=0.5), "at least 1"),
     (compress(ratio="1E+9999"), "finite number"),
     ({"compress": {"name": "book", "kv_bytes": "9" * 5000}}, "finite number"),
     # In linear time.
@@ -63,16 +59,11 @@ NO_ORDERS = [
     (compress(recipe=["knorm"]), "A recipe is a name"),
     (compress(recipe="gracekv"), "'gracekv', which reads more of the model than queries"),
     (compress(recipe="kvzip-two-pass"), "two-pass.*compress with transformers and export"),
-    (compress(window=3), "takes .*recipe.*; got window"),
-    (compress(save="yes"), "save"),
-    (compress(expires=0), "above 0"),
-    (compress(expires=True), "expires"),
+    (compress(window=3), "takes .*recipe.*; got window"), (compress(save="yes"), "save"),
+    (compress(expires=0), "above 0"), (compress(expires=True), "expires"),
     (compress(expires=5.0, save=True), "stays until it is deleted"),
     (compress(follow={"start": 3}), "got follow"),
-]
-
-
-@pytest.mark.parametrize(("given", "said"), NO_ORDERS)
+])  # fmt: skip
 def test_what_is_no_order_is_refused_by_name(given, said):
     with pytest.raises(StoreError, match=said):
         order_of(given)

@@ -18,13 +18,9 @@ CASES = [
     *((128, BF16, 1, 4, arch) for arch in SHARED_KIB),
     *((128, BF16, 64, 4, arch) for arch in SHARED_KIB),
     *((64, dtype, 1, 7, 89) for dtype in (F16, F32)),
-    *((64, dtype, 64, 7, 90) for dtype in (F16, F32)),
-    (80, F16, 1, 1, 80),
-    (96, BF16, 32, 3, 90),
-    (128, F32, 1, 8, 120),
-    (256, BF16, 1, 2, 90),
-    (256, BF16, 64, 2, 120),
-]
+    *((64, dtype, 64, 7, 90) for dtype in (F16, F32)), (80, F16, 1, 1, 80), (96, BF16, 32, 3, 90),
+    (128, F32, 1, 8, 120), (256, BF16, 1, 2, 90), (256, BF16, 64, 2, 120),
+]  # fmt: skip
 
 
 def attention(dim, dtype, queries, group, arch):
