@@ -4,8 +4,8 @@ import dataclasses
 import importlib
 import importlib.util
 import re
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_only_code_of_this_checkout_has_a_commit(modules, monkeypatch):
     machine = modules["results"].machine
     monkeypatch.setattr(machine, "_git", lambda *_: " M Makefile\n?? nohup.out\n?? tests/new.py\n")
     assert machine.changed() == ["Makefile", "tests/new.py"]
-    other = SimpleNamespace(origin="/elsewhere/gracekv/__init__.py")
+    other = ModuleSpec("gracekv", None, origin="/elsewhere/gracekv/__init__.py")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: other)
     with pytest.raises(SystemExit, match="imports gracekv from /elsewhere"):
         machine.commit()

@@ -50,3 +50,6 @@ def test_each_file_counts(monkeypatch):
         file = Path(module.__file__)
         monkeypatch.setattr(Path, "read_bytes", lambda x, y=file: read(x) + b"#" * (x == y))
         assert digest(*modules) != before
+    # There is no such file in an archive.
+    monkeypatch.setattr(modules[0], "__file__", "archive.zip/gracekv/kernels/intrinsics.py")
+    assert digest(*modules) == ""

@@ -30,8 +30,7 @@ def widths(layer):
     for part in layer.parts:
         bits = 32 if part is layer.exact else part.coding.bits
         for head in range(layer.heads):
-            positions = part.positions[part.offsets[head] : part.offsets[head + 1]]
-            yield from (((head, int(p)), bits) for p in positions)
+            yield from (((head, int(p)), bits) for p in part.rows(head, head + 1).positions)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -1,5 +1,6 @@
 """Tiny models of families without their own tests, for the check that decides about them."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def tried_model(family: str, **fields: Any) -> Any:
     import transformers
 
     config = transformers.CONFIG_MAPPING[family]
-    known = {name for parent in config.__mro__ for name in vars(parent).get("__annotations__", ())}
+    known = {name for parent in config.__mro__ for name in inspect.get_annotations(parent)}
     sizes = {name: x for name, x in (SIZES | _MORE).items() if name in known}
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(

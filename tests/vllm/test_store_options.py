@@ -80,11 +80,8 @@ NEVER_SERVED = [
 
 @pytest.mark.parametrize(("where", "field", "value", "said"), NEVER_SERVED)
 def test_what_contexts_are_never_served_with_is_refused(where, field, value, said, monkeypatch):
-    sizes = (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    )
+    kinds = ("pipeline", "decode_context", "prefill_context")
+    sizes = [f"{kind}_parallel_size" for kind in kinds]
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(**dict.fromkeys(sizes, 1), use_ubatching=False),
         cache_config=SimpleNamespace(cache_dtype="auto"),
