@@ -20,7 +20,7 @@ import numpy as np
 
 from gracekv.evaluate.measures import measure
 from gracekv.evaluate.row_files import read_rows
-from gracekv.evaluate.tables import interval
+from gracekv.evaluate.tables import generosity, interval
 from gracekv.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
@@ -56,8 +56,7 @@ def table(before: dict[Key, float], after: dict[Key, float], *, short: bool) -> 
         "| | prompts | before | after | difference | better | largest loss of a task |",
         "|--:|--:|--:|--:|--:|--:|---|",
     ]
-    # Ratios upwards, then numbers of entries.
-    for column in sorted(pairs, key=lambda x: (not x.endswith("x"), float(x.rstrip("x entris")))):
+    for column in sorted(pairs, key=generosity):
         rows = pairs[column]
         differences = [new - old for old, new, _ in rows]
         spread = interval([np.array(differences)])
@@ -80,7 +79,7 @@ def main() -> None:
     parser.add_argument("after", metavar="FOLDER:METHOD", nargs="+")
     parser.add_argument("--title", default="Before and after")
     parser.add_argument("--out", default="compare_runs", metavar="NAME")
-    parser.add_argument("--commit", default=machine.commit(), help="of the rows, if another")
+    parser.add_argument("--commit", help="of the rows, if another")
     args = parser.parse_args()
     before = read(args.before)
     lines = [
@@ -88,7 +87,7 @@ def main() -> None:
         "",
         f"- machine: {machine.cpu()}, {machine.cores()}, CPU; {machine.versions()}; two processes "
         f"of one thread at once",
-        f"- commit: {args.commit}",
+        f"- commit: {args.commit or machine.commit()}",
         "- Mean log KL to FullKV over the reference answer, by prompt; not below log 1e-4. Paired "
         "differences with 95 % bootstrap intervals over prompts; below 0: better after.",
     ]

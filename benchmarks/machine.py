@@ -70,9 +70,8 @@ def cpu() -> str:
 
 
 def cores() -> str:
-    """Architecture and number of cores that this process may use."""
-    usable = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return f"{platform.machine()}, {len(usable(0)) if usable else os.cpu_count()} cores"
+    """Architecture and number of cores of the machine."""
+    return f"{platform.machine()}, {os.cpu_count()} cores"
 
 
 def threads() -> str:

@@ -165,12 +165,12 @@ def where() -> dict[str, str]:
 
 
 def rows_in(log: Path) -> list[dict[str, Any]]:
-    """The measurements of this code; the last one if repeated."""
-    here, found = machine.digest(), {}
+    """The measurements of this code, here, with these versions; the last one if repeated."""
+    names, here, found = ("machine", "code", "versions"), where(), {}
     for line in log.read_text().splitlines() if log.exists() else []:
         with contextlib.suppress(ValueError):  # a line that was being written at a kill
             row = json.loads(line)
-            if row.get("code") == here:
+            if all(row.get(name) == here[name] for name in names):
                 found[key_of(row)] = row
     return list(found.values())
 
@@ -206,6 +206,7 @@ def main() -> None:
     environment = {**os.environ, **ALLOCATORS[args.allocator]}
     # All rows once, then again, so that an interrupted run has measured as many rows as possible.
     asked = [(process, *row) for process in range(args.processes) for row in rows_of(args)]
+    failed = []
     for process, name, length, row in [] if args.report else asked:
         own = {
             "model": name, "length": length, "row": row, "ratio": args.ratio,
@@ -220,6 +221,7 @@ def main() -> None:
         )
         if child.returncode:
             print(f"{name} {length} {row}: failed\n{child.stderr[-2000:]}", file=sys.stderr)
+            failed.append(row)
             line = json.dumps({**own, **where(), "status": child.returncode})
         else:
             line = json.dumps({**json.loads(child.stdout.splitlines()[-1]), **own})
@@ -228,9 +230,10 @@ def main() -> None:
         # a line that was not finished.
         with args.log.open("a") as file:
             file.write(f"\n{line}\n")
-    if done := [row for row in rows_in(args.log) if row["ratio"] == args.ratio]:
-        write_atomically(args.out, memory_model.report(done).encode())
-    if failed := [row["row"] for row in done if "status" in row]:
+    if not (done := [row for row in rows_in(args.log) if row["ratio"] == args.ratio]):
+        raise SystemExit(f"{args.log} has no rows of this code, machine and ratio {args.ratio}.")
+    write_atomically(args.out, memory_model.report(done).encode())
+    if failed:
         raise SystemExit(f"Failed: {', '.join(failed)}.")
 
 

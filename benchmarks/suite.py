@@ -150,12 +150,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path)
     parser.add_argument("--name", required=True, choices=list(SUITES))
-    parser.add_argument("--commit", default=machine.commit(), help="of the rows, if another")
+    parser.add_argument("--commit", help="of the rows, if another")
     args = parser.parse_args()
     rows = read_rows(args.runs)
     suite = suite_of(args.name, rows)
     rows = whole(rows)
-    parts = [head(rows, suite, args.commit)]
+    parts = [head(rows, suite, args.commit or machine.commit())]
     scored = any(row.get("score") is not None for row in rows)
     if scored:
         text = tables.answers(rows)

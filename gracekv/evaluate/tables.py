@@ -185,7 +185,7 @@ def _checked_rows(rows: Sequence[Row]) -> list[Row]:
 
 def _table(title: Title, values: dict[tuple[str, str], Samples], against: str | None) -> Table:
     methods = tuple(dict.fromkeys(method for method, _ in values))
-    columns = tuple(sorted({c for _, c in values if c != FULL}, key=_generosity))
+    columns = tuple(sorted({c for _, c in values if c != FULL}, key=generosity))
     cells: dict[tuple[str, str], Interval] = {}
     compared: dict[tuple[str, str], Interval] = {}
     used: set[tuple[str, int, int]] = set()
@@ -220,7 +220,7 @@ def _by_task(values: Samples, samples: set[tuple[str, int, int]]) -> list[Values
     return [np.array([values[sample] for sample in own]) for _, own in each]
 
 
-def _generosity(column: str) -> tuple[int, float]:
-    """Sorts ratios upwards, then entries downwards."""
+def generosity(column: str) -> tuple[int, float]:
+    """The key that sorts columns: ratios upwards, then numbers of entries downwards."""
     ratio, entries = column.removesuffix("x"), column.removesuffix(" entries")
     return (0, float(ratio)) if ratio != column else (1, -float(entries))

@@ -118,11 +118,11 @@ def result_entries(result: Result) -> KeptEntries:
             'Write the report before that, or use a Limit with positions="counted".'
         )
     region = (spans.context_start, min(spans.context_end, cache.length))
-    position, multiplicity, head, *more = _context_entries(cache, region, run.value_change)
+    position, multiplicity, head, change, bits = _context_entries(cache, region, run.value_change)
     layers, heads = len(cache.layers), cache.layers[0].heads
     starts = offsets(torch.bincount(head, minlength=layers * heads))
     columns = (position, position + 1, multiplicity)
-    entries = KeptEntries(layers, heads, region, starts, *columns, None, None, *more)
+    entries = KeptEntries(layers, heads, region, starts, *columns, value_change=change, bits=bits)
     if record is None:
         # A packer of nodes merges tokens, and a file does not record which, unless all are kept.
         full = run.accounting.entries.numel() * spans.context_length

@@ -19,7 +19,7 @@ class TokenStatus:
     Attributes:
         layer: the layer's number in the model.
         head: KV head.
-        state: "exact", "merged" or "dropped".
+        state: "exact" (it has its own entry, in `bits`), "merged" or "dropped".
         start: first absolute position of the entry that holds it; -1 if it was dropped.
         end: end of the entry's positions, exclusive; -1 if it was dropped.
         multiplicity: the entry's weight in attention, in tokens; 0.0 if dropped.

@@ -160,13 +160,13 @@ class TreeBatch:
         per_layer = context.prefill.kv_heads * partition.slots
         first = torch.tensor(chosen)[:, None] * per_layer
         slots, region = partition.bounds[:-1], partition.region
-        rows = torch.arange(heads)[:, None] * region.length + slots - region.start
-        columns = {
-            "tree_id": (first + torch.arange(per_layer)).flatten(),
-            "slot_start": slots.repeat(heads),
-            "slot_row": rows.flatten(),
-            "length": partition.lengths.repeat(heads),
-        }
+        columns = [
+            (first + torch.arange(per_layer)).flatten(),
+            slots.repeat(heads),
+            (torch.arange(heads)[:, None] * region.length + slots - region.start).flatten(),
+            partition.lengths.repeat(heads),
+        ]
+        tree_id, slot_start, slot_row, length = torch.stack(columns).to(device)
 
         def own(x: Tensor) -> Tensor:
             return torch.stack([x[layer] for layer in chosen]).flatten(0, 1).to(device).double()
@@ -174,12 +174,15 @@ class TreeBatch:
         return cls(
             context=context,
             layers=tuple(chosen),
+            tree_id=tree_id,
+            slot_start=slot_start,
+            slot_row=slot_row,
+            length=length,
             curvature=None if context.curvature is None else context.curvature.to(device).double(),
             forced=None if context.forced is None else own(context.forced),
             scores=own(context.scores),
             sensitivity=own(context.sensitivity),
             region_start=region.start,
-            **dict(zip(columns, torch.stack([*columns.values()]).to(device), strict=True)),
         )
 
     def roots(self) -> Nodes:

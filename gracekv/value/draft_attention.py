@@ -15,7 +15,7 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from gracekv.kernels.softmax_sums import softmax_columns
+from gracekv.kernels.softmax_sums import Engine, softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.prefill.observer import Passes, PassObserver, TokenRun
 from gracekv.registry import bounded
@@ -49,7 +49,9 @@ class Draft(PassObserver):
 
         def attend(layer: int, run: TokenRun) -> None:
             keys, logits = run.keys, {"scale": run.scale, **run.logits}
-            columns = softmax_columns(run.queries, keys, keys.shape[1], **logits)
+            # The compiled engine packs all keys first, which does not pay for a single query.
+            engine: Engine = "torch" if keys.device.type == "cpu" else "auto"
+            columns = softmax_columns(run.queries, keys, keys.shape[1], **logits, engine=engine)
             found = reduce(columns[:, start:end], "(g n) t -> g t", "mean", g=len(keys))
             seen.append(found.to(seen[0].device if seen else found.device))
 

@@ -198,8 +198,7 @@ def test_captures_that_no_stage_needs_may_be_missing() -> None:
     })  # fmt: skip
     full = synthetic_prefill(context=150)
     lean = dataclasses.replace(without_context_queries(full), observed={})
-    same = [pipeline.run(x, Budget.ratio(4)).cache for x in (full, lean)]
-    assert_same_entries(*same)
+    assert_same_entries(*(pipeline.run(x, Budget.ratio(4)).cache for x in (full, lean)))
 
 
 def test_no_pipeline_pays_for_what_another_captured() -> None:

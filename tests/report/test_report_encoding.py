@@ -35,12 +35,14 @@ def encoded(data, entries):
 
 
 def test_fitted_entries_bring_their_change_and_their_multiplicity(make):
-    data = ReportData.of({"x": make("snapkv", 3, seed=4, fields={"fit": "values_and_mass"})})
+    fields = {"fit": "values_and_mass", "precision": {"name": "uniform", "bits": 4}}
+    data = ReportData.of({"x": make("snapkv", 6, seed=4, fields=fields)})
     header, block = encoding.encode(data)
     entries = data.columns[0].entries
     changes = torch.tensor(list(part(header, block, "changes.0"))) / 100
     masses = torch.tensor(list(part(header, block, "masses.0"))).float()
     torch.testing.assert_close(changes, entries.value_change)
+    assert list(part(header, block, "bits.0")) == entries.bits.tolist()
     # Half a sixteenth of an octave.
     assert ((masses - 128) / 16 - entries.multiplicity.log2()).abs().max() < 0.032
     assert entries.multiplicity.max() > 1.05
