@@ -150,8 +150,8 @@ class Selection:
             edges = bounds[layer * self.heads : (layer + 1) * self.heads + 1]
             part = slice(int(edges[0]), int(edges[-1]))
             count, tokens = counted[layer]
-            rows, coarse = coarse[:count], coarse[count:]
-            columns = head[part], start[part], end[part], selected[part], rows - part.start
+            coarse_rows, coarse = coarse[:count], coarse[count:]
+            columns = head[part], start[part], end[part], selected[part], coarse_rows - part.start
             heads, begins, ends, index, merged = (x.to(like.device) for x in columns)
             yield LayerLayout(heads, begins, ends, index, merged, tokens, edges - edges[0], origin)
 

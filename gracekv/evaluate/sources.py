@@ -142,9 +142,9 @@ class Sources:
         """Name and bytes of the part's first file, or of its substitute."""
         kind, _, name = part.partition(":")
         pattern = _FILES[kind].replace("NAME", name)
-        files = sorted(self.folder.glob(pattern)) if self.folder else []
-        if files:
-            label, raw = files[0].name, files[0].read_bytes()
+        paths = sorted(self.folder.glob(pattern)) if self.folder else []
+        if paths:
+            label, raw = paths[0].name, paths[0].read_bytes()
         elif kind == "essay":
             label, raw = BUILT_IN, _built_in()
         else:

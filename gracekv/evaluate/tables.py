@@ -195,16 +195,16 @@ def _table(title: Title, values: dict[tuple[str, str], Samples], against: str | 
     for column in [*columns, *{c for _, c in values if c == FULL}]:
         present = [m for m in methods if (m, column) in values]
         # A method that keeps everything is compared at every budget.
-        rows = {m: scores for (m, c), scores in values.items() if c == FULL}
-        rows |= {m: values[m, column] for m in present}
-        common = used if column == FULL and used else set.intersection(*map(set, rows.values()))
-        unpaired += sum(len(rows[m]) - len(common) for m in present)
+        samples = {m: scores for (m, c), scores in values.items() if c == FULL}
+        samples |= {m: values[m, column] for m in present}
+        common = used if column == FULL and used else set.intersection(*map(set, samples.values()))
+        unpaired += sum(len(samples[m]) - len(common) for m in present)
         if not common:
             continue
         used |= common
         if lacking := [x for x in tasks if x not in {task for task, _, _ in common}]:
             without[column] = lacking
-        arrays = {m: _by_task(scores, common) for m, scores in rows.items()}
+        arrays = {m: _by_task(scores, common) for m, scores in samples.items()}
         cells |= {(m, column): interval(arrays[m]) for m in present}
         if against in arrays:
             for m in present:

@@ -184,12 +184,12 @@ def _checked_plans(
 def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
     """Raise `CacheError` unless `prefill` is a result of `capture(model, prompt)`."""
     expect(prefill, Prefill, "prefill takes what gracekv.capture returns", CacheError)
-    untailed = prompt.without_tail()
-    ids = untailed.ids if prefill.token_ids is None else prefill.token_ids
-    if prefill.spans != untailed.spans or not torch.equal(ids, untailed.ids):
+    without_tail = prompt.without_tail()
+    ids = without_tail.ids if prefill.token_ids is None else prefill.token_ids
+    if prefill.spans != without_tail.spans or not torch.equal(ids, without_tail.ids):
         raise CacheError(
             f"The prefill belongs to another prompt: it has {prefill.spans}, the prompt has "
-            f"{untailed.spans}, or their ids differ. Use gracekv.capture(model, prompt)."
+            f"{without_tail.spans}, or their ids differ. Use gracekv.capture(model, prompt)."
         )
     advice = "Use gracekv.capture(model, prompt) with the model that generates."
     check_same_model(prefill.fingerprint, model, "The prefill", advice)

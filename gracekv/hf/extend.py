@@ -50,8 +50,8 @@ def extended_run(
         run.fingerprint, model, "The compressed context", "Compress the whole text with this model."
     )
     old, prompt = run.cache, source.extended(passage)
-    untailed = prompt.without_tail()
-    old_length, length = source.without_tail().spans.length, untailed.spans.length
+    without_tail = prompt.without_tail()
+    old_length, length = source.without_tail().spans.length, without_tail.spans.length
     bound = longest_sequence(model, old_length)
     if bound is not None and length > bound[0]:
         raise CacheError(
@@ -69,10 +69,10 @@ def extended_run(
     past = past_of(old, shard)
     # If nothing followed the context, its last token has no entry.
     last = source.spans.context_end - old.length
-    ids = torch.cat([untailed.ids.new_zeros(past.places), untailed.ids[old.length :]])
-    end = len(ids) - (untailed.spans.length - untailed.spans.context_end)
+    ids = torch.cat([without_tail.ids.new_zeros(past.places), without_tail.ids[old.length :]])
+    end = len(ids) - (without_tail.spans.length - without_tail.spans.context_end)
     spans = PromptSpans(past.places + last, end, end, len(ids), past=past.places)
-    passage_prompt = dataclasses.replace(untailed, ids=ids, spans=spans)
+    passage_prompt = dataclasses.replace(without_tail, ids=ids, spans=spans)
     plan = pipeline.plan_for(model, passage_prompt.spans, budget)
     new_run = prefilled_run(model, passage_prompt, past, pipeline, plan, capture)
     return prompt, _join_runs(run, new_run, past.places, shard)

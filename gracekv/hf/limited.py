@@ -302,9 +302,9 @@ class LimitedCache(GraceCache):
             places[:, new] = place[packed:]
         mass[:, new].masked_fill_(~visible[packed:], -torch.inf)
         queries, at = layer.row_queries(row)
-        rows, (scale, softcap, sinks) = visible[packed + at], layer.how
-        queries = (queries[:, rows].float() * scale).unflatten(0, (len(keys), -1))
-        rope = ropes[number].moved(place[packed + at[rows]], now)
+        seen, (scale, softcap, sinks) = visible[packed + at], layer.how
+        queries = (queries[:, seen].float() * scale).unflatten(0, (len(keys), -1))
+        rope = ropes[number].moved(place[packed + at[seen]], now)
         rotated = rope.rotate(queries, torch.arange(queries.shape[2]))
         if rotated.shape[2]:
             # Entries with a score of inf must stay only until there are queries.

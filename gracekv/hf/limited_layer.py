@@ -69,23 +69,23 @@ class LimitedLayer(GraceLayer):
         part; None means scores of 0, or no `places`.
         """
         packed: Any = self.packed.entries
-        heads, new = packed.heads, self._used
+        heads, used = packed.heads, self._used
         of_row, each = self.rows_of(self.batch), self.batch // packed.sequences
         at = heads * (row // each if of_row is None else int(of_row[row]))
         starts = packed.offsets[at : at + heads + 1].tolist()
         counts = [end - start for start, end in itertools.pairwise(starts)]
         # oneDNN compiles a kernel per shape, so widths are rounded up for cuts to share them.
-        width = -(-(max(counts) + new) // _PLACES) * _PLACES - new
+        width = -(-(max(counts) + used) // _PLACES) * _PLACES - used
 
         def padded(rows: Tensor, tail: Any, nothing: float = 0.0) -> Tensor:
-            buffer = rows.new_empty(heads, width + new, *rows.shape[1:])
+            buffer = rows.new_empty(heads, width + used, *rows.shape[1:])
             for part, start, count in zip(buffer, starts, counts, strict=False):
                 part[:count] = rows[start : start + count]
                 part[count:width] = nothing
             buffer[:, width:] = tail
             return buffer
 
-        keys, values = (x[row] for x in self._tail(new)) if new else (0.0, 0.0)
+        keys, values = (x[row] for x in self._tail(used)) if used else (0.0, 0.0)
         mass = packed.log_multiplicity
         return (
             padded(packed.keys, keys),

@@ -58,9 +58,9 @@ class History:
 
         Raises `PromptError` if a message is malformed.
         """
+        given = plain_messages(messages)
         if self.messages and (tools or None) != self.tools:
             return "The tools are not those that the conversation began with."
-        given = plain_messages(messages)
         for number, old in enumerate(plain_messages(self.messages)):
             if number >= len(given) or not _is_same(old, given[number]):
                 return (

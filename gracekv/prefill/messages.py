@@ -160,14 +160,14 @@ def shared_length(*lists: Sequence[Any]) -> int:
     return bisect_left(sizes, True, key=lambda n: any(x[: n + 1] != first[: n + 1] for x in others))
 
 
-def plain_messages(turns: Any) -> list[Message]:
+def plain_messages(given: Any) -> list[Message]:
     """The messages with their content as text, which may be given in parts of type "text".
 
-    Raises `PromptError` unless `turns` is a list of messages with roles, and for a role that looks
+    Raises `PromptError` unless `given` is a list of messages with roles, and for a role that looks
     mistyped. The content may be missing if an assistant calls tools.
     """
-    expect(turns, list | tuple, "Messages must be a list (for a text, use chat.ask)", PromptError)
-    return [_plain(number, message) for number, message in enumerate(turns)]
+    expect(given, list | tuple, "Messages must be a list (for a text, use chat.ask)", PromptError)
+    return [_plain(number, message) for number, message in enumerate(given)]
 
 
 def _plain(number: int, message: Any) -> Message:

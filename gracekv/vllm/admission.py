@@ -52,13 +52,13 @@ def process_inputs(
     Raises vLLM's error for bad requests with the `StoreError`'s text.
     """
     target = check(self, params)
-    req = stock(self, request_id, prompt, params, *args, **kwargs)
+    request = stock(self, request_id, prompt, params, *args, **kwargs)
     if target is not None:
         with _as_bad_request():
             if kwargs.get("resumable"):
                 raise StoreError("A request about a context takes its whole prompt at once.")
-            _put_ids(self, target, req, params)
-    return req
+            _put_ids(self, target, request, params)
+    return request
 
 
 def to_beam_search_params(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,18 +139,19 @@ def check(processor: Any, params: Any) -> str | Order | None:
         return target
 
 
-def _put_ids(processor: Any, target: str | Order, req: Any, params: Any) -> None:
+def _put_ids(processor: Any, target: str | Order, request: Any, params: Any) -> None:
     """Set the prompt of a question or a document; other orders do not read theirs."""
-    front, ids = _fronts[processor], req.prompt_token_ids
+    front, ids = _fronts[processor], request.prompt_token_ids
     tokenizer = None if transfer_of(params).get(EXACT) else getattr(processor, "tokenizer", None)
     # Places of embeddings and images would still be those of the original prompt.
-    no_text = ids is None or req.mm_features or getattr(req, "prompt_embeds", None) is not None
+    embeds = getattr(request, "prompt_embeds", None)
+    no_text = ids is None or request.mm_features or embeds is not None
     if no_text and isinstance(target, str | Compression):
         raise StoreError("A request about a context is text only: no embeddings, images or audio.")
     if isinstance(target, str):
         # If only the scheduler knows the context, the prompt stays as it is.
         if tokenizer is not None and (follow := front.look_up(target)[1]):
-            req.prompt_token_ids = ids = continuing(tokenizer, target, follow, ids)
+            request.prompt_token_ids = ids = continuing(tokenizer, target, follow, ids)
             # vLLM checked the length before the separator was added.
             if len(ids) >= (limit := processor.vllm_config.model_config.max_model_len):
                 raise StoreError(
@@ -158,12 +159,12 @@ def _put_ids(processor: Any, target: str | Order, req: Any, params: Any) -> None
                     f"computes at most {limit - 1:,} in one prompt. Ask a shorter one."
                 )
         return
-    req.params.max_tokens, req.params.min_tokens = 1, 0
+    request.params.max_tokens, request.params.min_tokens = 1, 0
     if isinstance(target, Compression):
-        req.prompt_token_ids, order = front.document(target, ids, tokenizer)
+        request.prompt_token_ids, order = front.document(target, ids, tokenizer)
         facts = {FRONT: {"start": order.start, "follow": asdict(order.follow)}}
         extra = {"kv_transfer_params": transfer_of(params) | facts}
-        req.params.extra_args = req.params.extra_args | extra
+        request.params.extra_args = request.params.extra_args | extra
 
 
 @contextlib.contextmanager

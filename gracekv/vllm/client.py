@@ -19,7 +19,7 @@ from gracekv.vllm.header import PARAMETER
 from gracekv.vllm.requests import Request, document, frame, request, split_document
 
 # Seconds between polls for a context in the making. Source: ours.
-_LOOK = 0.2
+_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Client:
         """The context once it is made or "gone", or as it is after `timeout`."""
         end = time.monotonic() + self.timeout
         while (made := self._look(name)).state == "compressing" and time.monotonic() < end:
-            time.sleep(_LOOK)
+            time.sleep(_POLL_SECONDS)
         return made
 
     def ask(self, name: str, question: str, max_tokens: int = 64, **options: Any) -> str:
