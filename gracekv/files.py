@@ -34,14 +34,14 @@ def check_output(path: Path) -> None:
     Call it before long work.
     """
     try:
-        target, there = Path(os.path.realpath(path)), False
+        target = Path(os.path.realpath(path))
         # `Path.exists` hides other errors since Python 3.14.
         with suppress(FileNotFoundError, NotADirectoryError):
-            there = bool(os.stat(target))
+            os.stat(target)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", error)
         raise OutputError(f"Cannot write to {str(path)!r}: {reason}. Name another file.") from error
-    if there and not target.is_file():
+    if target.exists() and not target.is_file():
         kind = "a folder" if target.is_dir() else "not a regular file"
         raise OutputError(f"Cannot write to {path}: it is {kind}. Name a file.")
     folder = next((x for x in target.parents if x.exists()), Path(target.anchor))

@@ -114,7 +114,7 @@ class Conversation(AbstractContextManager["Conversation"]):
                 continue.
         """
         self._check_alone(kwargs)
-        asked = self._history.asked(question, self._prompt.messages)
+        asked = self._history.with_question(question, self._prompt.messages)
         run: Callable[..., str | Iterator[str]] = self._stream if stream else self._answer
         return run(asked, self._history.tools, max_new_tokens, kwargs)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from gracekv.errors import EditedHistoryError, PromptError
@@ -43,7 +44,7 @@ class History:
         """Token ids of the uncompressed messages."""
         return self.ids[len(self.ids) - sum(tokens for _, tokens in self.tail) :]
 
-    def asked(self, question: str, context: int) -> list[Message]:
+    def with_question(self, question: str, context: int) -> list[Message]:
         """The messages with the user's next question; `context` as in `new_turns`.
 
         Raises `PromptError` if the question is empty or the context's messages were not sent yet.
@@ -132,10 +133,11 @@ class History:
         self, messages: Sequence[Message], tools: Any, turns: Sequence[tuple[str, Sequence[int]]]
     ) -> History:
         """The history of all `messages`, of which the last, with these roles and ids, are new."""
-        ids = (*self.ids, *(x for _, ids in turns for x in ids))
+        held, ids = set(map(id, self.messages)), (*self.ids, *(x for _, ids in turns for x in ids))
         tail = (*self.tail, *((role, len(ids)) for role, ids in turns))
-        # Copies, so that edits by the caller are noticed.
-        return History(tuple(deepcopy(messages)), deepcopy(tools or None), ids, tail, self.failed)
+        # Copies of what is not held yet, so that edits by the caller are noticed.
+        copies = tuple(x if id(x) in held else deepcopy(x) for x in messages)
+        return History(copies, deepcopy(tools or None), ids, tail, self.failed)
 
     def due(self, compact: Any, least: int = 8) -> list[tuple[int, float]]:
         """The runs that a `Compaction` or None compresses now; see `Compaction.runs`."""
@@ -144,10 +146,8 @@ class History:
 
     def compressed(self, tokens: int) -> History:
         """The history once its oldest uncompressed messages, of so many tokens, are compressed."""
-        tail = list(self.tail)
-        while tokens > 0:
-            tokens -= tail.pop(0)[1]
-        return replace(self, tail=tuple(tail), failed=0)
+        count = sum(end <= tokens for end in accumulate(n for _, n in self.tail))
+        return replace(self, tail=self.tail[count:], failed=0)
 
 
 def _after_call(
@@ -181,18 +181,18 @@ def _written_length(read: Sequence[int], call: Sequence[int], added: set[int]) -
 
     The longest common ending decides, if it has a token of the format; 0 if none has.
     """
-    last, found = [*reversed(read)], [(0, 0)]
+    last, matches = [*reversed(read)], [(0, 0)]
     for n in range(len(call), 0, -1):
         same = shared_length(last, [*reversed(call[max(0, n - _ENDING) : n])])
         if not added.isdisjoint(last[:same]):
-            found.append((same, n))
-    return max(found)[1]
+            matches.append((same, n))
+    return max(matches)[1]
 
 
-def _is_same(old: Message, given: Message) -> bool:
-    """Whether `given` is `old`; an answer may come back as the tool calls parsed from it."""
-    old, given = with_mappings(old), with_mappings(given)
-    parsed = given.get("tool_calls") and not old.get("tool_calls")
-    if parsed and old["role"] == given["role"] == "assistant":
+def _is_same(old: Message, new: Message) -> bool:
+    """Whether `new` is `old`; an answer may come back as the tool calls parsed from it."""
+    old, new = with_mappings(old), with_mappings(new)
+    parsed = new.get("tool_calls") and not old.get("tool_calls")
+    if parsed and old["role"] == new["role"] == "assistant":
         return True
-    return all((old.get(name) or "") == (given.get(name) or "") for name in _COMPARED)
+    return all((old.get(name) or "") == (new.get(name) or "") for name in _COMPARED)

@@ -83,7 +83,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             PromptError: the question is empty.
             openai.APIError: the server cannot be reached, or takes too long.
         """
-        asked = self._history.asked(question, self._count)
+        asked = self._history.with_question(question, self._count)
         yield from self._stream(asked, self._history.tools, max_tokens, options)
 
     def send(
