@@ -134,8 +134,14 @@ class Reading:
             driver.switch(number)
 
         runs: list[Any] = []
+
+        def end() -> None:
+            # Newest first, as each restores the settings of torch that it found.
+            while runs:
+                runs.pop().throw()
+
         # An error also ends the paused forwards.
-        with self._patch(), hooked() as hooks, undone(runs.clear):
+        with self._patch(), hooked() as hooks, undone(end):
             for number, block in enumerate(blocks):
                 # Before the recorder's hooks, which belong to the chunk that resumes.
                 hook = own_thread(partial(pause, number))

@@ -240,6 +240,7 @@ def test_settings_that_a_forward_changes_are_given_back(block):
     with pytest.warns(WholeCacheWarning, match="changes torch's settings"):
         gracekv.compress(model, prompt_of(), ratio=4, capture=CaptureOptions(chunk=50))
     assert not any([torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()])
+    assert torch.is_grad_enabled()
 
 
 def test_a_model_that_goes_on_after_its_last_layer_cannot_be_read_by_layers():
