@@ -165,7 +165,7 @@ def row_logsumexp(
     asked = queries + head * query_head_stride + q[:, None].to(tl.int64) * query_row_stride
     keys += head // GROUP * key_head_stride
     at = head * sink_head_stride + q.to(tl.int64) * sink_row_stride
-    top = tl.load(sinks + at, mask=known & (split == 0), other=-float("inf"))
+    top = tl.load(sinks + at, mask=q < tl.where(split == 0, count, 0), other=-float("inf"))
     top *= 1.4426950408889634  # log2(e)
     total = tl.where(top == -float("inf"), 0.0, 1.0)
     held = tl.zeros([BLOCK_Q, BLOCK_D], keys.dtype.element_ty)
@@ -223,8 +223,10 @@ def reduce_columns(
     # Every query sees the whole block, so that its logits need no mask.
     covered = tl.min(tl.where(every < count, ends, length), 0) >= first + BLOCK_K
     split = tl.arange(0, SPLITS)[:, None]
-    # Reduced at the end: other warps hold the other rows.
-    total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    # Added up at the end, since other warps hold the other rows. Tensor cores give each thread two
+    # rows, 8 apart: their sum takes half of the registers.
+    FOLD: tl.constexpr = 1 if keys.dtype.element_ty == tl.float32 else 2
+    total = tl.zeros([BLOCK_Q // FOLD // 8, 8, BLOCK_K], tl.float32)
     for start in range(begin, tl.minimum((part + 1) * CHUNK, count), BLOCK_Q):
         q = start + tl.arange(0, BLOCK_Q)
         known = (q < count) & (q < (part + 1) * CHUNK)
@@ -241,7 +243,9 @@ def reduce_columns(
         norm = power * (peak + tl.log2(tl.sum(tl.exp2(some - peak[None, :]), 0)))
         weight = tl.load(weights + q, mask=known, other=0.0)
         share = weight[:, None] * tl.exp2(logits * (power * scale) - norm[:, None])
-        total = tl.maximum(total, share) if MAXIMUM else total + share
+        share = tl.reshape(share, (BLOCK_Q // FOLD // 8, FOLD, 8, BLOCK_K))
+        total = tl.maximum(total, tl.max(share, 1)) if MAXIMUM else total + tl.sum(share, 1)
+    total = tl.reshape(total, (BLOCK_Q // FOLD, BLOCK_K))
     reduced = tl.max(total, 0) if MAXIMUM else tl.sum(total, 0)
     at = (part * tl.num_programs(1) + head) * length + k
     tl.store(output + at, reduced, mask=inside)
