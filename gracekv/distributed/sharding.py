@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import sys
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed
 
+from gracekv.distributed.exchange import Exchange, GlooExchange
 from gracekv.errors import ConfigError, RankError, UnsupportedModelError
 from gracekv.registry import Configurable, Strategy
 from gracekv.registry.hyperparameter import parts_of
@@ -28,20 +29,6 @@ _STYLES = {
     # Linear layers hold the states of all heads in every process, which get complete outputs.
     ".linear_attn.": ("colwise_gather_output", "colwise_rep", *_WHOLE_STYLES),
 }
-
-
-class Exchange(Protocol):
-    """How the processes of one model exchange small tensors."""
-
-    def __call__(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors [...] of all processes, in rank order, all of one shape and dtype.
-
-        `tensor` is on the CPU. Raises `RankError` if a process fails, exits, times out, or passes
-        another shape.
-        """
-
-    def fail(self) -> None:
-        """Tell the others, at their next exchange, that this process has failed; does not wait."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,8 +164,6 @@ def connect(model: Any, *, timeout: float = TIMEOUT) -> HeadShard:
         ConfigError: the timeout is not positive.
         RankError: a process does not answer.
     """
-    from gracekv.distributed.agreement import GlooExchange
-
     if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
         raise ConfigError(f"timeout must be a positive number of seconds; got {timeout!r}.")
     if not is_sharded(model):

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
-from gracekv.distributed.agreement import GlooExchange
+from gracekv.distributed.exchange import GlooExchange
 from gracekv.distributed.sharding import TIMEOUT, HeadShard
 from gracekv.vllm.compressing import Compressor
 from gracekv.vllm.context_attention import Asking, Step, set_step
