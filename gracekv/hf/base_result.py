@@ -39,13 +39,15 @@ class BaseResult(ABC):
         prompts: the compressed prompts, in order.
         pipeline: the pipeline that compressed them, and the backend that reads the cache.
         keep_run: whether `details` are kept.
+        runs: the pipeline run of each prompt; without `keep_run`, a record of its scores and
+            selection in place of the stages' results.
     """
 
     model: Any
     prompts: tuple[Prompt, ...]
     pipeline: Pipeline
     keep_run: bool
-    _runs: tuple[Run, ...]
+    runs: tuple[Run, ...]
     # Never generated on, so its tail stays empty.
     _cache: GraceCache
 
@@ -103,7 +105,7 @@ class BaseResult(ABC):
         if limit is None:
             return self._cache.with_empty_tail()
         expect(limit, Limit, "limit takes a gracekv.Limit, such as Limit(entries_per_head=512)")
-        runs = [(run.entry_scores(), run.cache) for run in self._runs]
+        runs = [(run.entry_scores(), run.cache) for run in self.runs]
         # A prompt of which everything was kept has no scores, and stays.
         rows = [scores or cache.unknown_scores() for scores, cache in runs]
         any_scores = any(scores for scores, _ in runs)
@@ -144,7 +146,7 @@ class BaseResult(ABC):
     @property
     def fingerprint(self) -> Mapping[str, Any]:
         """Identifies the model and tokenizer, in the state in which they made the entries."""
-        return self._runs[0].fingerprint
+        return self.runs[0].fingerprint
 
     @property
     def _rows(self) -> list[Tensor]:
@@ -154,17 +156,17 @@ class BaseResult(ABC):
     def accounting(self) -> Accounting:
         """Entries and bytes of all prompts together; `entries` are [S*L, G], prompt by prompt."""
         total = Accounting.total(self.accountings, backend_bytes=self._cache.held_bytes)
-        return replace(total, held_bytes=held_memory(self._cache, self._runs, self._rows))
+        return replace(total, held_bytes=held_memory(self._cache, self.runs, self._rows))
 
     @property
     def accountings(self) -> tuple[Accounting, ...]:
         """Entries and bytes of each prompt; only `accounting` counts the backend's copies."""
-        return tuple(run.accounting for run in self._runs)
+        return tuple(run.accounting for run in self.runs)
 
     @property
     def timings(self) -> Timings:
         """Wall seconds of the capture and of each stage, summed over the prompts."""
-        parts = [run.timings.as_dict() for run in self._runs]
+        parts = [run.timings.as_dict() for run in self.runs]
         return Timings(**{stage: sum(part[stage] for part in parts) for stage in parts[0]})
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -176,7 +178,7 @@ class BaseResult(ABC):
         call this, and process 0 writes one file with all heads.
         """
         with in_step(self.model) as shard:
-            runs = zip(self.prompts, self._runs, strict=True)
+            runs = zip(self.prompts, self.runs, strict=True)
             header = {
                 "gracekv_version": VERSION,
                 "batch": self.is_batch,

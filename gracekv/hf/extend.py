@@ -45,7 +45,7 @@ def extended_run(
     """
     expect(capture, CaptureOptions, "extend takes capture=gracekv.CaptureOptions(...)")
     check_model(result.model)
-    model, pipeline, source, run = result.model, result.pipeline, result.prompts[0], result._runs[0]
+    model, pipeline, source, run = result.model, result.pipeline, result.prompts[0], result.runs[0]
     check_same_model(
         run.fingerprint, model, "The compressed context", "Compress the whole text with this model."
     )
@@ -126,7 +126,7 @@ def limited_run(result: BaseResult, limit: Limit) -> Run:
     The limit's window is left free. With closed positions, a head holds at most half of those that
     the model supports, which leaves the other half to what is read next.
     """
-    run, cache = result._runs[0], dequantised(result._runs[0].cache)
+    run, cache = result.runs[0], dequantised(result.runs[0].cache)
     scores = run.entry_scores()
     reach = known_reach(result.model, limit.positions)
     masks = None if scores is None else entries_within(limit, cache, scores, known=reach)
@@ -143,7 +143,7 @@ def closed_run(result: BaseResult, tokens: int) -> Run:
     Gaps between entries are closed if less than a quarter of all positions would be left. Entries
     then take half of the positions, or fewer if `tokens` do not fit into the other half.
     """
-    run = result._runs[0]
+    run = result.runs[0]
     made = with_closed_gaps(run.cache, result.model, tokens)
     return run if made is None else _with_cache(run, made, run.entry_scores())
 

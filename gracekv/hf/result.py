@@ -38,6 +38,7 @@ class CompressionResult(BaseResult):
         prompts: the compressed prompt, alone.
         pipeline: the pipeline that compressed it, and the backend that reads the cache.
         keep_run: whether `details` are kept.
+        runs: the pipeline run of the prompt, alone.
     """
 
     is_batch: ClassVar[bool] = False
@@ -48,13 +49,14 @@ class CompressionResult(BaseResult):
         return self.prompts[0]
 
     @property
-    def _run(self) -> Run:
-        return self._runs[0]
+    def run(self) -> Run:
+        """The pipeline run; without `keep_run`, with a record in place of the stages' results."""
+        return self.runs[0]
 
     @property
     def details(self) -> Run | None:
         """Partition, relevance, forest and frontier, if compressed with `keep_run=True`."""
-        return self._runs[0] if self.keep_run else None
+        return self.run if self.keep_run else None
 
     def report(
         self,
@@ -222,6 +224,7 @@ class BatchResult(BaseResult):
         prompts: the compressed prompts, in order.
         pipeline: the pipeline that compressed them, and the backend that reads the cache.
         keep_run: whether `details` are kept.
+        runs: the pipeline run of each prompt.
     """
 
     is_batch: ClassVar[bool] = True
@@ -231,13 +234,13 @@ class BatchResult(BaseResult):
 
     def __getitem__(self, number: int) -> CompressionResult:
         """The result of one prompt, over the same entries; it holds the whole batch."""
-        own = [self.prompts[index(number)]], [self._runs[number]], self.pipeline
+        own = [self.prompts[index(number)]], [self.runs[number]], self.pipeline
         return CompressionResult.from_runs(self.model, *own, keep_run=self.keep_run)
 
     @property
     def details(self) -> tuple[Run, ...] | None:
         """The pipeline run of each prompt, if compressed with `keep_run=True`."""
-        return self._runs if self.keep_run else None
+        return self.runs if self.keep_run else None
 
     def report(
         self, path: str | os.PathLike[str], *, answers: Sequence[str] | None = None

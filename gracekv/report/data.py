@@ -29,7 +29,7 @@ _INCOMPLETE = "\ufffd"
 _SAME: dict[str, Callable[[Result], object]] = {
     "token ids": lambda result: result.prompt.ids.tolist(),
     "contexts": lambda result: result.prompt.spans,
-    "layers and KV heads": lambda result: tuple(result._run.accounting.entries.shape),
+    "layers and KV heads": lambda result: tuple(result.run.accounting.entries.shape),
 }
 
 
@@ -119,7 +119,7 @@ class ReportData:
                         f"and {label!r} have different {what}. Compress the same Prompt with both "
                         f"pipelines."
                     )
-            if apart := _differ(main._run.fingerprint, other._run.fingerprint):
+            if apart := _differ(main.run.fingerprint, other.run.fingerprint):
                 raise ReportError(
                     f"Results to compare must be of one model; those of {first!r} and {label!r} "
                     f"differ: {', '.join(apart)}. Compress with one model."
@@ -132,7 +132,7 @@ class ReportData:
         # A loaded prompt may have no tokenizer.
         tokens = tuple(token_texts(main.prompt.ids, tokenizer))
         columns = tuple(report_column(x, result, answers.get(x)) for x, result in results.items())
-        name, layers = name or type(main.model).__name__, main._run.cache.model_layers
+        name, layers = name or type(main.model).__name__, main.run.cache.model_layers
         return cls(name, main.prompt.spans, tokens, columns, model_layers=layers)
 
     def with_history(self, result: Result, history: CutHistory) -> ReportData:
@@ -140,9 +140,9 @@ class ReportData:
 
         Raises `ReportError` if the cache belongs to another result.
         """
-        first, prompt = result._run.cache.length, result.prompt
+        first, prompt = result.run.cache.length, result.prompt
         # A cache with a limit holds quantised entries in the model's dtype.
-        packed_keys = dequantised(result._run.cache).layers[-1].keys
+        packed_keys = dequantised(result.run.cache).layers[-1].keys
         keys = packed_keys if history.keys is None else history.keys.to(packed_keys)
         if history.first != first or not torch.equal(packed_keys, keys):
             raise ReportError(
@@ -159,7 +159,7 @@ class ReportData:
 def report_column(label: str, result: Result, answer: str | None = None) -> ReportColumn:
     """Make the column of one result. Raises `ReportError` as `result_entries` does."""
     expect(answer, str | None, "An answer is a string", ReportError)
-    run, pipe, record = result._run, result.pipeline, result._run.recorded()
+    run, pipe, record = result.run, result.pipeline, result.run.recorded()
     slots, relevance, curve = None, None, None
     if record is not None:
         slots, relevance, curve = record.slots, record.relevance, record.curve

@@ -30,7 +30,7 @@ class Result(Protocol):
         """The compressed prompt."""
 
     @property
-    def _run(self) -> Run:
+    def run(self) -> Run:
         """The pipeline run."""
 
     @property
@@ -94,7 +94,7 @@ class KeptEntries:
 
 def check_result(result: object) -> None:
     """Raise `ReportError` unless `result` is a result of `gracekv.compress` for one prompt."""
-    if not all(hasattr(result, name) for name in ("_run", "prompt", "pipeline")):
+    if not all(hasattr(result, name) for name in ("run", "prompt", "pipeline")):
         raise ReportError(
             f"A report takes a result of gracekv.compress for one prompt; got "
             f"{type(result).__name__}. For a batch use batch.report(path)."
@@ -109,7 +109,7 @@ def result_entries(result: Result) -> KeptEntries:
     order.
     """
     check_whole(result.model, "report")
-    run, spans, represents = result._run, result.prompt.spans, result.pipeline.pack.represents
+    run, spans, represents = result.run, result.prompt.spans, result.pipeline.pack.represents
     cache, record = run.cache, run.recorded()
     # A prefix always stays, so its entries begin at 0 until they are moved.
     if spans.context_start and oldest_position(cache):

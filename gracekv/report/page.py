@@ -90,12 +90,12 @@ def write_all(
         )
     path, written = path_of(path), []
     check_output(path)
-    for number, (prompt, run) in enumerate(zip(batch.prompts, batch._runs, strict=True)):
+    for number, (prompt, run) in enumerate(zip(batch.prompts, batch.runs, strict=True)):
         page = path.with_name(f"{path.stem}-{number + 1}{path.suffix}")
         # The backend's copies are those of the whole batch.
         kept = replace(run.accounting, backend_bytes=None)
         shared = {"model": batch.model, "pipeline": batch.pipeline}
-        row: Any = SimpleNamespace(prompt=prompt, _run=replace(run, accounting=kept), **shared)
+        row: Any = SimpleNamespace(prompt=prompt, run=replace(run, accounting=kept), **shared)
         write(page, row, answer=None if answers is None else answers[number])
         written.append(page)
     return tuple(written)
@@ -107,10 +107,10 @@ def default_label(result: Result) -> str:
     The ratio counts entries, or bytes if the budget does and entries are quantised.
     """
     check_result(result)
-    account, name = result._run.accounting, recipes.label(result.pipeline)
+    account, name = result.run.accounting, recipes.label(result.pipeline)
     full, spent = account.entries.numel(), account.spent
     if account.spent_bytes is not None:
-        full, spent = account.full_bytes // result._run.cache.length, account.spent_bytes
+        full, spent = account.full_bytes // result.run.cache.length, account.spent_bytes
     ratio = full * result.prompt.spans.context_length / max(1, spent)
     return name if ratio <= 1 else f"{name} {ratio:.1f}".removesuffix(".0") + "x"
 

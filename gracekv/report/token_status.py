@@ -98,7 +98,7 @@ def token_statuses(result: Result, position: int) -> TokenStatuses:
     """
     check_result(result)
     expect(position, SupportsIndex, "A position is a token's number", ReportError)
-    spans, run = result.prompt.spans, result._run
+    spans, run = result.prompt.spans, result.run
     given, position = position, position + spans.length if position < 0 else position
     if not 0 <= position < spans.length:
         raise ReportError(

@@ -61,7 +61,7 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
     for folder in folders:
         check_replaceable(folder)
     model, recipe = result.model, recipes.label(result.pipeline)
-    for run, prompt, folder in zip(result._runs, result.prompts, folders, strict=True):
+    for run, prompt, folder in zip(result.runs, result.prompts, folders, strict=True):
         # vLLM computes in the model's dtype.
         cache = dequantised(run.cache).with_scores(run.entry_scores())
         header = functools.partial(describe, model, _follow(prompt, cache), cache, recipe)

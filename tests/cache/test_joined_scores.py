@@ -17,7 +17,7 @@ def book():
 
 def by_head(result):
     """Scores of the entries of each head, layer by layer."""
-    run = result._runs[0]
+    run = result.runs[0]
     for own, layer in zip(run.entry_scores(), run.cache.layers, strict=True):
         yield from own.split(layer.lengths.tolist())
 
@@ -50,7 +50,7 @@ def test_a_passage_whose_tokens_all_fit_in_fewer_bits_has_scores(book):
 
 
 def test_no_head_keeps_more_than_it_may(book):
-    cache, scores = book._runs[0].cache, book._runs[0].entry_scores()
+    cache, scores = book.runs[0].cache, book.runs[0].entry_scores()
     most = []
     # Also if all entries together fit.
     for known, size in ((None, 20), (12, 20), (12, 400)):

@@ -75,8 +75,8 @@ def test_a_saved_context_is_asked(cli, refused, loads, book):
 def rename(result, path, name):
     """Save a file that names `model`."""
     fingerprint = {**result.fingerprint, "model_name": name}
-    runs = tuple(dataclasses.replace(run, fingerprint=fingerprint) for run in result._runs)
-    dataclasses.replace(result, _runs=runs).save(path)
+    runs = tuple(dataclasses.replace(run, fingerprint=fingerprint) for run in result.runs)
+    dataclasses.replace(result, runs=runs).save(path)
 
 
 def test_a_model_that_a_file_names_is_not_downloaded(cli, refused, loads, book):

@@ -175,7 +175,7 @@ def test_rows_can_be_selected_and_reordered_across_prompts(model, batch, singles
 def test_the_entries_are_stored_once(batch):
     """The prompts' own caches are views of the batch's, and so are fresh caches."""
     packed = batch.new_cache().layers[1].packed.entries
-    views = [run.cache.layers[1].keys for run in batch._runs]
+    views = [run.cache.layers[1].keys for run in batch.runs]
     assert {view.untyped_storage().data_ptr() for view in views} == {
         packed.keys.untyped_storage().data_ptr()
     }

@@ -262,7 +262,7 @@ def test_without_the_padding_of_heads_a_passage_is_read_alike(model, monkeypatch
         assert torch.equal(one.positions, other.positions)
         torch.testing.assert_close(one.values, other.values, atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(one.keys, other.keys, atol=1e-4, rtol=1e-3)
-    scores = [x._run.entry_scores() for x in (own, padded)]
+    scores = [x.run.entry_scores() for x in (own, padded)]
     torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-3)
 
 

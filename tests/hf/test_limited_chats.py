@@ -58,7 +58,7 @@ def test_what_a_conversation_compresses_stays_within_its_limit():
             chat.ask(f"word{turn} {WORDS[:120]}", max_new_tokens=4)
             packed = chat._result.packed
             held.append(int(packed.entries().sum()))
-            scores = chat._result._runs[0].entry_scores()
+            scores = chat._result.runs[0].entry_scores()
             if chat._result is not before:
                 assert [len(x) for x in scores] == [len(x.positions) for x in packed.layers]
                 assert packed.length == chat._result.prompt.spans.context_end

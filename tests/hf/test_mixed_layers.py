@@ -202,10 +202,10 @@ def test_old_names_of_other_layers_work_and_say_so(tmp_path):
         with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
             assert getattr(owner, old) is getattr(owner, new)
     # Files of 0.2 have the old name.
-    facts = prompt_facts(PROMPT, result._run)
+    facts = prompt_facts(PROMPT, result.run)
     facts["accounting"]["kept_bytes"] = facts["accounting"].pop("other_bytes")
     run = saved_run(facts, result.packed, {})
-    assert run.accounting.other_bytes == result._run.accounting.other_bytes != {}
+    assert run.accounting.other_bytes == result.run.accounting.other_bytes != {}
 
 
 @pytest.mark.parametrize("family", ["ministral", "qwen3_next"])

@@ -50,7 +50,7 @@ def test_everything_comes_back_bit_for_bit(model, result, saved):
     assert_same_accounting(again.accounting, result.accounting)
     if isinstance(result, CompressionResult):
         assert again.timings == result.timings
-        assert again._runs[0].plan == result._runs[0].plan
+        assert again.runs[0].plan == result.runs[0].plan
         assert again.packed.length == result.packed.length
     else:
         assert isinstance(again, BatchResult)

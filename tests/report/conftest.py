@@ -42,7 +42,7 @@ def make_result(
     prompt = Prompt(torch.arange(spans.length), spans, None, tokenizer or Words())
     model = SimpleNamespace(config=SimpleNamespace(name_or_path="somebody/a-model"))
     given = {"model": model, "prompt": prompt, "pipeline": pipeline, "prefill": prefill}
-    return SimpleNamespace(**given, _run=run, accounting=run.accounting)
+    return SimpleNamespace(**given, run=run, accounting=run.accounting)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from gracekv.allocate import curve
 
 
 def curve_of(result):
-    record = result._run.recorded()
+    record = result.run.recorded()
     return None if record is None else record.curve
 
 

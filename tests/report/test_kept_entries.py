@@ -38,7 +38,7 @@ def widths(layer):
 @given(seed=st.integers(0, 99), ratio=st.sampled_from(["1.3", 2, 4, 7]))
 def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
     result = make(recipe, ratio, seed=seed, context=64)
-    if result._run.plan.keeps_all:  # quantised, all entries fit
+    if result.run.plan.keeps_all:  # quantised, all entries fit
         return
     entries, spans = result_entries(result), result.prompt.spans
     first, last = entries.region
@@ -46,9 +46,9 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
     assert torch.equal(entries.offsets.diff(), result.accounting.entries.flatten())
     assert int(entries.offsets[-1]) == result.accounting.spent
     merges = result.pipeline.pack.represents == "node"
-    layouts = result._run.selection.layouts(result.prefill.spans.length, result.prefill.keys)
+    layouts = result.run.selection.layouts(result.prefill.spans.length, result.prefill.keys)
     for layer, layout in enumerate(layouts):
-        packed = result._run.cache.layers[layer]
+        packed = result.run.cache.layers[layer]
         for head in range(entries.heads):
             mine = plain(entries)[layer * entries.heads + head]
             inside = [p for p in packed.head(head)[2].tolist() if first <= p < last]
@@ -74,7 +74,7 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
 @given(seed=st.integers(0, 99))
 def test_depth_and_floor_are_those_of_the_nodes(make, seed):
     result = make("gracekv", 3, seed=seed)
-    entries, run = result_entries(result), result._run
+    entries, run = result_entries(result), result.run
     forest, floor = run.forest, run.floor
     known = {
         (int(forest.tree[v]) // forest.slots, int(forest.start[v])): v
@@ -119,7 +119,7 @@ def test_a_prompt_that_ends_with_its_context(make, recipe, window):
     if recipe == "gracekv":
         assert int(entries.end.max()) == spans.length - 1
     for unit, intervals in enumerate(plain(entries)):
-        packed = result._run.cache.layers[unit // 2].head(unit % 2)[2].tolist()
+        packed = result.run.cache.layers[unit // 2].head(unit % 2)[2].tolist()
         assert len(intervals) == sum(p >= spans.context_start for p in packed)
 
 
@@ -132,11 +132,11 @@ def loaded(run):
 def test_of_a_loaded_result_only_original_tokens_are_known(make):
     evicted = make("snapkv", 3)
     before = result_entries(evicted)
-    evicted._run = loaded(evicted._run)
+    evicted.run = loaded(evicted.run)
     assert torch.equal(result_entries(evicted).start, before.start)
     assert result_entries(evicted).depth is None
     merged = make("gracekv", 3)
-    merged._run = loaded(merged._run)
+    merged.run = loaded(merged.run)
     with pytest.raises(ReportError, match="loaded from a file or extended"):
         result_entries(merged)
     assert (result_entries(make("gracekv", 1)).length == 1).all()
@@ -144,12 +144,12 @@ def test_of_a_loaded_result_only_original_tokens_are_known(make):
 
 def test_a_packer_that_does_not_follow_the_frontier_is_told(make):
     result = make("gracekv", 3)
-    layer = result._run.cache.layers[0]
+    layer = result.run.cache.layers[0]
     moved = layer.positions.clone()
     moved[layer.offsets[0] : layer.offsets[1]] = moved[layer.offsets[0] : layer.offsets[1]].flip(0)
     broken = dataclasses.replace(layer, positions=moved)
-    cache = dataclasses.replace(result._run.cache, layers=(broken, *result._run.cache.layers[1:]))
-    result._run = dataclasses.replace(result._run, cache=cache)
+    cache = dataclasses.replace(result.run.cache, layers=(broken, *result.run.cache.layers[1:]))
+    result.run = dataclasses.replace(result.run, cache=cache)
     with pytest.raises(ReportError, match="did not keep the selected entries in order"):
         result_entries(result)
 
@@ -163,7 +163,7 @@ def test_how_far_values_moved_is_told_of_every_entry(make, recipe, seed):
     assert result_entries(plain).value_change is None
     first, last = result_entries(fitted).region
     expected = []
-    for before, after in zip(plain._run.cache.layers, fitted._run.cache.layers, strict=True):
+    for before, after in zip(plain.run.cache.layers, fitted.run.cache.layers, strict=True):
         for head in range(before.heads):
             rows = zip(before.head(head)[1], after.head(head)[1], before.head(head)[2], strict=True)
             for old, new, position in rows:

@@ -54,7 +54,7 @@ def test_hover_tells_interval_multiplicity_and_relevance(page, pair, data):
     assert f"[{status.start}, {status.end})" in tip
     weight = float(re.search(rf"{size} tokens, weighs as ([\d.]+)", tip)[1])
     assert weight == pytest.approx(status.multiplicity, abs=0.5 * size / 255 + 0.006)
-    scores = pair["Grace"]._run.relevance.scores[1, 0].double()
+    scores = pair["Grace"].run.relevance.scores[1, 0].double()
     shown = float(re.search(r"relevance\s+([\d.e+-]+) × the mean", tip)[1])
     assert shown == pytest.approx(status.relevance / float(scores.mean()), rel=0.06)
     first = data.spans.context_start
@@ -173,8 +173,8 @@ def test_a_letter_whose_lower_case_is_longer_hides_no_match(opened, make, words)
 def test_layers_are_numbered_as_in_the_model_and_all_is_printed(opened, make):
     result = make("snapkv", 3, context=2000)
     others = (SimpleNamespace(number=0, beside_entries=False),)
-    cache = dataclasses.replace(result._run.cache, other_layers=others)
-    result._run = dataclasses.replace(result._run, cache=cache)
+    cache = dataclasses.replace(result.run.cache, other_layers=others)
+    result.run = dataclasses.replace(result.run, cache=cache)
     assert [row.layer for row in token_statuses(result, 9)] == [1, 1, 2, 2]
     page = opened(ReportData.of({"a": result}))
     slide(page, "layer", 1)

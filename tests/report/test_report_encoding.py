@@ -82,7 +82,7 @@ def test_gaps_and_sizes_tell_every_tokens_fate(make, recipe, seed, ratio):
 @settings(max_examples=10)
 @given(seed=st.integers(0, 99))
 def test_relevance_is_off_by_half_a_step_at_most(make, seed):
-    scores = make("gracekv", 3, seed=seed)._run.relevance.scores.double()
+    scores = make("gracekv", 3, seed=seed).run.relevance.scores.double()
     scaled = scores / scores.mean(-1, keepdim=True)
     coded = CodedRelevance.of(scores)
     step, back = (coded.high - coded.low) / 254, coded.decoded()
@@ -124,7 +124,7 @@ def test_text_and_slots_come_back(make, words):
     for token, length in zip(data.tokens, lengths, strict=True):
         assert units[2 * at : 2 * (at + length)].decode("utf-16-le") == token
         at += length
-    assert u32(part(header, block, "slots.0")) == result._run.partition.bounds.tolist()
+    assert u32(part(header, block, "slots.0")) == result.run.partition.bounds.tolist()
 
 
 def test_heads_without_entries_pack(make):

@@ -86,7 +86,7 @@ def test_the_page_is_written_whole_or_not_at_all(make, tmp_path, monkeypatch):
     path = tmp_path / "page.html"
     path.write_text("before")
     broken = make("gracekv", 3)
-    broken._run = dataclasses.replace(broken._run, selection=None)
+    broken.run = dataclasses.replace(broken.run, selection=None)
     with pytest.raises(ReportError):
         write(path, broken)
     assert path.read_text() == "before"

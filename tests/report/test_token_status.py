@@ -33,7 +33,7 @@ def test_rows_are_the_entries(make, recipe, seed, data):
             assert row.multiplicity == float(entries.multiplicity[e])
             assert row.bits == (None if entries.bits is None else int(entries.bits[e]))
             assert row.state == ("merged" if row.end - row.start > 1 else "exact")
-        relevance = result._run.relevance
+        relevance = result.run.relevance
         if relevance is not None and row.relevance is not None:
             at = position - spans.context_start
             scores = relevance.scores[row.layer, row.head]

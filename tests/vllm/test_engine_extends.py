@@ -82,7 +82,7 @@ def kept(made):
     result = made.by_transformers(ids)
     asked = gracekv.Prompt.from_ids(ids, (0, len(ids) - 20))
     export(gracekv.compress(made.model, asked, ratio=4), made.store / "asked")
-    bare = replace(result, _runs=tuple(replace(run, record=None) for run in result._runs))
+    bare = replace(result, runs=tuple(replace(run, record=None) for run in result.runs))
     export(bare, made.store / "bare")
     other = replace(made, model=tiny_llama(vocabulary=500, dim=32, seed=7))
     export(other.by_transformers(ids), made.store / "other")

@@ -233,14 +233,14 @@ def test_scores_count_in_memory_and_in_the_file(model, ids, tmp_path):
     result = compressed(model, ids)
     export(result, tmp_path / "talk")
     context = ContextStore(tmp_path).load("talk")
-    for layer, own in zip(context.layers, result._runs[0].entry_scores(), strict=True):
+    for layer, own in zip(context.layers, result.runs[0].entry_scores(), strict=True):
         assert layer.metadata_bytes - replace(layer, scores=None).metadata_bytes == 2 * len(own)
         assert torch.equal(layer.scores, own.bfloat16())
 
 
 def test_what_a_limit_cannot_cut_is_refused_and_the_old_context_stays(model, ids, tmp_path):
     result = compressed(model, ids)
-    bare = replace(result, _runs=tuple(replace(run, record=None) for run in result._runs))
+    bare = replace(result, runs=tuple(replace(run, record=None) for run in result.runs))
     worker, passage = Worker(model, tmp_path), ids[LENGTH : LENGTH + PASSAGE]
 
     def failing(made, **options):
