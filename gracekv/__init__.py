@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gracekv.hf.attention import attached as attached
     from gracekv.hf.capture import capture as capture
     from gracekv.hf.compress import compress as compress
-    from gracekv.hf.compress import generate as generate
+    from gracekv.hf.custom_generate import generate as generate
     from gracekv.hf.load_result import load as load
     from gracekv.hf.result import BatchResult as BatchResult
     from gracekv.hf.result import CompressionResult as CompressionResult
@@ -45,7 +45,7 @@ _HOMES = {
     "attached": "gracekv.hf.attention",
     "capture": "gracekv.hf.capture",
     "compress": "gracekv.hf.compress",
-    "generate": "gracekv.hf.compress",
+    "generate": "gracekv.hf.custom_generate",
     "load": "gracekv.hf.load_result",
     "strategies": "gracekv.pipeline.composition",
 }
