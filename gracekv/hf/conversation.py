@@ -22,7 +22,8 @@ from gracekv.errors import CacheError, ConfigError, PromptError, expect, one_of
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.extend import check_extends, extended_by, passage_sizes
-from gracekv.hf.generation import answer_ids, check_context, check_one, check_room, stream_text
+from gracekv.hf.generation import answer_ids, check_one, stream_text
+from gracekv.hf.questions import check_context, check_room
 from gracekv.precision import FullPrecision
 from gracekv.prefill.chat_text import Message
 from gracekv.prefill.fingerprint import fingerprint

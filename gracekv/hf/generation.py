@@ -1,7 +1,4 @@
-"""Generates tokens and text from ids and a compressed cache, at once or as a stream.
-
-Also checks questions about a compressed context.
-"""
+"""Generates tokens and text from ids and a compressed cache, at once or as a stream."""
 
 from __future__ import annotations
 
@@ -30,8 +27,7 @@ from gracekv.hf.graph_replay import setting
 from gracekv.hf.resumed_layer import is_resumed
 from gracekv.prefill.cache_keyword import NAMES, cache_keyword
 from gracekv.prefill.model_layers import input_device
-from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.supported import check_continuation, trained_length
+from gracekv.prefill.supported import check_continuation
 
 # Whether transformers can read new tokens in pieces over a cache.
 _IN_PIECES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
@@ -279,38 +275,3 @@ def stream_text(
             raise failures.pop()
 
     return pieces()
-
-
-def check_context(prompt: Prompt) -> None:
-    """Raise `PromptError` unless questions can be asked about this prompt."""
-    if prompt.has_question:
-        raise PromptError(
-            "This prompt has a question of its own, which generate answers. To ask others later, "
-            "compress a prompt without one: Prompt.from_chat(tokenizer, context=text)."
-        )
-    if prompt.tokenizer is None:
-        raise PromptError(
-            "Questions need a tokenizer. Use Prompt.from_chat(tokenizer, ...), "
-            "Prompt.from_ids(..., tokenizer=tokenizer) or gracekv.load(..., tokenizer=tokenizer)."
-        )
-
-
-def check_room(
-    model: Any, prompt: Prompt, length: int, new_tokens: int, limit: Limit | None
-) -> None:
-    """Raise `PromptError` if a sequence of `length` tokens and its answer pass the last position.
-
-    A context that is itself longer than the model supports has caused a warning already; with
-    closed positions there is no last one. `ConfigError` if `new_tokens` is not a number of tokens.
-    """
-    check_new_tokens(new_tokens)
-    bound, closed = trained_length(model), getattr(limit, "positions", None) == "closed"
-    if closed or bound is None or not prompt.spans.context_end <= bound < length + new_tokens - 1:
-        return
-    room, advice = bound - length + 1, "Ask a shorter question, or begin a new conversation."
-    if room > 0:
-        advice = f"Ask with max_new_tokens={room} or less."
-    raise PromptError(
-        f"Context, question and {new_tokens} new tokens need {length + new_tokens - 1} positions; "
-        f"{type(model).__name__} has {bound}. {advice}"
-    )

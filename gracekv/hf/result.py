@@ -9,22 +9,19 @@ from operator import index
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Unpack, overload
 
-import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from gracekv.allocate import Budget, BudgetOptions
 from gracekv.decode import Compaction, Limit
 from gracekv.distributed.agreement import in_step
-from gracekv.errors import CacheError, ConfigError, PromptError, ReportError, expect
+from gracekv.errors import CacheError, ConfigError, ReportError, expect
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.conversation import Conversation
 from gracekv.hf.extend import extended_run
-from gracekv.hf.generation import check_context, check_one, check_room, continue_ids, padding_id
+from gracekv.hf.generation import check_one
+from gracekv.hf.questions import ask_ids
 from gracekv.pipeline.run import Run
-from gracekv.prefill.chat_text import check_question
-from gracekv.prefill.messages import first_turn
 from gracekv.prefill.options import DEFAULTS, CaptureOptions, trim_memory
 from gracekv.prefill.prompt import Prompt
 
@@ -280,40 +277,3 @@ def _check_one_answer(model: Any, options: dict[str, Any]) -> None:
     rule = "One text is returned for each prompt or question"
     advice = "Use generate_ids and decode its rows."
     check_one(model, options, ["num_return_sequences"], rule, advice)
-
-
-def ask_ids(
-    result: CompressionResult,
-    questions: Sequence[str],
-    max_new_tokens: int,
-    options: dict[str, Any],
-    limit: Limit | None = None,
-) -> Tensor:
-    """int64 [rows, new tokens]: the answers to `questions`, over the shared context.
-
-    Raises `PromptError` if the context has a question already or no tokenizer, or if a question is
-    empty or does not fit into the remaining positions.
-    """
-    model, prompt, tokenizer = result.model, result.prompt, result.tokenizer
-    check_context(prompt)
-    if not isinstance(questions, Sequence) or not questions:
-        given = "an empty list" if isinstance(questions, Sequence) else repr(questions)
-        raise PromptError(f"ask takes a question or a list of at least one; got {given}.")
-    if prompt.messages:
-        raise PromptError("This context consists of messages: use result.chat().send(messages).")
-    context = prompt.ids[: prompt.spans.context_end]
-    rows = []
-    for question in questions:
-        check_question(question)
-        new = first_turn(tokenizer, question, prompt.separator, prompt.template)
-        rows.append(torch.cat([context, context.new_tensor(new)]))
-        check_room(model, prompt, len(rows[-1]), max_new_tokens, limit)
-    # Padding between context and question would take up sliding windows.
-    apart = result.packed.other_layers and len({len(row) for row in rows}) > 1
-    batches = [[row] for row in rows] if apart else [rows]
-    answers = [
-        continue_ids(model, some, result.new_cache(limit), tokenizer, max_new_tokens, options)
-        for some in batches
-    ]
-    outputs = [row for answer in answers for row in answer]
-    return pad_sequence(outputs, batch_first=True, padding_value=padding_id(model, tokenizer))

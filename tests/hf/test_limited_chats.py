@@ -10,7 +10,7 @@ from gracekv.decode.cut import kept_entries
 from gracekv.hf import limited
 from gracekv.hf.extend import limited_run
 from gracekv.hf.limited import LimitedLayer
-from gracekv.hf.result import ask_ids
+from gracekv.hf.questions import ask_ids
 from support.margins import assert_same_tokens
 from support.prompts import WORDS, words_book
 

@@ -37,7 +37,7 @@ def test_a_prompt_without_a_question_takes_the_recipe_made_for_it(model, book, p
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_an_answer_is_that_of_decoding_by_hand(model, tokenizer, book, question):
     want, logits = steps(model, asked(tokenizer, question), book.new_cache(), 8)
-    got = gracekv.hf.result.ask_ids(book, [question], 8, {"eos_token_id": 1999})[0]
+    got = gracekv.hf.questions.ask_ids(book, [question], 8, {"eos_token_id": 1999})[0]
     same_greedy(got, want, logits)
     text = book.ask(question, max_new_tokens=8, eos_token_id=1999)
     assert text == tokenizer.decode(got, skip_special_tokens=True)
@@ -45,12 +45,12 @@ def test_an_answer_is_that_of_decoding_by_hand(model, tokenizer, book, question)
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_where_nothing_is_removed_it_is_the_stock_models_answer(model, tokenizer, whole, question):
-    got = gracekv.hf.result.ask_ids(whole, [question], 8, {"eos_token_id": 1999})[0]
+    got = gracekv.hf.questions.ask_ids(whole, [question], 8, {"eos_token_id": 1999})[0]
     same_greedy(got, *greedy(model, asked(tokenizer, question), tokens=8))
 
 
 def test_questions_of_any_lengths_are_answered_together(model, tokenizer, book):
-    rows = gracekv.hf.result.ask_ids(book, QUESTIONS, 8, {"eos_token_id": 1999})
+    rows = gracekv.hf.questions.ask_ids(book, QUESTIONS, 8, {"eos_token_id": 1999})
     for row, question in zip(rows, QUESTIONS, strict=True):
         want, logits = steps(model, asked(tokenizer, question), book.new_cache(), 8)
         same_greedy(row, want, logits)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import gracekv
-from gracekv.hf.result import ask_ids
+from gracekv.hf.questions import ask_ids
 from gracekv.testing.models import tiny_model, tiny_tokenizer
 
 VOCABULARY, RATIO, TOKENS = 300, 3, 4
