@@ -161,21 +161,23 @@ class Composition(Configurable):
             plan: its budget in entries.
             entry_bytes: bytes of a K/V pair in the model's dtype.
         """
+        if self.keeps_everything(plan, entry_bytes):
+            return "it keeps everything"
+        if not (self._chooses_tokens and self.pack.by_entry):
+            return "it does more than choose among single tokens"
         parts = [(getattr(self, x), x) for x in ("value", "sensitivity", "quota", "fit")]
-        compared = [f"{part.name!r} ({stage})" for part, stage in parts if part.compares_layers]
-        by_bytes = plan.bytes is not None and not self.quota.monotone
+        if compared := [f"{x.name!r} ({stage})" for x, stage in parts if x.compares_layers]:
+            return f"{' and '.join(compared)} compare layers"
+        if self.quota.uses_column_sums:
+            return "its quotas read column sums of all layers"
+        if plan.bytes is not None and not self.quota.monotone:
+            return "quotas depend on how many entries the bytes buy, known only at the end"
         read = {state for observer in self.needs().observers for state in observer.reads}
-        tokens = self._chooses_tokens and self.pack.by_entry
-        reasons = {
-            "it keeps everything": self.keeps_everything(plan, entry_bytes),
-            "it does more than choose among single tokens": not tokens,
-            f"{' and '.join(compared)} compare layers": compared,
-            "its quotas read column sums of all layers": self.quota.uses_column_sums,
-            "quotas depend on how many entries the bytes buy, known only at the end": by_bytes,
-            "the model runs once more over all keys and values": "passes" in read,
-            "it reads the decoder's output, which comes last": "final" in read,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), None)
+        if "passes" in read:
+            return "the model runs once more over all keys and values"
+        if "final" in read:
+            return "it reads the decoder's output, which comes last"
+        return None
 
     def selects_tokens(self, partition: Partition) -> bool:
         """Whether slots are single tokens that are kept or dropped, each with a gain of omega R."""
