@@ -81,20 +81,20 @@ class LimitedCache(GraceCache):
 
     def reset(self) -> None:
         """Drop everything after the packed prompts."""
-        start, queries = self._start, self._strategy.queries
-        self.padding, self._carried = start.padding, self._scores
-        # Positions of the rotated keys, and the distance of the oldest one, without the tail.
-        self._places: list[Tensor] | None = None
-        self._reach = start.packed_length
-        if self._known is not None:
-            packed: Any = start.packed
-            self._places = [layer.positions for layer in packed.layers]
-            self._reach -= oldest_position(packed)
+        start, closes = self._start, self._known is not None
+        self.padding = start.padding
+        # The distance of the oldest rotated key, without the tail.
+        self._reach = start.packed_length - (oldest_position(start.packed) if closes else 0)
         self._seen: Tensor | None = None
         self.cuts = self._most = 0
         self._read: list[int] = []
         self._left: list[Tensor] = []
-        self._place([LimitedLayer(layer.packed, queries) for layer in start.grace_layers])
+        scores = self._scores or [None] * len(start.grace_layers)
+        layers = [LimitedLayer(x.packed, self._strategy.queries) for x in start.grace_layers]
+        for layer, carried in zip(layers, scores, strict=True):
+            entries: Any = layer.packed.entries
+            layer.carried, layer.places = carried, entries.positions if closes else None
+        self._place(layers)
         self._count()
 
     def with_empty_tail(self) -> LimitedCache:
@@ -195,7 +195,7 @@ class LimitedCache(GraceCache):
         room = self._room(cached + new)
         bound = sys.maxsize if self._known is None else self._known
         far = self._reach + cached + new > bound and self._strategy.name != "none"
-        if far or (cached + new > room and (cached or self._carried is not None)):
+        if far or (cached + new > room and (cached or first.carried is not None)):
             self._cut(mask, min(bound // 2, bound - new) if far else None)
             cached, room = 0, self._room(new)
         if self._reach + cached + new > bound:
@@ -211,7 +211,7 @@ class LimitedCache(GraceCache):
                 f"prefill_chunk_size={self.limit.every})."
             )
         for layer in self.grace_layers:
-            layer.places = room
+            layer.room = room
         tail = self._units * first.batch * (cached + new)
         self._most = max(self._most, sum(self._each) + tail)
         if self.limit.history:
@@ -244,70 +244,44 @@ class LimitedCache(GraceCache):
             # There are several rows for each of ours if samples or beams begin with this step.
             each = max(1, len(mask) // rows)
             visible[:, packed:] = mask[::each, packed:length].bool()
-        entries: list[list[RaggedEntries]] = [[] for _ in self.grace_layers]
-        carried: list[list[Tensor]] = [[] for _ in self.grace_layers]
-        places: list[list[Tensor]] = [[] for _ in self.grace_layers]
+        kept: list[list[Any]] = [[] for _ in self.grace_layers]
         with full_float32():
             for row in range(rows):
                 own_length = int(visible[row].sum())
                 ropes = self._rotations(own_length)
-                layer_state = partial(self._layer, row, visible[row], ropes)
+                held = partial(self._held, row, visible[row], ropes)
                 target, window = self._target(own_length), self.limit.window
-                masks, scores = kept_entries(len(entries), layer_state, strategy, target, window)
+                masks, scores = kept_entries(len(kept), held, strategy, target, window)
                 for number, (stays, score) in enumerate(zip(masks, scores, strict=True)):
-                    layer = layer_state(number)
+                    layer, places = held(number), None
                     result = packed_entries(layer, stays, strategy)
                     if layer.places is not None:
                         by_place = replace(result, positions=layer.places[stays].int())
                         if within is not None:
                             by_place = closed(by_place, layer.now, ropes[number], within)
-                        places[number].append(by_place.positions)
+                        places = by_place.positions
                         result = replace(by_place, positions=result.positions)
-                    entries[number].append(result)
-                    carried[number].append(score[stays].float())
+                    kept[number].append((result, score[stays].float(), places))
         # After an error from here on, `mark` goes back to the packed prompts.
         self.cuts += 1
         self.padding = tuple((~visible).sum(dim=1).tolist())
         self._seen = visible if any(self.padding) else None
-        self._carried = [torch.cat(parts) for parts in carried]
-        if self._places is not None:
-            self._places = [torch.cat(parts) for parts in places]
         self._reach += first.tail_length
-        if within is not None:
-            self._reach = max(within, *(int(x.lengths.max()) for parts in entries for x in parts))
-        for layer, parts in zip(self.grace_layers, entries, strict=True):
-            backend, joined = layer.packed.backend, RaggedEntries.stack(parts)
+        for layer, parts in zip(self.grace_layers, kept, strict=True):
+            entries, scores, places = zip(*parts, strict=True)
+            backend, joined = layer.packed.backend, RaggedEntries.stack(entries)
             layer.place(PackedLayer(joined, backend.prepare(joined), backend, length))
+            layer.carried = torch.cat(scores)
+            layer.places = None if layer.places is None else torch.cat(places)
+        if within is not None:
+            longest = (int(layer.packed.entries.lengths.max()) for layer in self.grace_layers)
+            self._reach = max(within, *longest)
         self._count()
         if self.limit.history:
             positions = [x.packed.entries.index()[1].cpu() for x in self.grace_layers]
             self._left.append(torch.cat(positions).bincount(minlength=length).int())
 
-    def _layer(self, row: int, visible: Tensor, ropes: Sequence[Rope], number: int) -> HeldLayer:
-        """Layer `number` of one row; `visible` bool [length] is False for padding.
-
-        Positions in the tail count the tokens that are seen.
-        """
-        layer, packed, first = self.grace_layers[number], self.packed_length, self._start
-        visible = visible.to(layer.packed.entries.device)
-        # In a padded row, fewer positions belong to the prompt.
-        place = visible.cumsum(0) - 1
-        prompt, now = (torch.stack([place[first.packed_length - 1], place[-1]]) + 1).tolist()
-        scores = None if self._carried is None else self._carried[number]
-        at = None if self._places is None else self._places[number]
-        keys, values, positions, mass, carried, places = layer.row_state(row, scores, at)
-        new = slice(positions.shape[1] - layer.tail_length, None)
-        positions[:, new] = place[packed:]
-        if places is not None:
-            places[:, new] = place[packed:]
-        mass[:, new].masked_fill_(~visible[packed:], -torch.inf)
-        queries, at = layer.row_queries(row)
-        seen, (scale, softcap, sinks) = visible[packed + at], layer.how
-        queries = (queries[:, seen].float() * scale).unflatten(0, (len(keys), -1))
-        rope = ropes[number].moved(place[packed + at[seen]], now)
-        rotated = rope.rotate(queries, torch.arange(queries.shape[2]))
-        if rotated.shape[2]:
-            # Entries with a score of inf must stay only until there are queries.
-            carried.nan_to_num_(posinf=0.0)
-        facts = prompt, now, softcap, sinks, places
-        return HeldLayer(number, keys, values, mass, positions, queries, rotated, carried, *facts)
+    def _held(self, row: int, visible: Tensor, ropes: Sequence[Rope], number: int) -> HeldLayer:
+        """Layer `number` of one row; `visible` bool [length] is False for padding."""
+        prompt = self._start.packed_length
+        return self.grace_layers[number].held(number, row, visible, prompt, ropes[number])

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from gracekv.backends import AttentionStep
+from gracekv.decode import HeldLayer
 from gracekv.hf.layer import GraceLayer
 from gracekv.hf.packed_layer import PackedLayer, repeats
+from gracekv.kernels.rope import Rope
 
 # Heads are padded to a multiple of this many entries.
 _PLACES = 128
@@ -24,18 +26,23 @@ class LimitedLayer(GraceLayer):
         queries: Q, how many of the last queries it records.
 
     Attributes:
-        places: maximum number of tokens in the tail.
+        room: maximum number of tokens in the tail.
+        carried: scores float32 [E] of the packed entries, or None for scores of 0.
+        places: int [E], the positions that their keys are rotated to; None if gaps are never
+            closed.
         how: scale, softcap and sink logits of the last step, as in `AttentionStep`.
     """
 
     def __init__(self, packed: PackedLayer, queries: int) -> None:
         super().__init__(packed)
-        self.places = self._oldest = 0
+        self.room = self._oldest = 0
+        self.carried: Tensor | None = None
+        self.places: Tensor | None = None
         self.how: tuple[Any, ...] = (1.0, None, None)
         self._queries, self._asked = queries, torch.zeros(1, 0, 0, 0, dtype=torch.float32)
 
     def _grow(self, batch: int, capacity: int) -> None:
-        super()._grow(batch, min(capacity, max(self.places, self._used)))
+        super()._grow(batch, min(capacity, max(self.room, self._used)))
 
     def record(self, step: AttentionStep) -> None:
         query, old = step.query, self._asked
@@ -61,15 +68,18 @@ class LimitedLayer(GraceLayer):
             return keys.new_zeros(entries.heads, 0, keys.shape[1]), places[:0]
         return self._asked[row][:, places % self._queries], places
 
-    def row_state(self, row: int, carried: Tensor | None, places: Tensor | None) -> tuple[Any, ...]:
-        """Keys, values [G, N, d], positions, log m, scores and `places` [G, N] of a row's entries.
+    def held(self, number: int, row: int, visible: Tensor, prompt: int, rope: Rope) -> HeldLayer:
+        """The entries of a row and its recorded queries; positions count the tokens that are seen.
 
-        The packed part comes first, padded with log m = -inf, then the tail, with 0 in all but keys
-        and values. `carried`, scores float32 [E], and `places` int [E] are those of the packed
-        part; None means scores of 0, or no `places`.
+        Args:
+            number: the layer's number among the compressed layers.
+            row: the row.
+            visible: bool [length], False for padding.
+            prompt: tokens of the longest packed prompt.
+            rope: rotations of the layer.
         """
         packed: Any = self.packed.entries
-        heads, used = packed.heads, self._used
+        heads, used, length = packed.heads, self._used, self.packed.length
         of_row, each = self.rows_of(self.batch), self.batch // packed.sequences
         at = heads * (row // each if of_row is None else int(of_row[row]))
         starts = packed.offsets[at : at + heads + 1].tolist()
@@ -78,6 +88,7 @@ class LimitedLayer(GraceLayer):
         width = -(-(max(counts) + used) // _PLACES) * _PLACES - used
 
         def padded(rows: Tensor, tail: Any, nothing: float = 0.0) -> Tensor:
+            """[G, N, ...]: the row's packed `rows` of each head, padding, and the tail."""
             buffer = rows.new_empty(heads, width + used, *rows.shape[1:])
             for part, start, count in zip(buffer, starts, counts, strict=False):
                 part[:count] = rows[start : start + count]
@@ -85,16 +96,27 @@ class LimitedLayer(GraceLayer):
             buffer[:, width:] = tail
             return buffer
 
-        keys, values = (x[row] for x in self._tail(used)) if used else (0.0, 0.0)
-        mass = packed.log_multiplicity
-        return (
-            padded(packed.keys, keys),
-            padded(packed.values, values),
-            padded(packed.positions, 0).long(),
-            padded(mass, 0.0, -torch.inf),
-            padded(torch.zeros_like(mass) if carried is None else carried.to(mass), 0.0),
-            None if places is None else padded(places, 0).long(),
-        )
+        visible = visible.to(packed.device)
+        # In a padded row, fewer positions belong to the prompt.
+        position = visible.cumsum(0) - 1
+        first, now = (torch.stack([position[prompt - 1], position[-1]]) + 1).tolist()
+        tail, seen, mass = position[length:], visible[length:], packed.log_multiplicity
+        new = (x[row] for x in self._tail(used)) if used else (0.0, 0.0)
+        keys, values = map(padded, (packed.keys, packed.values), new)
+        positions = padded(packed.positions, tail).long()
+        places = None if self.places is None else padded(self.places, tail).long()
+        carried = torch.zeros_like(mass) if self.carried is None else self.carried.to(mass)
+        carried = padded(carried, 0.0)
+        mass = padded(mass, torch.where(seen, 0.0, -torch.inf), -torch.inf)
+        queries, at = self.row_queries(row)
+        scale, softcap, sinks = self.how
+        asked = (queries[:, seen[at]].float() * scale).unflatten(0, (heads, -1))
+        moved = rope.moved(tail[at[seen[at]]], now).rotate(asked, torch.arange(asked.shape[2]))
+        if moved.shape[2]:
+            # Entries with a score of inf must stay only until there are queries.
+            carried.nan_to_num_(posinf=0.0)
+        facts = first, now, softcap, sinks, places
+        return HeldLayer(number, keys, values, mass, positions, asked, moved, carried, *facts)
 
     def place(self, packed: PackedLayer) -> None:
         """Set the packed part after a cut, and empty the tail."""

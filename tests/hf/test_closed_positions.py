@@ -36,7 +36,7 @@ def test_closed_keys_are_those_of_the_closed_positions(family, options):
     for each in (plain, cache):
         steps(model, each, tokens[None])
     layer, full = cache.grace_layers[0], plain.grace_layers[0]
-    entries, places, now = layer.packed.entries, cache._places[0], cache.packed_length
+    entries, places, now = layer.packed.entries, layer.places, cache.packed_length
     assert bool((places > entries.positions).any())
     assert bool((places >= entries.positions).all())
     rope, tail = rotations_up_to(model, now)[0], full._tail(full.tail_length)[0][0]
