@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.nn import functional
 from transformers import StoppingCriteriaList, TextIteratorStreamer
 
 from gracekv.cache.closing import free_reach
@@ -91,16 +92,48 @@ def continue_ids(
     of a sharded model were given different rows.
     """
     check_new_tokens(max_new_tokens)
-    caches = {*NAMES, "cache_implementation"}
-    reserved = {"input_ids", "inputs_embeds", "attention_mask", *caches} & set(options)
     with in_step(model) as shard:
-        if reserved:
-            raise ConfigError(
-                f"Leave out {', '.join(sorted(reserved))}: ids, mask and cache are those of the "
-                f"compressed prompt. For others call model.generate with result.new_cache()."
-            )
+        _check_options(options)
         check_continuation(model, [len(row) for row in rows], max_new_tokens)
         shard.agree(ids=[row.tolist() for row in rows], max_new_tokens=max_new_tokens)
+    attach(model)
+    inputs = padded_inputs(model, rows, cache, tokenizer)
+    # A recorded step supports neither a mask nor more rows than the cache has.
+    new_tokens = inputs["attention_mask"][:, cache.packed_length :]
+    even = len(rows) == len(cache.padding) and bool(new_tokens.all())
+    replays = even and not keep_cache and shard.ranks == 1 and cache.limit is None
+    # Repetition penalties also read masked places. Fill these with the row's first token, in front,
+    # so that n-grams may span context and question.
+    width = inputs["input_ids"].shape[1]
+    filled = [functional.pad(row, (width - len(row), 0), value=int(row[0])) for row in rows]
+    inputs["input_ids"] = torch.stack(filled).to(inputs["input_ids"])
+    pieces = _pieces(model, cache.limit, width - int(cache.get_seq_length()))
+    options = pieces | _with_defaults(model, tokenizer, options)
+    for module in model.modules():
+        # Models that read images would number tokens as the rows and images of their last call.
+        if vars(module).get("rope_deltas") is not None:
+            module.rope_deltas = None
+    for layer in filter(is_resumed, cache.layers):
+        # Assisted decoding turns it on and never off: plain steps would store all they read.
+        layer.record_past = False
+    with ExitStack() as stack:
+        if replays and graph_replay.suits(model, cache, max_new_tokens, options):
+            cache = stack.enter_context(graph_replay.replaying(model, cache, max_new_tokens))
+        options[cache_keyword(model.forward)] = cache
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, **options)
+    sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
+    return sequences[:, width:]
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise `ConfigError` for ids, a mask, a cache, adapters or a length."""
+    caches = {*NAMES, "cache_implementation"}
+    reserved = {"input_ids", "inputs_embeds", "attention_mask", *caches} & set(options)
+    if reserved:
+        raise ConfigError(
+            f"Leave out {', '.join(sorted(reserved))}: ids, mask and cache are those of the "
+            f"compressed prompt. For others call model.generate with result.new_cache()."
+        )
     if options.get("adapter_names") is not None:
         raise ConfigError(
             "Leave out adapter_names: the cache was made with the adapters that are active. Choose "
@@ -113,48 +146,36 @@ def continue_ids(
                 f"Give the length as max_new_tokens, not in generation_config or as max_length: it "
                 f"is checked before the model runs. Got {name}={length}."
             )
-    attach(model)
-    inputs = padded_inputs(model, rows, cache, tokenizer)
-    # Repetition penalties also read masked places. Fill these with the row's first token and move
-    # them to the front, so that n-grams may span context and question.
-    fed, mask = inputs["input_ids"], inputs["attention_mask"]
-    filled = fed.where(mask > 0, fed.gather(1, mask.argmax(dim=1, keepdim=True)))
-    inputs["input_ids"] = filled.gather(1, mask.argsort(dim=1, stable=True))
+
+
+def _with_defaults(model: Any, tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `model.generate`, greedy unless they say otherwise."""
+    defaults: dict[str, Any] = {}
+    config = options.get("generation_config")
     if "do_sample" not in options and getattr(config, "do_sample", None) is None:
         # The model's own sampling settings would only raise warnings here.
-        options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None} | options
+        defaults = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if setting(model, options, "pad_token_id") is None:
-        options = {"pad_token_id": padding_id(model, tokenizer)} | options
+        defaults["pad_token_id"] = padding_id(model, tokenizer)
     if setting(model, options, "cache_implementation") is not None:
-        options = {"cache_implementation": None} | options
+        defaults["cache_implementation"] = None
     if setting(model, options, "stop_strings") is not None:
-        options = {"tokenizer": tokenizer} | options
-    # A recorded step supports neither a mask nor more rows than the cache has.
-    new_tokens = inputs["attention_mask"][:, cache.packed_length :]
-    even = len(rows) == len(cache.padding) and bool(new_tokens.all())
-    limit, ahead = cache.limit, inputs["input_ids"].shape[1] - int(cache.get_seq_length())
-    replays = even and not keep_cache and shard.ranks == 1 and limit is None
-    if limit is not None and ahead > (piece := _piece(model, limit)):
-        if not _IN_PIECES:
-            raise ConfigError(
-                f"transformers before 5.21 cannot read {ahead} tokens over a cache in pieces of "
-                f"{piece}. Install a newer one, or use Limit(every={ahead})."
-            )
-        options = {"prefill_chunk_size": piece} | options
-    for module in model.modules():
-        # Models that read images would number tokens as the rows and images of their last call.
-        if vars(module).get("rope_deltas") is not None:
-            module.rope_deltas = None
-    for layer in filter(is_resumed, cache.layers):
-        # Assisted decoding turns it on and never off: plain steps would store all they read.
-        layer.record_past = False
-    with ExitStack() as stack:
-        if replays and graph_replay.suits(model, cache, max_new_tokens, options):
-            cache = stack.enter_context(graph_replay.replaying(model, cache, max_new_tokens))
-        options = {cache_keyword(model.forward): cache} | options
-        output = model.generate(**inputs, max_new_tokens=max_new_tokens, **options)
-    sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
-    return sequences[:, inputs["input_ids"].shape[1] :]
+        defaults["tokenizer"] = tokenizer
+    return defaults | options
+
+
+def _pieces(model: Any, limit: Limit | None, ahead: int) -> dict[str, int]:
+    """The option by which `ahead` tokens are read in pieces that `limit` has room for, if any."""
+    if limit is None:
+        return {}
+    free = free_reach(model, limit.positions) if _IN_PIECES else None
+    piece = limit.every if free is None else min(limit.every, free)
+    if ahead > piece and not _IN_PIECES:
+        raise ConfigError(
+            f"transformers before 5.21 cannot read {ahead} tokens over a cache in pieces of "
+            f"{piece}. Install a newer one, or use Limit(every={ahead})."
+        )
+    return {"prefill_chunk_size": piece} if ahead > piece else {}
 
 
 def answer_ids(
@@ -172,12 +193,6 @@ def answer_ids(
         return answer
     marks = {*getattr(tokenizer, "get_added_vocab", dict)().values()}
     return answer if last not in marks and tokenizer.decode([last]).strip() else answer[:-1]
-
-
-def _piece(model: Any, limit: Limit) -> int:
-    """The most tokens that are read at once."""
-    free = free_reach(model, limit.positions) if _IN_PIECES else None
-    return limit.every if free is None else min(limit.every, free)
 
 
 def check_one(model: Any, options: Any, names: Sequence[str], rule: str, advice: str) -> None:
