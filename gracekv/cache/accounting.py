@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -111,21 +111,18 @@ class Accounting:
         `recent` is the largest. The bound is the sum if every part has one. `backend_bytes` is for
         all prompts together.
         """
-        sums: dict[str, Any] = {}
-        for name in (
-            "budget", "spent", "floor_spent", "bytes", "metadata_bytes", "full_bytes", "utility",
-            "bound", "budget_bytes", "spent_bytes",
-        ):  # fmt: skip
+        totals: dict[str, Any] = {
+            "recent": max(part.recent for part in parts),
+            "entries": torch.cat([part.entries for part in parts]),
+            "backend_bytes": backend_bytes,
+            "other_bytes": dict(sum((Counter(part.other_bytes) for part in parts), Counter())),
+            "held_bytes": {},
+            "widths": WidthShare.summed(share for part in parts for share in part.widths),
+        }
+        for name in {x.name for x in fields(cls)} - totals.keys():
             each = [getattr(part, name) for part in parts]
-            sums[name] = None if None in each else sum(each)
-        return cls(
-            **sums,
-            recent=max(part.recent for part in parts),
-            entries=torch.cat([part.entries for part in parts]),
-            backend_bytes=backend_bytes,
-            other_bytes=dict(sum((Counter(part.other_bytes) for part in parts), Counter())),
-            widths=WidthShare.summed(share for part in parts for share in part.widths),
-        )
+            totals[name] = None if None in each else sum(each)
+        return cls(**totals)
 
     @property
     def full_in_16_bits(self) -> bool:

@@ -225,10 +225,7 @@ def own_columns(projection: Any) -> Tensor | None:
     Calling such a layer sums the products of all processes.
     """
     weight: Any = getattr(projection, "weight", None)
-    if not _is_distributed(weight):
-        return None
-    own: Tensor = weight.to_local().detach()
-    return own
+    return weight.to_local().detach() if _is_distributed(weight) else None
 
 
 def _problem(model: Any) -> str | None:

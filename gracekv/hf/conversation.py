@@ -22,7 +22,7 @@ from gracekv.errors import CacheError, ConfigError, PromptError, expect, one_of
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.extend import check_extends, extended_by, passage_sizes
-from gracekv.hf.generation import answer_ids, check_one, stream_text
+from gracekv.hf.generation import answer_ids, check_one, decode_rows, stream_text
 from gracekv.hf.questions import check_context, check_room
 from gracekv.precision import FullPrecision
 from gracekv.prefill.chat_text import Message
@@ -333,7 +333,7 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     def _add(self, message: Message, turn: list[int], answer: Tensor) -> str:
         """Make the turn part of the conversation; returns the answer's text."""
-        text = self._first._texts(answer[None])[0]
+        [text] = decode_rows(self._prompt.tokenizer, answer[None])
         history, said = self._history, {"role": "assistant", "content": text}
         turns = [(message["role"], turn), ("assistant", answer.tolist())]
         self._history = history.with_turns([*history.messages, message, said], history.tools, turns)
