@@ -213,17 +213,13 @@ class Compression:
     def _bought(self, compared: AcrossLayers, costs: EntryBytes | None) -> AuctionResult:
         """The entries that the budget buys, and their widths if bits are allocated."""
         pipe, plan, pool, info = self._pipeline, self._plan, self._pool, self._info
-        relevance, by_bytes = compared.relevance, plan.bytes is not None and costs is not None
-        if pool is not None and (self._allocating is not None or not by_bytes):
-            utility = pool.utility() if self._allocating is None else 0.0
-            offered = AuctionResult(plan, pool.selection(), utility)
-        else:
-            offered = run_auction(
-                pipe, info, compared, plan, costs if self._allocating is None else None
-            )
         if self._allocating is None or plan.bytes is None or costs is None:
-            return offered
-        selection = offered.selection
+            if pool is None or (plan.bytes is not None and costs is not None):
+                return run_auction(pipe, info, compared, plan, costs)
+            return AuctionResult(plan, pool.selection(), pool.utility())
+        offered = None if pool is None else pool.selection()
+        selection = offered or run_auction(pipe, info, compared, plan, None).selection
+        relevance = compared.relevance
         gains = entry_gains(relevance.scores, relevance.sensitivity, selection)
         budget = plan.bytes - (plan.total - plan.base) * costs.exact
         widths = self._allocating.allocate(info, self._measured, selection, gains, budget)
