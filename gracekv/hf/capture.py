@@ -180,9 +180,8 @@ def _read(
             f"The prompt holds token id {int(prompt.ids.max())}; the model knows {vocab} ids. Use "
             f"the tokenizer that belongs to the model."
         )
-    names = (f"{x}_token_id" for x in ("image", "video", "audio"))
-    kinds: set[Any] = {getattr(model.config, name, None) for name in names}
-    if any(bool(prompt.ids.eq(kind).any()) for kind in kinds - {None}):
+    kinds = (getattr(model.config, f"{x}_token_id", None) for x in ("image", "video", "audio"))
+    if any(kind is not None and bool(prompt.ids.eq(kind).any()) for kind in kinds):
         raise PromptError(
             "The prompt has tokens that stand for images, videos or audio, which are unsupported. "
             "Use a prompt of text only."
@@ -254,34 +253,32 @@ def prefilled_run(
     """
     # A small budget shrinks the recent window.
     needs = replace(pipeline.needs(), recent=plan.recent)
-    compression = Compression(pipeline, plan)
     check_works_sharded(pipeline, head_shard(model))
-    if options.stream is not False:
-        reason = pipeline.holds_all(plan, 2 * head_sizes(model)[2] * cache_dtype(model).itemsize)
-        if reason is None:
-            stays = plan.total / (plan.layers * plan.heads * plan.context)
+    reason = pipeline.holds_all(plan, 2 * head_sizes(model)[2] * cache_dtype(model).itemsize)
+    if options.stream and reason is not None:
+        raise ConfigError(
+            f"CaptureOptions(stream=True) reads and compresses layer by layer, and this pipeline "
+            f"needs all layers at once: {reason}. Leave stream out."
+        )
+    if options.stream is not False and reason is None:
+        compression = Compression(pipeline, plan)
+        stays = plan.total / (plan.layers * plan.heads * plan.context)
 
-            def read(reading: Reading) -> Any:
-                try:
-                    return layer_by_layer(reading, each=compression.layer, trims=options.trim)
-                except BaseException:
-                    # Free what was kept before free memory is measured.
-                    vars(compression).clear()
-                    raise
-
+        def read(reading: Reading) -> Any:
             try:
-                others, seconds, identity = _read(model, prompt, past, needs, options, read, stays)
-                return compression.finish(others, seconds_by_stage(seconds, needs), identity)
-            except LayerOrderError as error:
-                if options.stream:
-                    raise
-                warnings.warn(str(error), WholeCacheWarning, stacklevel=3)
-                compression = Compression(pipeline, plan)
-        elif options.stream:
-            raise ConfigError(
-                f"CaptureOptions(stream=True) reads and compresses layer by layer, and this "
-                f"pipeline needs all layers at once: {reason}. Leave stream out."
-            )
+                return layer_by_layer(reading, each=compression.layer, trims=options.trim)
+            except BaseException:
+                # Free what was kept before free memory is measured.
+                vars(compression).clear()
+                raise
+
+        try:
+            others, seconds, identity = _read(model, prompt, past, needs, options, read, stays)
+            return compression.finish(others, seconds_by_stage(seconds, needs), identity)
+        except LayerOrderError as error:
+            if options.stream:
+                raise
+            warnings.warn(str(error), WholeCacheWarning, stacklevel=3)
     prefill = [run_capture(model, prompt, past, needs, options)]
     # Nothing else holds the prefill, so a stage can free what later stages do not read.
-    return compression.run(prefill.pop())
+    return Compression(pipeline, plan).run(prefill.pop())
