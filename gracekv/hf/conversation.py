@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -153,10 +154,8 @@ class Conversation(AbstractContextManager["Conversation"]):
     def _answer(
         self, messages: Any, tools: Any, most: int, options: Any, *, anew: bool = False
     ) -> str:
-        with self._turn(messages, tools, most, anew=anew) as (ids, turn):
-            tokenizer = self._prompt.tokenizer
-            answer = answer_ids(self._model, ids, self._cache, tokenizer, most, options)
-            return self._add(messages[-1], turn, answer)
+        with self._turn(messages, tools, most, anew=anew) as (answer, turn):
+            return self._add(messages[-1], turn, answer(options))
 
     def compress(
         self, *, capture: CaptureOptions = DEFAULTS, **budget: Unpack[BudgetOptions]
@@ -234,16 +233,17 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     def _stream(self, messages: Any, tools: Any, most: int, options: Any) -> Iterator[str]:
         answers = list[Tensor]()
-        with self._turn(messages, tools, most) as (ids, turn):
-            cache, answered, tokenizer = self._cache, self._answered, self._prompt.tokenizer
+        with self._turn(messages, tools, most) as (answer, turn):
+            answered = self._answered
 
             def generate(chosen: dict[str, Any]) -> None:
                 try:
-                    answers.append(answer_ids(self._model, ids, cache, tokenizer, most, chosen))
+                    answers.append(answer(chosen))
                 finally:
                     answered.set()
 
-            pieces = stream_text(tokenizer, generate, options, head_shard(self._model))
+            shard = head_shard(self._model)
+            pieces = stream_text(self._prompt.tokenizer, generate, options, shard)
             answered.clear()
             yield from pieces
             self._add(messages[-1], turn, answers[0])
@@ -274,8 +274,11 @@ class Conversation(AbstractContextManager["Conversation"]):
     @contextmanager
     def _turn(
         self, messages: Any, tools: Any, most: int, *, anew: bool = False
-    ) -> Iterator[tuple[Tensor, list[int]]]:
-        """All ids up to the answer, and the last turn's; an error inside undoes the turn."""
+    ) -> Iterator[tuple[Callable[[dict[str, Any]], Tensor], list[int]]]:
+        """The function that answers with given options, and the last turn's ids.
+
+        An error inside undoes the turn.
+        """
         with self._alone():
             self._first.check_model()
             history, before, undo = self._history, (self._result, self._cache), self._cache.mark()
@@ -290,7 +293,8 @@ class Conversation(AbstractContextManager["Conversation"]):
                 self._compress_older()
                 ids = torch.cat([self._ids, self._prompt.ids.new_tensor(turn)])
                 check_room(self._model, self._result.prompts[0], len(ids), most, self._limit)
-                yield ids, turn
+                tokenizer = self._prompt.tokenizer
+                yield partial(answer_ids, self._model, ids, self._cache, tokenizer, most), turn
             except BaseException:
                 written = self._cache
                 # A compression that failed is not tried again at once.
