@@ -162,7 +162,9 @@ class RaggedEntries(LayerEntries):
             )
         if len(layers) == 1:
             return layers[0]
-        joined = {name: torch.cat([getattr(x, name) for x in layers]) for name in PARTS[:-1]}
+        columns = [x.columns() for x in layers]
+        # Scores only if all layers have them.
+        joined = {name: torch.cat([x[name] for x in columns]) for name in min(columns, key=len)}
         offsets = ragged.offsets(torch.cat([x.lengths for x in layers]))
         return cls(**joined, offsets=offsets, sequences=sum(x.sequences for x in layers))
 

@@ -14,7 +14,9 @@ def test_stacking_and_taking_apart_are_inverse(seed, counts):
     rng = torch.Generator().manual_seed(seed)
     layers = [RaggedEntries.dense(*torch.randn(2, 2, n, 4, generator=rng)) for n in counts]
     caches = [RaggedCache((x,) * 2, length=n) for x, n in zip(layers, counts, strict=True)]
-    stacked = RaggedCache.stack(caches)
+    scored = [x.with_scores([layer.keys[:, 0] for layer in x.layers]) for x in caches]
+    assert RaggedCache.stack([scored[0], caches[0]]).scores is None
+    caches, stacked = scored, RaggedCache.stack(scored)
     assert stacked.sequences == len(counts)
     assert stacked.length == max(counts)
     assert RaggedCache.stack([stacked, stacked]).padding == 2 * stacked.padding
