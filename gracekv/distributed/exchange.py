@@ -1,29 +1,15 @@
-"""How the processes of one model exchange small tensors: an interface, and gloo's process group."""
+"""`GlooExchange`: how the processes of one model exchange small tensors."""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gracekv.errors import RankError
-
-
-class Exchange(Protocol):
-    """How the processes of one model exchange small tensors."""
-
-    def __call__(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors [...] of all processes, in rank order, all of one shape and dtype.
-
-        `tensor` is on the CPU. Raises `RankError` if a process fails, exits, times out, or passes
-        another shape.
-        """
-
-    def fail(self) -> None:
-        """Tell the others, at their next exchange, that this process has failed; does not wait."""
 
 
 _GOES_ON, _FAILED = 0, 1
@@ -48,9 +34,10 @@ class GlooExchange:
         self._group = dist.new_group(ranks, timeout=timedelta(seconds=timeout), **how)
 
     def __call__(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors [...] of all processes, in rank order; see `Exchange`.
+        """The tensors [...] of all processes, in rank order, all of one shape and dtype.
 
-        Raises `RankError` if a process fails, exits, times out, or passes another shape.
+        `tensor` is on the CPU. Raises `RankError` if a process fails, exits, times out, or passes
+        another shape.
         """
         headers = self._gather(torch.tensor([_GOES_ON, tensor.nbytes]))
         if failed := [rank for rank, header in enumerate(headers) if int(header[0]) == _FAILED]:

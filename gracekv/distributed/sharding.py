@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed
 
-from gracekv.distributed.exchange import Exchange, GlooExchange
+from gracekv.distributed.exchange import GlooExchange
 from gracekv.errors import ConfigError, RankError, UnsupportedModelError
 from gracekv.registry import Configurable, Strategy
 from gracekv.registry.hyperparameter import parts_of
@@ -46,7 +46,7 @@ class HeadShard:
 
     rank: int = 0
     ranks: int = 1
-    exchange: Exchange | None = None
+    exchange: GlooExchange | None = None
 
     def gather(self, tensor: Tensor) -> Tensor:
         """[R, ...]: `tensor` [...] of every process, on its device."""
