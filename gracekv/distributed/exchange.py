@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gracekv.errors import RankError
 
-
 _GOES_ON, _FAILED = 0, 1
 
 

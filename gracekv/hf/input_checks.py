@@ -73,37 +73,12 @@ def _prepare(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
         kwargs[name], args = args[0], args[1:]
     if args or kwargs.get(name) is None:
         return None
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    flat = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
     cached = int(cache.get_seq_length())
+    _remove_cached(kwargs, name, cached, compiles=cache.is_compileable)
     rows, new = kwargs[name].shape[:2]
-    if new > cached and _is_whole(flat, positions, new):
-        if kwargs.get("output_hidden_states"):
-            raise CacheError(
-                "A compressed prompt has no hidden states. Leave output_hidden_states out. To "
-                "draft, use prompt lookup or an assistant that does not read hidden states "
-                "(use_mtp, dflash and Gemma 4's assistants do)."
-            )
-        kwargs[name] = kwargs[name][:, cached:]
-        new -= cached
-        if isinstance(mask, dict) or (flat is None and cache.is_compileable):
-            # `generate` made it for the whole sequence, a prompt without padding; it is remade.
-            kwargs["attention_mask"] = mask = None
-        if positions is not None and positions.shape[-1] > new:
-            kwargs["position_ids"] = positions = positions[..., -new:]
-    switch = switch_point(module)
-    if switch and cache.packed_length - max(cache.padding) < switch < cached + new:
-        raise CacheError(
-            f"The sequence has grown to {cached + new} tokens, past {switch}, where the model's "
-            f"RoPE changes. Generate fewer tokens, or use a longer prompt."
-        )
-    limit = dynamic_limit(module) if any(cache.padding) else None
-    if limit and cached + new > limit:
-        raise CacheError(
-            f"The longest row has {cached + new} tokens, and beyond {limit} the model rotates all "
-            f"rows by it (dynamic RoPE). Continue each prompt alone: batch[0].new_cache()."
-        )
-    hides_nothing = _hides_nothing(mask)
+    _check_length(module, cache, cached + new)
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    flat, hides_nothing = _flat(mask), _hides_nothing(mask)
     if flat is not None:
         check_positions(flat.shape[1], cached + new)
     elif hides_nothing and positions is not None and not any(cache.padding):
@@ -111,35 +86,79 @@ def _prepare(module: Any, cache: GraceCache, args: Any, kwargs: dict[str, Any]) 
         check_positions(int(positions.max()) + 1, cached + new)
     cache.fit_rows(rows)
     cache.make_room(kwargs[name], None if hides_nothing else mask)
-    if not any(cache.padding):
-        if flat is not None:
-            _check_hidden(flat, flat.new_ones(1, cache.packed_length, dtype=torch.bool))
-            if positions is not None and new == 1 and flat.shape[1] == cached + 1:
-                # One token may be the padding of a shorter row.
-                last, real = flat.long().sum(dim=-1) - 1, flat[:, -1].bool()
-                _check_last(positions, last.expand(rows), real.expand(rows))
-        return (), kwargs
-    visible = cache.packed_mask(rows, kwargs[name].device)
+    if any(cache.padding):
+        visible = cache.packed_mask(rows, kwargs[name].device)
+        _fit_padding(cache, kwargs, visible, new, cached + new)
+    elif flat is not None:
+        _check_hidden(flat, flat.new_ones(1, cache.packed_length, dtype=torch.bool))
+        if positions is not None and new == 1 and flat.shape[1] == cached + 1:
+            # One token may be the padding of a shorter row.
+            last, real = flat.long().sum(dim=-1) - 1, flat[:, -1].bool()
+            _check_last(positions, last.expand(rows), real.expand(rows))
+    return (), kwargs
+
+
+def _remove_cached(kwargs: dict[str, Any], name: str, cached: int, *, compiles: bool) -> None:
+    """Remove the cached tokens from the inputs if these are the sequence from its start."""
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    flat, count = _flat(mask), kwargs[name].shape[1]
+    if count <= cached or not _is_whole(flat, positions, count):
+        return
+    if kwargs.get("output_hidden_states"):
+        raise CacheError(
+            "A compressed prompt has no hidden states. Leave output_hidden_states out. To draft, "
+            "use prompt lookup or an assistant that does not read hidden states (use_mtp, dflash "
+            "and Gemma 4's assistants do)."
+        )
+    kwargs[name] = kwargs[name][:, cached:]
+    if isinstance(mask, dict) or (flat is None and compiles):
+        # `generate` made it for the whole sequence, a prompt without padding; it is remade.
+        kwargs["attention_mask"] = None
+    if positions is not None:
+        kwargs["position_ids"] = positions[..., cached - count :]
+
+
+def _check_length(module: Any, cache: GraceCache, length: int) -> None:
+    """Raise `CacheError` if the model rotates keys differently at a `length` of all tokens."""
+    switch = switch_point(module)
+    if switch and cache.packed_length - max(cache.padding) < switch < length:
+        raise CacheError(
+            f"The sequence has grown to {length} tokens, past {switch}, where the model's RoPE "
+            f"changes. Generate fewer tokens, or use a longer prompt."
+        )
+    limit = dynamic_limit(module) if any(cache.padding) else None
+    if limit and length > limit:
+        raise CacheError(
+            f"The longest row has {length} tokens, and beyond {limit} the model rotates all rows "
+            f"by it (dynamic RoPE). Continue each prompt alone: batch[0].new_cache()."
+        )
+
+
+def _fit_padding(cache: GraceCache, kwargs: Any, visible: Tensor, new: int, length: int) -> None:
+    """Add mask and positions of a padded batch, or check those that were given.
+
+    `visible` bool [rows, packed] is False for padding; `length` counts cached and new tokens.
+    """
+    rows, mask, positions = len(visible), kwargs.get("attention_mask"), kwargs.get("position_ids")
     if mask is None:
-        mask = visible.new_ones(rows, cached + new)
+        mask = visible.new_ones(rows, length)
         mask[:, : visible.shape[1]] = visible
         kwargs["attention_mask"] = mask
-    elif flat is not None:
-        _check_hidden(flat, visible)
+    elif _flat(mask) is not None:
+        _check_hidden(mask, visible)
     elif positions is None:
         raise CacheError("A prepared mask of a batch needs position_ids. Pass a 2D mask, or none.")
     else:
         # It may also hide tokens since compression, so this is an upper bound of a row's position.
-        highest = cached + new - 1 - cache.packed_padding(rows, positions.device)
+        highest = length - 1 - cache.packed_padding(rows, positions.device)
         last = _last(positions)
         _check_last(positions, torch.where(last > highest, highest, last))
-        return (), kwargs
+        return
     expected = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -new:]
     if positions is None:
         kwargs["position_ids"] = expected
     else:
         _check_last(positions, expected[:, -1], mask[:, -1].bool())
-    return (), kwargs
 
 
 def check_positions(length: int, covered: int) -> None:
@@ -179,11 +198,14 @@ def _last(positions: Tensor) -> Tensor:
 
 def _is_whole(mask: Tensor | None, positions: Tensor | None, count: int) -> bool:
     """Whether the `count` tokens are the sequence from its start, including cached tokens."""
-    if mask is not None:
-        return mask.shape[1] == count
-    return (
-        positions is not None and positions.shape[-1] == count and int(positions[..., 0].max()) == 0
-    )
+    if mask is not None or positions is None:
+        return mask is not None and mask.shape[1] == count
+    return positions.shape[-1] == count and int(positions[..., 0].max()) == 0
+
+
+def _flat(mask: Any) -> Tensor | None:
+    """The mask if it is 2D, over all tokens, else None."""
+    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 def _hides_nothing(mask: Any) -> bool:
