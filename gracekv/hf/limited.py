@@ -89,12 +89,11 @@ class LimitedCache(GraceCache):
         self.cuts = self._most = 0
         self._read: list[int] = []
         self._left: list[Tensor] = []
-        scores = self._scores or [None] * len(start.grace_layers)
-        layers = [LimitedLayer(x.packed, self._strategy.queries) for x in start.grace_layers]
-        for layer, carried in zip(layers, scores, strict=True):
+        self._place([LimitedLayer(x.packed, self._strategy.queries) for x in start.grace_layers])
+        for number, layer in enumerate(self.grace_layers):
             entries: Any = layer.packed.entries
-            layer.carried, layer.places = carried, entries.positions if closes else None
-        self._place(layers)
+            layer.carried = None if self._scores is None else self._scores[number]
+            layer.places = entries.positions if closes else None
         self._count()
 
     def with_empty_tail(self) -> LimitedCache:
@@ -270,7 +269,8 @@ class LimitedCache(GraceCache):
         for layer, parts in zip(self.grace_layers, kept, strict=True):
             entries, scores, places = zip(*parts, strict=True)
             backend, joined = layer.packed.backend, RaggedEntries.stack(entries)
-            layer.place(PackedLayer(joined, backend.prepare(joined), backend, length))
+            layer.packed = PackedLayer(joined, backend.prepare(joined), backend, length)
+            layer.reset()
             layer.carried = torch.cat(scores)
             layer.places = None if layer.places is None else torch.cat(places)
         if within is not None:

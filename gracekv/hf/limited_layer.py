@@ -118,11 +118,6 @@ class LimitedLayer(GraceLayer):
         facts = first, now, softcap, sinks, places
         return HeldLayer(number, keys, values, mass, positions, asked, moved, carried, *facts)
 
-    def place(self, packed: PackedLayer) -> None:
-        """Set the packed part after a cut, and empty the tail."""
-        self.packed = packed
-        self.reset()
-
     def reset(self) -> None:
         super().reset()
         self._asked, self._oldest = self._asked[:, :0, :0], 0

@@ -32,7 +32,7 @@ def test_a_chat_stays_within_its_bytes_however_long_it_gets(monkeypatch):
     assert isinstance(chat.ask("word3", max_new_tokens=8), str)
     assert chat.accounting.most_bytes <= size
     left = [1, 0]
-    monkeypatch.setattr(LimitedLayer, "place", lambda *_: 1 // left.pop(0))
+    monkeypatch.setattr(LimitedLayer, "reset", lambda *_: 1 // left.pop(0))
     with pytest.raises(ZeroDivisionError):
         chat.ask(WORDS, max_new_tokens=20)
     monkeypatch.undo()
