@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -170,10 +170,6 @@ class CompressedCache:
         others = {state.number for state in self.other_layers if not state.beside_entries}
         every = range(len(self.layers) + len(others))
         return tuple(number for number in every if number not in others)
-
-    def with_other_layers(self, states: tuple[LayerState, ...]) -> Self:
-        """The same entries, with these states of the other layers."""
-        return replace(self, other_layers=states) if states else self
 
     @property
     def sequences(self) -> int:

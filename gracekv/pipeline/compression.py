@@ -142,7 +142,7 @@ class Compression:
         exact_only = isinstance(pipe.precision, AllocatingPrecision) and plan.bytes is None
         coded = None if exact_only else costs
         if self._whole:
-            stored = self._stored_whole().with_other_layers(other_layers)
+            stored = replace(self._stored_whole(), other_layers=other_layers)
             accounting = account(info, plan, stored, None, coded)
             timings = Timings(**seconds, **self._clock.seconds())
             return Run(plan, stored, accounting, timings, fingerprint)
@@ -173,7 +173,7 @@ class Compression:
             change = None if isinstance(pipe.fit, NoFit) else value_change(cache, fitted)
         with self._stage("precision", info.device):
             exact = fitted.with_keys_of(cache, rounded, info.entry_dim)
-            stored = pipe.precision(exact, widths).with_other_layers(other_layers)
+            stored = replace(pipe.precision(exact, widths), other_layers=other_layers)
         accounting = account(info, result.plan, stored, result, coded)
         timings = Timings(**seconds, **self._clock.seconds())
         return Run(
