@@ -81,15 +81,15 @@ class GraceLM(HFLM):  # type: ignore[misc]
         prefix_tokens: int = 4,
         **options: Any,
     ) -> None:
-        self._budget = Budget.of({x: options.pop(x, None) for x in BudgetOptions.__annotations__})
+        budget = Budget.of({x: options.pop(x, None) for x in BudgetOptions.__annotations__})
         self._parts = Parts(question_tokens, question_seen, prefix_tokens)
         named = None if pipeline is None else load_pipeline(pipeline)
-        self._attention = backend
         super().__init__(pretrained, backend="causal", **options)
         check_model(self.model)
         with self._precision():
-            by_byte = per_byte(self.model, self._budget)
-        self._pipeline = named or Pipeline.default(question=question_seen, per_byte=by_byte)
+            by_byte = per_byte(self.model, budget)
+        pipe = named or Pipeline.default(question=question_seen, per_byte=by_byte)
+        self._how: Any = {"budget": budget, "pipeline": pipe, "backend": backend}
 
     def _prompt(self, ids: Tensor) -> Prompt:
         """The prompt of ids [T]; raises `PromptError` if there is nothing to compress."""
@@ -116,10 +116,7 @@ class GraceLM(HFLM):  # type: ignore[misc]
         return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
 
     def _compress(self, rows: Sequence[Tensor]) -> BaseResult:
-        prompts, named = [self._prompt(row) for row in rows], self._pipeline
-        return compress(
-            self.model, prompts, budget=self._budget, pipeline=named, backend=self._attention
-        )
+        return compress(self.model, [self._prompt(row) for row in rows], **self._how)
 
     def _model_generate(
         self,
