@@ -42,11 +42,10 @@ def _map(
 ) -> CompressedCache:
     """The cache with every part and every state [S, G, n, d] of sliding layers replaced."""
 
-    def layer(old: LayerEntries) -> LayerEntries:
+    def layer(old: LayerEntries) -> Any:
         if isinstance(old, QuantisedEntries):
             return QuantisedEntries(parts(old.exact), tuple(map(parts, old.coded)))
-        made: RaggedEntries = parts(old)
-        return made
+        return parts(old)
 
     def shared(old: LayerState) -> LayerState:
         if old.window is None:

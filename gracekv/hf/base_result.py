@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -234,13 +234,11 @@ class BaseResult(ABC):
 
 def prompt_facts(prompt: Prompt, run: Run) -> dict[str, Any]:
     """The header's facts of one prompt, ready for JSON, without its text and tokenizer."""
-    accounting = run.accounting
-    widths = [asdict(share) for share in accounting.widths]
-    entries = {"entries": accounting.entries.tolist(), "backend_bytes": 0, "widths": widths}
+    entries = {"entries": run.accounting.entries.tolist(), "backend_bytes": 0}
     return {
         "spans": asdict(prompt.spans),
         "format": [prompt.separator, prompt.template, prompt.messages, prompt.day],
         "plan": asdict(run.plan),
-        "accounting": {f.name: getattr(accounting, f.name) for f in fields(accounting)} | entries,
-        "timings": dict(run.timings.as_dict()),
+        "accounting": asdict(run.accounting) | entries,
+        "timings": asdict(run.timings),
     }

@@ -317,8 +317,7 @@ class Conversation(AbstractContextManager["Conversation"]):
             return
         self._history = replace(history, failed=len(turns))
         # A context longer than the model supports may be extended, as by turns.
-        known = trained_length(self._model) or sys.maxsize
-        beyond = self._prompt.spans.context_end > known
+        beyond = self._prompt.spans.context_end > (trained_length(self._model) or sys.maxsize)
         capture, parts = CaptureOptions(beyond_positions=beyond), list[Any]()
         for size, most in runs:
             for n in passage_sizes(self._model, self._limit, size):

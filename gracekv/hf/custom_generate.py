@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.allocate import Budget
-from gracekv.allocate.budget import Number
+from gracekv.allocate.budget import Budget, Number
 from gracekv.decode import Limit
 from gracekv.errors import ConfigError, PromptError, expect
 from gracekv.hf.compress import compress

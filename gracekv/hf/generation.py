@@ -24,7 +24,6 @@ from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf import graph_replay
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
-from gracekv.hf.graph_replay import setting
 from gracekv.hf.resumed_layer import is_resumed
 from gracekv.prefill.cache_keyword import NAMES, cache_keyword
 from gracekv.prefill.model_layers import input_device
@@ -127,11 +126,10 @@ def continue_ids(
 
 def _check_options(options: dict[str, Any]) -> None:
     """Raise `ConfigError` for ids, a mask, a cache, adapters or a length."""
-    caches = {*NAMES, "cache_implementation"}
-    reserved = {"input_ids", "inputs_embeds", "attention_mask", *caches} & set(options)
-    if reserved:
+    reserved = {"input_ids", "inputs_embeds", "attention_mask", "cache_implementation", *NAMES}
+    if given := reserved & options.keys():
         raise ConfigError(
-            f"Leave out {', '.join(sorted(reserved))}: ids, mask and cache are those of the "
+            f"Leave out {', '.join(sorted(given))}: ids, mask and cache are those of the "
             f"compressed prompt. For others call model.generate with result.new_cache()."
         )
     if options.get("adapter_names") is not None:
@@ -155,11 +153,11 @@ def _with_defaults(model: Any, tokenizer: Any, options: dict[str, Any]) -> dict[
     if "do_sample" not in options and getattr(config, "do_sample", None) is None:
         # The model's own sampling settings would only raise warnings here.
         defaults = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if setting(model, options, "pad_token_id") is None:
+    if graph_replay.setting(model, options, "pad_token_id") is None:
         defaults["pad_token_id"] = padding_id(model, tokenizer)
-    if setting(model, options, "cache_implementation") is not None:
+    if graph_replay.setting(model, options, "cache_implementation") is not None:
         defaults["cache_implementation"] = None
-    if setting(model, options, "stop_strings") is not None:
+    if graph_replay.setting(model, options, "stop_strings") is not None:
         defaults["tokenizer"] = tokenizer
     return defaults | options
 
@@ -187,7 +185,7 @@ def answer_ids(
     """
     rows = continue_ids(model, [ids], cache, tokenizer, most, options, keep_cache=True)
     answer = rows[0].cpu()
-    ends = setting(model, options, "eos_token_id")
+    ends = graph_replay.setting(model, options, "eos_token_id")
     known = () if ends is None else torch.as_tensor(ends).flatten().tolist()
     if not len(answer) or (last := int(answer[-1])) not in known:
         return answer
@@ -198,7 +196,7 @@ def answer_ids(
 def check_one(model: Any, options: Any, names: Sequence[str], rule: str, advice: str) -> None:
     """Raise `ConfigError` if one of these settings asks for more than one sequence."""
     for name in names:
-        if (count := setting(model, options, name)) not in (None, 1):
+        if (count := graph_replay.setting(model, options, name)) not in (None, 1):
             raise ConfigError(f"{rule}; got {name}={count}. {advice}")
 
 

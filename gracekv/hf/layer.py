@@ -244,8 +244,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         index = index.to(self._keys.device)
         # All places, not only the used ones: beams are reordered at every token, and storage cut
         # to size would have to grow again each time.
-        self._keys = self._keys.index_select(0, index)
-        self._values = self._values.index_select(0, index)
+        self._keys, self._values = (x.index_select(0, index) for x in (self._keys, self._values))
 
     def _selected_rows(self, index: Tensor) -> Tensor | None:
         """`rows` after taking the continuations `index`; None where they are in order again."""

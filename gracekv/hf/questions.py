@@ -83,9 +83,8 @@ def ask_ids(
     # Padding between context and question would take up sliding windows.
     apart = result.packed.other_layers and len({len(row) for row in rows}) > 1
     batches = [[row] for row in rows] if apart else [rows]
-    answers = [
-        continue_ids(model, some, result.new_cache(limit), tokenizer, max_new_tokens, options)
-        for some in batches
-    ]
-    outputs = [row for answer in answers for row in answer]
+    outputs = list[Tensor]()
+    for some in batches:
+        cache = result.new_cache(limit)
+        outputs += continue_ids(model, some, cache, tokenizer, max_new_tokens, options)
     return pad_sequence(outputs, batch_first=True, padding_value=padding_id(model, tokenizer))

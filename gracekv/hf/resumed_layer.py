@@ -42,8 +42,7 @@ class ResumedSlidingLayer(cache_utils.DynamicSlidingWindowLayer):  # type: ignor
         check_alike(self.values, value_states)
         self.batch_repeat_interleave(repeats(len(self.keys), len(key_states)))
         # Detached, as in compressed layers, so that copies can be made.
-        states = key_states.detach(), value_states.detach()
-        keys, values = super().update(*states, *args, **kwargs)
+        keys, values = super().update(key_states.detach(), value_states.detach(), *args, **kwargs)
         # While tokens are recorded, transformers before 5.23 returns more than the mask covers.
         seen = self.sliding_window - 1 + key_states.shape[2]
         return keys[:, :, -seen:], values[:, :, -seen:]

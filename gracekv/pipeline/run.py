@@ -173,14 +173,12 @@ class Run:
             return self.record
         whole = partition.slots == partition.region.length
         prices = relevance.scores, relevance.sensitivity
-        curve = auction_curve(selection, *prices, self.floor, self.frontier)
-        slots = None if whole else partition.bounds.to("cpu", torch.int32)
         return RunRecord(
             region=selection.region,
             selection=None if selection.end is None else selection.cpu(),
-            slots=slots,
+            slots=None if whole else partition.bounds.to("cpu", torch.int32),
             relevance=CodedRelevance.of(relevance.scores),
-            curve=curve,
+            curve=auction_curve(selection, *prices, self.floor, self.frontier),
             merges=self.merges,
         )
 
