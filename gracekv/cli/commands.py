@@ -158,7 +158,7 @@ def compress(
         sizes["ratio"] = "8" if question else "2"
     amount = Budget.of(sizes, sizes)
     loaded, tokenizer = smollm2.load_model(model, dtype)
-    texts = {"context": text, "question": question, "instruction": instruction}
+    texts: Any = {"context": text, "question": question, "instruction": instruction}
     prompt = gracekv.Prompt.from_chat(tokenizer, **texts)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("Reading the context", visible=False)

@@ -252,26 +252,26 @@ class LimitedCache(GraceCache):
                 target, window = self._target(own_length), self.limit.window
                 masks, scores = kept_entries(len(kept), held, strategy, target, window)
                 for number, (stays, score) in enumerate(zip(masks, scores, strict=True)):
-                    layer, places = held(number), None
+                    layer, placed = held(number), None
                     result = packed_entries(layer, stays, strategy)
                     if layer.places is not None:
                         by_place = replace(result, positions=layer.places[stays].int())
                         if within is not None:
                             by_place = closed(by_place, layer.now, ropes[number], within)
-                        places = by_place.positions
+                        placed = by_place.positions
                         result = replace(by_place, positions=result.positions)
-                    kept[number].append((result, score[stays].float(), places))
+                    kept[number].append((result, score[stays].float(), placed))
         # After an error from here on, `mark` goes back to the packed prompts.
         self.cuts += 1
         self.padding = tuple((~visible).sum(dim=1).tolist())
         self._seen = visible if any(self.padding) else None
         self._reach += first.tail_length
-        for layer, parts in zip(self.grace_layers, kept, strict=True):
-            entries, scores, places = zip(*parts, strict=True)
+        for layer, of_rows in zip(self.grace_layers, kept, strict=True):
+            entries, carried, places = zip(*of_rows, strict=True)
             backend, joined = layer.packed.backend, RaggedEntries.stack(entries)
             layer.packed = PackedLayer(joined, backend.prepare(joined), backend, length)
             layer.reset()
-            layer.carried = torch.cat(scores)
+            layer.carried = torch.cat(carried)
             layer.places = None if layer.places is None else torch.cat(places)
         if within is not None:
             longest = (int(layer.packed.entries.lengths.max()) for layer in self.grace_layers)
