@@ -97,8 +97,9 @@ class ResumedStates(cache_utils.LinearAttentionLayer):  # type: ignore[misc]
 
     def fit(self, rows: int) -> None:
         """Repeat the states for samples and beams; raises `CacheError` if `rows` do not fit."""
-        known = len(next(iter(self.state().values())))
-        ResumedStates.batch_repeat_interleave(self, repeats(known, rows))
+        # Every step asks, so nothing is copied.
+        states = self.recurrent_states[0] if self.conv_states[0] is None else self.conv_states[0]
+        ResumedStates.batch_repeat_interleave(self, repeats(len(states), rows))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises `CacheError` if tokens are to be removed that were not recorded."""
