@@ -6,7 +6,6 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -234,7 +233,7 @@ class LimitedCache(GraceCache):
                 "A cut has to know which tokens are padding. Pass a 2D attention_mask [B, length], "
                 "or none."
             )
-        first, strategy = self.grace_layers[0], self._strategy
+        first = self.grace_layers[0]
         rows, packed = first.batch, self.packed_length
         length, device = packed + first.tail_length, first.packed.entries.device
         visible = torch.ones(rows, length, dtype=torch.bool, device=device)
@@ -243,30 +242,14 @@ class LimitedCache(GraceCache):
             # There are several rows for each of ours if samples or beams begin with this step.
             each = max(1, len(mask) // rows)
             visible[:, packed:] = mask[::each, packed:length].bool()
-        kept: list[list[Any]] = [[] for _ in self.grace_layers]
         with full_float32():
-            for row in range(rows):
-                own_length = int(visible[row].sum())
-                ropes = self._rotations(own_length)
-                held = partial(self._held, row, visible[row], ropes)
-                target, window = self._target(own_length), self.limit.window
-                masks, scores = kept_entries(len(kept), held, strategy, target, window)
-                for number, (stays, score) in enumerate(zip(masks, scores, strict=True)):
-                    layer, placed = held(number), None
-                    result = packed_entries(layer, stays, strategy)
-                    if layer.places is not None:
-                        by_place = replace(result, positions=layer.places[stays].int())
-                        if within is not None:
-                            by_place = closed(by_place, layer.now, ropes[number], within)
-                        placed = by_place.positions
-                        result = replace(by_place, positions=result.positions)
-                    kept[number].append((result, score[stays].float(), placed))
+            kept = [self._cut_row(row, visible[row], within) for row in range(rows)]
         # After an error from here on, `mark` goes back to the packed prompts.
         self.cuts += 1
         self.padding = tuple((~visible).sum(dim=1).tolist())
         self._seen = visible if any(self.padding) else None
         self._reach += first.tail_length
-        for layer, of_rows in zip(self.grace_layers, kept, strict=True):
+        for layer, of_rows in zip(self.grace_layers, zip(*kept, strict=True), strict=True):
             entries, carried, places = zip(*of_rows, strict=True)
             backend, joined = layer.packed.backend, RaggedEntries.stack(entries)
             layer.packed = PackedLayer(joined, backend.prepare(joined), backend, length)
@@ -281,7 +264,27 @@ class LimitedCache(GraceCache):
             positions = [x.packed.entries.index()[1].cpu() for x in self.grace_layers]
             self._left.append(torch.cat(positions).bincount(minlength=length).int())
 
-    def _held(self, row: int, visible: Tensor, ropes: Sequence[Rope], number: int) -> HeldLayer:
-        """Layer `number` of one row; `visible` bool [length] is False for padding."""
-        prompt = self._start.packed_length
-        return self.grace_layers[number].held(number, row, visible, prompt, ropes[number])
+    def _cut_row(self, row: int, visible: Tensor, within: int | None) -> list[tuple[Any, ...]]:
+        """By layer: a row's entries that stay, their scores, and the positions of rotated keys.
+
+        `visible` bool [length] is False for padding.
+        """
+        length, strategy, kept = int(visible.sum()), self._strategy, list[tuple[Any, ...]]()
+        ropes, prompt = self._rotations(length), self._start.packed_length
+
+        def held(number: int) -> HeldLayer:
+            return self.grace_layers[number].held(number, row, visible, prompt, ropes[number])
+
+        target, window = self._target(length), self.limit.window
+        masks, scores = kept_entries(len(self.grace_layers), held, strategy, target, window)
+        for number, (stays, score) in enumerate(zip(masks, scores, strict=True)):
+            layer, places = held(number), None
+            result = packed_entries(layer, stays, strategy)
+            if layer.places is not None:
+                by_place = replace(result, positions=layer.places[stays].int())
+                if within is not None:
+                    by_place = closed(by_place, layer.now, ropes[number], within)
+                places = by_place.positions
+                result = replace(by_place, positions=result.positions)
+            kept.append((result, score[stays].float(), places))
+        return kept
