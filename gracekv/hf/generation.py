@@ -19,7 +19,7 @@ from transformers import StoppingCriteriaList, TextIteratorStreamer
 from gracekv.cache.closing import free_reach
 from gracekv.decode import Limit
 from gracekv.distributed.agreement import in_step
-from gracekv.distributed.sharding import WHOLE, HeadShard
+from gracekv.distributed.sharding import HeadShard
 from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf import graph_replay
 from gracekv.hf.attention import attach
@@ -227,7 +227,7 @@ def stream_text(
     tokenizer: Any,
     generate: Callable[[dict[str, Any]], object],
     options: dict[str, Any],
-    shard: HeadShard = WHOLE,
+    shard: HeadShard,
 ) -> Iterator[str]:
     """Run `generate(options)` in a thread and yield its text as soon as words are complete.
 
