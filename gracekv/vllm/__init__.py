@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from gracekv.vllm.chatting import ServedConversation as ServedConversation
 from gracekv.vllm.client import Client as Client
-from gracekv.vllm.client import Context as Context
 from gracekv.vllm.requests import Request as Request
 from gracekv.vllm.requests import document as document
 from gracekv.vllm.requests import request as request
+from gracekv.vllm.server import Context as Context
 from gracekv.vllm.serving import kv_transfer_config as kv_transfer_config
 from gracekv.vllm.store import ContextStore as ContextStore
 

@@ -15,6 +15,7 @@ from gracekv.prefill.chat_text import Message, continued
 from gracekv.prefill.history import History
 from gracekv.vllm.header import SEPARATOR
 from gracekv.vllm.requests import Request
+from gracekv.vllm.server import Server
 
 
 class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]):
@@ -32,19 +33,19 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
     """
 
     def __init__(
-        self, client: Any, context: str, limit: Limit | None, compact: Compaction | None, count: int
+        self, server: Server, name: str, limit: Limit | None, compact: Compaction | None, count: int
     ) -> None:
-        expect(context, str, "A conversation takes the name of a context")
+        expect(name, str, "A conversation takes the name of a context")
         expect(limit, Limit | None, "limit takes a gracekv.Limit(entries_per_head=512)")
         expect(compact, Compaction | None, "compact takes a gracekv.Compaction(after=..., ratio=4)")
         if limit is not None and compact is None:
             raise ConfigError("A server cuts a conversation when it compresses: also pass compact.")
         if limit is not None and (limit.strategy or limit.history):
             raise ConfigError("A server's limit has no strategy and no history: leave them out.")
-        self._client, self._limit, self._compact = client, limit, compact
+        self._server, self._limit, self._compact = server, limit, compact
         expect(count, int, "messages takes the number of messages in the context")
-        self._first, self._count, self._closed = context, count, False
-        self._name, self._made = f"{context[:96]}.chat-{secrets.token_hex(8)}", 0
+        self._first, self._count, self._closed = name, count, False
+        self._name, self._made = f"{name[:96]}.chat-{secrets.token_hex(8)}", 0
         # This conversation's own contexts that the server may hold.
         self._own: list[str] = []
         self._begin()
@@ -125,21 +126,21 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
                 raise failure
         if options.get("echo"):
             raise ConfigError("A turn returns the answer alone: leave out echo.")
-        client, known = self._client, self._history.messages
+        server, known = self._server, self._history.messages
         history, context = (History(), self._first) if anew else (self._history, self.context)
-        new = history.new_turns(client._tokenizer, messages, tools, self._count, SEPARATOR)
+        new = history.new_turns(server.tokenizer, messages, tools, self._count, SEPARATOR)
         ids = (*history.uncompressed, *(x for _, tokens in new for x in tokens))
         text, answer, end = "", list[int](), None
         made = Request(context, ids, None, exact=True)
-        for choice in client._choices(made, max_tokens, {**options, "return_token_ids": True}):
+        for choice in server.choices(made, max_tokens, {**options, "return_token_ids": True}):
             text += choice.text
             answer += getattr(choice, "token_ids", None) or []
             # The token at which the answer stopped, if it is not the tokenizer's own.
             end = getattr(choice, "stop_reason", None)
             yield choice.text
         if not answer or isinstance(end, str):  # its tokens continue past the stop string
-            answer = continued(client._tokenizer, text)
-        if answer and answer[-1] in (client._tokenizer.eos_token_id, end):
+            answer = continued(server.tokenizer, text)
+        if answer and answer[-1] in (server.tokenizer.eos_token_id, end):
             answer.pop()
         if self._history.messages is not known:
             raise ConfigError("Another turn was answered during this stream. Ask this one again.")
@@ -167,7 +168,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             return
         if self._pending is not None:
             name, tokens = self._pending
-            made = self._client._look(name)
+            made = self._server.find(name)
             if made.state == "compressing":
                 return
             self._pending = None
@@ -182,9 +183,9 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             self._own.append(name)
             # As in `Conversation`: a ratio of 1 may count bytes in 16 bits.
             size = {"entries_per_head": tokens} if ratio == 1 else {"ratio": ratio}
-            options = {"into": name, **size, "limit": self._limit}
-            ids = self._history.uncompressed[:tokens]
-            self._client.extend(self.context, ids, wait=False, **options)
+            limit = {} if self._limit is None else {"limit": self._limit.to_dict()}
+            order = {"extend": {"name": self.context, "into": name, **size, **limit}}
+            self._server.make(order, self._history.uncompressed[:tokens], wait=False)
             self._pending, self._runs = (name, tokens), self._runs[1:]
 
     def _delete(self, *kept: object) -> None:
@@ -192,8 +193,8 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         for name in [name for name in self._own if name not in kept]:
             with contextlib.suppress(StoreError):
                 # A server does not delete a context in the making.
-                self._client._wait(name)
-                self._client.delete(name)
+                self._server.wait(name)
+                self._server.order({"delete": name})
             self._own.remove(name)
 
     def close(self) -> None:

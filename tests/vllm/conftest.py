@@ -130,5 +130,5 @@ def server(tokenizer):
 def client(server, monkeypatch):
     from gracekv.vllm import Client
 
-    monkeypatch.setattr("gracekv.vllm.client._POLL_SECONDS", 0.001)
+    monkeypatch.setattr("gracekv.vllm.server._POLL_SECONDS", 0.001)
     return Client(server.url)

@@ -172,7 +172,8 @@ def test_what_a_stopping_server_cuts_short_is_no_answer(client, server):
 def test_other_errors_are_openai_s(tokenizer):
     with context_server(tokenizer) as gone:
         lost = Client(gone.url, MODEL, tokenizer)
-    lost.__dict__["_openai"] = lost._openai.with_options(max_retries=0)
+    server = lost._server
+    server.__dict__["_openai"] = server._openai.with_options(max_retries=0)
     with pytest.raises(openai.APIConnectionError):
         lost.ask("book", QUESTION)
     chat = lost.chat("book")
@@ -188,7 +189,7 @@ def test_what_is_given_is_not_asked_for(server, tokenizer):
     client.compress("book", TEXT, ratio=4, wait=False)
     assert server.bodies[0]["model"] == "mine"
     assert server.headers[0]["Authorization"] == "Bearer secret"
-    assert client._tokenizer is tokenizer
+    assert client._server.tokenizer is tokenizer
 
 
 def test_clients_and_contexts_are_values(server):
@@ -196,7 +197,7 @@ def test_clients_and_contexts_are_values(server):
         with pytest.raises(dataclasses.FrozenInstanceError):
             value.name = value.url = "other"
     client = Client(server.url, api_key="secret")
-    assert client._openai is not None
+    assert client._server._openai is not None
     assert pickle.loads(pickle.dumps(client)) == deepcopy(client) == client
     assert "secret" not in repr(client)
 

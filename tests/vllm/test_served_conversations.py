@@ -73,7 +73,7 @@ def whole_of(chat, tokenizer):
     return ids
 
 
-def test_the_token_that_ends_an_answer_is_in_no_turn(client, server):
+def test_the_token_that_ends_an_answer_is_in_no_turn(client, server, tokenizer):
     chat, server.told = client.chat("book"), {"token_ids": [7, 9], "stop_reason": 9}
     chat.ask(QUESTION)
     # Of the ids 7 and 9 with each of four words, the last 9 is not included.
@@ -82,7 +82,7 @@ def test_the_token_that_ends_an_answer_is_in_no_turn(client, server):
     # A stop string is not part of the text, but of the tokens.
     server.told["stop_reason"] = "\nUser:"
     text = chat.ask(QUESTION)
-    added = continued(client._tokenizer, text)
+    added = continued(tokenizer, text)
     assert chat._history.tail[-1] == ("assistant", len(added))
     assert chat._history.ids[-len(added) :] == (*added,)
 
