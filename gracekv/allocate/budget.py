@@ -1,4 +1,4 @@
-"""`Budget`: how much to keep; `EntryBytes`: sizes of entries; `RecentWindow`: always kept."""
+"""`Budget`: how much to keep; `RecentWindow`: the tokens that are always kept."""
 
 from __future__ import annotations
 
@@ -11,51 +11,14 @@ from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, TypedDict
 
 import torch
-from torch import Tensor
 
+from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.allocate.plan import BudgetPlan
 from gracekv.errors import BudgetError, ConfigError, expect, suggestion
-from gracekv.kernels import ragged
 from gracekv.registry import Configurable, bounded
 
-_UNITS = {
-    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class EntryBytes:
-    """Sizes in bytes of the keys and values of one head's entries.
-
-    Source: ours.
-
-    Attributes:
-        exact: bytes of an unquantised entry, in the model's dtype.
-        coded: bytes of a quantised entry, including its own scales and zero points.
-        block: bytes of the scales and zero points shared by a block of quantised entries.
-        per_block: entries in a block; the last block of a head may have fewer.
-        full: bytes of an entry in 16-bit numbers, the reference of ratios in any model dtype.
-        sinks: how many of the context's first tokens are never quantised.
-    """
-
-    exact: int
-    coded: int
-    block: int
-    per_block: int
-    full: int
-    sinks: int = 0
-
-    def heads(self, exact: int, coded: Tensor) -> int:
-        """Bytes of heads with `coded` quantised entries each, int64 [heads], and `exact` others."""
-        blocks = int(ragged.blocks(coded, self.per_block).sum())
-        return exact * self.exact + int(coded.sum()) * self.coded + blocks * self.block
-
-    def most(self, size: int) -> int:
-        """The maximum number of entries in `size` bytes, all quantised and in full blocks."""
-        return size * self.per_block // (self.coded * self.per_block + self.block)
-
-
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
 _ENTRY = EntryBytes(exact=1, coded=1, block=0, per_block=1, full=1)  # of a budget in entries
 
 Number: TypeAlias = int | float | str | Fraction

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Frontier, Quota, Selection, upper_bound
-from gracekv.allocate.budget import EntryBytes
+from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.allocate.top_tokens import check_scores, entry_gains, top_tokens
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import ShapeError

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import Budget, BudgetPlan
-from gracekv.allocate.budget import EntryBytes
+from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.allocate.top_tokens import candidates, check_scores, entry_gains
 from gracekv.cache import CompressedCache, LayerToPack, RaggedCache, RaggedEntries, Timings
 from gracekv.cache.pool import EntryPool

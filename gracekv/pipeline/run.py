@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Frontier, Selection
-from gracekv.allocate.budget import EntryBytes
 from gracekv.allocate.curve import AuctionCurve, auction_curve
+from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.allocate.top_tokens import entry_gains
 from gracekv.cache import Accounting, CompressedCache, Timings, WidthShare
 from gracekv.distributed.sharding import HeadShard

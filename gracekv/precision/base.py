@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Selection
-from gracekv.allocate.budget import EntryBytes
+from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.coded import Coding
 from gracekv.cache.entries import CompressedCache

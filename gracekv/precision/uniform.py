@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gracekv.allocate.budget import EntryBytes
+from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.cache.coded import Coding
 from gracekv.precision.base import EXACT, PRECISIONS, Precision
 from gracekv.precision.quantise import METADATA_BYTES

@@ -1,16 +1,19 @@
-"""Random attention problems over ragged layers, tolerances, and a check of a backend on one."""
+"""Random attention problems over ragged layers, tolerances, and checks of a backend on them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gracekv.backends.base import AttentionBackend, AttentionStep
+from gracekv.backends.base import AttentionBackend, AttentionSpec, AttentionStep, Backend
 from gracekv.backends.reference import attention
-from gracekv.cache.base import RaggedEntries
+from gracekv.cache.base import RaggedCache, RaggedEntries
+from gracekv.precision import UniformPrecision
+from gracekv.prefill import Region
 from gracekv.testing.prefills import normal
 
 TOLERANCES: Mapping[torch.dtype, float] = {
@@ -121,3 +124,29 @@ def check_attention(
         assert output.shape == step.query.shape
         assert relative_error(output.cpu(), want) <= output_bound
         assert bool((output.cpu()[(lse == -torch.inf).all(0)] == 0).all())
+
+
+def check_backend(backend: Backend, seed: int) -> None:
+    """Attention matches a float64 reference within its dtype's tolerance.
+
+    Also with softcaps, sink logits, several sequences, tails of different lengths, and quantised
+    entries unless they are an `obstacle`.
+
+    Raises `AssertionError` otherwise, and if entries hidden by a mask or cache were read.
+    """
+    precision = UniformPrecision(bits=4, group=4, sinks=0)
+    for case, dtype in enumerate((torch.float32, torch.bfloat16) * 2):
+        drawn: dict[str, Any] = {"tokens": 1 + seed % 3, "sequences": 1 + case // 2, "dtype": dtype}
+        drawn |= {"softcap": 2.0 if seed % 2 else None, "sinks": seed // 2 % 2 == 1}
+        drawn |= {"shuffled": seed % 2 == 1, "mask": ("none", "bool", "float")[(seed + case) % 3]}
+        problem = attention_problem(seed, [5, 0, 17, 1], group=2, batch=2, tail=4, **drawn)
+        if problem.mask is None:
+            problem = replace(problem, length=torch.tensor([3, 4]))
+        plain = problem.packed
+        widths = precision.widths(plain.positions, Region(0, 17))
+        stored = precision(RaggedCache((plain,), 17, (0,) * plain.sequences), [widths])
+        for layer in (plain, *stored.layers):
+            spec = AttentionSpec.of(layer)
+            chosen = backend.resolve(spec)
+            if chosen.obstacle(spec) is None:
+                check_attention(chosen, replace(problem, packed=layer))

@@ -22,18 +22,15 @@ from torch import Tensor
 
 from gracekv.allocate import Allocator, Budget, BudgetPlan, Floor, Frontier, Quota
 from gracekv.allocate.operations import auction_start
-from gracekv.backends import AttentionSpec, Backend
-from gracekv.cache.base import RaggedCache
 from gracekv.decode import Decoder, HeldLayer
 from gracekv.decode.cut import kept_entries, packed_entries
 from gracekv.errors import ShapeError
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.composition import REGISTRIES
-from gracekv.precision import UniformPrecision
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import Strategy
 from gracekv.segment import Segmenter
-from gracekv.testing.attention import attention_problem, check_attention
+from gracekv.testing.attention import check_backend as check_backend
 from gracekv.testing.prefills import synthetic_prefill, with_observed
 from gracekv.testing.selections import (
     Gains,
@@ -66,9 +63,8 @@ def check_value(strategy: Strategy) -> None:
     hold(REGISTRIES.get(cls.registry.stage) is cls.registry, f"{cls.__name__} has no stage")
     frozen = getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
     hold(frozen, f"{cls.__name__} is not a frozen dataclass")
-    data = strategy.to_dict()
     try:
-        data = json.loads(json.dumps(data))
+        data = json.loads(json.dumps(strategy.to_dict()))
     except TypeError as error:
         raise AssertionError(f"the fields of {strategy} are not plain data: {error}") from error
     hold(cls.registry.parse(data) == strategy, f"{data} does not give {strategy} back")
@@ -94,20 +90,19 @@ def check_stage(strategy: Strategy, seed: int) -> None:
     own = [x for x in needs.observers if type(x).__module__.partition(".")[0] != "gracekv"]
     prefill = with_observed(prefill, own, seed)
     region = prefill.spans.region(min(int(torch.randint(0, 16, (), generator=rng)), context - 1))
-    given: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
-        "segment": (check_segmenter, (prefill, region)),
-        "value": (check_scorer, (prefill, region)),
-        "sensitivity": (check_sensitivity, (prefill,)),
-        "quota": (check_quota, (prefill,)),
-        "decode": (check_decoder, (prefill,)),
-        "backend": (check_backend, (seed,)),
-        "floor": (_check_auctions, (seed,)),
-        "allocate": (_check_auctions, (seed,)),
+    own_check: dict[str, Callable[[Any], object]] = {
+        "segment": lambda own: check_segmenter(own, prefill, region),
+        "value": lambda own: check_scorer(own, prefill, region),
+        "sensitivity": lambda own: check_sensitivity(own, prefill),
+        "quota": lambda own: check_quota(own, prefill),
+        "decode": lambda own: check_decoder(own, prefill),
+        "backend": lambda own: check_backend(own, seed),
+        "floor": lambda own: _check_auctions(own, seed),
+        "allocate": lambda own: _check_auctions(own, seed),
     }
     with _unchanged(prefill):
-        if stage in given:
-            own_check, arguments = given[stage]
-            own_check(strategy, *arguments)
+        if stage in own_check:
+            own_check[stage](strategy)
         if stage != "backend":
             check_in_pipeline(strategy, prefill)
 
@@ -256,34 +251,6 @@ def check_decoder(decoder: Decoder, prefill: Prefill) -> None:
     layers = [held, dataclasses.replace(held, number=1)]
     kept, _ = kept_entries(2, layers.__getitem__, decoder, places.numel(), 1)
     packed_entries(layers[1], kept[1], decoder)
-
-
-def check_backend(backend: Backend, seed: int) -> None:
-    """Attention matches a float64 reference within its dtype's tolerance.
-
-    Also with softcaps, sink logits, several sequences, tails of different lengths, and quantised
-    entries unless they are an `obstacle`.
-
-    Raises `AssertionError` otherwise, and if entries hidden by a mask or cache were read.
-    """
-    precision = UniformPrecision(bits=4, group=4, sinks=0)
-    for case, dtype in enumerate((torch.float32, torch.bfloat16) * 2):
-        problem = attention_problem(
-            seed, [5, 0, 17, 1], group=2, batch=2, tokens=1 + seed % 3, tail=4,
-            mask=("none", "bool", "float")[(seed + case) % 3], dtype=dtype,
-            softcap=2.0 if seed % 2 else None,
-            sinks=(seed // 2) % 2 == 1, sequences=1 + case // 2, shuffled=seed % 2 == 1,
-        )  # fmt: skip
-        if problem.mask is None:
-            problem = dataclasses.replace(problem, length=torch.tensor([3, 4]))
-        plain = problem.packed
-        widths = precision.widths(plain.positions, Region(0, 17))
-        stored = precision(RaggedCache((plain,), 17, (0,) * plain.sequences), [widths])
-        for layer in (plain, *stored.layers):
-            spec = AttentionSpec.of(layer)
-            chosen = backend.resolve(spec)
-            if chosen.obstacle(spec) is None:
-                check_attention(chosen, dataclasses.replace(problem, packed=layer))
 
 
 def check_in_pipeline(strategy: Strategy, prefill: Prefill) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from gracekv.allocate.budget import EntryBytes
+from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.allocate.plan import BudgetPlan
 from gracekv.allocate.ranking import affordable, first_offer
 from gracekv.allocate.selection import Selection
