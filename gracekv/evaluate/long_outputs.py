@@ -12,6 +12,7 @@ from typing import Any
 
 from gracekv.allocate import Budget
 from gracekv.decode import Limit
+from gracekv.errors import TaskError
 from gracekv.evaluate.sample import Rendered, Sample
 from gracekv.evaluate.sources import Sources
 from gracekv.pipeline import Pipeline
@@ -36,9 +37,13 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def record_sample(name: str, index: int, sources: Sources) -> Sample:
-    """Sample `index` of the task; raises `TaskError` if there is none."""
+    """Sample `index` of the task; raises `TaskError` if there is none, or an unusable one."""
     records, template = sources.records(f"longproc:{name}"), sources.longproc_prompt(name)
-    text, answer = _fields(name, records[index], records[index - 1], template)
+    try:
+        text, answer = _fields(name, records[index], records[index - 1], template)
+    except (LookupError, TypeError, ValueError) as error:
+        told = f"Record {index} of {name!r} does not fit its prompt: {error!r}. Get both again."
+        raise TaskError(told) from error
     context, mark, question = text.rpartition(TASKS[name])
     task = f"long_output:{name}"
     return Sample(task, index, "", context, mark + question, "", (answer,), "rouge_l", whole=True)

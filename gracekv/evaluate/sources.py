@@ -16,6 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from gracekv.errors import TaskError
 
 BUILT_IN = "alice_chapter_1.txt"
@@ -116,9 +118,7 @@ class Sources:
 
     def longproc_prompt(self, name: str) -> str:
         """The prompt of a LongProc task; raises `TaskError` if it is not in the folder."""
-        import yaml
-
-        return str(yaml.safe_load(self._read(f"longproc_prompt:{name}")[1])["USER_PROMPT"])
+        return str(self._once(f"longproc_prompt:{name}", _user_prompt))
 
     def digest(self, part: str) -> str:
         """File name and hash of a part; raises `TaskError` if there is none."""
@@ -134,7 +134,7 @@ class Sources:
             label, raw = self._read(part)
             try:
                 self._parsed[part, parse] = parse(raw)
-            except (ValueError, TypeError, LookupError, AttributeError) as error:
+            except (ValueError, TypeError, LookupError, AttributeError, yaml.YAMLError) as error:
                 raise TaskError(f"{label} is no {part} file: {error!r}. Get it again.") from error
         return self._parsed[part, parse]
 
@@ -187,6 +187,10 @@ def _asked(raw: bytes) -> list[dict[str, Any]]:
             if not isinstance(record[field], kind):
                 raise TypeError(f"{field} of record {number} must be a {kind.__name__}")
     return records
+
+
+def _user_prompt(raw: bytes) -> str:
+    return str(yaml.safe_load(raw)["USER_PROMPT"])
 
 
 def squad_articles(raw: bytes) -> list[list[Passage]]:

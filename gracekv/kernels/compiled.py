@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import pickle
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,12 @@ def cached(compiler: Callable[..., Any], function: Callable[..., None]) -> Any:
     and a `UserWarning` is issued once.
     """
     try:
-        return compiler(cache=True)(function)
+        try:
+            return compiler(cache=True)(function)
+        except (EOFError, pickle.UnpicklingError):
+            # A crash or a full disk cut a file of the cache short.
+            importlib.import_module("numba.core.caching").FunctionCache(function).flush()
+            return compiler(cache=True)(function)
     except (RuntimeError, OSError) as error:  # OSError: the folder is full
         if isinstance(error, RuntimeError) and "cannot cache" not in str(error):
             raise

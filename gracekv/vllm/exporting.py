@@ -73,12 +73,11 @@ def _follow(prompt: Prompt, cache: RaggedCache) -> TurnFormat:
     """How requests continue `prompt`, from which `cache` was made."""
     spans, tokenizer = prompt.spans, prompt.tokenizer
     end = spans.length if prompt.has_question else spans.context_end
-    text = None
-    if tokenizer is not None and not prompt.has_question:
-        text = question_text(tokenizer, prompt.separator, prompt.template)
+    open_ended = tokenizer is not None and not prompt.has_question
+    follows = (tokenizer, prompt.separator, prompt.template)
     return TurnFormat(
         tokenizer={} if tokenizer is None else tokenizer_marks(tokenizer),
-        question_text=text,
+        question_text=question_text(*follows) if open_ended else None,
         separator=prompt.separator,
         template=prompt.template,
         has_question=prompt.has_question,
@@ -130,7 +129,8 @@ def check_replaceable(folder: Path) -> None:
     Raises `OutputError` if it does not exist and cannot be made.
     """
     if not os.path.lexists(folder):
-        check_output(folder / HEADER)
+        # Not a file in it, for which the folder would be made: it would stay if the export fails.
+        check_output(folder)
         return
     if folder.is_symlink() or not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
         raise StoreError(
@@ -183,9 +183,12 @@ def delete_context(folder: Path) -> bool:
     """Delete a context's files, the header first; return whether there was a context.
 
     Also deletes what a killed export left. Raises `StoreError` if `folder` holds other files, or if
-    an export is writing there.
+    an export is writing there; `PermissionError` if it may not be read.
     """
-    names = os.listdir(folder) if folder.is_dir() else []
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
     # A folder that no export wrote is not a context.
     if HEADER not in names and not (names and all(map(is_ours, names))):
         return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Set
@@ -235,10 +234,12 @@ class Jobs:
             found[name] = found.get(name, {}) | made
         listed = []
         for name in sorted(found if only is None else found.keys() & {only}):
-            # If the operator's `allow` raises, the request may not see the context.
-            with contextlib.suppress(Exception):
+            try:
                 self._store.check_allowed(name, given)
                 listed.append(found[name])
+            # The request may not see the context, or the operator's `allow` fails, which is logged.
+            except Exception as error:
+                refusal(error)
         return listed
 
     def _described(self, name: str) -> dict[str, Any] | None:

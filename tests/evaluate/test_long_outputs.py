@@ -64,6 +64,10 @@ def test_the_prompt_is_part_of_the_data(tmp_path):
         (tmp_path / "longproc/countdown.prompts.yaml").write_text(f"USER_PROMPT: {text}")
         found.add(Task(TASK, None, 0).source(Sources(tmp_path)))
     assert len(found) == 2
+    for text in ("Rules.", "{", "PROMPT: Rules.", "USER_PROMPT: '{other}'"):
+        (tmp_path / "longproc/countdown.prompts.yaml").write_text(text)
+        with pytest.raises(TaskError, match=r"^countdown\.prompts\.yaml is no|^Record 0 .*'other'"):
+            Task(TASK, None, 0).sample(0, Sources(tmp_path), None)
 
 
 def test_demonstrations_are_of_other_problems(sources, tokenizer):

@@ -30,6 +30,16 @@ def test_without_a_folder_kernels_are_compiled_uncached(monkeypatch):
     compiled.cached(partial(numba.cfunc, numba.types.int64()), one)
 
 
+def test_a_file_of_the_cache_that_was_cut_short_is_written_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    compiler = partial(numba.njit, numba.int64())
+    for kind in ("*.nbi", "*.nbc", "*.nbi"):
+        compiled.cached(compiler, one)
+        (file,) = tmp_path.rglob(kind)
+        file.write_bytes(file.read_bytes()[:-9])
+        assert compiled.cached(compiler, one)() == 1
+
+
 def test_a_tensor_that_fits_gives_its_address():
     tensor = torch.zeros(2, 3)
     assert address("keys", tensor, torch.float32, 2, 3) == tensor.data_ptr()

@@ -218,12 +218,17 @@ def test_deleted_and_expired_contexts_are_gone(jobs, headers, root):
     assert "c1" not in jobs.forgotten
 
 
-def test_who_may_not_use_a_name_may_not_make_delete_or_see_it(jobs, root):
+def test_who_may_not_use_a_name_may_not_make_delete_or_see_it(jobs, root, caplog):
     for parameters in (asked("hidden"), *({"gracekv": {x: "hidden"}} for x in ("delete", "list"))):
         with pytest.raises(StoreError, match="may not use the context 'hidden'"):
             add(jobs, "0", parameters)
     (root / "c1").rename(root / "hidden1")
     assert sorted(listed(jobs)) == ["c0", "c2"]
+    # An operator's rule that fails refuses, too, and the log says why.
+    assert not caplog.text
+    jobs = Jobs(ContextStore(root, allow=lambda name, _: 1 / (name != "c0")))
+    assert sorted(listed(jobs)) == ["c2", "hidden1"]
+    assert "ZeroDivisionError: division by zero" in caplog.text
 
 
 def test_the_compressing_thread_has_a_quarter_of_the_threads_while_the_model_runs():

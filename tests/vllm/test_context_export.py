@@ -150,8 +150,9 @@ def test_an_export_that_is_killed_leaves_the_old_or_the_new_context(book, tmp_pa
     assert len(list(before.iterdir())) == 2
 
 
-def test_a_failed_export_leaves_nothing(book, tmp_path, monkeypatch):
-    monkeypatch.setattr("gracekv.vllm.exporting.describe", lambda *_: 1 / 0)
+@pytest.mark.parametrize("step", ["describe", "rotated_back"])
+def test_a_failed_export_leaves_nothing(book, tmp_path, monkeypatch, step):
+    monkeypatch.setattr(f"gracekv.vllm.exporting.{step}", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export(book, tmp_path / "book")
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ import torch
 from gracekv.errors import OutputError, SavedCacheError, StoreError
 from gracekv.testing.models import tiny_model
 from gracekv.vllm import ContextStore, store
-from gracekv.vllm.exporting import check_replaceable
+from gracekv.vllm.exporting import check_replaceable, delete_context
 from gracekv.vllm.served_model import model_facts
 from gracekv.vllm.stored_context import heads_of_rank
 from support.forged_contexts import signed
@@ -277,6 +277,10 @@ def test_each_rank_takes_its_heads(root):
 
 def test_a_context_inside_a_file_or_a_hidden_folder_is_refused(tmp_path, monkeypatch):
     (tmp_path / "store").write_text("no folder")
+    assert not delete_context(tmp_path / "store" / "book")
+    monkeypatch.setattr(os, "listdir", Mock(side_effect=PermissionError))
+    with pytest.raises(PermissionError):
+        delete_context(tmp_path / "book")
     with pytest.raises(OutputError, match="Cannot write to"):
         check_replaceable(tmp_path / "store" / "book")
     monkeypatch.setattr(os, "access", lambda *_: False)
