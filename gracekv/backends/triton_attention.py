@@ -15,12 +15,10 @@ from gracekv.backends.triton_codes_kernel import attend_coded_splits
 from gracekv.backends.triton_merge_kernel import merge_splits
 from gracekv.backends.triton_split_kernel import ADDITIVE, BOOLEAN, CAUSAL, attend_splits
 from gracekv.backends.triton_splits import tail_splits
-from gracekv.backends.triton_tiles import padded_dim, tiles
+from gracekv.backends.triton_tiles import merge_step, padded_dim, tiles
 from gracekv.kernels.addresses import contiguous_rows
 from gracekv.kernels.device import capability, interpreted
 
-# Number of elements that the merging program holds at once, which determines its step over splits.
-_MERGE_TILE = 2048
 # Number of tensors and of integers per coded part.
 _CODES, _CODINGS = 9, 3
 
@@ -103,7 +101,7 @@ def ragged_attention(
     kind = CAUSAL if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDITIVE
     mask_strides: tuple[int, ...] = (0, 0, 0)
     if mask is not None:
-        mask_strides = (0 if len(mask) == 1 else mask.stride(0), *_strides(mask, 2, 3))
+        mask_strides = (0 if len(mask) == 1 else mask.stride(0), *mask.stride()[2:])
     shared: dict[str, Any] = {
         "rows": rows,
         "part_output": part_output,
@@ -127,9 +125,9 @@ def ragged_attention(
         "num_stages": tile.stages,
     }
     placed = {"heads": heads, "tail_splits": splits, "slots": slots}
-    asked = (query, *_strides(query, 0, 1, 2))
-    held = (keys, values, *_strides(keys, 0), *_strides(values, 0), bias, items, item_first)
-    tail = (tail_keys, tail_values, *_strides(tail_keys, 0, 1, 2), *_strides(tail_values, 0, 1, 2))
+    asked = (query, *query.stride()[:3])
+    held = (keys, values, keys.stride(0), values.stride(0), bias, items, item_first)
+    tail = (tail_keys, tail_values, *tail_keys.stride()[:3], *tail_values.stride()[:3])
     with torch.cuda.device_of(query):
         if packed_splits + heads * splits:
             attend_splits[(readers, packed_splits + heads * splits)](
@@ -153,7 +151,7 @@ def ragged_attention(
             row_first=row_first,
             sink_logits=None if sink_logits is None else sink_logits.float().contiguous(),
             output=output,
-            BLOCK_S=max(8, _MERGE_TILE // block_d),
+            BLOCK_S=merge_step(block_d),
             **placed,
             **shared,
         )
@@ -164,7 +162,3 @@ def ragged_attention(
 def _(query: Tensor, *args: object) -> Tensor:
     batch, heads, tokens, dim = query.shape
     return query.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
-
-
-def _strides(x: Tensor, *axes: int) -> tuple[int, ...]:
-    return tuple(x.stride(axis) for axis in axes)

@@ -75,6 +75,11 @@ def padded_dim(dim: int) -> int:
     return max(_SMALLEST, 1 << (dim - 1).bit_length())
 
 
+def merge_step(block_d: int) -> int:
+    """Splits that a merging program reads at once: 2,048 numbers in rows of `block_d`."""
+    return max(8, 2048 // block_d)
+
+
 def tiles(dim: int, dtype: torch.dtype, capability: tuple[int, int], queries: int = 1) -> Tiles:
     """The configuration for heads of dimension `dim` on GPUs of a compute capability.
 

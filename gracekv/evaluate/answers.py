@@ -18,6 +18,7 @@ from gracekv.evaluate.sample import Sample
 from gracekv.hf.generation import continue_ids
 from gracekv.prefill.cache_keyword import cache_keyword
 from gracekv.prefill.model_layers import attention_module, input_device, model_layers
+from gracekv.prefill.passes import end_ids
 from gracekv.undo import hooked
 
 
@@ -46,8 +47,7 @@ def greedy(
     if sample.stop is not None:
         # As in LongBench: the last token of the stop text ends the answer, but not at once.
         stop = tokenizer(sample.stop, add_special_tokens=False)["input_ids"]
-        ends = model.generation_config.eos_token_id
-        ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        ends = end_ids(model.generation_config.eos_token_id)
         options |= {"min_new_tokens": 1, "eos_token_id": [*ends, *stop[-1:]]}
     device = input_device(model)
     start = _now(device)

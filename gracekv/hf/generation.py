@@ -27,6 +27,7 @@ from gracekv.hf.cache import GraceCache
 from gracekv.hf.resumed_layer import is_resumed
 from gracekv.prefill.cache_keyword import NAMES, cache_keyword
 from gracekv.prefill.model_layers import input_device
+from gracekv.prefill.passes import end_ids
 from gracekv.prefill.supported import check_continuation
 
 # Whether transformers can read new tokens in pieces over a cache.
@@ -185,8 +186,7 @@ def answer_ids(
     """
     rows = continue_ids(model, [ids], cache, tokenizer, most, options, keep_cache=True)
     answer = rows[0].cpu()
-    ends = graph_replay.setting(model, options, "eos_token_id")
-    known = () if ends is None else torch.as_tensor(ends).flatten().tolist()
+    known = end_ids(graph_replay.setting(model, options, "eos_token_id"))
     if not len(answer) or (last := int(answer[-1])) not in known:
         return answer
     marks = {*getattr(tokenizer, "get_added_vocab", dict)().values()}

@@ -46,7 +46,7 @@ class ModelPasses:
         self.tail = self.ids[self.spans.question_end :] if prompt.tail is None else prompt.tail
         self.first = int(logits.argmax())
         ends = (getattr(model, "generation_config", None) or model.config).eos_token_id
-        self.stops = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        self.stops = frozenset(end_ids(ends))
 
     def after(self, end: int, count: int) -> _ModelContinuation:
         """A continuation of up to `count` tokens over the keys and values before `end`.
@@ -73,6 +73,11 @@ class ModelPasses:
         if self._tokenizer is None:
             return []
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def end_ids(setting: Any) -> list[int]:
+    """The ids in a setting such as `eos_token_id`: None, a number, or several."""
+    return [] if setting is None else torch.as_tensor(setting).flatten().tolist()
 
 
 class _ModelContinuation:

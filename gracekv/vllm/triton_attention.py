@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.backends.triton_tiles import Tiles, padded_dim, tiles
+from gracekv.backends.triton_tiles import Tiles, merge_step, padded_dim, tiles
 from gracekv.cache.base import RaggedEntries
 from gracekv.kernels import device as gpu
 from gracekv.vllm.context_attention import Asking, LayerCall
@@ -30,8 +30,6 @@ _PROGRAMS = 4
 _LARGEST = {128: 32, 256: 16}
 # Entries or tokens that justify a program of their own. Source: ours.
 _ENTRIES = 256
-# Numbers that the merging program holds at once; its step over slots follows from it.
-_MERGE_TILE = 2048
 # Numbers of query rows that select each of the kernel's tiles.
 _TILES = (1, 17, 33)
 
@@ -122,21 +120,17 @@ def attend(batch: ContextBatch, layer: int, call: LayerCall, scale: float) -> No
     query_args = (query, *query.stride()[:2])
     page_args = (pages, *pages.stride()[:3], blocks, blocks.stride(0))
     result = (target, *target.stride()[:2])
+    sizes = {"D": dim, "BLOCK_D": block_d, "enable_fp_fusion": True}
     with torch.cuda.device_of(query):
         attend_units[(len(batch.units), heads)](
             *(*work, *tokens, *query_args, *page_args, *result),
             *(part_output, part_lse, scale, query_heads),
-            GROUP=query_heads // heads, D=dim, BLOCK_D=block_d, BLOCK=block, BLOCK_M=tile.queries,
-            BLOCK_N=tile.keys, UPCAST=upcast, PRECISION=tile.precision, num_warps=tile.warps,
-            num_stages=tile.stages, enable_fp_fusion=True,
+            GROUP=query_heads // heads, BLOCK=block, BLOCK_M=tile.queries, BLOCK_N=tile.keys,
+            UPCAST=upcast, PRECISION=tile.precision, num_warps=tile.warps, num_stages=tile.stages,
+            **sizes,
         )  # fmt: skip
         if batch.merged:
-            merge_units[(batch.merged, query_heads)](
-                *(part_output, part_lse, batch.first_slot, batch.places, *result, query_heads),
-                D=dim,
-                BLOCK_D=block_d,
-                BLOCK_S=max(8, _MERGE_TILE // block_d),
-                enable_fp_fusion=True,
-            )
+            parts = (part_output, part_lse, batch.first_slot, batch.places, *result, query_heads)
+            merge_units[(batch.merged, query_heads)](*parts, BLOCK_S=merge_step(block_d), **sizes)
     if upcast:
         output.copy_(target)
