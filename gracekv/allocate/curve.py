@@ -69,9 +69,6 @@ def auction_curve(
         marks = torch.linspace(0, int(spent[-1]), _POINTS, dtype=torch.float32, device="cpu").long()
         marks = torch.cat([marks, spent.new_tensor([floor_entries, int(spent[-1])])]).sort().values
         at = torch.searchsorted(spent, marks).clamp(max=len(spent) - 1).unique()
-    return AuctionCurve(
-        entries=torch.nn.functional.pad(spent[at], (1, 0)),
-        utility=torch.nn.functional.pad(gained[at], (1, 0)),
-        floor_entries=floor_entries,
-        bound=None if frontier is None else frontier.bound,
-    )
+    entries, utility = (torch.nn.functional.pad(x[at], (1, 0)) for x in (spent, gained))
+    bound = None if frontier is None else frontier.bound
+    return AuctionCurve(entries, utility, floor_entries, bound)

@@ -151,21 +151,16 @@ class PurchaseQueue:
 
     Args:
         ops: all operations.
-        executed: bool [M], the operations bought so far.
+        done: bool [M], the operations bought so far.
         room: the remaining budget.
         elastic: whether operations of gain <= 0 are never bought.
         shard: numbers the trees of all processes.
     """
 
     def __init__(
-        self,
-        ops: Operations,
-        executed: Tensor,
-        room: RemainingBudget,
-        elastic: bool,
-        shard: HeadShard,
+        self, ops: Operations, done: Tensor, room: RemainingBudget, elastic: bool, shard: HeadShard
     ) -> None:
-        index = _shortlist(ops, executed, room, elastic)
+        index = _shortlist(ops, done, room, elastic)
         # Only these trees can still change, so only they are copied to the host.
         touched = torch.zeros(ops.forest.trees, dtype=torch.bool, device=index.device)
         touched[ops.tree[index]] = True
@@ -185,7 +180,7 @@ class PurchaseQueue:
         negative = (-ops.unit[local]).tolist()
         self._order = list(zip(negative, tree, first_token, range(len(local)), strict=True))
         self._per_head = None if room.per_head is None else room.per_head.tolist()
-        self._elastic, self._executed = elastic, executed
+        self._elastic, self._done = elastic, done
         self._chosen: list[int] = []
         self._queue = [self._order[i] for i in torch.searchsorted(local, index).tolist()]
         heapq.heapify(self._queue)
@@ -217,7 +212,7 @@ class PurchaseQueue:
 
     def executed(self) -> Tensor:
         """bool [M]: all operations bought, before and by this queue."""
-        result = self._executed.clone()
+        result = self._done.clone()
         chosen = torch.tensor(self._chosen, dtype=torch.int64, device=self._local.device)
         result[self._local[chosen]] = True
         return result

@@ -145,10 +145,6 @@ class Partial:
         every = (torch.cat([getattr(x, name) for x in parts], dim=2) for name in ("output", "lse"))
         return cls(*every)
 
-    def united(self, other: Partial) -> Partial:
-        """Attention over the union of this part and a disjoint one, as a part."""
-        return Partial(combine(self, other), torch.logaddexp(self.lse, other.lse))
-
 
 def combine(first: Partial, second: Partial, sink_logits: Tensor | None = None) -> Tensor:
     """[B, H, Tq, d]: attention over the union of two disjoint parts.

@@ -130,7 +130,8 @@ class Sdpa(AttentionBackend):
                 found = _windowed(attend, asked.to(keys), keys, values, bias, threads)
                 if number > 0:
                     before = output[place].reshape(1, 1, -1, dim), lse[place].reshape(1, 1, -1)
-                    found = Partial(*before).united(found)
+                    both = torch.logaddexp(before[1], found.lse)
+                    found = Partial(combine(Partial(*before), found), both)
                 output[place] = found.output.view(-1, group, tokens, dim)
                 lse[place] = found.lse.view(-1, group, tokens).to(lse)
         return Partial(output, lse)

@@ -10,12 +10,9 @@ from collections.abc import Sequence
 
 from gracekv.evaluate.measures import Measure
 from gracekv.evaluate.row_files import Row, latest
-from gracekv.evaluate.tables import FULL, Interval, Table
+from gracekv.evaluate.tables import FULL, Interval, Table, Title
 
-_CSV = (
-    "model", "protocol", "group", "metric", "length", "measure", "method", "column", "mean", "low",
-    "high", "samples",
-)  # fmt: skip
+_CSV = (*Title._fields, "measure", "method", "column", *Interval._fields)
 # How a mean is marked by its rank in a column: 0 for none, best, second.
 _MARKS = ("{}", "**{}**", "<u>{}</u>")
 

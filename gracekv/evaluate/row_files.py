@@ -63,14 +63,13 @@ class RowFile(AbstractContextManager["RowFile"]):
                 self._file.write(b"\n")
             elif end < len(data):
                 self._file.truncate(end)
-        except OSError as error:
+        except BaseException as error:
             self._file.close()
+            if not isinstance(error, OSError):
+                raise
             raise OutputError(
                 f"Rows cannot be added to {self.path}: {error}. Make room, or use another folder."
             ) from error
-        except BaseException:
-            self._file.close()
-            raise
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row; it is on the disk when this returns. `OutputError` if it cannot be."""

@@ -19,15 +19,15 @@ from gracekv.evaluate.sources import Passage, Sources, ruler_forms
 from gracekv.evaluate.texts import Family, Texts, distinct, random_stream
 
 TASKS: dict[str, dict[str, Any]] = {
-    "squad": {
-        "group": "shared_qa", "metric": "set_any", "max_new_tokens": 32, "in_turns": False,
-        "part": "squad",
-    },
+    "squad": {"group": "shared_qa", "metric": "set_any", "max_new_tokens": 32, "part": "squad"},
     "kv": {
-        "group": "shared_lookup", "metric": "set_recall", "max_new_tokens": 16, "in_turns": True,
+        "group": "shared_lookup",
+        "metric": "set_recall",
+        "max_new_tokens": 16,
+        "in_turns": True,
         "part": None,
     },
-}  # fmt: skip
+}
 """The fixed facts of each task; with `in_turns`, questions are turns of one conversation."""
 
 _QUESTIONS = {"squad": 6, "kv": 5}

@@ -73,7 +73,6 @@ class Regression(QueryFitter):
         masked = replace(reference, asked=reference.asked * packed.keys.any(dim=0))
         change = key_change(kept_attention(reference, fitted, region), masked, free, self.penalty)
         keys = bounded_move(packed.keys, change, attention, free, self.key_cap)
-        candidates = (packed, fitted, replace(fitted, keys=keys))
 
         def objective(candidate: RaggedEntries) -> float:
             trial = kept_attention(reference, candidate, region)
@@ -82,7 +81,7 @@ class Regression(QueryFitter):
             move = sum((new.float() - old.float()).square().sum() for new, old in pairs)
             return float(((lost * trial.weights).sum() + self.penalty * move).nan_to_num(torch.inf))
 
-        return min(candidates, key=objective)
+        return min(packed, fitted, replace(fitted, keys=keys), key=objective)
 
     def _free(self, attention: LayerAttention) -> Tensor:
         """float32 [G, W]: 1 for entries that may change, else 0."""

@@ -145,10 +145,8 @@ def _work(args: Any) -> None:
             for r in range(rows):
                 most = max(most, seen[first + r])
             for p in range((most + _PANEL - 1) // _PANEL):
-                multiply(
-                    queries, dim, rows, panels + 4 * p * dim * _PANEL, _PANEL,
-                    logits.ctypes.data + 4 * p * _PANEL, stride, 0, dim, _PANEL,
-                )  # fmt: skip
+                panel, out = panels + 4 * p * dim * _PANEL, logits.ctypes.data + 4 * p * _PANEL
+                multiply(queries, dim, rows, panel, _PANEL, out, stride, 0, dim, _PANEL)
             for r in range(rows):
                 row = logits[r, : seen[first + r]]
                 sink = sinks[head, first + r]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 
 from gracekv.errors import ReportError, expect, one_of
 from gracekv.report.entries import Result, check_result, result_entries
+
+# The columns of `KeptEntries` that `TokenStatus` shows.
+_COLUMNS = ("start", "end", "multiplicity", "depth", "floor", "value_change", "bits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,8 @@ class TokenStatus:
     end: int
     multiplicity: float
     depth: int
-    floor: bool | None
-    relevance: float | None
+    floor: bool | None = None
+    relevance: float | None = None
     value_change: float | None = None
     bits: int | None = None
 
@@ -113,21 +116,16 @@ def token_statuses(result: Result, position: int) -> TokenStatuses:
     record, relevance, numbers = run.recorded(), None, run.cache.model_layers
     if record is not None and record.region[0] <= position < record.region[1]:
         relevance = record.relevance.at(position - record.region[0]).flatten()
-    rows = []
+    columns, rows = {name: getattr(entries, name) for name in _COLUMNS}, []
     for unit, entry in enumerate(holder.tolist()):
-        start, end, weight, depth, floor, change, bits = -1, -1, 0.0, -1, None, None, None
+        facts: dict[str, Any] = {"start": -1, "end": -1, "multiplicity": 0.0, "depth": -1}
         if entry == -2:
-            start, end, weight = position, position + 1, 1.0
+            facts |= {"start": position, "end": position + 1, "multiplicity": 1.0}
         elif entry >= 0:
-            start, end = int(entries.start[entry]), int(entries.end[entry])
-            weight = float(entries.multiplicity[entry])
-            depth = -1 if entries.depth is None else int(entries.depth[entry])
-            floor = None if entries.floor is None else bool(entries.floor[entry])
-            change = None if entries.value_change is None else float(entries.value_change[entry])
-            bits = None if entries.bits is None else int(entries.bits[entry])
-        state = "dropped" if entry == -1 else "merged" if end - start > 1 else "exact"
+            facts |= {name: x[entry].item() for name, x in columns.items() if x is not None}
+        merged = facts["end"] - facts["start"] > 1
+        state = "dropped" if entry == -1 else "merged" if merged else "exact"
         layer, head = numbers[unit // entries.heads], unit % entries.heads
         score = None if relevance is None else float(relevance[unit])
-        facts = (start, end, weight, depth, floor, score, change, bits)
-        rows.append(TokenStatus(layer, head, state, *facts))
+        rows.append(TokenStatus(layer, head, state, relevance=score, **facts))
     return TokenStatuses(position, tuple(rows))

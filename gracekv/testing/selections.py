@@ -173,10 +173,9 @@ def check_frontier(frontier: Frontier, quota: Tensor | None = None) -> None:
         fits = chosen.shape == (size,) and chosen.dtype == torch.bool
         hold(fits, f"{name} must be bool [{size}]; got {chosen.shape}")
     hold(not (split & forest.is_leaf).any(), "a leaf is split")
-    unreached = split[: forest.trees] & ~added
-    hold(not unreached.any(), "a root that was never added is split")
-    unreached = split[forest.trees :] & ~split[forest.parent[forest.trees :]]
-    hold(not unreached.any(), "a node is split although its parent is not")
+    unreached = split & ~frontier.reached
+    hold(not unreached[: forest.trees].any(), "a root that was never added is split")
+    hold(not unreached[forest.trees :].any(), "a node is split although its parent is not")
     spent, floor_spent = frontier.spent, frontier.floor_spent
     hold(spent <= frontier.budget, f"{spent} entries spent of a budget of {frontier.budget}")
     hold(0 <= floor_spent <= spent, f"floor_spent {floor_spent} is not within spent {spent}")

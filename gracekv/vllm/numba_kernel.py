@@ -187,8 +187,7 @@ def work_kernel(dtype: torch.dtype) -> Any:
 
     The first call on a machine compiles for a few seconds; later ones load the result from disk.
     """
-    number = NUMBERS[dtype]
-    sources = digest(*_SOURCES)
+    number, sources = NUMBERS[dtype], digest(*_SOURCES)
 
     def kernel(address: Any) -> None:
         _ = sources
