@@ -80,13 +80,10 @@ def test_each_table_reads_every_entry_once_in_nearly_equal_splits(rows, processo
     layer = layer_of(sequences, lengths)
     (made,) = split_tables([layer], [16], processors, 1)
     for table in made.tables:
-        read = [
-            entry
-            for _, first, length, _ in table.parts[0].items.tolist()
-            for entry in range(first, first + length)
-        ]
+        items = table.parts[0].items.tolist()
+        read = [entry for _, first, n, _ in items for entry in range(first, first + n)]
         assert sorted(read) == list(range(layer.entries))
-        assert len(table.parts[0].items) <= processors + len(lengths)
+        assert len(items) <= processors + len(lengths)
     assert len(made.tables[-1].parts[0].items) == sum(length > 0 for length in lengths)
     sizes = [len(table.parts[0].items) for table in made.tables]
     assert sizes == sorted(sizes, reverse=True)

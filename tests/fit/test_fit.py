@@ -55,11 +55,8 @@ def test_equals_least_squares_in_float64(
     torch.manual_seed(seed)
     scores = torch.rand(prefill.layers, prefill.kv_heads, region.length) ** 3
     scores = scores if by_score else [None] * prefill.layers
-    fitter = (
-        Values(queries, trust, trust_read, by_score=by_score)
-        if mass is None
-        else ValuesAndMass(queries, trust, trust_read, mass, by_score=by_score)
-    )
+    kind, own = (Values, ()) if mass is None else (ValuesAndMass, (mass,))
+    fitter = kind(queries, trust, trust_read, *own, by_score=by_score)
     with patch.object(fit_values, "_ROWS", rows):
         got = fitted_cache(fitter, prefill, region, cache, scores if by_score else None)
     memory = {}

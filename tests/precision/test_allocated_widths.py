@@ -117,12 +117,9 @@ def test_merged_entries_are_worth_what_their_tokens_are():
     assert bool((chosen.end - chosen.start > 1).any())
     omega = run.relevance.sensitivity.double().flatten()
     origin = chosen.region[0]
-    want = [
-        omega[head] * scores[head, start - origin : end - origin].sum()
-        for head, start, end in zip(
-            chosen.head_of_entry().tolist(), chosen.start.tolist(), chosen.end.tolist(), strict=True
-        )
-    ]
+    columns = (x.tolist() for x in (chosen.head_of_entry(), chosen.start, chosen.end))
+    spans = zip(*columns, strict=True)
+    want = [omega[head] * scores[head, a - origin : b - origin].sum() for head, a, b in spans]
     got = entry_gains(run.relevance.scores, run.relevance.sensitivity, chosen)
     torch.testing.assert_close(got, torch.stack(want), rtol=1e-9, atol=1e-12)
 

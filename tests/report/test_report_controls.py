@@ -201,13 +201,10 @@ def test_the_table_of_a_token_tells_how_far_values_moved(opened, make, words):
     fields = {"fit": "values_and_mass", "precision": {"name": "uniform", "bits": 4}}
     result = make("snapkv", 4, tokenizer=words(), fields=fields)
     page, spans = opened(ReportData.of({"Fitted": result})), result.prompt.spans
-    token, statuses = next(
-        (token, found)
-        for token in range(spans.context_start, spans.context_end - 6)
-        if (found := token_statuses(result, token)).count("exact") > 1
-        and found.rows[0].value_change
-    )
-    page.locator(f".pane [data-t='{token}']").click()
+    tokens = range(spans.context_start, spans.context_end - 6)
+    found = (token_statuses(result, token) for token in tokens)
+    statuses = next(x for x in found if x.count("exact") > 1 and x.rows[0].value_change)
+    page.locator(f".pane [data-t='{statuses.position}']").click()
     for cells, status in table(page.locator("#inspector section").first, statuses):
         if status.state == "dropped":
             assert cells[6] == cells[7] == "–"

@@ -39,12 +39,10 @@ SHAPES = [(64, 1, 1), (80, 4, 2), (96, 7, 3), (128, 8, 1), (256, 2, 1)]
 @pytest.mark.parametrize(("shape", "dtype"), covering(list(product(SHAPES, TOLERANCES))), ids=str)
 def test_every_dimension_and_dtype(shape, dtype):
     dim, group, tokens = shape
-    check_attention(
-        BACKEND,
-        attention_problem(
-            dim, [150, 3], dim=dim, group=group, tokens=tokens, tail=40 + tokens, dtype=dtype
-        ),
+    problem = attention_problem(
+        dim, [150, 3], dim=dim, group=group, tokens=tokens, tail=40 + tokens, dtype=dtype
     )
+    check_attention(BACKEND, problem)
 
 
 @pytest.mark.parametrize(("splits", "parts"), [(2, 8), (1, 7)])

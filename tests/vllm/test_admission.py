@@ -84,6 +84,12 @@ def ask(processor, monkeypatch, tiny_served):
     )
 
 
+def hear(processor, name, state):
+    """The scheduler's reply to a request that made or deleted a context."""
+    reply = SimpleNamespace(kv_transfer_params={"gracekv": {"name": name, "state": state}})
+    admission.process_outputs(lambda *_: None, processor, [reply])
+
+
 # A chat, "<s><|user|>Who?<|end|><|assistant|>".
 TURN = [0, 2, 59, 76, 83, 35, 3, 4]
 
@@ -128,24 +134,19 @@ def test_a_passage_has_no_system_prompt(ask, processor):
 def test_a_context_answers_in_its_format_until_the_next_one_is_read(ask, processor):
     for state, keeps in ((None, False), ("compressing", True), ("deleted", False)):
         if state:
-            said = SimpleNamespace(kv_transfer_params={"gracekv": {"name": "c2", "state": state}})
-            admission.process_outputs(lambda *_: None, processor, [said])
+            hear(processor, "c2", state)
         # A text in no chat format, whose following token is not read in the end.
         ask(range(50, 90), {"compress": {"name": "c2", "ratio": 2}})
         assert (ask(TURN, "c2") == TURN) is keeps
 
 
 def test_a_context_made_anew_while_it_is_deleted_keeps_its_format(ask, processor):
-    def said(state):
-        reply = SimpleNamespace(kv_transfer_params={"gracekv": {"name": "longer", "state": state}})
-        admission.process_outputs(lambda *_: None, processor, [reply])
-
     for states in (["compressing"], ["deleted", "compressing"]):
         ask(TURN, {"compress": {"name": "longer", "ratio": 1}})
         for state in states:
-            said(state)
+            hear(processor, "longer", state)
         assert ask(TURN, "longer") != TURN
-    said("deleted")
+    hear(processor, "longer", "deleted")
     assert ask(TURN, "longer") == TURN
 
 

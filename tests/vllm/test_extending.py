@@ -36,6 +36,13 @@ def compressed(model, ids, recipe="gracekv-agnostic"):
     return gracekv.compress(model, prompt, ratio=3, pipeline=recipe)
 
 
+def talking(model, ids, root, recipe="gracekv-agnostic"):
+    """A context, and a worker of the store to which it is exported as "talk"."""
+    result = compressed(model, ids, recipe)
+    export(result, root / "talk")
+    return result, Worker(model, root)
+
+
 def read_over(model, result, ids):
     """Queries, keys and values of a passage that the model reads over `result`, by layer.
 
@@ -90,9 +97,7 @@ def extend(worker, model, result, ids, **options):
 @pytest.mark.parametrize("recipe", ["gracekv-agnostic", "knorm", "expected-attention", "snapkv"])
 @pytest.mark.parametrize("pieces", [(), (7, 30)])
 def test_an_extended_context_is_that_of_transformers(model, ids, tmp_path, recipe, pieces):
-    result = compressed(model, ids, recipe)
-    export(result, tmp_path / "talk")
-    worker = Worker(model, tmp_path)
+    result, worker = talking(model, ids, tmp_path, recipe)
     for _ in range(2):
         first, passage = result.packed.length, ids[result.packed.length :][:PASSAGE]
         # Transformers also reads the token after the context behind the passage.
@@ -115,9 +120,7 @@ def test_an_extended_context_is_that_of_transformers(model, ids, tmp_path, recip
 
 
 def test_a_context_stays_continued_as_it_was(model, ids, tmp_path):
-    result = compressed(model, ids)
-    export(result, tmp_path / "talk")
-    worker = Worker(model, tmp_path)
+    result, worker = talking(model, ids, tmp_path)
     before = worker.store.header("talk")
     _, header = extend(worker, model, result, ids[LENGTH : LENGTH + PASSAGE], save=True)
     assert header.continuation == before.continuation
@@ -212,9 +215,8 @@ def test_positions_are_closed_as_a_conversation_s_are(ids, tmp_path, ranks):
 
 
 def test_passages_that_keep_all_entries_stay_and_the_windows_of_others_do_not(model, ids, tmp_path):
-    result, limit = compressed(model, ids), {"entries_per_head": 90, "every": 8, "window": 8}
-    export(result, tmp_path / "talk")
-    worker, stay, size = Worker(model, tmp_path), [], 40
+    result, worker = talking(model, ids, tmp_path)
+    limit, stay, size = {"entries_per_head": 90, "every": 8, "window": 8}, [], 40
     for number in range(8):
         length = worker.store.header("talk").length
         ratio = 1 if number == 2 else 2
@@ -230,9 +232,8 @@ def test_passages_that_keep_all_entries_stay_and_the_windows_of_others_do_not(mo
 
 
 def test_scores_count_in_memory_and_in_the_file(model, ids, tmp_path):
-    result = compressed(model, ids)
-    export(result, tmp_path / "talk")
-    context = ContextStore(tmp_path).load("talk")
+    result, worker = talking(model, ids, tmp_path)
+    context = worker.store.load("talk")
     for layer, own in zip(context.layers, result.runs[0].entry_scores(), strict=True):
         assert layer.metadata_bytes - replace(layer, scores=None).metadata_bytes == 2 * len(own)
         assert torch.equal(layer.scores, own.bfloat16())

@@ -34,6 +34,16 @@ def pairs():
     return {name: tuple(map(resolve_obj_by_qualname, pair)) for name, pair in paths.items()}
 
 
+def see_gpu(monkeypatch, most):
+    """Let vLLM see a GPU whose compute capability is up to `most`."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "is_cpu", lambda _: False)
+    monkeypatch.setattr(platform, "is_cuda", lambda _: True)
+    monkeypatch.setattr(platform, "has_device_capability", classmethod(lambda _, x: x <= most))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_vllms_classes_are_as_the_subclasses_take_them(name):
     stock, ours = pairs()[name]
@@ -57,8 +67,6 @@ def test_vllms_classes_are_as_the_subclasses_take_them(name):
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
 @pytest.mark.parametrize("chosen", [None, *NAMES])
 def test_the_platform_for_gpus_selects_them(monkeypatch, capability, chosen):
-    from vllm.platforms import current_platform
-
     # The platform's own extension, which CPU builds lack and selection does not need.
     missing = "vllm._C_stable_libtorch"
     monkeypatch.setitem(sys.modules, missing, ModuleType(missing))
@@ -71,10 +79,7 @@ def test_the_platform_for_gpus_selects_them(monkeypatch, capability, chosen):
     from gracekv.vllm.serving import GPU
 
     found = DeviceCapability(*capability)
-    platform = type(current_platform)
-    monkeypatch.setattr(platform, "is_cpu", lambda _: False)
-    monkeypatch.setattr(platform, "is_cuda", lambda _: True)
-    monkeypatch.setattr(platform, "has_device_capability", classmethod(lambda _, x: x <= 80))
+    see_gpu(monkeypatch, 80)
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
     plugin.register()
     monkeypatch.setattr(CudaPlatformBase, "get_device_capability", classmethod(lambda _: found))
@@ -98,15 +103,10 @@ def test_a_version_whose_scheduler_says_less_is_left_as_it_is(monkeypatch):
 
 
 def test_older_gpus_keep_stock_attention(monkeypatch):
-    from vllm.platforms import current_platform
-
     from gracekv.vllm.serving import CPU, replacements
 
     assert replacements() == CPU
-    platform = type(current_platform)
-    monkeypatch.setattr(platform, "is_cpu", lambda _: False)
-    monkeypatch.setattr(platform, "is_cuda", lambda _: True)
-    monkeypatch.setattr(platform, "has_device_capability", classmethod(lambda _, x: x <= 75))
+    see_gpu(monkeypatch, 75)
     assert replacements() == {}
 
 

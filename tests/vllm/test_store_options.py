@@ -80,8 +80,7 @@ NEVER_SERVED = [
 
 @pytest.mark.parametrize(("where", "field", "value", "said"), NEVER_SERVED)
 def test_what_contexts_are_never_served_with_is_refused(where, field, value, said, monkeypatch):
-    kinds = ("pipeline", "decode_context", "prefill_context")
-    sizes = [f"{kind}_parallel_size" for kind in kinds]
+    sizes = [f"{x}_parallel_size" for x in ("pipeline", "decode_context", "prefill_context")]
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(**dict.fromkeys(sizes, 1), use_ubatching=False),
         cache_config=SimpleNamespace(cache_dtype="auto"),
