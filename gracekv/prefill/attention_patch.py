@@ -62,9 +62,11 @@ class AttentionCall:
         return float(self.options["scaling"])
 
     @property
-    def logits(self) -> dict[str, Any]:
-        """The `softcap` of the logits and the `sinks` [H], or None for each."""
-        return {"softcap": self.options.get("softcap"), "sinks": self.options.get("s_aux")}
+    def softmax_args(self) -> dict[str, Any]:
+        """`scale`, `softcap` and `sinks`, as in `TokenRun`; sinks are float32."""
+        sinks = self.options.get("s_aux")
+        sinks = None if sinks is None else sinks.detach().float()
+        return {"scale": self.scale, "softcap": self.options.get("softcap"), "sinks": sinks}
 
     def output(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Any:
         """Call the stock function with these tensors in place of the call's own.

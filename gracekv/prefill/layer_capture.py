@@ -173,9 +173,9 @@ class LayerCapture:
         return self.keys.shape[-1]
 
     @property
-    def logits(self) -> dict[str, Any]:
-        """Arguments of `gracekv.kernels.linalg` for the products of queries and keys."""
-        return {"softcap": self.softcap, "sinks": self.sinks}
+    def softmax_args(self) -> dict[str, Any]:
+        """`scale`, `softcap` and `sinks`, arguments of functions that compute attention."""
+        return {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
 
     def observation(self, observer: Observer) -> Tensor:
         """The result of `observer` for this layer, [...].
@@ -212,10 +212,8 @@ class LayerCapture:
 
         Raises `MissingCaptureError` if a query was not captured.
         """
-        queries = self.queries_at(range(region.start, region.end))
-        return TokenRun(
-            region.start, queries, self.keys, self.values, self.rope, self.scale, **self.logits
-        )
+        states = self.queries_at(range(region.start, region.end)), self.keys, self.values
+        return TokenRun(region.start, *states, self.rope, **self.softmax_args)
 
     def check(self, checks: FiniteChecks) -> None:
         """Raise `ShapeError` unless shapes match; add the tensors to `checks` of finite numbers.

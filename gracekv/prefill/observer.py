@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from gracekv.errors import renamed_in
+from gracekv.errors import renamed, renamed_in
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.projection import Projection as Projection
 from gracekv.prefill.spans import PromptSpans, Region
@@ -78,15 +78,17 @@ class TokenRun:
     outputs: Tensor | None = None
     projection: Projection | None = None
 
+    logits = renamed("logits", "softmax_args")
+
     @property
     def end(self) -> int:
         """start + C."""
         return self.start + self.queries.shape[1]
 
     @property
-    def logits(self) -> dict[str, Any]:
-        """Arguments that `gracekv.kernels.linalg` needs to turn products into attention."""
-        return {"softcap": self.softcap, "sinks": self.sinks}
+    def softmax_args(self) -> dict[str, Any]:
+        """`scale`, `softcap` and `sinks`, arguments of functions that compute attention."""
+        return {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

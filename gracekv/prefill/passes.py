@@ -106,7 +106,7 @@ class _ModelContinuation:
                 # A view could keep a whole projection alive.
                 parts.append(x.clone())
             rope = self._passes.record.rope_of(layer)
-            run = TokenRun(start, query[0], keys, values, rope, call.scale, **call.logits)
+            run = TokenRun(start, query[0], keys, values, rope, **call.softmax_args)
             with full_float32():
                 observe(layer, run)
             return attention(call, query, keys, values)

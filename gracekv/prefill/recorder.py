@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -112,15 +113,17 @@ class Recorder:
         if call.layer not in self._index:
             return call.output(call.query, call.key, call.value, call.mask)
         layer = self._index[call.layer]
-        self.softcap, sinks = call.logits["softcap"], call.logits["sinks"]
-        if sinks is not None:
-            self.sinks[layer] = sinks.detach().float()
+        args = call.softmax_args
+        self.softcap = args["softcap"]
+        if args["sinks"] is not None:
+            self.sinks[layer] = args["sinks"]
         query, key, value = self.write(layer, call.query, call.key, call.value, call.scale)
         if self._partial is None:
             output = call.output(query, key, value, call.mask)
         else:
             output = self._partial(call, query, self.keys[layer], self.values[layer])
-        self._observations.add(layer, lambda: self._run(call.module, layer, query[0], output[0]))
+        run = partial(self._run, call.module, layer, args, query, output[0])
+        self._observations.add(layer, run)
         return output
 
     def write(
@@ -142,19 +145,17 @@ class Recorder:
         self._keep(layer, query[0])
         return query, key, value
 
-    def _run(self, module: Any, layer: int, queries: Tensor, outputs: Tensor) -> TokenRun:
-        """The chunk as a run for observers, from `queries` [H, C, d] and `outputs` [1, C, H, d]."""
-        reads = self._observations.reads
-        shown = outputs[0].transpose(0, 1) if reads("outputs", layer) else None
-        projection = None
+    def _run(
+        self, module: Any, layer: int, args: dict[str, Any], queries: Tensor, outputs: Tensor
+    ) -> TokenRun:
+        """The chunk as a run for observers: `queries` [1, H, C, d] and `outputs` [1, C, H, d]."""
+        reads, given = self._observations.reads, {"hidden": self._hidden.pop(layer, None), **args}
+        if reads("outputs", layer):
+            given["outputs"] = outputs[0].transpose(0, 1)
         if reads("projection", layer):
-            projection = Projection(output_projection(module), outputs.shape[2] * outputs.shape[3])
-        return TokenRun(
-            start=self._chunk.start, queries=queries, keys=self.keys[layer],
-            values=self.values[layer], rope=self.rope_of(layer), scale=self.scale,
-            softcap=self.softcap, sinks=self.sinks.get(layer),
-            hidden=self._hidden.pop(layer, None), outputs=shown, projection=projection,
-        )  # fmt: skip
+            given["projection"] = Projection(output_projection(module), outputs[0, 0].numel())
+        states = queries[0], self.keys[layer], self.values[layer], self.rope_of(layer)
+        return TokenRun(self._chunk.start, *states, **given)
 
     @contextmanager
     def hooks(self, model: Any) -> Iterator[None]:

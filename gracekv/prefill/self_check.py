@@ -193,13 +193,13 @@ def _by_steps(model: Any, ids: Tensor, calls: Mapping[int, AttentionCall]) -> Te
 
 def _softmax_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """float32 [B, Q, H, d]; the queries are the last of the keys' tokens."""
-    sinks, window = call.logits["sinks"], call.options.get("sliding_window")
+    args, window = call.softmax_args, call.options.get("sliding_window")
     group, count, length = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
     key, value = (x.float().repeat_interleave(group, dim=1) for x in (key, value))
-    logits = capped(call.scale * query.float() @ key.mT, call.logits["softcap"])
+    logits = capped(args["scale"] * query.float() @ key.mT, args["softcap"])
     hidden = torch.ones(count, length, dtype=torch.bool, device=key.device)
     hidden = hidden.triu(length - count + 1) | hidden.tril(length - count - (window or length))
-    sinks = None if sinks is None else sinks[:, None, None]
+    sinks = None if args["sinks"] is None else args["sinks"][:, None, None]
     shares = softmax(logits.masked_fill_(hidden, -torch.inf), sinks)
     return (shares @ value).transpose(1, 2)
 

@@ -84,8 +84,8 @@ def attention_sums(
     Raises `MissingCaptureError` if a probe's query was not captured.
     """
     at = torch.as_tensor(probes, dtype=torch.int64, device="cpu")
-    logits = {"scale": capture.scale, "power": power, "maximum": maximum, **capture.logits}
-    columns = softmax_columns(capture.queries_at(at), capture.keys, at + 1, weights, **logits)
+    args = {"power": power, "maximum": maximum, **capture.softmax_args}
+    columns = softmax_columns(capture.queries_at(at), capture.keys, at + 1, weights, **args)
     inside = columns[:, region.start : region.end]
     return reduce(inside, "(g n) t -> g t", over, g=capture.kv_heads) if over else inside
 

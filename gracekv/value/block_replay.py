@@ -139,12 +139,13 @@ class BlockReplaySums(LayerObserver):
             if lead > start:
                 seen = torch.cat([keys[own, start:lead, :width], seen], dim=1)
             asked = moved[rows, :, :width]
-            logits = {**run.logits, "scale": scale, "sinks": None if sinks is None else sinks[rows]}
-            columns = softmax_columns(asked, seen, seen.shape[1], power=self.power, **logits)
+            own_sinks = None if sinks is None else sinks[rows]
+            args = run.softmax_args | {"scale": scale, "sinks": own_sinks}
+            columns = softmax_columns(asked, seen, seen.shape[1], power=self.power, **args)
             columns = reduce(columns, "(g n) t -> g t", "mean", g=at_once)
             total[own, after : block.end].add_(columns[:, lead - start :])
             if self.induction and copied is not None and block.length > 1:
-                read = next_attention(asked, seen, block.length, **logits)
+                read = next_attention(asked, seen, block.length, **args)
                 read = reduce(read**self.power, "(g n) -> g 1", "mean", g=at_once)
                 total[own, copied.start : copied.end].add_(read, alpha=self.induction)
             if start < past <= lead:

@@ -33,7 +33,7 @@ class _Columns(TokenColumns):
     def add(self, run: TokenRun) -> None:
         keys = run.keys[:, : run.end]
         seen = torch.arange(run.start + 1, run.end + 1, device=keys.device)
-        own = softmax_columns(run.queries, keys, seen, scale=run.scale, **run.logits)
+        own = softmax_columns(run.queries, keys, seen, **run.softmax_args)
         self.columns(run.queries)[:, : run.end].add_(own)
 
 

@@ -48,10 +48,10 @@ class Draft(PassObserver):
         seen: list[Tensor] = []
 
         def attend(layer: int, run: TokenRun) -> None:
-            keys, logits = run.keys, {"scale": run.scale, **run.logits}
+            keys, args = run.keys, run.softmax_args
             # The compiled engine packs all keys first, which does not pay for a single query.
             engine: Engine = "torch" if keys.device.type == "cpu" else "auto"
-            columns = softmax_columns(run.queries, keys, keys.shape[1], **logits, engine=engine)
+            columns = softmax_columns(run.queries, keys, keys.shape[1], **args, engine=engine)
             found = reduce(columns[:, start:end], "(g n) t -> g t", "mean", g=len(keys))
             seen.append(found.to(seen[0].device if seen else found.device))
 

@@ -102,8 +102,7 @@ class Reconstruction(Repetition):
 
     def seen(self, run: TokenRun, spans: PromptSpans, part: Region) -> Tensor:
         keys, own = run.keys[:, : spans.context_end], run.keys[:, spans.context_end :]
-        logits = {"scale": run.scale, **run.logits}
-        return received_attention(run.queries, keys, own, part, self.power, **logits)
+        return received_attention(run.queries, keys, own, part, self.power, **run.softmax_args)
 
     def joined(self, parts: list[Tensor]) -> Tensor:
         """[L, G, N_ctx]."""
@@ -162,7 +161,7 @@ def repetitions(passes: Passes, chunk: int) -> Iterator[tuple[Region, Tensor]]:
 
 
 def received_attention(
-    queries: Tensor, seen: Tensor, own: Tensor, part: Region, power: float, **logits: Any
+    queries: Tensor, seen: Tensor, own: Tensor, part: Region, power: float, **softmax_args: Any
 ) -> Tensor:
     """The largest attention to each token of `part`, or a sum of its powers: float32 [G, n].
 
@@ -174,12 +173,12 @@ def received_attention(
         own: [G, Q, d] keys of the tokens of this pass.
         part: absolute positions of the n tokens.
         power: exponent of the summed attention; 0 for the maximum.
-        logits: `scale`, `softcap` and `sinks`, as in `TokenRun`.
+        softmax_args: `scale`, `softcap` and `sinks`, as in `TokenRun`.
     """
     sinks, over = min(_SINKS, part.start), "mean" if power else "max"
     keys = torch.cat([seen[:, :sinks], seen[:, part.start : part.end], own], dim=1)
     width = sinks + part.length
     visible = torch.arange(width + 1, keys.shape[1] + 1, device=keys.device)
-    logits |= {"power": power or 1.0, "maximum": not power}
-    columns = softmax_columns(queries, keys, visible, **logits)
+    softmax_args |= {"power": power or 1.0, "maximum": not power}
+    columns = softmax_columns(queries, keys, visible, **softmax_args)
     return reduce(columns[:, sinks:width], "(g n) t -> g t", over, g=len(keys))

@@ -97,8 +97,8 @@ class Replay(Scorer):
         length, queries = capture.spans.length, capture.queries_at(at)
         asked = torch.empty_like(queries, dtype=torch.float32)
         capture.rope.moved(slice(0, length), length - 1).rotate(queries, at, asked)
-        logits = {"scale": capture.scale, "power": self.mean_power, **capture.logits}
-        columns = softmax_columns(asked, capture.keys, length, weights, **logits)
+        args = {"power": self.mean_power, **capture.softmax_args}
+        columns = softmax_columns(asked, capture.keys, length, weights, **args)
         inside = columns[:, region.start : region.end]
         powers = reduce(inside, "(g n) t -> g t", "mean", g=capture.kv_heads)
         return powers.pow_(1 / self.mean_power)

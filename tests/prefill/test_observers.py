@@ -9,7 +9,7 @@ import torch
 import gracekv.pipeline.composition  # noqa: F401  (imports every strategy)
 from gracekv.errors import MissingCaptureError, NonFiniteError, ObserverError, ShapeError
 from gracekv.hf.capture import capture, run_capture
-from gracekv.prefill import LayerObserver, Needs, Observer
+from gracekv.prefill import LayerObserver, Needs, Observer, Region
 from gracekv.prefill.observations import Observations, check_observers
 from gracekv.prefill.observer import TokenRun
 from gracekv.prefill.options import DEFAULTS
@@ -51,6 +51,13 @@ def leaves(cls):
 def test_all_of_ours_are_checked():
     ours = {x for x in leaves(Observer) if x.__module__.startswith("gracekv.")}
     assert ours == {type(x) for x in OURS} - {HeadOutputs}
+
+
+def test_the_old_name_of_the_softmax_arguments_works_and_says_so():
+    run = synthetic_prefill().layer(0).run_of(Region(0, 4))
+    assert run.softmax_args == {"scale": run.scale, "softcap": None, "sinks": None}
+    with pytest.warns(DeprecationWarning, match=r"TokenRun\.logits is now softmax_args"):
+        assert run.logits == run.softmax_args
 
 
 @dataclass(frozen=True)
