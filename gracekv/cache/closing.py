@@ -13,8 +13,8 @@ from gracekv.cache.entries import CompressedCache
 from gracekv.cache.quantised import dequantised
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.kernels.rope import Rope
+from gracekv.prefill.length_limits import closable_length
 from gracekv.prefill.model_layers import rotations_up_to
-from gracekv.prefill.supported import closable_length
 
 
 def oldest_position(cache: CompressedCache, shard: HeadShard = WHOLE) -> int:

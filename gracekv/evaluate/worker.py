@@ -36,8 +36,8 @@ from gracekv.hf.result import CompressionResult
 from gracekv.prefill import Needs, Prefill
 from gracekv.prefill.chat_text import has_chat_template, turn_change, with_date
 from gracekv.prefill.fingerprint import fingerprint
+from gracekv.prefill.length_limits import trained_length
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.supported import trained_length
 
 
 class _Prepared(NamedTuple):

@@ -22,6 +22,7 @@ from gracekv.pipeline.compression import Compression, Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.prefill.base import Prefill
 from gracekv.prefill.fingerprint import fingerprint
+from gracekv.prefill.length_limits import check_passes, check_prompt_length
 from gracekv.prefill.model_layers import cache_dtype, embeddings, head_sizes, runs_in_parts
 from gracekv.prefill.needs import CaptureSizes, Needs, held_positions
 from gracekv.prefill.observations import seconds_by_stage
@@ -38,7 +39,7 @@ from gracekv.prefill.options import (
 from gracekv.prefill.passes import ModelPasses, queries_again
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.spans import Past
-from gracekv.prefill.supported import check_model, check_needs, check_passes, check_prompt_length
+from gracekv.prefill.supported import check_model, check_needs
 from gracekv.segment.curvature import Curvature
 from gracekv.segment.surprisal import Surprisal
 from gracekv.value.output_projection import OutputProjection

@@ -29,9 +29,10 @@ from gracekv.precision import FullPrecision
 from gracekv.prefill.chat_text import Message
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.history import History
+from gracekv.prefill.length_limits import trained_length
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import check_begins
-from gracekv.prefill.supported import check_needs, trained_length
+from gracekv.prefill.supported import check_needs
 
 
 class Conversation(AbstractContextManager["Conversation"]):

@@ -22,10 +22,11 @@ from gracekv.hf.capture import prefilled_run
 from gracekv.pipeline.run import Run, physical_sizes
 from gracekv.prefill import PromptSpans
 from gracekv.prefill.fingerprint import check_same_model
+from gracekv.prefill.length_limits import check_prompt_length, longest_sequence
 from gracekv.prefill.model_layers import text_config
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.supported import check_model, check_prompt_length, longest_sequence
+from gracekv.prefill.supported import check_model
 
 
 def extended_run(

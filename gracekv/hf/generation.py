@@ -26,9 +26,9 @@ from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.resumed_layer import is_resumed
 from gracekv.prefill.cache_keyword import NAMES, cache_keyword
+from gracekv.prefill.length_limits import check_continuation
 from gracekv.prefill.model_layers import input_device
 from gracekv.prefill.passes import end_ids
-from gracekv.prefill.supported import check_continuation
 
 # Whether transformers can read new tokens in pieces over a cache.
 _IN_PIECES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gracekv.errors import CacheError
 from gracekv.hf.cache import GraceCache
 from gracekv.prefill.cache_keyword import given_cache
-from gracekv.prefill.supported import dynamic_limit, switch_point
+from gracekv.prefill.length_limits import dynamic_limit, switch_point
 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 

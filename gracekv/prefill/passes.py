@@ -20,13 +20,13 @@ from torch import Tensor
 from gracekv.errors import UnsupportedModelError
 from gracekv.prefill.attention_patch import AttentionCall, Enough, base_attention, patched_attention
 from gracekv.prefill.base import Prefill
+from gracekv.prefill.length_limits import longest_sequence
 from gracekv.prefill.model_layers import compressed_layers, input_device, rotating, table_of_rope
 from gracekv.prefill.observer import TokenRun
 from gracekv.prefill.partial_attention import CausalMasks, PartialAttention, chunk_length, rotations
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.recorder import Recorder
 from gracekv.prefill.spans import widened
-from gracekv.prefill.supported import longest_sequence
 from gracekv.undo import full_float32
 
 

@@ -23,9 +23,9 @@ from gracekv.errors import StoreError
 from gracekv.files import VERSION, check_output, lock, path_of, replacing
 from gracekv.hf.base_result import BaseResult
 from gracekv.prefill.fingerprint import check_same_model, tokenizer_marks
+from gracekv.prefill.length_limits import trained_length
 from gracekv.prefill.model_layers import rotations_up_to
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.supported import trained_length
 from gracekv.vllm.header import HEADER, ContextHeader, TurnFormat, check_name, is_ours, is_served
 from gracekv.vllm.requests import question_text
 from gracekv.vllm.served_model import check_served, model_facts

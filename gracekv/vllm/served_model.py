@@ -18,13 +18,14 @@ from torch import Tensor
 from gracekv.errors import UnsupportedModelError
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.fingerprint import active_adapters, sampled_digest
+from gracekv.prefill.length_limits import sliding_window, switch_point
 from gracekv.prefill.model_layers import (
     model_layers,
     other_layers,
     rope_parameters,
     rotations_up_to,
 )
-from gracekv.prefill.supported import TESTED_MODEL_TYPES, check_model, sliding_window, switch_point
+from gracekv.prefill.supported import TESTED_MODEL_TYPES, check_model
 
 _SIZES = {
     "hidden_size": "hidden_size",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gracekv.errors import CacheError, LengthWarning, PromptError, UnsupportedModelError
 from gracekv.hf.capture import capture
-from gracekv.prefill import supported
+from gracekv.prefill import length_limits
 from gracekv.prefill.options import CaptureOptions
 from gracekv.testing.models import tiny_model
 from support.prompts import random_prompt
@@ -36,55 +36,55 @@ MODELS = {name: model for name, (model, *_) in BOUNDS.items()}
 
 @pytest.mark.parametrize(("model", "window", "switch", "trained"), BOUNDS.values(), ids=BOUNDS)
 def test_bounds_are_read_from_the_configuration(model, window, switch, trained):
-    assert supported.sliding_window(model) == window
-    assert supported.switch_point(model) == switch
-    assert supported.trained_length(model) == trained
+    assert length_limits.sliding_window(model) == window
+    assert length_limits.switch_point(model) == switch
+    assert length_limits.trained_length(model) == trained
 
 
 def test_a_configuration_that_names_no_length_bounds_nothing():
     config = SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "yarn"})
     config.get_text_config = lambda **_: config
-    assert supported.trained_length(SimpleNamespace(config=config)) is None
+    assert length_limits.trained_length(SimpleNamespace(config=config)) is None
 
 
 @pytest.mark.parametrize("name", MODELS)
 @given(length=st.integers(2, 5000), new=st.integers(1, 5000))
 def test_a_continuation_is_refused_exactly_where_a_fed_token_passes_the_bound(name, length, new):
     model = MODELS[name]
-    bounds = [supported.sliding_window(model)]
-    switch = supported.switch_point(model)
+    bounds = [length_limits.sliding_window(model)]
+    switch = length_limits.switch_point(model)
     if switch is not None and length <= switch:
         bounds.append(switch)
     fed = length + new - 1
     if any(bound is not None and fed > bound for bound in bounds):
         with pytest.raises(CacheError, match="cannot use this cache"):
-            supported.check_continuation(model, [length], new)
+            length_limits.check_continuation(model, [length], new)
     else:
-        supported.check_continuation(model, [length], new)
+        length_limits.check_continuation(model, [length], new)
 
 
 def test_padding_makes_every_row_of_a_batch_as_long_as_the_longest():
     phi3 = MODELS["phi3 longrope"]
-    supported.check_continuation(phi3, [100, 2040], 9)
+    length_limits.check_continuation(phi3, [100, 2040], 9)
     with pytest.raises(CacheError, match="Generate at most 9 tokens"):
-        supported.check_continuation(phi3, [100, 2040], 10)
-    supported.check_continuation(phi3, [3000, 4000], 100)
+        length_limits.check_continuation(phi3, [100, 2040], 10)
+    length_limits.check_continuation(phi3, [3000, 4000], 100)
 
 
 @pytest.mark.parametrize("name", ["phi3 longrope", "llama longrope"])
 def test_a_batch_on_both_sides_of_the_switch_is_refused(name):
     """All rows of a batch rotate by the longest, so cached keys of short ones would not match."""
     with pytest.raises(CacheError, match=r"\[100, 4000\] lie on both sides"):
-        supported.check_continuation(MODELS[name], [100, 4000], 1)
+        length_limits.check_continuation(MODELS[name], [100, 4000], 1)
 
 
 def test_a_batch_does_not_grow_past_where_rotations_depend_on_its_length():
     fit = [([90, 4000], 97), ([4000, 4000], 200), ([5000, 5000], 9), ([4000], 200)]
     for lengths, new in fit:
-        supported.check_continuation(MODELS["llama dynamic"], lengths, new)
+        length_limits.check_continuation(MODELS["llama dynamic"], lengths, new)
     for lengths, new in (([90, 4000], 98), ([90, 5000], 1), ([5000, 6000], 9)):
         with pytest.raises(CacheError, match="dynamic RoPE"):
-            supported.check_continuation(MODELS["llama dynamic"], lengths, new)
+            length_limits.check_continuation(MODELS["llama dynamic"], lengths, new)
 
 
 WARNED = [
@@ -99,10 +99,10 @@ WARNED = [
 @pytest.mark.parametrize(("name", "length", "message"), WARNED)
 def test_lengths_that_are_warned_about(name, length, message):
     with pytest.warns(LengthWarning, match=message):
-        supported.check_prompt_length(MODELS[name], length, beyond_positions=True)
+        length_limits.check_prompt_length(MODELS[name], length, beyond_positions=True)
     if "was trained for" in message:
         with pytest.raises(PromptError, match=r"trained for.*beyond_positions=True.*--beyond-pos"):
-            supported.check_prompt_length(MODELS[name], length)
+            length_limits.check_prompt_length(MODELS[name], length)
 
 
 @pytest.mark.filterwarnings("error")
@@ -111,25 +111,25 @@ def test_lengths_that_are_warned_about(name, length, message):
     ("qwen2 full", 4096), ("phi3 longrope", 1000), ("phi3 longrope", 4000),
 ])  # fmt: skip
 def test_usual_lengths_pass_silently(name, length):
-    supported.check_prompt_length(MODELS[name], length)
+    length_limits.check_prompt_length(MODELS[name], length)
 
 
 def test_a_window_that_does_not_cover_the_prompt_is_refused():
     with pytest.raises(UnsupportedModelError, match="3000 tokens, and the prompt has 3001"):
-        supported.check_prompt_length(MODELS["mistral"], 3001)
+        length_limits.check_prompt_length(MODELS["mistral"], 3001)
 
 
 @pytest.mark.parametrize("name", ["phi3", "phi3 longrope", "llama longrope"])
 def test_the_prompt_length_at_which_the_first_step_loses_the_cache_is_refused(name):
     with pytest.raises(PromptError, match="hits that switch"):
-        supported.check_prompt_length(MODELS[name], 2049)
+        length_limits.check_prompt_length(MODELS[name], 2049)
 
 
 def test_dynamic_rope_is_warned_about_up_to_its_factor():
     with pytest.warns(LengthWarning, match="what the model was run on before"):
-        supported.check_prompt_length(MODELS["llama dynamic"], 8192)
+        length_limits.check_prompt_length(MODELS["llama dynamic"], 8192)
     with pytest.raises(PromptError, match="was trained for 4096"):
-        supported.check_prompt_length(MODELS["llama dynamic"], 4096 * 64)
+        length_limits.check_prompt_length(MODELS["llama dynamic"], 4096 * 64)
 
 
 def test_capture_refuses_long_prompts_before_the_model_runs():
