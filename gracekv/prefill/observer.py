@@ -16,7 +16,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -115,10 +115,13 @@ class FinalRun:
     softcap: float | None = None
 
 
-class Accumulator(Protocol):
-    """The state of one observer for one layer while the prompt is read."""
+Run = TypeVar("Run", contravariant=True)
 
-    def add(self, run: TokenRun) -> None:
+
+class RunAccumulator(Protocol[Run]):
+    """The state of one observer while the prompt is read."""
+
+    def add(self, run: Run) -> None:
         """Count a run."""
 
     def result(self) -> Tensor:
@@ -128,17 +131,11 @@ class Accumulator(Protocol):
         """
 
 
-class FinalAccumulator(Protocol):
-    """The state of one observer of the decoder's output while the prompt is read."""
+Accumulator: TypeAlias = RunAccumulator[TokenRun]
+"""The state of one observer for one layer."""
 
-    def add(self, run: FinalRun) -> None:
-        """Count a run."""
-
-    def result(self) -> Tensor:
-        """The observation, [...]; the same for any split into runs, up to rounding.
-
-        Called once.
-        """
+FinalAccumulator: TypeAlias = RunAccumulator[FinalRun]
+"""The state of one observer of the decoder's output."""
 
 
 class Continuation(Protocol):
